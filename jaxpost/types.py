@@ -154,6 +154,7 @@ class Rollout:
     verdicts: `Experience.verdicts` that were recorded with it.
     messages: of each sequence, the turns of model and tools.
     top_ids, top_logprobs: most probable tokens at each position.
+    expert: completions of the data among the samples (`rl.expert`); their log-probs are 0.
     experts: chosen by the router at each position of prompt and completion.
     allowed: 1 + each id that could be drawn, padded with 0; `logprobs` are renormalized over them (`rl.sampling_mask`).
   """
@@ -179,6 +180,7 @@ class Rollout:
   top_ids: np.ndarray | None = None  # [N, C, n] int32
   top_logprobs: np.ndarray | None = None  # [N, C, n] float32
   allowed: np.ndarray | None = None  # [N, C, k] int32
+  expert: np.ndarray | None = None  # [N] bool
 
 
 class Scores(NamedTuple):

@@ -7,10 +7,12 @@ import json
 import pathlib
 import runpy
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpost.losses import turn_advantages
+from jaxpost.losses import surrogates, turn_advantages
 
 GOLDEN = pathlib.Path(__file__).parent / 'golden'
 DERIVED = json.loads((GOLDEN / 'derived.json').read_text('utf-8'))
@@ -67,6 +69,15 @@ def test_gigpo(case, options):
   rewards, of_turns, sampled, tokens = episodes()
   ours = turn_advantages.gigpo(rewards, np.ones((2, 3), bool), of_turns, sampled, tokens, **options)
   np.testing.assert_allclose(ours, expected(f'gigpo/{case}', sampled), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('gamma', [0.1, 0.5])
+def test_luffy(gamma):
+  chance, gains = (jnp.array(x, jnp.float32) for x in zip(*derive['LUFFY']))
+  expected = np.array(DERIVED[f'luffy/gamma{gamma}'])
+  loss, slope = jax.jvp(lambda logp: surrogates.expert(logp, gains, gamma), (jnp.log(chance),), (jnp.ones(6),))
+  np.testing.assert_allclose(loss, expected[:, 0], rtol=1e-5)
+  np.testing.assert_allclose(slope, expected[:, 1], rtol=1e-5)
 
 
 @pytest.mark.parametrize('method', ['mt_grpo', 'gigpo'])

@@ -35,6 +35,9 @@ def objective(config: Config) -> Objective:
     recomputed = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
     old = arrays['sampler_logprobs'] if rl.old_policy == 'sampler' else recomputed
     loss, metrics = chosen.fn(logp, old, arrays['advantages'], options, sequence_mean)
+    if 'expert' in arrays:
+      shaped = policy_gradient.expert(logp, arrays['advantages'], rl.expert_gamma)
+      loss = jax.numpy.where(arrays['expert'] > 0, shaped, loss)
     if masked:
       kept = policy_gradient.off_policy_kept(
         logp, arrays['sampler_logprobs'], arrays['advantages'], rl.opsm_threshold, sequence_mean
@@ -119,6 +122,8 @@ def scores(config: Config) -> tuple[str, ...]:
   names = list(rl_fields.scores_in_loss(config))
   if config.rl.kl_coef > 0 and config.rl.kl_in != 'loss':
     names += ['old_logprobs', 'ref_logprobs']
+  if config.rl.expert:
+    names.append('old_logprobs')
   if config.rl.top_entropy < 1:
     names.append('entropy')
   return tuple(dict.fromkeys(names))

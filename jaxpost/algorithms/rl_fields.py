@@ -36,7 +36,7 @@ def options(kind: type, rl: RlSection) -> Any:
 
 def has_token_terms(rl: RlSection) -> bool:
   """Returns whether a field asks for a term of `token_terms.py`."""
-  return rl.top_entropy < 1 or bool(rl.clip_cov or rl.kl_cov or rl.entropy_target or rl.correct_nll_coef)
+  return rl.top_entropy < 1 or bool(rl.clip_cov or rl.kl_cov or rl.entropy_target or rl.correct_nll_coef or rl.expert)
 
 
 def scores_in_loss(config: Config) -> tuple[str, ...]:
@@ -126,6 +126,12 @@ def check_terms(config: Config) -> None:
     'config.rl.sampling_mask: keeps rollout.top_k ids a token, so set that; and leave out rollout.top_logprobs, '
     'environment and train_on_rollouts',
   )
+  replayed = config.environment or config.train_on_rollouts or config.router.routing_replay
+  refuse(
+    rl.expert and bool(rl.kl_coef or rl.clip_cov or rl.kl_cov or rl.entropy_target or replayed),
+    'config.rl.expert: what is estimated from samples does not hold for completions of the data; leave out kl_coef, '
+    'clip_cov, kl_cov, entropy_target, environment, train_on_rollouts and routing_replay',
+  )
   refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
   for name in ('length_alpha', 'correct_nll_coef'):
     refuse(vars(rl)[name] < 0, f'config.rl.{name}: must not be below 0, but for -1')
@@ -175,6 +181,8 @@ def fields_read(rl: RlSection) -> set[str]:
     'kl_cov_coef': rl.kl_cov > 0,
     'entropy_step': rl.entropy_target > 0,
     'opsm_threshold': 'opsm' in rl.importance,
+    'expert': rl.advantage != 'gae',
+    'expert_gamma': rl.expert,
     'keep_surplus': rl.dynamic_sampling > 0 and rl.advantage != 'remax',
   }
   return {name for name in vars(rl) if conditions.get(name, True)}

@@ -1,4 +1,4 @@
-"""Terms of single tokens beside the surrogate: entropy control, and the NLL of right answers.
+"""Terms of single tokens beside the surrogate: entropy control, the NLL of right answers, experts.
 
 `grpo.finish` calls `apply` where a field of `config.rl` asks for one. They are computed on
 the host once a rollout; the surrogate reads their arrays.
@@ -26,7 +26,7 @@ def apply(
   counts it, as in the papers.
 
   Args:
-    out: has 'advantages'; gets 'entropy_coef', 'kl_cov' and 'nll_weights' where they are asked for.
+    out: has 'advantages'; gets 'entropy_coef', 'kl_cov', 'nll_weights' and 'expert' where they are asked for.
     mask: the trained tokens, bool.
   """
   rl = config.rl
@@ -61,6 +61,8 @@ def apply(
     out['entropy_coef'] = np.full(mask.shape, weight, np.float32)
     memory['entropy_coef'] = after
     metrics['entropy_coef'] = weight
+  if rl.expert:
+    out['expert'] = np.float32(mask & experience.rollout.expert[:, None])
   if rl.correct_nll_coef:
     right = mask & (experience.verdicts >= rl.keep_reward)[:, None]
     # The loss is a mean over all tokens; this makes the term a mean over the tokens of right answers.
@@ -72,4 +74,5 @@ def apply(
 def arrays(rl: Any) -> tuple[str, ...]:
   """Returns the names of the arrays that the surrogate reads with these fields."""
   asked = {'entropy_coef': rl.entropy_target, 'kl_cov': rl.kl_cov, 'nll_weights': rl.correct_nll_coef}
+  asked['expert'] = rl.expert
   return tuple(name for name, value in asked.items() if value)

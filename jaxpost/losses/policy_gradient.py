@@ -118,6 +118,9 @@ LOSSES: dict[str, Surrogate] = {
 }
 
 
+expert = by_name('surrogates:expert')
+
+
 def off_policy_kept(
   logprobs: jax.Array, sampler_logprobs: jax.Array, advantages: jax.Array, threshold: float, sequence_mean: SequenceMean
 ) -> jax.Array:

@@ -166,3 +166,13 @@ def _masked(
   high &= advantages > 0
   weight = jax.lax.stop_gradient(jnp.minimum(ratio, _MAX_WEIGHT) * ~(low | high))
   return -weight * advantages * logprobs, policy_gradient.clip_metrics(ratio, low, high)
+
+
+def expert(logprobs: jax.Array, advantages: jax.Array, gamma: float) -> jax.Array:
+  """-A p / (p + gamma), with p the policy's probability of a token that an expert wrote, [B, T].
+
+  LUFFY (arXiv:2504.14945): the ratio p / 1, as if the expert were certain, unclipped, with the
+  shaping f(x) = x / (x + gamma). Its gradient is gamma p / (p + gamma)^2 of that of log p, so rare
+  tokens weigh more than with p itself.
+  """
+  return -advantages * jax.nn.sigmoid(logprobs - jnp.log(gamma))

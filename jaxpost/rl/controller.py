@@ -134,6 +134,10 @@ class Controller:
     if self.config.rl.dynamic_sampling:  # without groups that only fill up the step
       mask = mask * np.repeat(varied(graded.verdicts), batching.group_size(rollout))[:, None]
     arrays = {'sampler_logprobs': rollout.logprobs, **scores._replace(reward_model=None).computed()}
+    if (
+      rollout.expert is not None
+    ):  # sampled by no policy; with the present one in its place, ratios to the sampler are 1
+      arrays['sampler_logprobs'] = np.where(rollout.expert[:, None], scores.old_logprobs, rollout.logprobs)
     state = dict(step=self.step, memory=self.memory, verdicts=graded.verdicts.reshape(-1))
     return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, components=graded.components, **state)
 

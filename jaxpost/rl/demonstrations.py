@@ -1,6 +1,6 @@
-"""A sampler whose completions are the answers of a data set.
+"""Samplers whose completions are the answers of a data set, all of them or one of each group.
 
-Legend: N sequences (one a prompt), C completion tokens, P prompt tokens.
+Legend: N sequences (one a prompt), G samples a prompt, C completion tokens, P prompt tokens.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpost.data import chat
-from jaxpost.types import Prompt, Rollout
+from jaxpost.types import Experience, Prompt, Rollout
 
 if TYPE_CHECKING:
   from jaxpost.data.examples import Example
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.rewards.groups import Graded
   from jaxpost.rl.rollout_queue import OnDispatch, RolloutSampler
 
 _STREAM = 7  # of random numbers, apart from others of the same seed and step
@@ -56,6 +57,61 @@ class DemonstrationSampler:
     if self.from_data(step):
       return to_rollout(prompts, self.tokenizer, self.max_tokens, step)
     return self.sampler(prompts, group_size, step, on_dispatch, **sampling)
+
+
+@dataclasses.dataclass
+class ExpertSampler:
+  """A sampler whose groups end with the answer of the data (LUFFY, arXiv:2504.14945).
+
+  Attributes:
+    sampler: of the other samples of a group.
+    max_tokens: of an answer; longer ones are cut.
+  """
+
+  sampler: RolloutSampler
+  tokenizer: Tokenizer
+  max_tokens: int
+
+  def __call__(
+    self,
+    prompts: Sequence[Prompt],
+    group_size: int = 1,
+    step: int = 0,
+    on_dispatch: OnDispatch | None = None,
+    **sampling: Any,
+  ) -> Rollout:
+    """Returns a rollout, see `rollout.sampler.Sampler`; a group of one is sampled."""
+    if group_size == 1:
+      return self.sampler(prompts, 1, step, on_dispatch, **sampling)
+    drawn = self.sampler(prompts, group_size - 1, step, on_dispatch, **sampling)
+    given = to_rollout(prompts, self.tokenizer, self.max_tokens, step)
+    given = given.replace(versions=np.full(given.completions.shape, drawn.version, np.int32))
+
+    def joined(x: np.ndarray, last: np.ndarray | None) -> np.ndarray:
+      """[P * (G - 1), ...] and [P, ...] -> [P * G, ...]."""
+      if last is None:  # the data have no such array
+        last = np.zeros((len(prompts), *x.shape[1:]), x.dtype)
+      groups = x.reshape(len(prompts), group_size - 1, *x.shape[1:])
+      return np.concatenate([groups, last[:, None]], axis=1).reshape(-1, *x.shape[1:])
+
+    arrays = {name: x for name, x in vars(drawn).items() if isinstance(x, np.ndarray)}
+    expert = np.arange(len(prompts) * group_size) % group_size == group_size - 1
+    return drawn.replace(expert=expert, **{name: joined(x, vars(given)[name]) for name, x in arrays.items()})
+
+
+def own_samples(experience: Experience) -> Experience:
+  """Returns an experience whose mask and verdicts leave the answers of the data out, for metrics."""
+  expert = experience.rollout.expert
+  verdicts = np.where(expert, np.nan, experience.verdicts)
+  return dataclasses.replace(experience, mask=experience.mask * ~expert[:, None], verdicts=verdicts)
+
+
+def own_grades(graded: list[Graded]) -> list[Graded]:
+  """Returns the grades of groups without those of their last completions, the answers of the data."""
+  return [
+    dataclasses.replace(g, rewards=g.rewards[:-1], components={k: v[:-1] for k, v in g.components.items()})
+    for g in graded
+  ]
 
 
 def check(tokenizer: Tokenizer, rows: Rows, limit: int) -> None:

@@ -253,12 +253,20 @@ class GradedRollout:
 
   def metrics(self) -> dict:
     """Means and spreads of rewards and lengths; /unfiltered: of all groups, also of those not trained on."""
-    out = reward_metrics.length_metrics(self.rollout)
+    rollout, results, sampled = self.rollout, self.results, self.sampled
+    table = self.rewards.reshape(self.verdicts.shape)
+    if rollout.expert is not None:
+      from jaxpost.rl import demonstrations
+
+      rollout = rollout.replace(lengths=rollout.lengths[~rollout.expert], finished=rollout.finished[~rollout.expert])
+      results, sampled = demonstrations.own_grades(results), sampled and demonstrations.own_grades(sampled)
+      table = table[:, :-1]
+    out = reward_metrics.length_metrics(rollout)
     if self.rollout.from_data or not self.results[0].components:
       return out
-    out |= reward_metrics.reward_metrics(self.rewards.reshape(self.verdicts.shape), self.results)
-    if self.sampled:
-      every = reward_metrics.reward_metrics(reward_table(self.sampled), self.sampled)
+    out |= reward_metrics.reward_metrics(table, results)
+    if sampled:
+      every = reward_metrics.reward_metrics(reward_table(sampled), sampled)
       out |= {f'{name}/unfiltered': value for name, value in every.items()}
     return out | self.stats
 

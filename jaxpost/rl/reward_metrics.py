@@ -95,6 +95,11 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
     'slot_occupancy': rollout.occupancy,
     **rollout.figures,
   }
+  if rollout.expert is not None:
+    from jaxpost.rl import demonstrations
+
+    out['expert/reward'] = float(np.nanmean(experience.rewards[rollout.expert]))
+    experience = demonstrations.own_samples(experience)
   if not rollout.from_data:
     out |= surprisal_metrics(experience)
     out |= correctness_metrics(experience, config.eval.pass_reward) if config.rewards_tuple() else {}

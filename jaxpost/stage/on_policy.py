@@ -119,6 +119,10 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
     sampler = demonstrations.DemonstrationSampler(
       sampler=sampler, tokenizer=tokenizer, share=share, seed=config.seed, max_tokens=config.rollout.max_new_tokens
     )
+  if config.rl.expert:
+    from jaxpost.rl import demonstrations
+
+    sampler = demonstrations.ExpertSampler(sampler, tokenizer, config.rollout.max_new_tokens)
   shape, stream, observe = placed.shape, placed.data.stream, None
   if config.rl.curriculum:
     from jaxpost.rl import curriculum

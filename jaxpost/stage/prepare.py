@@ -96,7 +96,7 @@ def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> 
     if samples:
       checks.check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
       reward_model.correct_by(config, reward_model.NAME in found)
-      if algorithm.from_data(config):
+      if algorithm.from_data(config) or config.rl.expert:
         from jaxpost.rl import demonstrations
 
         demonstrations.check(tokenizer, rows, _CHECKED)

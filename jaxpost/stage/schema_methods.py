@@ -169,6 +169,10 @@ class RlSection:
     lo=-1.0,
     auto=0.0,
   )
+  expert: bool = option(False, 'Put the completion of the data in the place of the last sample of each group (LUFFY).')
+  expert_gamma: float = option(
+    0.1, 'Its tokens, of probability p, are learned by p / (p + expert_gamma) in place of the surrogate.', lo=1e-6
+  )
   epochs: int = option(1, 'Passes over a rollout.', lo=1, hi=10**6)
   minibatches: int = option(1, 'Updates in a pass over a rollout.', lo=1, hi=10**6)
   gamma: float = option(1.0, 'Discount of rewards per token.', lo=0.0, hi=1.0)

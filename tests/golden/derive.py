@@ -91,11 +91,29 @@ def gigpo(gamma, weight, scale):
   return out
 
 
+def luffy(gamma):
+  """LUFFY, arXiv:2504.14945: the loss of a token of an expert, and its derivative by the log-prob.
+
+  The ratio to the expert is p / 1; shaped by f(x) = x / (x + gamma), unclipped, the loss is
+  -A f(p). With dp = p d(log p), the derivative is -A gamma p / (p + gamma)^2.
+  """
+  out = []
+  for p, advantage in LUFFY:
+    out.append([-advantage * p / (p + gamma), -advantage * gamma * p / (p + gamma) ** 2])
+  return out
+
+
+# Probabilities and advantages of tokens of an expert.
+LUFFY = [(1.0, 0.5), (0.5, 2.0), (0.1, 1.0), (1e-3, 1.5), (1e-9, 1.0), (0.3, -0.7)]
+
+
 def figures():
   """{case: value}."""
   return {
     'mt_grpo/gamma1/group': mt_grpo(1.0, 'group'),
     'mt_grpo/gamma0.5/none': mt_grpo(0.5, 'none'),
+    'luffy/gamma0.1': luffy(0.1),
+    'luffy/gamma0.5': luffy(0.5),
     'gigpo/gamma0.95/group': gigpo(0.95, 1.0, 'group'),
     'gigpo/gamma0.9/weight0.5/none': gigpo(0.9, 0.5, 'none'),
   }

@@ -1,0 +1,166 @@
+"""Completions of the data in groups of samples (LUFFY): the gradient, the record, the metrics.
+
+Legend: N sequences, G samples a prompt.
+"""
+
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_exact_gradients as exact
+import tiny
+
+import jaxpost
+from jaxpost.algorithms import grpo
+from jaxpost.errors import InputError
+from jaxpost.programs import train as programs
+from jaxpost.rl import batching
+from jaxpost.rollout import rollout_codec
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as config_lib
+from jaxpost.types import Experience, Prompt, Rollout
+
+
+@pytest.mark.parametrize('loss', ['clip', 'gspo', 'dppo_tv'])
+def test_the_gradient_is_that_of_both_parts(loss):
+  """One sample and one expert: grad E[R] of the sample, and (R* - E[R]) grad f of each token of the expert."""
+  answers, values, star = exact.completions(2), exact.rewards_of(2, False), 6
+  logp = np.asarray(exact.logprobs(exact.params('policy'), 2))
+  chance = np.exp(logp.sum(axis=1, dtype=np.float64))
+  index = np.array(list(itertools.product(range(len(answers)), [star]))).reshape(-1)
+  expert = np.arange(len(index)) % 2 == 1
+  rollout = Rollout(
+    prompts=tuple(Prompt(i, exact.PROMPT, '', {}) for i in range(len(answers))),
+    completions=answers[index],
+    lengths=np.full(len(index), 2),
+    logprobs=logp[index] * ~expert[:, None],
+    behavior_logprobs=logp[index] * ~expert[:, None],
+    finished=np.ones(len(index), bool),
+    expert=expert,
+  )
+  scores = dict(sampler_logprobs=logp[index], old_logprobs=logp[index])  # as `Controller.make_experience` gives them
+  mask = np.ones((len(index), 2), np.float32)
+  experience = Experience(rollout, values[index], mask, scores, verdicts=values[index])
+  config = exact.config_of(
+    'grpo', dict(advantage='leave_one_out', expert=True, expert_gamma=0.3, loss=loss, aggregate='token')
+  )
+  grpo.rl_fields.check(config)
+  credit = grpo.credit(experience, config)
+  weights = batching.token_weights(credit.mask, 'token', 2) * np.repeat(chance * len(chance), 2)[:, None]
+  rows = math.ceil(len(index) / 16)
+  batch = batching.to_batch(rollout, range(len(index)), weights.astype(np.float32), credit.arrays, rows, row_length=48)
+  made = programs.make_loss(exact.model(), grpo.objective(config), tiny.one_device(), tiny.EXACT)
+  split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
+  found = jax.jit(lambda p, b: programs.accumulate(made, p, b)[1])(exact.params('policy'), split)
+
+  def shaped(w):
+    p = jnp.exp(exact.logprobs(w, 2)[star])
+    return (p / (p + 0.3)).sum()
+
+  gain = values[star] - (chance * values).sum()
+  # A mean over four tokens; `exact` is one over the two of a completion.
+  exact.close(found, (-1 / 2, exact.exact('reward')), (-gain / 4, jax.grad(shaped)(exact.params('policy'))))
+
+
+def correct(completions, answer, **columns):
+  """1 for what ends with the answer; samples of a random model never do."""
+  del columns
+  texts = [c if isinstance(c, str) else c[-1]['content'] for c in completions]
+  return [float(text.strip().endswith(str(a))) for text, a in zip(texts, answer)]
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('model') / 'nano')
+
+
+def config_of(folder, **over):
+  base = dict(
+    data=dict(path='generated:arithmetic:max=99,ops=+,size=12,correct=1'),
+    rl=dict(expert=True),
+    rollout=dict(group_size=4),
+  )
+  return tiny.grpo_config(folder, reward=correct, **tiny.merged(base, over))
+
+
+@pytest.fixture(scope='module')
+def item(folder):
+  _, stream = jaxpost.policy_and_stream(config_of(folder))
+  try:
+    yield next(stream)
+  finally:
+    stream.close()
+
+
+def test_each_group_ends_with_the_answer_of_the_data(item):
+  experience, rollout = item.experience, item.experience.rollout
+  assert rollout.expert.reshape(experience.groups, 4).tolist() == [[False] * 3 + [True]] * experience.groups
+  assert (experience.rewards[rollout.expert] == 1).all() and rollout.finished[rollout.expert].all()
+  assert not rollout.logprobs[rollout.expert].any()
+  np.testing.assert_array_equal(
+    experience.arrays['sampler_logprobs'][rollout.expert], experience.arrays['old_logprobs'][rollout.expert]
+  )
+  trained = experience.mask > 0
+  np.testing.assert_array_equal(item.credit.arrays['expert'], trained & rollout.expert[:, None])
+  assert (item.credit.arrays['advantages'][rollout.expert][:, 0] > 0).all()
+  again = rollout_codec.from_text(rollout_codec.to_text(rollout))
+  np.testing.assert_array_equal(again.expert, rollout.expert)
+
+
+def test_metrics_are_those_of_the_samples(item):
+  info, experience = item.info, item.experience
+  own = ~experience.rollout.expert
+  assert info['expert/reward'] == 1
+  assert info['reward'] == info['rewards/correct/mean'] == experience.rewards[own].mean() < 1
+  assert info['completions/mean_length'] == pytest.approx(experience.rollout.lengths[own].mean())
+  assert info['pass_rate/none'] == 1
+  assert info['masked_samples'] == 0
+
+
+@pytest.mark.long
+def test_a_run_learns_from_the_data_where_its_samples_are_wrong(folder, tmp_path):
+  """With staleness, dynamic sampling and minibatches; the first step is on-policy, and it resumes to the bit."""
+  over = dict(
+    rl=dict(minibatches=2, dynamic_sampling=2), rollout=dict(staleness=1), train=dict(steps=2), optim=dict(lr=1e-3)
+  )
+  jaxpost.run(config_of(folder, **over), tmp_path / 'run')
+  summary = json.loads((tmp_path / 'run' / 'summary.json').read_text())
+  assert summary['expert/reward/train'] == 1 and summary['sampler_mismatch/train'] < 1.5
+  streams = [jaxpost.policy_and_stream(config_of(folder, **over))[1] for _ in range(2)]
+  try:
+    next(streams[0])
+    streams[1].restore(json.loads(json.dumps(streams[0].state())))
+    one, two = (next(stream) for stream in streams)
+    for name, x in one.credit.arrays.items():
+      np.testing.assert_array_equal(x, two.credit.arrays[name], err_msg=name)
+  finally:
+    for stream in streams:
+      stream.close()
+
+
+@pytest.mark.parametrize(
+  'over',
+  [
+    dict(rl=dict(kl_coef=0.1)),
+    dict(environment='x'),
+    dict(algorithm='ppo'),
+    dict(algorithm='rft'),
+    dict(algorithm='online_dpo'),
+    dict(train_on_rollouts='run'),
+  ],
+)
+def test_where_it_does_not_hold_it_is_refused(over):
+  over = tiny.merged(dict(algorithm='grpo', reward='x', rl=dict(expert=True)), over)
+  method = algorithms.load_algorithm(over['algorithm'])
+  with pytest.raises(InputError, match='rl.expert'):
+    method.check(config_lib.resolve(next(iter(config_lib.parse(over).values())), method.defaults))
+
+
+def test_rows_without_a_completion_are_refused(folder, tmp_path):
+  (tmp_path / 'rows.jsonl').write_text(json.dumps(dict(prompt='1+1=', answer='2')) + '\n')
+  with pytest.raises(InputError, match='completion'):
+    jaxpost.policy_and_stream(config_of(folder, data=dict(path=str(tmp_path / 'rows.jsonl'))))
