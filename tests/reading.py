@@ -35,6 +35,7 @@ OPTIONS = {
   'jaxpost.hardware.kernel_check': 'model.attention',
   'jaxpost.losses.sampling_mask': 'rl.sampling_mask',
   'jaxpost.losses.top_tokens': 'distill.top_k',
+  'jaxpost.programs.topk': 'distill.top_k',
   'jaxpost.programs.reported': 'rollout.top_logprobs',
   'jaxpost.rl.curriculum': 'rl.curriculum',
   'jaxpost.rl.demonstrations': 'distill.on_policy',

@@ -120,18 +120,10 @@ def check_terms(config: Config) -> None:
     'config.rl.importance: with old_policy=sampler the surrogate itself holds the ratio to the sampler; '
     'leave importance empty (opsm may stay)',
   )
-  kept_out = bool(config.rollout.top_logprobs or config.environment or config.train_on_rollouts)
-  refuse(
-    rl.sampling_mask and (not config.rollout.top_k or kept_out),
-    'config.rl.sampling_mask: keeps rollout.top_k ids a token, so set that; and leave out rollout.top_logprobs, '
-    'environment and train_on_rollouts',
-  )
-  replayed = config.environment or config.train_on_rollouts or config.router.routing_replay
-  refuse(
-    rl.expert and bool(rl.kl_coef or rl.clip_cov or rl.kl_cov or rl.entropy_target or replayed),
-    'config.rl.expert: what is estimated from samples does not hold for completions of the data; leave out kl_coef, '
-    'clip_cov, kl_cov, entropy_target, environment, train_on_rollouts and routing_replay',
-  )
+  if rl.sampling_mask or rl.expert:
+    from jaxpost.algorithms import token_terms
+
+    token_terms.check(config)
   refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
   for name in ('length_alpha', 'correct_nll_coef'):
     refuse(vars(rl)[name] < 0, f'config.rl.{name}: must not be below 0, but for -1')

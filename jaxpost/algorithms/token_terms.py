@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxpost.algorithms.base import Config
+from jaxpost.errors import refuse
 from jaxpost.losses import entropy_control
 from jaxpost.types import Experience
 
@@ -76,3 +77,20 @@ def arrays(rl: Any) -> tuple[str, ...]:
   asked = {'entropy_coef': rl.entropy_target, 'kl_cov': rl.kl_cov, 'nll_weights': rl.correct_nll_coef}
   asked['expert'] = rl.expert
   return tuple(name for name, value in asked.items() if value)
+
+
+def check(config: Config) -> None:
+  """Raises InputError where `rl.sampling_mask` or `rl.expert` does not hold."""
+  rl, rollout = config.rl, config.rollout
+  replayed = config.environment or config.train_on_rollouts
+  refuse(
+    rl.sampling_mask and (not rollout.top_k or bool(rollout.top_logprobs or replayed)),
+    'config.rl.sampling_mask: keeps rollout.top_k ids a token, so set that; and leave out rollout.top_logprobs, '
+    'environment and train_on_rollouts',
+  )
+  estimated = rl.kl_coef or rl.clip_cov or rl.kl_cov or rl.entropy_target
+  refuse(
+    rl.expert and bool(estimated or replayed or config.router.routing_replay),
+    'config.rl.expert: what is estimated from samples does not hold for completions of the data; leave out kl_coef, '
+    'clip_cov, kl_cov, entropy_target, environment, train_on_rollouts and routing_replay',
+  )

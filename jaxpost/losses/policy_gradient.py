@@ -119,19 +119,7 @@ LOSSES: dict[str, Surrogate] = {
 
 
 expert = by_name('surrogates:expert')
-
-
-def off_policy_kept(
-  logprobs: jax.Array, sampler_logprobs: jax.Array, advantages: jax.Array, threshold: float, sequence_mean: SequenceMean
-) -> jax.Array:
-  """Returns a mask: 0 on negative advantages in sequences far off policy, else 1.
-
-  Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): a sequence is
-  far off policy if its mean of log (sampler / pi) exceeds the threshold, pi
-  being the current policy.
-  """
-  drift = sequence_mean(jax.lax.stop_gradient(sampler_logprobs - logprobs))
-  return 1.0 - ((drift > threshold) & (advantages < 0))
+off_policy_kept = by_name('surrogates:off_policy_kept')
 
 
 def mismatch(logprobs: jax.Array, sampler_logprobs: jax.Array) -> jax.Array:

@@ -176,3 +176,20 @@ def expert(logprobs: jax.Array, advantages: jax.Array, gamma: float) -> jax.Arra
   tokens weigh more than with p itself.
   """
   return -advantages * jax.nn.sigmoid(logprobs - jnp.log(gamma))
+
+
+def off_policy_kept(
+  logprobs: jax.Array,
+  sampler_logprobs: jax.Array,
+  advantages: jax.Array,
+  threshold: float,
+  sequence_mean: policy_gradient.SequenceMean,
+) -> jax.Array:
+  """Returns a mask: 0 on negative advantages in sequences far off policy, else 1.
+
+  Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556): a sequence is
+  far off policy if its mean of log (sampler / pi) exceeds the threshold, pi
+  being the current policy.
+  """
+  drift = sequence_mean(jax.lax.stop_gradient(sampler_logprobs - logprobs))
+  return 1.0 - ((drift > threshold) & (advantages < 0))

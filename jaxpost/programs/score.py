@@ -1,4 +1,4 @@
-"""Forward-only programs: log-probs, values, top-k log-probs and hidden states of packed rows.
+"""Forward-only programs: log-probs, values and hidden states of packed rows.
 
 Legend: M micro-batches, B rows, T tokens, D hidden size.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 
 from jaxpost.models.parameters import narrow, nest
 from jaxpost.models.transformer import flops_per_token
@@ -36,7 +35,7 @@ def make_score(model: Model, layout: Layout, compute: Compute, ledger: Ledger, *
     return train.read_outputs(model, plan, params, hidden, batch)
 
   name = 'score' if model.head else 'values'
-  return _reader(name, rows, model, layout, ledger)
+  return reader(name, rows, model, layout, ledger)
 
 
 def make_hidden(model: Model, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
@@ -46,31 +45,10 @@ def make_hidden(model: Model, layout: Layout, compute: Compute, ledger: Ledger) 
     hidden = train.run_model(model, params, batch, layout, compute)
     return hidden.astype(compute.dtype)
 
-  return _reader('hidden', rows, model, layout, ledger)
+  return reader('hidden', rows, model, layout, ledger)
 
 
-def make_topk(
-  model: Model, layout: Layout, compute: Compute, ledger: Ledger, *, k: int, vocab_size: int, temperature: float
-) -> Program:
-  """Makes the program topk(params, batch [M, B, T]) -> (ids, log-probs), each [M, B, T, k].
-
-  For each weighted token: the k most probable tokens in its place, among the
-  first `vocab_size` ids.
-  """
-  from jaxpost.losses import top_tokens
-
-  plan = train.head_config(model, Objective(None, temperature=temperature), layout, compute)
-  plan = plan._replace(vocab_size=min(vocab_size, plan.vocab_size))
-
-  def rows(params, batch):
-    hidden = train.run_model(model, params, batch, layout, compute)
-    found = top_tokens.top_tokens(plan, hidden, model.head(params), train.next_token(batch.loss_weights), k)
-    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), found)
-
-  return _reader('topk', rows, model, layout, ledger)
-
-
-def _reader(name: str, rows: Callable, model: Model, layout: Layout, ledger: Ledger) -> Program:
+def reader(name: str, rows: Callable, model: Model, layout: Layout, ledger: Ledger) -> Program:
   """Makes a program that stacks rows(params, micro-batch); empty micro-batches at the end are not run."""
 
   def read(params, batch):

@@ -65,6 +65,8 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
     make = score.make_hidden
     distill = config.distill
     if distill.top_k:
-      make = score.make_topk
+      from jaxpost.programs import topk
+
+      make = topk.make_topk
       options = dict(k=distill.top_k, vocab_size=policy.config.vocab_size, temperature=distill.temperature)
   return Frozen(params, make(model, layout, placed.compute, ledger, **options), layout, model)

@@ -1,0 +1,40 @@
+"""The program that finds the most probable tokens of a teacher.
+
+Legend: M micro-batches, B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+from jaxpost.losses import top_tokens
+from jaxpost.programs import score, train
+from jaxpost.types import Objective
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.matmul import Compute
+  from jaxpost.models.model import Model
+  from jaxpost.programs.compile import Ledger, Program
+
+
+def make_topk(
+  model: Model, layout: Layout, compute: Compute, ledger: Ledger, *, k: int, vocab_size: int, temperature: float
+) -> Program:
+  """Makes the program topk(params, batch [M, B, T]) -> (ids, log-probs), each [M, B, T, k].
+
+  For each weighted token: the k most probable tokens in its place, among the
+  first `vocab_size` ids.
+  """
+  plan = train.head_config(model, Objective(None, temperature=temperature), layout, compute)
+  plan = plan._replace(vocab_size=min(vocab_size, plan.vocab_size))
+
+  def rows(params, batch):
+    hidden = train.run_model(model, params, batch, layout, compute)
+    found = top_tokens.top_tokens(plan, hidden, model.head(params), train.next_token(batch.loss_weights), k)
+    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), found)
+
+  return score.reader('topk', rows, model, layout, ledger)
