@@ -3,7 +3,8 @@
 python -m launch.train --config=configs/sft_gsm8k.py --workdir=runs/sft_gsm8k
 
 Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
-metric is pass@1 of the greedy answers to test questions (split `eval`).
+metric is pass@1 of the greedy answers to test questions (split `eval`);
+docs/defaults.md has the figures that others report for GSM8K.
 `:model=NAME` takes a name below, a hub id or a folder; data of your own:
 --config.data.path=FILE with question and answer, or prompt and completion.
 `:lora=16` trains adapters of that rank (docs/lora.md).
@@ -18,6 +19,7 @@ MODELS = {
   'qwen3_0_6b': 'Qwen/Qwen3-0.6B',
   'qwen3_1_7b': 'Qwen/Qwen3-1.7B',
   'llama3_2_1b': 'meta-llama/Llama-3.2-1B-Instruct',
+  'qwen2_5_0_5b': 'Qwen/Qwen2.5-0.5B-Instruct',
 }
 DATA = 'openai/gsm8k:main/{}-00000-of-00001.parquet'
 
