@@ -125,7 +125,7 @@ def check_terms(config: Config) -> None:
 
     token_terms.check(config)
   refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
-  for name in ('length_alpha', 'correct_nll_coef'):
+  for name in ('length_alpha', 'correct_nll_coef', 'turn_gamma'):
     refuse(vars(rl)[name] < 0, f'config.rl.{name}: must not be below 0, but for -1')
   refuse(0 < rl.dual_clip <= 1, f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
   refuse(
