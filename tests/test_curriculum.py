@@ -58,7 +58,8 @@ def test_what_dynamic_sampling_left_out_is_observed():
   from jaxpost.types import Prompt
 
   def prompts(*indices):
-    return types.SimpleNamespace(rollout=types.SimpleNamespace(prompts=[Prompt(i, None, '', {}) for i in indices]))
+    rollout = types.SimpleNamespace(prompts=[Prompt(i, None, '', {}) for i in indices])
+    return types.SimpleNamespace(rollout=rollout, kept=False)
 
   def graded(*values):
     return Graded(list(values), {'right': list(values)}, None)

@@ -107,6 +107,7 @@ def test_each_group_ends_with_the_answer_of_the_data(item):
   trained = experience.mask > 0
   np.testing.assert_array_equal(item.credit.arrays['expert'], trained & rollout.expert[:, None])
   assert (item.credit.arrays['advantages'][rollout.expert][:, 0] > 0).all()
+  assert [row.get('expert', False) for row in item.samples()] == rollout.expert.tolist()
   again = rollout_codec.from_text(rollout_codec.to_text(rollout))
   np.testing.assert_array_equal(again.expert, rollout.expert)
 

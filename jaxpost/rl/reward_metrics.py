@@ -164,6 +164,8 @@ def sample_rows(
     }
     if result.error:
       row['error'] = result.error
+    if rollout.expert is not None and rollout.expert[n]:
+      row['expert'] = True  # of the data
     row |= _expected(group.columns, i) | _turns(group.completions[i])
     row |= {
       'components': {name: values[i] for name, values in result.components.items()},
