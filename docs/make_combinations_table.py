@@ -20,8 +20,8 @@ corrections and schedule of GRPO can be chosen independently. `tests/test_combin
 takes every pair of these choices. A pair is refused with one line before anything
 starts, or it runs, and at the first step ratios and importance weights are 1, nothing
 is clipped or masked, the KL is 0, and the gradient of every log-prob is minus its
-advantage. `tests/test_exact_gradients.py` compares the mean gradient with that of the
-expected reward.
+advantage (times the slope of the shaping for tokens of experts).
+`tests/test_exact_gradients.py` compares the mean gradient with that of the expected reward.
 """
 
 

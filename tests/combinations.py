@@ -117,6 +117,7 @@ def experience() -> Experience:
     logprobs=logprobs,
     behavior_logprobs=logprobs + 0.2,
     finished=lengths < C,
+    expert=np.arange(size) % SIZE == SIZE - 1,  # read with rl.expert
   )
   rewards = np.tile([1.0, 0, 0, 1], GROUPS)
   rewards[:SIZE] = [0, 0, 1, 0]
@@ -152,7 +153,9 @@ def update(config: config_lib.Config, given: Experience):
     return (weights * value).sum(), {name: (weights * x).sum() for name, x in metrics.items()}
 
   (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(given.arrays['sampler_logprobs']))
-  return np.asarray(gradient), np.asarray(-weights * arrays['advantages']), metrics, credit
+  chance, gamma = np.exp(given.arrays['sampler_logprobs']), config.rl.expert_gamma
+  shaped = np.where(credit.arrays.get('expert', 0), gamma * chance / (chance + gamma) ** 2, 1)
+  return np.asarray(gradient), np.asarray(-weights * arrays['advantages'] * shaped), metrics, credit
 
 
 def total_weight(config: config_lib.Config, credit) -> float:
