@@ -62,6 +62,8 @@ def told(cfg) -> str:
   }
   if cfg.cached[0] == 1 < cfg.num_heads and len(cfg.cached[1]) == 1:
     words |= {'latent attention': True}
+  if cfg.state_shapes:
+    words |= {f'gated delta rule in {cfg.mixers.count("delta")} of {cfg.num_layers} layers, gated attention': True}
   if cfg.experts:
     e = cfg.experts
     words |= {
@@ -71,7 +73,8 @@ def told(cfg) -> str:
       'router by sigmoids': e.sigmoid,
       f'of {e.top_groups} of {e.groups} groups': e.groups > 1,
       'a bias in the choice': e.choice_bias,
-      'shared experts': e.shared,
+      'shared experts': e.shared and not e.shared_gate,
+      'a gated shared expert': e.shared_gate,
       'dense layers first': e.first_dense,
     }
   return ', '.join(word for word, said in words.items() if said)

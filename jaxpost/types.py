@@ -109,6 +109,7 @@ class Cache:
   v: tuple  # the same shapes
   table: Array | None = None  # [S, n] int32
   experts: tuple = ()  # L x [S, 1, length, k] uint16, recorded for routing replay
+  states: tuple = ()  # of the layers without attention: arrays [S, heads, ...] of fixed size
 
 
 @struct.dataclass

@@ -24,7 +24,7 @@ from jaxpost.formats import config_fields, config_json, families, hf, tensor_lay
 from jaxpost.losses import head_chunk
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
-from jaxpost.models import presets, transformer
+from jaxpost.models import parameters, presets
 from jaxpost.models import rope as rope_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
@@ -85,6 +85,23 @@ LATENT = dict(
   norm_topk_prob=True,
   num_mtp_layers=0,
 )
+LINEAR = 'linear_attention'
+# Sizes at which transformers in float32 is as near to itself in float64 as the bar says: it takes differences of sums
+# of decays, so with other sizes of this order it is up to 4e-5 of the largest logit away (this library 1e-5).
+HYBRID = dict(
+  num_hidden_layers=4,
+  layer_types=[LINEAR, LINEAR, FULL, LINEAR],
+  linear_num_key_heads=3,
+  linear_num_value_heads=6,
+  linear_key_head_dim=14,
+  linear_value_head_dim=6,
+  linear_conv_kernel_dim=3,
+  head_dim=12,
+  rope_parameters=rope(partial_rotary_factor=0.5),
+)
+HYBRID_EXPERTS = dict(
+  num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28
+)
 # Name -> (class of transformers, fields of its config).
 CASES = {
   'llama2': ('Llama', dict(num_key_value_heads=4)),
@@ -115,6 +132,12 @@ CASES = {
   'qwen3_moe_raw': (
     'Qwen3Moe',
     dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, use_sliding_window=True, sliding_window=6),
+  ),
+  'qwen3_next': ('Qwen3Next', HYBRID | HYBRID_EXPERTS | dict(num_hidden_layers=3, layer_types=[LINEAR, LINEAR, FULL])),
+  'qwen3_5': ('Qwen3_5Text', HYBRID | dict(num_hidden_layers=6, layer_types=[LINEAR, LINEAR, FULL] * 2)),
+  'qwen3_5_moe': (
+    'Qwen3_5MoeText',
+    HYBRID | HYBRID_EXPERTS | dict(linear_num_value_heads=3, num_hidden_layers=3, layer_types=[LINEAR, FULL, LINEAR]),
   ),
   'mixtral': ('Mixtral', dict(num_local_experts=5, sliding_window=6)),
   'gpt_oss': (
@@ -385,11 +408,12 @@ def greedy(model, params, prompts, lengths, steps):
 
   @jax.jit
   def run(params):
-    weights = transformer.unstack_layers(params, model.config.num_layers)
+    weights = parameters.unstack_layers(params, model.config.layer_stacks)
     cache, x = model.prefill(params, prompts, lengths, compute=compute)
 
-    cache = jax.tree.map(widen, cache)
-    recent = jax.tree.map(lambda c: jnp.full_like(c, 1e3), cache)
+    states = cache.states
+    cache = jax.tree.map(widen, cache.replace(states=()))
+    recent = jax.tree.map(lambda c: jnp.full_like(c, 1e3), cache).replace(states=states)
 
     def step(carry, i):
       recent, x = carry
@@ -778,8 +802,8 @@ def test_classes_that_an_export_names_exist(family):
 
   with_labels = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
   assert {'llama', 'gemma3_text'} <= {*with_labels}
-  latent = families.FAMILIES[family].latent
-  raw = dict(BASE | (LATENT if latent else {}), model_type=family)
+  latent, hybrid = families.FAMILIES[family].latent, families.FAMILIES[family].hybrid
+  raw = dict(BASE | (LATENT if latent else HYBRID if hybrid else {}), model_type=family)
   cfg = config_json.from_hf(raw, 'here')[0]
   for labels in (0, 1):
     (name,) = config_json.to_hf(dataclasses.replace(cfg, num_labels=labels))['architectures']

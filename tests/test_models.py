@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from jaxpost.models import model as model_lib
-from jaxpost.models import presets, transformer
+from jaxpost.models import parameters, presets, transformer
 from jaxpost.models.config import Rope
 from jaxpost.programs import cache_storage
 from jaxpost.types import Cache
@@ -52,7 +52,7 @@ def test_cached_decode_equals_full_forward(model, params):
     )
 
   cache = jax.tree.map(grow, cache)
-  weights = transformer.unstack_layers(params, model.config.num_layers)
+  weights = parameters.unstack_layers(params, model.config.layer_stacks)
   decode = jax.jit(lambda w, *a: model.decode(w, *a, compute=tiny.EXACT))
   extend = jax.jit(cache_storage.extend, static_argnums=3)
   at, block, recent = prompt.copy(), 4, None

@@ -16,7 +16,7 @@ from jaxpost.losses import head_chunk
 from jaxpost.matmul import Compute
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
-from jaxpost.models.config import Experts, LatentConfig, ModelConfig, Rope
+from jaxpost.models.config import Experts, HybridConfig, LatentConfig, ModelConfig, Rope
 from jaxpost.stage.config import defaults
 from jaxpost.storage import seals
 
@@ -59,6 +59,13 @@ def latent(**fields) -> LatentConfig:
   )
   own = dict(q_rank=14, kv_rank=12, rope_dim=4, v_dim=6)
   return LatentConfig(**base | own | fields)
+
+
+def hybrid(**fields) -> HybridConfig:
+  """Two layers with the gated delta rule around one with attention, as in Qwen3.5."""
+  base = vars(config(family='qwen3_5_text', norm_offset=1.0, num_layers=3, rotary_dim=4))
+  own = dict(mixers=('delta', 'layers', 'delta'), key_heads=3, value_heads=6, key_size=14, value_size=6, taps=3)
+  return HybridConfig(**base | own | fields)
 
 
 def one_device(phase='train'):
@@ -112,7 +119,7 @@ def largest(x) -> float:
 def folder(path, **fields):
   """Writes a Hugging Face folder for the 'bytes' tokenizer, without checksums, as others write it; its path."""
   shape = dict(vocab_size=259, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
-  make = latent if fields.get('family') == 'deepseek_v3' else config
+  make = {'deepseek_v3': latent, 'qwen3_5_text': hybrid}.get(fields.get('family'), config)
   model = model_lib.build(make(**{**shape, **fields}))
   hf.save(path, model, params(model))
   (pathlib.Path(path) / seals.NAME).unlink()

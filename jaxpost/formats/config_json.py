@@ -2,7 +2,8 @@
 
 `config_fields` reads and writes the fields that hold for a whole model, `layer_fields`
 those that differ by layer (rotary embeddings, sliding windows), `expert_fields` those of
-experts, and `latent_fields` those of multi-head latent attention.
+experts, `latent_fields` those of multi-head latent attention, and `hybrid_fields` those
+of layers with a state.
 """
 
 from collections.abc import Sequence
@@ -82,7 +83,7 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
     tie_embeddings=known['tie_word_embeddings'],
     max_position=known['max_position_embeddings'],
     num_labels=_num_labels(raw, where),
-    layer_windows=layer_fields.windows(known, family, layers, rope['layer_ropes'], where),
+    layer_windows=() if family.hybrid else layer_fields.windows(known, family, layers, rope['layer_ropes'], where),
     experts=expert_fields.read(known, family, where),
     **rope,
     **config_fields.scalars(known, family),
@@ -90,6 +91,11 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
   )
   if family.latent:
     cfg = latent_fields.read(known, cfg, where)
+  if family.hybrid:
+    from jaxpost.formats import hybrid_fields
+
+    cfg = hybrid_fields.read(known, cfg, where, joined=family.hybrid == 'joined')
+  unknown = [field for field in unknown if field not in family.ignored]
   return cfg, sorted([*config_fields.unread(raw, family), *unknown])
 
 
@@ -140,4 +146,8 @@ def to_hf(
   )
   if family.latent:
     out |= latent_fields.write(cfg)
+  if family.hybrid:
+    from jaxpost.formats import hybrid_fields
+
+    out |= hybrid_fields.write(cfg)
   return out

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxpost.errors import InputError
-from jaxpost.formats import latent_fields
+from jaxpost.formats import hybrid_families, latent_fields
 from jaxpost.formats.family import ExpertFields, Family
 
 # Groups of fields that several families read.
@@ -155,6 +155,9 @@ FAMILIES = {
       norm_topk_prob=False,
     ),
   ),
+  'qwen3_next': hybrid_families.QWEN3_NEXT,
+  'qwen3_5_text': hybrid_families.QWEN3_5,
+  'qwen3_5_moe_text': hybrid_families.QWEN3_5_MOE,
   'mixtral': Family(
     architecture='MixtralForCausalLM',
     window='all',

@@ -137,8 +137,8 @@ def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: conte
 def _check_extra(folder: Path, found: dict, wanted: dict, cfg: ModelConfig) -> None:
   """Refuses tensors that the model has no place for, but for those known to be unused."""
   tied = wanted.get('model.embed_tokens.weight')
-  extra_layers = 0
-  if families.of_model(cfg.family).extra_layers:
+  extra_layers, family = 0, families.of_model(cfg.family)
+  if family.extra_layers:
     extra_layers = object_store.read_json(folder / 'config.json').get('num_nextn_predict_layers') or 0
   extra = [
     name
@@ -146,6 +146,7 @@ def _check_extra(folder: Path, found: dict, wanted: dict, cfg: ModelConfig) -> N
     if name not in wanted
     and not name.endswith('rotary_emb.inv_freq')
     and not tensor_layout.is_extra_layer(name, cfg, extra_layers)
+    and not (family.hybrid and name.startswith('mtp.'))  # modules that predict several tokens at once
     and not (name == _HEAD and tuple(tensor.get_shape()) == tied)
   ]
   if extra:

@@ -187,7 +187,7 @@ def _apart(folder, have: dict, given: set, raw: dict, every: dict, cfg: ModelCon
     rank = r * (1 + (pairs and name != 'down'))
     skip = r * (pairs and name == 'up')
     for at, own in enumerate(kept.names):
-      layer, i = kept.spec.first + at // e, at % e
+      layer, i = kept.spec.number(at // e), at % e
       theirs = f'base_model.model.model.layers.{layer}.mlp.experts.{inner}lora_{side.upper()}.weight'
       if theirs not in have:
         continue

@@ -73,7 +73,7 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
 def _names(name: str, spec: Param) -> tuple[str, ...]:
   if not spec.stack:
     return (name,)
-  return tuple(name.format(i + spec.first, *rest) for i, *rest in np.ndindex(spec.shape[: spec.stack]))
+  return tuple(name.format(spec.number(i), *rest) for i, *rest in np.ndindex(spec.shape[: spec.stack]))
 
 
 def is_extra_layer(name: str, cfg: ModelConfig, count: int) -> bool:

@@ -30,6 +30,8 @@ class Experts:
   alpha: float = 1.0  # with a limit: gate sigmoid(alpha gate) (up + 1)
   record: bool = False  # caches record the chosen experts, for routing replay
   shared: int = 0  # shared experts of that size, for all tokens
+  shared_size: int = 0  # hidden size of all shared experts together; 0: shared x size
+  shared_gate: bool = False  # the output of shared experts is multiplied by a gate
   first_dense: int = 0  # leading layers with a dense MLP instead of experts
   sigmoid: bool = False  # the router's scores are sigmoids (DeepSeek-V3) instead of a softmax
   choice_bias: bool = False  # a bias per expert that counts in the choice only
@@ -119,6 +121,25 @@ class ModelConfig:
     return self.num_layers - (self.experts.first_dense if self.experts else 0)
 
   @property
+  def layer_stacks(self) -> tuple[str, ...]:
+    """The stack of parameters that each layer is in (`parameters.STACKS`)."""
+    return ('dense',) * (self.num_layers - self.sparse_layers) + ('layers',) * self.sparse_layers
+
+  @property
+  def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+    """Shapes of what a layer with a state keeps of a sequence; () for models without."""
+    return ()
+
+  @property
+  def state_flops(self) -> float:
+    """Forward FLOPs of a token for the states of all layers."""
+    return 0.0
+
+  def place_in_cache(self, layer: int) -> int:
+    """Index of a layer among those whose cache is of the same kind."""
+    return layer
+
+  @property
   def layer_kinds(self) -> list[LayerKind]:
     """The kind of each layer."""
     zeros = (0,) * self.num_layers
@@ -156,6 +177,46 @@ class LatentConfig(ModelConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class HybridConfig(ModelConfig):
+  """A decoder whose layers have either gated attention or the gated delta rule (`hybrid.py`).
+
+  Queries of its attention come with a gate of the output, so their projection has
+  twice the size of a head.
+  """
+
+  mixers: tuple[str, ...] = ()  # of each layer: 'layers' (attention) or 'delta' (the gated delta rule)
+  key_heads: int = 0  # of queries and keys of the delta rule
+  value_heads: int = 0  # a multiple of it
+  key_size: int = 0
+  value_size: int = 0
+  taps: int = 0  # tokens that a convolution sees
+  joined: bool = False  # one projection makes queries, keys, values and gates, by key head
+
+  @property
+  def layer_stacks(self) -> tuple[str, ...]:
+    return self.mixers
+
+  @property
+  def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+    tails = [(heads, self.taps - 1, size) for heads, size in self.convolved]
+    return (*tails, (self.value_heads, self.key_size, self.value_size))
+
+  @property
+  def convolved(self) -> tuple[tuple[int, int], ...]:
+    """(heads, size) of the inputs of convolutions: queries, keys and values."""
+    keys = self.key_heads, self.key_size
+    return keys, keys, (self.value_heads, self.value_size)
+
+  @property
+  def state_flops(self) -> float:
+    # A state is read and corrected by the key, and read by the query.
+    return 6.0 * self.mixers.count('delta') * self.value_heads * self.key_size * self.value_size
+
+  def place_in_cache(self, layer: int) -> int:
+    return self.mixers[:layer].count(self.mixers[layer])
+
+
+@dataclasses.dataclass(frozen=True)
 class CustomConfig:
   """Config of a custom model (`custom.py`): the fields that other rooms read.
 
@@ -189,6 +250,14 @@ class CustomConfig:
   def cached(self) -> tuple[int, tuple[int, ...]]:
     return 0, ()  # unknown
 
+  @property
+  def layer_stacks(self) -> tuple[str, ...]:
+    return ()  # unknown
+
+  @property
+  def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+    return ()  # unknown
+
 
 def from_json(fields: dict) -> ModelConfig | CustomConfig:
   """Restores a config from its `dataclasses.asdict` after a JSON round trip."""
@@ -196,7 +265,7 @@ def from_json(fields: dict) -> ModelConfig | CustomConfig:
     return CustomConfig(**{k: _tuples(v) for k, v in fields.items()})
   fields = {k: _tuples(v) for k, v in fields.items()}
   experts = fields.get('experts')
-  kind = LatentConfig if 'kv_rank' in fields else ModelConfig
+  kind = LatentConfig if 'kv_rank' in fields else HybridConfig if 'mixers' in fields else ModelConfig
   return kind(
     **fields | {'ropes': tuple(Rope(**rope) for rope in fields['ropes']), 'experts': experts and Experts(**experts)}
   )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxpost.matmul import Compute, einsum, from_bits
 from jaxpost.models import layers, rope, transformer
 from jaxpost.models.attention_xla import scale_queries, softcap, softmax
+from jaxpost.models.parameters import STATEFUL
 from jaxpost.types import MASKED_LOGIT, Cache
 
 if TYPE_CHECKING:
@@ -35,15 +36,18 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
     return out, pair
 
   tables = rope.tables(positions, lengths[:, None], cfg)
-  x, kept, routes = transformer.run_layers(params, x, tables, attend, cfg, compute=compute, constrain=constrain)
+  recur = transformer.recurrence_over(segment_ids, cfg, compute, constrain, keep=True)
+  rest = dict(compute=compute, constrain=constrain, recur=recur)
+  x, kept, routes = transformer.run_layers(params, x, tables, attend, cfg, **rest)
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
   experts = ()
   if routes is not None:
     from jaxpost.models import routing
 
     experts = routing.record(routes, cfg)
-  k, *v = map(tuple, zip(*kept))
-  return Cache(k, v[0] if v else (), experts=experts), last
+  states = tuple(tuple(x) for x, stack in zip(kept, cfg.layer_stacks) if stack in STATEFUL)
+  k, *v = map(tuple, zip(*(x for x, stack in zip(kept, cfg.layer_stacks) if stack not in STATEFUL)))
+  return Cache(k, v[0] if v else (), experts=experts, states=states), last
 
 
 def decode(
@@ -68,7 +72,7 @@ def decode(
       also be a function of the layer's input that returns its parameters.
     cache: L x [S, K, length, h], or pages and a table; the first `filled` [S]
       entries are valid.
-    recent: L x [S, K, T, h], of which the first `step` are valid.
+    recent: L x [S, K, T, h], of which the first `step` are valid, and the present states.
     tokens: [S], at positions filled + step; or [S, T'], consecutive tokens.
 
   Returns:
@@ -78,11 +82,11 @@ def decode(
   x = transformer.embed(weights, some, cfg, compute, constrain)
   positions = (filled + step)[:, None] + jnp.arange(some.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
-  ks, vs, experts = (list(x) for x in (recent.k, recent.v, recent.experts))
+  ks, vs, experts, states = (list(x) for x in (recent.k, recent.v, recent.experts, recent.states))
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
-    p = p(x) if callable(p) else p
+    p, place = p(x) if callable(p) else p, cfg.place_in_cache(i)
 
-    def attend(q, k, v, keep, i=i, window=kind.window, p=p):
+    def attend(q, k, v, keep, i=place, window=kind.window, p=p):
       del k, v
       for kept, new in zip((ks, vs), keep):
         new = new.astype(compute.dtype).astype(kept[i].dtype)
@@ -95,16 +99,29 @@ def decode(
       more = dict(window=window, cfg=cfg, sinks=p.get('sinks'))
       return cached_attention(q, old, new, filled, step, compute=compute, **more), None
 
-    table = rope.pick(tables, kind.rope)
-    x, _, routing = transformer.layer(p, x, table, attend, cfg, compute=compute, layout=constrain, absorbed=True)
+    rest = dict(compute=compute, layout=constrain, absorbed=True, recur=_recurrence(states, i, cfg, compute, constrain))
+    x, _, routing = transformer.layer(p, x, rope.pick(tables, kind.rope), attend, cfg, **rest)
     x = constrain(x, 'batch', None, None)
     if experts and routing:
       j = i - cfg.num_layers + cfg.sparse_layers
-      experts[j] = jax.lax.dynamic_update_slice_in_dim(
-        experts[j], routing.chosen[:, None].astype(experts[j].dtype), step, axis=2
-      )
+      new = routing.chosen[:, None].astype(experts[j].dtype)
+      experts[j] = jax.lax.dynamic_update_slice_in_dim(experts[j], new, step, axis=2)
   x = layers.rms_norm(x, weights['norm'], cfg)
-  return Cache(tuple(ks), tuple(vs), experts=tuple(experts)), x.reshape(*tokens.shape, -1)
+  return Cache(tuple(ks), tuple(vs), experts=tuple(experts), states=tuple(states)), x.reshape(*tokens.shape, -1)
+
+
+def _recurrence(states: list, layer: int, cfg: ModelConfig, compute: Compute, layout):
+  """Returns `recur` of `transformer.layer`, which replaces the entry of `states`; None for layers without a state."""
+  if cfg.layer_stacks[layer] not in STATEFUL:
+    return None
+  from jaxpost.models import hybrid
+
+  def recur(p, y):
+    place = cfg.place_in_cache(layer)
+    out, states[place] = hybrid.mix(p, y, cfg, compute, layout, state=states[place])
+    return out, None
+
+  return recur
 
 
 def layer_entries(cache: Cache, layer: int, step):

@@ -133,7 +133,9 @@ def fusable(table) -> dict[str, tuple[str, ...]]:
   def alike(names):
     specs = [table.get(f'layers/{n}') for n in names]
     biases = {f'layers/{n}_bias' in table for n in names}
-    return all(s and s.axes[:2] == ('layers', 'embed') for s in specs) and (len(biases) == 1)
+    inputs = all(s and s.axes[:2] == ('layers', 'embed') for s in specs) and (len(biases) == 1)
+    # Heads of queries are larger where a gate of the output is beside them.
+    return inputs and len({s.shape[3:] for s in specs}) == 1
 
   return {k: names for k, names in FUSED.items() if alike(names)}
 

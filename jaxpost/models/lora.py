@@ -86,6 +86,7 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
       matrix=True,
       dtype='float32',
       first=spec.first,
+      numbers=spec.numbers,
     )
     rows[f'{ADAPTER_ROOT}/{path}/b'] = Param(
       (*spec.shape[: spec.stack], rank, *spec.shape[cut:]),
@@ -95,6 +96,7 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
       matrix=True,
       dtype='float32',
       first=spec.first,
+      numbers=spec.numbers,
     )
   return rows
 

@@ -17,6 +17,7 @@ import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout
@@ -193,6 +194,13 @@ def _gather_backward(mesh_axis, axis, dtype, residuals, g):
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
+def gate_shared(p: dict, x: jax.Array, out: jax.Array) -> jax.Array:
+  """Multiplies the output of the shared experts [B, T, D] by a gate in (0, 1) of each token, made of x."""
+  weight = p[f'{SHARED_PREFIX}weight']
+  gate = jnp.einsum('btd,dn->btn', x.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
+  return (jax.nn.sigmoid(gate) * out).astype(out.dtype)
+
+
 def behind(dense: dict[str, Param], table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
   """Returns the table of a model whose first layers are dense: those of the table `dense`."""
   n, first = cfg.sparse_layers, cfg.experts.first_dense
@@ -205,7 +213,7 @@ def param_rows(cfg: ModelConfig) -> dict[str, Param]:
   """Returns the rows of the parameter table that replace those of a dense MLP."""
   n, d = cfg.sparse_layers, cfg.hidden_size
   e, f = cfg.experts.num, cfg.experts.size
-  shared_f = cfg.experts.shared * f
+  shared_f = cfg.experts.shared_size or cfg.experts.shared * f
   first = cfg.num_layers - n
   block = 'model.layers.{}.mlp.'
 
@@ -247,4 +255,8 @@ def param_rows(cfg: ModelConfig) -> dict[str, Param]:
       f'layers/{SHARED_PREFIX}up': shared('up', (d, shared_f), ('embed', 'mlp')),
       f'layers/{SHARED_PREFIX}down': shared('down', (shared_f, d), ('mlp', 'embed')),
     }
+  if cfg.experts.shared_gate:
+    table[f'layers/{SHARED_PREFIX}weight'] = Param(
+      (n, d, 1), ('layers', 'embed', None), f'{block}shared_expert_gate.weight', matrix=True, exact=True, first=first
+    )
   return table

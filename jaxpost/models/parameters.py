@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
 
 ADAPTER_ROOT = 'lora'  # path prefix of adapters: lora/layers/q/a is A of layers/q
-STACKS = ('dense', 'layers')  # names of the stacks of layers, in order
+STACKS = ('dense', 'delta', 'layers')  # names of the stacks of layers
+STATEFUL = ('delta',)  # those whose layers have a state of fixed size instead of attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Param:
     matrix: an operand of matrix products, stored transposed by HF ([out, in]).
     exact: never rounded: a norm scale, a bias or a router.
     first: number of its first layer.
+    numbers: of its layers, where they do not follow each other.
     dtype: type in memory; '' is the type of the other parameters.
   """
 
@@ -40,12 +43,17 @@ class Param:
   matrix: bool = False
   exact: bool = False
   first: int = 0
+  numbers: tuple[int, ...] = ()
   dtype: str = ''
 
   @property
   def stacked(self) -> bool:
     """True if the first dimension is the layer."""
     return self.axes[0] == 'layers'
+
+  def number(self, i: int) -> int:
+    """Returns the number of the layer whose entry is the i-th."""
+    return self.numbers[i] if self.numbers else self.first + i
 
   @property
   def stack(self) -> int:
@@ -128,14 +136,19 @@ def _unstack(x):
 _unstack.defvjp(lambda x: (tuple(x), None), lambda _, g: (jnp.stack(g),))
 
 
-def unstack_layers(params: dict, num_layers: int) -> dict:
-  """Returns the parameters with a list of layers instead of the stacked dicts."""
-  out = []
-  for stack in (params[name] for name in STACKS if name in params):
-    leaves, tree = jax.tree.flatten(stack)
-    rows = zip(*map(_unstack, leaves), strict=True)
-    out += [tree.unflatten(row) for row in rows]
-  assert len(out) == num_layers
+def unstack_layers(params: dict, stacks: Sequence[str]) -> dict:
+  """Returns the parameters with a list of layers instead of the stacked dicts.
+
+  stacks: name of the stack of each layer (`ModelConfig.layer_stacks`).
+  """
+  rows = {}
+  for name in STACKS:
+    if name in params:
+      leaves, tree = jax.tree.flatten(params[name])
+      rows[name] = [tree.unflatten(row) for row in zip(*map(_unstack, leaves), strict=True)]
+  assert {name: len(x) for name, x in rows.items()} == dict(collections.Counter(stacks))
+  each = {name: iter(x) for name, x in rows.items()}
+  out = [next(each[name]) for name in stacks]
   rest = {k: v for k, v in params.items() if k not in STACKS}
   return {**rest, 'layers': out}
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxpost.models.parameters import STACKS, flatten, leaf, nest
+from jaxpost.models.parameters import flatten, leaf, nest
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
@@ -40,12 +40,8 @@ def _prefill(model, weights, *args, **kwargs):
 
 def _decode(model, weights, *args, **kwargs):
   weights = model.view(weights)
-  layers = [
-    functools.partial(_layer, weights[name], i)
-    for name in STACKS
-    if name in weights
-    for i in range(len(jax.tree.leaves(weights[name])[0]))
-  ]
+  stacks = model.config.layer_stacks
+  layers = [functools.partial(_layer, weights[name], stacks[:i].count(name)) for i, name in enumerate(stacks)]
   return model.decode(weights | {'layers': layers}, *args, **kwargs)
 
 

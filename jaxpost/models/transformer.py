@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.models import attention, layers, rope
 from jaxpost.models.config import CustomConfig, LatentConfig, ModelConfig
-from jaxpost.models.parameters import Param, unstack_layers
+from jaxpost.models.parameters import STATEFUL, Param, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -79,6 +79,10 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     from jaxpost.models import mla
 
     table = mla.table(table, cfg)
+  if cfg.state_shapes:
+    from jaxpost.models import hybrid
+
+    table = hybrid.table(table, cfg)
   if dense := cfg.num_layers - cfg.sparse_layers:
     from jaxpost.models import moe
 
@@ -123,11 +127,14 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
     return 2.0 * cfg.size
   embedding = cfg.padded_vocab_size * cfg.hidden_size
   matrices = num_active(cfg) - (0 if cfg.tie_embeddings else embedding)
-  seen = sum(min(context, kind.window or context) for kind in cfg.layer_kinds)
-  return 2 * matrices + 2 * cfg.num_heads * seen * (cfg.head_dim + cfg.value_dim)
+  attending = [k for k, stack in zip(cfg.layer_kinds, cfg.layer_stacks) if stack not in STATEFUL]
+  seen = sum(min(context, kind.window or context) for kind in attending)
+  return cfg.state_flops + 2 * matrices + 2 * cfg.num_heads * seen * (cfg.head_dim + cfg.value_dim)
 
 
-def layer(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, layout, chosen=None, absorbed=False):
+def layer(
+  p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, layout, chosen=None, absorbed=False, recur=None
+):
   """Applies one layer to [B, T, D].
 
   Args:
@@ -135,27 +142,33 @@ def layer(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, lay
     attend: (q, k, v, cache entries of the tokens) -> (out, kept).
     chosen: experts to use, see `moe.mlp`.
     absorbed: see `mla.attend`.
+    recur: (p, normed x) -> (out, kept), for layers with a state instead of attention.
 
   Returns:
-    ([B, T, D], `kept` of `attend`, `Routing` or None).
+    ([B, T, D], `kept` of `attend` or `recur`, `Routing` or None).
   """
 
   def norm(x, name):
     return layers.rms_norm(x, p[name], cfg) if name in p else x
 
   y = norm(x, 'attention_norm')
-  if isinstance(cfg, LatentConfig):
+  if 'log_decay' in p:
+    out, kept = recur(p, y)
+  elif isinstance(cfg, LatentConfig):
     from jaxpost.models import mla
 
     out, kept = mla.attend(p, y, table, attend, cfg, compute=compute, absorbed=absorbed, layout=layout)
   else:
     q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg=cfg, layout=layout)
+    q, *gate = jnp.split(q, 2, axis=-1) if cfg.state_shapes else (q,)
     if cfg.qk_norm in ('head', 'wide'):
       q, k = layers.norm_heads(q, k, p, cfg)
     q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
     if cfg.qk_norm == 'rotated':
       q, k = layers.norm_heads(q, k, p, cfg)
     out, kept = attend(rope.scale_queries(q, table), k, v, (k, v))
+    for x_gate in gate:  # of hybrids
+      out = (out * jax.nn.sigmoid(x_gate.astype(jnp.float32))).astype(out.dtype)
   out = layers.project('btnh,nhd->btd', out, p, 'o', compute, layout=layout)
   x = _add(x, norm(out, 'attention_post_norm'), cfg)
   y, routing = norm(x, 'mlp_norm'), None
@@ -165,7 +178,8 @@ def layer(p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, lay
     out, routing = moe.mlp(p, y, cfg, compute, layout, chosen=chosen)
     if cfg.experts.shared:
       shared = {k.removeprefix(moe.SHARED_PREFIX): v for k, v in p.items() if k.startswith(moe.SHARED_PREFIX)}
-      out = out + layers.mlp(shared, y, cfg, compute, layout)
+      more = layers.mlp(shared, y, cfg, compute, layout)
+      out = out + (moe.gate_shared(p, y, more) if cfg.experts.shared_gate else more)
   else:
     out = layers.mlp(p, y, cfg, compute, layout)
   return _add(x, norm(out, 'mlp_post_norm'), cfg), kept, routing
@@ -178,13 +192,14 @@ def _add(x, out, cfg):
   return x + out.astype(x.dtype)
 
 
-def run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None):
+def run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None, recur=None):
   """Runs all layers and the final norm on embedded tokens.
 
   Args:
     tables: see `rope.tables`.
     attend: (q, k, v, cache entries, window, sinks) -> (out, kept).
     chosen: [L, B, T, k], experts to use (`moe.mlp`), or None.
+    recur: see `layer`.
 
   Returns:
     (normed x, `kept` of each layer, `Routing` of all layers or None).
@@ -193,26 +208,41 @@ def run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None):
   def block(p, x, chosen, kind):
     table = rope.pick(tables, kind.rope)
     attend_layer = functools.partial(attend, window=kind.window, sinks=p.get('sinks'))
-    x, *kept = layer(p, x, table, attend_layer, cfg, compute=compute, layout=constrain, chosen=chosen)
+    rest = dict(compute=compute, layout=constrain, chosen=chosen, recur=recur)
+    x, *kept = layer(p, x, table, attend_layer, cfg, **rest)
     return constrain(x, 'batch', 'time', None), kept
 
+  @functools.cache  # a checkpoint is traced once for each kind
+  def alike(kind):
+    return layers.rematerialized(functools.partial(block, kind=kind), compute)
+
+  if compute.unroll or isinstance(params['layers'], list):  # a sampler's weights are a list
+    x, kept, routing = _in_a_row(alike, params, x, cfg, chosen)
+  elif cfg.state_shapes:
+    from jaxpost.models import hybrid
+
+    x, kept, routing = hybrid.scan_periods(alike, params, x, cfg, chosen)
+  else:
+    x, kept, routing = _scan(block, params, x, cfg, compute, chosen=chosen)
+  return layers.rms_norm(x, params['norm'], cfg), kept, routing
+
+
+def _in_a_row(alike, params, x, cfg, chosen):
+  """`run_layers` as straight code."""
+  if not isinstance(params['layers'], list):
+    params = unstack_layers(params, cfg.layer_stacks)
+  kept, sparse = [], cfg.num_layers - cfg.sparse_layers  # the first layer with experts
+  for i, (p, kind) in enumerate(zip(params['layers'], cfg.layer_kinds)):
+    x, kept_l = alike(kind)(p, x, None if chosen is None or i < sparse else chosen[i - sparse])
+    kept.append(kept_l)
+  kept, routing = zip(*kept)
+  return x, kept, jax.tree.map(lambda *y: jnp.stack(y), *routing[sparse:])
+
+
+def _scan(block, params, x, cfg, compute, chosen):
+  """`run_layers` under a scan over stacked parameters."""
   kinds = cfg.layer_kinds
-  split = isinstance(params['layers'], list)  # a sampler's weights
   sparse = cfg.num_layers - cfg.sparse_layers  # the first layer with experts
-  if compute.unroll or split:
-
-    @functools.cache  # a checkpoint is traced once for each kind
-    def alike(kind):
-      return layers.rematerialized(functools.partial(block, kind=kind), compute)
-
-    kept = []
-    if not split:
-      params = unstack_layers(params, cfg.num_layers)
-    for i, (p, kind) in enumerate(zip(params['layers'], kinds)):
-      x, kept_l = alike(kind)(p, x, None if chosen is None or i < sparse else chosen[i - sparse])
-      kept.append(kept_l)
-    kept, routing = zip(*kept)
-    return (layers.rms_norm(x, params['norm'], cfg), kept, jax.tree.map(lambda *y: jnp.stack(y), *routing[sparse:]))
   # Values that all layers share stay static: attention specializes on them.
   varied = {
     name: jnp.array([getattr(k, name) for k in kinds])
@@ -231,8 +261,7 @@ def run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None):
     x, (first, _) = jax.lax.scan(lambda x, xs: one(xs[0], x, None, xs[1]), x, (params['dense'], here))
     first = first and [[y[i] for y in first] for i in range(sparse)]
   x, (kept, routing) = jax.lax.scan(lambda x, xs: one(xs[0], x, *xs[1:]), x, (params['layers'], chosen, varied))
-  kept = kept and [*(first or ()), *([y[i] for y in kept] for i in range(cfg.sparse_layers))]
-  return layers.rms_norm(x, params['norm'], cfg), kept, routing
+  return x, kept and [*(first or ()), *([y[i] for y in kept] for i in range(cfg.sparse_layers))], routing
 
 
 def attention_over(segment_ids, positions, cfg: ModelConfig, compute: Compute, layout, branch_ids=None) -> Callable:
@@ -246,6 +275,15 @@ def attention_over(segment_ids, positions, cfg: ModelConfig, compute: Compute, l
     cfg=cfg,
     layout=layout,
   )
+
+
+def recurrence_over(segment_ids, cfg: ModelConfig, compute: Compute, layout, branch_ids=None, keep=False):
+  """Returns `recur` of `layer` for these rows, None for models without states; see `hybrid.over_rows`."""
+  if not cfg.state_shapes:
+    return None
+  from jaxpost.models import hybrid
+
+  return hybrid.over_rows(cfg, segment_ids, compute, layout, branch_ids=branch_ids, keep=keep)
 
 
 def embed(params, tokens, cfg, compute, constrain, noise=None):
@@ -308,7 +346,9 @@ def forward(
   if chosen is not None:
     chosen = jnp.moveaxis(order(chosen), 2, 0)
   tables = rope.tables(order(positions), lengths, cfg)
-  x, _, routes = run_layers(params, x, tables, attend, cfg, compute=compute, constrain=constrain, chosen=chosen)
+  recur = recurrence_over(segment_ids, cfg, compute, constrain, branch_ids=branch_ids)
+  rest = dict(compute=compute, constrain=constrain, chosen=chosen, recur=recur)
+  x, _, routes = run_layers(params, x, tables, attend, cfg, **rest)
   if n > 1:
     x = context_parallel.unstripe_sharded(x, constrain)
     routes = jax.tree.map(lambda y: jax.vmap(lambda y: context_parallel.unstripe(y, n))(y), routes)

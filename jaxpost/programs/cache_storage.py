@@ -54,9 +54,24 @@ def put_pages(pool: Cache, rows: Cache, copies: jax.Array) -> Cache:
 
 
 def empty_block(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
-  """Returns empty cache entries [rows, K, steps, h] for a block of `steps` tokens."""
-  recent = jax.tree.map(lambda x: jnp.zeros((rows, x.shape[1], steps, x.shape[3]), x.dtype), cache)
-  return view(recent).replace(experts=routing.no_record(model.config, rows, steps))
+  """Returns empty cache entries [rows, K, steps, h] for a block of `steps` tokens, and the present states."""
+  entries = cache.replace(states=())
+  recent = jax.tree.map(lambda x: jnp.zeros((rows, x.shape[1], steps, x.shape[3]), x.dtype), entries)
+  states = jax.tree.map(lambda x: x[:rows], cache.states)
+  return view(recent).replace(experts=routing.no_record(model.config, rows, steps), states=states)
+
+
+def first_entries(cache: Cache, rows: int, read: int) -> Cache:
+  """Returns the first `read` entries of the first slots, in the type that programs compute with."""
+  return view(jax.tree.map(lambda x: x[:rows, :, :read], cache.replace(states=())))
+
+
+def append(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
+  """Returns the cache with the entries of a block and its last states; see `extend`."""
+  entries, states = stored(recent.replace(experts=(), states=())), cache.states
+  rows = len(filled)
+  states = jax.tree.map(lambda old, new: old.at[:rows].set(new) if rows < len(old) else new, states, recent.states)
+  return extend(cache.replace(states=()), entries, filled, one_by_one).replace(states=states)
 
 
 def stored(cache: Cache) -> Cache:

@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec
 from jaxpost.losses import head_chunk
 from jaxpost.models import routing
 from jaxpost.models.config import CustomConfig
+from jaxpost.models.parameters import STATEFUL
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
-from jaxpost.programs.cache_storage import empty_block, extend, put_pages, put_rows, stored, view, where
+from jaxpost.programs.cache_storage import append, empty_block, first_entries, put_pages, put_rows, stored, where
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.sampling import Sampling
 from jaxpost.types import MASKED_LOGIT, Array, Cache
@@ -100,12 +101,16 @@ def empty_state(
     if model.empty_cache:
       return model.empty_cache(*cache_shape, compute)
 
+    with_state = sum(stack in STATEFUL for stack in cfg.layer_stacks)
+
     def of_layers(size):
       shape = (cache_shape[0], heads, cache_shape[1], size)
-      return tuple(jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers))
+      return tuple(jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers - with_state))
 
     k, *v = map(of_layers, sizes)  # latent attention caches one array per layer
-    return stored(Cache(k, v[0] if v else ()))
+    # In float32: what a state forgets slowly, it would lose at every rounding.
+    states = tuple(tuple(jnp.zeros((slots, *shape)) for shape in cfg.state_shapes) for _ in range(with_state))
+    return stored(Cache(k, v[0] if v else (), states=states))
 
   def init():
     return DecodeState(
@@ -290,11 +295,7 @@ def _block(
     return (after, recent), (drawn, state.active, stopped)
 
   few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
-  cache = (
-    state.cache.replace(table=table)
-    if table is not None
-    else view(jax.tree.map(lambda x: x[:rows, :, :read], state.cache))
-  )
+  cache = state.cache.replace(table=table) if table is not None else first_entries(state.cache, rows, read)
   recent = empty_block(model, state.cache, rows, steps)
   # All numbers of the block at once: the generator is a loop of its own.
   number, filled = jnp.arange(steps), few.positions
@@ -317,7 +318,7 @@ def _block(
     experts=routing.recorded(recent.experts),
   )
   by_slot = compute.platform != 'gpu'
-  cache = extend(state.cache.replace(table=table), stored(recent.replace(experts=())), filled, by_slot)
+  cache = append(state.cache.replace(table=table), recent, filled, by_slot)
   return rest.replace(cache=cache.replace(table=None)), block
 
 

@@ -76,6 +76,7 @@ class Reshard:
       self._shardings['head'] = self._shardings['embed']
     self._stacks = [s for s in STACKS if s in self._table]
     shardings, nbytes = _layers_of(model, layout, compute, self._fused)
+    self._order = model.config.layer_stacks
     self.layers = len(shardings)
     # One program makes every group, so layers that differ are in one group.
     self.group = self.layers if len(self._stacks) > 1 else group_of(self.layers, most, nbytes)
@@ -147,19 +148,17 @@ class Reshard:
       name: jax.tree.map(lambda x, p: narrow(x, p, self._compute), some[name], self._table[name])
       for name in self._stacks
     }
-    return [fuse(p, self._fused) for p in unstack_layers(cast, self.group)['layers']]
+    return [fuse(p, self._fused) for p in unstack_layers(cast, self._order[: self.group])['layers']]
 
 
 def _layers_of(model: Model, layout: Layout, compute: Compute, fused: dict) -> tuple[list[dict], int]:
   """Returns (shardings of the fused weights of every layer, bytes of the largest layer on all devices)."""
-  shardings, largest = [], 0
+  each, largest = {}, 0
   for stack in STACKS:
     rows = {path.split('/')[1]: p for path, p in model.table.items() if p.stacked and path.startswith(f'{stack}/')}
-    (number,) = {p.shape[0] for p in rows.values()} or {0}
-    layer = fuse({name: layout.sharding(p.axes[1:], p.shape[1:]) for name, p in rows.items()}, fused)
-    shardings += [layer] * number
+    each[stack] = fuse({name: layout.sharding(p.axes[1:], p.shape[1:]) for name, p in rows.items()}, fused)
     largest = max(largest, sum(math.prod(p.shape[1:]) * _itemsize(p, compute) for p in rows.values()))
-  return shardings, largest
+  return [each[stack] for stack in model.config.layer_stacks], largest
 
 
 def _itemsize(param: Param, compute: Compute) -> int:

@@ -99,9 +99,9 @@ class NativeEngine:
       report=dict(top=config.top_logprobs, allowed=config.top_k if config.sampling_mask else 0),
       sampling=sampler_config.sampling(config, {}),
     )
-    # A custom model decodes single tokens, or prefills whole prompts.
-    custom = isinstance(model.config, CustomConfig)
-    self.can_reuse_cache = not custom and not (model.config.experts and model.config.experts.record)
+    # A custom model decodes single tokens, or prefills whole prompts; a state is that of the last token alone.
+    whole = isinstance(model.config, CustomConfig) or bool(model.config.state_shapes)
+    self.can_reuse_cache = not whole and not (model.config.experts and model.config.experts.record)
     self.weights: Any = None
     self.version = 0
     self._fits = False

@@ -101,6 +101,11 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
   shards: parts that the mesh splits the batch into.
   """
   _check_lengths(cfg, config)
+  if config.page_size and cfg.state_shapes:
+    raise InputError(
+      'config.rollout.page_size: layers with a recurrent state keep it by slot, and sequences whose pages are shared '
+      'would each need a copy; set it to 0'
+    )
   if config.page_size:
     _check_pages(config, shards)
   if config.min_new_tokens > config.max_new_tokens:

@@ -1,0 +1,47 @@
+"""Families whose layers have either attention or the gated delta rule, for the table in `families.py`."""
+
+import dataclasses
+
+from jaxpost.formats.family import ExpertFields, Family
+
+_DELTA = dict(
+  linear_num_key_heads=16,
+  linear_num_value_heads=32,
+  linear_key_head_dim=128,
+  linear_value_head_dim=128,
+  linear_conv_kernel_dim=4,
+  full_attention_interval=4,
+)
+_DEFAULTS = _DELTA | dict(partial_rotary_factor=0.25, head_dim=256, max_position_embeddings=32_768)
+_EXPERTS = ExpertFields(num='num_experts', size='moe_intermediate_size')
+_SIZES_OF_EXPERTS = dict(
+  num_key_value_heads=2, moe_intermediate_size=512, shared_expert_intermediate_size=512, intermediate_size=5632
+)
+
+QWEN3_5 = Family(
+  architecture='Qwen3_5ForCausalLM',
+  hybrid='apart',
+  fixed=dict(qk_norm='head', norm_offset=1.0),
+  reads=(*_DELTA, 'partial_rotary_factor', 'layer_types'),
+  # A text has the same positions in all sections of the rotary embedding.
+  ignored=('attn_output_gate', 'mamba_ssm_dtype', 'rope_parameters.mrope_section', 'rope_parameters.mrope_interleaved'),
+  # Modules that predict several tokens at once are not read.
+  reported=('mtp_num_hidden_layers', 'mtp_use_dedicated_embeddings'),
+  defaults=_DEFAULTS | dict(num_key_value_heads=4),
+)
+QWEN3_5_MOE = dataclasses.replace(
+  QWEN3_5,
+  architecture='Qwen3_5MoeForCausalLM',
+  experts=dataclasses.replace(_EXPERTS, normalize=True),
+  aliases={'num_local_experts': 'num_experts'},
+  names={'shared_experts': 'shared_expert'},
+  reads=(*QWEN3_5.reads, 'shared_expert_intermediate_size'),
+  defaults=_DEFAULTS | _SIZES_OF_EXPERTS | dict(num_experts=256, num_experts_per_tok=8),
+)
+QWEN3_NEXT = dataclasses.replace(
+  QWEN3_5_MOE,
+  architecture='Qwen3NextForCausalLM',
+  hybrid='joined',
+  experts=_EXPERTS,
+  defaults=_DEFAULTS | _SIZES_OF_EXPERTS | dict(num_experts=512, num_experts_per_tok=10, norm_topk_prob=True),
+)

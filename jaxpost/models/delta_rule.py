@@ -1,0 +1,215 @@
+"""The gated delta rule and the causal convolution before it, as functions of arrays.
+
+Legend: B rows, T tokens, K heads of queries and keys, G value heads for each of them,
+H = K G value heads, d size of keys, e size of values, N chunks, C tokens of a chunk,
+W taps of the convolution.
+
+A head has a state S [d, e] that forgets and is corrected (Yang et al.,
+arXiv:2412.06464, eq. 10), with decay a_t = exp(log_decay_t) and step b_t:
+
+  S_t = a_t S_{t-1} + k_t b_t (v_t - (a_t S_{t-1})^T k_t)^T,   o_t = S_t^T q_t
+
+`chunked` computes whole rows, `step` one token. A row has runs of tokens (`runs_of`);
+a new run starts from an empty state.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxpost.matmul import einsum
+
+CHUNK = 64  # tokens whose states are never materialized
+_EXACT = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+def runs_of(segment_ids: jax.Array) -> jax.Array:
+  """Numbers the documents of each row [B, T] from 0 on; padding (0) counts to the one before it.
+
+  The first document has number 0: it continues the state that a row begins with.
+  """
+  last = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+  return jnp.cumsum((segment_ids > 0) & (segment_ids != last), axis=1)
+
+
+def convolve(x: jax.Array, weight: jax.Array, runs: jax.Array, tail: jax.Array | None = None) -> jax.Array:
+  """Causal convolution of each channel over time, within runs, in float32.
+
+  Args:
+    x: [B, T, N, h].
+    weight: [N, h, W], the newest token last.
+    tail: [B, N, W - 1, h], the inputs before the row, which belong to run 0; None: zeros.
+
+  Returns:
+    [B, T, N, h].
+  """
+  length, taps = x.shape[1], weight.shape[-1]
+  x = with_tail(x, tail, taps)
+  runs = jnp.pad(runs, ((0, 0), (taps - 1, 0)))
+  out = 0.0
+  for i in range(taps):
+    same = runs[:, i : i + length] == runs[:, taps - 1 :]
+    out += jnp.where(same[..., None, None], x[:, i : i + length], 0) * weight[..., i]
+  return out
+
+
+def with_tail(x: jax.Array, tail: jax.Array | None, taps: int) -> jax.Array:
+  """Returns [B, W - 1 + T, N, h]: the inputs of a convolution and those before them, in float32."""
+  x = x.astype(jnp.float32)
+  if tail is None:
+    return jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0), (0, 0)))
+  return jnp.concatenate([tail.swapaxes(1, 2).astype(jnp.float32), x], axis=1)
+
+
+def chunked(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  log_decay: jax.Array,
+  beta: jax.Array,
+  runs: jax.Array,
+  *,
+  dtype: str,
+  state: jax.Array | None = None,
+  chunk: int = CHUNK,
+) -> tuple[jax.Array, jax.Array]:
+  """Computes the gated delta rule chunk by chunk: a scan over T / C states, and C x C products.
+
+  Within a chunk the corrections u_t = b_t (v_t - (a_t S_{t-1})^T k_t) solve a triangular
+  system (the WY form of Yang et al., arXiv:2406.06484, with decay as in arXiv:2412.06464,
+  section 3.3).
+
+  Args:
+    q, k: [B, T, K, d].
+    v: [B, T, H, e].
+    log_decay, beta: [B, T, H]; 0 in both leaves the state as it is.
+    runs: [B, T], see `runs_of`.
+    dtype: type of the operands of products; states, decays and the solution of the
+      triangular system are float32.
+    state: [B, H, d, e] that run 0 continues; None: zeros.
+    chunk: C, a power of 2.
+
+  Returns:
+    (out [B, T, H, e], state [B, H, d, e] at the end of the row), float32.
+  """
+  rows, length, heads, size = k.shape
+  groups, width = v.shape[2] // heads, v.shape[3]
+  product = functools.partial(einsum, dtype=dtype)
+  q, k = (_chunks(x, chunk, heads, size) for x in (q, k))  # [B, N, K, C, d]
+  v = _chunks(v, chunk, heads, groups, width)  # [B, N, K, G, C, e]
+  log_decay, beta = (_chunks(x, chunk, heads, groups) for x in (log_decay, beta))  # [B, N, K, G, C]
+  runs = jnp.pad(runs, ((0, 0), (0, -length % chunk)), mode='edge').reshape(rows, -1, chunk)
+
+  decay = _decays(log_decay, runs)  # of j at i: [B, N, K, G, C, C]
+  before = jnp.pad(runs[:, :-1, -1], ((0, 0), (1, 0)))
+  continues = (runs == before[..., None])[:, :, None, None]
+  start = jnp.exp(jnp.cumsum(log_decay, -1)) * continues  # of the state before the chunk: [B, N, K, G, C]
+  last = decay[..., -1, :]  # of each token at the end of the chunk
+  similar = product('bnkid,bnkjd->bnkij', k, k)[:, :, :, None]
+  inverse = _inverse(jnp.tril(similar * decay * beta[..., None], -1))
+  keys, queries = (x[:, :, :, None] for x in (k, q))
+  own = product('bnkgij,bnkgje->bnkgie', inverse, beta[..., None] * v)
+  carried = product('bnkgij,bnkgjd->bnkgid', inverse, (beta * start)[..., None] * keys)
+  scores = product('bnkid,bnkjd->bnkij', q, k)[:, :, :, None] * decay
+  queries = start[..., None] * queries
+  end = last[..., None] * keys
+
+  shape = rows, heads, groups, size, width
+  state = jnp.zeros(shape, jnp.float32) if state is None else state.astype(jnp.float32).reshape(shape)
+  state, out = _over_chunks((own, carried, scores, queries, end, start[..., -1]), state, product)
+  out = jnp.transpose(out, (1, 0, 4, 2, 3, 5)).reshape(rows, -1, heads * groups, width)
+  return out[:, :length], state.reshape(rows, heads * groups, size, width)
+
+
+def _over_chunks(terms: tuple, state: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
+  """Carries the state [B, K, G, d, e] through the chunks; returns it, and outputs [N, B, K, G, C, e]."""
+
+  def one(state, terms):
+    own, carried, scores, queries, end, kept = terms
+    u = own - product('bkgid,bkgde->bkgie', carried, state)
+    out = product('bkgid,bkgde->bkgie', queries, state) + product('bkgij,bkgje->bkgie', scores, u)
+    return kept[..., None, None] * state + product('bkgjd,bkgje->bkgde', end, u), out
+
+  return jax.lax.scan(one, state, jax.tree.map(lambda x: x.swapaxes(0, 1), terms))
+
+
+def step(
+  q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Computes the gated delta rule of one token, in float32.
+
+  Args:
+    q, k: [B, K, d].
+    v: [B, H, e].
+    log_decay, beta: [B, H].
+    state: [B, H, d, e].
+
+  Returns:
+    (out [B, H, e], state [B, H, d, e]).
+  """
+  groups = v.shape[1] // k.shape[1]
+  q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+  q, k = (jnp.repeat(x, groups, axis=1)[..., None] for x in (q, k))
+  state = jnp.exp(log_decay)[..., None, None] * state
+  u = beta[..., None] * (v - jnp.sum(k * state, axis=2))
+  state = state + k * u[:, :, None]
+  return jnp.sum(q * state, axis=2), state
+
+
+def _chunks(x: jax.Array, chunk: int, *shape: int) -> jax.Array:
+  """[B, T, ...] -> float32 [B, N, K, C, d], [B, N, K, G, C, e] or [B, N, K, G, C]: time behind the heads.
+
+  shape: the dimensions after time; the last one stays behind time where `x` has a size of heads.
+  """
+  x = x.astype(jnp.float32)
+  x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk), *((0, 0),) * (x.ndim - 2)))
+  with_size = x.ndim == 4
+  x = x.reshape(x.shape[0], -1, chunk, *shape)
+  return jnp.moveaxis(x, 2, x.ndim - 1 - with_size)
+
+
+def _decays(log_decay: jax.Array, runs: jax.Array) -> jax.Array:
+  """Returns exp(sum of log_decay over (j, i]) for tokens j <= i of one run, else 0: [..., C, C].
+
+  Each sum is a sum of its own: a difference of two cumulative sums would lose the bits of
+  a slow decay after a fast one.
+  """
+  chunk = runs.shape[-1]
+  causal = jnp.tril(jnp.ones((chunk, chunk), bool))
+  visible = (causal & (runs[..., :, None] == runs[..., None, :]))[:, :, None, None]
+  # Summed over l: token i sees l, and j is before it.
+  sums = _EXACT('...il,lj->...ij', jnp.where(visible, log_decay[..., None, :], 0), jnp.tril(causal, -1).astype('f'))
+  return jnp.where(visible, jnp.exp(sums), 0)
+
+
+@jax.custom_vjp
+def _inverse(lower: jax.Array) -> jax.Array:
+  """Returns (I + A)^-1 of strictly lower triangular A [..., C, C], by doubling blocks, in float32.
+
+  It is as stable as substitution; a series of powers of A is not, where keys are alike.
+  """
+  index = jnp.arange(lower.shape[-1])
+  inverse, size = jnp.eye(len(index)), 1
+  while size < len(index):
+    # The block below the diagonal of each pair of blocks whose inverses are known.
+    row, column = index[:, None] // size, index // size
+    block = jnp.where((row % 2 == 1) & (column == row - 1), lower, 0)
+    inverse = inverse - (block if size == 1 else _EXACT('...ij,...jk,...kl->...il', inverse, block, inverse))
+    size *= 2
+  return inverse
+
+
+def _inverse_forward(lower):
+  inverse = _inverse(lower)
+  return inverse, inverse
+
+
+def _inverse_backward(inverse, g):
+  return (-jnp.tril(_EXACT('...ji,...jk,...lk->...il', inverse, g, inverse), -1),)
+
+
+_inverse.defvjp(_inverse_forward, _inverse_backward)

@@ -1,0 +1,216 @@
+"""Recurrent layers beside attention: what tests/test_families.py does not see of them.
+
+Legend: B rows, T tokens, S slots.
+"""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny
+
+from jaxpost.errors import InputError
+from jaxpost.formats import config_json, hf
+from jaxpost.models import config as config_lib
+from jaxpost.models import model as model_lib
+from jaxpost.models import transformer
+from jaxpost.models.config import Experts
+from jaxpost.monitor import metrics
+from jaxpost.programs.compile import Ledger
+from jaxpost.rollout import native
+from jaxpost.types import Prompt
+
+
+@pytest.fixture(scope='module')
+def model():
+  return model_lib.build(tiny.hybrid())
+
+
+@pytest.fixture(scope='module')
+def params(model):
+  return tiny.params(model)
+
+
+@pytest.mark.parametrize(
+  'fields',
+  [
+    dict(norm_offset=0.0),
+    dict(rotary_dim=0),
+    dict(norm_eps=0.5),
+    dict(mixers=('layers', 'delta', 'delta')),
+    dict(joined=True),
+  ],
+  ids=str,
+)
+def test_every_field_counts(model, params, fields):
+  ids = tiny.tokens((1, 20))
+  right = tiny.logits(model, params, ids)
+  other = model_lib.build(tiny.hybrid(**fields))
+  if other.shapes() != model.shapes():
+    with pytest.raises((TypeError, ValueError, KeyError)):
+      tiny.logits(other, params, ids)
+    return
+  changed = tiny.logits(other, params, ids)
+  assert tiny.largest(changed - right) > 1e-3 * tiny.largest(right)
+
+
+@pytest.mark.parametrize('mixers', [('delta', 'layers') * 2, ('delta', 'layers', 'delta')], ids=len)
+def test_layers_under_a_scan_are_those_in_a_row(mixers):
+  """Forward and gradient, of rows with several documents; the layers repeat, or do not."""
+  experts = Experts(5, 2, 12, shared=1, shared_size=14, shared_gate=True)
+  model = model_lib.build(tiny.hybrid(mixers=mixers, num_layers=len(mixers), experts=experts))
+  params, ids = tiny.params(model), tiny.tokens((2, 20))
+  segments = np.repeat([[1, 2, 3, 0]], 2, axis=0).repeat([3, 9, 6, 2], axis=1)
+
+  def both(**fields):
+    compute = dataclasses.replace(tiny.EXACT, **fields)
+
+    def loss(p):
+      x = tiny.hidden(model, p, ids, compute, segments=segments)
+      return jnp.sum(jnp.cos(x[:, :18])), x[:, :18]
+
+    return jax.jit(jax.grad(loss, has_aux=True))(params)
+
+  grads, right = both()
+  again, found = both(unroll=False, remat='dots')
+  assert tiny.largest(found - right) <= 1e-5 * tiny.largest(right)
+  jax.tree.map(lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b)), again, grads)
+
+
+def make_engine(model, **fields):
+  settings = dict(slots=3, max_prompt=9, max_new_tokens=64, stop_ids=(-2,), block=4, temperature=0.0)
+  return native.NativeEngine(
+    model, native.SamplerConfig(**settings | fields), tiny.one_device('rollout'), tiny.EXACT, Ledger()
+  )
+
+
+def test_slots_carry_states_and_keys(model, params):
+  """Prompts of several lengths, forked, and more of them than slots: each as the whole text alone."""
+  engine = make_engine(model, max_new_tokens=24)
+  engine.load(params, version=0)
+  cache = engine.programs.init.outputs().cache
+  assert len(cache.k) == 1 and cache.k[0].shape[:2] == (3, 2)
+  assert [[x.shape[1:] for x in layer] for layer in cache.states] == [
+    [(3, 2, 14), (3, 2, 14), (6, 2, 6), (6, 14, 6)]
+  ] * 2
+  assert engine.cache_bytes() == 4 * sum(x.size for x in jax.tree.leaves(cache))
+  ids, lengths = tiny.tokens((3, 9)), (9, 2, 5)
+  prompts = [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate(lengths)]
+  rollout = engine(prompts, group_size=2, step=0, run_key=np.zeros(2, np.uint32), sampling=dict(temperature=1.0))
+  assert len({tuple(x) for x in rollout.completions}) == 6  # draws differ
+  texts = [np.r_[ids[i // 2, : lengths[i // 2]], rollout.completions[i]] for i in range(6)]
+  padded = np.stack([np.pad(x, (0, 33 - len(x))) for x in texts])
+  logp = jax.nn.log_softmax(tiny.logits(model, params, padded))
+  for i, text in enumerate(texts):
+    n = lengths[i // 2]
+    own = np.take_along_axis(np.asarray(logp[i, n - 1 : len(text) - 1]), text[n:, None], 1)[:, 0]
+    np.testing.assert_allclose(own, rollout.logprobs[i], atol=1e-5)
+
+
+def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
+  torch = pytest.importorskip('torch')
+  from transformers import AutoModelForCausalLM
+
+  model = model_lib.build(tiny.hybrid(tie_embeddings=False))
+  params = tiny.params(model)
+  hf.save(tmp_path, model, params)
+  network = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation='eager').eval()
+  engine = make_engine(model)
+  engine.load(params, version=0)
+  ids = tiny.tokens((2, 9), seed=3)
+  rollout = engine(
+    [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate((9, 4))], group_size=1, step=0, run_key=np.zeros(2, np.uint32)
+  )
+  for i, n in enumerate((9, 4)):
+    text = network.generate(torch.tensor(ids[i : i + 1, :n]).long(), max_new_tokens=64, do_sample=False)[0, n:]
+    assert len(set(text.tolist())) > 4  # no loop over a few tokens
+    np.testing.assert_array_equal(rollout.completions[i], text.numpy())
+
+
+def test_grpo(tmp_path):
+  """Its first step holds the sampler's log-probs against the trainer's."""
+  import jaxpost
+
+  path = tiny.folder(tmp_path / 'model', family='qwen3_5_text', num_layers=3)
+  jaxpost.run(tiny.grpo_config(path, rl=dict(kl_coef=0.01), train=dict(steps=1)), tmp_path / 'run')
+  row = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')[0]
+  assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
+  assert row['grad_norm'] > 0
+
+
+def test_pages_branches_and_split_rows_are_refused(model, params):
+  with pytest.raises(InputError, match='^config.rollout.page_size: .*set it to 0$'):
+    make_engine(model, page_size=4)
+  assert not make_engine(model).can_reuse_cache
+  ids = tiny.tokens((1, 8))
+  with pytest.raises(InputError, match='^config.preference.share_prompt: .*set it to False$'):
+    model.forward(params, ids, np.arange(8)[None], np.ones((1, 8), int), compute=tiny.EXACT, branch_ids=ids)
+
+
+RAW = dict(
+  model_type='qwen3_next',
+  vocab_size=131,
+  hidden_size=32,
+  num_hidden_layers=8,
+  num_attention_heads=4,
+  linear_num_key_heads=2,
+  linear_num_value_heads=4,
+)
+
+
+def test_layers_follow_the_interval_where_no_types_are_given():
+  cfg, unread = config_json.from_hf(RAW, 'config.json')
+  assert cfg.mixers == ('delta', 'delta', 'delta', 'layers') * 2 and not unread
+  assert cfg.rotary_dim == 64 and cfg.experts.shared_gate and cfg.joined
+  assert config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
+  assert config_lib.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
+
+
+@pytest.mark.parametrize(
+  'fields, words',
+  [
+    (dict(linear_num_key_heads=3), 'linear_num_key_heads=3 must divide linear_num_value_heads=4'),
+    (dict(linear_conv_kernel_dim=1), 'linear_conv_kernel_dim=1 must be'),
+    (dict(linear_key_head_dim='8'), 'linear_key_head_dim'),
+    (dict(full_attention_interval=0), 'full_attention_interval'),
+    (dict(shared_expert_intermediate_size=None), 'shared_expert_intermediate_size'),
+    (dict(layer_types=['linear_attention'] * 7), 'layer_types'),
+    (dict(layer_types=['sliding_attention'] * 8), 'layer_types'),
+    (dict(layer_types=['linear_attention'] * 8), 'alone'),
+    (dict(hidden_act='gelu'), 'hidden_act'),
+    (dict(attention_bias=True), 'attention_bias'),
+    (dict(mlp_only_layers=[1]), 'mlp_only_layers'),
+    (dict(attn_output_gate=False), 'attn_output_gate'),
+  ],
+)
+def test_what_is_not_built_is_refused_by_name(fields, words):
+  with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
+    config_json.from_hf(RAW | fields, 'config.json')
+  assert '\n' not in str(e.value)
+
+
+def test_folders_may_hold_modules_for_several_tokens(tmp_path):
+  """As those of Qwen do, without a field that says so. Another tensor without a place is still refused."""
+  model = model_lib.build(tiny.hybrid(num_layers=2, mixers=('delta', 'layers')))
+  params = tiny.params(model)
+  hf.save(tmp_path, model, params)
+  for name in ('mtp.fc.weight', 'other.fc.weight'):
+    safetensors.numpy.save_file({name: np.zeros((3, 4), np.float32)}, tmp_path / 'model-more.safetensors')
+    if name.startswith('mtp'):
+      hf.check(tmp_path, model.config)
+    else:
+      with pytest.raises(InputError, match='other.fc.weight'):
+        hf.check(tmp_path, model.config)
+
+
+def test_sizes_are_those_that_are_published():
+  shape = dict(
+    vocab_size=151_936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=2
+  )
+  cfg, _ = config_json.from_hf(dict(model_type='qwen3_next') | shape, 'here')
+  assert transformer.num_params(cfg) / 1e9 == pytest.approx(80, rel=0.01)
+  assert transformer.num_active(cfg) / 1e9 == pytest.approx(3.9, rel=0.03)
