@@ -14,10 +14,10 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf
+from jaxpost.formats import config_json, hf, peft
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
-from jaxpost.models import transformer
+from jaxpost.models import partition, quantization, transformer
 from jaxpost.models.config import Experts
 from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
@@ -142,6 +142,47 @@ def test_grpo(tmp_path):
   assert row['grad_norm'] > 0
 
 
+@pytest.mark.parametrize('quantized', ['', 'int8'])
+def test_adapters_and_quantized_bases(tmp_path, quantized):
+  """Adapters beside the matrices of both kinds of layers compute what merged ones do, and come back from PEFT."""
+  targets = 'delta/(in_.*|o)|layers/(q|o)|up'
+  model = partition.build(tiny.hybrid(lora=(2, 5.0, False, targets)))
+  if quantized:
+    model = quantization.quantize_model(partition.freeze(model, ''), quantized)
+  params = model.init(jax.random.key(0))
+  random = np.random.RandomState(0)
+  for stack in params['lora'].values():
+    for pair in stack.values():
+      pair['b'] = jnp.asarray(0.2 * random.standard_normal(pair['b'].shape).astype('f'))
+  assert {*params['lora']['delta']} == {'in_q', 'in_k', 'in_v', 'in_z', 'in_a', 'in_b', 'o', 'up'}
+  ids = tiny.tokens((2, 12))
+  at = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
+
+  def run(m, p):
+    return jax.jit(lambda p: m.forward(p, ids, at, np.ones_like(ids), compute=tiny.EXACT))(p)
+
+  adapted, merged = run(model, params), run(model.base, model.merge(params))
+  assert tiny.largest(adapted - merged) <= 1e-5 * tiny.largest(merged)
+  if quantized:
+    assert 'codes' in params['delta']['in_z'] and params['delta']['log_decay'].dtype == jnp.float32
+    return
+  peft.writer(model, params, 'base')(tmp_path)
+  loaded = peft.load(tmp_path, model, partition.trained_part(model).shardings(tiny.one_device()))
+  jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
+
+
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
+  import jaxpost
+
+  path = tiny.folder(tmp_path / 'model', family='qwen3_5_text', num_layers=3)
+  config = tiny.run_config(path, train=dict(steps=4), save=dict(every=2, export=True))
+  jaxpost.run(config, tmp_path / 'whole')
+  jaxpost.run(tiny.merged(config, dict(train=dict(steps=2))), tmp_path / 'parts')
+  jaxpost.run(config, tmp_path / 'parts')
+  one, two = (safetensors.numpy.load_file(tmp_path / name / 'export/model.safetensors') for name in ('whole', 'parts'))
+  jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
 def test_pages_branches_and_split_rows_are_refused(model, params):
   with pytest.raises(InputError, match='^config.rollout.page_size: .*set it to 0$'):
     make_engine(model, page_size=4)
@@ -196,15 +237,14 @@ def test_what_is_not_built_is_refused_by_name(fields, words):
 def test_folders_may_hold_modules_for_several_tokens(tmp_path):
   """As those of Qwen do, without a field that says so. Another tensor without a place is still refused."""
   model = model_lib.build(tiny.hybrid(num_layers=2, mixers=('delta', 'layers')))
-  params = tiny.params(model)
-  hf.save(tmp_path, model, params)
-  for name in ('mtp.fc.weight', 'other.fc.weight'):
-    safetensors.numpy.save_file({name: np.zeros((3, 4), np.float32)}, tmp_path / 'model-more.safetensors')
-    if name.startswith('mtp'):
-      hf.check(tmp_path, model.config)
-    else:
-      with pytest.raises(InputError, match='other.fc.weight'):
-        hf.check(tmp_path, model.config)
+  hf.save(tmp_path, model, tiny.params(model))
+  file = tmp_path / 'model.safetensors'
+  tensors, more = safetensors.numpy.load_file(file), np.zeros((3, 4), np.float32)
+  safetensors.numpy.save_file(tensors | {'mtp.fc.weight': more}, file, metadata={'format': 'pt'})
+  hf.check(tmp_path, model.config)
+  safetensors.numpy.save_file(tensors | {'other.fc.weight': more}, file, metadata={'format': 'pt'})
+  with pytest.raises(InputError, match='other.fc.weight'):
+    hf.check(tmp_path, model.config)
 
 
 def test_sizes_are_those_that_are_published():

@@ -62,8 +62,12 @@ def latent(**fields) -> LatentConfig:
 
 
 def hybrid(**fields) -> HybridConfig:
-  """Two layers with the gated delta rule around one with attention, as in Qwen3.5."""
-  base = vars(config(family='qwen3_5_text', norm_offset=1.0, num_layers=3, rotary_dim=4))
+  """Two layers with the gated delta rule around one with attention, as in Qwen3.5.
+
+  `norm_eps` is large because the output of the first token of a document is the product of a query and a key, which
+  may be near 0; the norm would divide its rounding errors by it.
+  """
+  base = vars(config(family='qwen3_5_text', norm_offset=1.0, num_layers=3, rotary_dim=4, norm_eps=0.02))
   own = dict(mixers=('delta', 'layers', 'delta'), key_heads=3, value_heads=6, key_size=14, value_size=6, taps=3)
   return HybridConfig(**base | own | fields)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpost.models.config import Experts, ModelConfig, Rope
+from jaxpost.models.config import Experts, HybridConfig, ModelConfig, Rope
 
 
 def _model(family: str, sizes: tuple[int, ...], **fields) -> ModelConfig:
@@ -102,6 +102,11 @@ PRESETS = {
   'qwen3_14b': _qwen3(5120, 17_408, 40, 40, 8, tied=False),
   'qwen3_32b': _qwen3(5120, 25_600, 64, 64, 8, tied=False),
   'tiny_moe': _with_experts(_TINY, 8, 2, 96),
+  'tiny_hybrid': HybridConfig(
+    **vars(_TINY)
+    | dict(family='qwen3_5_text', norm_offset=1.0, rotary_dim=8, mixers=('delta', 'layers', 'delta'))
+    | dict(key_heads=4, value_heads=8, key_size=16, value_size=24, taps=4)
+  ),
   'qwen3_30b_a3b': _with_experts(_qwen3(2048, 6144, 48, 32, 4, tied=False), 128, 8, 768),
   'qwen3_235b_a22b': _with_experts(_qwen3(4096, 12_288, 94, 64, 4, tied=False), 128, 8, 1536),
   'mixtral_8x7b': _model(
