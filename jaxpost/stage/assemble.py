@@ -207,7 +207,8 @@ def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.G
   if config.reference.every and role == 'policy':
     from jaxpost.stage import moving_reference
 
-    optimizer = moving_reference.following(optimizer, **vars(config.reference))
+    follows = config.reference
+    optimizer = moving_reference.following(optimizer, follows.every, follows.mix, follows.reset_optimizer)
   if placed.compute.dtype == 'float16':
     from jaxpost.programs import loss_scale
 
