@@ -16,6 +16,7 @@ RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2', 'rich:fsdp=2,context=2,t
 # Of experts, with the losses of their router.
 MOE = ['moe:expert=8', 'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2', 'moe:expert=2,context=2,fsdp=2']
 LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2']
+HYBRID = ['hybrid:expert=2,fsdp=2,tensor=2']
 # Of policy gradients on a saved rollout, by token and by sequence; `test_ppo`
 # and `test_preference_layouts` have the others.
 RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + ['gspo:fsdp=4,tensor=2', 'gspo:context=4,data=2']
@@ -38,7 +39,7 @@ def report():
   return found | {'warnings': str(remats)}
 
 
-@pytest.mark.parametrize('layout', LAYOUTS + RICH + MOE + LATENT + RL)
+@pytest.mark.parametrize('layout', LAYOUTS + RICH + MOE + LATENT + HYBRID + RL)
 def test_layout(report, layout):
   assert report[layout] == 'ok'
 
@@ -171,6 +172,12 @@ def main():
   right = gradient(tiny.one_device(), low)
   for text in LATENT:
     compare(low, right, text)
+  gated = Experts(8, 3, 16, shared=1, shared_size=24, shared_gate=True)
+  states = dict(family='qwen3_5_moe_text', num_layers=2, mixers=('delta', 'layers'), key_heads=4, value_heads=8)
+  hybrid = saved(model_lib.build(tiny.hybrid(**shapes, **states, experts=gated)))
+  right = gradient(tiny.one_device(), hybrid)
+  for text in HYBRID:
+    compare(hybrid, right, text)
   right = gradient(tiny.one_device(), full)
   for text in RICH:
     compare(full, right, text)

@@ -76,7 +76,24 @@ def qwen2_5_vl():
   return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-MAKERS = {f.__name__: f for f in (gemma3, qwen3_vl, mistral3, qwen2_5_vl)}
+def qwen3_5():
+  states = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=10, linear_value_head_dim=6)
+  rope = SECTIONS | dict(rope_theta=5e5, partial_rotary_factor=0.5, mrope_interleaved=True)
+  layers = dict(head_dim=12, rms_norm_eps=0.02, layer_types=['linear_attention', 'full_attention'])
+  vision = dict(depth=1, hidden_size=16, intermediate_size=12, num_heads=2, out_hidden_size=24, patch_size=4)
+  config = transformers.Qwen3_5Config(
+    text_config=TEXT | states | layers | dict(rope_parameters=rope),
+    vision_config=vision | dict(num_position_embeddings=16),
+    tie_word_embeddings=True,
+    image_token_id=255,
+    video_token_id=256,
+    vision_start_token_id=257,
+    vision_end_token_id=258,
+  )
+  return transformers.Qwen3_5ForConditionalGeneration(config)
+
+
+MAKERS = {f.__name__: f for f in (gemma3, qwen3_vl, mistral3, qwen2_5_vl, qwen3_5)}
 IDS = np.random.RandomState(0).randint(0, 250, (2, 13))
 
 
