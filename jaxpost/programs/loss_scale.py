@@ -38,23 +38,19 @@ def scaled(optimizer: optax.GradientTransformation) -> optax.GradientTransformat
   return optax.GradientTransformation(init, update)
 
 
-def unmoved(state: Any, finite: jax.Array) -> Any:
+def unmoved(state: LossScaled, finite: jax.Array) -> LossScaled:
   """Returns the state after a step that changes no weight; an overflow halves the scale."""
-  if not isinstance(state, LossScaled):
-    return state
   return state._replace(
     scale=jnp.where(finite, state.scale, jnp.maximum(state.scale / 2, 1.0)), good=jnp.where(finite, state.good, 0)
   )
 
 
-def scale_of(state: Any) -> jax.Array | float:
-  """Returns the scale, [] float32, or 1.0 for an optimizer without one."""
-  return state.scale if isinstance(state, LossScaled) else 1.0
+def scale_of(state: LossScaled) -> jax.Array:
+  """Returns the scale, [] float32."""
+  return state.scale
 
 
-def report(state: Any, finite: jax.Array) -> dict[str, jax.Array]:
+def report(state: LossScaled, finite: jax.Array) -> dict[str, jax.Array]:
   """Returns metrics of the loss scale, and `skipped_updates` of a step that has one."""
-  if not isinstance(state, LossScaled):
-    return {}
   over = ~finite & (state.scale > 1)
   return {'loss_scale': state.scale, 'overflowed_updates': 1.0 * over, 'skipped_updates': 1.0 * (~finite & ~over)}

@@ -22,7 +22,6 @@ from jaxpost.losses import head_chunk
 from jaxpost.models import layers
 from jaxpost.models.parameters import join
 from jaxpost.models.transformer import flops_per_token
-from jaxpost.programs import loss_scale
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.types import Batch, Objective, Outputs, TrainState
 
@@ -229,9 +228,12 @@ def make_update(
   (`overflowed_updates`), and counts as skipped when the scale is at its minimum.
   """
   loss_fn = make_loss(model, objective, layout, compute)
+  scaling = None
+  if compute.dtype == 'float16':
+    from jaxpost.programs import loss_scale as scaling
 
   def update(state: TrainState, batch: Batch, frozen: dict):
-    scale = loss_scale.scale_of(state.opt_state)
+    scale = scaling.scale_of(state.opt_state) if scaling else 1.0
     fixed = dict(step=state.step, frozen=frozen, scale=scale, tokens=jnp.sum(batch.segment_ids > 0))
     (loss, metrics), grads = accumulate(functools.partial(loss_fn, **fixed), state.params, batch)
     loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
@@ -248,7 +250,7 @@ def make_update(
 
       metrics |= routing_lib.metrics(routing)
     step = functools.partial(clipped_step, optimizer=optimizer, grads=grads, norm=norm, clip_norm=clip_norm)
-    finite, params, opt_state = _step_if_finite(state, step, finite, empty)
+    finite, params, opt_state = _step_if_finite(state, step, finite, empty, scaling and scaling.unmoved)
     metrics |= {
       'loss': loss,
       'grad_norm': norm,
@@ -256,7 +258,8 @@ def make_update(
       'skipped_updates': 1.0 - finite,
       'empty_updates': 1.0 * empty,
     }
-    metrics |= loss_scale.report(state.opt_state, finite)
+    if scaling:
+      metrics |= scaling.report(state.opt_state, finite)
     return TrainState(state.step + (finite & ~empty), params, opt_state), metrics
 
   flops = functools.partial(_update_flops, model)
@@ -311,9 +314,12 @@ def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _step_if_finite(
-  state: TrainState, step: Callable, finite: jax.Array, empty: jax.Array
+  state: TrainState, step: Callable, finite: jax.Array, empty: jax.Array, unmoved: Callable | None
 ) -> tuple[jax.Array, Any, Any]:
   """Returns (finite, params, opt_state): of `step(state)` if all of that is finite and the batch is not empty.
+
+  Otherwise the parameters stay, and so does the state of the optimizer, or it is
+  unmoved(state of the optimizer, finite).
 
   Elements are selected, so that XLA computes the new state in place of the old one; a
   `lax.cond` would copy both on GPU, and wait there for the host.
@@ -321,7 +327,7 @@ def _step_if_finite(
   new = step(state)
   finite &= empty | jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(new)]))
   moves = finite & ~empty
-  old = state.params, loss_scale.unmoved(state.opt_state, finite)
+  old = state.params, unmoved(state.opt_state, finite) if unmoved else state.opt_state
   return finite, *jax.tree.map(functools.partial(jnp.where, moves), new, old)
 
 
