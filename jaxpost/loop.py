@@ -16,7 +16,7 @@ import jax
 
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import DivergedError
-from jaxpost.monitor.nonfinite import check_states, diagnosis, merge_metrics
+from jaxpost.monitor.nonfinite import check_states, merge_metrics
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
   from jaxpost.hardware.signals import StopSignal
@@ -159,11 +159,13 @@ class _Progress:
     if item.experience and stage.save_rollout:
       stage.save_rollout(step, item.experience, item.credit)
     if self.skipped >= stage.max_skipped:
+      from jaxpost.monitor import diagnosis
+
       raise DivergedError(
         f'{stage.name}: loss, gradient or updated weights were not finite in '
         f'about {self.skipped:.0f} steps up to {step}; lower config.optim.lr or '
         'inspect the data of those steps (config.optim.max_skipped sets the '
-        f'limit){diagnosis(item, pending.done, stage.roles)}'
+        f'limit){diagnosis.nonfinite(item, pending.done, stage.roles)}'
       )
 
   def evaluate(self, step: int):

@@ -16,7 +16,7 @@ from jaxpost.algorithms import grpo
 from jaxpost.errors import InputError
 from jaxpost.losses import advantages, importance, policy_gradient
 from jaxpost.rl import batching
-from jaxpost.stage import algorithms, checks
+from jaxpost.stage import algorithms, sampling_inputs
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Batch, Experience, Outputs, Prompt, Rollout
 
@@ -86,7 +86,7 @@ def config_of(*chosen: tuple[str, str]) -> config_lib.Config:
     over = tiny.merged(over, FIELDS[field][choice])
   algorithm = algorithms.load_algorithm('grpo')
   config = config_lib.resolve(next(iter(config_lib.parse(over).values())), algorithm.defaults)
-  checks.check_sampling(config, on_policy=True)
+  sampling_inputs.check_sampling(config, on_policy=True)
   algorithm.check(config)
   return config
 

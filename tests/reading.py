@@ -25,6 +25,7 @@ OPTIONS = {
   'jaxpost.formats.fp8': 'model.path',
   'jaxpost.formats.hybrid_fields': 'model.path',
   'jaxpost.formats.multimodal': 'model.text_only',
+  'jaxpost.formats.mxfp4': 'model.path',
   'jaxpost.formats.peft': 'lora.rank',
   'jaxpost.models.attention_kernels': 'model.attention',
   'jaxpost.models.context_parallel': 'mesh.train',
@@ -34,6 +35,7 @@ OPTIONS = {
   'jaxpost.models.mla': 'model.path',
   'jaxpost.models.moe': 'model.path',
   'jaxpost.models.quantization': 'model.quantize',
+  'jaxpost.models.shared_weights': 'rollout.share_base',
   'jaxpost.losses.importance': 'rl.importance',
   'jaxpost.hardware.kernel_check': 'model.attention',
   'jaxpost.losses.sampling_mask': 'rl.sampling_mask',
@@ -51,6 +53,7 @@ OPTIONS = {
   'jaxpost.stage.frozen_roles': 'rl.reference',
   'jaxpost.stage.model_folders': 'model.path',
   'jaxpost.stage.moving_reference': 'reference.every',
+  'jaxpost.storage.remote': 'data.path',
   'jaxpost.stage.precompute': 'rl.reference',
 }
 GRPO, LOOP = 'jaxpost.algorithms.grpo', 'jaxpost.loop'

@@ -23,7 +23,7 @@ from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rewards.groups import Graded
 from jaxpost.rl import batching, grading, merging
-from jaxpost.stage import algorithms, checks
+from jaxpost.stage import algorithms, checks, sampling_inputs
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Experience, Prompt, Rollout
 
@@ -406,7 +406,7 @@ def test_what_cannot_work_is_refused(case):
 
 def test_what_the_controller_cannot_do_is_refused():
   with pytest.raises(InputError, match='minibatches: 3 does not divide'):
-    checks.check_sampling(config_of('grpo', rl=dict(minibatches=3)), True)
+    sampling_inputs.check_sampling(config_of('grpo', rl=dict(minibatches=3)), True)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from jaxpost.formats import hf, model_folder, safetensors_file
 from jaxpost.monitor import metrics
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store
+from jaxpost.storage import remote as remote_lib
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.tools import inference
 
@@ -123,7 +124,7 @@ def objects(tmp_path, monkeypatch):
   (tmp_path / 'cwd').mkdir()
   monkeypatch.chdir(tmp_path / 'cwd')  # where a path taken for local would go
   object_store.check.cache_clear()
-  object_store.here.cache_clear()
+  remote_lib.here.cache_clear()
   yield found
   assert not list((tmp_path / 'cwd').iterdir())
 
@@ -147,7 +148,7 @@ def config(model, **over):
 def test_a_run_on_a_store_is_as_on_a_disk(objects, tmp_path, scheme):
   model = tiny.folder(tmp_path / 'model', num_layers=2)
   stages.run(config(model), tmp_path / 'local', CONSOLE)
-  object_store.upload(model, f'{scheme}://bucket/model')
+  remote_lib.upload(model, f'{scheme}://bucket/model')
   run = f'{scheme}://bucket/runs/one'
   made = config(f'{scheme}://bucket/model')
   stages.run(tiny.merged(made, dict(train=dict(steps=2))), run, CONSOLE)
@@ -184,7 +185,7 @@ def test_a_run_on_a_store_is_as_on_a_disk(objects, tmp_path, scheme):
 
 def test_adapters_go_both_ways(objects, tmp_path):
   model = tiny.folder(tmp_path / 'model', num_layers=2)
-  object_store.upload(model, 'gs://bucket/model')
+  remote_lib.upload(model, 'gs://bucket/model')
   stages.run(config('gs://bucket/model', lora=dict(rank=2)), 'gs://bucket/one', CONSOLE)
   plain = config_lib.parse(tiny.run_config(''))['sft']
   merged, adapter = (inference.from_folder(f'gs://bucket/one/export{end}', plain) for end in ('', '/adapter'))
@@ -284,7 +285,7 @@ def test_only_the_rows_of_a_shard_are_read(tensors, objects):
 def test_what_is_no_safetensors(objects, tmp_path, data):
   model = pathlib.Path(tiny.folder(tmp_path / 'model'))
   (model / 'model.safetensors').write_bytes(data)
-  object_store.upload(model, 'gs://bucket/model')
+  remote_lib.upload(model, 'gs://bucket/model')
   with pytest.raises(InputError, match='model.safetensors: unreadable') as e:
     hf.check('gs://bucket/model', hf.read_config('gs://bucket/model'))
   assert '\n' not in str(e.value)
@@ -294,7 +295,7 @@ def test_a_cut_file_is_named(objects, tmp_path):
   model = pathlib.Path(tiny.folder(tmp_path / 'model'))
   file = model / 'model.safetensors'
   file.write_bytes(file.read_bytes()[:-4])
-  object_store.upload(model, 'gs://bucket/model')
+  remote_lib.upload(model, 'gs://bucket/model')
   with pytest.raises(InputError, match=r'unreadable \(its header speaks of'):
     hf.check('gs://bucket/model', hf.read_config('gs://bucket/model'))
 
@@ -360,6 +361,6 @@ def test_a_slice_of_an_object_is_all_that_is_fetched():
 
   assert read(Object(None, 'x', size=len(data))) == data[7_000_000:7_001_000]
   assert fetched.pop() > 1_000_000
-  file = object_store.exactly(Object(None, 'x', size=len(data)))
+  file = remote_lib.exactly(Object(None, 'x', size=len(data)))
   assert read(file) == data[7_000_000:7_001_000]
   assert fetched == [1000]

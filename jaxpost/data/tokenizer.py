@@ -273,8 +273,10 @@ def _reads(template: str | None, name: str) -> bool:
 
 def _folder(path: str | pathlib.Path) -> pathlib.Path:
   if object_store.is_remote(path):
+    from jaxpost.storage import remote
+
     object_store.check(str(path), 'config.model.tokenizer')
-    return object_store.here(str(path), (*_FILES, 'generation_config.json', 'config.json'))
+    return remote.here(str(path), (*_FILES, 'generation_config.json', 'config.json'))
   folder = pathlib.Path(path).expanduser()
   if folder.is_dir():
     return folder

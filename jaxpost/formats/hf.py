@@ -220,11 +220,13 @@ def save(
 def _staging(folder: epath.PathLike) -> Iterator[pathlib.Path]:
   """Makes a folder that replaces `folder` if nothing fails."""
   if object_store.is_remote(folder):
-    yield (staged := object_store.folder())
+    from jaxpost.storage import remote
+
+    yield (staged := remote.folder())
     if epath.Path(folder).exists():
       epath.Path(folder).rmtree()
     # A folder without config.json is no model: it goes last.
-    object_store.upload(staged, folder, last='config.json')
+    remote.upload(staged, folder, last='config.json')
     shutil.rmtree(staged)
     return
   folder = pathlib.Path(folder).expanduser().absolute()

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.formats import mxfp4, safetensors_file
+from jaxpost.formats import safetensors_file
 from jaxpost.storage import object_store
 
 Path: TypeAlias = pathlib.Path | epath.Path
@@ -34,7 +34,11 @@ def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[P
     from jaxpost.formats import fp8
 
     found = fp8.joined(found, object_store.read_json(folder / 'config.json'))
-  return mxfp4.joined(found)
+  if any(name.endswith('_blocks') for name in found):
+    from jaxpost.formats import mxfp4
+
+    found = mxfp4.joined(found)
+  return found
 
 
 def open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, safetensors_file.Tensor]:
@@ -42,7 +46,9 @@ def open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, safetensors_
   try:
     handle = stack.enter_context(file.open('rb'))
     if object_store.is_remote(file):
-      return safetensors_file.tensors(object_store.exactly(handle), file.stat().length, file)
+      from jaxpost.storage import remote
+
+      return safetensors_file.tensors(remote.exactly(handle), file.stat().length, file)
     mapped = stack.enter_context(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
     return safetensors_file.tensors(mapped, len(mapped), file)
   except (OSError, ValueError) as e:

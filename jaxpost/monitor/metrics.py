@@ -211,8 +211,11 @@ class MetricsWriter:
     self.workdir = epath.Path(workdir)
     self.path = self.workdir / 'metrics.jsonl'
     # An object store cannot append: growing files are kept here and uploaded.
-    self._remote = object_store.is_remote(self.path)
-    self._board_dir = object_store.folder() if self._remote else self.workdir
+    self._remote, self._board_dir = None, self.workdir
+    if object_store.is_remote(self.path):
+      from jaxpost.storage import remote
+
+      self._remote, self._board_dir = remote, remote.folder()
     self._primary, self._tensorboard = primary, tensorboard
     self.alerts, self._stage, self._noted = Alerts(), '', False
     self._said = set()
@@ -333,7 +336,7 @@ class MetricsWriter:
       object_store.write_text(self.path, self._file.getvalue())
       if self._tb is not None:
         self._tb.flush()
-        object_store.upload(self._board_dir, self.workdir)
+        self._remote.upload(self._board_dir, self.workdir)
     seals.add_beginning(self.path, self._size, self._crc)
 
   def _close_stage(self) -> None:

@@ -15,8 +15,8 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
-from jaxpost.stage import checks, model_folders, optim
 from jaxpost.stage import config as config_lib
+from jaxpost.stage import model_folders, optim, sampling_inputs
 from jaxpost.stage import prepare as prepare_lib
 from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.documents import Documents
@@ -107,7 +107,7 @@ def _made_up_data(inputs: Inputs) -> Data:
   config, algorithm = inputs.config, inputs.algorithm
   prompts = testing.RandomPrompts(config.rollout.prompts, config.rollout.max_prompt_length, 256)
   if algorithm.on_policy:
-    checks.check_sampling(config, True, rewards=False)
+    sampling_inputs.check_sampling(config, True, rewards=False)
     data = Data(stream=prompts)
   else:
     data = _generated_rows(inputs)

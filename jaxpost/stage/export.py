@@ -9,7 +9,7 @@ import logging
 import pathlib
 from typing import TYPE_CHECKING
 
-from jaxpost.formats import hf, peft
+from jaxpost.formats import hf
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import after
 from jaxpost.stage import sources
@@ -39,12 +39,16 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
     from jaxpost.stage import model_folders
 
     origin = model_folders.origin(section)
+  save_beside = save
   # The tensors of a multimodal base have other names than an adapter of the text model would ask for.
-  save_adapter = peft.writer(model, params, '' if origin else sources.adapter_base(inputs))
+  if model.config.lora and not origin:
+    from jaxpost.formats import peft
 
-  def save_beside(path: epath.Path) -> None:
-    save(path)
-    save_adapter(path / 'adapter')
+    save_adapter = peft.writer(model, params, sources.adapter_base(inputs))
+
+    def save_beside(path: epath.Path) -> None:
+      save(path)
+      save_adapter(path / 'adapter')
 
   with origin or contextlib.nullcontext():
     hf.save(

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpost.distributed import bridge, transfer
-from jaxpost.models import routing, shared_weights
+from jaxpost.models import routing
 from jaxpost.rl import batching, grading
 from jaxpost.rl.controller import Controller
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
@@ -47,6 +47,8 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     model = routing.recording(model)
   reshard = None
   if rollout.share_base:
+    from jaxpost.models import shared_weights
+
     reshard, model = shared_weights.share(model, placed.rollout)
   return NativeEngine(
     model,

@@ -32,13 +32,10 @@ from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Work
 from jaxpost.stage.sources import Source
 
 if TYPE_CHECKING:
-  from jaxpost.data.prompts import PromptStream
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.environments.pool import EnvironmentPool
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
-  from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.schema import ModelSection
   from jaxpost.types import Batch
 
@@ -79,29 +76,32 @@ def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> 
   source = model_source(config.model)
   found = find_weights(config, algorithm, source, {p.name: sources_lib.outcome(p.inputs) for p in before})
   tokenizer = load_tokenizer(config, source)
-  checks.check_reward_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
   checks.check_custom(config, found['policy'].config)
   checks.check_replay(config, algorithm, found)
   algorithm.check_roles(config, found, tokenizer)
   inputs = make_inputs(name, config, algorithm, found, tokenizer)
   rows, held_out_rows = read_rows(config), read_held_out_rows(config)
   samples = checks.samples(config, algorithm)
+  if samples:
+    from jaxpost.stage import sampling_inputs
+
+    sampling_inputs.check_reward_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
   with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
     environment = None
     if samples and config.environment:
-      environment = start_environment(inputs)
+      environment = sampling_inputs.start_environment(inputs)
       undo.callback(environment.close)
     data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
     rewards = None
     if samples:
-      checks.check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
+      sampling_inputs.check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
       reward_model.correct_by(config, reward_model.NAME in found)
       if algorithm.from_data(config) or config.rl.expert:
         from jaxpost.rl import demonstrations
 
         demonstrations.check(tokenizer, rows, _CHECKED)
       if config.rewards_tuple():
-        rewards = start_rewards(config, rows)
+        rewards = sampling_inputs.start_rewards(config, rows)
     undo.pop_all()
   return PreparedStage(epochs.settle(inputs, data), data, Workers(rewards, environment))
 
@@ -143,7 +143,9 @@ def make_data(inputs: Inputs, rows: Rows, held_out_rows: Rows | None = None, too
     fields |= computed.arrays
   documents = first_batch = None
   if algorithm.on_policy:
-    stream = prompt_stream(inputs, rows, tools=tools)
+    from jaxpost.stage import sampling_inputs
+
+    stream = sampling_inputs.prompt_stream(inputs, rows, tools=tools)
   else:
     documents = read_documents(inputs, rows, fields)
     stream, first_batch = row_stream(inputs, rows, documents)
@@ -329,67 +331,8 @@ def make_held_out(
     examples = tuple(render(i) for i in range(count))
     documents = Documents(examples.__getitem__, count, fields)
   if section.samples:
-    stream = prompt_stream(inputs, rows, per_step=count, shuffle=False, tools=tools)
+    from jaxpost.stage import sampling_inputs
+
+    stream = sampling_inputs.prompt_stream(inputs, rows, per_step=count, shuffle=False, tools=tools)
     prompts = tuple(stream.prompt(i) for i in range(min(count, len(stream))))
   return HeldOutData(rows, documents, prompts)
-
-
-def prompt_stream(
-  inputs: Inputs, rows: Rows, per_step: int = 0, shuffle: bool = True, tools: list[dict] | None = None
-) -> PromptStream:
-  """Makes the stream of prompts of `rows`.
-
-  Args:
-    per_step: prompts of a step; 0 for `config.rollout.prompts`.
-    shuffle: False keeps the order of the file.
-    tools: JSON schemas that prompts show.
-  """
-  from jaxpost.data.prompts import PromptStream
-
-  rollout = inputs.config.rollout
-  return PromptStream(
-    rows,
-    inputs.tokenizer,
-    per_step=per_step or rollout.prompts,
-    max_prompt_length=rollout.max_prompt_length,
-    seed=inputs.config.seed,
-    shuffle=shuffle,
-    system_prompt=inputs.config.data.system_prompt,
-    tools=tools,
-  )
-
-
-def start_environment(inputs: Inputs) -> EnvironmentPool:
-  """Starts the processes of `config.environment`."""
-  from jaxpost.environments import factory
-
-  return factory.start_environments(inputs.config, inputs.algorithm, inputs.tokenizer)
-
-
-def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
-  """Starts the processes of the reward functions; None where only a reward model grades.
-
-  Raises:
-    InputError: a function cannot be imported, does not take the columns of `rows`, or cannot grade one.
-  """
-  from jaxpost.rewards.pool import RewardPool
-
-  specs, weights = config.rewards_tuple(), config.reward_weights
-  if weights and len(weights) != len(specs):
-    raise InputError(f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()')
-  functions = [i for i, spec in enumerate(specs) if spec != reward_model.NAME]
-  if not functions:
-    return None
-  pool = RewardPool(
-    tuple(specs[i] for i in functions),
-    weights=[weights[i] for i in functions] if weights else None,
-    workers=config.rewards.workers,
-    timeout_s=config.rewards.timeout_s,
-    max_failed=config.rewards.max_failed,
-    env_vars=config.rewards.env_vars,
-  )
-  with contextlib.ExitStack() as undo:
-    undo.callback(pool.close)
-    pool.check_rows(rows)
-    undo.pop_all()
-  return pool

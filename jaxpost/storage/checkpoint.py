@@ -72,7 +72,9 @@ class Checkpointer:
     # several write to the object store together, which Orbax can do on gs:// only.
     self._spool = None
     if object_store.is_remote(folder) and coordination.process_count() == 1:
-      self._spool = epath.Path(object_store.folder())
+      from jaxpost.storage import remote
+
+      self._spool = epath.Path(remote.folder())
     elif str(folder).startswith('s3://'):
       raise errors.InputError(
         f'{folder}: several processes keep checkpoints on gs:// or on a disk'
@@ -214,7 +216,9 @@ class Checkpointer:
     names = [name for name in object_store.files(written) if not name.startswith(manifests.NAME)]
     manifest = manifest._replace(files=object_store.checksums(written, names))
     if self._spool:
-      object_store.upload(written, self._folder / str(step))
+      from jaxpost.storage import remote
+
+      remote.upload(written, self._folder / str(step))
       written.rmtree()
     elif not object_store.is_remote(self._folder):
       object_store.sync_all(written)
@@ -280,7 +284,9 @@ class Checkpointer:
       return self._folder / str(step)
     copy = self._spool / f'read-{step}'
     if not copy.exists():
-      object_store.download(self._folder / str(step), copy)
+      from jaxpost.storage import remote
+
+      remote.download(self._folder / str(step), copy)
     return copy
 
   def _damage(self, step: int) -> str:

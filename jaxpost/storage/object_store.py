@@ -4,28 +4,23 @@ Object stores have neither append nor rename: files that grow are kept on this h
 uploaded; a file written at once appears as a whole or not at all.
 """
 
-import atexit
 import errno
 import functools
 import json
 import math
 import os
 import pathlib
-import shutil
 import socket
-import tempfile
 import zlib
 from collections.abc import Iterable
 from concurrent import futures
 from typing import Any
 
 from etils import epath
-from fsspec import caching
 
 from jaxpost.errors import InputError
 
 _EXTRAS = {'gs': 'gcs', 's3': 's3'}  # scheme -> extra of this library
-_CHUNK = 1 << 22  # bytes copied at a time
 _PIECE = 1 << 18  # bytes that a checksum takes at a time: loading and exporting keep little of a file on the host
 _READERS = 8  # files read at a time; crc32 releases the GIL
 
@@ -137,51 +132,6 @@ def checksum(path: epath.PathLike, most: float = math.inf) -> list[int]:
       size += len(chunk)
       crc = zlib.crc32(chunk, crc)
   return [size, crc]
-
-
-def folder() -> pathlib.Path:
-  """Makes a folder on this host that is removed when the process ends."""
-  made = tempfile.mkdtemp(prefix='jaxpost-')
-  atexit.register(shutil.rmtree, made, ignore_errors=True)
-  return pathlib.Path(made)
-
-
-def exactly(file: Any) -> Any:
-  """Turns off the read-ahead of an open file.
-
-  fsspec reads 5 MB more at every seek.
-  """
-  if ahead := getattr(file, 'cache', None):
-    file.cache = caching.BaseCache(ahead.blocksize, ahead.fetcher, ahead.size)
-  return file
-
-
-def upload(source: epath.PathLike, target: epath.PathLike, last: str = '') -> None:
-  """Copies all files below a local folder; the one called `last` goes last."""
-  for name in sorted(files(source), key=lambda name: (name == last, name)):
-    _copy(epath.Path(source) / name, epath.Path(target) / name)
-
-
-def download(source: epath.PathLike, target: epath.PathLike) -> None:
-  """Copies all files below a folder of an object store to a local one."""
-  for name in files(source):
-    _copy(epath.Path(source) / name, epath.Path(target) / name)
-
-
-def _copy(source: epath.Path, target: epath.Path | pathlib.Path) -> None:
-  target.parent.mkdir(parents=True, exist_ok=True)
-  with source.open('rb') as a, target.open('wb') as b:
-    shutil.copyfileobj(a, b, _CHUNK)
-
-
-@functools.cache
-def here(path: str, names: tuple[str, ...]) -> pathlib.Path:
-  """Returns a local folder with copies of these files, where the remote folder has them."""
-  made = folder()
-  for name in names:
-    if (epath.Path(path) / name).exists():
-      _copy(epath.Path(path) / name, made / name)
-  return made
 
 
 def read_json(path: epath.Path | pathlib.Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from jaxpost.data.sources import Rows
 from jaxpost.models import transformer
 from jaxpost.rewards import builtin
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.stage import batch_shape, epochs, prepare, reward_model
+from jaxpost.stage import batch_shape, epochs, reward_model, sampling_inputs
 from jaxpost.stage.records import Data, Inputs, PreparedStage
 
 _COUNTED = 512  # rows behind the table of lengths
@@ -66,7 +66,7 @@ def _show_rows(inputs: Inputs, data: Data, count: int) -> list:
 def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | None) -> list:
   config = inputs.config
   tokenizer = inputs.tokenizer
-  prompts = prepare.prompt_stream(inputs, data, shuffle=False, tools=tools)
+  prompts = sampling_inputs.prompt_stream(inputs, data, shuffle=False, tools=tools)
   out = []
   for i in range(min(count, len(prompts))):
     prompt = prompts.prompt(i)

@@ -1,0 +1,167 @@
+"""What a stage that samples needs before a device is used: checks, prompts, processes of rewards and environments.
+
+Imported only by stages that sample. The checks of every stage are in `checks.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.errors import InputError, refuse
+from jaxpost.stage import config as config_lib
+from jaxpost.stage.batch_shape import row_length
+from jaxpost.stage.checks import samples_held_out
+from jaxpost.stage.reward_model import KEY, NAME
+
+if TYPE_CHECKING:
+  from jaxpost.data.prompts import PromptStream
+  from jaxpost.data.sources import Rows
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.environments.pool import EnvironmentPool
+  from jaxpost.rewards.pool import RewardPool
+  from jaxpost.stage.config import Config
+  from jaxpost.stage.records import Inputs
+  from jaxpost.stage.sources import Source
+
+
+def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> None:
+  """Refuses configs with which the controller could not sample, grade or batch.
+
+  rewards: False where nothing is graded.
+  """
+  recorded = config.train_on_rollouts and not samples_held_out(config)
+  given = config.rewards_tuple() or config.environment or recorded
+  refuse(rewards and not given, 'config.reward: is empty; name a built-in reward, pkg.module:fn or ./file.py:fn')
+  if not on_policy:
+    return
+  r, rl = config.rollout, config.rl
+  refuse(
+    r.staleness > 0 and bool(config.train_on_rollouts or rl.advantage == 'remax'),
+    f'config.rollout.staleness: {r.staleness} steps ahead there is neither '
+    'config.train_on_rollouts nor the greedy answer of remax; set it to 0',
+  )
+  refuse(
+    r.staleness > 0 and r.offload,
+    'config.rollout.offload: with rollout.staleness an update runs meanwhile; leave one of them out',
+  )
+  refuse(
+    r.inflight_update_blocks > 0 and not r.staleness,
+    'config.rollout.inflight_update_blocks: with rollout.staleness=0 there are no newer weights; leave it 0',
+  )
+  length, needed = row_length(config, True), (r.max_prompt_length + r.max_new_tokens)
+  if length < needed:
+    raise InputError(
+      f'config.train.row_length: {length} is less than max_prompt_length + '
+      f'max_new_tokens = {needed}; raise it or leave it 0'
+    )
+  refuse(
+    r.prompts * r.group_size % rl.minibatches > 0,
+    f'config.rl.minibatches: {rl.minibatches} does not divide the {r.prompts} x {r.group_size} completions of a step',
+  )
+
+
+def check_reward_tokens(
+  config: Config, found: Mapping[str, Source], tokenizer: Tokenizer, earlier: Mapping[str, Tokenizer]
+) -> None:
+  """InputError where a reward model or critic would read the policy's tokens as other text.
+
+  Args:
+    found: {role: Source}.
+    earlier: {stage: tokenizer} of the stages that run first.
+  """
+  for role, key, path in ((NAME, KEY, config.reward_model.path), ('critic', 'config.critic.path', config.critic.path)):
+    if role not in found or not path:
+      continue
+    theirs = _tokenizer_of(found[role], earlier)
+    size, needed = (found[k].config.vocab_size for k in (role, 'policy'))
+    if size < needed or theirs is None and size != needed:
+      raise InputError(
+        f'{key}: {path} has a vocabulary of {size}, the policy has {needed}; it must read the tokens of the policy'
+      )
+    ours = tokenizer.hf.get_vocab()
+    other = theirs.hf.get_vocab() if theirs else ours
+    wrong = sorted(t for t in {*ours, *other} if ours.get(t) != other.get(t))
+    if wrong:
+      raise InputError(
+        f'{key}: {path} reads other tokens than the policy: {wrong[0]!r} is '
+        f'{other.get(wrong[0])} there and {ours.get(wrong[0])} here; choose '
+        f'one that was trained with the tokenizer {tokenizer.source}'
+      )
+
+
+def _tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer | None:
+  """The tokenizer that a model was trained with, or None if it is not recorded."""
+  if source.stage:
+    return earlier[source.stage]
+  if source.checkpoints is not None:
+    run, stage = source.checkpoints.parent.parent, source.checkpoints.name
+    saved = config_lib.parse_saved(run / 'config.json')
+    section = saved[stage].model
+    return tokenizer_lib.load(section.tokenizer or section.path or 'bytes')
+  if source.folder and (source.folder / 'tokenizer.json').exists():
+    return tokenizer_lib.load(str(source.folder))
+  return None
+
+
+def prompt_stream(
+  inputs: Inputs, rows: Rows, per_step: int = 0, shuffle: bool = True, tools: list[dict] | None = None
+) -> PromptStream:
+  """Makes the stream of prompts of `rows`.
+
+  Args:
+    per_step: prompts of a step; 0 for `config.rollout.prompts`.
+    shuffle: False keeps the order of the file.
+    tools: JSON schemas that prompts show.
+  """
+  from jaxpost.data.prompts import PromptStream
+
+  rollout = inputs.config.rollout
+  return PromptStream(
+    rows,
+    inputs.tokenizer,
+    per_step=per_step or rollout.prompts,
+    max_prompt_length=rollout.max_prompt_length,
+    seed=inputs.config.seed,
+    shuffle=shuffle,
+    system_prompt=inputs.config.data.system_prompt,
+    tools=tools,
+  )
+
+
+def start_environment(inputs: Inputs) -> EnvironmentPool:
+  """Starts the processes of `config.environment`."""
+  from jaxpost.environments import factory
+
+  return factory.start_environments(inputs.config, inputs.algorithm, inputs.tokenizer)
+
+
+def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
+  """Starts the processes of the reward functions; None where only a reward model grades.
+
+  Raises:
+    InputError: a function cannot be imported, does not take the columns of `rows`, or cannot grade one.
+  """
+  from jaxpost.rewards.pool import RewardPool
+
+  specs, weights = config.rewards_tuple(), config.reward_weights
+  if weights and len(weights) != len(specs):
+    raise InputError(f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()')
+  functions = [i for i, spec in enumerate(specs) if spec != NAME]
+  if not functions:
+    return None
+  pool = RewardPool(
+    tuple(specs[i] for i in functions),
+    weights=[weights[i] for i in functions] if weights else None,
+    workers=config.rewards.workers,
+    timeout_s=config.rewards.timeout_s,
+    max_failed=config.rewards.max_failed,
+    env_vars=config.rewards.env_vars,
+  )
+  with contextlib.ExitStack() as undo:
+    undo.callback(pool.close)
+    pool.check_rows(rows)
+    undo.pop_all()
+  return pool
