@@ -162,9 +162,8 @@ class _Progress:
       from jaxpost.monitor import diagnosis
 
       raise DivergedError(
-        f'{stage.name}: loss, gradient or updated weights were not finite in '
-        f'about {self.skipped:.0f} steps up to {step}; lower config.optim.lr or '
-        'inspect the data of those steps (config.optim.max_skipped sets the '
+        f'{stage.name}: loss, gradient or updated weights were not finite in about {self.skipped:.0f} steps up to '
+        f'{step}; lower config.optim.lr or inspect the data of those steps (config.optim.max_skipped sets the '
         f'limit){diagnosis.nonfinite(item, pending.done, stage.roles)}'
       )
 
