@@ -275,8 +275,8 @@ def _trackers(log: schema.LogSection, workdir: epath.Path) -> Any:
   """Starts the trackers of `config.log`."""
   from jaxpost.monitor import trackers
 
-  names = ('trackers', 'project', 'entity', 'run_name', 'tags', 'offline')
-  return trackers.Trackers(trackers.Options(*(getattr(log, name) for name in names)), workdir)
+  place = dict(project=log.project, entity=log.entity, run_name=log.run_name)
+  return trackers.Trackers(trackers.Options(log.trackers, tags=log.tags, offline=log.offline, **place), workdir)
 
 
 def _params_to_start_from(placed: PlacedStage, before: PlacedStage, params: dict | None, workdir: epath.Path) -> dict:
