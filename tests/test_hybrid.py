@@ -132,11 +132,12 @@ def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
 
 
 def test_grpo(tmp_path):
-  """Its first step holds the sampler's log-probs against the trainer's."""
+  """Its first step holds the sampler's log-probs against the trainer's; with adapters they share the stacks."""
   import jaxpost
 
   path = tiny.folder(tmp_path / 'model', family='qwen3_5_text', num_layers=3)
-  jaxpost.run(tiny.grpo_config(path, rl=dict(kl_coef=0.01), train=dict(steps=1)), tmp_path / 'run')
+  lora = dict(rank=2, targets='delta/(in_.*|o)|layers/(q|o)')
+  jaxpost.run(tiny.grpo_config(path, lora=lora, rl=dict(kl_coef=0.01), train=dict(steps=1)), tmp_path / 'run')
   row = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')[0]
   assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
   assert row['grad_norm'] > 0
