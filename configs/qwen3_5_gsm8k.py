@@ -7,7 +7,7 @@ Meant for one accelerator of 80 GB; time and accuracy have not been measured yet
 pass@1 of the greedy answers to test questions (split `eval`).
 `:model=NAME` is a hub id or a folder, with towers that are not trained (model.text_only); of a text
 model in a folder of its own, too: --config.model.text_only=False.
-`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
+`:runlocal` uses a random model and generated data, without network: some minutes on 2 CPU cores.
 """
 
 import ml_collections
