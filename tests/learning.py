@@ -50,7 +50,7 @@ def start_config() -> dict:
   return base(
     algorithm='sft',
     data=dict(path=SUMS.format('', 'train') + ',size=6000,correct=0.5'),
-    train=dict(steps=1000, batch_size=8),
+    train=dict(steps=1000),
     optim=dict(lr=3e-3, schedule='cosine'),
   )
 
@@ -161,7 +161,7 @@ def train_rows(name: str, folder: pathlib.Path) -> list[dict]:
 def make_start(folder: pathlib.Path):
   """The starts, and a teacher that has seen right sums only."""
   run('start', start_config(), folder)
-  run('early', tiny.merged(start_config(), dict(train=dict(steps=250, batch_size=16))), folder)
+  run('early', tiny.merged(start_config(), dict(train=dict(steps=250))), folder)
   run(
     'teacher',
     tiny.merged(
