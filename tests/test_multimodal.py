@@ -14,7 +14,7 @@ import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.formats import hf
 from jaxpost.models import model as model_lib
-from jaxpost.stage import sources
+from jaxpost.stage import model_folders, schema, sources
 
 TEXT = dict(
   vocab_size=259,
@@ -170,3 +170,16 @@ def tensors(folder):
   return {
     k: v for path in pathlib.Path(folder).glob('*.safetensors') for k, v in safetensors.torch.load_file(path).items()
   }
+
+
+@pytest.mark.parametrize('path', ['', 'run', 'run@2', 'text', 'adapter'])
+def test_models_without_other_parts_are_exported_as_text_models(path, tmp_path):
+  """The option has no effect on random weights, runs, folders of text models, and adapters on these."""
+  tiny.folder(tmp_path / 'text')
+  (tmp_path / 'run' / 'checkpoints').mkdir(parents=True)
+  (tmp_path / 'adapter').mkdir()
+  (tmp_path / 'adapter' / 'adapter_config.json').write_text(
+    json.dumps(dict(peft_type='LORA', base_model_name_or_path=str(tmp_path / 'text')))
+  )
+  section = schema.ModelSection(path=path and str(tmp_path / path), text_only=True)
+  assert model_folders.origin(section) is None

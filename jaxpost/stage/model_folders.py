@@ -48,8 +48,13 @@ def local_folder(text: str, key: str) -> epath.Path:
 
 
 def origin(section: ModelSection) -> multimodal.Origin | None:
-  """Returns the multimodal folder whose text model `config.model` asks for; None if it has no other parts."""
-  folder = model_folder.opened(local_folder(section.path, 'config.model.path'))
+  """Returns the multimodal folder whose text model `config.model` asks for, also below an adapter; None without one."""
+  path = section.path
+  is_run = (epath.Path(path.partition('@')[0]).expanduser() / 'checkpoints').exists()
+  if not path or is_run:  # random weights, and checkpoints, are of text models alone
+    return None
+  path = adapter_base(epath.Path(path).expanduser()) or path
+  folder = model_folder.opened(local_folder(path, 'config.model.path'))
   if not config_fields.other_parts(object_store.read_json(folder / 'config.json')):
     return None
   return multimodal.Origin(folder)
