@@ -4,10 +4,12 @@
     --n=8 --out=runs/scores
   python -m launch.evaluate --run=runs/quickstart --stage=sft --samples=16
   python -m launch.evaluate --model=FOLDER --config=configs/quickstart.py
+  python -m launch.evaluate --model=FOLDER --suite=mmlu --data=questions.jsonl
 
-With --reward (a name, pkg.module:fn or ./file.py:fn), n samples of each prompt are
-graded. --out keeps them; the same command continues after an interruption. Without
---reward, the evaluation of the run's config or of --config is computed. Prints JSON.
+--suite is gsm8k, math500, ifeval, mmlu or choices (docs/sampling.md). With --reward
+(a name, pkg.module:fn or ./file.py:fn), n samples of each prompt are graded. --out keeps
+them; the same command continues after an interruption. Without either, the evaluation of
+the run's config or of --config is computed. Prints JSON.
 """
 
 import json
@@ -18,7 +20,7 @@ from absl import flags
 from jaxpost.errors import InputError
 from jaxpost.hardware import host
 
-from . import config_flag, exits, model_flags, sampling_flags
+from . import config_flag, exits, grading, model_flags, sampling_flags
 
 _WEIGHTS = model_flags.define()
 _CONFIG = config_flag.define_config()
@@ -26,6 +28,7 @@ _DATA = flags.DEFINE_string('data', '', 'Data to evaluate on; default: config.ev
 _SIZE = flags.DEFINE_integer('size', None, 'Rows to evaluate at most; default: config.eval.size.', lower_bound=1)
 _SAMPLES = flags.DEFINE_integer('samples', None, 'Completions per prompt; default: config.eval.samples.', lower_bound=0)
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'Device mesh, written as config.mesh.rollout.')
+_SUITE = flags.DEFINE_string('suite', '', 'gsm8k, math500, ifeval, mmlu or choices: graded as usual; needs --data.')
 _REWARD = flags.DEFINE_string('reward', '', 'Reward function, as config.reward; needs --data.')
 _OUT = flags.DEFINE_string('out', '', 'Folder for completions and grades; with --reward.')
 _COLUMNS = flags.DEFINE_string('columns', '', 'Columns to rename, as config.data.columns; with --reward.')
@@ -33,25 +36,8 @@ _MAP = flags.DEFINE_string('map', '', 'Function applied to each row, as config.d
 _PASS = flags.DEFINE_float('pass_reward', 1.0, 'Value of --correct_by from which a sample counts as passed.')
 _CORRECT = flags.DEFINE_string('correct_by', '', 'Name of the reward that decides what is correct; default: the first.')
 _SAMPLING = sampling_flags.define(max_new_tokens=512)  # with --reward
-_ONLY_WITH_REWARD = ('out', 'columns', 'map', 'pass_reward', 'correct_by', *_SAMPLING._fields)
-
-
-def grade_samples() -> dict:
-  """Returns pass@k and the like of samples graded by --reward."""
-  from jaxpost.tools import completions, inference, score_dataset
-
-  found = score_dataset.measure(
-    inference.load(**_WEIGHTS.arguments()),
-    score_dataset.read(_DATA.value, _COLUMNS.value, _MAP.value, _SIZE.value),
-    _REWARD.value,
-    _OUT.value,
-    completions.Draws(**_SAMPLING.arguments()),
-    mesh=_MESH.value,
-    source=_WEIGHTS.name,
-    pass_reward=_PASS.value,
-    correct_by=_CORRECT.value,
-  )
-  return dict(data=_DATA.value, graded_by=_REWARD.value, **found)
+_ONLY_WITH_REWARD = ('columns', 'map', 'pass_reward', 'correct_by')
+_ONLY_WITH_SAMPLES = ('out', *_SAMPLING._fields)
 
 
 def main(argv):
@@ -60,15 +46,18 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
   host.use_compile_cache()
-  if _REWARD.value:
+  if _SUITE.value or _REWARD.value:
+    named = 'suite' if _SUITE.value else 'reward'
     if not _DATA.value:
-      raise InputError('--reward needs --data=FILE, whose prompts it grades')
-    exits.refuse(('config', 'samples'), 'with --reward')
-    metrics = grade_samples()
+      raise InputError(f'--{named} needs --data=FILE, whose prompts it grades')
+    exits.refuse(('config', 'samples'), f'with --{named}')
+    if _SUITE.value:
+      exits.refuse(('reward', *_ONLY_WITH_REWARD), 'with --suite')
+    metrics = grading.measure(_WEIGHTS, _SAMPLING)
   else:
     if _WEIGHTS.model.value and _CONFIG.value is None:
-      raise InputError('--model needs --data and --reward, or --config=FILE')
-    exits.refuse(_ONLY_WITH_REWARD, 'without --reward')
+      raise InputError('--model needs --data and --reward or --suite, or --config=FILE')
+    exits.refuse((*_ONLY_WITH_REWARD, *_ONLY_WITH_SAMPLES), 'without --reward or --suite')
     from jaxpost.tools import inference
 
     given = dict(config=_CONFIG.value, mesh=_MESH.value, data=_DATA.value, size=_SIZE.value, samples=_SAMPLES.value)

@@ -66,6 +66,13 @@ def math(row: Row) -> Row | None:
   return {**found, 'answer': row['answer']}
 
 
+def as_chat(row: Row) -> Row:
+  """Makes a prompt that is a text the message of a user."""
+  if not isinstance(row.get('prompt'), str):
+    return row
+  return {**row, 'prompt': [{'role': 'user', 'content': row['prompt']}]}
+
+
 def hh_rlhf(row: Row) -> Row | None:
   """Maps Anthropic's hh-rlhf: chosen and rejected as texts -> as conversations.
 

@@ -28,6 +28,7 @@ BUILTIN = {
   'overlong': ('length:Overlong', 'below 0 near the limit of tokens'),
   'repetition': ('length:Repetition', 'below 0 for repeated n-grams'),
   'code': ('code:Code', 'its Python passes the tests, in a sandbox'),
+  'ifeval': ('ifeval:ifeval', 'it follows all instructions, as IFEval has them'),
   'judge': ('judge:Judge', 'the score of a model behind a URL'),
 }
 

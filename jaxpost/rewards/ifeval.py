@@ -1,0 +1,166 @@
+"""Instructions that a program can check, as in IFEval (Zhou et al. 2023, arXiv:2311.07911).
+
+The ids and arguments are those of its data. Instructions about the language of an answer, or that
+are not in CHECKS, give no verdict. Words and sentences are split by simple rules, so that single
+prompts may be judged otherwise than by the paper's program.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jaxpost.rewards.format import text_of
+
+_BULLET = re.compile(r'^\s*(?:[-*+]\s|\d+\.\s)', re.M)
+_HIGHLIGHT = re.compile(r'(?<!\*)\*{1,2}[^\s*][^*\n]*\*{1,2}(?!\*)')
+
+
+def ifeval(completions: list, instruction_id_list: list, kwargs: list, **columns: Any) -> list[float | None]:
+  """Returns 1 where a completion follows all instructions of its row, else 0; None if one cannot be checked.
+
+  Args:
+    instruction_id_list: of each row, as 'punctuation:no_comma'.
+    kwargs: of each row, a dict of arguments for each instruction.
+  """
+  out: list[float | None] = []
+  for completion, ids, given in zip(completions, instruction_id_list, kwargs):
+    if any(name not in CHECKS for name in ids):
+      out.append(None)
+      continue
+    text = text_of(completion)
+    arguments = [{k: v for k, v in (one or {}).items() if v is not None} for one in given]  # all of all, mostly null
+    out.append(float(all(CHECKS[name](text, **more) for name, more in zip(ids, arguments, strict=True))))
+  return out
+
+
+def _compare(count: int, relation: str, wanted: int) -> bool:
+  return count >= wanted if relation == 'at least' else count < wanted
+
+
+def _found(word: str, text: str) -> int:
+  return len(re.findall(rf'(?<!\w){re.escape(word)}(?!\w)', text, re.IGNORECASE))
+
+
+def _keywords(text: str, keywords: list[str]) -> bool:
+  return all(_found(word, text) for word in keywords)
+
+
+def _forbidden(text: str, forbidden_words: list[str]) -> bool:
+  return not any(_found(word, text) for word in forbidden_words)
+
+
+def _frequency(text: str, keyword: str, frequency: int, relation: str = 'at least') -> bool:
+  return _compare(_found(keyword, text), relation, frequency)
+
+
+def _letters(text: str, letter: str, let_frequency: int, let_relation: str = 'at least') -> bool:
+  return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def _words(text: str, num_words: int, relation: str = 'at least') -> bool:
+  return _compare(len(re.findall(r'\w+', text)), relation, num_words)
+
+
+def _sentences(text: str, num_sentences: int, relation: str = 'at least') -> bool:
+  return _compare(len(re.findall(r'[^.!?\s][^.!?]*[.!?]+', text)), relation, num_sentences)
+
+
+def _paragraphs(text: str, num_paragraphs: int) -> bool:
+  parts = [part.strip() for part in re.split(r'\s?\*\*\*\s?', text)]
+  return len(parts) == num_paragraphs and all(parts)
+
+
+def _placeholders(text: str, num_placeholders: int) -> bool:
+  return len(re.findall(r'\[[^\[\]]+\]', text)) >= num_placeholders
+
+
+def _postscript(text: str, postscript_marker: str) -> bool:
+  return re.search(rf'^\s*{re.escape(postscript_marker)}', text, re.IGNORECASE | re.M) is not None
+
+
+def _bullets(text: str, num_bullets: int) -> bool:
+  return len(_BULLET.findall(text)) == num_bullets
+
+
+def _highlights(text: str, num_highlights: int) -> bool:
+  return len(_HIGHLIGHT.findall(text)) >= num_highlights
+
+
+def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
+  return len(re.findall(rf'\s?{re.escape(section_spliter)}\s?\d+\s?', text)) >= num_sections
+
+
+def _json(text: str) -> bool:
+  body = re.sub(r'^```(?:json)?\s*|\s*```$', '', text.strip(), flags=re.IGNORECASE)
+  try:
+    json.loads(body)
+  except ValueError:
+    return False
+  return True
+
+
+def _title(text: str) -> bool:
+  return any(found.strip('<> \t') for found in re.findall(r'<<[^\n]+>>', text))
+
+
+def _ends(text: str, end_phrase: str) -> bool:
+  return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def _quoted(text: str) -> bool:
+  text = text.strip()
+  return len(text) > 1 and text[0] == text[-1] == '"'
+
+
+def _no_comma(text: str) -> bool:
+  return ',' not in text
+
+
+def _upper(text: str) -> bool:
+  return text.isupper()
+
+
+def _lower(text: str) -> bool:
+  return text.islower()
+
+
+def _capitals(text: str, capital_frequency: int, capital_relation: str = 'at least') -> bool:
+  return _compare(sum(word.isupper() for word in re.findall(r"[\w'-]+", text)), capital_relation, capital_frequency)
+
+
+def _two(text: str) -> bool:
+  parts = [part.strip() for part in text.split('******')]
+  return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+
+
+def _repeated(text: str, prompt_to_repeat: str) -> bool:
+  return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+CHECKS: dict[str, Callable[..., bool]] = {
+  'keywords:existence': _keywords,
+  'keywords:forbidden_words': _forbidden,
+  'keywords:frequency': _frequency,
+  'keywords:letter_frequency': _letters,
+  'length_constraints:number_words': _words,
+  'length_constraints:number_sentences': _sentences,
+  'length_constraints:number_paragraphs': _paragraphs,
+  'detectable_content:number_placeholders': _placeholders,
+  'detectable_content:postscript': _postscript,
+  'detectable_format:number_bullet_lists': _bullets,
+  'detectable_format:number_highlighted_sections': _highlights,
+  'detectable_format:multiple_sections': _sections,
+  'detectable_format:json_format': _json,
+  'detectable_format:title': _title,
+  'startend:end_checker': _ends,
+  'startend:quotation': _quoted,
+  'punctuation:no_comma': _no_comma,
+  'change_case:english_capital': _upper,
+  'change_case:english_lowercase': _lower,
+  'change_case:capital_word_frequency': _capitals,
+  'combination:two_responses': _two,
+  'combination:repeat_prompt': _repeated,
+}

@@ -1,0 +1,116 @@
+"""Multiple choice by log-prob: the answer whose tokens the model finds most probable after the question.
+
+Legend: N questions, B rows, T tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxpost.data import packing
+from jaxpost.data.examples import Example
+from jaxpost.distributed.transfer import to_host
+from jaxpost.errors import InputError
+from jaxpost.programs import score
+from jaxpost.roles import place
+from jaxpost.stage import place as place_lib
+from jaxpost.stage import schema
+from jaxpost.stage.records import PreparedStage
+
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.tools.inference import Weights
+
+_ROWS = 8  # of a device at a time
+_STEP = 64  # rows are a multiple of so many tokens long
+
+
+class Question(NamedTuple):
+  """A question: its prompt, the texts to be scored after it, and the number of the right one."""
+
+  prompt: str
+  answers: tuple[str, ...]
+  right: int
+  subject: str = ''
+
+
+def question(row: Mapping[str, Any], where: str, letters: bool) -> Question:
+  """Reads a row {'question', 'choices', 'answer': number from 0, letter or text, 'subject'}.
+
+  Args:
+    where: names the row in errors.
+    letters: the choices are shown with letters, and the letter is the answer; else their texts are.
+  """
+  try:
+    asked, choices, answer = str(row['question']).strip(), [str(c) for c in row['choices']], row['answer']
+  except (KeyError, TypeError) as e:
+    raise InputError(f'{where}: want question, choices and answer') from e
+  names = string.ascii_uppercase[: len(choices)]
+  if isinstance(answer, str) and answer.strip().upper() in names and answer not in choices:
+    answer = names.index(answer.strip().upper())
+  elif isinstance(answer, str) and answer in choices:
+    answer = choices.index(answer)
+  if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices) <= len(names):
+    raise InputError(f'{where}: answer {answer!r} is none of {len(choices)} choices, by number from 0, letter or text')
+  subject = str(row.get('subject') or '')
+  if letters:
+    lines = '\n'.join(f'{name}. {choice}' for name, choice in zip(names, choices))
+    return Question(f'{asked}\n{lines}\nAnswer:', tuple(names), answer, subject)
+  return Question(asked, tuple(choices), answer, subject)
+
+
+def measure(weights: Weights, questions: Sequence[Question]) -> dict[str, Any]:
+  """Returns accuracies: by the sum of log-probs, and divided by the bytes of the answers."""
+  tokenizer = weights.inputs.tokenizer
+  examples = [example for q in questions for example in _examples(q, tokenizer)]
+  sums = iter(_log_probs(weights, examples))
+  plain, normed, subjects = [], [], {}
+  for q in questions:
+    found = np.array([next(sums) for _ in q.answers])
+    sizes = np.array([len(answer.encode()) for answer in q.answers])
+    plain.append(float(np.argmax(found) == q.right))
+    normed.append(float(np.argmax(found / np.maximum(sizes, 1)) == q.right))
+    subjects.setdefault(q.subject, []).append(plain[-1])
+  out = {'accuracy': float(np.mean(plain)), 'accuracy_by_bytes': float(np.mean(normed)), 'count': len(questions)}
+  return out | {f'accuracy/{name}': float(np.mean(right)) for name, right in sorted(subjects.items()) if name}
+
+
+def _examples(q: Question, tokenizer: Tokenizer) -> Iterator[Example]:
+  """Yields prompt and answer as tokens, those of the answer marked; they are encoded apart."""
+  if tokenizer.chat_template:
+    text, _ = tokenizer.render_chat([{'role': 'user', 'content': q.prompt}], generation_prompt=True)
+    space = ''
+  else:
+    text, space = q.prompt, ' '
+  head = tokenizer.encode(text)
+  if tokenizer.bos_id is not None and head[:1] != [tokenizer.bos_id]:
+    head = [tokenizer.bos_id, *head]
+  for answer in q.answers:
+    tail = tokenizer.encode(space + answer)
+    mask = np.arange(len(head) + len(tail)) >= len(head)
+    yield Example(np.array(head + tail, np.int32), mask)
+
+
+def _log_probs(weights: Weights, examples: Sequence[Example]) -> list[float]:
+  """Returns the sum of the log-probs of the marked tokens of each example."""
+  longest = max(len(e.tokens) for e in examples)
+  rows, length = _ROWS * weights.layout.batch_shards, -(-longest // _STEP) * _STEP
+  config = weights.inputs.config
+  if longest > weights.inputs.model.config.max_position:
+    raise InputError(f'--suite: a question has {longest} tokens, more than the model can read')
+  train = dataclasses.replace(config.train, batch_size=rows, micro_batch_size=rows, row_length=length)
+  config = dataclasses.replace(config, train=train, mesh=schema.MeshSection())
+  placed = place_lib.place_stage(PreparedStage(dataclasses.replace(weights.inputs, config=config)))
+  program = score.make_score(placed.model, placed.train, placed.compute, placed.ledger)
+  out: list[float] = []
+  for start in range(0, len(examples), rows):
+    some = examples[start : start + rows]
+    batch = packing.to_batch([[e] for e in some], length, rows, normalize=False)
+    found = to_host(program(weights.params, place(placed.train, rows, batch)).logprobs)[0]
+    out += [float(found[i, : len(e.tokens)][e.trained].sum(dtype=np.float64)) for i, e in enumerate(some)]
+  return out

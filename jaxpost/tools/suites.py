@@ -1,0 +1,88 @@
+"""Suites of `launch.evaluate --suite`: known data sets from local files, each with its prompts and verdict."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxpost.data import sources
+from jaxpost.errors import InputError
+from jaxpost.tools import choices, score_dataset
+
+if TYPE_CHECKING:
+  from jaxpost.tools.completions import Draws
+  from jaxpost.tools.inference import Weights
+
+
+class Suite(NamedTuple):
+  """How a data set is asked and graded.
+
+  columns: that its rows have. reward: grades samples; '' where log-probs of choices decide. map: of rows to
+  prompts. letters: the letters of the choices are scored, not their texts. help: for people.
+  """
+
+  columns: tuple[str, ...]
+  reward: str = ''
+  map: str = ''
+  letters: bool = False
+  help: str = ''
+
+
+SUITES = {
+  'gsm8k': Suite(('question', 'answer'), 'gsm8k', 'jaxpost.data.maps:gsm8k', help='the number after ####, or boxed'),
+  'math500': Suite(('problem', 'answer'), 'math_verify', 'jaxpost.data.maps:math', help='the boxed answer'),
+  'ifeval': Suite(
+    ('instruction_id_list', 'kwargs'),
+    'ifeval',
+    'jaxpost.data.maps:as_chat',
+    help='all instructions of a prompt are followed',
+  ),
+  'mmlu': Suite(('question', 'choices', 'answer'), letters=True, help='the letter with the largest log-prob'),
+  'choices': Suite(('question', 'choices', 'answer'), help='the text with the largest log-prob'),
+}
+
+
+def find(name: str) -> Suite:
+  """Returns the suite of a name; InputError names the nearest."""
+  if name not in SUITES:
+    near = difflib.get_close_matches(name, SUITES, 1)
+    hint = f'did you mean {near[0]!r}? ' if near else ''
+    raise InputError(f'--suite: there is no {name!r}; {hint}known: {", ".join(SUITES)}')
+  return SUITES[name]
+
+
+def measure(
+  name: str,
+  weights: Weights,
+  data: str,
+  out: str,
+  draws: Draws,
+  *,
+  size: int = 0,
+  mesh: str = 'data=-1',
+  source: str = '',
+) -> dict[str, Any]:
+  """Evaluates a suite; see `score_dataset.measure` and `choices.measure` for the figures.
+
+  Args:
+    data: a file or another source of rows, as config.data.path. size: rows at most; 0: all.
+    out: folder for completions and grades of suites that sample; '' keeps none.
+  """
+  suite = find(name)
+  _check_columns(name, suite, data)
+  rows = sources.read(data, '', suite.map or None)
+  count = min(size or len(rows), len(rows))
+  if suite.reward:
+    found = score_dataset.measure(weights, rows[:count], suite.reward, out, draws, mesh=mesh, source=source)
+  else:
+    found = choices.measure(weights, [choices.question(rows[i], rows.where(i), suite.letters) for i in range(count)])
+  return dict(suite=name, data=data, **found)
+
+
+def _check_columns(name: str, suite: Suite, data: str) -> None:
+  """Raises InputError if the first row lacks a column."""
+  first = sources.read(data, '', None)[0]
+  mapped = name in ('gsm8k', 'math500') and 'prompt' in first  # as training data may be
+  lacking = [column for column in suite.columns if column not in first and not mapped]
+  if lacking:
+    raise InputError(f'--suite={name}: {data}: rows lack {", ".join(lacking)}; docs/sampling.md has the columns')

@@ -1,0 +1,34 @@
+"""What `launch.evaluate` measures with --suite or --reward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+from . import model_flags, sampling_flags
+
+
+def measure(given: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlags) -> dict[str, Any]:
+  """Returns the figures of a suite, or pass@k and the like of samples graded by --reward."""
+  from jaxpost.tools import completions, inference, score_dataset, suites
+
+  value = flags.FLAGS
+  if value.suite:
+    suites.find(value.suite)  # before weights are read
+  weights = inference.load(**given.arguments())
+  draws = completions.Draws(**sampling.arguments())
+  more = dict(mesh=value.mesh, source=given.name)
+  if value.suite:
+    return suites.measure(value.suite, weights, value.data, value.out, draws, size=value.size or 0, **more)
+  found = score_dataset.measure(
+    weights,
+    score_dataset.read(value.data, value.columns, value.map, value.size),
+    value.reward,
+    value.out,
+    draws,
+    pass_reward=value.pass_reward,
+    correct_by=value.correct_by,
+    **more,
+  )
+  return dict(data=value.data, graded_by=value.reward, **found)
