@@ -24,7 +24,8 @@ from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
 from jaxpost.losses import top_tokens as top_tokens
 from jaxpost.models import model as model_lib
-from jaxpost.programs import score, topk, train
+from jaxpost.programs import score, train
+from jaxpost.programs import topk as topk_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import precompute
@@ -269,7 +270,9 @@ def compiled_update(model, layout, compute, params, batch, like):
 
 
 def compiled_topk(model, layout, compute, params, batch, like):
-  return topk.make_topk(model, layout, compute, Ledger(), k=4, vocab_size=WIDE, temperature=1.0).compile(params, batch)
+  return topk_lib.make_topk(model, layout, compute, Ledger(), k=4, vocab_size=WIDE, temperature=1.0).compile(
+    params, batch
+  )
 
 
 @pytest.mark.parametrize('make', [compiled_update, compiled_topk])
@@ -318,7 +321,7 @@ def test_loss_does_not_depend_on_the_arrangement(models, topk):
     made = documents()
     if topk:
       spec = distill.precompute(config)['teacher_0']
-      program = topk.make_topk(teacher, layout, compute, Ledger(), k=topk, vocab_size=131, temperature=1.0)
+      program = topk_lib.make_topk(teacher, layout, compute, Ledger(), k=topk, vocab_size=131, temperature=1.0)
 
       def topk_of(batch):
         found = spec.read(program(theirs, roles_lib.without_signal(roles_lib.place(layout, micro, batch))))
