@@ -205,7 +205,7 @@ def load(
   if isinstance(template, dict):
     template = template.get('default')
   if chat_template:
-    template = _template(chat_template)
+    template = _template(str(chat_template))
   saved = messages_lib.template_kwargs_of(hf.init_kwargs, f'{source}/tokenizer_config.json')
   given = messages_lib.template_kwargs_of({'chat_template_kwargs': template_kwargs}, 'config.data.template_kwargs')
   for name in given:
