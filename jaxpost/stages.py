@@ -82,8 +82,7 @@ def run(
 
 def _leave(code: int, message: str) -> None:
   """Ends this process from any thread, with one line."""
-  watchdog.print_reason(message, code)
-  coordination.leave(code, message)
+  coordination.leave(watchdog.print_reason(message, code), message)
 
 
 def _run(

@@ -52,8 +52,7 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     with disk_errors.explained():
       app.run(main, argv=argv, flags_parser=functools.partial(parse, words=words))
   except errors.KNOWN as error:
-    earlier = watchdog.print_reason(str(error), error.exit_code, sys.stderr)
-    sys.exit(error.exit_code if earlier is None else earlier)
+    sys.exit(watchdog.print_reason(str(error), error.exit_code, sys.stderr))
 
 
 def parse(argv: list[str], words: int = 0) -> list[str]:

@@ -271,23 +271,22 @@ def _suspect() -> str:
   )
 
 
-def print_reason(message: str, code: int, stream: TextIO | None = None) -> int | None:
-  """Prints the one line that says why this process ends; returns None, or the exit code of an earlier line.
+def print_reason(message: str, code: int, stream: TextIO | None = None) -> int:
+  """Prints the one line that says why this process ends, and returns the exit code to end with.
 
   While a process ends, the watchdog, a signal or an abort by JAX may find a reason of
-  their own; only the first is the cause, so a later one is not printed.
+  their own; only the first is the cause, so a later one is not printed and its code does not count.
 
   Args:
     stream: where the line goes; None: file descriptor 2, for threads and signal handlers.
   """
-  if _printed:
-    return _printed[0]
-  if stream is None:
-    os.write(2, f'jaxpost: {message}\n'.encode())
-  else:
-    print(f'jaxpost: {message}', file=stream, flush=True)
-  _printed.append(code)
-  return None
+  if not _printed:
+    if stream is None:
+      os.write(2, f'jaxpost: {message}\n'.encode())
+    else:
+      print(f'jaxpost: {message}', file=stream, flush=True)
+    _printed.append(code)
+  return _printed[0]
 
 
 def forget_reason() -> None:
@@ -300,10 +299,11 @@ def _end(text: str, code: int = 1, stacks: bool = True):
 
   In the watching thread an exception would reach no caller.
   """
-  earlier = print_reason(text, code)
-  if stacks and earlier is None:
+  stacks &= not _printed
+  code = print_reason(text, code)
+  if stacks:
     faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-  os._exit(code if earlier is None else earlier)
+  os._exit(code)
 
 
 @functools.cache

@@ -121,5 +121,4 @@ class StopSignal:
 def _end(code: int, message: str) -> None:
   from jaxpost.distributed import watchdog
 
-  watchdog.print_reason(message, code)
-  os._exit(code)
+  os._exit(watchdog.print_reason(message, code))
