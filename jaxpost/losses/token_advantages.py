@@ -1,4 +1,4 @@
-"""Advantage estimators from rewards of tokens: REINFORCE++ and ReMax; whitening, and the weight of a KL among them.
+"""Advantage estimators from rewards of tokens: REINFORCE++ and ReMax, and whitening.
 
 Legend and conventions are those of advantages.py.
 """
@@ -88,16 +88,6 @@ def remax(token_rewards: ArrayLike, mask: ArrayLike, greedy_rewards: ArrayLike, 
   same_shape('token_rewards [S, C] and greedy_rewards [S]', 1, returns[:, 0], greedy)
   gains = np.where(np.asarray(mask, bool), returns - greedy[:, None], 0)
   return gains.astype(np.float32)
-
-
-def adaptive_kl(coef: float, kl: float, target: float, horizon: float, steps: int) -> float:
-  """The KL coefficient after `steps` samples whose mean KL was `kl`.
-
-  coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon): Ziegler et al.
-  (arXiv:1909.08593), section 2.2.
-  """
-  error = np.clip(kl / target - 1, -0.2, 0.2)
-  return float(coef * (1 + error * steps / horizon))
 
 
 def masked_tokens(what: str, mask: ArrayLike, *arrays: ArrayLike) -> tuple[np.ndarray, ...]:
