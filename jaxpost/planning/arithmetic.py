@@ -252,7 +252,7 @@ def _slots(case: _Case) -> tuple[int, int]:
   """Returns (slots, how often they are filled)."""
   rollout = case.inputs.config.rollout
   total = rollout.prompts * rollout.group_size
-  slots = rollout.slots or min(total, 256)
+  slots = batch_shape.slots(rollout, total)
   return slots, math.ceil(total / slots)
 
 

@@ -152,7 +152,7 @@ def _slots(inputs: Inputs) -> list[int]:
   if not inputs.algorithm.on_policy:
     return [0]
   rollout = inputs.config.rollout
-  most = min(rollout.prompts * rollout.group_size, 256)
+  most = batch_shape.slots(rollout, rollout.prompts * rollout.group_size)
   return [most >> i for i in range(5)]
 
 
@@ -164,8 +164,7 @@ def _on_mesh(inputs: Inputs, machine: Topology, sizes: Mapping[str, int], rows: 
   batch = inputs.config.train.batch_size
   if not on_policy and batch % micro:
     settings['train.batch_size'] = math.ceil(batch / micro) * micro
-  most = min(inputs.config.rollout.prompts * inputs.config.rollout.group_size, 256)
-  if on_policy and slots < most:
+  if on_policy and slots < _slots(inputs)[0]:
     settings['rollout.slots'] = slots
   changed = search.vary(PreparedStage(inputs), settings).inputs
   found = []

@@ -20,6 +20,7 @@ import numpy as np
 from jaxpost.distributed import bridge
 from jaxpost.hardware import chips
 from jaxpost.planning import aot, cost, machines
+from jaxpost.stage import batch_shape
 
 if TYPE_CHECKING:
   from collections.abc import Mapping
@@ -65,7 +66,7 @@ def step_of(placed: PlacedStage) -> Step:
   )
   calls['values'] += 'values' in scores and critic
   total = r.prompts * r.group_size
-  slots = r.slots or min(total, 256)
+  slots = batch_shape.slots(r, total)
   waves = math.ceil(total / slots)
   calls |= {
     'reshard': 1,

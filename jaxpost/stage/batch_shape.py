@@ -11,6 +11,7 @@ from jaxpost.types import max_documents
 
 if TYPE_CHECKING:
   from jaxpost.stage.config import Config
+  from jaxpost.stage.schema_methods import RolloutSection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,11 @@ class BatchShape:
   update_rows: int
   micro_rows: int
   row_length: int
+
+
+def slots(rollout: RolloutSection, sequences: int) -> int:
+  """Returns the sequences to sample at a time: `config.rollout.slots`, or all of them, but at most 256."""
+  return rollout.slots or min(sequences, 256)
 
 
 def row_length(config: Config, on_policy: bool) -> int:

@@ -18,7 +18,7 @@ from jaxpost.rl import batching, grading
 from jaxpost.rl.controller import Controller
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.rollout.sampler import Sampler
-from jaxpost.stage import reward_model
+from jaxpost.stage import batch_shape, reward_model
 from jaxpost.stage.evaluate import SampledEval
 from jaxpost.types import RowShape
 
@@ -53,7 +53,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
   return NativeEngine(
     model,
     SamplerConfig(
-      slots=slots or rollout.slots or min(sequences, 256),
+      slots=slots or batch_shape.slots(rollout, sequences),
       max_prompt=rollout.max_prompt_length,
       max_new_tokens=rollout.max_new_tokens,
       stop_ids=tokenizer.stop_ids,
