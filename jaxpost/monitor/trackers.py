@@ -6,6 +6,7 @@ in a run is left out from then on, with one warning: `metrics.jsonl` has all tha
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import zlib
@@ -19,7 +20,7 @@ from jaxpost.storage import object_store
 
 
 class Options(NamedTuple):
-  """What `config.log` says of the trackers.
+  """The fields of `config.log` that trackers read.
 
   names: of TRACKERS. project, entity, run_name: '' for defaults. offline: nothing leaves this machine.
   """
@@ -145,12 +146,16 @@ class Trackers:
     self._each('the end', lambda client: client.finish())
     self._clients = {}
 
-  def _send_report(self, client: Client) -> None:
+  @functools.cached_property
+  def _report(self) -> str:
+    """The path of the report, which is written once for all of them."""
     from jaxpost.monitor import report
 
-    path = os.fspath(report.write_report(self._folder))
-    if os.path.isfile(path):
-      client.file(path)
+    return os.fspath(report.write_report(self._folder))
+
+  def _send_report(self, client: Client) -> None:
+    if os.path.isfile(self._report):
+      client.file(self._report)
 
   def _each(self, what: str, call: Callable[[Client], Any]) -> None:
     for name, client in list(self._clients.items()):
