@@ -1,4 +1,4 @@
-"""What `launch.evaluate` measures with --suite or --reward."""
+"""Measures the suite or the reward that `launch.evaluate` names by --suite or --reward."""
 
 from __future__ import annotations
 

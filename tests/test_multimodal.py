@@ -27,6 +27,8 @@ TEXT = dict(
   max_position_embeddings=512,
 )
 VISION = dict(hidden_size=16, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+QWEN_VISION = dict(depth=1, hidden_size=16, intermediate_size=12, num_heads=2, out_hidden_size=24)
+QWEN_IDS = dict(image_token_id=255, video_token_id=256, vision_start_token_id=257, vision_end_token_id=258)
 SECTIONS = dict(rope_type='default', mrope_section=[1, 1, 1])
 
 
@@ -39,15 +41,12 @@ def gemma3():
 
 
 def qwen3_vl():
-  vision = dict(depth=1, hidden_size=16, intermediate_size=12, num_heads=2, out_hidden_size=24, patch_size=4)
+  vision = QWEN_VISION | dict(patch_size=4)
   config = transformers.Qwen3VLConfig(
     text_config=TEXT | dict(rope_parameters=SECTIONS | dict(rope_theta=5e5)),
     vision_config=vision | dict(deepstack_visual_indexes=[0], num_position_embeddings=16),
     tie_word_embeddings=True,
-    image_token_id=255,
-    video_token_id=256,
-    vision_start_token_id=257,
-    vision_end_token_id=258,
+    **QWEN_IDS,
   )
   return transformers.Qwen3VLForConditionalGeneration(config)
 
@@ -63,15 +62,12 @@ def mistral3():
 
 def qwen2_5_vl():
   text = {k: v for k, v in TEXT.items() if k != 'head_dim'}
-  vision = dict(depth=1, hidden_size=16, intermediate_size=12, num_heads=2, out_hidden_size=24, patch_size=14)
+  vision = QWEN_VISION | dict(patch_size=14)
   config = transformers.Qwen2_5_VLConfig(
     text_config=text | dict(rope_parameters=SECTIONS | dict(rope_theta=1e4), use_sliding_window=False),
     vision_config=vision | dict(fullatt_block_indexes=[0], window_size=28),
     tie_word_embeddings=False,
-    image_token_id=255,
-    video_token_id=256,
-    vision_start_token_id=257,
-    vision_end_token_id=258,
+    **QWEN_IDS,
   )
   return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
@@ -80,15 +76,12 @@ def qwen3_5():
   states = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=10, linear_value_head_dim=6)
   rope = SECTIONS | dict(rope_theta=5e5, partial_rotary_factor=0.5, mrope_interleaved=True)
   layers = dict(head_dim=12, rms_norm_eps=0.02, layer_types=['linear_attention', 'full_attention'])
-  vision = dict(depth=1, hidden_size=16, intermediate_size=12, num_heads=2, out_hidden_size=24, patch_size=4)
+  vision = QWEN_VISION | dict(patch_size=4)
   config = transformers.Qwen3_5Config(
     text_config=TEXT | states | layers | dict(rope_parameters=rope),
     vision_config=vision | dict(num_position_embeddings=16),
     tie_word_embeddings=True,
-    image_token_id=255,
-    video_token_id=256,
-    vision_start_token_id=257,
-    vision_end_token_id=258,
+    **QWEN_IDS,
   )
   return transformers.Qwen3_5ForConditionalGeneration(config)
 

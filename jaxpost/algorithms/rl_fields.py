@@ -17,7 +17,7 @@ RlSection = Any  # `config.rl`
 # Fields of `config.rl` that only some surrogates, corrections or estimators read.
 _OPTIONS = (
   *policy_gradient.SurrogateOptions.__dataclass_fields__,
-  # Those of `importance.CorrectionOptions`, which is imported where a correction is on.
+  # The fields of `importance.CorrectionOptions`, which is imported only where a correction is on.
   *('importance_cap', 'token_low', 'token_high', 'sequence_low', 'sequence_high'),
   *('product_low', 'product_high', 'reject_above'),
   *('std_eps', 'singleton', 'pass_k', 'gamma', 'turn_gamma', 'step_weight'),

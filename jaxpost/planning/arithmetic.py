@@ -43,7 +43,7 @@ _PASSES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-  """What a step takes on a device.
+  """The memory and the seconds that a step takes on a device.
 
   memory: {purpose: bytes} while the program that needs most of it runs.
   seconds: {'update', 'score', 'sample': seconds of a step}: products, memory and network without overlap.

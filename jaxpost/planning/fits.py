@@ -1,4 +1,4 @@
-"""What fits where: a model's methods on common devices, by arithmetic.
+"""Finds by arithmetic which methods of a model fit on which common devices.
 
 Each cell is the fastest mesh whose memory fits, with as many rows at a time as help;
 `arithmetic.py` has what a step takes.

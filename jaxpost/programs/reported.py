@@ -1,4 +1,4 @@
-"""What a draw reports beside its token: the most probable tokens, or all that could be drawn.
+"""Reports beside each drawn token the most probable tokens, or all that could be drawn.
 
 Legend: S slots, V vocabulary, k tokens.
 """

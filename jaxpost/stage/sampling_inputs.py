@@ -1,4 +1,4 @@
-"""What a stage that samples needs before a device is used: checks, prompts, processes of rewards and environments.
+"""Prepares a stage that samples, before a device is used: checks, prompts, processes of rewards and environments.
 
 Imported only by stages that sample. The checks of every stage are in `checks.py`.
 """

@@ -114,7 +114,7 @@ class RunLock:
 
   @contextlib.contextmanager
   def _alone(self) -> Iterator[bool]:
-    """Whether no other process of this machine is replacing the file now; `_SETTLE_S` is all there is elsewhere."""
+    """Yields True if no other process of this machine replaces the file; `_SETTLE_S` keeps other machines apart."""
     try:
       file = None if object_store.is_remote(self._path) else open(self._path, 'rb')
     except FileNotFoundError:
