@@ -138,6 +138,9 @@ def test_an_export_is_the_folder_with_another_text_model(made, tmp_path):
   (export,) = (tmp_path / 'run').glob('**/model.safetensors.index.json')
   export = export.parent
   old, new = tensors(folder), tensors(export)
+  index = json.loads((export / 'model.safetensors.index.json').read_text())
+  assert index['metadata']['total_size'] == sum(x.nbytes for x in new.values())
+  assert index['weight_map'].keys() == new.keys()
   assert old.keys() == new.keys()
   changed = {name for name in old if not torch.equal(old[name], new[name])}
   assert changed and all('visual' not in n and 'vision' not in n and 'projector' not in n for n in changed)

@@ -287,9 +287,11 @@ def _write_weights(
           value.tofile(file)
   if staged is not None and files[0] != model_folder.SINGLE:
     places = {name_of(name): file for file, names in zip(files, shards) for name in names}
-    places |= origin.write_others(staged) if origin else {}
-    index = {'metadata': {'total_size': sum(sizes.values())}, 'weight_map': places}
-    object_store.write_json(staged / model_folder.INDEX, index)
+    total = sum(sizes.values())
+    if origin:
+      places |= origin.write_others(staged)
+      total += sum(tensor.size for tensor in origin.others.values())
+    object_store.write_json(staged / model_folder.INDEX, {'metadata': {'total_size': total}, 'weight_map': places})
 
 
 def export_tensors(

@@ -60,7 +60,7 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
   return {**_DEFAULTS.get(text['model_type'], {}), **text}
 
 
-def _plain_rope(block: dict[str, Any]) -> dict[str, Any] | None:
+def _plain_rope(block: dict[str, Any]) -> dict[str, Any]:
   kept = {k: v for k, v in block.items() if k not in _SECTIONS}
   for key in ('type', 'rope_type'):
     if kept.get(key) == 'mrope':
@@ -86,6 +86,7 @@ class Origin:
 
   Attributes:
     config: its config.json.
+    others: {name: tensor} of those that are not of the text model.
   """
 
   def __init__(self, folder: model_folder.Path):
@@ -93,8 +94,9 @@ class Origin:
     self.config = object_store.read_json(folder / 'config.json')
     self._stack = contextlib.ExitStack()
     files, _ = model_folder.weight_files(folder)
-    self._found = {k: v for file in files for k, v in model_folder.open_file(file, self._stack).items()}
-    self._names = {text_name(name): name for name in self._found}
+    found = {k: v for file in files for k, v in model_folder.open_file(file, self._stack).items()}
+    self._names = {text_name(name): name for name in found}
+    self.others = {name: tensor for name, tensor in found.items() if text_name(name) is None}
 
   def __enter__(self) -> Origin:
     return self
@@ -110,13 +112,12 @@ class Origin:
 
   def write_others(self, staged: Any) -> dict[str, str]:
     """Writes the tensors that are not of the text model to a file of `staged`; returns {name: file}."""
-    others = {name: tensor for name, tensor in self._found.items() if text_name(name) is None}
     with open(staged / OTHERS, 'wb') as file:
-      file.write(safetensors_file.header({k: (t.dtype, t.shape, t.size) for k, t in others.items()}))
-      for tensor in others.values():
+      file.write(safetensors_file.header({k: (t.dtype, t.shape, t.size) for k, t in self.others.items()}))
+      for tensor in self.others.values():
         for piece in tensor.pieces():
           file.write(piece)
-    return dict.fromkeys(others, OTHERS)
+    return dict.fromkeys(self.others, OTHERS)
 
   def copy_files(self, staged: Any) -> None:
     """Copies the files that an export does not write itself, such as those of the image processor."""
