@@ -72,8 +72,24 @@ WANTED = {
     r'tensors, such as',
     r'first loss [5-7]\.\d+ at random, [0-2]\.\d+ from the export',
   ),
+  '05_lora_your_reward': (
+    r'cpu',
+    r'"prompt": .*"answer"',
+    r'\[1\.0, 0\.3, 0\.0\]',
+    r'grpo: .* parameters',
+    r'grpo 3/3  .*reward',
+    r'step \d+: .* gets 0\.0',
+    r'report\.html',
+    r"'model\.safetensors'",
+  ),
 }
-FIGURES = {'01_sft_then_grpo': 2, '02_your_algorithm': 3, '03_every_method': 0, '04_your_model': 0}
+FIGURES = {
+  '01_sft_then_grpo': 2,
+  '02_your_algorithm': 3,
+  '03_every_method': 0,
+  '04_your_model': 0,
+  '05_lora_your_reward': 1,
+}
 # Trained tokens of a preview are green.
 GREEN = ('01_sft_then_grpo',)
 FILES_MADE = {
@@ -88,6 +104,7 @@ FILES_MADE = {
   '03_every_method': tuple(
     f'{name}/summary.json' for name in ('sft', 'dpo', 'kto', 'grpo', 'distill', 'reward_model', 'ppo')
   ),
+  '05_lora_your_reward': ('lora/summary.json', 'lora/report.html', 'merged/model.safetensors'),
   '04_your_model': tuple(f'{name}/export/model.safetensors' for name in ('recurrent', 'attending')),
 }
 
