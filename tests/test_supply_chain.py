@@ -45,8 +45,13 @@ def test_constraints_are_within_the_bounds(path):
   assert not found.keys() & {'torch', 'tensorflow'}
 
 
-def test_constraints_are_of_both_versions_of_jax():
-  assert {pinned(path)['jax'].rpartition('.')[0] for path in CONSTRAINTS} == {'0.10', '0.11'}
+def test_constraints_are_of_all_versions_of_jax():
+  """One file each, for a Python of its own: CI takes the file of its Python, and the matrix a Python for each file."""
+  found = [re.fullmatch(r'jax-(\d+\.\d+)-python-(\d+\.\d+)', path.stem).groups() for path in CONSTRAINTS]
+  assert [jax for jax, _ in found] == ['0.10', '0.11', '0.12']
+  assert len({python for _, python in found}) == len(found)
+  for path, (jax, _) in zip(CONSTRAINTS, found):
+    assert pinned(path)['jax'].startswith(f'{jax}.')
 
 
 def license_of(name):
