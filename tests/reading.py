@@ -29,6 +29,8 @@ OPTIONS = {
   'jaxpost.formats.peft': 'lora.rank',
   'jaxpost.models.attention_kernels': 'model.attention',
   'jaxpost.models.context_parallel': 'mesh.train',
+  'jaxpost.models.convolution': 'model.path',
+  'jaxpost.models.delta_mixer': 'model.path',
   'jaxpost.models.delta_rule': 'model.path',
   'jaxpost.models.hybrid': 'model.path',
   'jaxpost.models.lora': 'lora.rank',

@@ -139,6 +139,18 @@ CASES = {
     'Qwen3_5MoeText',
     HYBRID | HYBRID_EXPERTS | dict(linear_num_value_heads=3, num_hidden_layers=3, layer_types=[LINEAR, FULL, LINEAR]),
   ),
+  'lfm2': (
+    'Lfm2',
+    dict(
+      layer_types=['conv', FULL, 'conv'],
+      num_hidden_layers=3,
+      conv_L_cache=4,
+      norm_eps=0.05,
+      intermediate_size=54,
+      block_multiple_of=12,
+      tie_word_embeddings=True,
+    ),
+  ),
   'mixtral': ('Mixtral', dict(num_local_experts=5, sliding_window=6)),
   'gpt_oss': (
     'GptOss',
@@ -802,8 +814,9 @@ def test_classes_that_an_export_names_exist(family):
 
   with_labels = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
   assert {'llama', 'gemma3_text'} <= {*with_labels}
-  latent, hybrid = families.FAMILIES[family].latent, families.FAMILIES[family].hybrid
-  raw = dict(BASE | (LATENT if latent else HYBRID if hybrid else {}), model_type=family)
+  kind = families.FAMILIES[family].hybrid or families.FAMILIES[family].latent
+  own = {True: LATENT, 'apart': HYBRID, 'joined': HYBRID, 'convolution': dict(layer_types=['conv', FULL])}.get(kind, {})
+  raw = BASE | own | dict(model_type=family)
   cfg = config_json.from_hf(raw, 'here')[0]
   for labels in (0, 1):
     (name,) = config_json.to_hf(dataclasses.replace(cfg, num_labels=labels))['architectures']

@@ -1,9 +1,10 @@
-"""Recurrent layers beside attention: what tests/test_families.py does not see of them.
+"""Other mixers beside attention: what tests/test_families.py does not see of them.
 
 Legend: B rows, T tokens, S slots.
 """
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -24,32 +25,36 @@ from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
 from jaxpost.types import Prompt
 
+# One family for each mixer -> what a layer keeps of a sequence, and the matrices of its mixer.
+MIXERS = {
+  'qwen3_5_text': ([(3, 2, 14), (3, 2, 14), (6, 2, 6), (6, 14, 6)], 'in_q in_k in_v in_z in_a in_b o'),
+  'lfm2': ([(4, 3, 8)], 'in_b in_c in_x o'),
+}
 
-@pytest.fixture(scope='module')
-def model():
-  return model_lib.build(tiny.hybrid())
 
-
-@pytest.fixture(scope='module')
-def params(model):
-  return tiny.params(model)
+@functools.cache
+def made(family):
+  model = model_lib.build(tiny.hybrid(family))
+  return model, tiny.params(model)
 
 
 @pytest.mark.parametrize(
-  'fields',
+  'family, fields',
   [
-    dict(norm_offset=0.0),
-    dict(rotary_dim=0),
-    dict(norm_eps=0.5),
-    dict(mixers=('layers', 'delta', 'delta')),
-    dict(joined=True),
+    ('qwen3_5_text', dict(norm_offset=0.0)),
+    ('qwen3_5_text', dict(rotary_dim=0)),
+    ('qwen3_5_text', dict(norm_eps=0.5)),
+    ('qwen3_5_text', dict(mixers=('layers', 'delta', 'delta'))),
+    ('qwen3_5_text', dict(joined=True)),
+    ('lfm2', dict(gated=True)),
+    ('lfm2', dict(mixers=('layers', 'convolution', 'convolution'))),
   ],
   ids=str,
 )
-def test_every_field_counts(model, params, fields):
-  ids = tiny.tokens((1, 20))
+def test_every_field_counts(family, fields):
+  ids, (model, params) = tiny.tokens((1, 20)), made(family)
   right = tiny.logits(model, params, ids)
-  other = model_lib.build(tiny.hybrid(**fields))
+  other = model_lib.build(tiny.hybrid(family, **fields))
   if other.shapes() != model.shapes():
     with pytest.raises((TypeError, ValueError, KeyError)):
       tiny.logits(other, params, ids)
@@ -58,11 +63,13 @@ def test_every_field_counts(model, params, fields):
   assert tiny.largest(changed - right) > 1e-3 * tiny.largest(right)
 
 
-@pytest.mark.parametrize('mixers', [('delta', 'layers') * 2, ('delta', 'layers', 'delta')], ids=len)
-def test_layers_under_a_scan_are_those_in_a_row(mixers):
+@pytest.mark.parametrize(
+  'family, mixers', [('qwen3_5_text', ('delta', 'layers') * 2), ('lfm2', ('convolution', 'layers', 'convolution'))]
+)
+def test_layers_under_a_scan_are_those_in_a_row(family, mixers):
   """Forward and gradient, of rows with several documents; the layers repeat, or do not."""
   experts = Experts(5, 2, 12, shared=1, shared_size=14, shared_gate=True)
-  model = model_lib.build(tiny.hybrid(mixers=mixers, num_layers=len(mixers), experts=experts))
+  model = model_lib.build(tiny.hybrid(family, mixers=mixers, num_layers=len(mixers), experts=experts))
   params, ids = tiny.params(model), tiny.tokens((2, 20))
   segments = np.repeat([[1, 2, 3, 0]], 2, axis=0).repeat([3, 9, 6, 2], axis=1)
 
@@ -88,15 +95,15 @@ def make_engine(model, **fields):
   )
 
 
-def test_slots_carry_states_and_keys(model, params):
+@pytest.mark.parametrize('family', MIXERS)
+def test_slots_carry_states_and_keys(family):
   """Prompts of several lengths, forked, and more of them than slots: each as the whole text alone."""
+  model, params = made(family)
   engine = make_engine(model, max_new_tokens=24)
   engine.load(params, version=0)
   cache = engine.programs.init.outputs().cache
   assert len(cache.k) == 1 and cache.k[0].shape[:2] == (3, 2)
-  assert [[x.shape[1:] for x in layer] for layer in cache.states] == [
-    [(3, 2, 14), (3, 2, 14), (6, 2, 6), (6, 14, 6)]
-  ] * 2
+  assert [[x.shape[1:] for x in layer] for layer in cache.states] == [MIXERS[family][0]] * 2
   assert engine.cache_bytes() == 4 * sum(x.size for x in jax.tree.leaves(cache))
   ids, lengths = tiny.tokens((3, 9)), (9, 2, 5)
   prompts = [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate(lengths)]
@@ -111,11 +118,12 @@ def test_slots_carry_states_and_keys(model, params):
     np.testing.assert_allclose(own, rollout.logprobs[i], atol=1e-5)
 
 
-def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
+@pytest.mark.parametrize('family', MIXERS)
+def test_64_greedy_tokens_are_those_of_transformers(tmp_path, family):
   torch = pytest.importorskip('torch')
   from transformers import AutoModelForCausalLM
 
-  model = model_lib.build(tiny.hybrid(tie_embeddings=False))
+  model = model_lib.build(tiny.hybrid(family, tie_embeddings=False))
   params = tiny.params(model)
   hf.save(tmp_path, model, params)
   network = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation='eager').eval()
@@ -131,12 +139,13 @@ def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
     np.testing.assert_array_equal(rollout.completions[i], text.numpy())
 
 
-def test_grpo(tmp_path):
+@pytest.mark.parametrize('family', MIXERS)
+def test_grpo(tmp_path, family):
   """Its first step holds the sampler's log-probs against the trainer's; with adapters they share the stacks."""
   import jaxpost
 
-  path = tiny.folder(tmp_path / 'model', family='qwen3_5_text', num_layers=3)
-  lora = dict(rank=2, targets='delta/(in_.*|o)|layers/(q|o)')
+  path = tiny.folder(tmp_path / 'model', family=family, num_layers=3)
+  lora = dict(rank=2, targets='.*/in_.*|.*/o|layers/q')
   jaxpost.run(tiny.grpo_config(path, lora=lora, rl=dict(kl_coef=0.01), train=dict(steps=1)), tmp_path / 'run')
   row = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')[0]
   assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
@@ -144,10 +153,12 @@ def test_grpo(tmp_path):
 
 
 @pytest.mark.parametrize('quantized', ['', 'int8'])
-def test_adapters_and_quantized_bases(tmp_path, quantized):
+@pytest.mark.parametrize('family', MIXERS)
+def test_adapters_and_quantized_bases(tmp_path, family, quantized):
   """Adapters beside the matrices of both kinds of layers compute what merged ones do, and come back from PEFT."""
-  targets = 'delta/(in_.*|o)|layers/(q|o)|up'
-  model = partition.build(tiny.hybrid(lora=(2, 5.0, False, targets)))
+  matrices = MIXERS[family][1].split()
+  model = partition.build(tiny.hybrid(family, lora=(2, 5.0, False, '.*/in_.*|.*/o|layers/q|up')))
+  mixer = model.config.mixer
   if quantized:
     model = quantization.quantize_model(partition.freeze(model, ''), quantized)
   params = model.init(jax.random.key(0))
@@ -155,7 +166,7 @@ def test_adapters_and_quantized_bases(tmp_path, quantized):
   for stack in params['lora'].values():
     for pair in stack.values():
       pair['b'] = jnp.asarray(0.2 * random.standard_normal(pair['b'].shape).astype('f'))
-  assert {*params['lora']['delta']} == {'in_q', 'in_k', 'in_v', 'in_z', 'in_a', 'in_b', 'o', 'up'}
+  assert {*params['lora'][mixer]} == {*matrices, 'up'}
   ids = tiny.tokens((2, 12))
   at = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
 
@@ -165,17 +176,18 @@ def test_adapters_and_quantized_bases(tmp_path, quantized):
   adapted, merged = run(model, params), run(model.base, model.merge(params))
   assert tiny.largest(adapted - merged) <= 1e-5 * tiny.largest(merged)
   if quantized:
-    assert 'codes' in params['delta']['in_z'] and params['delta']['log_decay'].dtype == jnp.float32
+    assert {name for name, x in params[mixer].items() if isinstance(x, dict)} == {*matrices, 'gate', 'up', 'down'}
     return
   peft.writer(model, params, 'base')(tmp_path)
   loaded = peft.load(tmp_path, model, partition.trained_part(model).shardings(tiny.one_device()))
   jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
+@pytest.mark.parametrize('family', MIXERS)
+def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, family):
   import jaxpost
 
-  path = tiny.folder(tmp_path / 'model', family='qwen3_5_text', num_layers=3)
+  path = tiny.folder(tmp_path / 'model', family=family, num_layers=3)
   config = tiny.run_config(path, train=dict(steps=4), save=dict(every=2, export=True))
   jaxpost.run(config, tmp_path / 'whole')
   jaxpost.run(tiny.merged(config, dict(train=dict(steps=2))), tmp_path / 'parts')
@@ -184,7 +196,8 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
-def test_pages_branches_and_split_rows_are_refused(model, params):
+def test_pages_branches_and_split_rows_are_refused():
+  model, params = made('qwen3_5_text')
   with pytest.raises(InputError, match='^config.rollout.page_size: .*set it to 0$'):
     make_engine(model, page_size=4)
   assert not make_engine(model).can_reuse_cache
@@ -235,6 +248,51 @@ def test_what_is_not_built_is_refused_by_name(fields, words):
   assert '\n' not in str(e.value)
 
 
+LFM2 = dict(
+  model_type='lfm2',
+  vocab_size=131,
+  hidden_size=32,
+  num_hidden_layers=4,
+  num_attention_heads=4,
+  num_key_value_heads=2,
+  block_ff_dim=54,
+  full_attn_idxs=[2, 3],
+  tie_embedding=False,
+  norm_eps=1e-4,
+)
+
+
+def test_what_lfm2_derives_is_written_as_it_is():
+  cfg, unread = config_json.from_hf(LFM2 | dict(block_multiple_of=10, conv_dim=32, use_pos_enc=True), 'config.json')
+  assert cfg.mixers == ('convolution', 'convolution', 'layers', 'layers') and not unread
+  assert (cfg.intermediate_size, cfg.tie_embeddings, cfg.norm_eps, cfg.taps) == (40, False, 1e-4, 3)
+  written = config_json.to_hf(cfg)
+  assert (written['norm_eps'], written['intermediate_size'], written['block_auto_adjust_ff_dim']) == (1e-4, 40, False)
+  assert config_json.from_hf(written, 'here') == (cfg, [])
+
+
+@pytest.mark.parametrize(
+  'fields, words',
+  [
+    (dict(conv_bias=True), 'conv_bias=True'),
+    (dict(conv_L_cache=1), 'conv_L_cache=1 must be'),
+    (dict(full_attn_idxs=[4]), 'full_attn_idxs=.* below 4'),
+    (dict(full_attn_idxs=None), 'alone'),
+    (dict(layer_types=['conv'] * 4), 'beside full_attn_idxs'),
+    (dict(layer_types=['conv', 'full_attention'] * 2, full_attn_idxs=None, num_hidden_layers=3), 'must be 3 times'),
+    (dict(num_attention_heads=5, num_key_value_heads=5, head_dim=8), 'hidden_size=32'),
+    (dict(block_multiple_of=0), 'block_multiple_of'),
+    (dict(block_ffn_dim_multiplier=-1), 'block_ffn_dim_multiplier'),
+    (dict(block_auto_adjust_ff_dim='yes'), 'block_auto_adjust_ff_dim'),
+    (dict(hidden_act='gelu'), 'hidden_act'),
+  ],
+)
+def test_what_lfm2_lacks_here_is_refused_by_name(fields, words):
+  with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
+    config_json.from_hf(LFM2 | fields, 'config.json')
+  assert '\n' not in str(e.value)
+
+
 def test_folders_may_hold_modules_for_several_tokens(tmp_path):
   """As those of Qwen do, without a field that says so. Another tensor without a place is still refused."""
   model = model_lib.build(tiny.hybrid(num_layers=2, mixers=('delta', 'layers')))
@@ -255,3 +313,6 @@ def test_sizes_are_those_that_are_published():
   cfg, _ = config_json.from_hf(dict(model_type='qwen3_next') | shape, 'here')
   assert transformer.num_params(cfg) / 1e9 == pytest.approx(80, rel=0.01)
   assert transformer.num_active(cfg) / 1e9 == pytest.approx(3.9, rel=0.03)
+  shape = dict(vocab_size=65_536, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, block_ff_dim=12_288)
+  cfg, _ = config_json.from_hf(dict(model_type='lfm2', full_attn_idxs=[2, 5, 8, 10, 12, 14]) | shape, 'here')
+  assert transformer.num_params(cfg) / 1e9 == pytest.approx(1.17, rel=0.01)

@@ -16,7 +16,7 @@ RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2', 'rich:fsdp=2,context=2,t
 # Of experts, with the losses of their router.
 MOE = ['moe:expert=8', 'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2', 'moe:expert=2,context=2,fsdp=2']
 LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2']
-HYBRID = ['hybrid:expert=2,fsdp=2,tensor=2']
+HYBRID = ['qwen3_5_moe_text:expert=2,fsdp=2,tensor=2', 'lfm2:data=2,fsdp=2,tensor=2']
 # Of policy gradients on a saved rollout, by token and by sequence; `test_ppo`
 # and `test_preference_layouts` have the others.
 RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + ['gspo:fsdp=4,tensor=2', 'gspo:context=4,data=2']
@@ -173,11 +173,14 @@ def main():
   for text in LATENT:
     compare(low, right, text)
   gated = Experts(8, 3, 16, shared=1, shared_size=24, shared_gate=True)
-  states = dict(family='qwen3_5_moe_text', num_layers=2, mixers=('delta', 'layers'), key_heads=4, value_heads=8)
-  hybrid = saved(model_lib.build(tiny.hybrid(**shapes, **states, experts=gated)))
-  right = gradient(tiny.one_device(), hybrid)
+  hybrids = {
+    'qwen3_5_moe_text': dict(mixers=('delta', 'layers'), key_heads=4, value_heads=8, experts=gated),
+    'lfm2': dict(mixers=('convolution', 'layers')),
+  }
   for text in HYBRID:
-    compare(hybrid, right, text)
+    family = text.partition(':')[0]
+    hybrid = saved(model_lib.build(tiny.hybrid(family, **shapes, num_layers=2, **hybrids[family])))
+    compare(hybrid, gradient(tiny.one_device(), hybrid), text)
   right = gradient(tiny.one_device(), full)
   for text in RICH:
     compare(full, right, text)

@@ -61,15 +61,25 @@ def latent(**fields) -> LatentConfig:
   return LatentConfig(**base | own | fields)
 
 
-def hybrid(**fields) -> HybridConfig:
-  """Two layers with the gated delta rule around one with attention, as in Qwen3.5.
+_DELTA = dict(norm_offset=1.0, rotary_dim=4, mixers=('delta', 'layers', 'delta')) | dict(
+  key_heads=3, value_heads=6, key_size=14, value_size=6, taps=3
+)
+# Family -> how it differs from `config`.
+HYBRIDS = {
+  'qwen3_5_text': _DELTA,
+  'qwen3_5_moe_text': _DELTA,
+  'lfm2': dict(mixers=('convolution', 'layers', 'convolution'), taps=4, gated=False, qk_norm='head'),
+}
 
-  `norm_eps` is large because the output of the first token of a document is the product of a query and a key, which
-  may be near 0; the norm would divide its rounding errors by it.
+
+def hybrid(family='qwen3_5_text', **fields) -> HybridConfig:
+  """Two layers with another mixer around one with attention.
+
+  `norm_eps` is large because the output of the gated delta rule for the first token of a document is the product of a
+  query and a key, which may be near 0; the norm would divide its rounding errors by it.
   """
-  base = vars(config(family='qwen3_5_text', norm_offset=1.0, num_layers=3, rotary_dim=4, norm_eps=0.02))
-  own = dict(mixers=('delta', 'layers', 'delta'), key_heads=3, value_heads=6, key_size=14, value_size=6, taps=3)
-  return HybridConfig(**base | own | fields)
+  base = vars(config(family=family, num_layers=3, norm_eps=0.02))
+  return HybridConfig(**base | HYBRIDS[family] | fields)
 
 
 def one_device(phase='train'):
@@ -123,7 +133,7 @@ def largest(x) -> float:
 def folder(path, **fields):
   """Writes a Hugging Face folder for the 'bytes' tokenizer, without checksums, as others write it; its path."""
   shape = dict(vocab_size=259, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
-  make = {'deepseek_v3': latent, 'qwen3_5_text': hybrid}.get(fields.get('family'), config)
+  make = ({'deepseek_v3': latent} | dict.fromkeys(HYBRIDS, hybrid)).get(fields.get('family'), config)
   model = model_lib.build(make(**{**shape, **fields}))
   hf.save(path, model, params(model))
   (pathlib.Path(path) / seals.NAME).unlink()

@@ -68,6 +68,7 @@ _NEUTRAL = {
   'mlp_only_layers': ([], None),
   'router_jitter_noise': (0.0, None),
   'clip_qkv': (None,),
+  'conv_bias': (False, None),
 }
 READ = frozenset(
   """
@@ -280,4 +281,4 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   out |= {k: v for k, v in optional.items() if k in family.fields} | expert_fields.write(cfg, family)
   out |= {'num_nextn_predict_layers': 0} if family.extra_layers else {}
   out |= family.only
-  return out | {other: out[name] for other, name in family.aliases.items()}
+  return out | {other: out[name] for other, name in family.aliases.items() if name in out}

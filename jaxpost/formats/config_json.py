@@ -3,7 +3,7 @@
 `config_fields` reads and writes the fields that hold for a whole model, `layer_fields`
 those that differ by layer (rotary embeddings, sliding windows), `expert_fields` those of
 experts, `latent_fields` those of multi-head latent attention, and `hybrid_fields` those
-of layers with a state.
+of layers with other mixers.
 """
 
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
   if family.hybrid:
     from jaxpost.formats import hybrid_fields
 
-    cfg = hybrid_fields.read(known, cfg, where, joined=family.hybrid == 'joined')
+    cfg = hybrid_fields.read(known, cfg, where, family)
   unknown = [field for field in unknown if field not in family.ignored]
   return cfg, sorted([*config_fields.unread(raw, family), *unknown])
 

@@ -158,6 +158,7 @@ FAMILIES = {
   'qwen3_next': hybrid_families.QWEN3_NEXT,
   'qwen3_5_text': hybrid_families.QWEN3_5,
   'qwen3_5_moe_text': hybrid_families.QWEN3_5_MOE,
+  'lfm2': hybrid_families.LFM2,
   'mixtral': Family(
     architecture='MixtralForCausalLM',
     window='all',

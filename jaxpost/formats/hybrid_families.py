@@ -1,4 +1,4 @@
-"""Families whose layers have either attention or the gated delta rule, for the table in `families.py`."""
+"""Families whose layers have either attention or another mixer, for the table in `families.py`."""
 
 import dataclasses
 
@@ -44,4 +44,26 @@ QWEN3_NEXT = dataclasses.replace(
   hybrid='joined',
   experts=_EXPERTS,
   defaults=_DEFAULTS | _SIZES_OF_EXPERTS | dict(num_experts=512, num_experts_per_tok=10, norm_topk_prob=True),
+)
+
+LFM2 = Family(
+  architecture='Lfm2ForCausalLM',
+  hybrid='convolution',
+  fixed=dict(qk_norm='head'),
+  names={
+    'input_layernorm': 'operator_norm',
+    'post_attention_layernorm': 'ffn_norm',
+    'norm': 'embedding_norm',
+    **{'mlp': 'feed_forward', 'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'},
+    **{'o_proj': 'out_proj', 'q_norm': 'q_layernorm', 'k_norm': 'k_layernorm'},
+  },
+  aliases={'block_ff_dim': 'intermediate_size', 'tie_embedding': 'tie_word_embeddings', 'norm_eps': 'rms_norm_eps'},
+  reads=('layer_types', 'full_attn_idxs', 'conv_L_cache', 'block_multiple_of')
+  + ('block_auto_adjust_ff_dim', 'block_ffn_dim_multiplier'),
+  # Sizes that are said twice, and initial values.
+  ignored=tuple('block_dim conv_dim conv_dim_out num_heads use_pos_enc block_norm_eps block_use_swiglu'.split())
+  + tuple('block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init'.split()),
+  defaults=dict(num_key_value_heads=8, rope_theta=1e6, tie_word_embeddings=True, max_position_embeddings=128_000)
+  | dict(conv_L_cache=3, rms_norm_eps=1e-5, block_multiple_of=256, block_ffn_dim_multiplier=1.0)
+  | dict(block_auto_adjust_ff_dim=True),
 )

@@ -1,64 +1,128 @@
-"""Fields of config.json of models with recurrent layers <-> fields of HybridConfig.
+"""Fields of config.json of models with mixers beside attention <-> fields of HybridConfig.
 
-They are the fields of Qwen3-Next and its relatives (`Family.hybrid`): the mixer of each
-layer, sizes of the gated delta rule, and a gated shared expert.
+`Family.hybrid` says which fields those are: of Qwen3-Next and its relatives ('joined', 'apart'),
+or of LFM2 ('convolution').
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats.layer_fields import FULL
 from jaxpost.models.config import HybridConfig, ModelConfig
 
-LINEAR = 'linear_attention'  # of `layer_types`, beside FULL
-_SIZES = {
+if TYPE_CHECKING:
+  from jaxpost.formats.family import Family
+
+_DELTA_SIZES = {
   'linear_num_key_heads': 'key_heads',
   'linear_num_value_heads': 'value_heads',
   'linear_key_head_dim': 'key_size',
   'linear_value_head_dim': 'value_size',
   'linear_conv_kernel_dim': 'taps',
 }
+_CONVOLUTION_SIZES = {'conv_L_cache': 'taps'}
 _SHARED, _INTERVAL = 'shared_expert_intermediate_size', 'full_attention_interval'
+# Name of the other mixer in `layer_types`, beside FULL.
+_TYPES = {'delta': 'linear_attention', 'convolution': 'conv'}
 
 
-def read(raw: dict[str, Any], cfg: ModelConfig, where: str, joined: bool) -> HybridConfig:
+def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> HybridConfig:
   """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`.
-
-  joined: one projection makes queries, keys, values and gates, as in Qwen3-Next.
 
   Raises:
     InputError: for values that are impossible or not supported; it names the field.
   """
-  for field in (*_SIZES, _INTERVAL, *((_SHARED,) if cfg.experts else ())):
-    lowest = 2 if field == 'linear_conv_kernel_dim' else 1
-    if type(raw[field]) is not int or raw[field] < lowest:
-      raise InputError(f'{where}: {field}={raw[field]!r} must be a whole number above {lowest - 1}')
+  if cfg.activation != 'silu':
+    raise InputError(f'{where}: hidden_act={raw["hidden_act"]!r} is not supported (only silu)')
+  own = _convolution if family.hybrid == 'convolution' else _delta
+  return HybridConfig(**vars(cfg) | own(raw, cfg, where) | dict(joined=family.hybrid == 'joined'))
+
+
+def _delta(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
+  """Reads what models with the gated delta rule have."""
+  sizes = _sizes(raw, _DELTA_SIZES, where)
+  for field in (_INTERVAL, *((_SHARED,) if cfg.experts else ())):
+    _check_whole(raw[field], field, 1, where)
   if raw.get('attn_output_gate', True) is not True:
     raise InputError(f'{where}: attn_output_gate={raw["attn_output_gate"]!r} is not supported (only True)')
-  sizes = {ours: raw[field] for field, ours in _SIZES.items()}
   if sizes['value_heads'] % sizes['key_heads']:
     raise InputError(
       f'{where}: linear_num_key_heads={sizes["key_heads"]} must divide linear_num_value_heads={sizes["value_heads"]}'
     )
   types = raw.get('layer_types')
   if types is None:
-    types = [LINEAR if (i + 1) % raw[_INTERVAL] else FULL for i in range(cfg.num_layers)]
-  if len(types) != cfg.num_layers or not set(types) <= {LINEAR, FULL}:
-    raise InputError(f'{where}: layer_types={types!r} must be {cfg.num_layers} times {FULL} or {LINEAR}')
-  if FULL not in types or LINEAR not in types:
-    raise InputError(f'{where}: layer_types={types[0]!r} alone is not supported; a model needs layers of both kinds')
-  if cfg.activation != 'silu':
-    raise InputError(f'{where}: hidden_act={raw["hidden_act"]!r} is not supported (only silu)')
+    types = [_TYPES['delta'] if (i + 1) % raw[_INTERVAL] else FULL for i in range(cfg.num_layers)]
   experts = cfg.experts and dataclasses.replace(cfg.experts, shared=1, shared_size=raw[_SHARED], shared_gate=True)
-  mixers = tuple('layers' if kind == FULL else 'delta' for kind in types)
-  return HybridConfig(**vars(cfg) | sizes | dict(experts=experts, mixers=mixers, joined=joined))
+  return sizes | dict(experts=experts, mixers=_mixers(types, 'delta', cfg, where))
+
+
+def _convolution(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
+  """Reads what models with short convolutions have."""
+  types, attending = raw.get('layer_types'), raw.get('full_attn_idxs')
+  by_index = None
+  if attending is not None:
+    if not isinstance(attending, list) or not all(type(i) is int and 0 <= i < cfg.num_layers for i in attending):
+      raise InputError(f'{where}: full_attn_idxs={attending!r} must be a list of numbers below {cfg.num_layers}')
+    by_index = [FULL if i in attending else _TYPES['convolution'] for i in range(cfg.num_layers)]
+    if types not in (None, by_index):
+      raise InputError(f'{where}: layer_types={types!r} beside full_attn_idxs={attending!r}')
+  mixers = _mixers(types or by_index or [FULL] * cfg.num_layers, 'convolution', cfg, where)
+  if cfg.hidden_size % cfg.num_heads:
+    raise InputError(
+      f'{where}: hidden_size={cfg.hidden_size} is not supported (only multiples of the {cfg.num_heads} attention '
+      'heads, into which the channels of convolutions are split)'
+    )
+  size = _inner_size(raw, where)
+  return _sizes(raw, _CONVOLUTION_SIZES, where) | dict(mixers=mixers, gated=False, intermediate_size=size)
+
+
+def _inner_size(raw: dict[str, Any], where: str) -> int:
+  """Returns the hidden size of an MLP, as LFM2 derives it from the one that it is given."""
+  size, adjust = raw['intermediate_size'], raw['block_auto_adjust_ff_dim']
+  if type(adjust) is not bool:
+    raise InputError(f'{where}: block_auto_adjust_ff_dim={adjust!r} must be true or false')
+  if not adjust:
+    return size
+  multiple, factor = raw['block_multiple_of'], raw['block_ffn_dim_multiplier']
+  _check_whole(multiple, 'block_multiple_of', 1, where)
+  if factor is not None and (type(factor) not in (int, float) or not factor > 0):
+    raise InputError(f'{where}: block_ffn_dim_multiplier={factor!r} must be above 0')
+  size = int(int(2 * size / 3) * (1 if factor is None else factor))
+  return -(-size // multiple) * multiple
+
+
+def _sizes(raw: dict[str, Any], fields: Mapping[str, str], where: str) -> dict[str, int]:
+  """Returns {name in HybridConfig: value} of whole numbers."""
+  for field, ours in fields.items():
+    _check_whole(raw[field], field, 2 if ours == 'taps' else 1, where)
+  return {ours: raw[field] for field, ours in fields.items()}
+
+
+def _check_whole(value: Any, field: str, lowest: int, where: str) -> None:
+  if type(value) is not int or value < lowest:
+    raise InputError(f'{where}: {field}={value!r} must be a whole number above {lowest - 1}')
+
+
+def _mixers(types: Any, mixer: str, cfg: ModelConfig, where: str) -> tuple[str, ...]:
+  """Returns `HybridConfig.mixers`."""
+  other = _TYPES[mixer]
+  if len(types) != cfg.num_layers or not set(types) <= {FULL, other}:
+    raise InputError(f'{where}: layer_types={types!r} must be {cfg.num_layers} times {FULL} or {other}')
+  if FULL not in types or other not in types:
+    raise InputError(f'{where}: layer_types={types[0]!r} alone is not supported; a model needs layers of both kinds')
+  return tuple('layers' if kind == FULL else mixer for kind in types)
 
 
 def write(cfg: HybridConfig) -> dict[str, Any]:
   """Returns the fields of config.json; the inverse of `read`."""
-  out = {field: vars(cfg)[ours] for field, ours in _SIZES.items()}
-  out['layer_types'] = [FULL if name == 'layers' else LINEAR for name in cfg.mixers]
+  out = {'layer_types': [FULL if name == 'layers' else _TYPES[name] for name in cfg.mixers]}
+  if cfg.mixer == 'convolution':
+    # The size of an MLP is written as it is.
+    out |= dict(norm_eps=cfg.norm_eps, block_auto_adjust_ff_dim=False)
+  sizes = _CONVOLUTION_SIZES if cfg.mixer == 'convolution' else _DELTA_SIZES
+  out |= {field: vars(cfg)[ours] for field, ours in sizes.items()}
   return out | ({_SHARED: cfg.experts.shared_size} if cfg.experts else {})

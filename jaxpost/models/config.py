@@ -131,6 +131,11 @@ class ModelConfig:
     return ()
 
   @property
+  def gated(self) -> bool:
+    """True if the outputs of attention have gates."""
+    return False
+
+  @property
   def state_flops(self) -> float:
     """Forward FLOPs of a token for the states of all layers."""
     return 0.0
@@ -178,38 +183,45 @@ class LatentConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True)
 class HybridConfig(ModelConfig):
-  """A decoder whose layers have either gated attention or the gated delta rule (`hybrid.py`).
+  """A decoder whose layers have either attention or one other mixer of tokens (`hybrid.py`).
 
-  Queries of its attention come with a gate of the output, so their projection has
-  twice the size of a head.
+  The sizes are those of the other mixer. The convolution has taps alone.
   """
 
-  mixers: tuple[str, ...] = ()  # of each layer: 'layers' (attention) or 'delta' (the gated delta rule)
-  key_heads: int = 0  # of queries and keys of the delta rule
+  mixers: tuple[str, ...] = ()  # of each layer: 'layers' (attention), or 'delta' (the gated delta rule), 'convolution'
+  key_heads: int = 0  # of queries and keys
   value_heads: int = 0  # a multiple of it
   key_size: int = 0
   value_size: int = 0
   taps: int = 0  # tokens that a convolution sees
   joined: bool = False  # one projection makes queries, keys, values and gates, by key head
+  gated: bool = True  # the outputs of attention have gates, whose projection is joined to that of the queries
 
   @property
   def layer_stacks(self) -> tuple[str, ...]:
     return self.mixers
 
   @property
+  def mixer(self) -> str:
+    """The mixer of the layers without attention."""
+    return next(name for name in self.mixers if name != 'layers')
+
+  @property
   def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-    tails = [(heads, self.taps - 1, size) for heads, size in self.convolved]
-    return (*tails, (self.value_heads, self.key_size, self.value_size))
+    tails = tuple((heads, self.taps - 1, size) for heads, size in self.convolved)
+    return tails if self.mixer == 'convolution' else (*tails, (self.value_heads, self.key_size, self.value_size))
 
   @property
   def convolved(self) -> tuple[tuple[int, int], ...]:
-    """(heads, size) of the inputs of convolutions: queries, keys and values."""
+    """(heads, size) of the inputs of convolutions: of queries, keys and values if the mixer has these."""
+    if self.mixer == 'convolution':
+      return ((self.num_heads, self.hidden_size // self.num_heads),)
     keys = self.key_heads, self.key_size
     return keys, keys, (self.value_heads, self.value_size)
 
   @property
   def state_flops(self) -> float:
-    # A state is read and corrected by the key, and read by the query.
+    # A state is read and corrected by the key, and read by the query; a convolution has its parameters alone.
     return 6.0 * self.mixers.count('delta') * self.value_heads * self.key_size * self.value_size
 
   def place_in_cache(self, layer: int) -> int:

@@ -1,16 +1,15 @@
-"""The gated delta rule and the causal convolution before it, as functions of arrays.
+"""The gated delta rule, as functions of arrays.
 
 Legend: B rows, T tokens, K heads of queries and keys, G value heads for each of them,
-H = K G value heads, d size of keys, e size of values, N chunks, C tokens of a chunk,
-W taps of the convolution.
+H = K G value heads, d size of keys, e size of values, N chunks, C tokens of a chunk.
 
 A head has a state S [d, e] that forgets and is corrected (Yang et al.,
 arXiv:2412.06464, eq. 10), with decay a_t = exp(log_decay_t) and step b_t:
 
   S_t = a_t S_{t-1} + k_t b_t (v_t - (a_t S_{t-1})^T k_t)^T,   o_t = S_t^T q_t
 
-`chunked` computes whole rows, `step` one token. A row has runs of tokens (`runs_of`);
-a new run starts from an empty state.
+`chunked` computes whole rows, `step` one token. A row has runs of tokens
+(`convolution.runs_of`); a new run starts from an empty state.
 """
 
 from __future__ import annotations
@@ -25,44 +24,6 @@ from jaxpost.matmul import einsum
 
 CHUNK = 64  # tokens whose states are never materialized
 _EXACT = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-
-
-def runs_of(segment_ids: jax.Array) -> jax.Array:
-  """Numbers the documents of each row [B, T] from 0 on; padding (0) counts to the one before it.
-
-  The first document has number 0: it continues the state that a row begins with.
-  """
-  last = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
-  return jnp.cumsum((segment_ids > 0) & (segment_ids != last), axis=1)
-
-
-def convolve(x: jax.Array, weight: jax.Array, runs: jax.Array, tail: jax.Array | None = None) -> jax.Array:
-  """Causal convolution of each channel over time, within runs, in float32.
-
-  Args:
-    x: [B, T, N, h].
-    weight: [N, h, W], the newest token last.
-    tail: [B, N, W - 1, h], the inputs before the row, which belong to run 0; None: zeros.
-
-  Returns:
-    [B, T, N, h].
-  """
-  length, taps = x.shape[1], weight.shape[-1]
-  x = with_tail(x, tail, taps)
-  runs = jnp.pad(runs, ((0, 0), (taps - 1, 0)))
-  out = 0.0
-  for i in range(taps):
-    same = runs[:, i : i + length] == runs[:, taps - 1 :]
-    out += jnp.where(same[..., None, None], x[:, i : i + length], 0) * weight[..., i]
-  return out
-
-
-def with_tail(x: jax.Array, tail: jax.Array | None, taps: int) -> jax.Array:
-  """Returns [B, W - 1 + T, N, h]: the inputs of a convolution and those before them, in float32."""
-  x = x.astype(jnp.float32)
-  if tail is None:
-    return jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0), (0, 0)))
-  return jnp.concatenate([tail.swapaxes(1, 2).astype(jnp.float32), x], axis=1)
 
 
 def chunked(
@@ -87,7 +48,7 @@ def chunked(
     q, k: [B, T, K, d].
     v: [B, T, H, e].
     log_decay, beta: [B, T, H]; 0 in both leaves the state as it is.
-    runs: [B, T], see `runs_of`.
+    runs: [B, T], see `convolution.runs_of`.
     dtype: type of the operands of products; states, decays and the solution of the
       triangular system are float32.
     state: [B, H, d, e] that run 0 continues; None: zeros.

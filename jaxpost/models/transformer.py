@@ -152,7 +152,7 @@ def layer(
     return layers.rms_norm(x, p[name], cfg) if name in p else x
 
   y = norm(x, 'attention_norm')
-  if 'log_decay' in p:
+  if recur and p.keys().isdisjoint(('q', 'qkv')):
     out, kept = recur(p, y)
   elif isinstance(cfg, LatentConfig):
     from jaxpost.models import mla
@@ -160,7 +160,7 @@ def layer(
     out, kept = mla.attend(p, y, table, attend, cfg, compute=compute, absorbed=absorbed, layout=layout)
   else:
     q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg=cfg, layout=layout)
-    q, *gate = jnp.split(q, 2, axis=-1) if cfg.state_shapes else (q,)
+    q, *gate = jnp.split(q, 2, axis=-1) if cfg.gated else (q,)
     if cfg.qk_norm in ('head', 'wide'):
       q, k = layers.norm_heads(q, k, p, cfg)
     q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)

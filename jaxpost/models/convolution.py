@@ -1,0 +1,113 @@
+"""Causal convolutions of each channel over time, and the mixer that consists of one (LFM2).
+
+Legend: B rows, T tokens, D hidden size, N heads, h head size, W taps.
+
+A convolution keeps the last W - 1 of its inputs of a sequence. A row has runs of tokens
+(`runs_of`); no convolution reaches into the run before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpost.models import layers
+from jaxpost.models.parameters import Param
+
+if TYPE_CHECKING:
+  from jaxpost.matmul import Compute
+  from jaxpost.models.config import HybridConfig
+
+_BLOCK = 'model.layers.{}.conv.'
+
+
+def runs_of(segment_ids: jax.Array) -> jax.Array:
+  """Numbers the documents of each row [B, T] from 0 on; padding (0) counts to the one before it.
+
+  The first document has number 0: it continues the state that a row begins with.
+  """
+  last = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+  return jnp.cumsum((segment_ids > 0) & (segment_ids != last), axis=1)
+
+
+def convolve(x: jax.Array, weight: jax.Array, runs: jax.Array, tail: jax.Array | None = None) -> jax.Array:
+  """Causal convolution of each channel over time, within runs, in float32.
+
+  Args:
+    x: [B, T, N, h].
+    weight: [N, h, W], the newest token last.
+    tail: [B, N, W - 1, h], the inputs before the row, which belong to run 0; None: zeros.
+
+  Returns:
+    [B, T, N, h].
+  """
+  length, taps = x.shape[1], weight.shape[-1]
+  x = with_tail(x, tail, taps)
+  runs = jnp.pad(runs, ((0, 0), (taps - 1, 0)))
+  out = 0.0
+  for i in range(taps):
+    same = runs[:, i : i + length] == runs[:, taps - 1 :]
+    out += jnp.where(same[..., None, None], x[:, i : i + length], 0) * weight[..., i]
+  return out
+
+
+def with_tail(x: jax.Array, tail: jax.Array | None, taps: int) -> jax.Array:
+  """Returns [B, W - 1 + T, N, h]: the inputs of a convolution and those before them, in float32."""
+  x = x.astype(jnp.float32)
+  if tail is None:
+    return jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0), (0, 0)))
+  return jnp.concatenate([tail.swapaxes(1, 2).astype(jnp.float32), x], axis=1)
+
+
+def over_row(
+  inputs: Sequence[jax.Array], weights: Sequence[jax.Array], segment_ids: jax.Array, tails: Sequence[jax.Array | None]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+  """Convolves several inputs of one row; see `convolve`.
+
+  Args:
+    inputs: [B, T, N, h] each.
+    weights: [N h, 1, W] for each of them.
+    segment_ids: [B, T], documents of each row, 0 for padding.
+    tails: [B, N, W - 1, h] or None, for each of them.
+
+  Returns:
+    (outputs, the tails after the last token that is no padding).
+  """
+  runs, taps = runs_of(segment_ids), weights[0].shape[-1]
+  # The inputs before the first token of padding, which is on the right where tails are used.
+  ends = jnp.sum(segment_ids > 0, axis=1, keepdims=True, dtype=jnp.int32) + jnp.arange(taps - 1)
+  outputs, kept = [], []
+  for x, weight, tail in zip(inputs, weights, tails, strict=True):
+    outputs.append(convolve(x, weight.reshape(*x.shape[2:], taps), runs, tail))
+    seen = with_tail(x, tail, taps)
+    kept.append(jnp.take_along_axis(seen, ends[..., None, None], axis=1).swapaxes(1, 2))
+  return outputs, kept
+
+
+def rows(cfg: HybridConfig) -> dict[str, Param]:
+  """Returns the rows of the mixer of a layer, whose channels are split into as many heads as attention has."""
+  d, (heads, size) = cfg.hidden_size, cfg.convolved[0]
+  axes = ('layers', 'embed', 'heads', None)
+  inputs = {
+    f'in_{name}': Param((1, d, heads, size), axes, f'{_BLOCK}in_proj.weight', matrix=True) for name in ('b', 'c', 'x')
+  }
+  return inputs | {
+    'conv': Param((1, d, 1, cfg.taps), ('layers', 'heads', None, None), f'{_BLOCK}conv.weight', exact=True),
+    'o': Param((1, heads, size, d), ('layers', 'heads', None, 'embed'), f'{_BLOCK}out_proj.weight', matrix=True),
+  }
+
+
+def mix(
+  p: dict, y: jax.Array, cfg: HybridConfig, compute: Compute, layout, segment_ids: jax.Array, state: tuple | None
+) -> tuple[jax.Array, tuple]:
+  """Mixes tokens by a convolution between two gates (LFM2): c * convolve(b * x). See `hybrid.mix`."""
+  del cfg
+  b, c, x = (
+    layers.project('btd,dnh->btnh', y, p, f'in_{name}', compute, layout=layout).astype(jnp.float32) for name in 'bcx'
+  )
+  (out,), tails = over_row([b * x], [p['conv']], segment_ids, state or (None,))
+  return checkpoint_name((c * out).astype(compute.residual), 'dots'), tuple(tails)

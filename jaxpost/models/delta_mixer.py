@@ -1,0 +1,112 @@
+"""The mixer of the gated delta rule (Qwen3-Next, Qwen3.5): projections, convolutions, gates.
+
+Legend: B rows, T tokens, D hidden size, K key heads, G value heads for each of them,
+H = K G value heads, d size of keys, e size of values.
+
+A layer projects its input to queries, keys, values, gates, steps and decays; convolves the
+first three over time (`convolution.py`); and mixes tokens by `delta_rule.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxpost.models import convolution, delta_rule, layers
+from jaxpost.models.parameters import Param
+
+if TYPE_CHECKING:
+  from jaxpost.matmul import Compute
+  from jaxpost.models.config import HybridConfig
+
+_BLOCK = 'model.layers.{}.linear_attn.'
+_EPS = 1e-6  # of the norm of queries and keys, independent of the config
+
+
+def rows(cfg: HybridConfig) -> dict[str, Param]:
+  """Returns the rows of the mixer of a layer; `hybrid.table` sets the number of layers."""
+  d, h, e, taps = cfg.hidden_size, cfg.value_heads, cfg.value_size, cfg.taps
+
+  def matrix(hf, *shape):
+    return Param(
+      (1, d, *shape), ('layers', 'embed', 'heads', None)[: 2 + len(shape)], f'{_BLOCK}{hf}.weight', matrix=True
+    )
+
+  def of_heads(hf, init):
+    return Param((1, h), ('layers', 'heads'), f'{_BLOCK}{hf}', init, exact=True)
+
+  if cfg.joined:
+    groups = h // cfg.key_heads
+    width = 2 * cfg.key_size + 2 * groups * e
+    inputs = {
+      'in_qkvz': matrix('in_proj_qkvz', cfg.key_heads, width),
+      'in_ba': matrix('in_proj_ba', cfg.key_heads, 2 * groups),
+    }
+  else:
+    inputs = {f'in_{name}': matrix('in_proj_qkv', *shape) for name, shape in zip('qkv', cfg.convolved)}
+    inputs |= {'in_z': matrix('in_proj_z', h, e), 'in_b': matrix('in_proj_b', h), 'in_a': matrix('in_proj_a', h)}
+  taken = {
+    f'conv_{name}': Param(
+      (1, heads * size, 1, taps), ('layers', 'heads', None, None), f'{_BLOCK}conv1d.weight', exact=True
+    )
+    for name, (heads, size) in zip('qkv', cfg.convolved)
+  }
+  return (
+    inputs
+    | taken
+    | {
+      'log_decay': of_heads('A_log', 'zeros'),
+      'decay_bias': of_heads('dt_bias', 'ones'),
+      'out_norm': Param((1, e), ('layers', None), f'{_BLOCK}norm.weight', 'ones', exact=True),
+      'o': Param((1, h, e, d), ('layers', 'heads', None, 'embed'), f'{_BLOCK}out_proj.weight', matrix=True),
+    }
+  )
+
+
+def mix(
+  p: dict, y: jax.Array, cfg: HybridConfig, compute: Compute, layout, segment_ids: jax.Array, state: tuple | None
+) -> tuple[jax.Array, tuple]:
+  """Mixes tokens by the gated delta rule; see `hybrid.mix`."""
+  *tails, state = state or (None,) * 4
+  real = (segment_ids > 0)[..., None].astype(jnp.float32)
+  *qkv, z, b, a = _inputs(p, y, cfg, functools.partial(layers.project, compute=compute, layout=layout))
+  mixed, tails = convolution.over_row(qkv, [p[f'conv_{name}'] for name in 'qkv'], segment_ids, tails)
+  q, k, v = map(jax.nn.silu, mixed)
+  q, k = _normed(q) * cfg.key_size**-0.5, _normed(k)
+  beta = real * jax.nn.sigmoid(b.astype(jnp.float32))
+  log_decay = -real * jnp.exp(p['log_decay']) * jax.nn.softplus(a.astype(jnp.float32) + p['decay_bias'])
+  if state is not None and y.shape[1] == 1:
+    out, state = delta_rule.step(*(x[:, 0] for x in (q, k, v, log_decay, beta)), state)
+    out = out[:, None]
+  else:
+    runs = convolution.runs_of(segment_ids)
+    out, state = delta_rule.chunked(q, k, v, log_decay, beta, runs=runs, dtype=compute.dtype, state=state)
+  out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + cfg.norm_eps) * p['out_norm']
+  out = out * jax.nn.silu(z.astype(jnp.float32))
+  return checkpoint_name(out.astype(compute.residual), 'dots'), (*tails, state)
+
+
+def _inputs(p: dict, y: jax.Array, cfg: HybridConfig, project: Callable) -> tuple[jax.Array, ...]:
+  """Projects [B, T, D] to q, k [B, T, K, d], v, z [B, T, H, e] and b, a [B, T, H]."""
+
+  def by_value_head(x, *size):
+    return x.reshape(*x.shape[:2], cfg.value_heads, *size)
+
+  if cfg.joined:
+    d, values = cfg.key_size, cfg.value_heads // cfg.key_heads * cfg.value_size
+    both = project('btd,dnh->btnh', y, p, 'in_qkvz')
+    q, k, v, z = jnp.split(both, (d, 2 * d, 2 * d + values), axis=-1)
+    b, a = jnp.split(project('btd,dnh->btnh', y, p, 'in_ba'), 2, axis=-1)
+    return q, k, *(by_value_head(x, cfg.value_size) for x in (v, z)), by_value_head(b), by_value_head(a)
+  of_heads = (project('btd,dnh->btnh', y, p, f'in_{name}') for name in 'qkvz')
+  return *of_heads, *(project('btd,dn->btn', y, p, f'in_{name}') for name in 'ba')
+
+
+def _normed(x: jax.Array) -> jax.Array:
+  """Divides each vector by its length."""
+  return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)
