@@ -1,4 +1,4 @@
-"""Six ways in which a process of a run fails; each ends all, in time, named.
+"""Ways in which a process of a run fails; each ends all, in time, named.
 
 Two real processes on CPU, joined by gloo, started as on a cluster. What goes
 wrong on one of them is a signal from here, or code of the user's that hangs.
@@ -6,6 +6,7 @@ wrong on one of them is a signal from here, or code of the user's that hangs.
 
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -71,7 +72,7 @@ def free_address():
 class Cluster:
   """Two launch.train, and what they have written."""
 
-  def __init__(self, folder, config, ranks=(0, 1), head=('-m', 'launch.train'), more=()):
+  def __init__(self, folder, config, ranks=(0, 1), head=('-m', 'launch.train'), more=(), variables=lambda rank: {}):
     self.folder, self.hang = folder, folder / 'hang'
     self.metrics = folder / 'run' / 'metrics.jsonl'
     file, address = tiny.config_file(folder / 'config.py', config), (free_address())
@@ -94,7 +95,7 @@ class Cluster:
         stdin=subprocess.DEVNULL,
         stdout=open(folder / f'out{rank}', 'w'),
         stderr=open(folder / f'err{rank}', 'w'),
-        env=children.environment(RANK=str(rank), HANG=str(self.hang)),
+        env=children.environment(RANK=str(rank), HANG=str(self.hang), **variables(rank)),
       )
       for rank in ranks
     ]
@@ -162,6 +163,62 @@ def test_a_killed_process(victim, tmp_path):
     line, _ = run.line(1 - victim)
     assert re.search(f'process {victim} on {HOST} .pid [0-9]+. is gone', line)
     assert re.search('step [0-9]+ of sft', line)
+
+
+# The clock of the day, an hour ahead, for Python and for the C++ of JAX and gRPC.
+AHEAD = """
+#define _GNU_SOURCE
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+#include <sys/syscall.h>
+
+int clock_gettime(clockid_t clock, struct timespec* now) {
+  long code = syscall(SYS_clock_gettime, clock, now);
+  if (!code && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += 3600;
+  return code;
+}
+
+time_t time(time_t* out) {
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  if (out) *out = now.tv_sec;
+  return now.tv_sec;
+}
+
+int gettimeofday(struct timeval* restrict out, void* restrict zone) {
+  struct timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  out->tv_sec = now.tv_sec;
+  out->tv_usec = now.tv_nsec / 1000;
+  return 0;
+}
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+  not shutil.which('cc'), reason='no C compiler: the clock of a process is set ahead by a library in C'
+)
+def test_clocks_that_differ_by_an_hour(tmp_path):
+  """The run goes on, measures no hour, and misses a killed process as soon as ever."""
+  (tmp_path / 'ahead.c').write_text(AHEAD)
+  library = tmp_path / 'ahead.so'
+  subprocess.run(['cc', '-shared', '-fPIC', '-o', library, tmp_path / 'ahead.c'], check=True)
+  shown = [sys.executable, '-c', 'import time; print(time.time())']
+  ahead = subprocess.run(shown, env=children.environment(LD_PRELOAD=str(library)), capture_output=True, check=True)
+  assert 3590 < float(ahead.stdout) - time.time() < 3610
+
+  config = long_run(tmp_path, save=dict(every=2), log=dict(every=2))
+  with Cluster(tmp_path, config, variables=lambda rank: {'LD_PRELOAD': str(library)} if rank == 1 else {}) as run:
+    run.wait_for_steps(4)
+    run.children[1].kill()
+    assert run.ends_within(BEAT_S) == [1, -9]
+    line, _ = run.line(0)
+    assert re.search(f'process 1 on {HOST} .pid [0-9]+. is gone', line)
+  rows = [r for r in metrics.read_rows(run.metrics) if r['split'] == 'train']
+  times = {name: value for row in rows for name, value in row.items() if name.startswith('time/')}
+  assert 'time/host_skew' in times and max(times.values()) < 600, times
 
 
 @pytest.mark.long

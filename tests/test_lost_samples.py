@@ -1,0 +1,110 @@
+"""Ten thousand samples whose rewards raise, hang, end their process, or are no numbers: none is lost uncounted.
+
+`samples/` has every sample of the run. Each one must have the reward that the functions return for it, or none and be
+counted as masked; no function returns 0 or less, so a failure that is scored as 0 would be seen.
+"""
+
+import json
+import math
+import os
+import pathlib
+
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost.monitor import metrics
+
+STEPS = 40 if 'JAXPOST_SCORECARD' in os.environ else 4
+PROMPTS, GROUP = 32, 8
+# Imported by the workers, and by this test, which computes again what they return.
+FUNCTIONS = """
+import os, time, zlib
+
+KINDS = ('raise', 'some', 'all', 'nan', 'short', 'text', 'print', 'wrong') + 8 * ('fine',)
+
+
+def text(message):
+  return message if isinstance(message, str) else message[-1]['content']
+
+
+def kind(prompt):
+  number = zlib.crc32(text(prompt).encode())
+  if number % 131 == 0:
+    return 'exit'
+  return 'hang' if number % 257 == 0 else KINDS[number % len(KINDS)]
+
+
+def fine(completions, **columns):
+  return [1.0 + len(text(c)) for c in completions]
+
+
+def hostile(completions, prompts, **columns):
+  found = kind(prompts[0])
+  values = [3.0 + len(text(c)) % 3 for c in completions]
+  if found == 'raise':
+    raise ValueError('no verdict')
+  if found == 'exit':
+    os._exit(3)
+  if found == 'hang':
+    time.sleep(999)
+  if found == 'print':
+    print('x' * 1_000_000)
+  if found == 'some':
+    values[1::2] = [None] * len(values[1::2])
+  if found == 'all':
+    values = [None] * len(values)
+  if found == 'nan':
+    values[0] = float('nan')
+  if found == 'wrong':
+    values[0] = {'points': 3.0}
+  if found == 'text':
+    values[0] = 'three'
+  return values[:-1] if found == 'short' else values
+"""
+MASKS_GROUP = 'raise', 'exit', 'hang', 'nan', 'short', 'text', 'wrong'
+
+
+def expected(functions, row):
+  """The reward of a row of samples/; None: it must be masked."""
+  found = functions['kind'](row['prompt'])
+  plain = functions['fine']([row['completion']])[0]
+  if found in MASKS_GROUP or (found == 'some' and row['sample'] % 2):
+    return None
+  return plain if found == 'all' else plain + 3.0 + len(row['completion']) % 3
+
+
+@pytest.mark.long
+def test_no_sample_is_lost_uncounted(tmp_path, record_property):
+  (tmp_path / 'hostile.py').write_text(FUNCTIONS)
+  functions = {}
+  exec(FUNCTIONS, functions)
+  config = tiny.run_config(
+    tiny.folder(tmp_path / 'model'),
+    algorithm='grpo',
+    reward=f'{tmp_path}/hostile.py:fine,{tmp_path}/hostile.py:hostile',
+    data=dict(path='generated:arithmetic:max=99,ops=+,split=train,size=6000,correct=1'),
+    train=dict(steps=STEPS, row_length=0),
+    rollout=dict(prompts=PROMPTS, group_size=GROUP, max_prompt_length=32, max_new_tokens=4),
+    rewards=dict(timeout_s=5.0, max_failed=1.0),
+    eval=dict(data=dict(path='')),
+    log=dict(every=1, samples_every=1),
+  )
+  jaxpost.run(config, tmp_path / 'run')
+  rows = {r['step']: r for r in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if r['split'] == 'train'}
+  assert sorted(rows) == list(range(1, STEPS + 1))
+  kinds, samples = set(), 0
+  for file in sorted((tmp_path / 'run' / 'samples').rglob('*.jsonl')):
+    found = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({(r['prompt_index'], r['sample']) for r in found}) == len(found) == PROMPTS * GROUP
+    for row in found:
+      want = expected(functions, row)
+      assert row['reward'] == want if want is None else math.isclose(row['reward'], want), row
+      assert row['reward'] is not None or row.get('error') or None in row['components'].values(), row
+    step = rows[int(pathlib.Path(file).stem)]
+    assert step['masked_samples'] == sum(r['reward'] is None for r in found)
+    kinds |= {functions['kind'](r['prompt']) for r in found}
+    samples += len(found)
+  assert samples == STEPS * PROMPTS * GROUP
+  assert kinds >= {*MASKS_GROUP, 'some', 'all', 'print', 'fine'} - ({'exit', 'hang'} if STEPS < 40 else set())
+  record_property('cases', samples)
