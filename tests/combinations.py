@@ -159,5 +159,5 @@ def update(config: config_lib.Config, given: Experience):
 
 
 def total_weight(config: config_lib.Config, credit) -> float:
-  """What a metric that is 1 at every trained token sums up to."""
+  """Returns the sum of a metric that is 1 at every trained token."""
   return float(batching.token_weights(credit.mask, config.rl.aggregate, C).sum())

@@ -1,4 +1,4 @@
-"""What tests of episodes share: an environment, and a model that plays in it.
+"""An environment and a model that plays in it, shared by the tests of episodes.
 
 A random model calls no tool, so in tests every turn that ends calls one: `nth`
 of the number of its characters.

@@ -14,7 +14,7 @@ import pathlib
 import re
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-# What only a config field selects, and the field: rooms and modules that are imported inside of functions alone.
+# Rooms and modules that only a config field selects, with the field; they are imported only inside of functions.
 # A run with default options reads none of them, and no entry counts them; imported at the top of a file, they count.
 OPTIONS = {
   'jaxpost.algorithms': 'algorithm',
@@ -169,7 +169,7 @@ parse = functools.cache(ast.parse)
 
 
 def within(name, room):
-  """Whether a module is `room`, or in it."""
+  """Returns whether a module is `room`, or in it."""
   return f'{name}.'.startswith(f'{room}.')
 
 
@@ -209,7 +209,7 @@ def reading(tree, roots, lazy=True, options=OPTIONS):
 
 
 def has_code(module):
-  """Whether a parsed module holds more than its docstring."""
+  """Returns whether a parsed module holds more than its docstring."""
   return any(not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)) for n in module.body)
 
 

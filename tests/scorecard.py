@@ -214,7 +214,7 @@ def chosen(rows):
 
 
 def is_there(test):
-  """Whether a file of this clone has such a test."""
+  """Returns whether a file of this clone has such a test."""
   file, _, name = test.partition('::')
   path = CLONE / 'tests' / file
   return path.exists() and f'def {name.partition("[")[0]}' in path.read_text('utf-8')

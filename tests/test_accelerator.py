@@ -1,4 +1,4 @@
-"""What only a GPU or a TPU can show: `JAX_PLATFORMS=cuda,cpu pytest -m accelerator -n 0` (or tpu,cpu).
+"""Tests that need a GPU or a TPU: `JAX_PLATFORMS=cuda,cpu pytest -m accelerator -n 0` (or tpu,cpu).
 
 JAXPOST_ACCELERATOR=cpu runs what a CPU can do of it, which shows that these tests still run.
 """

@@ -39,7 +39,7 @@ def test_an_exception_and_a_limit_of_time_are_errors_of_their_row(monkeypatch):
   assert found.pop('seconds') >= 0 and found == dict(row='c', x=None)
 
 
-# What a worker does that the supervisor starts with rows a, b and c: the body sends `begin` and lines itself.
+# A worker that the supervisor starts with rows a, b and c; the body sends `begin` and the lines itself.
 DIES = 'send(dict(begin="a")); send(dict(row="a", x=1)); send(dict(begin="b")); os.abort()'
 HANGS = 'send(dict(begin="a")); send(dict(row="a", x=1)); send(dict(begin="b")); time.sleep(60)'
 NEVER = 'sys.exit(3)'
@@ -104,7 +104,7 @@ def test_mfu_counts_the_context_of_packed_documents(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_every_row_runs_at_tiny_shapes(tmp_path):
-  """As a user starts it, on the devices of this machine."""
+  """The command that a user types, on the devices of this machine."""
   out = tmp_path / 'out.jsonl'
   done = subprocess.run(
     [sys.executable, '-m', 'launch.bench', 'accelerator', '--tiny', '--budget=40m', f'--out={out}'],

@@ -99,7 +99,7 @@ def test_a_reward_model_on_the_base_of_the_policy(made):
   alone = build_with(str(pathlib.Path(adapters['judge']).parent)).reward_model
   np.testing.assert_allclose(found, alone(rows).values, rtol=1e-4, atol=1e-5)
   assert np.abs(found).max() > 0
-  # Where the base is trained, or merged into, nobody shares it.
+  # A base that is trained, or that an adapter is merged into, is not shared.
   assert not shares(build_with(adapters['judge'], rank=0).reward_model, roles.policy)
 
 

@@ -1,4 +1,4 @@
-"""Somebody else's agent, which asks by HTTP, as the environment of a run.
+"""An external agent, which asks by HTTP, as the environment of a run.
 
 Legend: N sequences, C completion tokens.
 """
@@ -119,7 +119,7 @@ def test_it_is_trained_on_what_it_was_told(run):
 
 
 def test_tokens_are_those_of_the_conversation(run):
-  """What came between two answers is the template's, and is not trained."""
+  """Tokens between two answers are those of the template, and are not trained."""
   decode = tokenizer.load('bytes').decode
   failed = begun = 0
   for step in 1, 2, 3:
@@ -183,7 +183,7 @@ def test_tokens_between_turns_are_the_templates():
 
 
 def test_a_refused_request_changes_nothing():
-  """What was sampled stays, and is not taken for what was refused."""
+  """Earlier samples stay, and are not mistaken for the refused request."""
   t = tokenizer.load('bytes')
   e = Episode(0, Prompt(0, np.array([1, 2], np.int32), '', {}), 0)
   session = agents.Session(e, turns.Turns(t), EpisodeLimits(prompt=9, tokens=20), {})

@@ -30,7 +30,7 @@ from jaxpost.matmul import compute_for
 from jaxpost.models import attention, attention_kernels, attention_xla, context_parallel
 
 CLONE = pathlib.Path(__file__).parents[1]
-# What a layer may have besides documents and groups of heads.
+# Options that a layer may have besides documents and groups of heads.
 LAYERS = {
   'plain': {},
   'window': dict(window=40),
@@ -286,7 +286,7 @@ def test_splash_of_stripes_is_the_reference(shape, layer, n):
 
 
 def taken(monkeypatch, compute, **fields):
-  """Whether `attention` asks a kernel for this, and for which."""
+  """Returns whether `attention` asks a kernel for this shape, and which kernel."""
   args, rest, _ = case((300, 4, 2, 64, 64), **fields)
   asked = []
 
@@ -374,7 +374,7 @@ def no_gradient(q, k, v, *rest, **more):
 
 
 def not_there(*args, **more):
-  """As where another version of JAX calls it otherwise."""
+  """Stands for a version of JAX in which the function has another name."""
   return jax.lax.make_splash(*args, **more)
 
 
@@ -444,7 +444,7 @@ def test_a_shape_that_is_wrong_goes_to_xla_and_others_do_not(monkeypatch, caplog
 
 
 def test_a_wrong_stripe_goes_to_xla(monkeypatch, settle):
-  """Of a row in parts, whose work is another than that of a whole one."""
+  """The check covers the stripes of a split row, whose work differs from that of a whole row."""
 
   def kernel(q, *rest, stripe=(0, 1), **more):
     part, n = stripe
@@ -466,7 +466,7 @@ def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
   assert asked == [(256, 'bfloat16', 0), (384, 'bfloat16', 0)]  # 128: none
   assert settle(attention_kernels.KERNELS['splash'], 384, 256) == first
   assert len(asked) == 2
-  # Of another run on this machine: what was right is known.
+  # Another run on this machine has already checked these shapes.
   note = tmp_path / '.cache/jaxpost/attention.json'
   (key,) = json.loads(note.read_text())
   assert jax.__version__ in key and jax.devices()[0].device_kind in key
@@ -501,7 +501,7 @@ def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
 
 
 def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
-  """Of short rows, too, which nothing else would take there."""
+  """This holds for short rows as well, for which `auto` would take no kernel."""
   monkeypatch.setattr(kernel_check, 'errors', lambda name, work, *rest: {'v': float(work.length == 64)})
   for platform, name in ('gpu', 'cudnn'), ('tpu', 'splash'):
     compute = compute_for(platform, 'bfloat16', 'none', name)
@@ -803,7 +803,7 @@ def test_a_train_step_with_splash_compiles_for_tpus(fields):
   kinds = len(set(fields.get('layer_windows', [0])))
   assert len(ours['calls']) == 4 * kinds and not plain['calls']
   assert plain['pairs'] and not ours['pairs']
-  # What recomputation adds is a third.
+  # Recomputation adds a third.
   assert 1.1 * ours['model'] < ours['flops']
   # Products of queries with keys: 2 forward, 2 again, 3 and 4 backward, of two
   # blocks three quarters; XLA has 2, 2 and 4, of one chunk all.
@@ -815,7 +815,7 @@ def test_a_train_step_with_splash_compiles_for_tpus(fields):
   [(1024, 1, 0), (1024, 1, 300), (1280, 2, 0), (600, 2, 0), (4096, 4, 0), (9216, 4, 700), (8192, 8, 128), (5000, 8, 0)],
 )
 def test_plans_count_the_blocks_of_splash(monkeypatch, tokens, n, window):
-  """As the kernel itself finds them."""
+  """The plan counts the same blocks as the kernel itself."""
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as lib
 
   from jaxpost.planning import kernels

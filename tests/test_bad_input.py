@@ -1,4 +1,4 @@
-"""What a user can get wrong: one line that names it and says what to do.
+"""Bad input gives one line that names the field and says what to do.
 
 Most cases call what the launcher calls and look at the InputError; those in
 processes of their own look at exit code and stderr. There JAX has no platform,

@@ -247,7 +247,7 @@ def test_another_run_is_not_overwritten(tmp_path):
   assert digest(restore(tmp_path)[1]) == before
 
 
-# What stays on disk.
+# The steps that stay on disk.
 
 
 def test_keeps_the_newest_and_the_best(tmp_path):

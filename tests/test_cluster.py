@@ -16,7 +16,7 @@ from jaxpost.distributed import cluster, coordination
 cluster.connect(init_s=60)
 print(json.dumps(coordination.all_gather([coordination.process_index(), coordination.process_count()])))
 """
-# What the launchers of these clusters set, as jax/_src/clusters reads it.
+# Variables that the launchers of these clusters set, as jax/_src/clusters reads them.
 CLUSTERS = {
   'slurm': lambda rank, job: dict(
     SLURM_JOB_ID=str(job),

@@ -1,4 +1,4 @@
-"""What programs send between devices, held against the least that they must.
+"""The bytes that programs send between devices, compared with the lower bound.
 
 Counted in the compiled HLO (`planning/cost.py`), on 8 pretended devices and,
 where what compiles for them is installed, for described TPUs and GPUs.

@@ -47,7 +47,7 @@ METHODS = {
 
 
 def variants(name):
-  """What may follow the colon: nothing, each switch, each known model."""
+  """Returns all texts that may follow the colon: none, each switch, each known model."""
   found = arguments(name)
   switches = [k for k, v in found.items() if isinstance(v, bool)]
   models = vars(module(name)).get('MODELS', {}) if 'model' in found else {}

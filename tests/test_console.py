@@ -1,4 +1,4 @@
-"""What a newcomer sees and writes: the start, activities, epochs, YAML, names of other libraries."""
+"""The console and the config as a new user meets them: start, activities, epochs, YAML, names of other libraries."""
 
 import io
 import json

@@ -56,7 +56,7 @@ def hidden(model, params, ids, positions=None, segments=None):
 
 
 def test_packed_documents_do_not_see_each_other(case):
-  """What these examples promise; another module's test is its author's."""
+  """The examples promise this; for other modules it is up to their authors to test it."""
   model, params = case
   ids = tiny.tokens((1, 12))
   one, two = (hidden(model, params, part) for part in (ids[:, :7], ids[:, 7:]))
@@ -119,7 +119,7 @@ def test_sft_then_grpo_and_back_from_the_export(code, tmp_path):
     prepare.model_source(dataclasses.replace(section, preset='tiny'))
 
 
-# What a device of each layout has of a parameter, of [64, 259] or its like.
+# The part of a parameter of about [64, 259] that a device holds in each layout.
 LAYOUTS = {'fsdp=8': (8, 1), 'fsdp=4,tensor=2': (4, 2), 'data=8': (1, 1)}
 
 

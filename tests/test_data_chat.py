@@ -111,7 +111,7 @@ def test_a_row_overrides_the_switches_of_the_template(qwen):
 
 
 def test_qwen3_does_not_join_header_and_content(qwen):
-  # As one text, the line breaks before and after the cut are one token.
+  # In the whole text, the line breaks before and after the cut are one token.
   row = {'messages': [USER, {'role': 'assistant', 'content': '\nA1'}, USER_2, ANSWER_2]}
   assert render(thinking(qwen), row).startswith(f'{Q}Q1{END}\n{A}[[\nA1{END}]]\n')
 

@@ -397,7 +397,7 @@ def test_prompts_are_made_when_reached(tmp_path):
   assert set(make(2, 6).lengths) == {1, 2, 4, 6}
   with pytest.raises(InputError, match='none of the 20 prompts is kept'):
     next(make(3, 1))
-  # With nothing to leave out, the prompts are those of rows in memory.
+  # If no row has to be left out, the prompts are those of rows in memory.
   lazy, eager = (make(4, 99, streaming, None) for streaming in (True, False))
   for _ in range(7):
     (a, info), (b, same) = next(lazy), next(eager)

@@ -26,7 +26,7 @@ def make(batch_size=3, documents=example, **options):
 
 
 def uneven(row):
-  """As `example`, but some are over-long and some have nothing to train."""
+  """Returns examples like `example`, some of them too long and some without a trained token."""
   if row % 9 == 0:
     return chat.Example(np.full(50, row + 1), np.arange(50) >= 1)
   found = example(row)

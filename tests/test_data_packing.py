@@ -53,7 +53,7 @@ def visible(batch, row):
 
 
 def contexts(batch):
-  """Of each trained token the (tokens, positions) that it is predicted from."""
+  """Returns the (tokens, positions) that each trained token is predicted from."""
   found = []
   for r in range(len(batch.tokens)):
     seen = visible(batch, r)

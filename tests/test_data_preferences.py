@@ -112,7 +112,7 @@ def test_a_header_that_only_one_answer_has(shared_data):
 
 @pytest.mark.parametrize('same', [0, 1, 3])
 def test_prompts_that_become_other_tokens_are_shared_as_far_as_they_go(same):
-  """As where a tokenizer joins the end of a prompt to its answer."""
+  """This happens if a tokenizer merges the end of a prompt with its answer."""
   sides = []
   for other in (50, 60):
     tokens = np.arange(1, 9, dtype=np.int32)

@@ -141,7 +141,7 @@ def test_gradients_are_those_of_all_logits(case, beta, elements):
 
 
 def test_weights_of_teachers(case):
-  """Normalised, and one each by default."""
+  """The weights are normalized; the default is one for each teacher."""
 
   def loss(**fields):
     count = len(fields['teachers'])

@@ -69,7 +69,7 @@ GKD = dict(algorithm='gkd', train=dict(row_length=0), eval=dict(data=dict(path='
 
 
 def first_loss(config) -> float:
-  """Of the first update; nothing is written."""
+  """Returns the loss of the first update; writes nothing."""
   policy, stream = stages.policy_and_stream(config)
   try:
     item = next(stream)
@@ -145,7 +145,7 @@ def test_shares_of_steps_are_those_of_the_seed():
 
 @pytest.fixture(scope='module')
 def plain_loss(small, big):
-  """Of the first step with one teacher, all else at its default."""
+  """Returns the loss of the first step with one teacher and otherwise default options."""
   return first_loss(settings(small, big))
 
 
@@ -360,7 +360,7 @@ def test_rows_without_a_completion_are_named(small, big, tmp_path):
 
 @pytest.mark.parametrize('vocab', [270, 400])
 def test_vocabularies_may_differ(small, tmp_path, vocab):
-  """The smaller one counts, whoever has it, padded or not."""
+  """The smaller vocabulary counts, of the student or the teacher, padded or not."""
   other = tiny.folder(tmp_path / 'other', hidden_size=32, vocab_size=vocab)
   wider, narrower = (first_loss(settings(*pair)) for pair in ((small, other), (other, small)))
   assert 0 < wider < 1 and 0 < narrower < 1

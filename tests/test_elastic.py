@@ -17,14 +17,14 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope='module')
 def one(folder):
-  """What one process says of its runs: {name: (steps, digest)}."""
+  """Returns {name: (steps, digest)} of the runs of one process."""
   ((out, _),) = real.finish(real.start(folder, 'one', real.RUNS))
   return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture(scope='module')
 def four(folder, one):
-  """What each of four says of theirs."""
+  """Returns the same for each of four processes."""
   return [json.loads(out.splitlines()[-1]) for out, _ in real.finish(real.start(folder, 'quad', real.RUNS, 4))]
 
 

@@ -262,7 +262,7 @@ def test_answers_stand_between_the_markers_of_the_template(template):
 
 
 def test_turn_by_turn_is_the_whole_conversation(template):
-  """Where the template renders earlier turns as they were generated."""
+  """This holds for templates that render earlier turns as they were generated."""
   made = turns.Turns(template)
   said, ends = ['4 + 4', 'it is 8'], template.decode([made.end_id], False)
   user = [{'role': 'user', 'content': 'what?'}]
@@ -409,7 +409,7 @@ def test_many_episodes_share_few_environments(pool):
 
 
 def test_limits_end_an_episode(pool):
-  """Of turns, of all tokens, and of what a tool answers."""
+  """The limits are those of turns, of all tokens, and of the answer of a tool."""
   script = {
     (0, 0): [call('a')] * 9,
     (1, 0): [call('b'), 'x' * 400],
@@ -458,7 +458,7 @@ def test_too_many_lost_episodes_stop_the_run(pool):
 
 
 def test_observations_may_differ_within_a_group(pool, monkeypatch):
-  """What the group shares is the prompt; the rest of each is untrained."""
+  """A group shares the prompt; observations that differ are not trained."""
   script = {(0, 0): ['a<|im_end|>'], (0, 1): ['b<|im_end|>']}
   answers = iter([' north', ' south'])
   submit = pool_lib.Environment.submit

@@ -149,7 +149,7 @@ def test_ppo_and_a_reward_function(folder):
 
 
 def test_the_reward_rises(folder):
-  """Who says little in a turn gets to call the tool more often."""
+  """A policy with shorter turns can call the tool more often."""
   model = episodes.folder(folder / 'wordy', length=2.5)
   made = episodes.config(model, folder / 'env.py', train=dict(steps=20), rollout=dict(prompts=8, slots=16))
   jaxpost.run(made, folder / 'rises')

@@ -122,7 +122,7 @@ def exact(name, length=2, binary=False):
   values = rewards_of(length, binary)
   reference = logprobs(params('reference'), length)
   chance = jnp.exp(logprobs(params('policy'), length))
-  # Of the prefix before each token, and of the tokens after it.
+  # One value for the prefix before each token, one for the tokens after it.
   prefix = jnp.cumprod(jnp.concatenate([jnp.ones((len(values), 1)), chance[:, :-1]], axis=1), axis=1)
   after = SYMBOLS ** (length - 1 - np.arange(length))  # completions that share prefix and token
 
@@ -176,7 +176,7 @@ def test_estimators_have_the_gradient_of_the_reward(rl, factor, aggregate):
 
 
 def test_maxrl_has_the_gradient_of_its_series():
-  """With the mean as baseline, n samples give sum over k < n of (1 - p)^(k - 1) grad p (arXiv:2602.02710)."""
+  """If the mean is the baseline, n samples give sum over k < n of (1 - p)^(k - 1) grad p (arXiv:2602.02710)."""
   rewards = rewards_of(1, True)
   p = float((np.exp(np.asarray(logprobs(params('policy'), 1)).sum(axis=1)) * rewards).sum())
   assert 0.1 < p < 0.9
@@ -189,7 +189,7 @@ def test_gdpo_has_the_gradient_of_the_weighted_rewards():
   one, two = rewards_of(2, True), rewards_of(2, True, seed=8)
   assert not np.array_equal(one, two)
   found = measured('grpo', dict(advantage='gdpo'), components={'one': (1.0, 50 * one), 'two': (-0.4, two)})
-  # Of all 256 pairs, whose signs are (x_i - x_j) for either reward: the std that whitens them.
+  # All 256 pairs, whose signs are (x_i - x_j) for either reward: the std that whitens them.
   total = sum(w * (x[:, None] - x[None]) for w, x in ((1.0, one), (-0.4, two))) / np.sqrt(2)
   scale = 1 / np.stack([total, -total]).std(ddof=1) / np.sqrt(2)
   close(found, (-scale, exact('reward', 2, True)), (0.4 * scale, exact('second_reward', 2, True)))
@@ -233,7 +233,7 @@ def test_an_entropy_bonus(target):
 
 
 def test_the_nll_of_right_answers():
-  """That of VAPO: with rewards of 0 and 1, its gradient is that of the pass rate, over the share of right answers."""
+  """VAPO: for rewards of 0 and 1, the gradient is that of the pass rate over the share of right answers."""
   right = rewards_of(2, True).mean()
   assert 0 < right < 1
   found = measured('grpo', dict(advantage='leave_one_out', correct_nll_coef=0.1), binary=True)

@@ -125,7 +125,7 @@ def test_metrics_are_those_of_the_samples(item):
 
 @pytest.mark.long
 def test_a_run_trains_on_the_data_where_its_samples_are_wrong(folder, tmp_path):
-  """With staleness, dynamic sampling and minibatches; the first step is on-policy, and it resumes to the bit."""
+  """The run has staleness, dynamic sampling and minibatches; the first step is on-policy, and it resumes to the bit."""
   over = dict(
     rl=dict(minibatches=2, dynamic_sampling=2), rollout=dict(staleness=1), train=dict(steps=2), optim=dict(lr=1e-3)
   )

@@ -10,12 +10,12 @@ import sys
 import children
 import pytest
 
-# Where tokens go: where the router sends them; all to experts of one device
+# Destinations of tokens: those of the router; all to experts of one device
 # (so that others have nothing to do, and it has several rounds of work).
 CASES = [
   f'{way}:{chosen}:{mesh}' for way in ('padded', 'ragged') for chosen in ('routed', 'crowded') for mesh in ('4', '2')
 ]
-# With adapters of experts.
+# The experts have adapters.
 ADAPTED = [
   f'adapted:{way}:{chosen}:{mesh}'
   for way, chosen in (('padded', 'routed'), ('ragged', 'crowded'))
@@ -50,7 +50,7 @@ def test_parts_of_a_row_stay_where_they_are(report):
 
 @pytest.mark.parametrize('way', ['padded', 'ragged'])
 def test_rows_arrive_as_they_left(report, way):
-  """Those that a device wants of another, in order, against numpy."""
+  """Rows that one device requests from another arrive in order, compared with numpy."""
   assert report[f'arrived:{way}'] == 'ok'
 
 
@@ -61,12 +61,12 @@ def test_the_way_back_is_the_transpose(report, way):
 
 
 def test_no_more_rows_travel_than_want_to(report):
-  """What an exact exchange is told to send, against a count in numpy."""
+  """The sizes that an exact exchange sends are those counted in numpy."""
   assert report['sent'] == 'ok'
 
 
 def ragged(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-  """What `jax.lax.ragged_all_to_all` says it does, which XLA:CPU has not."""
+  """Does what the documentation of `jax.lax.ragged_all_to_all` says; XLA:CPU does not have it."""
   import jax
   import jax.numpy as jnp
 

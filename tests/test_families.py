@@ -254,7 +254,7 @@ CASES = {
     ),
   ),
 }
-# What is published says besides, or otherwise than `transformers` writes it.
+# Fields of published configs that `transformers` does not write, or writes differently.
 WRITTEN = {
   'kimi_k2': dict(
     model_type='kimi_k2',
@@ -327,7 +327,7 @@ def difference(ours, theirs) -> float:
 
 
 def logit_error(folder, network) -> float:
-  """Of long rows, and of short ones where the length decides."""
+  """Returns the error of long rows, and of short rows for families whose layers depend on the length."""
   model, params = load(folder)
   lengths = (LENGTH, 12) if rope_lib.by_length(model.config) else (LENGTH,)
   rows = [tiny.tokens((2, n)) for n in lengths]
@@ -412,7 +412,7 @@ def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
 def greedy(model, params, prompts, lengths, steps):
   """(tokens [B, steps], hidden [B, steps, D]) by prefill and decode."""
   room, compute = prompts.shape[1] + steps, tiny.EXACT
-  # What is beyond a prompt must not be read: make it harmful.
+  # The cache beyond a prompt must not be read: fill it with values that would show.
   beyond = (np.arange(room) >= lengths[:, None])[:, None, :, None]
 
   def widen(c):
@@ -450,7 +450,7 @@ def test_decode_and_packing_are_the_forward_of_one_text(reference, case):
   torch = pytest.importorskip('torch')
   folder, network = reference(case)
   model, params = load(folder)
-  # Where a document's length decides, it is on one side of the limit.
+  # If the length of a document matters, all documents are on one side of the limit.
   longrope = rope_lib.by_length(model.config) == 16
   lengths = np.array([17, 20] if longrope else [9, 13], np.int32)
   steps, ids = 10, tiny.tokens((2, 20))
@@ -758,7 +758,7 @@ def test_training_and_scoring_cap_the_logits_of_student_and_teachers(tmp_path):
 
 
 def test_sampler_and_training_give_the_same_logprobs(tmp_path):
-  """Of texts longer than the window, by the metrics of a first step."""
+  """The sequences are longer than the window; the metrics of a first step compare them."""
   import jaxpost
 
   path = tiny.folder(tmp_path / 'model', **RICH)
@@ -820,5 +820,5 @@ def test_classes_that_an_export_names_exist(family):
   cfg = config_json.from_hf(raw, 'here')[0]
   for labels in (0, 1):
     (name,) = config_json.to_hf(dataclasses.replace(cfg, num_labels=labels))['architectures']
-    # Of some there is none with a scalar head; they are read back here alone.
+    # For some families `transformers` has no class with a scalar head; these are only read back here.
     assert hasattr(transformers, name) or labels and (cfg.family not in with_labels)

@@ -22,7 +22,7 @@ from jaxpost.monitor import metrics
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 HOST = socket.gethostname()
 BEAT_S, STEP_S = 6, 10  # --heartbeat_s, config.log.watchdog_s
-SLACK_S = 5  # after the time limit everybody is gone
+SLACK_S = 5  # all processes have ended this long after the time limit
 PATIENCE_S = 240  # for a run to begin, on a busy machine
 
 # Hangs in the trainer itself: data is read and mapped there.
@@ -44,7 +44,7 @@ def slow(completions, **columns):
       time.sleep(0.1)
   return [float(len(c) % 3) for c in completions]
 """
-# Makes the reward a function of this process: nobody can kill it.
+# Makes the reward a function of this process, so that it cannot be killed.
 DRIVER = """
 import sys
 from absl import flags

@@ -1,4 +1,4 @@
-"""What fits where: sizes that can be checked by hand, the page, the command."""
+"""The table of what fits: sizes that can be checked by hand, the page, the command."""
 
 import dataclasses
 import json

@@ -26,11 +26,11 @@ CONFIGS = {
   'lora': ('sft_gsm8k', dict(lora=dict(rank=16))),
   # cuDNN does no branches of a shared prompt.
   'dpo': ('dpo_hh', dict(train=dict(micro_batch_size=16), preference=dict(share_prompt=False))),
-  # With a reference, whose log-probs are a program of their own.
+  # With a reference model, the log-probs of which have a program of their own.
   'grpo': ('grpo_gsm8k', dict(rl=dict(kl_coef=0.04))),
   'ppo': ('ppo_gsm8k', {}),
 }
-# What attends over whole rows, and so by cuDNN.
+# Programs that attend over whole rows, and therefore use cuDNN.
 ATTEND = {
   'sft': {'update'},
   'lora': {'update'},
@@ -109,7 +109,7 @@ def test_an_option_that_the_compiler_does_not_know_is_left_out(caplog):
 
 
 def test_this_compiler_knows_what_is_asked():
-  """Of GPUs it would end the run at its first program."""
+  """For GPUs, an unknown option would end the run at its first program."""
   lowered = jax.jit(lambda x: x + 1).lower(1.0)
   lowered.compile(GPU_OPTIONS)
   with pytest.raises(jax.errors.JaxRuntimeError, match='No such compile opt'):
@@ -221,7 +221,7 @@ def test_an_update_of_packed_rows_needs_little_memory(tmp_path, remat, flops, gi
 @needs_cuda
 @pytest.mark.long
 def test_decoding_does_not_copy_the_cache(tmp_path):
-  """Of each token: weights and cache are read once, and less than as much again for all else."""
+  """A token reads weights and cache once, and everything else is less than as much again."""
   rows = planned(
     tmp_path, '--config=configs/grpo_gsm8k.py', '--config.rollout.slots=64', '--programs=generate,insert,move'
   )

@@ -279,7 +279,7 @@ def test_combinations_that_would_mislead_are_refused(chosen, message):
     rl_fields.check(config_of('grpo', rl=chosen))
 
 
-# Of the controller and of other algorithms, which have tests of their own.
+# Fields of the controller and of other algorithms have tests of their own.
 ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'correct_by', 'lam', 'length_alpha', 'curriculum'}
 ELSEWHERE |= {'turn_gamma', 'step_weight', 'sampling_mask', 'keep_surplus', 'expert', 'expert_gamma'}
 

@@ -203,7 +203,7 @@ def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
 
 
 def test_how_to_sample_goes_along(reference, tmp_path):
-  """What a folder says of it, but for the ids, which the tokenizer has."""
+  """The generation config of a folder is kept, except the ids, which come from the tokenizer."""
   folder, _, _ = reference('llama')
   said = dict(temperature=0.6, top_p=0.95, do_sample=True)
   (tmp_path / 'generation_config.json').write_text(

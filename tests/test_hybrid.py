@@ -294,7 +294,7 @@ def test_what_lfm2_lacks_here_is_refused_by_name(fields, words):
 
 
 def test_folders_may_hold_modules_for_several_tokens(tmp_path):
-  """As those of Qwen do, without a field that says so. Another tensor without a place is still refused."""
+  """Folders of Qwen do, without a field for it. Any other unknown tensor is still refused."""
   model = model_lib.build(tiny.hybrid(num_layers=2, mixers=('delta', 'layers')))
   hf.save(tmp_path, model, tiny.params(model))
   file = tmp_path / 'model.safetensors'

@@ -113,7 +113,7 @@ def refused(result, code, *words):
 
 
 def elsewhere(run, folder, stage, **changes):
-  """What a stage needs, where there are other devices, as the run's copy."""
+  """Reads the run's copy of what a stage needs, in a process with other devices."""
   shutil.copytree(run / 'checkpoints' / stage, folder / 'checkpoints' / stage)
   config = json.loads((run / 'config.json').read_text())
   config['mesh'] = dict(train='fsdp=64', rollout='data=64')

@@ -39,7 +39,7 @@ ROWS = (
 )
 ROW = {room: -row for row, rooms in enumerate(ROWS) for room in rooms}
 
-# Who may import a dependency; the rest of the tree goes through them.
+# The modules that may import a dependency; all others go through them.
 GATES = {
   'grain': ('jaxpost/data/loader.py',),
   'orbax': ('jaxpost/storage/checkpoint.py',),
@@ -197,7 +197,7 @@ def sft_is_plain(tree):
 
 
 def readable(tree):
-  """What an entry point imports stays small; a limit follows what is measured."""
+  """The imports of an entry point stay small; a limit follows the measured value."""
   for entry in reading.ENTRIES:
     found = reading.reading(tree, entry.roots, entry.lazy)
     for what, have, limit in zip(('modules', 'lines', 'links of a chain'), found, entry.limit):

@@ -10,14 +10,14 @@ import children
 import pytest
 
 LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2', 'data=2,fsdp=2,tensor=2', 'context=8', 'fsdp=2,context=4']
-# With a model that has every feature of a family, in tensors that hold several
+# A model that has every feature of a family, in tensors that hold several
 # parameters each.
 RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2', 'rich:fsdp=2,context=2,tensor=2']
-# Of experts, with the losses of their router.
+# A model with experts, with the losses of their router.
 MOE = ['moe:expert=8', 'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2', 'moe:expert=2,context=2,fsdp=2']
 LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2']
 HYBRID = ['qwen3_5_moe_text:expert=2,fsdp=2,tensor=2', 'lfm2:data=2,fsdp=2,tensor=2']
-# Of policy gradients on a saved rollout, by token and by sequence; `test_ppo`
+# Policy gradients on a saved rollout, by token and by sequence; `test_ppo`
 # and `test_preference_layouts` have the others.
 RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + ['gspo:fsdp=4,tensor=2', 'gspo:context=4,data=2']
 

@@ -1,4 +1,4 @@
-"""What each method learns from one start, seeded: the cases of learning.py."""
+"""Each method learns from one start, seeded: the cases of learning.py."""
 
 import concurrent.futures
 import multiprocessing

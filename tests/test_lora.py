@@ -55,7 +55,7 @@ def without(params):
 
 
 def logits(model, params, ids, compute=tiny.EXACT):
-  """Of the model itself: `tiny.logits` builds one from its config."""
+  """Returns the logits of this model; `tiny.logits` builds one from its config."""
   positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
   x = jax.jit(functools.partial(model.forward, compute=compute))(params, ids, positions, np.ones_like(ids))
   out = jnp.einsum('btd,vd->btv', x.astype(jnp.float32), model.head(params), precision='highest')
@@ -166,7 +166,7 @@ def test_dropout_depends_on_text_and_step_not_on_place(unroll):
   plain = gradient(dataclasses.replace(model, dropout=0.0), params, batch, 4)
   later = gradient(model, params, batch, 4, step=1)
   assert len({round(float(x), 6) for x in (one, plain[0][0], later[0][0])}) == 3
-  # Where adapters say little, so does what they drop.
+  # If adapters change little, so does their dropout.
   weak = params_of(model, b=1e-3)
   near(
     gradient(model, weak, batch, 4)[0][0], gradient(dataclasses.replace(model, dropout=0.0), weak, batch, 4)[0][0], 1e-3
@@ -288,7 +288,7 @@ FUSED = dict(family='phi3', qk_norm=False, tie_embeddings=False)
 
 @pytest.fixture(scope='module')
 def phi(tmp_path_factory):
-  """As `based`, of a family that keeps q, k and v, gate and up together."""
+  """Returns the same as `based` for a family that keeps q, k and v, and gate and up, in one tensor."""
   folder, cfg = tmp_path_factory.mktemp('phi') / 'base', tiny.config(**FUSED)
   model = model_lib.build(cfg)
   hf.save(folder, model, tiny.params(model))
@@ -299,7 +299,7 @@ def phi(tmp_path_factory):
   'fields', [dict(target_modules='all-linear'), dict(target_modules=['qkv_proj'], use_rslora=True)]
 )
 def test_an_adapter_of_matrices_in_one_tensor(phi, tmp_path, fields):
-  """Of `peft`: they share A."""
+  """In an adapter of `peft`, the parts of such a tensor share A."""
   folder, cfg = phi
   network = torch_model(folder, **fields)
   network.save_pretrained(tmp_path)
@@ -419,7 +419,7 @@ def test_only_adapters_are_trained_and_kept(base):
   finally:
     stream.close()
   assert float(found['grad_norm']) > 0 and list(policy.state.params) == ['lora']
-  assert pointers(policy.frozen['params']) == where  # nobody donated them
+  assert pointers(policy.frozen['params']) == where  # they were not donated
   jax.tree.map(np.testing.assert_array_equal, before, policy.frozen['params'])
   own = sum(x.size for x in state)
   moments = [x for x in jax.tree.leaves(policy.state.opt_state) if x.ndim]

@@ -106,7 +106,7 @@ def test_a_run_trains_them_and_exports_the_sum(tmp_path, method):
 
 
 def test_on_experts_in_8_bits():
-  """As on the numbers that the codes stand for."""
+  """The result is that of the numbers that the codes stand for."""
   plain = partition.freeze(partition.build(config()), '')
   codes = partition.frozen_base_model(plain.config, 'int8')
   params, batch = test_lora.params_of(plain), test_lora.rows_batch()

@@ -29,7 +29,7 @@ def close(x, y):
   return np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
 
 
-# What a batch's weights are under each way of averaging.
+# The weights of a batch under each way of averaging.
 WEIGHTS = {
   'token-mean': MASK / MASK.sum(),
   'seq-mean-token-sum': MASK / len(MASK),

@@ -133,7 +133,7 @@ def test_reference_free(case, name, alpha):
 
 
 def by_hand(name, p, o):
-  """Those that the figures lack, in numpy, from the papers."""
+  """Returns the losses for which there are no golden figures, computed from the papers in numpy."""
   c, r, b = p.chosen - p.ref_chosen, p.rejected - p.ref_rejected, o.beta
   mean_c, mean_r = p.chosen / p.chosen_length, p.rejected / p.rejected_length
 

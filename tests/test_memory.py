@@ -74,7 +74,7 @@ def test_it_is_predicted_and_reported(model, tmp_path, monkeypatch):
   assert {'reshard', 'prefill', 'generate', 'update', 'peak'} <= set(found)
   assert found['peak'] == max(found.values())
   temps = max(r['temp_bytes'] for r in plan['programs'] if r['program'] == 'generate')
-  # What lives while it samples, without what a program has to itself.
+  # Memory that is held during sampling, without the temporaries of the program.
   assert 0.8 * (found['generate'] - temps) <= lived <= found['generate']
   for row in rows:
     assert row['memory/predicted_bytes'] == found['peak']
@@ -82,7 +82,7 @@ def test_it_is_predicted_and_reported(model, tmp_path, monkeypatch):
 
 
 def test_parking_changes_nothing_else(model, tmp_path, monkeypatch):
-  """Of the optimizer and a reference."""
+  """The optimizer state and a reference are offloaded."""
   kl = dict(rl=dict(kl_coef=0.1))
   plain, rows, lived, kinds = watched(model, tmp_path / 'a', monkeypatch, **kl)
   parked, same, less, then = watched(model, tmp_path / 'b', monkeypatch, rollout=dict(offload=True), **kl)

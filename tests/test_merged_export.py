@@ -81,5 +81,5 @@ def test_one_layer_is_merged_at_a_time(bases, tmp_path, monkeypatch, kind):
   export.export(p.inputs, tmp_path / 'out', params)
   matrix = 4 * 64 * 128  # of one layer
   assert len(held) > 9 * LAYERS
-  # What it is made of, itself, and the one before, as this is the host, too.
+  # The parts, the result, and the previous result, as the device is the host as well.
   assert matrix < max(held) - before < 3.5 * matrix

@@ -272,7 +272,7 @@ def test_layers_that_config_does_not_speak_of_are_refused(model, params, tmp_pat
 
 
 def test_the_bias_that_chooses_is_never_rounded(tmp_path):
-  """As `transformers` keeps it; in bfloat16 near values are the same."""
+  """`transformers` keeps it in float32 as well; in bfloat16, values that are close become equal."""
   model = model_lib.build(tiny.latent())
   params = model.init(jax.random.key(0), dtype=jnp.bfloat16)
   choice = 14 + 1e-3 * np.arange(16, dtype=np.float32).reshape(2, 8)

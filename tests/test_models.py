@@ -43,7 +43,7 @@ def test_cached_decode_equals_full_forward(model, params):
   rows = np.arange(3)
   close(last, full[rows, prompt - 1], 1e-5)
 
-  # What is beyond a prompt in the cache must not be read: make it harmful.
+  # The cache beyond a prompt must not be read: fill it with values that would show.
   def grow(x):
     return jnp.pad(
       jnp.where((jnp.arange(9) < prompt[:, None])[:, None, :, None], x, 1e3),

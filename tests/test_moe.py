@@ -71,7 +71,7 @@ def test_products_of_groups(block, dtype):
 
 
 def test_no_array_is_as_large_as_tokens_times_experts_times_hidden(model, params):
-  """Of tokens k times, and of weights; not of tokens E times."""
+  """Arrays grow with k times the tokens and with the weights, not with E times the tokens."""
   ids, e = tiny.tokens((20, 20)), model.config.experts
 
   def sizes(jaxpr):
@@ -93,7 +93,7 @@ def test_no_array_is_as_large_as_tokens_times_experts_times_hidden(model, params
 
 @pytest.mark.parametrize('room', [7, 20])
 def test_rounds_are_the_same_sum(model, params, room):
-  """Of the middle half of the experts, when most tokens want one of them."""
+  """This holds for the middle half of the experts, if most tokens are routed to one of them."""
   random = np.random.RandomState(0)
   x, g = (random.standard_normal((20, 32)).astype('f') for _ in range(2))
   chosen = np.argsort(random.uniform(size=(20, 8)), axis=1)[:, :3]
@@ -123,7 +123,7 @@ def one_layer_sums(logits, k, real):
 
 
 def test_balance_loss_is_that_of_transformers():
-  """Of one layer, over tokens that are no padding."""
+  """The loss of one layer, over all tokens except padding."""
   torch = pytest.importorskip('torch')
   from transformers.models.mixtral import modeling_mixtral
 
@@ -298,7 +298,7 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
 
 
 def test_parts_of_fused_tensors_are_read_alone(tmp_path):
-  """As shards of a mesh are: a corner of experts, inputs and outputs."""
+  """A shard of a mesh is such a part: a corner of experts, inputs and outputs."""
   cfg = tiny.config(
     family='gpt_oss', qk_norm='', tie_embeddings=False, experts=Experts(4, 2, 32, limit=7.0, alpha=1.702)
   )

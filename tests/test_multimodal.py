@@ -154,7 +154,7 @@ def test_an_export_is_the_folder_with_another_text_model(made, tmp_path):
   assert not info['missing_keys'] and not info['unexpected_keys'] and not info['mismatched_keys']
   after = logits(model.eval())
   assert np.abs(after - before).max() > 1e-3
-  # What it computes is what was trained: the export, read again as a text model.
+  # It computes the trained function: the export is read again as a text model.
   config = hf.read_config(export, text_only=True)
   ours = model_lib.build(config)
   params = hf.load_params(export, ours, ours.shardings(tiny.one_device()), np.float32)

@@ -14,7 +14,7 @@ nbformat = pytest.importorskip('nbformat')
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 FILES = sorted((CLONE / 'notebooks').glob('*.ipynb'))
-# What the outputs of a notebook have to hold, in this order.
+# Patterns that the outputs of a notebook must contain, in this order.
 WANTED = {
   '01_sft_then_grpo': (
     r'Device',

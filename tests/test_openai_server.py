@@ -133,7 +133,7 @@ def test_log_probs_are_those_of_the_model(server, weights):
 
 
 def test_top_logprobs(server, weights):
-  """As many as are asked for, under the model's own distribution."""
+  """As many log-probs as requested are returned, of the distribution of the model."""
   found = ask(server, 'chat/completions', messages=HELLO, max_tokens=3, temperature=1.0, logprobs=True, top_logprobs=3)
   ids = np.array([[*found['prompt_token_ids'], *found['choices'][0]['token_ids']]])
   logits = tiny.logits(weights.inputs.model, weights.params, ids)[0]
@@ -152,7 +152,7 @@ def test_top_logprobs(server, weights):
 
 
 def test_a_special_token_stops(server, weights):
-  """Where it is no stop id of the tokenizer."""
+  """This token is not a stop id of the tokenizer."""
   tokenizer = weights.inputs.tokenizer
   assert 256 not in tokenizer.stop_ids
   found = ask(server, 'completions', prompt='ab', max_tokens=60, temperature=50.0, n=16, stop='<|endoftext|>')
@@ -581,7 +581,7 @@ def test_adapters_that_cannot_be(weights, several, tmp_path):
 
 
 def test_a_failure_of_one_ends_all(weights):
-  """What waits for the others is refused, and `serve` raises."""
+  """Requests that wait are refused, and `serve` raises."""
   asked = threading.Event()
 
   class Broken:

@@ -86,7 +86,7 @@ def test_sampling_parameters_compile_nothing(model):
     ]
     assert len(engine.programs.ledger.rows) == before
     assert made[-1].lengths.max() == 2
-    # What stops is read anew, too: stop at whatever greedy says first.
+    # Stop ids are read again as well: stop at the first greedy token.
     first = int(made[0].completions[0, 0])
     engine.config = dataclasses.replace(engine.config, stop_ids=(first,) * len(engine.config.stop_ids))
     stopped = stream.sampler(prompts, 4, 0, temperature=0.0)

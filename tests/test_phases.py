@@ -1,4 +1,4 @@
-"""Where devices stand in a mesh, for machines that nobody has to own.
+"""The order of devices in a mesh, for machines that are only described.
 
 A device of these tests is what JAX says of one: its kind, slice, host and
 place among the chips.
@@ -82,7 +82,7 @@ def test_the_outermost_axis_crosses_the_slow_network(mesh, kind):
 
 @pytest.mark.parametrize('mesh', ['fsdp=4,tensor=4', 'fsdp=16', 'data=2,fsdp=2,tensor=4'])
 def test_the_innermost_axis_goes_from_neighbour_to_neighbour(mesh):
-  """Of the chips of one slice, which JAX numbers host by host."""
+  """The chips of one slice are numbered host by host."""
   devices = tpus(4, 4)
   found, _ = placed(devices, mesh)
   inner = max(at for at, n in enumerate(found.shape) if n > 1)

@@ -156,7 +156,7 @@ print(json.dumps(dict(
 def test_loops_count_as_often_as_they_turn():
   found = json.loads(run(_LOOPS))
   product = 2 * 16 * 32 * 32
-  assert found['known'] == 36 * product  # a loop nobody knows counts once
+  assert found['known'] == 36 * product  # a loop of unknown length counts once
   assert found['unknown'] == 1
   assert found['told'] == 38 * product
   assert found['xla'] < 4 * product  # which is why this is counted here
@@ -284,7 +284,7 @@ ENTRY %main (a: f32[8,128]) -> (u32[], f32[8,128]) {
   assert found.unknown == () and found.cycles == 4 * 100
   assert found.collectives == {('collective-permute', (0, 2)): [4 * 4096, 4]}
   # The permuted array is sent and received; it is negated from fast memory.
-  # Of what a slice is taken from, only that is read.
+  # Only the slice is read of an array that is sliced.
   assert found.bytes == pytest.approx(4 * (2 * 4096 + 4096 + 2048), rel=0.01)
 
 
@@ -368,7 +368,7 @@ ENTRY %main (a: bf16[8,128]) -> bf16[16,128] {
 
 @pytest.mark.parametrize('scope, real', [('', 64), ('rounds/while/body/', 32)])
 def test_products_of_groups_by_a_kernel(scope, real):
-  """Of 16 x 8 matrices; half of a round's rows, were experts as likely."""
+  """The matrices are 16 x 8; the rows are half of a round's, if all experts are equally likely."""
   name = f'jit(f)/while/body/{scope}ragged_dot_general/ragged-dot-none'
   text = """HloModule jit_f, is_scheduled=true
 
@@ -909,7 +909,7 @@ def test_devices_are_counted_not_chips(mesh, shards):
 
 
 def test_launch_line():
-  """With what the user gave, but for what is proposed."""
+  """The line keeps the options of the user, except those for which the plan proposes others."""
   from jaxpost.planning import search
 
   assert search.launch_line(

@@ -257,7 +257,7 @@ FIELDS = {
   'critic.value_clip': 0.01,
   'critic.value_head': True,
 }
-# Of those that count only beside others.
+# Fields that matter only beside others.
 WITH = {
   'rl.kl_estimator': ('k2', dict(rl=dict(kl_coef=0.1, kl_in='loss'))),
   'rl.kl_in': ('loss', dict(rl=dict(kl_coef=0.1))),
@@ -425,7 +425,7 @@ def test_warm_up_trains_the_critic_only(model, tmp_path):
 
 
 def test_groups_of_one_and_the_values_that_are_trained(model):
-  """What the critic is clipped against is what it said of the rollout."""
+  """The critic is clipped against its values at the time of the rollout."""
   policy, controller = stages.policy_and_stream(
     run_config(model, rollout=dict(prompts=8, group_size=1), train=dict(steps=3))
   )
@@ -464,7 +464,7 @@ def ones(completion_ids, **columns):
 
 
 def test_critic_learns_a_constant_reward(model, tmp_path):
-  """With a discount the return tells how far the end is."""
+  """With a discount, the return depends on the distance to the end."""
   jaxpost.run(
     run_config(
       model,

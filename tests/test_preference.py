@@ -302,7 +302,7 @@ def test_nll_of_a_method():
   ids=str,
 )
 def test_every_field_counts(algorithm, fields):
-  """What share_prompt and precompute_ref change is no result: see the runs."""
+  """share_prompt and precompute_ref change no result: see test_preference_runs.py."""
   base = dict(list(fields.items())[:-1])  # the last field may count only with those before it
   batch, outputs = drawn(algorithm)
   values = []

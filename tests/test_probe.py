@@ -25,7 +25,7 @@ def test_this_machine_is_measured_once(tmp_path, monkeypatch):
   assert set(rates) == {'float32', 'bfloat16', 'float16'}
   assert all(rate > 0.1 for rate in rates.values())
   assert f'bfloat16 {rates["bfloat16"]:g}' in why
-  monkeypatch.setattr(probe, 'matmul_rate', None)  # nobody asks again
+  monkeypatch.setattr(probe, 'matmul_rate', None)  # the probe is not repeated
   assert probe.matmul_type(tmp_path / 'cpu.json') == (chosen, why)
 
 
@@ -84,7 +84,7 @@ def test_stages_of_their_own_type(tmp_path, monkeypatch):
   found = stages.settle_dtype(raw, tmp_path, rich.console.Console(quiet=True))
   assert found['a']['model']['dtype'] == 'float32'
   assert found['model']['dtype'] == 'bfloat16' and found['b'] == {}
-  # Where no type is given, it is chosen, once for all stages that have none.
+  # If no type is given, one is chosen for all stages without one.
   for raw in ({}, dict(model=dict(preset='tiny'), stages=('a',), a=dict(model=dict(path='x')))):
     found = stages.settle_dtype(raw, tmp_path, rich.console.Console(quiet=True))
     assert found == raw | {'model': raw.get('model', {}) | {'dtype': 'float32'}}

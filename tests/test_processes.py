@@ -32,7 +32,7 @@ STEPS, MIDDLE = 4, 2  # of a run; where it is saved on the way
 # Ties of the first step, where policy and reference are equal: rounding
 # decides. Means that are 0 but for rounding are compared absolutely.
 TIES = 'rewards/accuracies'
-# Of the layout, not of the data: rows are padded to the number of devices.
+# These depend on the layout: rows are padded to the number of devices.
 LAYOUT = (
   'packing_efficiency',
   'slot_occupancy',
@@ -138,7 +138,7 @@ def finish(children, code=0):
 
 
 def digest(folder, work, name):
-  """Of the parameters in the middle of a run, bit for bit."""
+  """Returns a digest of the parameters in the middle of a run, bit for bit."""
   from jaxpost.distributed.mesh import make_layout
   from jaxpost.distributed.transfer import to_host
   from jaxpost.models import model as model_lib
@@ -231,7 +231,7 @@ def check_rows(these, those):
   """The rows of two layouts, as near as the design promises them to be."""
   assert [(r['step'], r['split']) for r in these] == [(r['step'], r['split']) for r in those]
   for a, b in zip(these, those):
-    # What only several processes have to say.
+    # Metrics that only runs with several processes have.
     a, b = ({k: v for k, v in row.items() if not k.startswith('param_hash/')} for row in (a, b))
     assert set(a) == set(b)
     for key in set(a) - {TIES, *LAYOUT}:

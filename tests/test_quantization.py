@@ -127,7 +127,7 @@ def test_a_model_computes_as_with_whole_matrices(kind, unroll):
   assert set(flatten(merged)) == set(model.base.table)
   found = logits(model, params, compute)
   np.testing.assert_allclose(found, logits(model.base, merged, compute), atol=3e-5 * tiny.largest(found))
-  # What is frozen is in codes, and nothing of it is trained.
+  # Frozen parameters are in codes, and none of them is trained.
   assert {p for p in model.table if 'codes' in p} == {f'layers/{n}/codes' for n in ALL.split('|')}
   assert all(p.startswith('lora/') for p in partition.trained_part(model).table)
 

@@ -97,7 +97,7 @@ def torch_loss(folder, documents):
 
 
 def test_sft_lowers_the_held_out_loss(shared_data, tmp_path):
-  # Of stories nothing is left to learn; Shakespeare is new to the model.
+  # The model has nothing left to learn from stories; Shakespeare is new to it.
   file = shared_data('text/tinyshakespeare.txt')
   speeches = file.read_text().split('\n\n')
   config = sft_config(
@@ -171,7 +171,7 @@ def test_recipes_train_on_gsm8k(recipe, gsm8k, qwen, tmp_path):
   config.rollout.update(group_size=2, max_prompt_length=128, max_new_tokens=4)
   config.log.tensorboard = config.save.export = False
   (row,) = train(config, tmp_path)['train']
-  # A random model knows nothing of 151,936 tokens.
+  # A random model predicts 151,936 tokens uniformly.
   assert row['entropy'] == pytest.approx(np.log(151_936), rel=0.05)
   if recipe is sft_gsm8k:
     assert row['loss'] == pytest.approx(np.log(151_936), rel=0.1)

@@ -84,7 +84,7 @@ def stored(remat, quantize=''):
 
 
 def test_what_a_token_costs_in_memory():
-  """Of each layer its input, q, k, v, the results of attention and its projection, gate and up, in bfloat16."""
+  """Each layer keeps its input, q, k, v, the results of attention and its projection, gate and up, in bfloat16."""
   assert stored('auto') == stored('dots') <= 50_000
   assert stored('full') <= 10_000
   assert stored('none') > 2 * stored('dots')

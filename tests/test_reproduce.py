@@ -74,7 +74,7 @@ def test_a_sample_is_drawn_again(run, step, row):
 
 
 def test_losses_of_the_samples_add_up(run):
-  """Those of an update's samples are its loss; shares are of sizes."""
+  """The losses of the samples of an update add up to its loss, weighted by size."""
   found = [reproduce.reproduce(run, 1, row) for row in range(16)]
   by_update = {}
   for one in found:
@@ -86,7 +86,7 @@ def test_losses_of_the_samples_add_up(run):
 
 
 def test_their_sum_is_the_loss_of_the_run(config, tmp_path):
-  """Of a step with one update: a later one has seen the first."""
+  """The step has one update; a second one would use the parameters after the first."""
   one = tiny.merged(config, dict(rl=dict(minibatches=1), train=dict(steps=2), rollout=dict(prompts=2)))
   jaxpost.run(one, tmp_path / 'run')
   row = [r for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl') if r['step'] == 2][0]
@@ -147,7 +147,7 @@ def losses(run):
 
 @pytest.mark.parametrize('regrade', [True, False])
 def test_a_run_on_saved_rollouts_is_that_run(config, run, tmp_path, regrade):
-  """Whether rewards are computed again or are those that were kept."""
+  """This holds for rewards that are computed again and for those that were saved."""
   again = tiny.merged(config, dict(train_on_rollouts=str(run)))
   if not regrade:
     again['reward'] = ''

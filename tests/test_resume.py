@@ -115,7 +115,7 @@ def baseline(command, tmp_path_factory):
 
 
 def seal(folder, step=None):
-  """What a checkpoint's seal says of its leaves and files, {name: crc}."""
+  """Returns {name: crc} of the leaves and files in a checkpoint's manifest."""
   step = max(finished_steps(folder)) if step is None else step
   _, _, text = (folder / str(step) / 'checksums.json').read_bytes().partition(b'\n')
   return json.loads(text)
@@ -235,7 +235,7 @@ def unfinished(workdir, stage, since=0.0):
 
 
 def has_rows(workdir, stage, count):
-  """Whether a run has begun and written `count` rows of a stage."""
+  """Returns whether a run has begun and written `count` rows of a stage."""
   begun = (workdir / 'config.json').exists()
   return begun and train_rows(workdir, stage) >= count
 
@@ -313,7 +313,7 @@ def test_told_to_stop(command, baseline, tmp_path):
       step = max(finished_steps(workdir / 'checkpoints' / stage))
       assert f'{stage}: told to stop, saved at step {step};' in err
       assert step >= rows and not unfinished(workdir, stage)
-      # What the process had done when it was told, and the step after it.
+      # The steps that were done at the signal, and the step after them.
       assert train_rows(workdir, stage) == step
   out, _ = finish(start(command(workdir)))
   assert 'rows of metrics past it, dropped: 0' in ' '.join(out.split())

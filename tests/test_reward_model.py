@@ -416,7 +416,7 @@ def test_what_cannot_work_is_refused(nano, judge, tmp_path):
 
 
 def test_another_tokenizer_is_refused(nano, judge, tmp_path):
-  """Of the same size: ids that mean other text."""
+  """The vocabulary has the same size, and its ids mean other text."""
   model, params = judge[1:]
 
   def save(folder):

@@ -23,7 +23,7 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 
 
 def allowed():
-  """Whether the kernel lets a process make namespaces; asks no code of ours."""
+  """Returns whether the kernel lets a process make namespaces; uses no code of the library."""
   call_it = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
   return sys.platform == 'linux' and not subprocess.run([sys.executable, '-c', call_it]).returncode
 

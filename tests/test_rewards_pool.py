@@ -228,7 +228,7 @@ def group(*completions, **columns):
 
 
 def alive(pid):
-  """Whether a process runs; one that its parent did not reap does not."""
+  """Returns whether a process runs; a zombie does not."""
   try:
     stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
   except FileNotFoundError:

@@ -74,7 +74,7 @@ def test_a_truncated_best_gives_way():
   'aggregate, expected', [('token', [1 / 7, 1 / 7]), ('sequence', [1 / 10, 1 / 4]), ('constant', [1 / 10, 1 / 10])]
 )
 def test_weight_of_a_token(aggregate, expected):
-  """Of those kept alone, of 5 and of 2 tokens."""
+  """Only kept samples, of 5 and of 2 tokens, have a weight."""
   config = stage_config(rl=dict(aggregate=aggregate))
   mask = rft.credit(graded(REWARDS, LENGTHS), config).mask
   weights = batching.token_weights(mask, config.rl.aggregate, 5)

@@ -106,7 +106,7 @@ def test_versions_of_tokens(said):
 
 
 def test_timeline(said):
-  """What was busy when: in each row of metrics, and a file for Perfetto."""
+  """The timeline of devices and threads is in each row of metrics, and in a file for Perfetto."""
   for row in said['one']['times'][1:]:
     busy = {k: row[f'time/busy/{k}'] for k in ('train', 'rollout', 'both')}
     assert 0 <= busy['both'] <= min(busy['train'], busy['rollout'])

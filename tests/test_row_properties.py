@@ -207,7 +207,7 @@ def wrong_types():
 
 
 def test_no_wrong_type_passes(record_property):
-  """Of any key that has a meaning, at any depth: refused, and the key is named."""
+  """A wrong type of any key that has a meaning, at any depth, is refused by the key's name."""
   cases = list(wrong_types())
   record_property('cases', len({(kind, path) for kind, path, _ in cases}))
   passed, unnamed = [], []

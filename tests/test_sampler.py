@@ -96,7 +96,7 @@ def distribution(row, temperature, top_k, top_p):
 
 
 def test_a_truncation_without_a_loop_draws_the_same():
-  """As on GPUs, where the host would decide about a branch that holds a loop, at each token."""
+  """This form is for GPUs, where a branch with a loop inside would be decided by the host at each token."""
   logits = jnp.asarray(np.random.default_rng(3).normal(size=(8, V)), jnp.float32) * 3
   settings = slots_of(8, top_k=jnp.arange(8), top_p=jnp.linspace(0.3, 1, 8, dtype=jnp.float32))
   given = logits, settings, uniforms()[:8], jnp.zeros(8, int)
@@ -132,7 +132,7 @@ def test_draws_follow_the_distribution(row, temperature, top_k, top_p):
 
 
 def test_top_p_takes_its_share_of_what_top_k_leaves():
-  """Of .4 .3 .2 .1, top-k 2 leaves .57 .43; half of that is the first token alone, as in transformers and vLLM."""
+  """Top-k 2 of .4 .3 .2 .1 leaves .57 .43; half of that is the first token alone, as in transformers and vLLM."""
   four = np.log(np.array([0.4, 0.3, 0.2, 0.1] + [1e-30] * (V - 4), np.float32))
   tokens, *_ = draw(four, top_k=2, top_p=0.5)
   assert set(tokens.tolist()) == {0}

@@ -77,7 +77,7 @@ def test_ties_beyond_the_room_are_not_drawn():
 
 
 def test_slots_without_top_k_report_nothing():
-  """As in evaluations, which sample as `eval` says."""
+  """Evaluations have such slots, as they sample by the fields of `eval`."""
   tokens, _, ids = draw(ROW, 3, top_p=0.9)
   assert not ids.any() and len(set(tokens.tolist())) > 3
 

@@ -91,7 +91,7 @@ def test_what_processes_share_counts_once(monkeypatch):
 
 
 def is_written(file):
-  """Whether anything still appends to a file."""
+  """Returns whether anything still appends to a file."""
   size = file.stat().st_size
   time.sleep(0.2)
   return file.stat().st_size > size

@@ -71,7 +71,7 @@ RUN = dict(
 
 
 def test_figures_of_what_a_cluster_has_printed(tmp_path):
-  """Of each setting the best; others than all that are needed are left out."""
+  """The best figure of each setting counts; incomplete settings are left out."""
   file = tmp_path / 'runs.jsonl'
   times = [(1, 8, 3.0), (1, 8, 1.0), (1, 4, 0.5), (2, 8, 0.6), (2, 16, 1.25), (4, 8, 0.1)]
   file.write_text(

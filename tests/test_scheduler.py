@@ -172,7 +172,7 @@ def test_a_conversation_keeps_its_cache(model, params, fields):
   assert figures['tokens_cached'] > 0
   assert figures['tokens_prefilled'] < read
   if fields.get('slots', 4) >= 9 and not fields.get('cache_tokens'):
-    # Of the turns after the first, only what is new was read.
+    # Turns after the first read only the new tokens.
     texts = sum(len(c.request.tokens) for parts in told.values() for c in parts[1:])
     more = sum(len(answers[turn, k[0] % 5]) for k in told for turn in (1, 2))
     assert figures['tokens_cached'] == texts - more
@@ -310,7 +310,7 @@ def test_stop_strings_cut_exactly(engine):
 
 
 def test_no_stop_string_before_the_least(engine):
-  """Of a string that comes again and again, what is complete by then is none.
+  """A stop string that is complete before the minimum length does not stop the sequence.
 
   In one block and over several, and where it lies across that place.
   """

@@ -16,7 +16,7 @@ LIMITS = sandbox.SandboxLimits(timeout_s=20.0, memory_mb=1024)
 
 
 def allowed():
-  """Whether the kernel lets a process make namespaces; asks no code of ours."""
+  """Returns whether the kernel lets a process make namespaces; uses no code of the library."""
   call_it = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
   return sys.platform == 'linux' and not subprocess.run([sys.executable, '-c', call_it]).returncode
 
@@ -130,7 +130,7 @@ def test_numbers_are_those_of_the_kernel(machine, header):
 
 
 def verdict(code, number, argument=0, audit=0xC000003E):
-  """What the kernel's machine returns for a call: a second reading of the filter."""
+  """Returns the verdict of the filter for a call, by an emulator of the kernel's machine."""
   data = struct.pack('=IIQ6Q', number, audit, 0, argument, 0, 0, 0, 0, 0)
   steps = list(struct.iter_unpack('=HBBI', code))
   at = value = 0

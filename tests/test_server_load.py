@@ -29,7 +29,7 @@ LEAVING = 50  # clients that leave without an answer
 
 @dataclasses.dataclass
 class Load:
-  """What the clients and the process of the server have seen.
+  """Counts of the clients, and figures of the server's process.
 
   answers: replies to each request, by its number. refused: statuses other than 200. failed: connections that broke.
   memory_mb, threads, files: of the server, sampled while the clients ask; the first sample has all connections open,

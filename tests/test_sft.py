@@ -76,7 +76,7 @@ def test_losses_are_those_of_their_papers(case, nll):
   expected = (loss * batch.loss_weights).sum()
   (value, found), _ = value_and_grad(case, objective(**nll))
   assert float(value) == pytest.approx(expected, rel=1e-5)
-  # What evaluation makes a perplexity of, whatever the loss is.
+  # The value from which evaluation computes the perplexity, for any loss.
   assert float(found['nll']) == pytest.approx((-logp * batch.loss_weights).sum(), rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""What is read of a folder: by two real processes, and onto eight devices.
+"""The bytes that are read of a folder by two real processes, and onto eight devices.
 
 `main` below is what the processes run; the tests look at what they print.
 """
@@ -78,7 +78,7 @@ def load(folder, model, layout, piece):
 
 
 def of_two(folder, rank, address):
-  """What one of two processes reads, and whether it has its shards.
+  """Returns the bytes that one of two processes reads, and whether it has its shards.
 
   A layout of `data` has all on both.
   """
@@ -102,7 +102,7 @@ def of_two(folder, rank, address):
 
 
 def onto_eight(folder):
-  """Whether the parameters are those of one device, in each layout."""
+  """Returns whether the parameters are those of one device, in each layout."""
   import jax
   import tiny
 
@@ -149,7 +149,7 @@ def start(devices, *arguments):
 
 
 def test_each_process_reads_its_own(tmp_path):
-  """No row of a matrix is read twice, whoever has which part of it."""
+  """No row of a matrix is read twice, however its parts are distributed."""
   import tiny
 
   from jaxpost.formats import hf

@@ -180,7 +180,7 @@ def test_the_deadline(case, code):
   assert done.stderr == ('jaxpost: told to stop, no step is lost; run the same command to go on\n' * (code == 42))
 
 
-# With a clock of its own, which also stops the thread that watches: `looks` waits until it has looked at all.
+# Has a clock of its own, which also stops the watching thread: `looks` waits until it has read all values.
 CTRL_C = """
 import os, signal, threading, time, types
 from jaxpost.hardware import signals

@@ -61,7 +61,7 @@ def test_scripts_are_of_bash(platform, tmp_path):
   done = subprocess.run(['bash', '-n'], input=text, text=True, capture_output=True)
   assert done.returncode == 0 and not done.stderr
   assert '{{' not in text and 'JAX_COMPILATION_CACHE_DIR=/data/xla' in text
-  # What a shell would split or expand stands in quotes.
+  # Text that a shell would split or expand is quoted.
   for line in text.splitlines():
     if not line.lstrip().startswith('#'):
       assert not re.search(r'[^"\w]\$(TPU|ZONE|REPO)\b', line), line

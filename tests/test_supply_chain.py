@@ -1,4 +1,4 @@
-"""What an installation brings: bounds, tested versions, licenses."""
+"""The packages of an installation: bounds, tested versions, licenses."""
 
 import ast
 import importlib.metadata
@@ -55,7 +55,7 @@ def test_constraints_are_of_all_versions_of_jax():
 
 
 def license_of(name):
-  """What a package says about its license."""
+  """Returns the license in a package's metadata."""
   data = importlib.metadata.metadata(name)
   classified = [x for x in data.get_all('Classifier') or [] if x.startswith('License ::')]
   return ' '.join([data.get('License-Expression') or '', *classified, (data.get('License') or '')[:200]])

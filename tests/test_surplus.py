@@ -48,7 +48,7 @@ def steps(folder):
 
 
 def test_each_group_is_trained_once_and_in_time(steps):
-  """What waits is taken or counted as expired; prompts of older rounds come back, none twice."""
+  """Waiting groups are trained or counted as expired; prompts of older rounds come back, none twice."""
   trained = [i for prompts, _, _ in steps for i in prompts]
   assert len(set(trained)) == len(trained)
   drawn_by = np.cumsum([3 * info['dynamic_sampling/rounds'] for _, _, info in steps])

@@ -16,7 +16,7 @@ from jaxpost.stage import sources as sources_lib
 from jaxpost.tools import completions, inference
 from launch import config_flag
 
-# As Qwen3's: without thinking, a turn starts with an empty thinking block.
+# Like Qwen3's template: without thinking, a turn starts with an empty thinking block.
 TEMPLATE = """\
 {% set empty = '' if enable_thinking else '<think></think>' -%}
 {% if effort %}<effort {{ effort }}>{% endif %}{% for m in messages -%}

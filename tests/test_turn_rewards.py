@@ -113,7 +113,7 @@ def test_gigpo_adds_the_gradient_within_states():
 
 
 def test_rewards_of_turns_stay_at_their_turns():
-  """What PPO and REINFORCE++ discount: the sum is that of the sequence."""
+  """PPO and REINFORCE++ discount these values; their sum is the reward of the sequence."""
   mask = np.array([[1.0, 1, 0, 1], [1, 1, 0, 0]])
   of_turns = np.array([[0, 0.5, 0, 0], [0, 0, 0, 0.0]])
   ours = advantages.token_rewards(np.array([2.0, 1.0]), mask, 0.0, of_turns)

@@ -1,4 +1,4 @@
-"""What the tests of models share: tiny decoders, computed exactly.
+"""Tiny decoders, computed exactly, shared by the tests of models.
 
 Legend: B rows, T tokens, V padded vocabulary.
 """
