@@ -155,7 +155,7 @@ class Rollout:
     verdicts: `Experience.verdicts` that were recorded with it.
     messages: of each sequence, the turns of model and tools.
     top_ids, top_logprobs: most probable tokens at each position.
-    expert: completions of the data among the samples (`rl.expert`); their log-probs are 0.
+    expert, replayed: completions of the data (`rl.expert`; log-probs are 0), samples of earlier steps (`rl.replay`).
     experts: chosen by the router at each position of prompt and completion.
     allowed: 1 + each id that could be drawn, padded with 0; `logprobs` are renormalized over them (`rl.sampling_mask`).
   """
@@ -182,6 +182,7 @@ class Rollout:
   top_logprobs: np.ndarray | None = None  # [N, C, n] float32
   allowed: np.ndarray | None = None  # [N, C, k] int32
   expert: np.ndarray | None = None  # [N] bool
+  replayed: np.ndarray | None = None  # [N] bool
 
 
 class Scores(NamedTuple):
@@ -212,8 +213,7 @@ class Experience:
     mask: 1 on the tokens that the policy sampled.
     arrays: per token of the completions: sampler_logprobs, and those of
       old_logprobs, ref_logprobs, entropy and values that the algorithm lists in `scores`.
-    baseline: rewards of greedy answers (ReMax).
-    step: from 0.
+    baseline: rewards of greedy answers (ReMax); step: from 0.
     verdicts: of the one reward that decides what is correct (`rl.correct_by`).
     memory: state of the algorithm between steps; goes into checkpoints, so
       numbers and strings only.

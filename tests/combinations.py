@@ -66,6 +66,7 @@ FIELDS = {
     'rl.kl_cov': dict(rl=dict(kl_cov=0.1)),
     'rl.entropy_target': dict(rl=dict(entropy_target=9.0)),
   },
+  'rl.replay': {'0': {}, '8': dict(rl=dict(replay=8))},
   'rl.expert': {'False': {}, 'True': dict(rl=dict(expert=True))},
   'rl.entropy_coef': {str(x): dict(rl=dict(entropy_coef=x)) for x in (0.0, 0.01)},
 }

@@ -50,6 +50,7 @@ OPTIONS = {
   'jaxpost.rl.dynamic_sampling': 'rl.dynamic_sampling',
   'jaxpost.rl.merging': 'rl.dynamic_sampling',
   'jaxpost.rl.privileged': 'rl.privileged',
+  'jaxpost.rl.replay': 'rl.replay',
   'jaxpost.rollout.rollout_codec': 'rollout.staleness',
   'jaxpost.rollout.rollout_files': 'log.rollouts_every',
   'jaxpost.stage.frozen_roles': 'rl.reference',

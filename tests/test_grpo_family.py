@@ -281,7 +281,7 @@ def test_combinations_that_would_mislead_are_refused(chosen, message):
 
 # Fields of the controller and of other algorithms have tests of their own.
 ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'correct_by', 'lam', 'length_alpha', 'curriculum'}
-ELSEWHERE |= {'turn_gamma', 'step_weight', 'sampling_mask', 'keep_surplus', 'expert', 'expert_gamma'}
+ELSEWHERE |= {'turn_gamma', 'step_weight', 'sampling_mask', 'keep_surplus', 'replay', 'expert', 'expert_gamma'}
 
 
 def fingerprint(result):

@@ -120,7 +120,7 @@ def check_terms(config: Config) -> None:
     'config.rl.importance: with old_policy=sampler the surrogate itself holds the ratio to the sampler; '
     'leave importance empty (opsm may stay)',
   )
-  if rl.sampling_mask or rl.expert:
+  if rl.sampling_mask or rl.expert or rl.replay:
     from jaxpost.algorithms import token_terms
 
     token_terms.check(config)
@@ -160,11 +160,9 @@ def fields_read(rl: RlSection) -> set[str]:
   conditions = {name: name in read for name in _OPTIONS} | {
     'std_eps': 'std_eps' in read and (rl.scale_rewards != 'none' or 'scale_rewards' not in read),
     'gamma': 'gamma' in read or rl.advantage == 'gae',
-    'lam': rl.advantage == 'gae',
-    'length_alpha': rl.advantage == 'gae',
+    **dict.fromkeys(('lam', 'length_alpha'), rl.advantage == 'gae'),
     'old_policy': bool(policy_gradient.LOSSES[rl.loss].reads) or rl.kl_weighted,
-    'reference': False,
-    'privileged': False,
+    **dict.fromkeys(('reference', 'privileged'), False),
     'kl_weighted': rl.kl_coef > 0 and rl.kl_in == 'loss',
     'kl_target': rl.kl_coef > 0 and rl.kl_in == 'reward',
     'kl_horizon': rl.kl_target > 0,
@@ -176,6 +174,7 @@ def fields_read(rl: RlSection) -> set[str]:
     'expert': rl.advantage != 'gae',
     'expert_gamma': rl.expert,
     'keep_surplus': rl.dynamic_sampling > 0 and rl.advantage != 'remax',
+    'replay': bool(estimator and estimator.compares),
   }
   return {name for name in vars(rl) if conditions.get(name, True)}
 
@@ -204,8 +203,9 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
 
   def importance(config: Config) -> tuple[str, ...]:
     """A correction if samples come from older weights than the old policy's."""
-    recomputed = (config.rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
-    return ('token_truncated',) if recomputed and (config.rollout.staleness or config.rl.keep_surplus) else ()
+    rl = config.rl
+    recomputed = (rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
+    return ('token_truncated',) if recomputed and (config.rollout.staleness or rl.keep_surplus or rl.replay) else ()
 
   def kl_estimator(config: Config) -> str:
     """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxpost.algorithms.base import Config
 from jaxpost.errors import refuse
-from jaxpost.losses import entropy_control
+from jaxpost.losses import entropy_control, importance
 from jaxpost.types import Experience
 
 
@@ -80,7 +80,7 @@ def arrays(rl: Any) -> tuple[str, ...]:
 
 
 def check(config: Config) -> None:
-  """Raises InputError where `rl.sampling_mask` or `rl.expert` does not hold."""
+  """Raises InputError where `rl.sampling_mask`, `rl.expert` or `rl.replay` does not hold."""
   rl, rollout = config.rl, config.rollout
   replayed = config.environment or config.train_on_rollouts
   refuse(
@@ -93,4 +93,16 @@ def check(config: Config) -> None:
     rl.expert and bool(estimated or replayed or config.router.routing_replay),
     'config.rl.expert: what is estimated from samples does not hold for completions of the data; leave out kl_coef, '
     'clip_cov, kl_cov, entropy_target, environment, train_on_rollouts and routing_replay',
+  )
+  given = rl.dynamic_sampling or rl.expert or replayed or not config.reward
+  refuse(
+    rl.replay > 0 and bool(given),
+    'config.rl.replay: needs a reward function, and groups that stay as they were drawn; leave out dynamic_sampling, '
+    'expert, environment and train_on_rollouts',
+  )
+  weighted = rl.old_policy == 'sampler' or any(importance.METHODS[x].weighs for x in rl.importance if x != 'opsm')
+  refuse(
+    rl.replay > 0 and not weighted,
+    'config.rl.replay: its samples are those of an older policy, and no weight corrects for that; '
+    "set rl.old_policy=sampler, or leave rl.importance ('auto',)",
   )

@@ -167,7 +167,8 @@ class Alerts:
       start_length=self._level(stage, 'length', length),
       clipped=value('completions/clipped_ratio'),
       flat=value('frac_reward_zero_std'),
-      mismatch=value('sampler_mismatch'),
+      # Replayed samples are those of an older policy.
+      mismatch=math.nan if row.get('replay/used') else value('sampler_mismatch'),
       empty=value('empty_updates'),
       weight=min(value('importance_weight'), value('off_policy_kept'), key=lambda x: (math.isnan(x), x)),
       limited=value('clip_ratio/region_mean'),

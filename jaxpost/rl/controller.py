@@ -29,7 +29,6 @@ if typing.TYPE_CHECKING:  # passed in
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.prompts import PromptStream
   from jaxpost.monitor.timeline import Timeline
-  from jaxpost.rl.dynamic_sampling import Surplus
   from jaxpost.roles import Roles
   from jaxpost.rollout.engine import Engine
 
@@ -45,7 +44,7 @@ class Controller:
       nothing is compiled twice; update_shape: of one minibatch.
     engine: that the sampler runs on; None where it needs no weights.
     memory: what the algorithm remembers between steps.
-    surplus: groups for later steps, with dynamic sampling.
+    kept: for later steps, by field of `config.rl`: surplus groups of dynamic sampling, right samples of replay.
   """
 
   algorithm: Algorithm
@@ -60,7 +59,7 @@ class Controller:
   engine: Engine | None = None
   step: int = 0
   memory: dict = dataclasses.field(default_factory=dict)
-  surplus: Surplus | None = None
+  kept: dict[str, typing.Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     self.scorer = Scorer(
@@ -74,6 +73,9 @@ class Controller:
   def __next__(self) -> Item:
     """Makes what the next step trains on."""
     pending = self.rollouts.take(self.step)  # calls `sample`, which starts grading
+    if replay := self.kept.get('replay'):
+      with self.timer('reward'):
+        pending = replay.mix(pending, self.step)
     device_scores = self.scorer.start(pending.rollout)
     # While the devices score and the workers grade, later steps are sampled.
     self.rollouts.prefetch(self.step)
@@ -83,7 +85,7 @@ class Controller:
     with self.timer('pack'):
       credit = self.algorithm.credit(experience, self.config)
       updates = self.make_batches(experience, credit)
-    info = pending.info | graded.metrics() | credit.metrics
+    info = pending.info | (replay or graded).metrics() | credit.metrics
     info |= reward_metrics.step_metrics(experience, self.step_shape, self.config)
     self.step += 1
     self.memory = credit.memory
@@ -102,13 +104,13 @@ class Controller:
       return pending
     from jaxpost.rl import dynamic_sampling
 
-    self.surplus = self.surplus or dynamic_sampling.Surplus(self.grader, self.config.rl.keep_surplus)
-    pending = pending.join(self.surplus.take(step))
+    surplus = self.kept['surplus']
+    pending = pending.join(surplus.take(step))
     while True:
       with self.timer('reward'):
         more = dynamic_sampling.needs_more_groups(pending, step, wanted, max_rounds)
       if not more:
-        return self.surplus.select(pending, wanted)
+        return surplus.select(pending, wanted)
       pending = pending.join(self.sample_round(step, on_dispatch))
 
   def sample_round(self, step: int, on_dispatch: OnDispatch | None) -> PendingRollout:
@@ -134,9 +136,7 @@ class Controller:
     if self.config.rl.dynamic_sampling:  # without groups that only fill up the step
       mask = mask * np.repeat(varied(graded.verdicts), batching.group_size(rollout))[:, None]
     arrays = {'sampler_logprobs': rollout.logprobs, **scores._replace(reward_model=None).computed()}
-    if (
-      rollout.expert is not None
-    ):  # sampled by no policy; with the present one in its place, ratios to the sampler are 1
+    if rollout.expert is not None:  # sampled by no policy; with the present one instead, ratios to the sampler are 1
       arrays['sampler_logprobs'] = np.where(rollout.expert[:, None], scores.old_logprobs, rollout.logprobs)
     state = dict(step=self.step, memory=self.memory, verdicts=graded.verdicts.reshape(-1))
     return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, components=graded.components, **state)
@@ -166,8 +166,7 @@ class Controller:
   def state(self) -> dict:
     """JSON values for a checkpoint of the steps done so far."""
     queue = self.rollouts.state(self.step)  # may read more prompts
-    if self.surplus:
-      queue['surplus'] = self.surplus.state()
+    queue |= {name: kept.state() for name, kept in self.kept.items()}
     return {'step': self.step, 'memory': self.memory, 'prompts': self.prompts.state(), **queue}
 
   def restore(self, state: dict) -> None:
@@ -176,11 +175,8 @@ class Controller:
     self.memory = state['memory']
     self.prompts.restore(state['prompts'])
     self.rollouts.restore(state, self.step)
-    if 'surplus' in state:
-      from jaxpost.rl import dynamic_sampling
-
-      self.surplus = dynamic_sampling.Surplus(self.grader, self.config.rl.keep_surplus)
-      self.surplus.restore(state['surplus'])
+    for name, kept in self.kept.items():
+      kept.restore(state.get(name, []))
 
   def close(self) -> None:
     """Ends the worker processes of the grader."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpost.data import chat
-from jaxpost.types import Experience, Prompt, Rollout
+from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
   from jaxpost.data.examples import Example
@@ -97,13 +97,6 @@ class ExpertSampler:
     arrays = {name: x for name, x in vars(drawn).items() if isinstance(x, np.ndarray)}
     expert = np.arange(len(prompts) * group_size) % group_size == group_size - 1
     return drawn.replace(expert=expert, **{name: joined(x, vars(given)[name]) for name, x in arrays.items()})
-
-
-def own_samples(experience: Experience) -> Experience:
-  """Returns an experience whose mask and verdicts leave the answers of the data out, for metrics."""
-  expert = experience.rollout.expert
-  verdicts = np.where(expert, np.nan, experience.verdicts)
-  return dataclasses.replace(experience, mask=experience.mask * ~expert[:, None], verdicts=verdicts)
 
 
 def own_grades(graded: list[Graded]) -> list[Graded]:

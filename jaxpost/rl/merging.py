@@ -12,7 +12,7 @@ from jaxpost.types import Prompt, Rollout
 
 # Metrics of rounds that are added up; others are averaged.
 _COUNTS = ('tools/malformed', 'episodes/failed', 'episodes/killed', 'tokens_prefilled', 'tokens_cached', 'preempted')
-_OPTIONAL = ('mask', 'turn_rewards', 'experts', 'versions', 'top_ids', 'top_logprobs', 'allowed', 'expert')
+_OPTIONAL = ('mask', 'turn_rewards', 'experts', 'versions', 'top_ids', 'top_logprobs', 'allowed', 'expert', 'replayed')
 
 
 def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]], measured: Sequence[Rollout] = ()) -> Rollout:

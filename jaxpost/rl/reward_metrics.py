@@ -6,6 +6,7 @@ tokens.
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from collections.abc import Sequence
 
@@ -96,14 +97,15 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
     **rollout.figures,
   }
   if rollout.expert is not None:
-    from jaxpost.rl import demonstrations
-
     out['expert/reward'] = float(np.nanmean(experience.rewards[rollout.expert]))
-    experience = demonstrations.own_samples(experience)
+  own, given = experience, rollout.replayed if rollout.expert is None else rollout.expert
+  if given is not None:  # not sampled in this step
+    verdicts_ = np.where(given, np.nan, experience.verdicts)
+    own = dataclasses.replace(experience, mask=experience.mask * ~given[:, None], verdicts=verdicts_)
   if not rollout.from_data:
-    out |= surprisal_metrics(experience)
-    out |= correctness_metrics(experience, config.eval.pass_reward) if config.rewards_tuple() else {}
-  if config.rollout.staleness or config.rl.keep_surplus:
+    out |= surprisal_metrics(own)
+    out |= correctness_metrics(own, config.eval.pass_reward) if config.rewards_tuple() else {}
+  if config.rollout.staleness or config.rl.keep_surplus or config.rl.replay:
     updates_per_step = config.rl.epochs * config.rl.minibatches
     # Age in steps of the weights that sampled the trained tokens.
     age = experience.step - batching.token_versions(rollout)[experience.mask > 0] / updates_per_step
@@ -164,8 +166,9 @@ def sample_rows(
     }
     if result.error:
       row['error'] = result.error
-    if rollout.expert is not None and rollout.expert[n]:
-      row['expert'] = True  # of the data
+    for name in ('expert', 'replayed'):
+      if vars(rollout)[name] is not None and vars(rollout)[name][n]:
+        row[name] = True
     row |= _expected(group.columns, i) | _turns(group.completions[i])
     row |= {
       'components': {name: values[i] for name, values in result.components.items()},

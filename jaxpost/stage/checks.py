@@ -171,8 +171,9 @@ def check_reward_model(config: Config, algorithm: Algorithm) -> None:
   if algorithm.scalar_head and samples:
     raise InputError('config.eval.samples: a reward model writes no text; set it to 0 in the stage that trains one')
   if is_used(config, algorithm):
-    if config.rl.dynamic_sampling:
-      raise InputError('config.rl.dynamic_sampling: groups are chosen before a reward model scores them; set it to 0')
+    for name in ('dynamic_sampling', 'replay'):
+      if vars(config.rl)[name]:
+        raise InputError(f'config.rl.{name}: groups are chosen before a reward model scores them; set it to 0')
     if algorithm.greedy_baseline(config):
       raise InputError(
         f'config.reward: {NAME} does not grade the greedy answer that this '

@@ -131,17 +131,27 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
 
     stream.curriculum = curriculum.Curriculum(config.rl.curriculum, config.seed, config.eval.pass_reward, stream)
     observe = stream.curriculum.observe
+  grader, kept = make_grader(placed, observe), {}
+  if config.rl.dynamic_sampling:
+    from jaxpost.rl import dynamic_sampling
+
+    kept['surplus'] = dynamic_sampling.Surplus(grader, config.rl.keep_surplus)
+  if config.rl.replay:
+    from jaxpost.rl import replay
+
+    kept['replay'] = replay.Replay(grader, config.rl.replay, config.eval.pass_reward)
   return Controller(
     algorithm=algorithm,
     config=config,
     roles=roles,
     sampler=sampler,
-    grader=make_grader(placed, observe),
+    grader=grader,
     prompts=stream,
     timer=placed.timer,
     step_shape=RowShape(shape.rows, shape.row_length),
     update_shape=RowShape(shape.update_rows, shape.row_length),
     engine=None if config.train_on_rollouts else engine,  # recorded rollouts need no weights
+    kept=kept,
   )
 
 

@@ -204,6 +204,13 @@ class RlSection:
     lo=0,
     hi=1000,
   )
+  replay: int = option(
+    0,
+    'Steps for which a right sample of the policy is kept, to be the last one of a later group of wrong samples of its '
+    'prompt; 0: off.',
+    lo=0,
+    hi=10**6,
+  )
   curriculum: str = option(
     '',
     'Which prompts are drawn again: those that were not all right when last sampled (retire), or each with the '
@@ -215,7 +222,8 @@ class RlSection:
     ('auto',),
     'Corrections for the difference between sampler and policy: token_truncated, sequence_truncated, icepop, '
     'token_mask, sequence_mask, product_mask, token_k2, token_k3, sequence_k2, sequence_k3, opsm. '
-    "(): none; ('auto',): token_truncated if rollout.staleness or keep_surplus is set and old_policy is recomputed.",
+    "(): none; ('auto',): token_truncated if old_policy is recomputed and samples may be older (rollout.staleness, "
+    'keep_surplus, replay).',
     each=str,
     auto=(),
   )
