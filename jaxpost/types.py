@@ -120,6 +120,7 @@ class Prompt:
   tokens: np.ndarray = struct.field(pytree_node=False)  # [P] int32
   prompt: Any = struct.field(pytree_node=False)  # text or list of messages
   columns: dict = struct.field(pytree_node=False)  # the row's other columns
+  source: dict = struct.field(pytree_node=False, default_factory=dict)  # of `rl.mixture.parse`; {}: as the config says
 
 
 @struct.dataclass

@@ -46,6 +46,7 @@ OPTIONS = {
   'jaxpost.programs.reported': 'rollout.top_logprobs',
   'jaxpost.programs.loss_scale': 'model.dtype',
   'jaxpost.rl.curriculum': 'rl.curriculum',
+  'jaxpost.rl.mixture': 'rl.sources',
   'jaxpost.rl.demonstrations': 'distill.on_policy',
   'jaxpost.rl.dynamic_sampling': 'rl.dynamic_sampling',
   'jaxpost.rl.merging': 'rl.dynamic_sampling',

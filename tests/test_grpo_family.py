@@ -280,7 +280,7 @@ def test_combinations_that_would_mislead_are_refused(chosen, message):
 
 
 # Fields of the controller and of other algorithms have tests of their own.
-ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'correct_by', 'lam', 'length_alpha', 'curriculum'}
+ELSEWHERE = {'epochs', 'minibatches', 'dynamic_sampling', 'correct_by', 'lam', 'length_alpha', 'curriculum', 'sources'}
 ELSEWHERE |= {'turn_gamma', 'step_weight', 'sampling_mask', 'keep_surplus', 'replay', 'expert', 'expert_gamma'}
 
 

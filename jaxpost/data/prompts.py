@@ -16,6 +16,8 @@ from jaxpost.data import chat, loader
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
+  from collections.abc import Sequence
+
   import numpy as np
 
   from jaxpost.data.sources import Chain, Lazy, Rows
@@ -59,6 +61,7 @@ class PromptStream:
     shuffle: bool = True,
     system_prompt: str = '',
     tools: list[dict] | None = None,
+    sources: Sequence[dict] = (),
   ):
     """Sets the stream to its begin.
 
@@ -71,6 +74,7 @@ class PromptStream:
       shuffle: False keeps the prompts in file order.
       system_prompt: put before each chat as a system message.
       tools: JSON schemas that every prompt shows; then all are chats.
+      sources: `Prompt.source` of the prompts of each source of `rows`; (): {}.
     """
     if per_step < 1:
       raise InputError(f'per_step={per_step} must be at least 1')
@@ -78,6 +82,7 @@ class PromptStream:
     self._longest = max_prompt_length
     self._system_prompt = system_prompt
     self._tools = tools
+    self._sources = sources
     self.skipped = 0
     # Without streaming: the prompts of all rows that fit, by number.
     self._prompts, sizes = None, rows.sizes
@@ -85,6 +90,7 @@ class PromptStream:
       self._prompts, sizes = self._read_all()
     self._num_prompts = len(rows) if rows.streaming else len(self._prompts)
     self._order = loader.order(self._num_prompts, seed, shuffle, sizes, rows.weights)
+    self._stops = list(itertools.accumulate(sizes))
     self._per_step = per_step
     self._index = 0
     self.curriculum: Chooser | None = None  # asked before a row is drawn
@@ -182,7 +188,8 @@ class PromptStream:
     read = self._read(number) if self._prompts is None else self._prompts[number]
     if read is None or len(read.tokens) > self._longest:
       return None
-    return types.Prompt(index=index, **read._asdict())
+    source = self._sources[bisect.bisect_right(self._stops, number)] if self._sources else {}
+    return types.Prompt(index=index, source=source, **read._asdict())
 
   def row(self, index: int) -> int:
     """Returns the number of the row, among those that are kept, of a global index."""

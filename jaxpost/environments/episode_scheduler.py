@@ -214,11 +214,12 @@ class EpisodeScheduler:
   def request(self, e: Episode) -> Request:
     """Returns the request for a turn that continues all tokens of the episode."""
     ids = np.array([t.id for t in e.tokens], np.int32)
+    room = self.owner.limits.tokens - len(e.tokens)
     return Request(
       tokens=np.concatenate([e.context, ids]),
       prompt=e.prompt.index,
       sample=e.sample,
-      sampling={**self.sampling, 'max_tokens': self.owner.limits.tokens - len(e.tokens)},
+      sampling=e.prompt.source.get('sampling', {}) | self.sampling | {'max_tokens': room},
       tag=e.number,
     )
 

@@ -23,12 +23,14 @@ class Group:
     completions: what the policy generated.
     completion_ids: the tokens of each completion.
     columns: the other columns of the prompt's row, by name, each G times.
+    graded_by: names of the functions that grade it; None: all.
   """
 
   prompts: list[str | list[dict]]
   completions: list[str | list[dict]]
   completion_ids: list[list[int]]
   columns: dict[str, list]
+  graded_by: Sequence[str] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Graded:
     error: why the group is masked, or None.
     timed_out: True if a function exceeded its time limit.
     logged: (name, value) pairs that the functions passed to log_metric.
+    graded_by: as in `Group`.
   """
 
   rewards: list[float | None]
@@ -48,6 +51,7 @@ class Graded:
   error: str | None
   timed_out: bool = False
   logged: tuple[tuple[str, float], ...] = ()
+  graded_by: Sequence[str] | None = None
 
 
 def stats_of(graded: Sequence[Graded]) -> dict[str, float]:

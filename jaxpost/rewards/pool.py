@@ -96,16 +96,18 @@ class RewardPool:
     self._workers, self._threads, self._ready = [], [], []
     self._closed = False
 
-  def check_rows(self, rows: Any) -> None:
+  def check_rows(self, rows: Any, names: Sequence[str] | None = None) -> None:
     """Like `check`; also refuses a row that no function can grade, as the columns that built-in ones need are null.
 
     Args:
       rows: `data.sources.Rows`; of rows that are read lazily, the columns of the first are checked.
+      names: of the functions that grade them; None: all.
     """
-    self.check(list(next(rows[i] for i in range(len(rows)) if rows[i])))
-    own = [spec.startswith(builtin.PACKAGE) for _, spec in self._remote]
-    needs = [needs for _, _, needs in self._needs]
-    if self._local or not all(own) or not all(needs) or rows.streaming:
+    self.check(list(next(rows[i] for i in range(len(rows)) if rows[i])), names)
+    asked = [name for name in self.names if names is None or name in names]
+    own = [spec.startswith(builtin.PACKAGE) for name, spec in self._remote if name in asked]
+    needs = [needs for name, _, needs in self._needs if name in asked]
+    if any(reward.name in asked for reward in self._local) or not all(own) or not all(needs) or rows.streaming:
       return  # a user's function may know what null means
     for i in range(len(rows)):
       filled = [name for name, value in rows[i].items() if value is not None]
@@ -113,15 +115,16 @@ class RewardPool:
       if all(missing):
         column = missing[0][0].replace('|', ' or ')
         raise InputError(
-          f'{rows.where(i)}: {column}: is absent or null, and reward {self.names[0]} needs it; give it, or drop the row'
+          f'{rows.where(i)}: {column}: is absent or null, and reward {asked[0]} needs it; give it, or drop the row'
         )
 
-  def check(self, columns: Iterable[str] | None = None) -> None:
+  def check(self, columns: Iterable[str] | None = None, names: Sequence[str] | None = None) -> None:
     """Starts the workers and imports every function; InputError if that fails.
 
     Args:
       columns: names of the data's columns, to check that each function gets the arguments it needs; None skips that
         check until the first call.
+      names: of the functions to check so; None: all.
     """
     self._start()
     needs = [(r.name, r.file, r.needs) for r in self._local]
@@ -134,6 +137,8 @@ class RewardPool:
       return
     given = (*call.GIVEN, *columns)
     for name, file, arguments in needs:
+      if names is not None and name not in names:
+        continue
       for missing in call.missing_of(arguments, given):
         raise InputError(f'reward {name} ({file}): {call.missing_column(missing, given)}')
 
@@ -149,7 +154,7 @@ class RewardPool:
     futures = []
     for line, group in zip(lines, groups):
       future = concurrent.futures.Future()
-      self._jobs.put((future, line, len(group.completions)))
+      self._jobs.put((future, line, group))
       futures.append(future)
     return futures
 
@@ -219,25 +224,28 @@ class RewardPool:
     """Runs in a thread: serves one worker, one job at a time."""
     _settle(ready, worker.start if worker else list)
     while (job := self._jobs.get()) is not None:
-      future, line, size = job
-      _settle(future, self._grade_line, worker, line, size)
+      future, line, group = job
+      _settle(future, self._grade_line, worker, line, group)
     if worker:
       worker.finish()
 
-  def _grade_line(self, worker: process.Worker | None, line: str, size: int) -> Graded:
+  def _grade_line(self, worker: process.Worker | None, line: str, group: Group) -> Graded:
     """Grades one group: first with the worker's functions, then with those of this process."""
-    logged = []
-    reply = self._ask(worker, line, logged) if worker else _Reply({})
+    logged, size, names = [], len(group.completions), group.graded_by
+    asked = [name for name, _ in self._remote if names is None or name in names]
+    reply = self._ask(worker, line, logged, asked) if asked else _Reply({})
     if reply.error is None:
-      reply = self._call_local(reply.values, line, logged)
+      reply = self._call_local(reply.values, line, logged, names)
     components = {name: reply.values.get(name, [None] * size) for name in self.names}
     if reply.error is not None:
-      return Graded([None] * size, components, reply.error, reply.timed_out)
-    return Graded(self._sums(components, size), components, None, logged=tuple(logged))
+      return Graded([None] * size, components, reply.error, reply.timed_out, graded_by=names)
+    return Graded(self._sums(components, size), components, None, logged=tuple(logged), graded_by=names)
 
-  def _call_local(self, values: dict[str, list], line: str, logged: list) -> _Reply:
+  def _call_local(self, values: dict[str, list], line: str, logged: list, names: Sequence[str] | None) -> _Reply:
     """Calls the functions of this process on a group, after a worker has returned `values`."""
     for reward in self._local:
+      if names is not None and reward.name not in names:
+        continue
       try:
         with self._local_lock:
           group = json.loads(line)
@@ -246,14 +254,14 @@ class RewardPool:
         return _Reply(values, f'reward {reward.name}: {error}')
     return _Reply(values)
 
-  def _ask(self, worker: process.Worker, line: str, logged: list, retry: bool = True) -> _Reply:
+  def _ask(self, worker: process.Worker, line: str, logged: list, names: Sequence[str], retry: bool = True) -> _Reply:
     """Has a worker grade one group; retries once if the worker was dead before the group reached it."""
     worker.start()
     worker.send(line)
     values = {}
     started = False
     try:
-      for name, _ in self._remote:
+      for name in names:
         worker.receive(self._timeout_s + _TAKE_S)  # {'start': name}
         started = True
         reply = worker.receive(self._timeout_s)
@@ -273,7 +281,7 @@ class RewardPool:
       if count:
         _LOG.info('rewards printed %d bytes: %s', count, printed[-_SHOWN:])
     if retry and not started:  # This group is not the cause.
-      return self._ask(worker, line, logged, retry=False)
+      return self._ask(worker, line, logged, names, retry=False)
     return _Reply(values, f'reward {name}: {text}', timed_out)
 
   def _sums(self, components: dict[str, list[float | None]], size: int) -> list[float | None]:
@@ -323,7 +331,7 @@ def _request(group: Group, step: int | None) -> str:
     if len(values) != len(group.completions):
       raise ValueError(f'{name} has {len(values)} entries for {len(group.completions)} completions')
   try:
-    return json.dumps({'step': step, 'arguments': fields})
+    return json.dumps({'step': step, 'graded_by': group.graded_by, 'arguments': fields})
   except (TypeError, ValueError):
     for name, values in fields.items():
       _check_json(name, values)

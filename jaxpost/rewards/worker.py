@@ -6,10 +6,11 @@ It exchanges JSON objects with the pool, one per line, on stdin and stdout:
         'timeout_s', 'start_timeout_s'}                          once
   out  {'start': ''}, then {'ready': [{'file', 'needs'}, ...]} or
        {'bad': text}
-  in   {'step', 'arguments': {'prompts', 'completions',
+  in   {'step', 'graded_by': [name, ...] or null for all,
+        'arguments': {'prompts', 'completions',
         'completion_ids', column...}}                            per group
   out  {'start': name}, then {'values': [...], 'logged': [[name, value], ...]}
-       or {'error': text}; for each function, until the first error
+       or {'error': text}; for each of these functions, until the first error
 """
 
 from __future__ import annotations
@@ -126,7 +127,10 @@ def _end_copies() -> None:
 
 def _grade(rewards: list[call.Reward], line: bytes, reply: Callable[[dict], None], timeout_s: float) -> None:
   """Calls each function on one group and replies; stops after the first error."""
+  names = json.loads(line)['graded_by']
   for reward in rewards:
+    if names is not None and reward.name not in names:
+      continue
     reply({'start': reward.name})
     # Prints the stack shortly before the pool kills a function that hangs; a C thread does it, even if the GIL is held.
     faulthandler.dump_traceback_later(0.9 * timeout_s, file=2)

@@ -40,14 +40,14 @@ class Grader:
     pool: the workers; None where a run has no reward function.
     model_weight: weight of the reward model in the sum of rewards.
     correct_by: name of the reward that decides what is correct; '': the sum.
-    observe: called with each rollout and its grades, by a curriculum.
+    observers: called with each rollout and its grades: of a curriculum, of sources.
   """
 
   pool: RewardPool | None
   tokenizer: Tokenizer
   model_weight: float = 1.0
   correct_by: str = ''
-  observe: Callable[[PendingRollout, GradedRollout], None] | None = None
+  observers: Sequence[Callable[[PendingRollout, GradedRollout], None]] = ()
 
   def submit(self, rollout: Rollout, greedy: Rollout | None = None, info: dict | None = None) -> PendingRollout:
     """Starts grading and returns at once.
@@ -215,8 +215,8 @@ class PendingRollout:
       stats=stats_of(sampled + greedy) if self.grader.pool else {},
       tokenizer=self.grader.tokenizer,
     )
-    if self.grader.observe:
-      self.grader.observe(self, graded)
+    for observe in self.grader.observers:
+      observe(self, graded)
     return graded
 
   def _selection(self) -> list[tuple[Round, Sequence[int]]]:
@@ -308,5 +308,5 @@ def to_groups(rollout: Rollout, tokenizer: Tokenizer, indices: Sequence[int] | N
     elif not isinstance(prompt.prompt, str):
       texts = [[{'role': 'assistant', 'content': text}] for text in texts]
     columns = {name: [value] * size for name, value in prompt.columns.items()}
-    groups.append(Group([prompt.prompt] * size, texts, ids, columns))
+    groups.append(Group([prompt.prompt] * size, texts, ids, columns, prompt.source.get('rewards')))
   return groups

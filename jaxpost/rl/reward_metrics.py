@@ -36,6 +36,10 @@ def verdicts(graded: Sequence[Graded], rewards: np.ndarray, name: str) -> np.nda
     name: of the reward that decides; '' is the sum, which also stands in where nothing was graded.
   """
   values = reward_table(graded, name) if name and graded[0].components else rewards
+  other = [
+    g.graded_by is not None and name in g.components and all(v is None for v in g.components[name]) for g in graded
+  ]
+  values = np.where(np.array(other)[:, None], rewards, values)  # of sources that this reward does not grade
   return np.where(np.isfinite(rewards), values, np.nan)
 
 

@@ -356,7 +356,7 @@ class NativeEngine:
       return ()
 
     requests = [
-      Request(p.tokens, p.index, i, sampling or {}, n * group_size + i)
+      Request(p.tokens, p.index, i, p.source.get('sampling', {}) | (sampling or {}), n * group_size + i)
       for n, p in enumerate(prompts)
       for i in range(group_size)
     ]

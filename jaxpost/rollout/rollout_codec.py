@@ -46,9 +46,15 @@ def decode(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
 
 def prompts_to_json(rollout: Rollout) -> list[dict]:
   """The prompts of a rollout as JSON values."""
-  return [dict(index=p.index, tokens=p.tokens.tolist(), prompt=p.prompt, columns=p.columns) for p in rollout.prompts]
+  return [
+    dict(index=p.index, tokens=p.tokens.tolist(), prompt=p.prompt, columns=p.columns, source=p.source)
+    for p in rollout.prompts
+  ]
 
 
 def prompts_from_json(prompts: list[dict]) -> tuple[Prompt, ...]:
   """Prompts from what `prompts_to_json` returned."""
-  return tuple(Prompt(p['index'], np.asarray(p['tokens'], np.int32), p['prompt'], p['columns']) for p in prompts)
+  return tuple(
+    Prompt(p['index'], np.asarray(p['tokens'], np.int32), p['prompt'], p['columns'], p.get('source', {}))
+    for p in prompts
+  )

@@ -6,7 +6,7 @@ Imported only by stages that sample.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -97,13 +97,13 @@ def make_sampler(placed: PlacedStage, engine: NativeEngine, purpose: int) -> Sam
   return Sampler(engine, key)
 
 
-def make_grader(placed: PlacedStage, observe: Callable | None = None) -> grading.Grader:
-  """Makes the grader of rollouts on the stage's worker processes; `observe` as in `Grader`."""
+def make_grader(placed: PlacedStage, observers: Sequence[Callable] = ()) -> grading.Grader:
+  """Makes the grader of rollouts on the stage's worker processes; `observers` as in `Grader`."""
   config = placed.config
   correct_by = reward_model.correct_by(config, reward_model.NAME in placed.inputs.sources)
   weights = dict(zip(config.rewards_tuple(), config.reward_weights))
   model_weight = weights.get(reward_model.NAME, 1.0)
-  return grading.Grader(placed.workers.rewards, placed.inputs.tokenizer, model_weight, correct_by, observe)
+  return grading.Grader(placed.workers.rewards, placed.inputs.tokenizer, model_weight, correct_by, observers)
 
 
 def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) -> Controller:
@@ -125,13 +125,17 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
     from jaxpost.rl import demonstrations
 
     sampler = demonstrations.ExpertSampler(sampler, tokenizer, config.rollout.max_new_tokens)
-  shape, stream, observe = placed.shape, placed.data.stream, None
+  shape, stream, observers = placed.shape, placed.data.stream, []
   if config.rl.curriculum:
     from jaxpost.rl import curriculum
 
     stream.curriculum = curriculum.Curriculum(config.rl.curriculum, config.seed, config.eval.pass_reward, stream)
-    observe = stream.curriculum.observe
-  grader, kept = make_grader(placed, observe), {}
+    observers.append(stream.curriculum.observe)
+  if config.rl.sources:
+    from jaxpost.rl import mixture
+
+    observers.append(mixture.observe)
+  grader, kept = make_grader(placed, observers), {}
   if config.rl.dynamic_sampling:
     from jaxpost.rl import dynamic_sampling
 

@@ -118,7 +118,13 @@ def prompt_stream(
   """
   from jaxpost.data.prompts import PromptStream
 
-  rollout = inputs.config.rollout
+  rollout, sources = inputs.config.rollout, ()
+  if inputs.config.rl.sources:
+    from jaxpost.rewards import builtin
+    from jaxpost.rl import mixture
+
+    functions = [spec for spec in inputs.config.rewards_tuple() if spec != NAME]
+    sources = mixture.parse(inputs.config, builtin.short_names(functions), rows, held_out=not shuffle)
   return PromptStream(
     rows,
     inputs.tokenizer,
@@ -128,6 +134,7 @@ def prompt_stream(
     shuffle=shuffle,
     system_prompt=inputs.config.data.system_prompt,
     tools=tools,
+    sources=sources,
   )
 
 
@@ -162,6 +169,11 @@ def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
   )
   with contextlib.ExitStack() as undo:
     undo.callback(pool.close)
-    pool.check_rows(rows)
+    if config.rl.sources:
+      from jaxpost.rl import mixture
+
+      mixture.check_rows(pool, rows, mixture.parse(config, pool.names, rows))
+    else:
+      pool.check_rows(rows)
     undo.pop_all()
   return pool

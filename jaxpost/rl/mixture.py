@@ -1,0 +1,183 @@
+"""Sources of prompts in one run, each with its own rewards and sampling settings (`config.rl.sources`).
+
+`parse` reads the field before a device is used; each `Prompt` then carries what it says of its
+source, so that resuming a run, sampling ahead and dynamic sampling need no further state.
+
+Legend: N sequences, G samples a prompt.
+"""
+
+from __future__ import annotations
+
+import collections
+import collections.abc
+import difflib
+import itertools
+import typing
+import urllib.parse
+
+import numpy as np
+
+from jaxpost.errors import InputError, refuse
+
+if typing.TYPE_CHECKING:
+  from collections.abc import Sequence
+
+  from jaxpost.data.sources import Chain, Rows
+  from jaxpost.rewards.pool import RewardPool
+  from jaxpost.rl.grading import GradedRollout, PendingRollout
+
+_KEY = 'config.rl.sources'
+# Option -> (field of `programs.sampling.Sampling`, type, lowest value, highest value).
+_SAMPLING = {
+  'max_new_tokens': ('max_tokens', int, 1, 2**31 - 1),
+  'min_new_tokens': ('min_tokens', int, 0, 2**31 - 1),
+  'top_k': ('top_k', int, 0, 2**31 - 1),
+  'top_p': ('top_p', float, 0, 1),
+  'min_p': ('min_p', float, 0, 1),
+}
+_OPTIONS = ('rewards', *_SAMPLING)
+
+
+def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out: bool = True) -> tuple[dict, ...]:
+  """Returns `Prompt.source` of each entry of `config.rl.sources`.
+
+  Each is {'name': str, 'rewards': list of functions, 'sampling': {field of `Sampling`: value}}. An entry is
+  'NAME?option=value&option=value'; the options are `rewards`, names joined by '+', and the fields
+  of `config.rollout` in `_SAMPLING`.
+
+  Args:
+    config: of the stage, resolved.
+    names: of the reward functions, see `RewardPool.names`.
+    rows: of as many sources, or of one.
+    held_out: those of one source may be for evaluation; all functions grade them, and () is returned.
+
+  Raises:
+    InputError: an entry is wrong, or does not go with another field.
+  """
+  found = []
+  for entry in config.rl.sources:
+    name, _, query = entry.partition('?')
+    refuse(not name.isidentifier(), f'{_KEY}: {entry!r} must be NAME?option=value&..., NAME of letters, digits and _')
+    refuse(name in [source['name'] for source in found], f'{_KEY}: {name} is given twice')
+    options = {}
+    for item in filter(None, query.split('&')):
+      key, equals, value = item.partition('=')
+      near = difflib.get_close_matches(key, _OPTIONS, 1)
+      hint = f'did you mean {near[0]!r}?' if near else f'there are {", ".join(_OPTIONS)}'
+      if key == 'temperature':
+        hint = 'all log-probs of a run have one temperature, config.rollout.temperature'
+      refuse(key not in _OPTIONS, f'{_KEY}: {name}: no option {key!r}; {hint}')
+      refuse(not equals or key in options, f'{_KEY}: {name}: {item!r} must be option=value, given once')
+      options[key] = urllib.parse.unquote(value)
+    found.append({'name': name, 'rewards': _rewards(name, options, names), 'sampling': _sampling(name, options)})
+    _check(found[-1], config)
+  count = len(rows.sizes)
+  if held_out and count == 1 < len(found):
+    return ()
+  refuse(
+    count != len(found), f'{_KEY}: has {len(found)} entries for {count} sources of {rows.name}; give one each, or ()'
+  )
+  return tuple(found)
+
+
+def _rewards(name: str, options: dict[str, str], names: Sequence[str]) -> list[str]:
+  chosen = options['rewards'].split('+') if 'rewards' in options else list(names)
+  for reward in chosen:
+    refuse(
+      reward not in names,
+      f'{_KEY}: {name}: there is no reward {reward!r}; config.reward has {", ".join(names) or "no function"}',
+    )
+  return chosen
+
+
+def _sampling(name: str, options: dict[str, str]) -> dict[str, int | float]:
+  sampling = {}
+  for option, (field, kind, low, high) in _SAMPLING.items():
+    if option not in options:
+      continue
+    try:
+      value = kind(options[option])
+    except ValueError:
+      raise InputError(f'{_KEY}: {name}: {option}={options[option]!r} is no {kind.__name__}') from None
+    refuse(not low <= value <= high, f'{_KEY}: {name}: {option}={value} is not from {low} to {high}')
+    sampling[field] = value
+  return sampling
+
+
+def _check(source: dict, config: typing.Any) -> None:
+  """Raises InputError where sampling settings do not go with other fields."""
+  what, sampling, rollout = f'{_KEY}: {source["name"]}', source['sampling'], config.rollout
+  most = sampling.get('max_tokens', rollout.max_new_tokens)
+  least = sampling.get('min_tokens', rollout.min_new_tokens)
+  refuse(
+    most > rollout.max_new_tokens,
+    f'{what}: max_new_tokens={most} is more than config.rollout.max_new_tokens={rollout.max_new_tokens}, which is the '
+    'room of all sequences; raise that one',
+  )
+  refuse(least > most, f'{what}: min_new_tokens={least} is more than max_new_tokens={most}')
+  refuse(
+    'max_tokens' in sampling and bool(config.environment),
+    f'{what}: max_new_tokens is of single answers; episodes of config.environment end at config.rollout.max_new_tokens',
+  )
+  refuse(
+    'top_k' in sampling and config.rl.sampling_mask,
+    f'{what}: config.rl.sampling_mask keeps config.rollout.top_k tokens everywhere; leave one of them out',
+  )
+  refuse(
+    bool(config.train_on_rollouts),
+    f'{_KEY}: the prompts of config.train_on_rollouts keep the sources of their run; leave one of them out',
+  )
+
+
+def check_rows(pool: RewardPool, rows: Rows | Chain, sources: Sequence[dict]) -> None:
+  """Raises InputError where a source lacks a column that one of its functions needs; () asks all functions."""
+  if not sources:
+    pool.check_rows(rows)
+  for source, start, stop in zip(sources, *_spans(rows.sizes)):
+    pool.check_rows(_Part(rows, start, stop), source['rewards'])
+
+
+def _spans(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+  """Returns the number of the first row of each source, and of the first row after it."""
+  stops = list(itertools.accumulate(sizes))
+  return [0, *stops[:-1]], stops
+
+
+class _Part(collections.abc.Sequence):
+  """The rows of one source of several."""
+
+  def __init__(self, rows: Rows | Chain, start: int, stop: int):
+    self.streaming, self._rows, self._span = rows.streaming, rows, range(start, stop)
+
+  def __len__(self) -> int:
+    return len(self._span)
+
+  def __getitem__(self, i: int) -> dict | None:
+    return self._rows[self._span[i]]
+
+  def where(self, i: int) -> str:
+    """Returns the place of a row."""
+    return self._rows.where(self._span[i])
+
+
+def observe(pending: PendingRollout, graded: GradedRollout) -> None:
+  """Adds `sources/NAME/*` to the metrics of a graded rollout: of the groups that are trained on."""
+  groups = collections.defaultdict(list)
+  for n, prompt in enumerate(graded.rollout.prompts):
+    groups[prompt.source['name']].append(n)
+  shape = graded.verdicts.shape
+  tables = [x.reshape(shape) for x in (graded.rewards, graded.rollout.lengths, graded.rollout.finished)]
+  for name, members in sorted(groups.items()):
+    rewards, lengths, finished = (table[members] for table in tables)
+    out = {
+      'groups': len(members),
+      'mean_length': float(lengths.mean()),
+      'clipped_ratio': float(1 - finished.mean()),
+      'masked_samples': int((~np.isfinite(rewards)).sum()),
+    }
+    if np.isfinite(rewards).any():
+      out['reward'] = float(np.nanmean(rewards))
+    whole = rewards[np.isfinite(rewards).all(axis=1)]
+    if len(whole) and shape[1] > 1:
+      out['frac_reward_zero_std'] = float((whole == whole[:, :1]).all(axis=1).mean())
+    pending.info |= {f'sources/{name}/{key}': value for key, value in out.items()}
