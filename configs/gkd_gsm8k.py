@@ -5,7 +5,7 @@ python -m launch.train --config=configs/gkd_gsm8k.py --workdir=runs/gkd_gsm8k
 Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. Half
 of the steps train on samples, half on the worked answers. The metric is pass@1
 of the greedy answers to test questions (split `eval`); the reward is only
-logged. `:model=NAME` and `:teacher=NAME` take a name below, a hub id or a
+logged. No published figure is known for this recipe. `:model=NAME` and `:teacher=NAME` take a name below, a hub id or a
 folder. To use custom data, set --config.data.path=FILE with question and answer,
 or prompt and completion.
 `:runlocal` fine-tunes a tiny random model, then distills it from itself, without network.

@@ -2,11 +2,11 @@
 
 python -m launch.train --config=configs/kto.py --workdir=runs/kto
 
-Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
-metrics are rewards/margins and rewards/accuracies on held-out answers (split
-`eval`). `:loss=apo_zero_unpaired` leaves the KL of mismatched answers out.
-`:model=NAME` takes a name below, a hub id or a folder; data of your own:
---config.data.path=FILE with prompt, completion and label (true or false).
+Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The metrics are
+rewards/margins and rewards/accuracies on held-out answers (split `eval`). No published figure is
+known for this recipe. `:loss=apo_zero_unpaired` leaves the KL of mismatched answers out.
+`:model=NAME` takes a name below, a hub id or a folder; data of your own: --config.data.path=FILE
+with prompt, completion and label (true or false).
 `:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 

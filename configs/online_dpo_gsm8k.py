@@ -2,12 +2,11 @@
 
 python -m launch.train --config=configs/online_dpo_gsm8k.py --workdir=runs/odpo
 
-Each step samples 8 answers to each of 64 questions; a question whose answers are
-all right or all wrong has no pair (`groups_without_pair`). Meant for one accelerator of
-80 GB; time and accuracy have not been measured yet. The metric is pass@1 of the greedy
-answers to test questions (split `eval`). `:model=NAME` takes a name below, a
-hub id or a folder; data of your own: --config.data.path=FILE with question and
-answer, or prompt and answer.
+Each step samples 8 answers to each of 64 questions; a question whose answers are all right or all
+wrong has no pair (`groups_without_pair`). Meant for one accelerator of 80 GB; time and accuracy
+have not been measured yet. The metric is pass@1 of the greedy answers to test questions (split
+`eval`). No published figure is known for this recipe. `:model=NAME` takes a name below, a hub id or
+a folder; data of your own: --config.data.path=FILE with question and answer, or prompt and answer.
 `:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 

@@ -3,12 +3,12 @@
 python -m launch.train --config=configs/pretrain_text.py --workdir=runs/text \
   --config.data.path=TRAIN --config.eval.data.path=HELD_OUT
 
-Meant for one accelerator of 80 GB; time and loss have not been measured yet. The
-metric is the loss of held-out text, nats a token (split `eval`). TRAIN is a
-.txt file (documents between <|endoftext|> or blank lines), or rows with `text`
-in any format; the default is stories. `:preset=` names a shape of
-models/presets.py, `:tokenizer=` a folder, a hub id or 'bytes', with at most as
-many tokens as the shape. `:runlocal` needs no network: seconds on 2 CPU cores.
+Meant for one accelerator of 80 GB; time and loss have not been measured yet. The metric is the loss
+of held-out text, nats a token (split `eval`). No published figure is known for this recipe. TRAIN
+is a .txt file (documents between <|endoftext|> or blank lines), or rows with `text` in any format;
+the default is stories. `:preset=` names a shape of models/presets.py, `:tokenizer=` a folder, a hub
+id or 'bytes', with at most as many tokens as the shape. `:runlocal` needs no network: seconds on 2
+CPU cores.
 """
 
 import ml_collections

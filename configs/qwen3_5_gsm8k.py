@@ -4,7 +4,8 @@ python -m launch.train --config=configs/qwen3_5_gsm8k.py --workdir=runs/qwen3_5
 
 SFT learns the worked answers; GRPO, from the model after it, is rewarded for the right '#### 42'.
 Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The metric is
-pass@1 of the greedy answers to test questions (split `eval`).
+pass@1 of the greedy answers to test questions (split `eval`). No published figure is known for this recipe;
+docs/defaults.md has one for GRPO alone.
 `:model=NAME` is a hub id or a folder, with towers that are not trained (model.text_only); of a text
 model in a folder of its own, too: --config.model.text_only=False.
 `:runlocal` uses a random model and generated data, without network: some minutes on 2 CPU cores.

@@ -2,12 +2,11 @@
 
 python -m launch.train --config=configs/reward_model_hh.py --workdir=runs/rm_hh
 
-The result, runs/rm_hh/export, loads as AutoModelForSequenceClassification and
-grades RL as --config.reward=reward_model
---config.reward_model.path=runs/rm_hh/export. Meant for one accelerator of 80
-GB; time and accuracy have not been measured yet. The metric is rewards/accuracies on
-held-out pairs (split `eval`). `:model=NAME` takes a name below, a hub id or a
-folder; data of your own: --config.data.path=FILE with prompt, chosen, rejected
+The result, runs/rm_hh/export, loads as AutoModelForSequenceClassification and grades RL as
+--config.reward=reward_model --config.reward_model.path=runs/rm_hh/export. Meant for one accelerator
+of 80 GB; time and accuracy have not been measured yet. The metric is rewards/accuracies on held-out
+pairs (split `eval`). No published figure is known for this recipe. `:model=NAME` takes a name
+below, a hub id or a folder; data of your own: --config.data.path=FILE with prompt, chosen, rejected
 and, if you like, margin.
 `:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """

@@ -2,12 +2,11 @@
 
 python -m launch.train --config=configs/rft_gsm8k.py --workdir=runs/rft_gsm8k
 
-Each step samples 8 answers to each of 64 questions and trains on one right answer
-per question; `rft/kept` counts the questions that have one. Meant for one accelerator of 80
-GB; time and accuracy have not been measured yet. The metric is pass@1 of the greedy
-answers to test questions (split `eval`). `:model=NAME` takes a name below, a
-hub id or a folder; data of your own: --config.data.path=FILE with question and
-answer, or prompt and answer.
+Each step samples 8 answers to each of 64 questions and trains on one right answer per question;
+`rft/kept` counts the questions that have one. Meant for one accelerator of 80 GB; time and accuracy
+have not been measured yet. The metric is pass@1 of the greedy answers to test questions (split
+`eval`). No published figure is known for this recipe. `:model=NAME` takes a name below, a hub id or
+a folder; data of your own: --config.data.path=FILE with question and answer, or prompt and answer.
 `:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 

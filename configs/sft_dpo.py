@@ -5,7 +5,7 @@ python -m launch.train --config=configs/sft_dpo.py --workdir=runs/sft_dpo
 On UltraFeedback, as Zephyr (arXiv:2310.16944). DPO starts from the SFT
 model, which is also its reference; the reference log-probs are cached on disk. Meant for one
 accelerator of 80 GB; time and quality have not been measured yet. The metric is
-rewards/accuracies of stage `dpo` on held-out pairs (split `eval`).
+rewards/accuracies of stage `dpo` on held-out pairs (split `eval`). No published figure is known for this recipe.
 `:model=NAME` is a hub id or a folder.
 `:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """

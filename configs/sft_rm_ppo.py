@@ -7,6 +7,7 @@ on the chosen answers, `judge` trains a reward model from those weights on the p
 and `ppo` trains the SFT model against that reward model. Meant for one accelerator of 80 GB; time
 and accuracy: not measured yet. The metrics are rewards/accuracies of stage
 `judge` and rewards/reward_model/mean of stage `ppo`, both on held-out prompts.
+No published figure is known for this recipe.
 `:model=NAME` is a hub id or a folder.
 `:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """

@@ -3,11 +3,11 @@
 python -m launch.train --config=configs/sft_text.py --workdir=runs/sft_text \
   --config.data.path=TRAIN --config.eval.data.path=HELD_OUT
 
-Meant for one accelerator of 80 GB; time and loss have not been measured yet. The
-metric is the loss of held-out text, nats a token (split `eval`). TRAIN is a
-.txt file (documents between <|endoftext|> or blank lines), or rows with
-`text` in any format; the default is stories. `:model=` takes a hub id or a
-folder, `:runlocal` is a random model, no network: a minute on 2 CPU cores.
+Meant for one accelerator of 80 GB; time and loss have not been measured yet. The metric is the loss
+of held-out text, nats a token (split `eval`). No published figure is known for this recipe. TRAIN
+is a .txt file (documents between <|endoftext|> or blank lines), or rows with `text` in any format;
+the default is stories. `:model=` takes a hub id or a folder, `:runlocal` is a random model, no
+network: a minute on 2 CPU cores.
 """
 
 import ml_collections
