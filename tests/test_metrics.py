@@ -199,13 +199,13 @@ def test_pipe_gets_plain_lines(tmp_path):
           'other': 3.0,
         },
       )
-    writer.write(25, 'eval', {'pass@1': 0.75, '[red]odd': 2.0})
+    writer.write(25, 'eval', {'completions/clipped_ratio': 0.5, 'pass@1': 0.75, '[red]odd': 2.0})
   lines = out.getvalue().splitlines()
   assert '\x1b' not in out.getvalue() and '\r' not in out.getvalue()
   assert lines[0] == ('grpo 1/25  loss 0.5  reward 0.25  kl 1e-05  len 31  tok/s 12.35k')
   assert re.fullmatch(r'grpo 11/25 .* left \d:\d\d:\d\d', lines[1])
   assert [s.split('/')[0] for s in lines[:4]] == ['grpo 1', 'grpo 11', 'grpo 21', 'grpo 25']
-  assert lines[4:] == ['grpo 25 eval  pass@1 0.75  [red]odd 2']
+  assert lines[4:] == ['grpo 25 eval  pass@1 0.75  Cut completions 0.5  [red]odd 2']
 
 
 def test_terminal_gets_a_bar_that_closes_on_errors(tmp_path):

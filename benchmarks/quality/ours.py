@@ -1,12 +1,14 @@
-"""Trains with jaxpost: `python -m benchmarks.quality.ours FOLDER prepare|sft|dpo|grpo [SEED]`.
+"""Trains with jaxpost: `python -m benchmarks.quality.ours FOLDER prepare|sft|sft_longer|dpo|grpo [SEED]`.
 
 `prepare` writes into FOLDER a model with random weights, `random`, as a Hugging Face folder, and the data as
-jsonl. DPO and GRPO start from what SFT made with seed 0. A method writes FOLDER/jaxpost/METHOD/SEED, the trained
-model as such a folder; the rivals beside it read the same.
+jsonl, for each seed in an order of its own that all libraries keep. settings.json names the model from which each
+method starts. A method writes FOLDER/jaxpost/METHOD/SEED: `export`, the trained model as such a folder, and
+`log.jsonl`, a line for each step; the rivals beside it read and write the same.
 """
 
 import json
 import pathlib
+import random
 import shutil
 import sys
 from typing import Any
@@ -18,8 +20,7 @@ import jaxpost
 from jaxpost.data import generated
 
 SETTINGS = json.loads(pathlib.Path(__file__).with_name('settings.json').read_text())
-# Data -> (kind of rows, share that is right); those of SFT and the held-out ones are all right.
-KINDS = {'sft': ('arithmetic', 1.0), 'grpo': ('arithmetic', 1.0), 'dpo': ('arithmetic_pairs', 1.0)}
+KINDS = {'sft': 'arithmetic', 'sft_longer': 'arithmetic', 'grpo': 'arithmetic', 'dpo': 'arithmetic_pairs'}
 
 
 def config(**blocks: Any) -> dict:
@@ -28,26 +29,32 @@ def config(**blocks: Any) -> dict:
   made.update(
     optim=dict(b2=SETTINGS['b2'], schedule='constant', warmup_steps=0, weight_decay=0.0),
     model=dict(dtype='float32'),
-    log=dict(tensorboard=False),
+    log=dict(tensorboard=False, every=1),
   )
   made.update(blocks)
   return made.to_dict()
 
 
 def train(folder: pathlib.Path, made: dict) -> None:
-  """Trains, and keeps the export alone."""
+  """Trains, and keeps the export and the metrics alone."""
   jaxpost.run(made, folder / 'run', console=rich.console.Console(quiet=True))
   shutil.copytree(folder / 'run' / 'export', folder / 'export')
+  shutil.copy(folder / 'run' / 'metrics.jsonl', folder / 'log.jsonl')
   shutil.rmtree(folder / 'run')
 
 
 def prepare(folder: pathlib.Path) -> None:
   """Writes the starts and the data."""
-  for name, (kind, right) in KINDS.items():
-    for split, size in (('train', SETTINGS[name]['size']), ('test', SETTINGS['held_out'])):
-      options = f'{SETTINGS["sums"]},split={split},size={size}'
-      rows = generated.rows(kind, f'{options},correct={right}')
-      (folder / f'{name}_{split}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  for name, kind in KINDS.items():
+    made = {
+      split: list(generated.rows(kind, f'{SETTINGS["sums"]},split={split},size={size},correct=1.0'))
+      for split, size in (('train', SETTINGS['size']), ('test', SETTINGS['held_out']))
+    }
+    files = {'test': made['test']}
+    for seed in range(SETTINGS['seeds']):
+      files[str(seed)] = random.Random(seed).choices(made['train'], k=SETTINGS[name]['steps'] * SETTINGS[name]['batch'])
+    for file, rows in files.items():
+      (folder / f'{name}_{file}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
   data = f'generated:arithmetic:{SETTINGS["sums"]},size=64'
   made = config(model=dict(preset='tiny'), data=dict(path=data), train=dict(steps=1, batch_size=1, row_length=256))
   made['optim'].update(lr=1e-12)
@@ -58,16 +65,16 @@ def method(folder: pathlib.Path, name: str, seed: int) -> None:
   """Trains a method from its start."""
   given = SETTINGS[name]
   made = config(
-    algorithm=name,
+    algorithm=name.removesuffix('_longer'),
     seed=seed,
     model=dict(path=str(folder / given['start'] / 'export'), dtype='float32'),
-    data=dict(path=str(folder / f'{name}_train.jsonl'), packing=False),
+    data=dict(path=str(folder / f'{name}_{seed}.jsonl'), packing=False, shuffle=False),
   )
   made['optim'].update(lr=given['lr'])
   made['train'].update(steps=given['steps'])
   if name == 'grpo':
     made['reward'] = 'exact_match'
-    made['rollout'].update(prompts=given['prompts'], group_size=given['group'])
+    made['rollout'].update(prompts=given['batch'], group_size=given['group'])
     made['rollout'].update(max_prompt_length=48, max_new_tokens=given['new'])
     made['rl'].update(kl_coef=0.0)
   else:

@@ -1,7 +1,12 @@
 """Trains with TRL, and measures the models of all libraries, in an environment that has trl and torch alone.
 
-python rival_trl.py FOLDER sft|dpo|grpo SEED    writes FOLDER/trl/METHOD/SEED/export
-python rival_trl.py FOLDER measure              prints a line for each library, method and seed
+python rival_trl.py FOLDER sft|dpo|grpo SEED [same_end]   writes FOLDER/trl/METHOD/SEED
+python rival_trl.py FOLDER measure                        prints a line for each library, method and seed
+
+TRL trains on all that the chat template renders for an answer: for the template of FOLDER the end of the turn and
+the line break after it. jaxpost trains up to the end of the turn, where sampling stops. With `same_end` the
+template writes that line break before the next turn instead, so both train on the same tokens of the same
+sequences; the results go to FOLDER/trl_same_end.
 """
 
 import json
@@ -19,10 +24,17 @@ def rows(folder, name):
   return [json.loads(line) for line in (folder / f'{name}.jsonl').read_text().splitlines()]
 
 
-def common(folder, name, seed):
+SAME_END = (
+  "{%- for message in messages %}{{- ('' if loop.first else '\\n') + '<|im_start|>' + message.role + '\\n' + "
+  "message.content + '<|im_end|>' }}{%- endfor %}{%- if add_generation_prompt %}{{- '\\n<|im_start|>assistant\\n' }}"
+  '{%- endif %}'
+)
+
+
+def common(out, name, seed):
   given = SETTINGS[name]
   return dict(
-    output_dir=str(folder / 'trl' / name / str(seed)),
+    output_dir=str(out),
     seed=seed,
     max_steps=given['steps'],
     learning_rate=given['lr'],
@@ -35,40 +47,50 @@ def common(folder, name, seed):
     gradient_checkpointing=False,
     report_to=[],
     save_strategy='no',
-    logging_steps=10_000,
+    logging_steps=1,
     disable_tqdm=True,
   )
+
+
+IN_ORDER = dict(train_sampling_strategy='sequential')
 
 
 def right(completions, answer, **_):
   return [float(c[0]['content'].strip() == a) for c, a in zip(completions, answer)]
 
 
-def make(folder, name, seed):
+def make(folder, out, name, seed):
   given = SETTINGS[name]
   start = str(folder / given['start'] / 'export')
   model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
   tokenizer = AutoTokenizer.from_pretrained(start)
-  data = Dataset.from_list(rows(folder, f'{name}_train'))
+  if out.parts[-3] == 'trl_same_end':
+    tokenizer.chat_template = SAME_END
+  data = Dataset.from_list(rows(folder, f'{name}_{seed}'))
   parts = dict(model=model, processing_class=tokenizer)
-  settings = common(folder, name, seed)
+  settings = common(out, name, seed)
   if name == 'sft':
     from trl import SFTConfig, SFTTrainer
 
     data = data.remove_columns('answer')
-    args = SFTConfig(per_device_train_batch_size=given['batch'], completion_only_loss=True, max_length=64, **settings)
+    args = SFTConfig(
+      per_device_train_batch_size=given['batch'], completion_only_loss=True, max_length=64, **settings, **IN_ORDER
+    )
     return SFTTrainer(args=args, train_dataset=data, **parts)
   if name == 'dpo':
     from trl import DPOConfig, DPOTrainer
 
     data = data.remove_columns('answer')
-    args = DPOConfig(per_device_train_batch_size=given['batch'], beta=given['beta'], max_length=64, **settings)
+    args = DPOConfig(
+      per_device_train_batch_size=given['batch'], beta=given['beta'], max_length=64, **settings, **IN_ORDER
+    )
     return DPOTrainer(args=args, train_dataset=data, **parts)
   from trl import GRPOConfig, GRPOTrainer
 
   data = data.remove_columns('completion')
   args = GRPOConfig(
-    per_device_train_batch_size=given['prompts'] * given['group'],
+    per_device_train_batch_size=given['batch'] * given['group'],
+    shuffle_dataset=False,
     num_generations=given['group'],
     max_completion_length=given['new'],
     beta=0.0,
@@ -78,13 +100,13 @@ def make(folder, name, seed):
   return GRPOTrainer(reward_funcs=right, args=args, train_dataset=data, **parts)
 
 
-def train(folder, name, seed):
+def train(folder, out, name, seed):
   set_seed(seed)
-  trainer = make(folder, name, seed)
+  trainer = make(folder, out, name, seed)
   trainer.train()
-  out = folder / 'trl' / name / str(seed) / 'export'
-  trainer.model.save_pretrained(out)
-  trainer.processing_class.save_pretrained(out)
+  trainer.model.save_pretrained(out / 'export')
+  trainer.processing_class.save_pretrained(out / 'export')
+  (out / 'log.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in trainer.state.log_history))
 
 
 def logprobs(model, tokenizer, pairs):
@@ -152,7 +174,7 @@ def measure(folder):
     start = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(at)
     found = [('start', '', at)]
-    for library in ('jaxpost', 'trl'):
+    for library in ('jaxpost', 'trl', 'trl_same_end'):
       found += [(library, p.parent.name, p) for p in sorted(folder.glob(f'{library}/{name}/*/export'))]
     for library, seed, path in found:
       model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -165,4 +187,5 @@ if __name__ == '__main__':
   if sys.argv[2] == 'measure':
     measure(where)
   else:
-    train(where, sys.argv[2], int(sys.argv[3]))
+    _, _, method, seed, *end = sys.argv
+    train(where, where / '_'.join(['trl', *end]) / method / seed, method, int(seed))

@@ -169,7 +169,11 @@ class _Board:
     return '' if step in (first, self._total) else f'left {left}'
 
   def row(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-    names = SHOWN if split == 'train' else SHOWN | {k: k for k in values if not is_clock_key(k)}
+    names = SHOWN
+    if split != 'train':
+      from jaxpost.monitor import titles
+
+      names = SHOWN | {k: titles.title(k) for k in values if not is_clock_key(k) and k not in SHOWN}
     shown = '  '.join(f'{name} {short_number(values[key])}' for key, name in names.items() if key in values)
     if split != 'train':
       self.line(f'{self._stage} {step} {split}  {shown}', 'bold')
