@@ -140,6 +140,9 @@ def test_the_critic_of_vapo_learns_whole_returns():
   given = combinations.experience()
   given.arrays['values'] = RANDOM.standard_normal(given.mask.shape)
   found = ppo.credit(given, config_of('vapo')).arrays['returns']
+  lengths = (given.mask > 0).sum(axis=1)
+  metrics = ppo.credit(given, config_of('vapo', rl=dict(length_alpha=1.0))).metrics
+  assert metrics['gae_lambda/mean'] == pytest.approx(np.mean(np.maximum(1 - 1 / np.maximum(lengths, 1), 0)))
   trained = given.mask > 0
   np.testing.assert_allclose(found[trained], (given.rewards[:, None] * given.mask)[trained], atol=1e-6)
   assert not np.allclose(ppo.credit(given, config_of('ppo')).arrays['returns'][trained], found[trained])

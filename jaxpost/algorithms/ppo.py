@@ -96,6 +96,8 @@ def credit(experience: Experience, config: Config) -> Credit:
   out = grpo.finish(experience, token_advantages.whiten(gains, mask), mask, metrics | kl_metrics, memory, config=config)
   out.arrays.update(values=values, returns=returns)
   out.metrics.update(_value_metrics(values, returns, mask))
+  if rl.length_alpha:
+    out.metrics['gae_lambda/mean'] = float(lam.mean())
   return out
 
 

@@ -179,7 +179,7 @@ class RlSection:
   lam: float = option(0.95, 'Lambda of generalized advantage estimation (GAE).', lo=0.0, hi=1.0)
   length_alpha: float = option(
     -1.0,
-    "Lambda of the policy is 1 - 1 / (length_alpha x length of a completion) instead; 0: off, -1: the method's own.",
+    "Lambda of the policy is max(0, 1 - 1 / (length_alpha x length of a completion)); 0: off, -1: the method's own.",
     lo=-1.0,
     auto=0.0,
   )
