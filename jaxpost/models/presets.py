@@ -92,6 +92,7 @@ def _gemma3(hidden, mlp, layers, heads, kv_heads, window, vocab, scaling=()) -> 
 _TINY = _qwen3(128, 384, 3, 4, 2, head_dim=32, vocab=259)
 
 PRESETS = {
+  'nano': _qwen3(64, 192, 3, 4, 2, head_dim=16, vocab=259),
   'tiny': _TINY,
   'xs': _qwen3(256, 768, 4, 4, 2, head_dim=64, vocab=8192),
   's': _qwen3(512, 1536, 8, 8, 4, head_dim=64, vocab=32_768),
