@@ -51,6 +51,7 @@ OPTIONS = {
   'jaxpost.rl.dynamic_sampling': 'rl.dynamic_sampling',
   'jaxpost.rl.merging': 'rl.dynamic_sampling',
   'jaxpost.rl.privileged': 'rl.privileged',
+  'jaxpost.rl.process_rewards': 'reward_model.per_step',
   'jaxpost.rl.replay': 'rl.replay',
   'jaxpost.rollout.rollout_codec': 'rollout.staleness',
   'jaxpost.rollout.rollout_files': 'log.rollouts_every',

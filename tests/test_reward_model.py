@@ -23,12 +23,14 @@ from jaxpost.data import generated, packing, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.formats import hf
+from jaxpost.losses import token_advantages
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
+from jaxpost.rl import process_rewards
+from jaxpost.stage import algorithms, checks, export, prepare
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import export, prepare
-from jaxpost.types import Batch, Outputs
+from jaxpost.types import Batch, Outputs, Prompt, Rollout
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 TASK = 'generated:arithmetic'
@@ -352,6 +354,59 @@ def test_reward_is_the_score_of_the_text_alone(nano, judge):
     tiny.low_share([mixed.rollout.completions[n, :length].tolist() for n, length in enumerate(mixed.rollout.lengths)])
   )
   np.testing.assert_allclose(mixed.rewards, 2 * functions + 0.5 * expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('algorithm', ['reinforce_pp', pytest.param('grpo', marks=pytest.mark.long)])
+def test_steps_are_rewarded_where_they_end(nano, judge, algorithm):
+  """The mean probability of the steps, each after its line break or at the end; a function counts at the end."""
+  folder, model, params = judge
+  over = dict(rollout=dict(max_new_tokens=24, prompts=16), reward=(tiny.low_share, 'reward_model'))
+  over |= dict(algorithm=algorithm, reward_weights=(2.0, 0.5), reward_model=dict(per_step=True))
+  found, item = graded(judged(nano, folder, **over))
+  rollout, texts, places = found.rollout, [], []
+  for n, length in enumerate(rollout.lengths):
+    tokens = rollout.completions[n, :length].tolist()
+    ends = {i for i, t in enumerate(tokens) if t == ord('\n') and (not i or tokens[i - 1] != ord('\n'))}
+    for i in sorted(ends | {length - 1}):
+      texts.append([*rollout.prompts[n // 4].tokens, *tokens[: i + 1]])
+      places.append((n, i))
+  wanted = np.zeros(rollout.completions.shape)
+  wanted[tuple(zip(*places))] = 1 / (1 + np.exp(-np.array(scores(model, params, texts))))
+  steps = (wanted > 0).sum(axis=1, keepdims=True)
+  assert (steps > 1).sum() > 2
+  np.testing.assert_allclose(found.turn_rewards, 0.5 * wanted / steps, rtol=1e-4, atol=1e-6)
+  functions = tiny.low_share([rollout.completions[n, :length].tolist() for n, length in enumerate(rollout.lengths)])
+  np.testing.assert_allclose(found.rewards, 2 * np.array(functions) + found.turn_rewards.sum(axis=1), rtol=1e-4)
+  if algorithm == 'reinforce_pp':
+    to_go = np.cumsum(found.turn_rewards[:, ::-1], axis=1)[:, ::-1] + 2 * np.array(functions)[:, None]
+    advantages = token_advantages.whiten(to_go, found.mask)
+    np.testing.assert_allclose(item.credit.arrays['advantages'], advantages, rtol=1e-4, atol=1e-5)
+
+
+def test_lines_in_a_row_end_one_step():
+  ids = np.array([list(b'a\n\nb\n'), list(b'\nab\0\0')], np.int32)
+  rollout = Rollout(
+    prompts=(Prompt(0, np.zeros(1, np.int32), '', {}),),
+    completions=ids,
+    lengths=np.array([5, 3]),
+    logprobs=np.zeros(ids.shape, np.float32),
+    behavior_logprobs=np.zeros(ids.shape, np.float32),
+    finished=np.ones(2, bool),
+  )
+  np.testing.assert_array_equal(process_rewards.step_ends(rollout, TOKENIZER), [[0, 1, 0, 0, 1], [1, 0, 1, 0, 0]])
+  values = np.array([[9, 0, 9, 9, 1e9], [-1e9, 9, 0, 9, 9]])
+  np.testing.assert_allclose(process_rewards.grade(rollout, values, TOKENIZER, 1.0)[1], [0.75, 0.25])
+
+
+@pytest.mark.parametrize(
+  'over', [dict(reward='x'), dict(algorithm='sft'), dict(reward='reward_model', environment='x')]
+)
+def test_steps_that_nothing_grades_are_refused(over):
+  over = dict(dict(algorithm='grpo', reward_model=dict(per_step=True)), **over)
+  found = algorithms.load_algorithm(over['algorithm'])
+  config = config_lib.resolve(next(iter(config_lib.parse(over).values())), found.defaults)
+  with pytest.raises(InputError, match='config.reward_model.per_step'):
+    checks.check_reward_model(config, found)
 
 
 def test_stages_hand_over_and_evaluate(nano, tmp_path):

@@ -38,7 +38,7 @@ class Grader:
 
   Attributes:
     pool: the workers; None where a run has no reward function.
-    model_weight: weight of the reward model in the sum of rewards.
+    model_weight: weight of the reward model in the sum of rewards; per_step: it grades the steps of a completion.
     correct_by: name of the reward that decides what is correct; '': the sum.
     observers: called with each rollout and its grades: of a curriculum, of sources.
   """
@@ -48,6 +48,7 @@ class Grader:
   model_weight: float = 1.0
   correct_by: str = ''
   observers: Sequence[Callable[[PendingRollout, GradedRollout], None]] = ()
+  per_step: bool = False
 
   def submit(self, rollout: Rollout, greedy: Rollout | None = None, info: dict | None = None) -> PendingRollout:
     """Starts grading and returns at once.
@@ -186,7 +187,13 @@ class PendingRollout:
     rewards = np.concatenate([r.rewards[groups] for r, groups in self._selection()])
     if model_values is not None:
       last = np.maximum(rollout.lengths, 1) - 1
-      scores = np.asarray(model_values, np.float64)[np.arange(len(last)), last].reshape(rewards.shape)
+      scores = np.asarray(model_values, np.float64)[np.arange(len(last)), last]
+      if self.grader.per_step:
+        from jaxpost.rl import process_rewards
+
+        weight = self.grader.model_weight
+        rollout, scores = process_rewards.grade(rollout, model_values, self.grader.tokenizer, weight)
+      scores = scores.reshape(rewards.shape)
       missing = np.isnan(rewards)  # some of a group: their verdict is missing; all: there is no function
       failed = missing & ~missing.all(axis=1, keepdims=True) | np.array([[g.error is not None] for g in results])
       for attached in (rollout.rewards or {}).values():

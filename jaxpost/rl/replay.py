@@ -60,7 +60,7 @@ class Replay:
         used[g] = self.stored[key]
     self.figures = {'replay/used': len(used), 'replay/stored': len(self.stored), 'replay/expired': expired}
     # What the policy has drawn is observed already.
-    grader = dataclasses.replace(self.grader, observe=None)
+    grader = dataclasses.replace(self.grader, observers=())
     if not used:
       return PendingRollout(grader, pending.rounds, pending.info)
     self.figures['replay/age'] = float(np.mean([step - one.step for one in used.values()]))

@@ -170,6 +170,11 @@ def check_reward_model(config: Config, algorithm: Algorithm) -> None:
   samples = config.eval.samples if config.eval.data.path else 0
   if algorithm.scalar_head and samples:
     raise InputError('config.eval.samples: a reward model writes no text; set it to 0 in the stage that trains one')
+  per_step = config.reward_model.per_step
+  refuse(
+    per_step and (bool(config.environment) or not is_used(config, algorithm)),
+    f'config.reward_model.per_step: needs {NAME} in config.reward, of completions without an environment; unset it',
+  )
   if is_used(config, algorithm):
     for name in ('dynamic_sampling', 'replay'):
       if vars(config.rl)[name]:

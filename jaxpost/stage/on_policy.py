@@ -103,7 +103,8 @@ def make_grader(placed: PlacedStage, observers: Sequence[Callable] = ()) -> grad
   correct_by = reward_model.correct_by(config, reward_model.NAME in placed.inputs.sources)
   weights = dict(zip(config.rewards_tuple(), config.reward_weights))
   model_weight = weights.get(reward_model.NAME, 1.0)
-  return grading.Grader(placed.workers.rewards, placed.inputs.tokenizer, model_weight, correct_by, observers)
+  shared = placed.workers.rewards, placed.inputs.tokenizer, model_weight, correct_by, observers
+  return grading.Grader(*shared, per_step=config.reward_model.per_step)
 
 
 def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) -> Controller:

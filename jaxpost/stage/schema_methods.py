@@ -330,6 +330,9 @@ class RewardModelSection:
   loss: str = option(
     'bradley_terry', 'Loss of training a reward model.', choices=('bradley_terry', 'regression', 'process')
   )
+  per_step: bool = option(
+    False, 'Grade each line of a completion instead of its end, by a model of the loss process: mean probability.'
+  )
   center_coef: float = option(0.0, 'Weight of (chosen + rejected)^2, which centers rewards at 0.', lo=0.0)
 
 
