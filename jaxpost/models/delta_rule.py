@@ -36,7 +36,7 @@ def chunked(
   *,
   dtype: str,
   state: jax.Array | None = None,
-  chunk: int = CHUNK,
+  chunk: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
   """Computes the gated delta rule chunk by chunk: a scan over T / C states, and C x C products.
 
@@ -52,7 +52,7 @@ def chunked(
     dtype: type of the operands of products; states, decays and the solution of the
       triangular system are float32.
     state: [B, H, d, e] that run 0 continues; None: zeros.
-    chunk: C, a power of 2.
+    chunk: C, a power of 2; 0: `CHUNK`, or less for a shorter row.
 
   Returns:
     (out [B, T, H, e], state [B, H, d, e] at the end of the row), float32.
@@ -60,6 +60,7 @@ def chunked(
   rows, length, heads, size = k.shape
   groups, width = v.shape[2] // heads, v.shape[3]
   product = functools.partial(einsum, dtype=dtype)
+  chunk = chunk or min(CHUNK, 1 << (length - 1).bit_length())
   q, k = (_chunks(x, chunk, heads, size) for x in (q, k))  # [B, N, K, C, d]
   v = _chunks(v, chunk, heads, groups, width)  # [B, N, K, G, C, e]
   log_decay, beta = (_chunks(x, chunk, heads, groups) for x in (log_decay, beta))  # [B, N, K, G, C]
