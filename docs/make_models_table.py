@@ -63,7 +63,7 @@ def told(cfg) -> str:
   if cfg.cached[0] == 1 < cfg.num_heads and len(cfg.cached[1]) == 1:
     words |= {'latent attention': True}
   if cfg.state_shapes:
-    name = {'delta': 'gated delta rule', 'convolution': 'short convolution'}[cfg.mixer]
+    name = {'delta': 'gated delta rule', 'convolution': 'short convolution', 'state_space': 'Mamba-2'}[cfg.mixer]
     words |= {f'{name} in {cfg.mixers.count(cfg.mixer)} of {cfg.num_layers} layers': True, 'gated attention': cfg.gated}
   if cfg.experts:
     e = cfg.experts

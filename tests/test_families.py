@@ -102,6 +102,22 @@ HYBRID = dict(
 HYBRID_EXPERTS = dict(
   num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28
 )
+SPACE = dict(
+  num_hidden_layers=4,
+  layer_types=[LINEAR, LINEAR, FULL, LINEAR],
+  num_local_experts=0,
+  shared_intermediate_size=44,
+  mamba_n_groups=3,
+  mamba_n_heads=6,
+  mamba_d_head=16,
+  mamba_expand=3,
+  mamba_d_state=10,
+  mamba_d_conv=3,
+  embedding_multiplier=3.0,
+  residual_multiplier=0.4,
+  attention_multiplier=0.2,
+  logits_scaling=2.5,
+)
 # Name -> (class of transformers, fields of its config).
 CASES = {
   'llama2': ('Llama', dict(num_key_value_heads=4)),
@@ -151,6 +167,14 @@ CASES = {
       tie_word_embeddings=True,
     ),
   ),
+  'granite_hybrid': ('GraniteMoeHybrid', SPACE),
+  'granite_hybrid_rope': (
+    'GraniteMoeHybrid',
+    SPACE
+    | dict(num_hidden_layers=3, layer_types=[LINEAR, FULL, LINEAR], position_embedding_type='rope')
+    | dict(mamba_n_groups=1, mamba_conv_bias=False, attention_bias=True),
+  ),
+  'granite_dense': ('GraniteMoeHybrid', SPACE | dict(layer_types=[FULL] * 4, position_embedding_type='rope')),
   'mixtral': ('Mixtral', dict(num_local_experts=5, sliding_window=6)),
   'gpt_oss': (
     'GptOss',
@@ -556,6 +580,10 @@ def test_every_field_that_is_read_counts(reference, case):
     read.discard('original_max_position_embeddings')
   if family.activation_field != 'hidden_act':
     read = read - {'hidden_act'} | {family.activation_field}
+  if family.hybrid == 'state_space' and not right.experts:
+    read.discard('intermediate_size')  # of experts
+  if family.hybrid == 'state_space' and not right.state_shapes:
+    read = {field for field in read if not field.startswith('mamba_')}
   assert len(read) >= 12
   for field in sorted(read):
     for value in changed(raw[field]):
@@ -815,8 +843,9 @@ def test_classes_that_an_export_names_exist(family):
   with_labels = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
   assert {'llama', 'gemma3_text'} <= {*with_labels}
   kind = families.FAMILIES[family].hybrid or families.FAMILIES[family].latent
-  own = {True: LATENT, 'apart': HYBRID, 'joined': HYBRID, 'convolution': dict(layer_types=['conv', FULL])}.get(kind, {})
-  raw = BASE | own | dict(model_type=family)
+  own = {True: LATENT, 'apart': HYBRID, 'joined': HYBRID, 'state_space': SPACE}
+  own |= {'convolution': dict(layer_types=['conv', FULL])}
+  raw = BASE | own.get(kind, {}) | dict(model_type=family)
   cfg = config_json.from_hf(raw, 'here')[0]
   for labels in (0, 1):
     (name,) = config_json.to_hf(dataclasses.replace(cfg, num_labels=labels))['architectures']

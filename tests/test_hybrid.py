@@ -17,8 +17,8 @@ import tiny
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, hf, peft
 from jaxpost.models import config as config_lib
+from jaxpost.models import convolution, partition, quantization, recurrence, transformer
 from jaxpost.models import model as model_lib
-from jaxpost.models import partition, quantization, transformer
 from jaxpost.models.config import Experts
 from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
@@ -29,6 +29,7 @@ from jaxpost.types import Prompt
 MIXERS = {
   'qwen3_5_text': ([(3, 2, 14), (3, 2, 14), (6, 2, 6), (6, 14, 6)], 'in_q in_k in_v in_z in_a in_b o'),
   'lfm2': ([(4, 3, 8)], 'in_b in_c in_x o'),
+  'granitemoehybrid': ([(6, 2, 16), (2, 2, 10), (2, 2, 10), (6, 10, 16)], 'in_z in_x in_b in_c in_step o'),
 }
 
 
@@ -47,6 +48,8 @@ def made(family):
     ('qwen3_5_text', dict(mixers=('layers', 'delta', 'delta'))),
     ('qwen3_5_text', dict(joined=True)),
     ('lfm2', dict(gated=True)),
+    ('granitemoehybrid', dict(norm_eps=0.5)),
+    ('granitemoehybrid', dict(layer_ropes=())),
     ('lfm2', dict(mixers=('layers', 'convolution', 'convolution'))),
   ],
   ids=str,
@@ -69,7 +72,7 @@ def test_every_field_counts(family, fields):
 def test_layers_under_a_scan_are_those_in_a_row(family, mixers):
   """Forward and gradient, of rows with several documents; the layers repeat, or do not."""
   experts = Experts(5, 2, 12, shared=1, shared_size=14, shared_gate=True)
-  model = model_lib.build(tiny.hybrid(family, mixers=mixers, num_layers=len(mixers), experts=experts))
+  model = model_lib.build(tiny.hybrid(family, mixers=mixers, num_layers=len(mixers), experts=experts, layer_ropes=()))
   params, ids = tiny.params(model), tiny.tokens((2, 20))
   segments = np.repeat([[1, 2, 3, 0]], 2, axis=0).repeat([3, 9, 6, 2], axis=1)
 
@@ -86,6 +89,43 @@ def test_layers_under_a_scan_are_those_in_a_row(family, mixers):
   again, found = both(unroll=False, remat='dots')
   assert tiny.largest(found - right) <= 1e-5 * tiny.largest(right)
   jax.tree.map(lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b)), again, grads)
+
+
+@pytest.mark.parametrize('corrected', [True, False])
+def test_chunks_compute_what_tokens_in_a_row_do(corrected):
+  """Output, state, and gradient, of documents that begin and end inside of chunks, after a state."""
+  random = np.random.RandomState(0)
+  q, k = random.standard_normal((2, 2, 21, 2, 5)).astype('f')
+  v, steps = random.standard_normal((2, 21, 6, 3)).astype('f'), random.uniform(0, 1, (2, 2, 21, 6)).astype('f')
+  k /= np.linalg.norm(k, axis=-1, keepdims=True)
+  segments = np.repeat([[1, 2, 3, 0], [4, 5, 6, 6]], (6, 10, 3, 2), axis=1)
+  real = (segments > 0)[..., None]
+  runs = convolution.runs_of(jnp.asarray(segments))
+  first = random.standard_normal((2, 6, 5, 3)).astype('f')
+
+  def in_a_row(q, k, v, decay, beta, first):
+    state, out, last = first, [], jnp.zeros(2, int)
+    for i in range(21):
+      state = jnp.where((runs[:, i] == last)[:, None, None, None], state, 0)
+      x = (y[:, i] for y in (q, k, v, decay, beta))
+      y, state = recurrence.step(*x, state, corrected=corrected)
+      out, last = [*out, y], runs[:, i]
+    return jnp.stack(out, 1), state
+
+  def in_chunks(*args):
+    rest = dict(dtype='float32', corrected=corrected, chunk=8)
+    return recurrence.chunked(*args[:-1], runs, state=args[-1], **rest)
+
+  def both(fn):
+    def loss(args):
+      out, state = fn(*args)
+      return jnp.sum(jnp.cos(out) * real[..., None]) + jnp.sum(jnp.sin(state)), (out, state)
+
+    return jax.jit(jax.grad(loss, has_aux=True))((q, k, v, -2 * steps[0] * real, steps[1] * real, first))
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * tiny.largest(b)), both(in_chunks), both(in_a_row)
+  )
 
 
 def make_engine(model, **fields):
@@ -157,7 +197,7 @@ def test_grpo(tmp_path, family):
 def test_adapters_and_quantized_bases(tmp_path, family, quantized):
   """Adapters beside the matrices of both kinds of layers compute what merged ones do, and come back from PEFT."""
   matrices = MIXERS[family][1].split()
-  model = partition.build(tiny.hybrid(family, lora=(2, 5.0, False, '.*/in_.*|.*/o|layers/q|up')))
+  model = partition.build(tiny.hybrid(family, lora=(2, 5.0, False, '.*/in_.*|.*/o|layers/q|gate|up')))
   mixer = model.config.mixer
   if quantized:
     model = quantization.quantize_model(partition.freeze(model, ''), quantized)
@@ -166,7 +206,7 @@ def test_adapters_and_quantized_bases(tmp_path, family, quantized):
   for stack in params['lora'].values():
     for pair in stack.values():
       pair['b'] = jnp.asarray(0.2 * random.standard_normal(pair['b'].shape).astype('f'))
-  assert {*params['lora'][mixer]} == {*matrices, 'up'}
+  assert {*params['lora'][mixer]} == {*matrices, 'gate', 'up'}
   ids = tiny.tokens((2, 12))
   at = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
 
@@ -260,6 +300,52 @@ LFM2 = dict(
   tie_embedding=False,
   norm_eps=1e-4,
 )
+
+
+GRANITE = dict(
+  model_type='granitemoehybrid',
+  vocab_size=131,
+  hidden_size=32,
+  intermediate_size=20,
+  shared_intermediate_size=28,
+  num_hidden_layers=2,
+  num_attention_heads=4,
+  num_local_experts=0,
+  num_experts_per_tok=0,
+  layer_types=['mamba', 'attention'],
+  mamba_n_heads=4,
+  normalization_function='rmsnorm',
+  position_embedding_type='nope',
+)
+
+
+def test_granite_is_read_as_it_is_published():
+  cfg, unread = config_json.from_hf(GRANITE, 'config.json')
+  assert (cfg.mixers, cfg.value_size, cfg.intermediate_size, unread) == (('state_space', 'layers'), 16, 28, [])
+  assert cfg.layer_ropes == (-1, -1) and cfg.biases == ('conv',)
+  assert config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
+
+
+@pytest.mark.parametrize(
+  'fields, words',
+  [
+    (dict(num_local_experts=4), 'num_local_experts=4 is not supported'),
+    (dict(time_step_limit=[0.001, 0.1]), 'time_step_limit'),
+    (dict(position_embedding_type='learned'), 'position_embedding_type'),
+    (dict(mamba_n_heads=5), 'mamba_n_heads=5'),
+    (dict(mamba_n_groups=3), 'mamba_n_groups=3 must divide'),
+    (dict(mamba_d_conv=1), 'mamba_d_conv=1 must be'),
+    (dict(mamba_proj_bias=True), 'mamba_proj_bias'),
+    (dict(layer_types=['mamba', 'mamba']), 'alone'),
+    (dict(layer_types=['conv', 'attention']), 'layer_types'),
+    (dict(normalization_function='layernorm'), 'normalization_function'),
+    (dict(hidden_act='gelu'), 'hidden_act'),
+  ],
+)
+def test_what_granite_lacks_here_is_refused_by_name(fields, words):
+  with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
+    config_json.from_hf(GRANITE | fields, 'config.json')
+  assert '\n' not in str(e.value)
 
 
 def test_what_lfm2_derives_is_written_as_it_is():

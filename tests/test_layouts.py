@@ -16,7 +16,11 @@ RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2', 'rich:fsdp=2,context=2,t
 # A model with experts, with the losses of their router.
 MOE = ['moe:expert=8', 'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2', 'moe:expert=2,context=2,fsdp=2']
 LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2']
-HYBRID = ['qwen3_5_moe_text:expert=2,fsdp=2,tensor=2', 'lfm2:data=2,fsdp=2,tensor=2']
+HYBRID = [
+  'qwen3_5_moe_text:expert=2,fsdp=2,tensor=2',
+  'lfm2:data=2,fsdp=2,tensor=2',
+  'granitemoehybrid:data=2,fsdp=2,tensor=2',
+]
 # Policy gradients on a saved rollout, by token and by sequence; `test_ppo`
 # and `test_preference_layouts` have the others.
 RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + ['gspo:fsdp=4,tensor=2', 'gspo:context=4,data=2']
@@ -176,6 +180,7 @@ def main():
   hybrids = {
     'qwen3_5_moe_text': dict(mixers=('delta', 'layers'), key_heads=4, value_heads=8, experts=gated),
     'lfm2': dict(mixers=('convolution', 'layers')),
+    'granitemoehybrid': dict(mixers=('state_space', 'layers'), layer_ropes=()),
   }
   for text in HYBRID:
     family = text.partition(':')[0]

@@ -69,6 +69,9 @@ HYBRIDS = {
   'qwen3_5_text': _DELTA,
   'qwen3_5_moe_text': _DELTA,
   'lfm2': dict(mixers=('convolution', 'layers', 'convolution'), taps=4, gated=False, qk_norm='head'),
+  'granitemoehybrid': dict(qk_norm='', mixers=('state_space', 'layers', 'state_space'), gated=False, biases=('conv',))
+  | dict(attention_scale=0.3)
+  | dict(key_heads=2, value_heads=6, key_size=10, value_size=16, taps=3, layer_ropes=(-1, -1, -1)),
 }
 
 

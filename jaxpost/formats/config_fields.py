@@ -69,6 +69,7 @@ _NEUTRAL = {
   'router_jitter_noise': (0.0, None),
   'clip_qkv': (None,),
   'conv_bias': (False, None),
+  'mamba_proj_bias': (False, None),
 }
 READ = frozenset(
   """
@@ -121,6 +122,7 @@ _BOOLEANS = (
   'use_qk_norm',
   'attention_out_bias',
   'use_bias',
+  'mamba_conv_bias',
   *BIASES,
 )
 

@@ -149,5 +149,5 @@ def to_hf(
   if family.hybrid:
     from jaxpost.formats import hybrid_fields
 
-    out |= hybrid_fields.write(cfg)
+    out |= hybrid_fields.write(cfg, family)
   return out

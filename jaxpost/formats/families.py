@@ -159,6 +159,7 @@ FAMILIES = {
   'qwen3_5_text': hybrid_families.QWEN3_5,
   'qwen3_5_moe_text': hybrid_families.QWEN3_5_MOE,
   'lfm2': hybrid_families.LFM2,
+  'granitemoehybrid': hybrid_families.GRANITE_HYBRID,
   'mixtral': Family(
     architecture='MixtralForCausalLM',
     window='all',

@@ -67,8 +67,8 @@ class Family:
   biases: Mapping[str, tuple[str, ...]] = _mapping()  # projections of a field, where `config_fields.BIASES` has others
   experts: ExpertFields | None = None
   latent: bool = False  # multi-head latent attention (models/mla.py, latent_fields.py)
-  # Layers with another mixer than attention (models/hybrid.py, hybrid_fields.py): 'convolution'; or the gated delta
-  # rule, 'joined' where one tensor holds queries, keys, values and gates by key head, 'apart' where each has its own.
+  # Layers with another mixer than attention (models/hybrid.py, hybrid_fields.py): 'convolution'; 'state_space'; or the
+  # gated delta rule, 'joined' where one tensor holds queries, keys, values and gates by key head, else 'apart'.
   hybrid: str = ''
 
   # Layers that differ. `window` is the rule for the layers that see `sliding_window`

@@ -67,3 +67,27 @@ LFM2 = Family(
   | dict(conv_L_cache=3, rms_norm_eps=1e-5, block_multiple_of=256, block_ffn_dim_multiplier=1.0)
   | dict(block_auto_adjust_ff_dim=True),
 )
+
+_MULTIPLIERS = ('embedding_multiplier', 'residual_multiplier', 'attention_multiplier', 'logits_scaling')
+_SPACE = dict(mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_head='auto', mamba_d_conv=4)
+GRANITE_HYBRID = Family(
+  architecture='GraniteMoeHybridForCausalLM',
+  hybrid='state_space',
+  biases=dict(mamba_conv_bias=('conv',)),
+  names={'mlp': 'shared_mlp', 'gate_proj': 'input_linear', 'up_proj': 'input_linear', 'down_proj': 'output_linear'},
+  reads=(
+    'attention_bias',
+    'layer_types',
+    'layers_block_type',
+    'shared_intermediate_size',
+    'num_local_experts',
+    'position_embedding_type',
+  )
+  + ('mamba_conv_bias', 'mamba_expand', 'time_step_limit', *_SPACE, *_MULTIPLIERS),
+  only=dict(normalization_function='rmsnorm'),
+  ignored=('mamba_chunk_size', 'num_experts_per_tok', 'init_method'),
+  defaults=_SPACE
+  | dict.fromkeys(_MULTIPLIERS, 1.0)
+  | dict(mamba_conv_bias=True, mamba_expand=2, shared_intermediate_size=1024)
+  | dict(num_local_experts=8, position_embedding_type=None),
+)

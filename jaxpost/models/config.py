@@ -185,10 +185,11 @@ class LatentConfig(ModelConfig):
 class HybridConfig(ModelConfig):
   """A decoder whose layers have either attention or one other mixer of tokens (`hybrid.py`).
 
-  The sizes are those of the other mixer. The convolution has taps alone.
+  The sizes are those of the other mixer. The convolution has taps alone. In the terms of Mamba-2, the queries of a
+  state space are C, its keys B, its values x, and the key heads are groups.
   """
 
-  mixers: tuple[str, ...] = ()  # of each layer: 'layers' (attention), or 'delta' (the gated delta rule), 'convolution'
+  mixers: tuple[str, ...] = ()  # of each layer: 'layers' (attention), or 'delta' (the gated delta rule), ...
   key_heads: int = 0  # of queries and keys
   value_heads: int = 0  # a multiple of it
   key_size: int = 0
@@ -213,16 +214,17 @@ class HybridConfig(ModelConfig):
 
   @property
   def convolved(self) -> tuple[tuple[int, int], ...]:
-    """(heads, size) of the inputs of convolutions: of queries, keys and values if the mixer has these."""
+    """(heads, size) of the inputs of convolutions: queries, keys and values (delta); x, B and C (state_space)."""
     if self.mixer == 'convolution':
       return ((self.num_heads, self.hidden_size // self.num_heads),)
-    keys = self.key_heads, self.key_size
-    return keys, keys, (self.value_heads, self.value_size)
+    keys, values = (self.key_heads, self.key_size), (self.value_heads, self.value_size)
+    return (keys, keys, values) if self.mixer == 'delta' else (values, keys, keys)
 
   @property
   def state_flops(self) -> float:
-    # A state is read and corrected by the key, and read by the query; a convolution has its parameters alone.
-    return 6.0 * self.mixers.count('delta') * self.value_heads * self.key_size * self.value_size
+    # A state is read by the query and added to; the gated delta rule reads it by the key, too.
+    passes = 2.0 * self.mixers.count('state_space') + 3.0 * self.mixers.count('delta')
+    return 2 * passes * self.value_heads * self.key_size * self.value_size
 
   def place_in_cache(self, layer: int) -> int:
     return self.mixers[:layer].count(self.mixers[layer])

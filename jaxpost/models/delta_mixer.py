@@ -4,7 +4,7 @@ Legend: B rows, T tokens, D hidden size, K key heads, G value heads for each of 
 H = K G value heads, d size of keys, e size of values.
 
 A layer projects its input to queries, keys, values, gates, steps and decays; convolves the
-first three over time (`convolution.py`); and mixes tokens by `delta_rule.py`.
+first three over time (`convolution.py`); and mixes tokens by `recurrence.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpost.models import convolution, delta_rule, layers
+from jaxpost.models import convolution, layers, recurrence
 from jaxpost.models.parameters import Param
 
 if TYPE_CHECKING:
@@ -81,11 +81,13 @@ def mix(
   beta = real * jax.nn.sigmoid(b.astype(jnp.float32))
   log_decay = -real * jnp.exp(p['log_decay']) * jax.nn.softplus(a.astype(jnp.float32) + p['decay_bias'])
   if state is not None and y.shape[1] == 1:
-    out, state = delta_rule.step(*(x[:, 0] for x in (q, k, v, log_decay, beta)), state)
+    out, state = recurrence.step(*(x[:, 0] for x in (q, k, v, log_decay, beta)), state, corrected=True)
     out = out[:, None]
   else:
     runs = convolution.runs_of(segment_ids)
-    out, state = delta_rule.chunked(q, k, v, log_decay, beta, runs=runs, dtype=compute.dtype, state=state)
+    out, state = recurrence.chunked(
+      q, k, v, log_decay, beta, runs=runs, dtype=compute.dtype, corrected=True, state=state
+    )
   out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + cfg.norm_eps) * p['out_norm']
   out = out * jax.nn.silu(z.astype(jnp.float32))
   return checkpoint_name(out.astype(compute.residual), 'dots'), (*tails, state)

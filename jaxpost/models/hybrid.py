@@ -19,15 +19,16 @@ import jax.numpy as jnp
 
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.errors import InputError
-from jaxpost.models import convolution, delta_mixer
+from jaxpost.models import convolution, delta_mixer, state_space
 from jaxpost.models.parameters import STACKS, Param, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.config import HybridConfig
 
-MIXERS = {'delta': delta_mixer, 'convolution': convolution}  # keys: `parameters.STATEFUL`
-_ATTENTION = ('q', 'k', 'v', 'o', 'q_norm', 'k_norm', 'sinks')  # rows that other mixers replace
+MIXERS = {'delta': delta_mixer, 'convolution': convolution, 'state_space': state_space}  # keys: `parameters.STATEFUL`
+# Rows that other mixers replace.
+_ATTENTION = {*'qkvo', 'sinks', *(f'{name}_{kind}' for name in 'qkvo' for kind in ('norm', 'bias'))}
 
 
 def table(plain: dict[str, Param], cfg: HybridConfig) -> dict[str, Param]:

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
 
 ADAPTER_ROOT = 'lora'  # path prefix of adapters: lora/layers/q/a is A of layers/q
-STATEFUL = ('delta', 'convolution')  # stacks whose layers have a state of fixed size instead of attention
+STATEFUL = (
+  'delta',
+  'convolution',
+  'state_space',
+)  # stacks whose layers have a state of fixed size instead of attention
 STACKS = ('dense', *STATEFUL, 'layers')  # names of the stacks of layers
 
 

@@ -1,12 +1,15 @@
-"""The gated delta rule, as functions of arrays.
+"""Linear recurrences with decay, as functions of arrays: the gated delta rule, and state spaces (Mamba-2).
 
 Legend: B rows, T tokens, K heads of queries and keys, G value heads for each of them,
 H = K G value heads, d size of keys, e size of values, N chunks, C tokens of a chunk.
 
-A head has a state S [d, e] that forgets and is corrected (Yang et al.,
-arXiv:2412.06464, eq. 10), with decay a_t = exp(log_decay_t) and step b_t:
+A head has a state S [d, e], which is read by queries and forgets, with decay
+a_t = exp(log_decay_t). A state space (Dao and Gu, arXiv:2405.21060, eq. 2) adds to it; the
+gated delta rule (Yang et al., arXiv:2412.06464, eq. 10) corrects it, with step b_t:
 
-  S_t = a_t S_{t-1} + k_t b_t (v_t - (a_t S_{t-1})^T k_t)^T,   o_t = S_t^T q_t
+  S_t = a_t S_{t-1} + k_t b_t v_t^T                              corrected=False
+  S_t = a_t S_{t-1} + k_t b_t (v_t - (a_t S_{t-1})^T k_t)^T      corrected=True
+  o_t = S_t^T q_t
 
 `chunked` computes whole rows, `step` one token. A row has runs of tokens
 (`convolution.runs_of`); a new run starts from an empty state.
@@ -35,10 +38,11 @@ def chunked(
   runs: jax.Array,
   *,
   dtype: str,
+  corrected: bool,
   state: jax.Array | None = None,
   chunk: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes the gated delta rule chunk by chunk: a scan over T / C states, and C x C products.
+  """Computes a recurrence chunk by chunk: a scan over T / C states, and C x C products.
 
   Within a chunk the corrections u_t = b_t (v_t - (a_t S_{t-1})^T k_t) solve a triangular
   system (the WY form of Yang et al., arXiv:2406.06484, with decay as in arXiv:2412.06464,
@@ -51,6 +55,7 @@ def chunked(
     runs: [B, T], see `convolution.runs_of`.
     dtype: type of the operands of products; states, decays and the solution of the
       triangular system are float32.
+    corrected: see above.
     state: [B, H, d, e] that run 0 continues; None: zeros.
     chunk: C, a power of 2; 0: `CHUNK`, or less for a shorter row.
 
@@ -71,18 +76,17 @@ def chunked(
   continues = (runs == before[..., None])[:, :, None, None]
   start = jnp.exp(jnp.cumsum(log_decay, -1)) * continues  # of the state before the chunk: [B, N, K, G, C]
   last = decay[..., -1, :]  # of each token at the end of the chunk
-  similar = product('bnkid,bnkjd->bnkij', k, k)[:, :, :, None]
-  inverse = _inverse(jnp.tril(similar * decay * beta[..., None], -1))
-  keys, queries = (x[:, :, :, None] for x in (k, q))
-  own = product('bnkgij,bnkgje->bnkgie', inverse, beta[..., None] * v)
-  carried = product('bnkgij,bnkgjd->bnkgid', inverse, (beta * start)[..., None] * keys)
+  own, carried = beta[..., None] * v, None
+  if corrected:
+    similar = product('bnkid,bnkjd->bnkij', k, k)[:, :, :, None]
+    inverse = _inverse(jnp.tril(similar * decay * beta[..., None], -1))
+    own = product('bnkgij,bnkgje->bnkgie', inverse, own)
+    carried = product('bnkgij,bnkgjd->bnkgid', inverse, (beta * start)[..., None] * k[:, :, :, None])
   scores = product('bnkid,bnkjd->bnkij', q, k)[:, :, :, None] * decay
-  queries = start[..., None] * queries
-  end = last[..., None] * keys
 
   shape = rows, heads, groups, size, width
   state = jnp.zeros(shape, jnp.float32) if state is None else state.astype(jnp.float32).reshape(shape)
-  state, out = _over_chunks((own, carried, scores, queries, end, start[..., -1]), state, product)
+  state, out = _over_chunks((q, k, own, carried, scores, start, last), state, product)
   out = jnp.transpose(out, (1, 0, 4, 2, 3, 5)).reshape(rows, -1, heads * groups, width)
   return out[:, :length], state.reshape(rows, heads * groups, size, width)
 
@@ -91,18 +95,20 @@ def _over_chunks(terms: tuple, state: jax.Array, product: Callable) -> tuple[jax
   """Carries the state [B, K, G, d, e] through the chunks; returns it, and outputs [N, B, K, G, C, e]."""
 
   def one(state, terms):
-    own, carried, scores, queries, end, kept = terms
-    u = own - product('bkgid,bkgde->bkgie', carried, state)
-    out = product('bkgid,bkgde->bkgie', queries, state) + product('bkgij,bkgje->bkgie', scores, u)
-    return kept[..., None, None] * state + product('bkgjd,bkgje->bkgde', end, u), out
+    q, k, u, carried, scores, start, last = terms
+    if carried is not None:
+      u = u - product('bkgid,bkgde->bkgie', carried, state)
+    out = start[..., None] * product('bkid,bkgde->bkgie', q, state) + product('bkgij,bkgje->bkgie', scores, u)
+    kept = start[..., -1]
+    return kept[..., None, None] * state + product('bkjd,bkgje->bkgde', k, last[..., None] * u), out
 
   return jax.lax.scan(one, state, jax.tree.map(lambda x: x.swapaxes(0, 1), terms))
 
 
 def step(
-  q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, state: jax.Array
+  q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array, state: jax.Array, *, corrected: bool
 ) -> tuple[jax.Array, jax.Array]:
-  """Computes the gated delta rule of one token, in float32.
+  """Computes a recurrence of one token, in float32.
 
   Args:
     q, k: [B, K, d].
@@ -117,7 +123,7 @@ def step(
   q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
   q, k = (jnp.repeat(x, groups, axis=1)[..., None] for x in (q, k))
   state = jnp.exp(log_decay)[..., None, None] * state
-  u = beta[..., None] * (v - jnp.sum(k * state, axis=2))
+  u = beta[..., None] * (v - jnp.sum(k * state, axis=2) if corrected else v)
   state = state + k * u[:, :, None]
   return jnp.sum(q * state, axis=2), state
 
