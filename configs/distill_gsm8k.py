@@ -30,7 +30,6 @@ def get_config(arg=None):
   config.data.path = DATA.format('train')
   config.data.map = 'jaxpost.data.maps:gsm8k'
   config.train.update(steps=350, batch_size=16, row_length=2048)
-  config.train.micro_batch_size = 4
   config.optim.update(lr=1e-5, schedule='cosine', warmup_steps=20)
   config.eval.data.path = DATA.format('test')
   config.eval.update(every=50, size=256)

@@ -33,7 +33,6 @@ def get_config(arg=None):
   config.data.map = 'jaxpost.data.maps:hh_rlhf'
   config.preference.losses = (arg.loss,) if arg.loss else ()
   config.train.update(steps=600, batch_size=32, row_length=2048)
-  config.train.micro_batch_size = 4
   config.optim.update(lr=1e-6, schedule='linear', warmup_steps=60)
   config.eval.data.path = DATA.format('test')
   config.eval.update(every=100, size=1024)
@@ -45,7 +44,6 @@ def get_config(arg=None):
     config.data.path = made + 'train'
     config.eval.data.path = made + 'test'
     config.train.update(steps=3, batch_size=4, row_length=256)
-    config.train.micro_batch_size = 0
     config.eval.update(every=0, size=4)
     config.save.every = 0
   return config

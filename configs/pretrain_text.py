@@ -26,7 +26,6 @@ def get_config(arg=None):
   config.data.path = STORIES.format('train')
   config.data.map = 'jaxpost.data.maps:text'
   config.train.update(steps=20_000, batch_size=64, row_length=2048)
-  config.train.micro_batch_size = 16
   # For small models; larger ones take less.
   config.optim.update(lr=6e-4, schedule='cosine', warmup_steps=1000, b2=0.95)
   config.optim.update(end_lr=6e-5, weight_decay=0.1)

@@ -24,7 +24,6 @@ def get_config(arg=None):
   config.model.path = MODELS.get(arg.model, arg.model)
   config.data.path = 'tatsu-lab/alpaca'
   config.train.update(steps=600, batch_size=32, row_length=2048)
-  config.train.micro_batch_size = 8
   config.optim.update(lr=2e-5, schedule='cosine', warmup_steps=20)
   config.nll.neftune_alpha = 5.0
   config.save.every = 200
@@ -33,6 +32,5 @@ def get_config(arg=None):
     config.model.update(path='', preset='tiny', tokenizer='bytes')
     config.data.path = 'generated:arithmetic:max=9'
     config.train.update(steps=3, batch_size=4, row_length=256)
-    config.train.micro_batch_size = 0
     config.save.every = 0
   return config

@@ -23,7 +23,7 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict(defaults())
   config.stages = ('sft', 'dpo')
   config.model.path = arg.model
-  config.train.update(batch_size=32, row_length=2048, micro_batch_size=4)
+  config.train.update(batch_size=32, row_length=2048)
   config.optim.update(schedule='cosine', warmup_steps=20)
   config.eval.update(every=100, size=1024)
   config.save.every = 100
@@ -45,7 +45,7 @@ def get_config(arg=None):
 
   if arg.runlocal:
     config.model.update(path='', preset='tiny', tokenizer='bytes')
-    config.train.update(batch_size=4, row_length=256, micro_batch_size=0)
+    config.train.update(batch_size=4, row_length=256)
     config.eval.update(every=0, size=4)
     config.save.every = 0
     config.dpo.data.map = ''

@@ -27,7 +27,7 @@ def get_config(arg=None):
   config.model.path = arg.model
   config.data.path = DATA.format('train_prefs')
   config.data.map = 'jaxpost.data.maps:ultrafeedback'
-  config.train.update(batch_size=32, row_length=2048, micro_batch_size=4)
+  config.train.update(batch_size=32, row_length=2048)
   config.optim.update(lr=1e-5, schedule='cosine', warmup_steps=20)
   config.rollout.update(prompts=128, group_size=1)
   config.rollout.update(max_prompt_length=768, max_new_tokens=512)
@@ -41,7 +41,7 @@ def get_config(arg=None):
     init_from='stage:sft',
     reward='reward_model',
     reward_model=dict(path='stage:judge'),
-    train=dict(steps=200, row_length=0, micro_batch_size=0),
+    train=dict(steps=200, row_length=0),
     optim=dict(lr=1e-6),
     critic=dict(path='stage:judge', lr=1e-5),
     rl=dict(minibatches=4, kl_coef=0.02),
@@ -50,7 +50,7 @@ def get_config(arg=None):
   if arg.runlocal:
     config.model.update(path='', preset='tiny', tokenizer='bytes')
     config.data.update(path=MADE.format('', 'train'), map='')
-    config.train.update(batch_size=4, row_length=256, micro_batch_size=0)
+    config.train.update(batch_size=4, row_length=256)
     config.rollout.update(max_prompt_length=48, max_new_tokens=8, prompts=8)
     config.eval.update(every=0, size=4)
     config.eval.data.path = config.sft.eval.data.path = MADE.format('', 'test')

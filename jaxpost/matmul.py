@@ -7,6 +7,7 @@ F outputs.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 
 import jax
@@ -61,7 +62,7 @@ class Compute:
   rejected_shapes: tuple = ()
 
 
-def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto') -> Compute:
+def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto', memory: float = 0.0) -> Compute:
   """Returns measured choices for a platform; docs/performance.md has the figures.
 
   Args:
@@ -69,6 +70,7 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto') 
     remat: 'auto' is 'dots' on accelerators, and 'none' on CPU, where memory is not short.
     attention: 'auto' is splash on TPU, cuDNN on GPU and chunked on CPU; `hardware.kernel_check`
       leaves shapes to XLA that the kernel of this device gets wrong.
+    memory: bytes of a device, of which the logits that are there at a time take up to an eighth; 0: unknown.
   """
   dtype = 'bfloat16' if dtype == 'auto' else dtype
   forced = attention != 'auto'
@@ -86,7 +88,7 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto') 
     unroll=False,
     q_chunk=1024,
     micro_tokens=8192,
-    head_elements=2**30,
+    head_elements=min(2**30, 2 ** int(math.log2(memory / 64))) if memory else 2**30,
     decode_block=32,
     platform='tpu' if platform == 'tpu' else 'gpu',
     group_block=256,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import rich.console
 from etils import epath
 
@@ -153,14 +154,15 @@ def _begin(
 def with_meshes(
   prepared: Sequence[PreparedStage], raw: Mapping, choose_mesh: Callable | None, note: Callable = str
 ) -> Sequence[PreparedStage]:
-  """Returns the stages with a mesh wherever their config says 'auto'.
+  """Returns the stages with a mesh wherever their config says 'auto', and on accelerators with defaults that fit.
 
   Args:
     prepared: the stages of a config.
     choose_mesh: see `run`.
     note: gets a line about each choice.
   """
-  if not any('auto' in vars(p.config.mesh).values() for p in prepared):
+  auto = any('auto' in vars(p.config.mesh).values() for p in prepared)
+  if not auto and (choose_mesh is None or jax.default_backend() == 'cpu'):
     return prepared
   if choose_mesh is None:
     raise InputError(

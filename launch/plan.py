@@ -54,7 +54,7 @@ def main(argv):
   import rich.console
 
   from jaxpost.monitor import program_table
-  from jaxpost.planning import auto, dry_run, search, stage, tables
+  from jaxpost.planning import auto, defaults, dry_run, search, stage, tables
   from jaxpost.stage import prepare
 
   console = rich.console.Console(highlight=False, width=max(132, shutil.get_terminal_size().columns))
@@ -65,8 +65,8 @@ def main(argv):
     plans = search.search(raw, options, console, tuple(sys.argv[1:]))
   else:
     for p in dry_run.prepare_all(raw, options.stage):
-      mesh = auto.choose(p, topology, console.print)
-      plans.append(stage.plan(search.vary(p, mesh), options))
+      p = search.vary(p, auto.choose(p, topology, console.print))
+      plans.append(stage.plan(defaults.fitted(p, topology, console.print), options))
       tables.show(plans[-1], console)
   if _OUT.value:
     program_table.write(_OUT.value, plans)

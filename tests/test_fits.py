@@ -60,11 +60,13 @@ def test_adapters_are_all_that_has_moments():
 
 
 def test_cache_and_sampler():
-  """256 sequences of 832 tokens and 32 prompts; keys and values of 8 heads of 128 in 28 layers, in bfloat16."""
+  """256 sequences of 832 tokens and a block of 32, and 32 prompts; keys and values of 8 heads of 128 in 28 layers."""
   made = inputs(grpo_gsm8k, **{'train.micro_batch_size': 8})  # sampling needs more than the update
   found = estimate(made).memory
   assert found['sampler'] == 2 * SIZE
-  assert found['cache'] == (256 * 832 + 32 * 320) * 28 * 8 * (128 + 128) * 2
+  token = 28 * 8 * (128 + 128) * 2  # in bfloat16
+  assert found['cache'] == (256 * (832 + 32) + 32 * 320) * token
+  assert found['copied'] == 256 * 512 * token  # a block that reads 512 entries of 864 copies them
   split = estimate(made, '8xH100', ONE | dict(fsdp=8), ONE | dict(data=4, tensor=2)).memory
   assert split['cache'] == found['cache'] / 8
 
@@ -86,7 +88,7 @@ def test_compute_is_the_model_s():
 
 def test_other_remat_is_refused():
   with pytest.raises(InputError, match='remat'):
-    estimate(inputs(sft_gsm8k, **{'model.remat': 'dots'}))
+    estimate(inputs(sft_gsm8k, **{'model.remat': 'none'}))
 
 
 @pytest.fixture(scope='module')

@@ -5,6 +5,7 @@ Of Qwen3-1.7B with two of its layers. Needs the CUDA plugin, not a GPU.
 
 import fnmatch
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -16,8 +17,12 @@ import types
 import jax
 import pytest
 
+from jaxpost.distributed.mesh import AXES
 from jaxpost.hardware import host, probe
+from jaxpost.hardware.chips import CHIPS
+from jaxpost.planning import arithmetic, defaults, dry_run, machines
 from jaxpost.programs.compile import GPU_OPTIONS, options
+from jaxpost.stage import prepare
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 MESHES = {8: 'fsdp=8', 64: 'fsdp=16,tensor=4'}
@@ -185,12 +190,12 @@ def test_programs_of_a_config_compile_for_gpus(name, gpus):
     assert 0 < sent <= 1.05 * least
 
 
-def planned(tmp_path, *words):
-  """The programs of a plan of Qwen3-1.7B, all of its layers, on one H200."""
+def planned(tmp_path, *words, model='qwen3_1_7b', gpu='h200'):
+  """The programs of a plan on one GPU, of Qwen3-1.7B with all of its layers, or of the recipe's own `model`, ''."""
   out = tmp_path / 'plan.json'
+  words = [*words, f'--config.model.path={model}', '--config.eval.data.path='] if model else words
   done = subprocess.run(
-    [sys.executable, '-m', 'launch.plan', '--topology=h200:1x1x1', f'--out={out}', '--config.model.path=qwen3_1_7b']
-    + ['--config.eval.data.path=', *words],
+    [sys.executable, '-m', 'launch.plan', f'--topology={gpu}:1x1x1', f'--out={out}', *words],
     capture_output=True,
     text=True,
     cwd=CLONE,
@@ -199,6 +204,22 @@ def planned(tmp_path, *words):
   assert out.exists(), done.stderr[-3000:]
   (plan,) = json.loads(out.read_text())
   return plan['programs']
+
+
+@needs_cuda
+@pytest.mark.long
+@pytest.mark.parametrize('recipe', ['sft_gsm8k', 'sft_text', 'dpo_hh'])
+def test_a_recipe_fits_as_the_arithmetic_says(tmp_path, recipe):
+  """On the 80 GB that its docstring names; the arithmetic may say a little more than it takes, and hardly less."""
+  (update,) = planned(tmp_path, f'--config=configs/{recipe}.py', '--programs=update', model='', gpu='h100')
+  taken = update['bytes_per_chip']['total']
+  assert taken <= 0.92 * CHIPS['h100'].memory
+  (stage,) = dry_run.prepare_all(prepare.as_dict(importlib.import_module(f'configs.{recipe}').get_config()))
+  fitted = defaults.fitted(stage, machines.parse('h100:1x1x1'))
+  one = dict.fromkeys(AXES, 1)
+  branches = stage.data.first_batch.branch_ids is not None
+  said = sum(arithmetic.estimate(fitted.inputs, machines.parse('h100:1x1x1'), one, one, branches).updating.values())
+  assert 0.97 * taken <= said <= 1.15 * taken
 
 
 @needs_cuda

@@ -2,7 +2,8 @@
 
 Parameters, optimizer state, frozen models and the KV cache have their exact sizes, from the
 parameter table and the mesh. Activations, and what a program reads and writes, are counted for
-`remat=full`: a layer keeps its input, and is computed again when its gradient is. docs/fits.md
+`remat=full`, where a layer keeps its input and is computed again when its gradient is, and for
+`remat=dots`, where it keeps the results of its projections and of attention, too. docs/fits.md
 has these figures beside those of compiled programs.
 """
 
@@ -18,12 +19,13 @@ from jax.sharding import AbstractMesh
 
 from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.errors import InputError
-from jaxpost.hardware import memory
+from jaxpost.hardware import chips, memory
 from jaxpost.losses import head_chunk
 from jaxpost.matmul import compute_for
-from jaxpost.models import transformer
+from jaxpost.models import attention, partition, transformer
 from jaxpost.planning import meshes, traffic_bound
-from jaxpost.stage import batch_shape, load_weights
+from jaxpost.stage import batch_shape, checks, load_weights
+from jaxpost.types import max_documents
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -37,22 +39,31 @@ _FLOAT = 4  # bytes
 # Arrays of a layer's widths that are alive while its gradient is computed: the values and their gradients.
 _ALIVE = 2
 _PREFETCHED = 2  # layers whose weights are gathered at a time
-# Passes over the weights of an update: forward, again to recompute, and for the gradients of inputs and weights.
-_PASSES = 4
+# Passes over the weights of an update: forward, and for the gradients of inputs and weights.
+_PASSES = 3
+# Forward passes that the backward pass recomputes.
+_AGAIN = {'dots': 0.0, 'full': 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
   """The memory and the seconds that a step takes on a device.
 
-  memory: {purpose: bytes} while the program that needs most of it runs.
+  updating: {purpose: bytes} during an update.
+  sampling: {purpose: bytes} while completions are drawn, to be trained on or evaluated; {} where none are.
   seconds: {'update', 'score', 'sample': seconds of a step}: products, memory and network without overlap.
   trained: tokens of a step.
   """
 
-  memory: dict[str, float]
+  updating: dict[str, float]
+  sampling: dict[str, float]
   seconds: dict[str, float]
   trained: int
+
+  @property
+  def memory(self) -> dict[str, float]:
+    """{purpose: bytes} while the program of training that needs most of it runs."""
+    return max(self.updating, self.sampling, key=_sum) if 'sample' in self.seconds else self.updating
 
   @property
   def total(self) -> float:
@@ -93,19 +104,27 @@ class _Case:
     return self.shape.micro_rows * self.shape.row_length // self.row_shards
 
 
-def estimate(inputs: Inputs, topology: machines.Topology, train: dict[str, int], rollout: dict[str, int]) -> Estimate:
+def estimate(
+  inputs: Inputs, topology: machines.Topology, train: dict[str, int], rollout: dict[str, int], branches: bool = False
+) -> Estimate:
   """Estimates a step of a stage with the meshes `train` and `rollout`, {axis: size}.
+
+  branches: documents of a row branch, as pairs with one prompt do, which no attention kernel supports.
 
   Raises:
     InputError: the rows of a step do not split over the mesh.
   """
-  if inputs.config.model.remat != 'full':
-    raise InputError('config.model.remat: memory is estimated for full only')
   layouts = [
     Layout(AbstractMesh(tuple(m[a] for a in AXES), AXES), n) for m, n in ((train, 'train'), (rollout, 'rollout'))
   ]
   platform = 'gpu' if topology.gpu else 'tpu'
-  compute = compute_for(platform, inputs.config.model.dtype, 'full', inputs.config.model.attention)
+  section = inputs.config.model
+  known = chips.of_kind(topology.chip.kind)
+  compute = compute_for(platform, section.dtype, section.remat, section.attention, known.memory if known else 0.0)
+  if compute.remat not in _AGAIN:
+    raise InputError(f'config.model.remat: memory is estimated for {" and ".join(_AGAIN)} only')
+  if branches:
+    compute = dataclasses.replace(compute, attention='chunked')
   on_policy = inputs.algorithm.on_policy
   shape = batch_shape.batch_shape(inputs.config, on_policy, layouts[0].batch_shards, tokens=compute.micro_tokens)
   case = _Case(inputs, topology, *layouts, compute, shape)
@@ -117,13 +136,12 @@ def estimate(inputs: Inputs, topology: machines.Topology, train: dict[str, int],
   if scored:
     seconds['score'] = _score_seconds(case) * shape.rows / shape.micro_rows
   trained = shape.rows * shape.row_length
-  if not on_policy:
-    return Estimate(updating, seconds, trained)
-  sampling = held | _sampler(case)
-  seconds['sample'] = _sample_seconds(case)
-  rollouts = inputs.config.rollout
-  trained = rollouts.prompts * rollouts.group_size * (rollouts.max_prompt_length + rollouts.max_new_tokens)
-  return Estimate(max(updating, sampling, key=_sum), seconds, trained)
+  sampling = held | _sampler(case) if checks.samples(inputs.config, inputs.algorithm) else {}
+  if on_policy:
+    seconds['sample'] = _sample_seconds(case)
+    rollouts = inputs.config.rollout
+    trained = rollouts.prompts * rollouts.group_size * (rollouts.max_prompt_length + rollouts.max_new_tokens)
+  return Estimate(updating, sampling, seconds, trained)
 
 
 def _sum(parts: dict[str, float]) -> float:
@@ -142,7 +160,7 @@ def _split(model: Model, layout: Layout, of: frozenset | None = None) -> float:
 
 
 def _held(case: _Case) -> dict[str, float]:
-  """Returns the bytes of what stays on a device: parameters, moments, frozen models."""
+  """Returns the bytes of what stays on a device: parameters, moments, a critic, frozen models."""
   model = case.inputs.model
   learned = frozenset(model.table) - model.frozen
   dtype = case.inputs.config.model.param_dtype
@@ -150,8 +168,18 @@ def _held(case: _Case) -> dict[str, float]:
     parameters=float(memory.size(load_weights.described(model, case.train, dtype))),
     optimizer=meshes.MOMENTS * _split(model, case.train, learned),
   )
-  if 'reference' in case.inputs.sources:  # shares what is not trained
-    out['frozen'] = case.width * _split(model, case.train, learned)
+  sources, config = case.inputs.sources, case.inputs.config
+  if 'critic' in sources:  # of all weights, with moments and gradients of its own
+    critic = _split(partition.build(sources['critic'].config), case.train)
+    out['critic'] = critic * (jnp.dtype(dtype).itemsize + meshes.MOMENTS)
+  frozen = 0.0
+  for name in sources.keys() - {'policy', 'critic', *case.inputs.algorithm.precompute(config)}:
+    if name == 'reference':  # shares what is not trained
+      frozen += _split(model, case.train, learned)
+    else:
+      frozen += _split(partition.build(sources[name].config), case.train)
+  if frozen:
+    out['frozen'] = case.width * frozen
   return out
 
 
@@ -160,6 +188,24 @@ def _layer_width(cfg: ModelConfig, tensor: int) -> float:
   heads = cfg.num_heads * (cfg.head_dim + cfg.value_dim) + sum(cfg.cached[0] * size for size in cfg.cached[1])
   wide = cfg.experts.top_k * cfg.experts.size if cfg.experts else cfg.intermediate_size
   return (heads + 3 * wide) / tensor + 4 * cfg.hidden_size
+
+
+def _saved_width(case: _Case) -> float:
+  """Returns the elements of a token that a layer keeps for `remat=dots`, in the residual type."""
+  cfg, tensor = case.cfg, case.train.mesh.shape['tensor']
+  wide = cfg.experts.top_k * cfg.experts.size if cfg.experts else cfg.intermediate_size
+  split = (
+    cfg.num_heads * (cfg.head_dim + cfg.value_dim) + sum(cfg.cached[0] * size for size in cfg.cached[1]) + 2 * wide
+  )
+  if case.compute.attention == 'cudnn':  # float32 statistics of each head, for all documents that a row may hold
+    split += 2 * cfg.num_heads * max_documents(case.shape.row_length)
+  return split / tensor + 3 * cfg.hidden_size  # with the input, and the results of both projections to its width
+
+
+def _attention_weights(case: _Case) -> float:
+  """Returns the bytes of the attention weights, in float32, of the queries that XLA computes at a time."""
+  queries = min(case.compute.q_chunk, case.shape.row_length)
+  return case.tokens * queries * _FLOAT * case.cfg.num_heads / case.train.mesh.shape['tensor']
 
 
 def _chunk(case: _Case) -> float:
@@ -177,8 +223,12 @@ def _activations(case: _Case) -> dict[str, float]:
   gradients = _FLOAT * _split(model, case.train, frozenset(model.table) - model.frozen)
   if case.shape.micro_rows < case.shape.update_rows:  # the sum, and those of the rows at hand
     gradients *= 2
-  kept = case.tokens * cfg.hidden_size * residual * cfg.num_layers
-  layer = _ALIVE * case.tokens * _layer_width(cfg, tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
+  width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
+  kept = case.tokens * width * residual * cfg.num_layers
+  weights = 0.0 if attention.uses_kernel(case.compute) else _ALIVE * _attention_weights(case)
+  layer = (
+    weights + _ALIVE * case.tokens * _layer_width(cfg, tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
+  )
   head = _chunk(case) * (_FLOAT + case.width) + case.tokens * cfg.hidden_size * _FLOAT + _gathered(case, 'vocab')
   return dict(gradients=gradients, activations=kept + max(layer, head))
 
@@ -223,7 +273,7 @@ def _flops(case: _Case) -> float:
   return tokens * transformer.flops_per_token(case.cfg, case.shape.row_length / 2) / case.train.mesh.size
 
 
-def _read(case: _Case, passes: int) -> float:
+def _read(case: _Case, passes: float) -> float:
   """Returns the bytes of weights and activations that so many passes over the layers move."""
   cfg, tensor = case.cfg, case.train.mesh.shape['tensor']
   weights = transformer.num_params(cfg) / tensor / case.train.mesh.shape['expert'] * case.width
@@ -238,10 +288,9 @@ def _update_seconds(case: _Case) -> float:
   learned = _split(model, case.train, frozenset(model.table) - model.frozen)
   micro = case.shape.update_rows / case.shape.micro_rows
   optimizer = learned * 2 * (meshes.MOMENTS + 2 * _FLOAT) / micro
-  again = 1.0  # `remat=full`
-  return _seconds(
-    case, (model.passes + again) * _flops(case), _read(case, _PASSES) + optimizer, _traffic(case, train=True)
-  )
+  again = _AGAIN[case.compute.remat]
+  read = _read(case, _PASSES + again) + optimizer
+  return _seconds(case, (model.passes + again) * _flops(case), read, _traffic(case, train=True))
 
 
 def _score_seconds(case: _Case) -> float:
@@ -250,8 +299,8 @@ def _score_seconds(case: _Case) -> float:
 
 def _slots(case: _Case) -> tuple[int, int]:
   """Returns (slots, how often they are filled)."""
-  rollout = case.inputs.config.rollout
-  total = rollout.prompts * rollout.group_size
+  rollout, held_out = case.inputs.config.rollout, case.inputs.config.eval
+  total = rollout.prompts * rollout.group_size if case.inputs.algorithm.on_policy else held_out.size * held_out.samples
   slots = batch_shape.slots(rollout, total)
   return slots, math.ceil(total / slots)
 
@@ -263,16 +312,20 @@ def _entry(cfg: ModelConfig, tensor: int) -> float:
 
 
 def _sampler(case: _Case) -> dict[str, float]:
-  """Returns the bytes of the sampler's weights, cache and logits."""
+  """Returns the bytes of the sampler's weights, cache, what a block copies of it, and logits."""
   cfg, rollout, shape = case.cfg, case.inputs.config.rollout, dict(case.rollout.mesh.shape)
   model = case.inputs.model.base or case.inputs.model
   mine = math.ceil(_slots(case)[0] / case.rollout.batch_shards)
-  longest = rollout.max_prompt_length + rollout.max_new_tokens
+  # A block of decoding may run past the last token that counts.
+  length = rollout.max_prompt_length + rollout.max_new_tokens + (rollout.block or case.compute.decode_block)
   weights = memory.size(load_weights.described(model, case.rollout, case.compute.dtype))
   logits = 2 * mine * cfg.padded_vocab_size / shape['tensor'] * _FLOAT
-  prompts = math.ceil(rollout.prompts / case.rollout.batch_shards) * rollout.max_prompt_length
-  cache = (mine * longest + prompts) * _entry(cfg, shape['tensor']) * case.width
-  return dict(sampler=float(weights), cache=cache, logits=logits)
+  some = rollout.prompts if case.inputs.algorithm.on_policy else _slots(case)[0]  # whose prefixes are there at a time
+  prompts = math.ceil(some / case.rollout.batch_shards) * rollout.max_prompt_length
+  entry = _entry(cfg, shape['tensor']) * case.width
+  # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all.
+  copied = mine * 2 ** int(math.log2(length - 1)) * entry
+  return dict(sampler=float(weights), cache=(mine * length + prompts) * entry, copied=copied, logits=logits)
 
 
 def _sample_seconds(case: _Case) -> float:

@@ -12,7 +12,7 @@ import jax
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.planning import dry_run, machines, meshes, search, stage
+from jaxpost.planning import defaults, dry_run, machines, meshes, search, stage
 from jaxpost.stage import batch_shape
 from jaxpost.stage.records import PreparedStage
 
@@ -20,16 +20,21 @@ AUTO = 'auto'
 
 
 def resolve(prepared: list[PreparedStage], raw: dict, note: Callable[[str], None]) -> list[PreparedStage]:
-  """Returns the stages with meshes for the devices of this run in place of 'auto'.
+  """Returns the stages with meshes for the devices of this run in place of 'auto', and with defaults that fit them.
 
   Args:
-    prepared: the stages of a run, some with 'auto'.
+    prepared: the stages of a run.
     raw: the config that the stages are of.
     note: (text) -> prints it for people.
   """
   here = machines.here(jax.devices())
-  shapes = {p.name: p for p in dry_run.prepare_all(raw)}
-  return [search.vary(p, coordination.broadcast(choose(shapes[p.name], here, note))) for p in prepared]
+  out = []
+  for p in prepared:
+    if AUTO in (p.config.mesh.train, p.config.mesh.rollout):
+      (shape,) = dry_run.prepare_all(raw, p.name)
+      p = search.vary(p, coordination.broadcast(choose(shape, here, note)))
+    out.append(defaults.fitted(p, here, note))
+  return out
 
 
 def choose(p: PreparedStage, topology: machines.Topology, note: Callable[[str], None]) -> dict[str, str]:
@@ -98,4 +103,6 @@ def _rollout(p: PreparedStage, topology: machines.Topology) -> str:
 
 
 def _plan(p: PreparedStage, settings: dict, topology: machines.Topology, program: str) -> dict:
-  return stage.plan(search.vary(p, settings), stage.Options(topology, (program,)))
+  p = search.vary(p, settings)
+  # Each process compiles, so no process waits for another here.
+  return stage.plan(search.vary(p, defaults.choose(p, topology)), stage.Options(topology, (program,)))

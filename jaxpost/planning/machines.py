@@ -52,11 +52,12 @@ class Topology:
 
 def here(devices: list) -> Topology:
   """Returns the machine that these devices belong to; of an unknown chip, only its memory."""
-  kind, stats = devices[0].device_kind, devices[0].memory_stats()
+  own = next(d for d in devices if d.process_index == devices[0].client.process_index())
+  kind, stats = own.device_kind, own.memory_stats()  # which devices of other processes do not tell
   chip = of_kind(kind) or Chip(kind, 0.0)
   if stats:
     chip = dataclasses.replace(chip, memory=stats.get('bytes_limit', chip.memory))
-  name = next((name for name, known in CHIPS.items() if known.kind == chip.kind), 'cpu')
+  name = next((name for name, known in CHIPS.items() if known.kind == chip.kind), own.platform)
   slices = {d.slice_index for d in devices if d.platform == 'tpu'}
   count = max(1, len(slices))
   return Topology(f'{len(devices)} x {kind}', name, chip, (len(devices) // count,), count, owned=tuple(devices))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.distributed import phases
 from jaxpost.distributed.mesh import row_shards
+from jaxpost.hardware import chips
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention
 from jaxpost.monitor.timeline import Timeline
@@ -48,6 +50,7 @@ class PlacedStage:
   ledger: Ledger
   timer: Timeline
   shape: BatchShape
+  by_memory: tuple[str, ...] = ()
 
   @property
   def name(self) -> str:
@@ -76,7 +79,7 @@ class PlacedStage:
 
   @property
   def choices(self) -> dict[str, str]:
-    """Returns {field: value, and whether config or platform chose it} of fields that may be `auto`, for plan.json."""
+    """Returns {field: value, and what chose it: config, platform or memory} of fields that may be `auto`."""
     config, compute = self.config, self.compute
     used = {
       'model.attention': (config.model.attention != 'auto', compute.attention),
@@ -86,6 +89,7 @@ class PlacedStage:
     if self.algorithm.on_policy:
       used['rollout.block'] = (config.rollout.block, self.decode_block)
     out = {k: f'{x} ({"config" if given else compute.platform})' for k, (given, x) in used.items()}
+    out |= {k: f'{functools.reduce(getattr, k.split("."), config)} (memory)' for k in self.by_memory}
     if compute.rejected_shapes:
       out['model.attention'] += f', by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
     return {'model.dtype': compute.dtype} | out
@@ -106,12 +110,14 @@ def place_stage(
   layouts = phases.make_layouts(config.mesh, length, devices)
   train = layouts['train']
   ledger = ledger or Ledger()
-  platform = train.mesh.devices.flat[0].platform
+  device = train.mesh.devices.flat[0]
+  platform, chip = device.platform, chips.of_kind(device.device_kind)
   if platform == 'gpu':
     from jaxpost.hardware import probe
 
     ledger.options = probe.refused_options(tuple(GPU_OPTIONS.items())) | (ledger.options or {})
-  compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention)
+  section, memory = config.model, chip.memory if chip else 0.0
+  compute = compute_for(platform, section.dtype, section.remat, section.attention, memory)
   if attention.uses_kernel(compute):
     from jaxpost.hardware import kernel_check
     from jaxpost.models import attention_kernels
@@ -131,6 +137,7 @@ def place_stage(
     ledger=ledger,
     timer=Timeline(phases.lanes(layouts)),
     shape=batch_shape.batch_shape(config, on_policy, train.batch_shards, tokens=compute.micro_tokens),
+    by_memory=prepared.by_memory,
   )
 
 

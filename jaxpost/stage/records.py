@@ -95,11 +95,15 @@ class Workers:
 
 @dataclasses.dataclass(frozen=True)
 class PreparedStage:
-  """Everything about a stage that needs no device."""
+  """Everything about a stage that needs no device.
+
+  by_memory: fields of the config, 'section.field', that were left open and then chosen for the devices.
+  """
 
   inputs: Inputs
   data: Data = Data()
   workers: Workers = Workers()
+  by_memory: tuple[str, ...] = ()
 
   @property
   def name(self) -> str:

@@ -41,7 +41,7 @@ class ModelSection:
   remat: str = option(
     'auto',
     'What the backward pass recomputes instead of storing it: none; dots, all but the results of projections and '
-    'attention; full, all but the input of each layer; auto: none on CPU, dots elsewhere.',
+    'attention; full, all but the input of each layer; auto: none on CPU, elsewhere dots, or full to fit.',
     choices=('auto', 'none', 'dots', 'full'),
   )
   attention: str = option(
@@ -108,7 +108,7 @@ class TrainSection:
   )
   micro_batch_size: int = option(
     0,
-    'Rows computed at a time; 0: all for data, about 8,192 tokens per device for rollouts (2,048 on CPU).',
+    'Rows at a time; 0: all of data, about 8,192 tokens a device of rollouts (2,048 on CPU), but no more than fits.',
     lo=0,
     hi=2**20,
   )

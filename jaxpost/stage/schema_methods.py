@@ -32,7 +32,7 @@ class RolloutSection:
   top_logprobs: int = option(
     0, 'Write the log-probs of this many most probable tokens at each position to samples/; 0: none.', lo=0
   )
-  slots: int = option(0, 'Sequences decoded at the same time; 0: all of a step.', lo=0, hi=2**20)
+  slots: int = option(0, 'Sequences decoded at a time; 0: all, up to 256, or what fits.', lo=0, hi=2**20)
   page_size: int = option(
     0,
     'Tokens in a page of the key-value cache, a power of two; 0: no pages, each slot fits the longest text.',

@@ -1,0 +1,164 @@
+"""Defaults that fit: every recipe on the devices that it is for, and what is chosen on others."""
+
+import dataclasses
+import functools
+import importlib
+import json
+import pathlib
+
+import jax
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost import stages
+from jaxpost.hardware.chips import CHIPS, Chip
+from jaxpost.planning import defaults, dry_run, machines, search
+from jaxpost.stage import prepare
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+GIB = 2**30
+CPU = ('quickstart', 'text_game')
+# The shape of Qwen 3.5 is in the config.json of its repository alone.
+WITHOUT_SHAPE = ('qwen3_5_gsm8k',)
+RECIPES = sorted(p.stem for p in CLONE.glob('configs/*.py') if p.stem not in ('__init__', *CPU, *WITHOUT_SHAPE))
+DEVICES = {
+  'H100': ('h100', (1, 1, 1)),
+  'A100': ('a100_80gb', (1, 1, 1)),
+  'A100-40': ('a100', (1, 1, 1)),
+  'L4': ('l4', (1, 1, 1)),
+  '8xH100': ('h100', (1, 1, 8)),
+  'v5e-8': ('v5e', (2, 4)),
+  'v6e-8': ('v6e', (2, 4)),
+  'v5p-8': ('v5p', (2, 2, 1)),
+}
+# State alone, or state and one row, takes more than these have.
+TOO_LARGE = {('ppo_gsm8k', 'L4'), ('sft_rm_ppo', 'L4'), ('tools_gsm8k', 'L4'), ('tools_gsm8k', 'A100-40')}
+
+
+def machine(device, **chip):
+  name, size = DEVICES[device]
+  return machines.Topology(device, name, dataclasses.replace(CHIPS[name], **chip), size)
+
+
+@functools.cache
+def planned(name, arg=None):
+  """The stages of a recipe, without weights or data."""
+  return dry_run.prepare_all(prepare.as_dict(importlib.import_module(f'configs.{name}').get_config(arg)))
+
+
+def stage(name, arg=None, **settings):
+  """The stage of a recipe; settings are written section__field=value."""
+  (p,) = planned(name, arg)
+  return search.vary(p, {k.replace('__', '.'): v for k, v in settings.items()})
+
+
+def needed(p, where, found):
+  """(bytes of an update, bytes while sampling) with what was chosen."""
+  estimate = defaults._estimate(p, where, found)
+  return sum(estimate.updating.values()), sum(estimate.sampling.values())
+
+
+@pytest.mark.parametrize('name', RECIPES)
+def test_a_recipe_fits(name):
+  """With nothing set; devices of 80 GB are what all docstrings name."""
+  assert '80 GB' in ' '.join(importlib.import_module(f'configs.{name}').__doc__.split())
+  too_large = set()
+  for device in DEVICES:
+    where = machine(device)
+    limit = where.chip.memory * (0.92 if where.gpu else 1)
+    if any(max(needed(p, where, defaults.choose(p, where))) > 0.9 * limit for p in planned(name)):
+      too_large.add((name, device))
+  assert too_large == {x for x in TOO_LARGE if x[0] == name}
+
+
+def test_what_fits_stays_as_it_is():
+  for device in ('H100', 'v5p-8', '8xH100'):
+    assert defaults.choose(stage('sft_gsm8k'), machine(device)) == {}
+  assert defaults.choose(stage('sft_gsm8k'), machines.parse('cpu')) == {}
+  assert defaults.choose(stage('sft_gsm8k'), machine('L4', memory=0.0)) == {}
+
+
+def test_less_memory_means_less_at_a_time():
+  """As many sequences and rows as fit, never more on the smaller device."""
+  p, before = stage('grpo_gsm8k'), (10**9, 10**9)
+  for gib in (80, 40, 24, 20):
+    where = machine('H100', memory=gib * GIB)
+    found = defaults.choose(p, where)
+    assert max(needed(p, where, found)) <= 0.9 * 0.92 * gib * GIB
+    now = found.get('rollout.slots', 256), found.get('train.micro_batch_size', 10)
+    assert now <= before and now[1] <= before[1]
+    before = now
+  assert before < (256, 10)
+
+
+def test_recomputing_all_is_chosen_only_where_it_is_needed():
+  """Of one row with its results kept, and one without, memory between the two."""
+  p = stage('sft_gsm8k', 'model=qwen3_1_7b', train__batch_size=1, train__row_length=16384, eval__samples=0)
+  kept, (less, _) = (needed(p, machine('H100'), {'model.remat': remat}) for remat in ('dots', 'full'))
+  assert kept[0] > 1.2 * less
+  room = (kept[0] + less) / 2 / 0.9 / 0.92
+  assert defaults.choose(p, machine('H100', memory=room)) == {'model.remat': 'full'}
+  assert defaults.choose(p, machine('H100', memory=kept[0] / 0.8)) == {}
+
+
+def test_what_is_set_stays():
+  given = stage('dpo_hh', model__remat='dots', train__micro_batch_size=2, rollout__slots=100, eval__samples=1)
+  assert defaults.choose(given, machine('L4')) == {}
+  assert set(defaults.choose(stage('dpo_hh', model__remat='full'), machine('L4'))) == {'train.micro_batch_size'}
+  assert defaults.choose(stage('dpo_hh', model__remat='none'), machine('L4')) == {}
+
+
+def test_evaluation_counts():
+  """SFT samples for its evaluation only, beside the optimizer."""
+  found = defaults.choose(stage('sft_gsm8k'), machine('L4'))
+  assert found['rollout.slots'] < 256
+  assert 'rollout.slots' not in defaults.choose(stage('sft_gsm8k', eval__samples=0), machine('L4'))
+
+
+def test_samplers_of_their_own_have_no_optimizer_beside_them():
+  where = machines.Topology('two', 'a100', CHIPS['a100'], (1, 1, 2))
+  apart = defaults.choose(stage('ppo_gsm8k', mesh__rollout_devices=1), where)
+  beside = defaults.choose(stage('ppo_gsm8k'), machine('A100-40'))
+  assert apart.get('rollout.slots', 256) > beside['rollout.slots']
+  parked = defaults.choose(stage('ppo_gsm8k', rollout__offload=True), machine('A100-40'))
+  assert parked.get('rollout.slots', 256) > beside['rollout.slots']
+
+
+def test_rows_of_data_split_evenly():
+  for gib in range(12, 40, 4):
+    found = defaults.choose(stage('dpo_hh'), machine('H100', memory=gib * GIB))
+    assert 32 % found['train.micro_batch_size'] == 0
+
+
+def test_an_unknown_gpu_has_its_memory_only():
+  """Speeds are compared, and only ratios count."""
+  where = machines.Topology('1 x RTX', 'gpu', Chip('NVIDIA RTX', 0.0, 24e9), (1,), owned=(object(),))
+  found = defaults.choose(stage('grpo_gsm8k'), where)
+  assert found['rollout.slots'] < 256 and max(needed(stage('grpo_gsm8k'), machine('L4'), found)) < 0.9 * 24e9
+
+
+def test_what_cannot_fit_is_as_small_as_can_be():
+  found = defaults.choose(stage('tools_gsm8k'), machine('L4'))
+  assert found == {'rollout.slots': 8, 'model.remat': 'full', 'train.micro_batch_size': 1}
+
+
+def test_a_run_takes_what_fits_and_says_so(monkeypatch, tmp_path):
+  """On CPUs that are taken for a GPU with little memory."""
+  model = tiny.folder(tmp_path / 'model')
+  config = tiny.grpo_config(model, train=dict(steps=1), rollout=dict(prompts=4, group_size=8))
+  (p,) = stages.with_meshes(prepare.prepare_all(prepare.as_dict(config)), {}, None)
+  where = machines.Topology('toy', 'gpu', Chip('toy', 1e12, 1e12, 1e12), (1,), owned=tuple(jax.devices()[:1]))
+  least, most = (
+    max(needed(p, where, f)) for f in ({'rollout.slots': 8, 'train.micro_batch_size': 1}, {'rollout.slots': 32})
+  )
+  p.close()
+  small = dataclasses.replace(where, chip=dataclasses.replace(where.chip, memory=(least + most) / 2 / 0.9))
+  monkeypatch.setattr(machines, 'here', lambda devices: small)
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  jaxpost.run(config, tmp_path / 'run')
+  (plan,) = json.loads((tmp_path / 'run/plan.json').read_text())
+  chosen = {k: v for k, v in plan['choices'].items() if v.endswith('(memory)')}
+  assert chosen.keys() & {'rollout.slots', 'train.micro_batch_size'}
+  if 'rollout.slots' in chosen:
+    assert int(chosen['rollout.slots'].split()[0]) < 32
