@@ -74,8 +74,7 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto', 
   """
   dtype = 'bfloat16' if dtype == 'auto' else dtype
   forced = attention != 'auto'
-  if not forced:
-    attention = {'cpu': 'chunked', 'tpu': 'splash'}.get(platform, 'cudnn')
+  attention = attention if forced else {'cpu': 'chunked', 'tpu': 'splash'}.get(platform, 'cudnn')
   remat = {'auto': 'none' if platform == 'cpu' else 'dots'}.get(remat, remat)
   rest = dict(dtype=dtype, cache=dtype, remat=remat, attention=attention, forced=forced)
   if platform == 'cpu':

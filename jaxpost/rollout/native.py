@@ -287,29 +287,22 @@ class NativeEngine:
   ) -> dict:
     """Serves requests with continuous batching, until no more come.
 
-    Turns of conversations, and any request that depends on what was drawn, come
-    from `next_requests`. Draws depend on (run key, step, prompt, sample,
-    position in the sequence), never on other requests or on the order in which
-    they came.
+    Turns of conversations, and any request that depends on what was drawn, come from `next_requests`. Draws depend on
+    (run key, step, prompt, sample, position in the sequence), never on other requests or on the order of arrival.
 
     Args:
       requests: the first ones; sequences of any length that fits a slot.
       run_key: key data, [2] uint32.
-      next_requests: (completions, idle) -> requests, called between any two
-        blocks with the completions that ended since (often none); it returns
-        the requests that became ready (often none). With `idle` nothing is
-        decoded and the queue is empty: it may block until a request is ready,
-        and returning none ends the call. It must return the same on every
-        process.
-      prefill_rows: prompts of a prefill; None: as many as are queued, up to the
-        slots.
-      on_tokens: called with (request, token ids so far) after each block,
-        before `next_requests`.
-      reuse_cache: a request that begins with a finished sequence continues from
-        its cache entries; False prefills it from its beginning.
-      on_dispatch: called before each block with the number of blocks
-        dispatched so far; it may `load` newer weights. Cache entries that
-        were filled with the old ones stay as they are.
+      next_requests: (completions, idle) -> requests, called between any two blocks with the completions that ended
+        since (often none); it returns the requests that became ready (often none). With `idle` nothing is decoded and
+        the queue is empty: it may block until a request is ready, and returning none ends the call. It must return the
+        same on every process.
+      prefill_rows: prompts of a prefill; None: as many as are queued, up to the slots.
+      on_tokens: called with (request, token ids so far) after each block, before `next_requests`.
+      reuse_cache: a request that begins with a finished sequence continues from its cache entries; False prefills it
+        from its beginning.
+      on_dispatch: called before each block with the number of blocks dispatched so far; it may `load` newer weights.
+        Cache entries that were filled with the old ones stay as they are.
 
     Returns:
       Figures of the call; see `Scheduler.figures`.
@@ -338,8 +331,7 @@ class NativeEngine:
     """Samples `group_size` completions of each prompt, of one turn each.
 
     Args:
-      run_key: key data, [2] uint32; with step, prompt index and sample index
-        it decides every draw.
+      run_key: key data, [2] uint32; with step, prompt index and sample index it decides every draw.
       sampling: fields of `Sampling` that differ from the config, as scalars.
       on_dispatch: as in `serve`.
     """

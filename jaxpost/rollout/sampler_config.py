@@ -212,8 +212,7 @@ def free_bytes(layout: Layout) -> float:
 def too_large(slots: int, length: int, wanted: int, free: float) -> str:
   """The error message for a cache of `wanted` bytes."""
   return (
-    f'config.rollout.slots: {slots} slots of {length} cache entries '
-    f'take {wanted / 2**30:.2f} GiB and {max(free, 0) / 2**30:.2f} are '
-    f'free: {max(int(slots * free / max(wanted, 1)), 0)} slots would fit; '
-    'lower it, or the lengths'
+    f'config.rollout.slots: {slots} slots of {length} cache entries take {wanted / 2**30:.2f} GiB and '
+    f'{max(free, 0) / 2**30:.2f} are free: {max(int(slots * free / max(wanted, 1)), 0)} slots would fit; lower it, or '
+    'the lengths'
   )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from jaxpost.distributed import phases
 from jaxpost.distributed.mesh import row_shards
-from jaxpost.hardware import chips
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention
 from jaxpost.monitor.timeline import Timeline
@@ -111,13 +110,16 @@ def place_stage(
   train = layouts['train']
   ledger = ledger or Ledger()
   device = train.mesh.devices.flat[0]
-  platform, chip = device.platform, chips.of_kind(device.device_kind)
+  platform, memory = device.platform, 0.0
+  if platform != 'cpu':
+    from jaxpost.hardware import chips
+
+    memory = getattr(chips.of_kind(device.device_kind), 'memory', 0.0)
   if platform == 'gpu':
     from jaxpost.hardware import probe
 
     ledger.options = probe.refused_options(tuple(GPU_OPTIONS.items())) | (ledger.options or {})
-  section, memory = config.model, chip.memory if chip else 0.0
-  compute = compute_for(platform, section.dtype, section.remat, section.attention, memory)
+  compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention, memory)
   if attention.uses_kernel(compute):
     from jaxpost.hardware import kernel_check
     from jaxpost.models import attention_kernels

@@ -91,15 +91,8 @@ def compile_all(
     jobs.append(functools.partial(trainable.score_program.compile, trainable.params, reading))
   later = []  # shares programs with what is in `jobs`
   if evaluator and evaluator.held_out:
-    later.append(
-      functools.partial(
-        evaluator.held_out.program.compile,
-        roles.policy.state.params,
-        full,
-        roles.policy.state.step,
-        roles.policy.frozen,
-      )
-    )
+    policy, program = roles.policy, evaluator.held_out.program
+    later.append(functools.partial(program.compile, policy.state.params, full, policy.state.step, policy.frozen))
   turns = bool(placed.workers.environment)
   if engine and on_policy:
     jobs += engine.jobs(roles.policy.params, placed.data.stream.lengths, config.rollout.group_size, turns)
