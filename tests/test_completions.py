@@ -21,6 +21,7 @@ from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
 from jaxpost.rewards import math
 from jaxpost.rewards.groups import Graded
+from jaxpost.rollout import sampler_config
 from jaxpost.stage.evaluate import pass_at_k
 from jaxpost.tools import chat, completion_files, completions, inference, score_dataset
 
@@ -172,6 +173,20 @@ def test_chat_streams_answers_and_remembers(weights, monkeypatch):
   assert out.getvalue().count('> ') >= 3
   answer = seen[1].split('<|im_start|>assistant\n')[1].split('<|im_end|>')[0]
   assert answer and out.getvalue().startswith(answer)
+
+
+def test_no_more_slots_than_fit(weights, monkeypatch):
+  """Half of the free memory holds the cache; one slot is the least, and is refused where it is too much."""
+  prompts, draws = completions.make_prompts(weights, ['17+25=']), completions.Draws(n=8, max_new_tokens=8)
+  engine = completions.engine_for(weights, prompts, draws, 'data=-1')
+  assert engine.max_concurrent_decodes == 8
+  bytes_of_a_slot = engine.cache_bytes() / 8
+  for room, slots in ((17, 8), (9, 4), (0.5, 1)):
+    monkeypatch.setattr(sampler_config, 'free_bytes', lambda layout, room=room: room * bytes_of_a_slot)
+    fitting = completions.engine_for(weights, prompts, draws, 'data=-1')
+    assert fitting.max_concurrent_decodes == slots
+  with pytest.raises(InputError, match='would fit'):
+    completions.draw(fitting, prompts, draws)
 
 
 def test_streaming_gives_the_completion(weights):

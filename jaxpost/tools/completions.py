@@ -22,6 +22,7 @@ from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention, shared_weights
 from jaxpost.programs.compile import Ledger
+from jaxpost.rollout import sampler_config
 from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.stage import on_policy
@@ -30,6 +31,9 @@ from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
+
+
+_SLOTS = 64  # sequences at a time, where they fit
 
 
 def make_prompts(
@@ -105,15 +109,23 @@ def complete(weights: Weights, prompts: Sequence[Prompt], draws: Draws = Draws()
 
 
 def engine_for(weights: Weights, prompts: Sequence[Prompt], draws: Draws, mesh: str) -> NativeEngine:
-  """Returns a sampler that is large enough for these prompts."""
-  return make_engine(
+  """Returns a sampler that is large enough for these prompts, with as many slots as the memory has room for."""
+  make = functools.partial(
+    make_engine,
     weights,
-    slots=min(len(prompts) * draws.n, 64),
     max_prompt=max(len(x.tokens) for x in prompts),
     max_new_tokens=draws.max_new_tokens,
     mesh=mesh,
     top_logprobs=draws.top_logprobs,
   )
+  engine = make(slots=min(len(prompts) * draws.n, _SLOTS))
+  # A block of decoding copies up to as much as the cache holds.
+  slots = engine.max_concurrent_decodes
+  room = sampler_config.free_bytes(engine.layout) / (2 * engine.cache_bytes() + 1)
+  if room >= 1:
+    return engine
+  del engine  # its weights, too
+  return make(slots=max(int(slots * room), 1))
 
 
 def draw(engine: NativeEngine, prompts: Sequence[Prompt], draws: Draws) -> Rollout:
