@@ -15,6 +15,7 @@ from jaxpost.distributed import coordination
 from jaxpost.distributed import mesh as mesh_lib
 from jaxpost.distributed.mesh import BATCH_AXES
 from jaxpost.matmul import compute_for
+from jaxpost.models.config import CustomConfig
 from jaxpost.planning import arithmetic, meshes, search
 from jaxpost.planning.tables import gib
 from jaxpost.stage import batch_shape, checks
@@ -53,8 +54,7 @@ def choose(p: PreparedStage, topology: Topology) -> dict[str, Any]:
     needs least.
   """
   memory = topology.chip.memory
-  # The layers of a custom model are unknown.
-  if topology.local or not memory or not hasattr(p.inputs.model.config, 'num_layers'):
+  if topology.local or not memory or isinstance(p.inputs.model.config, CustomConfig):  # of unknown layers
     return {}
   chip = topology.chip
   if not chip.flops:
