@@ -24,6 +24,7 @@ OPTIONS = {
   'jaxpost.environments': 'environment',
   'jaxpost.formats.fp8': 'model.path',
   'jaxpost.formats.hybrid_fields': 'model.path',
+  'jaxpost.formats.latent_fields': 'model.path',
   'jaxpost.formats.multimodal': 'model.text_only',
   'jaxpost.formats.mxfp4': 'model.path',
   'jaxpost.formats.peft': 'lora.rank',

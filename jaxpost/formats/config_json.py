@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_fields, expert_fields, families, latent_fields, layer_fields
+from jaxpost.formats import config_fields, expert_fields, families, layer_fields
 from jaxpost.formats.family import Family
 from jaxpost.models.config import CustomConfig, ModelConfig
 
@@ -90,6 +90,8 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
     **fixed,
   )
   if family.latent:
+    from jaxpost.formats import latent_fields
+
     cfg = latent_fields.read(known, cfg, where)
   if family.hybrid:
     from jaxpost.formats import hybrid_fields
@@ -145,6 +147,8 @@ def to_hf(
     **config_fields.write(cfg, family),
   )
   if family.latent:
+    from jaxpost.formats import latent_fields
+
     out |= latent_fields.write(cfg)
   if family.hybrid:
     from jaxpost.formats import hybrid_fields

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxpost.errors import InputError
-from jaxpost.formats import hybrid_families, latent_fields
+from jaxpost.formats import hybrid_families, latent_families
 from jaxpost.formats.family import ExpertFields, Family
 
 # Groups of fields that several families read.
@@ -43,30 +43,6 @@ _ERNIE_ROUTER = ExpertFields(
   shared='moe_num_shared_experts',
   first_dense='moe_layer_start_index',
   choice_bias=True,
-)
-
-_DEEPSEEK_ROUTER = ExpertFields(
-  num='n_routed_experts',
-  size='moe_intermediate_size',
-  shared='n_shared_experts',
-  first_dense='first_k_dense_replace',
-  grouped=True,
-  sigmoid=True,
-  choice_bias=True,
-)
-_DEEPSEEK = Family(
-  architecture='DeepseekV3ForCausalLM',
-  latent=True,
-  extra_layers=True,
-  experts=_DEEPSEEK_ROUTER,
-  reads=latent_fields.READS,
-  aliases={'num_local_experts': 'n_routed_experts'},
-  only=dict(scoring_func='sigmoid', topk_method='noaux_tc', moe_layer_freq=1),
-  # qk_head_dim is the sum of two others.
-  ignored=('ep_size', 'aux_loss_alpha', 'seq_aux', 'qk_head_dim'),
-  # Modules that predict several tokens at once are not read.
-  reported=('num_nextn_predict_layers', 'num_mtp_layers', 'auto_map'),
-  defaults=latent_fields.DEFAULTS,
 )
 
 _GEMMA2 = Family(
@@ -109,8 +85,8 @@ _GPT_OSS_DEFAULTS = dict(
 )
 
 FAMILIES = {
-  'deepseek_v3': _DEEPSEEK,
-  'kimi_k2': dataclasses.replace(_DEEPSEEK, written_as='deepseek_v3'),
+  'deepseek_v3': latent_families.DEEPSEEK,
+  'kimi_k2': dataclasses.replace(latent_families.DEEPSEEK, written_as='deepseek_v3'),
   'llama': Family(architecture='LlamaForCausalLM', reads=('attention_bias', 'mlp_bias')),
   'mistral': Family(
     architecture='MistralForCausalLM',
@@ -325,8 +301,8 @@ FAMILIES = {
     architecture='Glm4MoeForCausalLM',
     fixed=dict(qk_norm='head'),
     extra_layers=True,
-    experts=_DEEPSEEK_ROUTER,
-    aliases=_DEEPSEEK.aliases,
+    experts=latent_families.ROUTER,
+    aliases=latent_families.DEEPSEEK.aliases,
     reads=(*_GLM.reads, 'use_qk_norm'),
     reported=('num_nextn_predict_layers', 'num_mtp_layers'),
     defaults=_GLM.defaults

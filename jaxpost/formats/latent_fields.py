@@ -10,30 +10,8 @@ import math
 from typing import Any
 
 from jaxpost.errors import InputError
+from jaxpost.formats.latent_families import SIZES
 from jaxpost.models.config import LatentConfig, ModelConfig
-
-_SIZES = ('kv_lora_rank', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim')
-# For `Family.reads`, beside those of `ExpertFields`.
-READS = (*_SIZES, 'q_lora_rank', 'rope_interleave')
-# Values of fields that config.json may leave out: those of DeepSeek-V3.
-DEFAULTS = dict(
-  kv_lora_rank=512,
-  q_lora_rank=1536,
-  qk_rope_head_dim=64,
-  qk_nope_head_dim=128,
-  v_head_dim=128,
-  rope_interleave=True,
-  max_position_embeddings=4096,
-  first_k_dense_replace=3,
-  moe_intermediate_size=2048,
-  n_shared_experts=1,
-  n_routed_experts=256,
-  num_experts_per_tok=8,
-  n_group=8,
-  topk_group=4,
-  norm_topk_prob=True,
-  routed_scaling_factor=2.5,
-)
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str) -> LatentConfig:
@@ -57,7 +35,7 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str) -> LatentConfig:
 
 
 def _check_types(raw: dict[str, Any], where: str) -> None:
-  for field in (*_SIZES, 'q_lora_rank'):
+  for field in (*SIZES, 'q_lora_rank'):
     # Without a rank, queries are projected in one step.
     is_off = field == 'q_lora_rank' and raw[field] is None
     if not is_off and (type(raw[field]) is not int or raw[field] < 1):

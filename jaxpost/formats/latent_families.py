@@ -1,0 +1,46 @@
+"""Families with multi-head latent attention, for the table in `families.py`; `latent_fields.py` reads their fields."""
+
+from jaxpost.formats.family import ExpertFields, Family
+
+SIZES = ('kv_lora_rank', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim')
+
+ROUTER = ExpertFields(
+  num='n_routed_experts',
+  size='moe_intermediate_size',
+  shared='n_shared_experts',
+  first_dense='first_k_dense_replace',
+  grouped=True,
+  sigmoid=True,
+  choice_bias=True,
+)
+DEEPSEEK = Family(
+  architecture='DeepseekV3ForCausalLM',
+  latent=True,
+  extra_layers=True,
+  experts=ROUTER,
+  reads=(*SIZES, 'q_lora_rank', 'rope_interleave'),
+  aliases={'num_local_experts': 'n_routed_experts'},
+  only=dict(scoring_func='sigmoid', topk_method='noaux_tc', moe_layer_freq=1),
+  # qk_head_dim is the sum of two others.
+  ignored=('ep_size', 'aux_loss_alpha', 'seq_aux', 'qk_head_dim'),
+  # Modules that predict several tokens at once are not read.
+  reported=('num_nextn_predict_layers', 'num_mtp_layers', 'auto_map'),
+  defaults=dict(
+    kv_lora_rank=512,
+    q_lora_rank=1536,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    rope_interleave=True,
+    max_position_embeddings=4096,
+    first_k_dense_replace=3,
+    moe_intermediate_size=2048,
+    n_shared_experts=1,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+    norm_topk_prob=True,
+    routed_scaling_factor=2.5,
+  ),
+)
