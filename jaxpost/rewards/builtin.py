@@ -30,6 +30,7 @@ BUILTIN = {
   'code': ('code:Code', 'its Python passes the tests, in a sandbox'),
   'ifeval': ('ifeval:ifeval', 'it follows all instructions, as IFEval has them'),
   'judge': ('judge:Judge', 'the score of a model behind a URL'),
+  'rank_judge': ('rank_judge:RankJudge', 'its place in the order of such a model'),
 }
 
 

@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxpost.errors import InputError
 from jaxpost.rewards.format import text_of
@@ -86,8 +86,8 @@ class Judge:
     self._score = _pattern(score)
     if api_key_env and not os.environ.get(api_key_env):
       raise InputError(f'option api_key_env={api_key_env}: it is not set')
-    self._template = _read(template) if template else TEMPLATE
-    self.needs_columns = tuple(sorted(set(_FIELD.findall(self._template)) - {'prompt', 'completion', 'min', 'max'}))
+    self._template = read_template(template, 'completion') if template else TEMPLATE
+    self.needs_columns = self.columns_of('prompt', 'completion', 'min', 'max')
     self._url, self._key = f'{url.rstrip("/")}/chat/completions', api_key_env
     self._body = {'model': model, 'temperature': temperature, 'max_tokens': max_tokens}
     self._min, self._max = min, max
@@ -110,11 +110,13 @@ class Judge:
     threads = concurrent.futures.ThreadPoolExecutor(self._parallel)
     futures = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-      text = self._fill(prompt, completion, {name: columns[name][i] for name in self.needs_columns})
-      futures.append(threads.submit(self._ask, text, deadline))
+      own = {name: columns[name][i] for name in self.needs_columns}
+      values = {'prompt': prompt_text(prompt), 'completion': text_of(completion), **own}
+      text = self.fill({'min': f'{self._min:g}', 'max': f'{self._max:g}', **values})
+      futures.append(threads.submit(self.ask, text, deadline, self._read_score))
     concurrent.futures.wait(futures, limit_s)
     threads.shutdown(wait=False, cancel_futures=True)
-    verdicts = [f.result() if f.done() and not f.cancelled() else _Verdict(error='no answer in time') for f in futures]
+    verdicts = [f.result() if f.done() and not f.cancelled() else Verdict(error='no answer in time') for f in futures]
     errors = [v.error for v in verdicts if v.error]
     if verdicts and len(errors) == len(verdicts):
       raise call.RewardError(f'no request was answered: {errors[-1]}')
@@ -123,19 +125,16 @@ class Judge:
       log_metric('judge_without_score', scores.count(None) / len(scores))
     return scores
 
-  def _fill(self, prompt: str | list[dict], completion: str | list[dict], columns: dict) -> str:
+  def columns_of(self, *given: str) -> tuple[str, ...]:
+    """Returns the names of the columns that the template shows, beside what is `given`."""
+    return tuple(sorted(set(_FIELD.findall(self._template)) - {*given}))
+
+  def fill(self, values: dict) -> str:
     """Returns the text of a request; braces in the inserted values are left as they are."""
-    values = {
-      'prompt': prompt if isinstance(prompt, str) else '\n'.join(f'{m["role"]}: {text_of([m])}' for m in prompt),
-      'completion': text_of(completion),
-      'min': f'{self._min:g}',
-      'max': f'{self._max:g}',
-      **columns,
-    }
     return _FIELD.sub(lambda match: str(values[match[1]]), self._template)
 
-  def _ask(self, text: str, deadline: float) -> _Verdict:
-    """Sends a request until it is answered with a score, within the retries and the deadline."""
+  def ask(self, text: str, deadline: float, read: Callable[[str], Any]) -> Verdict:
+    """Sends a request until `read` finds a score in the reply, within the retries and the deadline."""
     error = None
     for attempt in range(1 + self._retries):
       left = deadline - time.monotonic()
@@ -145,13 +144,13 @@ class Judge:
       try:
         reply = self._post(text, min(self._timeout, left))
         error = None
-        score = self._read_score(reply)
+        score = read(reply)
         if score is not None:
-          return _Verdict(score)
+          return Verdict(score)
       except urllib.error.HTTPError as failure:
         error = f'HTTP {failure.code} {_detail(failure)}'
         if failure.code not in _RETRIED and failure.code < 500:
-          return _Verdict(error=error)
+          return Verdict(error=error)
         wait = max(wait, _seconds(failure.headers.get('Retry-After')))
       except (OSError, http.client.HTTPException) as failure:
         error = f'{type(failure).__name__}: {failure}'
@@ -159,7 +158,7 @@ class Judge:
         error = None  # The server answered, without a score.
       if attempt < self._retries:
         time.sleep(max(0.0, min(wait, _MAX_PAUSE_S, deadline - time.monotonic())))
-    return _Verdict(error=error)
+    return Verdict(error=error)
 
   def _post(self, text: str, timeout: float) -> str:
     """Sends one request; returns the text of the reply. Raises OSError, HTTPException or _NoReply."""
@@ -190,10 +189,10 @@ class Judge:
     return (score - self._min) / (self._max - self._min)
 
 
-class _Verdict(NamedTuple):
-  """The outcome for one completion: a score from 0 to 1, or None and, if no request was answered, the reason."""
+class Verdict(NamedTuple):
+  """The outcome of one request: what was read of the reply, or None and, if it was not answered, the reason."""
 
-  score: float | None = None
+  score: Any = None
   error: str | None = None
 
 
@@ -222,15 +221,20 @@ def _pattern(text: str) -> re.Pattern:
   return pattern
 
 
-def _read(file: str) -> str:
-  """Reads the option `template`."""
+def prompt_text(prompt: str | list[dict]) -> str:
+  """Returns a prompt as one text, with the roles of its messages."""
+  return prompt if isinstance(prompt, str) else '\n'.join(f'{m["role"]}: {text_of([m])}' for m in prompt)
+
+
+def read_template(file: str, needed: str) -> str:
+  """Reads the option `template`, which must hold the field `needed`."""
   try:
     with open(file, encoding='utf-8') as opened:
       text = opened.read()
   except (OSError, ValueError) as error:
     raise InputError(f'option template={file!r}: {error}') from error
-  if '{completion}' not in text:
-    raise InputError(f'option template={file!r}: has no {{completion}}')
+  if f'{{{needed}}}' not in text:
+    raise InputError(f'option template={file!r}: has no {{{needed}}}')
   return text
 
 
