@@ -65,9 +65,12 @@ FIELDS = {
     'rl.clip_cov': dict(rl=dict(clip_cov=0.05, cov_low=90.0, cov_high=99.0)),  # which no token has
     'rl.kl_cov': dict(rl=dict(kl_cov=0.1)),
     'rl.entropy_target': dict(rl=dict(entropy_target=9.0)),
+    'rl.top_entropy': dict(rl=dict(top_entropy=0.5)),
   },
   'rl.replay': {'0': {}, '8': dict(rl=dict(replay=8))},
   'rl.expert': {'False': {}, 'True': dict(rl=dict(expert=True))},
+  'rl.correct_nll_coef': {str(x): dict(rl=dict(correct_nll_coef=x)) for x in (0.0, 0.1)},
+  'rl.dual_clip': {str(x): dict(rl=dict(dual_clip=x)) for x in (0.0, 3.0)},
   'rl.entropy_coef': {str(x): dict(rl=dict(entropy_coef=x)) for x in (0.0, 0.01)},
 }
 CHOICES = [(field, choice) for field, choices in FIELDS.items() for choice in choices]
@@ -127,7 +130,7 @@ def experience() -> Experience:
     rollout=rollout,
     rewards=rewards,
     mask=batching.completion_mask(rollout),
-    arrays={name: logprobs for name in scores},
+    arrays={name: logprobs for name in scores} | {'entropy': -logprobs},
     baseline=np.full(GROUPS, 0.25),
     verdicts=rewards,
     components={'right': (1.0, rewards), 'wrong': (-0.5, 1 - rewards)},
@@ -156,7 +159,8 @@ def update(config: config_lib.Config, given: Experience):
   (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(given.arrays['sampler_logprobs']))
   chance, gamma = np.exp(given.arrays['sampler_logprobs']), config.rl.expert_gamma
   shaped = np.where(credit.arrays.get('expert', 0), gamma * chance / (chance + gamma) ** 2, 1)
-  return np.asarray(gradient), np.asarray(-weights * arrays['advantages'] * shaped), metrics, credit
+  wanted = arrays['advantages'] * shaped + arrays.get('nll_weights', 0)
+  return np.asarray(gradient), np.asarray(-weights * wanted), metrics, credit
 
 
 def total_weight(config: config_lib.Config, credit) -> float:

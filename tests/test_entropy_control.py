@@ -20,6 +20,7 @@ import jaxpost
 from jaxpost.algorithms import grpo, ppo, token_terms
 from jaxpost.errors import InputError
 from jaxpost.losses import entropy_control, values
+from jaxpost.rl import batching
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Outputs
@@ -121,6 +122,17 @@ def test_the_terms_of_the_loss():
   trained = made.mask > 0
   np.testing.assert_allclose(np.asarray(found - base)[trained], wanted[trained], rtol=1e-4, atol=1e-6)
   assert made.memory['entropy_coef'] == pytest.approx(0.025)  # below its target: raised by entropy_step
+
+
+def test_the_nll_of_right_answers_is_a_mean_over_sequences_where_the_loss_is():
+  given = combinations.experience()
+  for aggregate in ('token', 'sequence'):
+    config = config_of(rl=dict(correct_nll_coef=0.1, aggregate=aggregate))
+    made = grpo.credit(given, config)
+    weights = batching.token_weights(made.mask, aggregate, combinations.C)
+    right = (given.verdicts[:, None] > 0) * made.mask
+    ones = batching.token_weights(right, aggregate, combinations.C)
+    np.testing.assert_allclose(weights * made.arrays['nll_weights'], 0.1 * ones, rtol=1e-5)
 
 
 def test_the_lambda_of_vapo():

@@ -66,8 +66,10 @@ def apply(
     out['expert'] = np.float32(mask & experience.rollout.expert[:, None])
   if rl.correct_nll_coef:
     right = mask & (experience.verdicts >= rl.keep_reward)[:, None]
-    # The loss is a mean over all tokens; this makes the term a mean over the tokens of right answers.
-    scale = rl.correct_nll_coef * mask.sum() / max(right.sum(), 1)
+    # The loss is a mean over all tokens, or sequences; this makes the term the mean over those of right answers.
+    counted = (x.any(axis=1) if rl.aggregate == 'sequence' else x for x in (mask, right))
+    every, kept = (int(x.sum()) for x in counted)
+    scale = rl.correct_nll_coef * every / max(kept, 1)
     out['nll_weights'] = np.float32(scale * right)
   return metrics, memory
 
