@@ -27,7 +27,7 @@ from jaxpost.losses import token_advantages
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
-from jaxpost.rl import process_rewards
+from jaxpost.rl import grading, process_rewards
 from jaxpost.stage import algorithms, checks, export, prepare
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Batch, Outputs, Prompt, Rollout
@@ -395,7 +395,7 @@ def test_lines_in_a_row_end_one_step():
   )
   np.testing.assert_array_equal(process_rewards.step_ends(rollout, TOKENIZER), [[0, 1, 0, 0, 1], [1, 0, 1, 0, 0]])
   values = np.array([[9, 0, 9, 9, 1e9], [-1e9, 9, 0, 9, 9]])
-  np.testing.assert_allclose(process_rewards.grade(rollout, values, TOKENIZER, 1.0)[1], [0.75, 0.25])
+  np.testing.assert_allclose(process_rewards.grade(rollout, values, grading.Grader(None, TOKENIZER))[1], [0.75, 0.25])
 
 
 @pytest.mark.parametrize(

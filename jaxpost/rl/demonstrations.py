@@ -99,12 +99,14 @@ class ExpertSampler:
     return drawn.replace(expert=expert, **{name: joined(x, vars(given)[name]) for name, x in arrays.items()})
 
 
-def own_grades(graded: list[Graded]) -> list[Graded]:
-  """Returns the grades of groups without those of their last completions, the answers of the data."""
-  return [
-    dataclasses.replace(g, rewards=g.rewards[:-1], components={k: v[:-1] for k, v in g.components.items()})
-    for g in graded
-  ]
+def without_experts(rollout: Rollout, *grades: list[Graded] | None) -> tuple:
+  """Returns (a rollout with the lengths of samples alone, *the grades of groups without those of their last ones)."""
+  own = ~rollout.expert
+  out = [rollout.replace(lengths=rollout.lengths[own], finished=rollout.finished[own])]
+  for groups in grades:  # None: there are none
+    cut = [dict(rewards=g.rewards[:-1], components={k: v[:-1] for k, v in g.components.items()}) for g in groups or ()]
+    out.append(groups and [dataclasses.replace(g, **fields) for g, fields in zip(groups, cut)])
+  return tuple(out)
 
 
 def check(tokenizer: Tokenizer, rows: Rows, limit: int) -> None:

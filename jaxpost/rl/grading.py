@@ -156,8 +156,7 @@ class PendingRollout:
   def varied_groups(self) -> np.ndarray:
     """[groups of all rounds] bool: the reward that decides what is correct differs within a group.
 
-    Waits for the reward functions. DAPO (arXiv:2503.14476, section 3.2) keeps
-    groups with 0 < right samples < G.
+    Waits for the reward functions.
     """
     return np.concatenate([varied(verdicts(r.results, r.rewards, self.grader.correct_by)) for r in self.rounds])
 
@@ -191,8 +190,7 @@ class PendingRollout:
       if self.grader.per_step:
         from jaxpost.rl import process_rewards
 
-        weight = self.grader.model_weight
-        rollout, scores = process_rewards.grade(rollout, model_values, self.grader.tokenizer, weight)
+        rollout, scores = process_rewards.grade(rollout, model_values, self.grader)
       scores = scores.reshape(rewards.shape)
       missing = np.isnan(rewards)  # some of a group: their verdict is missing; all: there is no function
       failed = missing & ~missing.all(axis=1, keepdims=True) | np.array([[g.error is not None] for g in results])
@@ -265,8 +263,7 @@ class GradedRollout:
     if rollout.expert is not None:
       from jaxpost.rl import demonstrations
 
-      rollout = rollout.replace(lengths=rollout.lengths[~rollout.expert], finished=rollout.finished[~rollout.expert])
-      results, sampled = demonstrations.own_grades(results), sampled and demonstrations.own_grades(sampled)
+      rollout, results, sampled = demonstrations.without_experts(rollout, results, sampled)
       table = table[:, :-1]
     out = reward_metrics.length_metrics(rollout)
     if self.rollout.from_data or not self.results[0].components:

@@ -7,14 +7,21 @@ REINFORCE++ credit it to the tokens before; methods that compare groups take the
 Legend: N sequences, C completion tokens.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.rl import batching
-from jaxpost.types import Rollout
+
+if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.rl.grading import Grader
+  from jaxpost.types import Rollout
 
 
-def grade(rollout: Rollout, values: np.ndarray, tokenizer: Tokenizer, weight: float) -> tuple[Rollout, np.ndarray]:
+def grade(rollout: Rollout, values: np.ndarray, grader: Grader) -> tuple[Rollout, np.ndarray]:
   """Returns (the rollout with rewards of steps, rewards [N]).
 
   A step gets the model's probability that it is right, divided by the number of steps: more steps earn no more.
@@ -22,13 +29,13 @@ def grade(rollout: Rollout, values: np.ndarray, tokenizer: Tokenizer, weight: fl
 
   Args:
     values: [N, C] log-odds.
-    weight: of the reward in the sum of rewards; the rewards of steps hold it.
+    grader: has the weight of the reward in the sum of rewards, which the rewards of steps hold.
   """
-  ends = step_ends(rollout, tokenizer)
+  ends = step_ends(rollout, grader.tokenizer)
   # The clip keeps exp finite; the probability at 30 is 1 in float32.
   chance = 1 / (1 + np.exp(-np.clip(np.asarray(values, np.float64), -30, 30)))
   share = np.where(ends, chance, 0) / np.maximum(ends.sum(axis=1, keepdims=True), 1)
-  return rollout.replace(turn_rewards=weight * share), share.sum(axis=1)
+  return rollout.replace(turn_rewards=grader.model_weight * share), share.sum(axis=1)
 
 
 def step_ends(rollout: Rollout, tokenizer: Tokenizer) -> np.ndarray:
