@@ -9,9 +9,10 @@ import children
 import numpy as np
 import pytest
 
+from configs import grpo_gsm8k
 from jaxpost.errors import InputError
 from jaxpost.hardware import chips, memory
-from jaxpost.planning import cost, dry_run, hlo, machines, roofline
+from jaxpost.planning import cost, dry_run, hlo, machines, roofline, stage
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -380,6 +381,45 @@ ENTRY %main (s: s32[4], x: bf16[64,16], w: bf16[3,16,8]) -> f32[64,8] {
 }
 """.replace('CALL', f'custom_call_target="tpu_custom_call", metadata={{op_name="{name}"}}')
   assert cost.count(text).flops == 2 * real * 16 * 8
+
+
+@pytest.mark.parametrize(
+  'branches', ['true_computation=%dear, false_computation=%cheap', 'branch_computations={%cheap, %dear}']
+)
+def test_a_condition_of_known_value_has_one_branch(branches):
+  text = f"""HloModule m
+
+%cheap (x.1: f32[1024]) -> f32[1024] {{
+  %x.1 = f32[1024]{{0}} parameter(0)
+  ROOT %a.1 = f32[1024]{{0}} add(%x.1, %x.1)
+}}
+
+%dear (x.2: f32[1024]) -> f32[1024] {{
+  %x.2 = f32[1024]{{0}} parameter(0)
+  %a.2 = f32[1024]{{0}} add(%x.2, %x.2)
+  ROOT %a.3 = f32[1024]{{0}} add(%a.2, %a.2)
+}}
+
+ENTRY %main (p: pred[], x: f32[1024]) -> f32[1024] {{
+  %p = pred[] parameter(0)
+  %x = f32[1024]{{0}} parameter(1)
+  ROOT %c = f32[1024]{{0}} conditional(%p, %x, %x), {branches}, metadata={{op_name="jit(f)/choose/cond"}}
+}}
+"""
+  one = cost.count(text, branch=lambda name: False if name.endswith('choose/cond') else None).bytes
+  assert (one, cost.count(text, branch=lambda name: True).bytes) == (cost.count(text).bytes / 2, cost.count(text).bytes)
+
+
+def test_samples_from_the_whole_vocabulary_pay_for_no_truncation():
+  """A plan counts the search for a truncation where the config asks for one, and not elsewhere."""
+  config, moved = grpo_gsm8k.get_config('model=tiny'), []
+  config.eval.data.path = ''
+  config.rollout.update(prompts=2, group_size=2, max_prompt_length=16, max_new_tokens=8)
+  for config.rollout.top_p in (1.0, 0.9):
+    (prepared,) = dry_run.prepare_all(config.to_dict())
+    made = stage.plan(prepared, stage.Options(machines.parse('cpu'), ('generate',)))
+    moved.append(max(row['memory_traffic_bytes'] for row in made['programs']))
+  assert moved[0] < 0.9 * moved[1]
 
 
 def test_axes_of_a_group():

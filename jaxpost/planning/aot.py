@@ -87,7 +87,11 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
   def sent_share(number: int) -> float:
     return cfg.experts.share(number) if cfg.experts else 1.0
 
-  totals = cost.count(compiled.as_text(), iterations, sent_share)
+  def branch(condition: str) -> bool | None:
+    """Returns False for the search of a truncation where the config draws from the whole distribution."""
+    return False if re.search(r'\bchoose\)*/cond$', condition) and draws_from_all(placed) else None
+
+  totals = cost.count(compiled.as_text(), iterations, sent_share, branch)
   found = collections.Counter()
   for arg in args:
     found.update(_parts(arg))
@@ -100,6 +104,13 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
     least=traffic_bound.of_program(placed, layout, name, args, times),
     xla_flops_once=(analysis or {}).get('flops'),
   )
+
+
+def draws_from_all(placed: place.PlacedStage) -> bool:
+  """Returns True if the samples that are trained on are drawn without truncation, and no token is excluded."""
+  r = placed.config.rollout
+  cut = r.top_k > 0 or r.top_p < 1 or r.min_p > 0 or r.temperature == 0 or r.forbidden_ids or r.min_new_tokens
+  return placed.algorithm.on_policy and not cut
 
 
 def layout_of(placed: place.PlacedStage, name: str, args: Sequence[Any]) -> Layout:

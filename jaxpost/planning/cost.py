@@ -67,6 +67,7 @@ def count(
   text: str,
   iterations: Callable[[str], int | None] = lambda name: None,
   sent_share: Callable[[int], float] = lambda number: 1.0,
+  branch: Callable[[str], bool | None] = lambda name: None,
 ) -> Totals:
   """Returns the totals of a compiled program.
 
@@ -76,15 +77,17 @@ def count(
       most iterations, or None.
     sent_share: number of devices -> the share of its buffer that a ragged
       exchange between them sends.
+    branch: `op_name` of a condition -> its value, or None: the costlier branch is counted.
   """
-  return _Counter(text, iterations, sent_share).total()
+  return _Counter(text, iterations, sent_share, branch).total()
 
 
 class _Counter:
   """One walk over the computations of a program."""
 
-  def __init__(self, text: str, iterations: Callable, sent_share: Callable):
+  def __init__(self, text: str, iterations: Callable, sent_share: Callable, branch: Callable):
     self.sent_share = sent_share
+    self.branch = branch
     self.computations, self.entry = hlo.parse(text)
     callers = {}  # computation -> (computation, hlo.Op) that runs it
     for name, ops in self.computations.items():
@@ -118,6 +121,7 @@ class _Counter:
       called = self.called(op)
       if op.kind == 'conditional':  # branches without the kernel are for shapes that it does not support
         called = [c for c in called if any(map(kernels.is_one, self.computations[c].values()))] or called
+        called = self.taken(op, called)
       inner = [self.totals(c, op.kind in _FUSIONS) for c in called]
       if op.kind == 'conditional':  # one branch runs: the costliest is counted
         inner = [max(inner, key=lambda t: t.flops + t.bytes, default=Totals())]
@@ -136,6 +140,14 @@ class _Counter:
       if not fused:
         out.bytes += self.traffic(ops, op) + moved
     return out
+
+  def taken(self, op: hlo.Op, branches: list[str]) -> list[str]:
+    """Returns the branch that a condition of known value takes, or all of them."""
+    value = self.branch(hlo.op_name(op))
+    if value is None or len(branches) != 2:
+      return branches
+    first = op.attribute('true_computation').lstrip('%') == branches[0]  # by number, the first one is that of False
+    return branches[:1] if value == first else branches[1:]
 
   # ------------------------------------------------------------ matrix work
 

@@ -1,8 +1,7 @@
 """Drawing one token per slot. Legend: S slots, V vocabulary, M stop ids, F forbidden ids.
 
-One uniform number per slot decides, by inverting the cumulative distribution
-in two levels: token and log-prob come out of one pass over the logits. It
-depends only on (run key, step, prompt, sample, position).
+One uniform number per slot decides, by inverting the cumulative distribution in two levels: token and log-prob come
+out of one pass over the logits. It depends only on (run key, step, prompt, sample, position).
 """
 
 import functools
@@ -122,6 +121,7 @@ def draw(
   )
 
 
+@jax.named_scope('choose')  # planning finds its branches by this name
 def _choose(logits, highest, sampling: Sampling, uniform, forbidden, *, allowed: int, unroll: bool):
   """Returns (tokens, sum of the weights drawn from, sum of all, largest logit drawn from, ids drawn from), [S, ...]."""
   greedy = sampling.temperature < _GREEDY
