@@ -174,6 +174,7 @@ def test_a_run_mixes_and_resumes_bit_for_bit(folder, tmp_path, over):
       for name in set(names):
         own = rewards[[n == name for n in names]]
         assert info[f'sources/{name}/reward'] == pytest.approx(own.mean())
+    assert [row['source'] for row in item.samples()[::4]] == names
     saved = rollout_codec.from_text(rollout_codec.to_text(rollout))
     assert [p.source for p in saved.prompts] == [p.source for p in rollout.prompts]
     again.restore(state)
