@@ -174,6 +174,12 @@ CASES = {
     | dict(num_hidden_layers=3, layer_types=[LINEAR, FULL, LINEAR], position_embedding_type='rope')
     | dict(mamba_n_groups=1, mamba_conv_bias=False, attention_bias=True),
   ),
+  'granite_hybrid_moe': (
+    'GraniteMoeHybrid',
+    SPACE
+    | dict(num_hidden_layers=3, layer_types=[LINEAR, FULL, LINEAR], num_local_experts=6)
+    | dict(num_experts_per_tok=2, intermediate_size=20),
+  ),
   'granite_dense': ('GraniteMoeHybrid', SPACE | dict(layer_types=[FULL] * 4, position_embedding_type='rope')),
   'mixtral': ('Mixtral', dict(num_local_experts=5, sliding_window=6)),
   'gpt_oss': (

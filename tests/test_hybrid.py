@@ -329,7 +329,7 @@ def test_granite_is_read_as_it_is_published():
 @pytest.mark.parametrize(
   'fields, words',
   [
-    (dict(num_local_experts=4), 'num_local_experts=4 is not supported'),
+    (dict(num_local_experts=4), 'num_experts_per_tok=0 must be'),
     (dict(time_step_limit=[0.001, 0.1]), 'time_step_limit'),
     (dict(position_embedding_type='learned'), 'position_embedding_type'),
     (dict(mamba_n_heads=5), 'mamba_n_heads=5'),

@@ -19,7 +19,7 @@ LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2']
 HYBRID = [
   'qwen3_5_moe_text:expert=2,fsdp=2,tensor=2',
   'lfm2:data=2,fsdp=2,tensor=2',
-  'granitemoehybrid:data=2,fsdp=2,tensor=2',
+  'granitemoehybrid:expert=2,fsdp=2,tensor=2',
 ]
 # Policy gradients on a saved rollout, by token and by sequence; `test_ppo`
 # and `test_preference_layouts` have the others.
@@ -177,10 +177,11 @@ def main():
   for text in LATENT:
     compare(low, right, text)
   gated = Experts(8, 3, 16, shared=1, shared_size=24, shared_gate=True)
+  shared = dataclasses.replace(gated, shared_gate=False)
   hybrids = {
     'qwen3_5_moe_text': dict(mixers=('delta', 'layers'), key_heads=4, value_heads=8, experts=gated),
     'lfm2': dict(mixers=('convolution', 'layers')),
-    'granitemoehybrid': dict(mixers=('state_space', 'layers'), layer_ropes=()),
+    'granitemoehybrid': dict(mixers=('state_space', 'layers'), layer_ropes=(), experts=shared),
   }
   for text in HYBRID:
     family = text.partition(':')[0]

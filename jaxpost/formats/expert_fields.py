@@ -24,7 +24,7 @@ def read(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
     InputError: for values that are impossible or not supported; it names the field.
   """
   fields = family.experts
-  if fields is None:
+  if fields is None or fields.optional and raw[fields.num] == 0:
     return None
   _check(raw, family, where)
   clipping, groups = {}, {}
@@ -91,7 +91,7 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   """Returns the fields of config.json; the inverse of `read`."""
   experts, fields = cfg.experts, family.experts
   if not experts:
-    return {}
+    return {fields.num: 0, 'num_experts_per_tok': 0} if fields else {}
   out = {
     fields.num: experts.num,
     fields.size: experts.size,

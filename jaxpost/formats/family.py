@@ -31,6 +31,7 @@ class ExpertFields:
   grouped: bool = False  # `n_group`, `topk_group` and `routed_scaling_factor` say more of the router
   sigmoid: bool = False  # scores are sigmoids instead of a softmax
   choice_bias: bool = False  # a bias per expert counts in the choice only
+  optional: bool = False  # 0 experts: all layers are dense
 
   @property
   def fields(self) -> tuple[str, ...]:
@@ -82,7 +83,8 @@ class Family:
   # Tensors.
   names: Mapping[str, str] = _mapping()  # Llama's module -> the family's; parameters of one name are its rows
   # Parameter -> (tensor, first, step): all experts are in one tensor, which is not
-  # transposed, and the parameter is every `step`-th entry of its last dimension.
+  # transposed, and the parameter is every `step`-th entry of its last dimension; -1: each
+  # expert is transposed, and its rows are those of the parameters in this order.
   fused: Mapping[str, tuple[str, int, int]] = _mapping()
   rows: tuple[str, ...] = ()  # parameters that are matrices of one row in a folder
   quantized: str = ''  # a `quant_method` that can be read, besides 'fp8'

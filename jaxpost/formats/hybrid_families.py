@@ -70,24 +70,23 @@ LFM2 = Family(
 
 _MULTIPLIERS = ('embedding_multiplier', 'residual_multiplier', 'attention_multiplier', 'logits_scaling')
 _SPACE = dict(mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_head='auto', mamba_d_conv=4)
+_SPACE_LAYERS = ('layer_types', 'layers_block_type', 'position_embedding_type', 'mamba_expand', 'time_step_limit')
+_ONE = 'model.layers.{}.block_sparse_moe.%s_linear.weight'  # all experts of a layer
 GRANITE_HYBRID = Family(
   architecture='GraniteMoeHybridForCausalLM',
   hybrid='state_space',
   biases=dict(mamba_conv_bias=('conv',)),
-  names={'mlp': 'shared_mlp', 'gate_proj': 'input_linear', 'up_proj': 'input_linear', 'down_proj': 'output_linear'},
-  reads=(
-    'attention_bias',
-    'layer_types',
-    'layers_block_type',
-    'shared_intermediate_size',
-    'num_local_experts',
-    'position_embedding_type',
-  )
-  + ('mamba_conv_bias', 'mamba_expand', 'time_step_limit', *_SPACE, *_MULTIPLIERS),
+  experts=ExpertFields(num='num_local_experts', size='intermediate_size', normalize=True, optional=True),
+  names={'mlp.gate': 'block_sparse_moe.router.layer', 'mlp.shared_experts': 'shared_mlp', 'mlp': 'shared_mlp'}
+  | {'gate_proj': 'input_linear', 'up_proj': 'input_linear', 'down_proj': 'output_linear'},
+  fused={
+    f'layers/{name}': (_ONE % side, 0, -1) for name, side in dict(gate='input', up='input', down='output').items()
+  },
+  reads=('attention_bias', 'mamba_conv_bias', 'shared_intermediate_size', *_SPACE_LAYERS, *_SPACE, *_MULTIPLIERS),
   only=dict(normalization_function='rmsnorm'),
-  ignored=('mamba_chunk_size', 'num_experts_per_tok', 'init_method'),
+  ignored=('mamba_chunk_size', 'init_method'),
   defaults=_SPACE
   | dict.fromkeys(_MULTIPLIERS, 1.0)
-  | dict(mamba_conv_bias=True, mamba_expand=2, shared_intermediate_size=1024)
-  | dict(num_local_experts=8, position_embedding_type=None),
+  | dict(mamba_conv_bias=True, mamba_expand=2, shared_intermediate_size=1024, position_embedding_type=None)
+  | dict(num_local_experts=8, num_experts_per_tok=2),
 )

@@ -110,11 +110,6 @@ def _inner_size(raw: dict[str, Any], where: str) -> int:
 
 def _state_space(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
   """Reads what models with state spaces have, and the layers of which there are none in such a family."""
-  if raw['num_local_experts'] != 0:
-    raise InputError(
-      f'{where}: num_local_experts={raw["num_local_experts"]!r} is not supported (only 0): the experts of such '
-      'a folder are in one tensor, each of them transposed, which would have to be read and written'
-    )
   limit = raw.get('time_step_limit') or [0, _INFINITY]
   if not isinstance(limit, (list, tuple)) or limit[0] != 0 or limit[1:] not in ([_INFINITY], [float('inf')]):
     raise InputError(f'{where}: time_step_limit={limit!r} is not supported (only from 0 to infinity)')
@@ -122,7 +117,9 @@ def _state_space(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str,
   position = raw['position_embedding_type']
   if position not in ('rope', 'nope', None):
     raise InputError(f'{where}: position_embedding_type={position!r} is not supported (only rope, nope)')
-  own = dict(intermediate_size=raw['shared_intermediate_size'], gated=False)
+  size = raw['shared_intermediate_size']  # beside experts
+  experts = cfg.experts and dataclasses.replace(cfg.experts, shared=1, shared_size=size)
+  own = dict(intermediate_size=cfg.intermediate_size if experts else size, gated=False, experts=experts)
   own |= dict(layer_ropes=() if position == 'rope' else (-1,) * cfg.num_layers)
   types = raw.get('layer_types') or raw.get('layers_block_type') or ['mamba'] * cfg.num_layers
   if not {*types} - {FULL, 'attention'}:
@@ -174,10 +171,11 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     out |= dict(norm_eps=cfg.norm_eps, block_auto_adjust_ff_dim=False)
   if family.hybrid == 'state_space':
     position = None if -1 in cfg.layer_ropes else 'rope'
-    out |= dict(shared_intermediate_size=cfg.intermediate_size, position_embedding_type=position, num_local_experts=0)
+    shared = cfg.experts.shared_size if cfg.experts else cfg.intermediate_size
+    out |= dict(shared_intermediate_size=shared, position_embedding_type=position)
     # The sizes of state spaces have to be possible where there are none, too.
     sizes = dict(mamba_expand=2, mamba_n_heads=1)
     if isinstance(cfg, HybridConfig):
       sizes = dict(mamba_expand=cfg.value_heads * cfg.value_size // cfg.hidden_size)
     out |= sizes
-  return out | ({_SHARED: cfg.experts.shared_size} if cfg.experts else {})
+  return out | ({_SHARED: cfg.experts.shared_size} if cfg.experts and cfg.experts.shared_gate else {})

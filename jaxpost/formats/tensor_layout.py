@@ -35,7 +35,8 @@ class Stored:
 
   names: of the tensors. shape: of each tensor. first: the first row in each.
   step: above 1, the parameter is every `step`-th entry of the last dimension,
-    from `first` on. column: the first column of a matrix.
+    from `first` on; -1, all experts are in a tensor, each transposed. column: the first
+    column of a matrix.
   """
 
   spec: Param
@@ -51,11 +52,18 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
   family = families.of_model(cfg.family)
   out, ends = {}, {}
   for path, spec in (rows or transformer.param_table(cfg)).items():
-    if path in family.fused:
-      name, first, step = family.fused[path]
+    fused = family.fused.get(f'layers/{path.partition("/")[2]}') if 'expert' in spec.axes else None
+    if fused:
+      name, first, step = fused
       spec = dataclasses.replace(spec, hf=name, matrix=False)
       *outer, last = spec.shape[spec.stack :]
-      out[path] = Stored(spec, _names(spec.hf, spec), (*outer, last * step), first, step)
+      names = _names(spec.hf, spec)
+      if step < 0:
+        first = ends.get(names, 0)
+        ends[names] = first + last
+        out[path] = Stored(spec, names, (outer[0], last, outer[1]), first, step)
+      else:
+        out[path] = Stored(spec, names, (*outer, last * step), first, step)
       continue
     name = f'{spec.hf}.'
     for ours, theirs in family.names.items():
@@ -67,7 +75,15 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
     shape, first = _shape(spec, cfg), ends.get(names, 0)
     ends[names] = first + shape[0]
     out[path] = Stored(spec, names, shape, first)
-  return {path: dataclasses.replace(s, shape=(ends.get(s.names, s.shape[0]), *s.shape[1:])) for path, s in out.items()}
+  return {path: dataclasses.replace(s, shape=_whole(s, ends.get(s.names))) for path, s in out.items()}
+
+
+def _whole(stored: Stored, rows: int | None) -> tuple[int, ...]:
+  """Returns the shape of the tensors of a parameter, which have `rows` rows of all their parameters, if several."""
+  if rows is None:
+    return stored.shape
+  at = 1 if stored.step < 0 else 0
+  return (*stored.shape[:at], rows, *stored.shape[at + 1 :])
 
 
 def _names(name: str, spec: Param) -> tuple[str, ...]:
@@ -259,6 +275,10 @@ def _read(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tu
     end = min(end, tensor.get_shape()[0])
     if start >= end:  # only padding; safetensors refuses empty slices
       return np.zeros((0, *(b - a for a, b in rest)))
+    if stored.step < 0:
+      inputs, (low, high) = rest
+      rows = slice(stored.first + low, stored.first + high)
+      return tensor[(slice(start, end), rows, slice(*inputs))].swapaxes(1, 2)
     if stored.step > 1:
       rest[-1] = tuple(stored.step * x for x in rest[-1])
       return tensor[(slice(start, end), *(slice(*x) for x in rest))][..., stored.first :: stored.step]
@@ -281,6 +301,8 @@ def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
     value = value.reshape(size, -1).T
     others = stored.shape[1] - size  # columns of other parameters
     return np.pad(value, ((0, 0), (stored.column, others - stored.column))) if others else value
+  if stored.step < 0:
+    return value.swapaxes(1, 2)
   return value[None] if len(stored.shape) > value.ndim else value[: stored.shape[0]]
 
 
@@ -288,4 +310,4 @@ def together(stored: Stored, parts: list[np.ndarray]) -> np.ndarray:
   """Joins the `rows` of all parameters in a tensor."""
   if stored.step > 1:
     return np.stack(parts, axis=-1).reshape(stored.shape)
-  return np.concatenate(parts) if len(parts) > 1 else parts[0]
+  return np.concatenate(parts, axis=1 if stored.step < 0 else 0) if len(parts) > 1 else parts[0]
