@@ -260,6 +260,7 @@ def test_presets_have_the_size_in_their_name():
     'olmo2_7b': 7.3,
     'smollm3_3b': 3.075,
     'mistral_7b': 7.242,
+    'lfm2_1_2b': 1.17,
   }
   for name, size in billions.items():
     count = transformer.num_params(presets.PRESETS[name]) / 1e9

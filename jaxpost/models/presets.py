@@ -27,6 +27,13 @@ def _with_experts(dense: ModelConfig, *sizes: int) -> ModelConfig:
   return dataclasses.replace(dense, family='qwen3_moe', experts=Experts(*sizes))
 
 
+def _lfm2(sizes: tuple[int, ...], attention: tuple[int, ...]) -> HybridConfig:
+  """Returns a config; `attention` has the numbers of the layers with attention."""
+  plain = _model('lfm2', sizes, ropes=(Rope(1e6),), qk_norm='head', norm_eps=1e-5, max_position=128_000)
+  mixers = tuple('layers' if i in attention else 'convolution' for i in range(plain.num_layers))
+  return HybridConfig(**vars(plain), mixers=mixers, taps=3, gated=False)
+
+
 def _gpt_oss(layers, experts) -> ModelConfig:
   yarn = (
     ('rope_type', 'yarn'),
@@ -108,6 +115,8 @@ PRESETS = {
     | dict(family='qwen3_5_text', norm_offset=1.0, rotary_dim=8, mixers=('delta', 'layers', 'delta'))
     | dict(key_heads=4, value_heads=8, key_size=16, value_size=24, taps=4)
   ),
+  'tiny_lfm2': _lfm2((259, 128, 384, 3, 4, 2, 32), attention=(1,)),
+  'lfm2_1_2b': _lfm2((65_536, 2048, 8192, 16, 32, 8, 64), attention=(2, 5, 8, 10, 12, 14)),
   'qwen3_30b_a3b': _with_experts(_qwen3(2048, 6144, 48, 32, 4, tied=False), 128, 8, 768),
   'qwen3_235b_a22b': _with_experts(_qwen3(4096, 12_288, 94, 64, 4, tied=False), 128, 8, 1536),
   'mixtral_8x7b': _model(
