@@ -33,7 +33,8 @@ DEVICES = {
   'v5p-8': ('v5p', (2, 2, 1)),
 }
 # State alone, or state and one row, takes more than these have.
-TOO_LARGE = {('ppo_gsm8k', 'L4'), ('sft_rm_ppo', 'L4'), ('tools_gsm8k', 'L4'), ('tools_gsm8k', 'A100-40')}
+TOO_LARGE = {(name, 'L4') for name in ('lfm2_gsm8k', 'ppo_gsm8k', 'sft_rm_ppo', 'tools_gsm8k')}
+TOO_LARGE |= {('tools_gsm8k', 'A100-40')}
 
 
 def machine(device, **chip):
