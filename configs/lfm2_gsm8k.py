@@ -6,7 +6,7 @@ python -m launch.plan --fits --model=lfm2_1_2b
 SFT learns the worked answers; GRPO, from the model after it, is rewarded for the right '#### 42'.
 Meant for one accelerator of 80 GB; the second command estimates the memory on others, by arithmetic.
 Time and accuracy have not been measured yet. The metric is pass@1 of the greedy answers to test
-questions (split `eval`).
+questions (split `eval`). No published figure is known for this recipe.
 `:model=NAME` is a hub id or a folder: LFM2 of another size, or Granite 4.0-H.
 `:runlocal` uses a random model and generated data, without network: some minutes on 2 CPU cores.
 """
