@@ -47,6 +47,7 @@ OPTIONS = {
   'jaxpost.programs.topk': 'distill.top_k',
   'jaxpost.programs.reported': 'rollout.top_logprobs',
   'jaxpost.programs.loss_scale': 'model.dtype',
+  'jaxpost.rl.attached_rewards': 'environment',
   'jaxpost.rl.curriculum': 'rl.curriculum',
   'jaxpost.rl.mixture': 'rl.sources',
   'jaxpost.rl.demonstrations': 'distill.on_policy',
@@ -60,6 +61,7 @@ OPTIONS = {
   'jaxpost.stage.frozen_roles': 'rl.reference',
   'jaxpost.stage.model_folders': 'model.path',
   'jaxpost.stage.moving_reference': 'reference.every',
+  'jaxpost.storage.hub': 'data.path',
   'jaxpost.storage.remote': 'data.path',
   'jaxpost.stage.precompute': 'rl.reference',
 }

@@ -8,7 +8,7 @@ from etils import epath
 
 from jaxpost.data import file_formats
 from jaxpost.errors import InputError
-from jaxpost.storage import hub, object_store
+from jaxpost.storage import object_store
 
 _SPLIT_WORDS = {
   'train': 'train',
@@ -31,6 +31,8 @@ def find_files(path: str) -> list[tuple[epath.Path, str]]:
   folder, _, split = path.rpartition(':')
   if folder and epath.Path(folder).expanduser().is_dir():
     return _find_local(epath.Path(folder).expanduser(), folder, split)
+  from jaxpost.storage import hub
+
   named = hub.parse(path)
   if named is None or (file_formats.find(path) and not named[2]):
     raise _missing(local, path)

@@ -111,12 +111,11 @@ class Round:
     """Rewards of each group: those of the workers and of the environment."""
     size = batching.group_size(self.rollout)
     graded = self.pending.results if self.pending else [Graded([0.0] * size, {}, None)] * len(self.rollout.prompts)
-    attached = self.rollout.rewards or {}
-    results = []
-    for i, group in enumerate(graded):
-      own = {name: values[i * size : (i + 1) * size] for name, values in attached.items()}
-      results.append(add_attached_rewards(group, own))
-    return results
+    if not self.rollout.rewards:
+      return graded
+    from jaxpost.rl import attached_rewards
+
+    return attached_rewards.add(graded, self.rollout.rewards)
 
   @functools.cached_property
   def rewards(self) -> np.ndarray:
@@ -156,7 +155,8 @@ class PendingRollout:
   def varied_groups(self) -> np.ndarray:
     """[groups of all rounds] bool: the reward that decides what is correct differs within a group.
 
-    Waits for the reward functions.
+    Waits for the reward functions. DAPO (arXiv:2503.14476, section 3.2) keeps
+    groups with 0 < right samples < G.
     """
     return np.concatenate([varied(verdicts(r.results, r.rewards, self.grader.correct_by)) for r in self.rounds])
 
@@ -278,15 +278,6 @@ class GradedRollout:
     """One row a completion for samples/STAGE/STEP.jsonl."""
     groups = to_groups(self.rollout, self.tokenizer)
     return reward_metrics.sample_rows(self.rollout, groups, self.results, self.rewards)
-
-
-def add_attached_rewards(graded: Graded, attached: dict) -> Graded:
-  """Adds rewards that came with the rollout, of an environment: name -> [G]."""
-  components = {name: [None if np.isnan(r) else float(r) for r in values] for name, values in attached.items()}
-  rows = zip(graded.rewards, *components.values())
-  # In this order: floating-point sums depend on it.
-  rewards = [None if None in parts else parts[0] + sum(parts[1:]) for parts in rows]
-  return dataclasses.replace(graded, components={**graded.components, **components}, rewards=rewards)
 
 
 def varied(values: np.ndarray) -> np.ndarray:
