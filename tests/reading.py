@@ -33,6 +33,7 @@ OPTIONS = {
   'jaxpost.models.convolution': 'model.path',
   'jaxpost.models.delta_mixer': 'model.path',
   'jaxpost.models.hybrid': 'model.path',
+  'jaxpost.models.saved_config': 'init_from',
   'jaxpost.models.lora': 'lora.rank',
   'jaxpost.models.mla': 'model.path',
   'jaxpost.models.moe': 'model.path',
@@ -90,9 +91,9 @@ class Entry:
 ENTRIES = (
   Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_510, 3)),
   Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (22, 3_800, 6)),
-  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (48, 9_070, 7)),
+  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (48, 9_020, 7)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (71, 13_540, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (71, 13_530, 8), lazy=False
   ),
   Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (142, 25_720, 11)),
 )

@@ -16,8 +16,7 @@ import tiny
 
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, hf, peft
-from jaxpost.models import config as config_lib
-from jaxpost.models import convolution, partition, quantization, recurrence, transformer
+from jaxpost.models import convolution, partition, quantization, recurrence, saved_config, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 from jaxpost.monitor import metrics
@@ -262,7 +261,7 @@ def test_layers_follow_the_interval_where_no_types_are_given():
   assert cfg.mixers == ('delta', 'delta', 'delta', 'layers') * 2 and not unread
   assert cfg.rotary_dim == 64 and cfg.experts.shared_gate and cfg.joined
   assert config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
-  assert config_lib.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
+  assert saved_config.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from jaxpost.losses import head_chunk
 from jaxpost.matmul import Compute
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
-from jaxpost.models.config import Experts, HybridConfig, LatentConfig, ModelConfig, Rope
+from jaxpost.models.config import Experts, LatentConfig, ModelConfig, Rope
+from jaxpost.models.hybrid_config import HybridConfig
 from jaxpost.stage.config import defaults
 from jaxpost.storage import seals
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats.layer_fields import FULL
-from jaxpost.models.config import HybridConfig, ModelConfig
+from jaxpost.models.config import ModelConfig
+from jaxpost.models.hybrid_config import HybridConfig
 
 if TYPE_CHECKING:
   from jaxpost.formats.family import Family

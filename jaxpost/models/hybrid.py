@@ -24,7 +24,7 @@ from jaxpost.models.parameters import STACKS, Param, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
-  from jaxpost.models.config import HybridConfig
+  from jaxpost.models.hybrid_config import HybridConfig
 
 MIXERS = {'delta': delta_mixer, 'convolution': convolution, 'state_space': state_space}  # keys: `parameters.STATEFUL`
 # Rows that other mixers replace.

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from jaxpost.models.config import Experts, HybridConfig, ModelConfig, Rope
+from jaxpost.models.config import Experts, ModelConfig, Rope
+from jaxpost.models.hybrid_config import HybridConfig
 
 
 def _model(family: str, sizes: tuple[int, ...], **fields) -> ModelConfig:

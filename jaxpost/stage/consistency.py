@@ -16,7 +16,6 @@ from etils import epath
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.models import config as model_config
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights, sources
 from jaxpost.storage import disk_errors, object_store, seals
@@ -164,7 +163,7 @@ def check_same_models(prepared: Sequence[PreparedStage], workdir: epath.Path) ->
   for p in prepared:
     if not (saved := load_weights.saved_meta(p.name, workdir)):
       continue
-    was = dataclasses.asdict(model_config.from_json(saved['model']))
+    was = dataclasses.asdict(sources.saved_config(saved['model']))
     for k, v in dataclasses.asdict(p.inputs.model.config).items():
       if was.get(k) != v:
         raise InputError(

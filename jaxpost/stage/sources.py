@@ -15,14 +15,13 @@ from etils import epath
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.models import config as model_config
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
 from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.config import CustomConfig, ModelConfig
   from jaxpost.stage.records import Inputs
 
 _STAGE = 'stage:'
@@ -93,11 +92,18 @@ def of_code(code: str, path: str) -> Source:
   return Source(model.config, folder=folder, name=object_store.resolved(folder))
 
 
+def saved_config(fields: dict) -> ModelConfig | CustomConfig:
+  """Returns the model config of a record in a checkpoint."""
+  from jaxpost.models import saved_config as records
+
+  return records.from_json(fields)
+
+
 def of_checkpoint(folder: epath.Path, step: int | None = None) -> Source:
   """Returns the checkpoint of a stage, given the folder of its checkpoints; None is the newest."""
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
     meta = checkpointer.restore_meta(step)
-  config = model_config.from_json(meta['model'])
+  config = saved_config(meta['model'])
   return Source(config, checkpoints=folder, step=step, base=recall(meta.get('base'), folder.parent))
 
 
@@ -170,7 +176,7 @@ def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:
   folder, made = saved['folder'], saved['checkpoints']
   made = checkpoints / saved['stage'] if saved['stage'] else made
   source = Source(
-    model_config.from_json(saved['config']),
+    saved_config(saved['config']),
     folder=folder and epath.Path(folder),
     checkpoints=made and epath.Path(made),
     step=saved['step'],

@@ -1,0 +1,25 @@
+"""Configuration records of models in checkpoints."""
+
+from typing import Any
+
+from jaxpost.models.config import CustomConfig, Experts, LatentConfig, ModelConfig, Rope
+from jaxpost.models.hybrid_config import HybridConfig
+
+
+def from_json(fields: dict) -> ModelConfig | CustomConfig:
+  """Restores a config from its `dataclasses.asdict` after a JSON round trip."""
+  if 'code' in fields:
+    return CustomConfig(**{k: _tuples(v) for k, v in fields.items()})
+  fields = {k: _tuples(v) for k, v in fields.items()}
+  experts = fields.get('experts')
+  kind = LatentConfig if 'kv_rank' in fields else HybridConfig if 'mixers' in fields else ModelConfig
+  return kind(
+    **fields | {'ropes': tuple(Rope(**rope) for rope in fields['ropes']), 'experts': experts and Experts(**experts)}
+  )
+
+
+def _tuples(value: Any) -> Any:
+  """Turns the lists of JSON back into tuples."""
+  if isinstance(value, dict):
+    return {k: _tuples(v) for k, v in value.items()}
+  return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
