@@ -34,9 +34,10 @@ HEAD = """# What each method learns
 
 Written by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.15 M parameters) has
 been trained on sums of numbers up to 99, half of them with wrong answers. Each method continues
-from this one start on two CPU cores, and is evaluated on held-out data: the mean of seeds 0, 1
-and 2, which draw other batches and samples, and their standard deviation. The differences between
-most methods are within that: the task shows that a method learns, and not which is better.
+from this one start on two CPU cores, and is evaluated on held-out data: the mean and the standard
+deviation of seeds 0, 1 and 2, which draw other batches and samples; rows that say so are of one
+seed. Most differences between methods are smaller than that deviation: the task shows that a
+method learns, and not which one is better.
 
 `tests/test_learning.py` requires these gains with seed 0 for the rows above `gmpo`.
 pass@1 is measured on 256 sums with 4 samples each, the others on 256 pairs or labels.
