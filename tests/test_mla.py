@@ -18,7 +18,7 @@ from jaxpost.errors import InputError
 from jaxpost.formats import config_json, hf, peft
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
-from jaxpost.models import parameters, partition, transformer
+from jaxpost.models import parameters, partition, saved_config, transformer
 from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
@@ -223,7 +223,7 @@ def test_kimi_is_read_and_written_as_deepseek():
   raw = config_json.to_hf(cfg)
   assert raw['model_type'] == 'deepseek_v3'
   assert config_json.from_hf(raw, 'here')[0] == cfg
-  assert config_lib.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
+  assert saved_config.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
 def test_layers_after_the_last_are_not_read(model, params, tmp_path, caplog):
