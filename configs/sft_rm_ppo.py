@@ -5,9 +5,8 @@ python -m launch.train --config=configs/sft_rm_ppo.py --workdir=runs/sft_rm_ppo
 Three stages of one run (arXiv:2203.02155) on UltraFeedback: `sft` trains
 on the chosen answers, `judge` trains a reward model from those weights on the pairs,
 and `ppo` trains the SFT model against that reward model. Meant for one accelerator of 80 GB; time
-and accuracy: not measured yet. The metrics are rewards/accuracies of stage
-`judge` and rewards/reward_model/mean of stage `ppo`, both on held-out prompts.
-No published figure is known for this recipe.
+and accuracy: not measured yet. No published figure is known for this recipe. The metrics are
+rewards/accuracies of `judge` and rewards/reward_model/mean of `ppo`, both on held-out prompts.
 `:model=NAME` is a hub id or a folder.
 `:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
