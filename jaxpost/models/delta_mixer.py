@@ -80,14 +80,8 @@ def mix(
   q, k = _normed(q) * cfg.key_size**-0.5, _normed(k)
   beta = real * jax.nn.sigmoid(b.astype(jnp.float32))
   log_decay = -real * jnp.exp(p['log_decay']) * jax.nn.softplus(a.astype(jnp.float32) + p['decay_bias'])
-  if state is not None and y.shape[1] == 1:
-    out, state = recurrence.step(*(x[:, 0] for x in (q, k, v, log_decay, beta)), state, corrected=True)
-    out = out[:, None]
-  else:
-    runs = convolution.runs_of(segment_ids)
-    out, state = recurrence.chunked(
-      q, k, v, log_decay, beta, runs=runs, dtype=compute.dtype, corrected=True, state=state
-    )
+  terms, runs = (q, k, v, log_decay, beta), convolution.runs_of(segment_ids)
+  out, state = recurrence.over_row(terms, runs, dtype=compute.dtype, corrected=True, state=state)
   out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + cfg.norm_eps) * p['out_norm']
   out = out * jax.nn.silu(z.astype(jnp.float32))
   return checkpoint_name(out.astype(compute.residual), 'dots'), (*tails, state)

@@ -11,14 +11,14 @@ gated delta rule (Yang et al., arXiv:2412.06464, eq. 10) corrects it, with step 
   S_t = a_t S_{t-1} + k_t b_t (v_t - (a_t S_{t-1})^T k_t)^T      corrected=True
   o_t = S_t^T q_t
 
-`chunked` computes whole rows, `step` one token. A row has runs of tokens
-(`convolution.runs_of`); a new run starts from an empty state.
+`chunked` computes whole rows, `step` one token, and `over_row` the one of them that a row needs.
+A row has runs of tokens (`convolution.runs_of`); a new run starts from an empty state.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +126,20 @@ def step(
   u = beta[..., None] * (v - jnp.sum(k * state, axis=2) if corrected else v)
   state = state + k * u[:, :, None]
   return jnp.sum(q * state, axis=2), state
+
+
+def over_row(
+  terms: Sequence[jax.Array], runs: jax.Array, *, dtype: str, corrected: bool, state: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """Computes a recurrence over rows, or the next token of sequences whose state is given.
+
+  Args:
+    terms: q, k, v, log_decay and beta; like the others and the result, see `chunked`.
+  """
+  if state is None or terms[0].shape[1] > 1:
+    return chunked(*terms, runs=runs, dtype=dtype, corrected=corrected, state=state)
+  out, state = step(*(term[:, 0] for term in terms), state, corrected=corrected)
+  return out[:, None], state
 
 
 def _chunks(x: jax.Array, chunk: int, *shape: int) -> jax.Array:

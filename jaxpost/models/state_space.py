@@ -66,13 +66,8 @@ def mix(
     mixed = [out + p[f'conv_{name}_bias'].reshape(out.shape[2:]) for name, out in zip('xbc', mixed)]
   x, b, c = map(jax.nn.silu, mixed)
   dt = real * jax.nn.softplus(dt.astype(jnp.float32) + p['step_bias'])
-  terms = c, b, x, -dt * jnp.exp(p['log_decay']), dt
-  if state is not None and y.shape[1] == 1:
-    out, state = recurrence.step(*(term[:, 0] for term in terms), state, corrected=False)
-    out = out[:, None]
-  else:
-    runs = convolution.runs_of(segment_ids)
-    out, state = recurrence.chunked(*terms, runs=runs, dtype=compute.dtype, corrected=False, state=state)
+  terms, runs = (c, b, x, -dt * jnp.exp(p['log_decay']), dt), convolution.runs_of(segment_ids)
+  out, state = recurrence.over_row(terms, runs, dtype=compute.dtype, corrected=False, state=state)
   out = (out + p['skip'][:, None] * x) * jax.nn.silu(z.astype(jnp.float32))
   shape, out = out.shape, out.reshape(*out.shape[:2], cfg.key_heads, -1)
   out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + cfg.norm_eps)
