@@ -297,12 +297,12 @@ def _score_seconds(case: _Case) -> float:
   return _seconds(case, _flops(case), _read(case, 1), _traffic(case, train=False))
 
 
-def _slots(case: _Case) -> tuple[int, int]:
-  """Returns (slots, how often they are filled)."""
-  rollout, held_out = case.inputs.config.rollout, case.inputs.config.eval
-  total = rollout.prompts * rollout.group_size if case.inputs.algorithm.on_policy else held_out.size * held_out.samples
-  slots = batch_shape.slots(rollout, total)
-  return slots, math.ceil(total / slots)
+def slots(inputs: Inputs) -> tuple[int, int]:
+  """Returns (sequences that are sampled at a time, how often), for training or else for evaluation."""
+  rollout, held_out = inputs.config.rollout, inputs.config.eval
+  total = rollout.prompts * rollout.group_size if inputs.algorithm.on_policy else held_out.size * held_out.samples
+  found = batch_shape.slots(rollout, total)
+  return found, math.ceil(total / found)
 
 
 def _entry(cfg: ModelConfig, tensor: int) -> float:
@@ -315,12 +315,14 @@ def _sampler(case: _Case) -> dict[str, float]:
   """Returns the bytes of the sampler's weights, cache, what a block copies of it, and logits."""
   cfg, rollout, shape = case.cfg, case.inputs.config.rollout, dict(case.rollout.mesh.shape)
   model = case.inputs.model.base or case.inputs.model
-  mine = math.ceil(_slots(case)[0] / case.rollout.batch_shards)
+  mine = math.ceil(slots(case.inputs)[0] / case.rollout.batch_shards)
   # A block of decoding may run past the last token that counts.
   length = rollout.max_prompt_length + rollout.max_new_tokens + (rollout.block or case.compute.decode_block)
   weights = memory.size(load_weights.described(model, case.rollout, case.compute.dtype))
   logits = 2 * mine * cfg.padded_vocab_size / shape['tensor'] * _FLOAT
-  some = rollout.prompts if case.inputs.algorithm.on_policy else _slots(case)[0]  # whose prefixes are there at a time
+  some = (
+    rollout.prompts if case.inputs.algorithm.on_policy else slots(case.inputs)[0]
+  )  # whose prefixes are there at a time
   prompts = math.ceil(some / case.rollout.batch_shards) * rollout.max_prompt_length
   entry = _entry(cfg, shape['tensor']) * case.width
   # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all.
@@ -331,8 +333,8 @@ def _sampler(case: _Case) -> dict[str, float]:
 def _sample_seconds(case: _Case) -> float:
   """Returns the seconds of sampling: each token reads the weights and, on average, half of its answer's cache."""
   cfg, rollout, tensor = case.cfg, case.inputs.config.rollout, case.rollout.mesh.shape['tensor']
-  slots, waves = _slots(case)
-  mine = math.ceil(slots / case.rollout.batch_shards)
+  at_a_time, waves = slots(case.inputs)
+  mine = math.ceil(at_a_time / case.rollout.batch_shards)
   weights = _sampler(case)['sampler']
   seen = rollout.max_prompt_length + rollout.max_new_tokens / 2
   one = _seconds(

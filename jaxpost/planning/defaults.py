@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ _USABLE = 0.9  # of the memory: the rest is for fragments, and for what arithmet
 _OF_A_GPU = 0.92  # that JAX takes of a described GPU; a real one says it itself
 _FEWEST = 8  # sequences at a time
 _MICRO_TOKENS = compute_for('gpu', 'auto', 'auto').micro_tokens  # of any accelerator
-# What speed is compared with where a chip is unknown; only ratios count.
+# Rates of a chip that is unknown: updates are only compared with each other, so ratios count.
 _UNKNOWN = dict(flops=312e12, bandwidth=2e12, link=1e11, network=1e10)
 
 
@@ -80,13 +81,11 @@ def _estimate(p: PreparedStage, machine: Topology, settings: dict[str, Any]) -> 
 
 def _slots(p: PreparedStage, machine: Topology, usable: float) -> dict[str, Any]:
   """Returns {'rollout.slots': the most that fit}, halved as often as needed; {} for as many as there are without."""
-  rollout, held_out = p.config.rollout, p.config.eval
-  total = rollout.prompts * rollout.group_size if p.inputs.algorithm.on_policy else held_out.size * held_out.samples
-  most = slots = batch_shape.slots(rollout, total)
-  elsewhere = ()  # what is not on the devices that sample
+  most, _ = arithmetic.slots(p.inputs)
+  slots, elsewhere = most, ()  # what is not on the devices that sample
   if p.config.mesh.rollout_devices:
     elsewhere = ('parameters', 'optimizer', 'critic', 'frozen')
-  elif rollout.offload:
+  elif p.config.rollout.offload:
     elsewhere = ('optimizer', 'frozen')
   while slots > _FEWEST:
     needed = _estimate(p, machine, {'rollout.slots': slots, 'model.remat': 'full'}).sampling
@@ -94,6 +93,15 @@ def _slots(p: PreparedStage, machine: Topology, usable: float) -> dict[str, Any]
       break
     slots = math.ceil(slots / 2)
   return {} if slots == most else {'rollout.slots': slots}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tried:
+  """Settings {'section.field': value} of an update, with its memory and time on a device."""
+
+  settings: dict[str, Any]
+  bytes: float
+  seconds: float
 
 
 def _update(p: PreparedStage, machine: Topology, usable: float) -> dict[str, Any]:
@@ -104,21 +112,13 @@ def _update(p: PreparedStage, machine: Topology, usable: float) -> dict[str, Any
       settings = {'model.remat': remat} if remat != ('dots' if given == 'auto' else given) else {}
       settings |= {'train.micro_batch_size': rows} if rows else {}
       estimate = _estimate(p, machine, settings)
-      tried.append((sum(estimate.updating.values()), estimate.seconds['update'], settings))
-      if len(tried) == 1 and tried[0][0] <= usable:  # as the platform has it
+      tried.append(_Tried(settings, sum(estimate.updating.values()), estimate.seconds['update']))
+      if tried[0].bytes <= usable:  # as the platform has it
         return {}
-  fitting = [x for x in tried if x[0] <= usable]
+  fitting = [x for x in tried if x.bytes <= usable]
   if not fitting:
-    return min(tried, key=_needed)[2]
-  return min(fitting, key=_seconds)[2]  # of equal ones the first, with most rows
-
-
-def _needed(x: tuple) -> float:
-  return x[0]
-
-
-def _seconds(x: tuple) -> float:
-  return x[1]
+    return min(tried, key=operator.attrgetter('bytes')).settings
+  return min(fitting, key=operator.attrgetter('seconds')).settings  # of equal ones the first, with most rows
 
 
 def _rows(p: PreparedStage, machine: Topology) -> Iterator[int]:
