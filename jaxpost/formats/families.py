@@ -19,7 +19,6 @@ from jaxpost.formats.family import ExpertFields, Family
 _LAYERS = ('sliding_window', 'layer_types')
 _QWEN_LAYERS = (*_LAYERS, 'use_sliding_window', 'max_window_layers')
 _SCALED_ATTENTION = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping')
-_MULTIPLIERS = ('embedding_multiplier', 'residual_multiplier', 'attention_multiplier', 'logits_scaling')
 
 # Facts that several families share.
 _GEMMA = dict(norm_offset=1.0, embed_scale='sqrt')  # of hidden_size
@@ -326,8 +325,8 @@ FAMILIES = {
   ),
   'granite': Family(
     architecture='GraniteForCausalLM',
-    reads=('attention_bias', 'mlp_bias', *_MULTIPLIERS),
-    defaults=dict.fromkeys(_MULTIPLIERS, 1.0),
+    reads=('attention_bias', 'mlp_bias', *hybrid_families.MULTIPLIERS),
+    defaults=dict.fromkeys(hybrid_families.MULTIPLIERS, 1.0),
   ),
 }
 

@@ -68,7 +68,7 @@ LFM2 = Family(
   | dict(block_auto_adjust_ff_dim=True),
 )
 
-_MULTIPLIERS = ('embedding_multiplier', 'residual_multiplier', 'attention_multiplier', 'logits_scaling')
+MULTIPLIERS = ('embedding_multiplier', 'residual_multiplier', 'attention_multiplier', 'logits_scaling')
 _SPACE = dict(mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_head='auto', mamba_d_conv=4)
 _SPACE_LAYERS = ('layer_types', 'layers_block_type', 'position_embedding_type', 'mamba_expand', 'time_step_limit')
 _ONE = 'model.layers.{}.block_sparse_moe.%s_linear.weight'  # all experts of a layer
@@ -82,11 +82,11 @@ GRANITE_HYBRID = Family(
   fused={
     f'layers/{name}': (_ONE % side, 0, -1) for name, side in dict(gate='input', up='input', down='output').items()
   },
-  reads=('attention_bias', 'mamba_conv_bias', 'shared_intermediate_size', *_SPACE_LAYERS, *_SPACE, *_MULTIPLIERS),
+  reads=('attention_bias', 'mamba_conv_bias', 'shared_intermediate_size', *_SPACE_LAYERS, *_SPACE, *MULTIPLIERS),
   only=dict(normalization_function='rmsnorm'),
   ignored=('mamba_chunk_size', 'init_method'),
   defaults=_SPACE
-  | dict.fromkeys(_MULTIPLIERS, 1.0)
+  | dict.fromkeys(MULTIPLIERS, 1.0)
   | dict(mamba_conv_bias=True, mamba_expand=2, shared_intermediate_size=1024, position_embedding_type=None)
   | dict(num_local_experts=8, num_experts_per_tok=2),
 )
