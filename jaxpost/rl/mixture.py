@@ -1,6 +1,6 @@
 """Sources of prompts in one run, each with its own rewards and sampling settings (`config.rl.sources`).
 
-`parse` reads the field before a device is used; each `Prompt` then carries what it says of its
+`parse` reads the field before a device is used; each `Prompt` then carries the settings of its
 source, so that resuming a run, sampling ahead and dynamic sampling need no further state.
 
 Legend: N sequences, G samples a prompt.

@@ -59,7 +59,7 @@ class Replay:
       elif key in self.stored and np.isfinite(found[:-1]).any():
         used[g] = self.stored[key]
     self.figures = {'replay/used': len(used), 'replay/stored': len(self.stored), 'replay/expired': expired}
-    # What the policy has drawn is observed already.
+    # The samples of this step are observed already.
     grader = dataclasses.replace(self.grader, observers=())
     if not used:
       return PendingRollout(grader, pending.rounds, pending.info)
