@@ -2,8 +2,8 @@
 
 import re
 
+import judge_double
 import pytest
-from test_rewards_judge import Double
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import rank_judge
@@ -14,16 +14,8 @@ from jaxpost.workers import call
 
 @pytest.fixture
 def double():
-  doubles = []
-
-  def start(plan):
-    doubles.append(Double(plan))
-    return doubles[-1]
-
-  yield start
-  for server in doubles:
-    server.shutdown()
-    server.server_close()
+  with judge_double.doubles() as start:
+    yield start
 
 
 def shown(text):
