@@ -217,6 +217,15 @@ def test_a_lost_process_is_started_again(pool, what, words):
     ('<tool_call>{"arguments": {}}</tool_call>', None),
     ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', None),
     ('{"answer": 3}', []),
+    ('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', None),  # no text: it could not be encoded
+    ('<tool_call>{"name": "\\udfff"}</tool_call>', None),
+    ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None),
+    ('<tool_call><function=f><parameter=a>"\\udfff"</parameter></function></tool_call>', None),
+    ('<tool_call>' + '[' * 5000 + '</tool_call>', None),
+    (
+      '<tool_call><function=f><parameter=a>' + '[' * 5000 + '</parameter></function></tool_call>',
+      [dict(name='f', arguments={'a': '[' * 5000})],
+    ),
   ],
 )
 def test_calls_are_found(text, calls):

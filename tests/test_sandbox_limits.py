@@ -1,5 +1,6 @@
 """Limits of a solution in sum: memory of all its processes, and nothing that lives on or is kept."""
 
+import concurrent.futures
 import ctypes
 import dataclasses
 import os
@@ -88,6 +89,29 @@ def test_what_processes_share_counts_once(monkeypatch):
   monkeypatch.setattr(sandbox, '_CGROUPS', '/proc/none')
   program = 'x = bytearray(60 << 20)\n' + CHILDREN.format(count=30, mb=0, seconds=0.3)
   assert sandbox.run_inputs(program, [''], LIMITS) == ['held\n']
+
+
+@namespaces
+def test_a_signal_to_process_1_does_not_end_the_jail():
+  """A program of the same user can send it; as its failure would be the sandbox's, the sample would have no verdict."""
+  program = 'import sys, time\nprint(input(), flush=True)\ntime.sleep(1)'
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    result = thread.submit(sandbox.run_inputs, program, ['6'], LIMITS)
+    while not (inside := [pid for pid in supervisor.descendants(os.getpid()) if is_process_1(pid)]):
+      assert not result.done()
+      time.sleep(0.01)
+    for sign in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1}:  # of ours, to end the program
+      os.kill(inside[0], sign)
+    assert result.result() == ['6\n']
+
+
+def is_process_1(pid):
+  """Returns whether a process is the first of its namespace, and has started a program."""
+  try:
+    status = pathlib.Path(f'/proc/{pid}/status').read_text()
+    return '\t1\n' in status.partition('NSpid:')[2].partition('NSpgid')[0] and bool(supervisor.children(pid))
+  except OSError:
+    return False
 
 
 def is_written(file):

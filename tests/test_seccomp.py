@@ -44,6 +44,7 @@ REFUSED = {
   'mount': (165, 40, (b'x', b'/', b'tmpfs', 0, None)),
   'personality': (135, 92, (0x0040000,)),
   'clone3': (435, 435, (None, 0)),
+  'limits of process 1': (302, 261, (1, 7, None, None)),
   'clone into a user namespace': (56, 220, (0x10000000 | 17, 0, 0, 0, 0)),
   'a socket of the hypervisor': (41, 198, (40, 1, 0)),
   'a socket of the kernel': (41, 198, (16, 3, 0)),
@@ -149,12 +150,14 @@ def verdict(code, number, argument=0, audit=0xC000003E):
 def test_the_filter_allows_what_is_listed_and_nothing_else(machine, audit):
   code, known = seccomp.program(machine), seccomp.numbers(machine)
   for number in range(600):
-    want = number in known.values()
+    want = number in known.values() and number != known['prlimit64']
     assert (verdict(code, number, 1, audit) == 0x7FFF0000) == want, number
   assert len(code) // 8 <= 4096
   refused = 0x00050000 | errno.ENOSYS
   assert verdict(code, known['read'], 0, audit=0x40000003) == refused  # of a 32-bit program
   assert verdict(code, known['read'] | 0x40000000, 0, audit) == refused  # of x32
+  for pid, allowed_ in ((0, True), (1, False), (2**32 - 1, False)):  # 0 is the process itself
+    assert (verdict(code, known['prlimit64'], pid, audit) == 0x7FFF0000) == allowed_
   for family, allowed_ in ((1, True), (2, True), (10, True), (0, False), (16, False), (40, False)):
     assert (verdict(code, known['socket'], family, audit) == 0x7FFF0000) == allowed_
   for flags, allowed_ in ((17, True), (0x3D0F00, True), (0x10000011, False), (0x00020000, False), (0x80, False)):

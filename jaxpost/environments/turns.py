@@ -7,8 +7,7 @@ rendering a conversation with it.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 _PLACEHOLDER = '\ue000\ue001'  # stands for the model's text in a rendering
-_CALL = re.compile(r'<tool_call>\s*(.*?)\s*</tool_call>', re.S)
-_FUNCTION = re.compile(r'<function=([^>]+)>(.*?)</function>', re.S)
-_PARAMETER = re.compile(r'<parameter=([^>]+)>\n?(.*?)\n?</parameter>', re.S)
 _MARKS = '<tool_call>', '[TOOL_CALLS]', '<|python_tag|>'
 
 
@@ -29,7 +25,7 @@ def parse(text: str) -> list[dict] | None:
   Reads the formats of Hermes and Qwen (<tool_call> with JSON or with <function=...>), Llama 3 (the turn is a JSON
   object) and Mistral ([TOOL_CALLS] and a list).
   """
-  inside = _CALL.findall(text)
+  inside = [part.strip() for part in _between(text, '<tool_call>', '</tool_call>')]
   plain = text.strip().removeprefix('<|python_tag|>').strip()
   if not inside and '[TOOL_CALLS]' in text:
     inside = [text.partition('[TOOL_CALLS]')[2]]
@@ -39,19 +35,36 @@ def parse(text: str) -> list[dict] | None:
     return None if any(mark in text for mark in _MARKS) else []
   calls = []
   for part in inside:
-    found = _FUNCTION.search(part)
-    if found:
-      calls.append(
-        dict(name=found[1].strip(), arguments={k.strip(): _value(v) for k, v in _PARAMETER.findall(found[2])})
-      )
+    if function := next(_between(part, '<function=', '</function>'), None):
+      name, _, body = function.partition('>')
+      values = (parameter.partition('>') for parameter in _between(body, '<parameter=', '</parameter>'))
+      arguments = {key.strip(): _value(value.removeprefix('\n').removesuffix('\n')) for key, _, value in values}
+      calls.append(dict(name=name.strip(), arguments=arguments))
       continue
     try:
       read = json.loads(part)
-    except ValueError:
+    except (ValueError, RecursionError):
       return None
     for call in read if isinstance(read, list) else [read]:
       calls.append(_call(call))
-  return None if None in calls else calls
+  if None in calls:
+    return None
+  try:  # Templates print the calls, and files keep them.
+    json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
+  except ValueError:  # half a surrogate pair, NaN or infinity
+    return None
+  return calls
+
+
+def _between(text: str, opening: str, closing: str) -> Iterator[str]:
+  """Yields what is between each opening mark and the closing one after it.
+
+  A pattern takes quadratic time, or more, on marks that are never closed, as a model may write them.
+  """
+  start, end = text.find(opening), 0
+  while start >= 0 and (end := text.find(closing, start)) >= 0:
+    yield text[start + len(opening) : end]
+    start = text.find(opening, end)
 
 
 def _call(call: Any) -> dict | None:
@@ -68,7 +81,7 @@ def _value(text: str) -> Any:
   """Parses JSON; other text is returned as it is."""
   try:
     return json.loads(text)
-  except ValueError:
+  except (ValueError, RecursionError):
     return text
 
 

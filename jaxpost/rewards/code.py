@@ -21,7 +21,8 @@ from jaxpost.errors import InputError
 from jaxpost.rewards.format import text_of
 from jaxpost.workers import call, checks, sandbox
 
-_FENCE = re.compile(r'\s*(`{3,}|~{3,})\s*(\S*)\s*$')
+# Possessive: a long run of spaces or marks must not be divided in every way.
+_FENCE = re.compile(r'\s*+(`{3,}+|~{3,}+)\s*+(\S*+)\s*+$')
 _PYTHON = ('python', 'python3', 'py')
 _DEFINES_CHECK = re.compile(r'^def check\(', re.M)
 _CALLS_CHECK = re.compile(r'^check\(', re.M)

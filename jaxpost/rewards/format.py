@@ -174,8 +174,9 @@ def _jsonschema():
 
 def _unfenced(text: str) -> str:
   """Returns the content of a text that is one fenced block, else the text."""
-  fenced = re.fullmatch(r'\s*```\w*\s*\n(.*)\n\s*```\s*', text, re.S)
-  return fenced[1] if fenced else text
+  first, _, rest = text.strip().partition('\n')
+  inside, _, last = rest.rpartition('\n')
+  return inside if re.fullmatch(r'```\w*\s*', first) and last.strip() == '```' else text
 
 
 def _no_constant(name: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxpost.rewards.format import text_of
 
-_BULLET = re.compile(r'^\s*(?:[-*+]\s|\d+\.\s)', re.M)
+_BULLET = re.compile(r'^[^\S\n]*(?:[-*+]\s|\d+\.\s)', re.M)
 _HIGHLIGHT = re.compile(r'(?<!\*)\*{1,2}[^\s*][^*\n]*\*{1,2}(?!\*)')
 
 
@@ -65,7 +65,8 @@ def _words(text: str, num_words: int, relation: str = 'at least') -> bool:
 
 
 def _sentences(text: str, num_sentences: int, relation: str = 'at least') -> bool:
-  return _compare(len(re.findall(r'[^.!?\s][^.!?]*[.!?]+', text)), relation, num_sentences)
+  ended = text[: 1 + max(map(text.rfind, '.!?'))]  # else each letter of a last one would search for its end
+  return _compare(len(re.findall(r'[^.!?\s][^.!?]*[.!?]+', ended)), relation, num_sentences)
 
 
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
@@ -78,7 +79,7 @@ def _placeholders(text: str, num_placeholders: int) -> bool:
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
-  return re.search(rf'^\s*{re.escape(postscript_marker)}', text, re.IGNORECASE | re.M) is not None
+  return re.search(rf'^[^\S\n]*{re.escape(postscript_marker)}', text, re.IGNORECASE | re.M) is not None
 
 
 def _bullets(text: str, num_bullets: int) -> bool:
@@ -94,16 +95,17 @@ def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
 
 
 def _json(text: str) -> bool:
-  body = re.sub(r'^```(?:json)?\s*|\s*```$', '', text.strip(), flags=re.IGNORECASE)
+  body = text.strip().removesuffix('```').strip()
   try:
-    json.loads(body)
-  except ValueError:
+    json.loads(re.sub('^```(?:json)?', '', body, flags=re.IGNORECASE).strip())
+  except (ValueError, RecursionError):  # nested deeper than Python reads
     return False
   return True
 
 
 def _title(text: str) -> bool:
-  return any(found.strip('<> \t') for found in re.findall(r'<<[^\n]+>>', text))
+  found = (line[max(line.find('<<'), 0) : line.rfind('>>') + 2] for line in text.split('\n') if '<<' in line)
+  return any(len(part) > 4 and part.strip('<> \t') for part in found)
 
 
 def _ends(text: str, end_phrase: str) -> bool:

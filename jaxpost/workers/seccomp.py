@@ -3,7 +3,7 @@
 The list has what an interpreter with threads, child processes, files, sockets and timers uses. Everything else fails
 with ENOSYS, for which C libraries have fallbacks: keys of the kernel (keyctl), io_uring, bpf, ptrace, userfaultfd,
 namespaces and mounts, System V shared memory and memory files (memfd_create), which no limit would count, and clone3,
-whose flags a filter cannot read. Sockets are local (AF_UNIX) or of IP, in a network that has no interface.
+whose flags a filter cannot read. A process changes no resource limits but its own. Sockets are local (AF_UNIX) or of IP, in a network that has no interface.
 
 seccomp(2), Documentation/userspace-api/seccomp_filter.rst. Imports nothing of jaxpost but `namespaces`.
 """
@@ -94,6 +94,9 @@ def program(machine: str) -> bytes:
     code += _of_call(known.pop(name), [(_LOAD, 0, 0, _ARGUMENT), *allowed, (_RETURN, 0, 0, _REFUSE)])
   flags = [(_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
   code += _of_call(known.pop('clone'), [(_LOAD, 0, 0, _ARGUMENT), *flags])
+  # Of this process only (0): the jail may belong to the same user, and has no limits that it could not do without.
+  itself = [(_EQUAL, 0, 1, 0), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
+  code += _of_call(known.pop('prlimit64'), [(_LOAD, 0, 0, _ARGUMENT), *itself])
   for number in sorted(known.values()):
     code += _of_call(number, [(_RETURN, 0, 0, _ALLOW)])
   code.append((_RETURN, 0, 0, _REFUSE))
