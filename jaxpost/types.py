@@ -93,6 +93,7 @@ class Outputs:
   entropy: Array | None = None  # [B, T] float32, nats
   lse: Array | None = None  # [B, T] float32, log-sum-exp of the logits
   mean_logprob: Array | None = None  # [B, T], over the vocabulary
+  collision: Array | None = None  # [B, T], log of the sum of p^2 over the vocabulary; without gradient
   divergence: Array | None = None  # [B, T], from the teachers' distributions
   values: Array | None = None  # [B, T], of the text up to and including a token
 

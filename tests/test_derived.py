@@ -5,6 +5,7 @@ tests/golden/derive.py holds the derivations, and says how to write tests/golden
 
 import json
 import pathlib
+import re
 import runpy
 
 import jax
@@ -91,3 +92,12 @@ def test_a_sample_without_a_reward_is_left_out(method):
   kept = getattr(turn_advantages, method)(rewards[:1, :2], valid[:1, :2], *(x[:2] for x in arrays))
   np.testing.assert_allclose(ours[:2], kept, rtol=1e-6)
   assert not ours[2].any() and ours[:2].any()
+
+
+def test_every_figure_of_other_systems_has_a_test():
+  """tests/golden/README.md names each case once, beside a test that reads the file."""
+  rows = re.findall(r'^\| `(tests/\S+)` \| (.+) \|$', (GOLDEN / 'README.md').read_text(), re.M)
+  named = [case for _, cases in rows for case in re.findall('`(.+?)`', cases)]
+  assert sorted(named) == sorted(json.loads((GOLDEN / 'losses.json').read_text())['cases'])
+  for test, _ in rows:
+    assert 'golden/losses.json' in (GOLDEN.parents[1] / test).read_text().replace("' / '", '/'), test

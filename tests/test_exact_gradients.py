@@ -150,7 +150,7 @@ def close(found, *terms):
     assert tiny.largest(a - b) <= 2e-4 * size
 
 
-LOSSES = ('clip', 'reinforce', 'cispo', 'sapo', 'gspo', 'geo_mean', 'dppo_tv', 'dppo_kl')
+LOSSES = ('clip', 'reinforce', 'cispo', 'sapo', 'gspo', 'geo_mean', 'vespo', 'dro', 'dppo_tv', 'dppo_kl')
 
 
 @pytest.mark.parametrize('loss', LOSSES)

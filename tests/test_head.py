@@ -1,7 +1,9 @@
 """The fused head against dense arithmetic, and what it never materialises."""
 
 import dataclasses
+import json
 import math
+import pathlib
 import re
 
 import jax
@@ -24,6 +26,7 @@ from jaxpost.stage.config import parse
 from jaxpost.types import Batch, TrainState
 
 B, T, D, V, REAL = 3, 10, 8, 24, 21
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())
 
 
 @pytest.fixture(scope='module')
@@ -106,6 +109,19 @@ def test_outputs_of_tokens_that_count(case, elements):
   expected = dense(case, 0.7, case['hidden'], case['head'])[2]
   for a, b in ((outputs.logprobs, expected.logprobs), (outputs.entropy, expected.entropy)):
     np.testing.assert_allclose(a, jnp.where(case['weights'] != 0, b, 0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('peer', ['trl', 'verl'])
+def test_entropy_is_that_of(peer):
+  """The head is the identity, so that the hidden states are the logits; 'collision' is checked beside it."""
+  logits = jnp.asarray(GOLDEN['inputs']['student_logits'], jnp.float32)
+  rows, length, size = logits.shape
+  config = plan(fn=None)._replace(vocab_size=size, reads=('entropy', 'collision'))
+  labels = jnp.zeros((rows, length), int)
+  outputs = head_lib.token_outputs(config, logits, jnp.eye(size), labels, jnp.ones((rows, length)))
+  np.testing.assert_allclose(outputs.entropy, GOLDEN['cases'][f'{peer}/entropy_from_logits'], rtol=2e-5)
+  squares = jnp.log(jnp.sum(jax.nn.softmax(logits) ** 2, axis=-1))
+  np.testing.assert_allclose(outputs.collision, squares, rtol=1e-5)
 
 
 def test_what_has_no_weight_has_no_say(case):

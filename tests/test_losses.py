@@ -1,10 +1,8 @@
 """Policy gradients and critics against figures of verl and TRL, and by hand.
 
 tests/golden/losses.json says where its figures come from; its other cases are
-in test_losses_advantages.py and test_losses_preferences.py. Left out of what
-those systems offer, since jaxpost does not have the methods: the losses dro,
-vespo and luspo, clip-cov and kl-cov, the advantage gdpo, LD-DPO and WPO, and DFT. Entropy and cross entropy are
-tested in test_head.py, reward functions in test_rewards_*.py.
+in test_losses_advantages.py, test_losses_preferences.py, test_head.py, test_sft.py,
+test_distill.py and test_rewards_format.py; docs/defaults.md says which there are.
 """
 
 import json
@@ -38,16 +36,16 @@ WEIGHTS = {
 }
 
 
-def sequence_mean(x):
-  mean = (x * MASK).sum(1) / MASK.sum(1)
-  return jnp.broadcast_to(mean[:, None], x.shape)
-
-
 def run(name, weights, options, new=NEW, scale=1.0, gains=GAINS):
   """(loss, gradient, per-token metrics, per-token loss)."""
 
+  chosen = policy_gradient.LOSSES[name]
+
+  def reduced(x):
+    return chosen.per_sequence(x, MASK, MASK.astype(int))
+
   def loss(x):
-    per_token, metrics = policy_gradient.LOSSES[name].fn(x, OLD, gains, options, sequence_mean)
+    per_token, metrics = chosen.fn(x, OLD, gains, options, reduced)
     return jnp.sum(per_token * scale * weights), (metrics, per_token)
 
   (value, (metrics, per_token)), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(new))
@@ -70,6 +68,9 @@ def run(name, weights, options, new=NEW, scale=1.0, gains=GAINS):
     ('verl/gspo', 'gspo', 'seq-mean-token-mean', dict(clip_low=0.03, clip_high=0.04)),
     ('trl/gspo_grpo_0.03_0.04', 'gspo', 'seq-mean-token-mean', dict(clip_low=0.03, clip_high=0.04)),
     ('verl/geo_mean', 'geo_mean', 'seq-mean-token-mean', {}),
+    ('trl/luspo_seq', 'gspo', 'seq-mean-token-sum', {}),
+    ('trl/grpo_loss_vespo_eps0.2', 'vespo', 'token-mean', {}),
+    ('verl/dro_beta0.1', 'dro', 'token-mean', {}),
     ('verl/gpg', 'reinforce', 'token-mean', {}),
     ('verl/dppo_tv', 'dppo_tv', 'token-mean', {}),
     ('verl/dppo_kl', 'dppo_kl', 'token-mean', {}),
@@ -83,13 +84,15 @@ def test_surrogates(case, name, mean, options):
   close(gradient, golden['grad'])
   assert not np.asarray(gradient)[MASK == 0].any()
   averages = {k: np.sum(v * WEIGHTS['token-mean']) for k, v in metrics.items()}
-  if name == 'gspo':  # TRL counts sequences there, verl tokens
+  if name in ('gspo', 'vespo'):  # TRL counts sequences there, verl tokens
     averages = {k: np.mean(v[:, 0]) for k, v in metrics.items()}
+    averages['vespo/phi_seq_mean'] = averages.pop('vespo/phi', 0)
   for key, theirs in golden['metrics'].items():
     if key in averages:
       close(averages[key], theirs)
   compared = {
     'trl/grpo_loss_cispo_max1.05': {'cispo_clip_ratio'},
+    'trl/grpo_loss_vespo_eps0.2': {'vespo/phi_seq_mean'},
     'trl/gspo_grpo_0.03_0.04': {'clip_ratio/low_mean', 'clip_ratio/high_mean'},
   }
   assert compared.get(case, set()) <= averages.keys() & golden['metrics']
@@ -214,12 +217,15 @@ def test_at_the_first_step(name):
   """Ratio 1 exactly, nothing clipped, the policy gradient -A, KL 0."""
   _, gradient, metrics, per_token = run(name, MASK, SurrogateOptions(dual_clip=3.0), new=OLD)
   np.testing.assert_array_equal(metrics.pop('ratio'), np.ones_like(OLD))
+  close(metrics.pop('vespo/phi', 1), 1)
   for clipped in metrics.values():
     assert not clipped.any()
   close(gradient, -GAINS * MASK)
   value = {
     'cispo': OLD,
     'reinforce': OLD,
+    'vespo': OLD,
+    'dro': OLD,
     'dppo_tv': OLD,
     'dppo_kl': OLD,
     'sapo': np.where(GAINS > 0, 2, 2 / 1.05),

@@ -427,3 +427,14 @@ def test_extreme_logits_stay_finite(beta):
     losses, pull = jax.vjp(loss, student)
     (gradient,) = pull(jnp.ones_like(losses))
     assert np.isfinite(losses).all() and np.isfinite(gradient).all()
+
+
+def test_weights_of_wpo():
+  """The product of both answers' exp(mean of log p - log sum p^2), at most 1; without gradient."""
+  ids = np.array([[1, 1, 0, 2, 2, 3, 4, 4]])
+  mask = np.array([[1, 1, 0, 1, 0, 1, 1, 1]])
+  adjusted = np.array([[-0.5, -1.5, 9.0, 0.4, 9.0, 0.7, 0.1, 0.3]], np.float32)
+  weights = pairs_lib.wpo_weights(jnp.asarray(adjusted), mask, ids)[0, :2]
+  close(weights, [np.exp(-1.0 + 0.4), 1.0])  # the second would be exp(0.7 + 0.2)
+  gradient = jax.grad(lambda x: pairs_lib.wpo_weights(x, mask, ids).sum())(jnp.asarray(adjusted))
+  assert not gradient.any()

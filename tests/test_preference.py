@@ -30,7 +30,7 @@ from jaxpost.types import Batch, Outputs, TrainState
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
 CASES = GOLDEN['cases']
-METHODS = ('dpo', 'orpo', 'cpo', 'simpo', 'kto')
+METHODS = ('dpo', 'ld_dpo', 'wpo', 'orpo', 'cpo', 'simpo', 'kto')
 close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
@@ -89,6 +89,8 @@ def golden_batch():
       (f'dpo_sigmoid_fdiv_{name}', dict(f_divergence=name))
       for name in ('forward_kl', 'js_divergence', 'alpha_divergence')
     ],
+    ('dpo_sigmoid_ld_alpha0.5', dict(ld_alpha=0.5)),
+    ('dpo_sigmoid_wpo', dict(weighting='wpo')),
     (
       'dpo_mpo_[sigmoid,bco_pair,sft]_[.8,.2,1.]',
       dict(losses=('sigmoid', 'bco_pair', 'sft'), loss_weights=(0.8, 0.2, 1.0)),
@@ -105,7 +107,9 @@ def test_dpo_is_that_of_trl(case, fields):
 
   def loss(logits):
     logprobs = side_by_side(golden_outputs(logits))
-    return algorithm.objective(config).fn(Outputs(logprobs, jnp.ones_like(logprobs)), batch)
+    squares = jnp.pad(jax.nn.logsumexp(2 * jax.nn.log_softmax(logits), axis=-1)[:, :-1], ((0, 0), (1, 0)))
+    outputs = Outputs(logprobs, jnp.ones_like(logprobs), collision=side_by_side(squares))
+    return algorithm.objective(config).fn(outputs, batch)
 
   (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(INPUTS['pair_logits']))
   close(value, golden['loss'])
@@ -222,7 +226,7 @@ def drawn(algorithm):
     return -random.uniform(0.1, 2, batch.tokens.shape).astype(np.float32)
 
   batch.arrays.update(ref_logprobs=draw(), kl=np.full_like(batch.loss_weights, 0.7))
-  return batch, Outputs(draw(), -draw())
+  return batch, Outputs(draw(), -draw(), collision=draw())
 
 
 @pytest.mark.parametrize('algorithm', METHODS)
@@ -273,7 +277,7 @@ def test_simpo_is_that_of_its_paper():
 
 def test_nll_of_a_method():
   values = {name: settings(name)[1].preference.nll_coef for name in METHODS}
-  assert values == dict(dpo=0, orpo=1, cpo=1, simpo=0, kto=0)
+  assert values == dict(dpo=0, ld_dpo=0, wpo=0, orpo=1, cpo=1, simpo=0, kto=0)
   assert settings('cpo', nll_coef=0.0)[1].preference.nll_coef == 0
 
 
@@ -295,6 +299,8 @@ def test_nll_of_a_method():
     ('dpo', dict(nll_coef=0.2)),
     ('dpo', dict(f_divergence='forward_kl')),
     ('dpo', dict(losses=('ipo',), ipo_average=False)),
+    ('dpo', dict(ld_alpha=0.5)),
+    ('dpo', dict(losses=('hinge',), weighting='wpo')),
     ('kto', dict(desirable_weight=2.0)),
     ('kto', dict(undesirable_weight=2.0)),
     ('kto', dict(losses=('apo_zero_unpaired',))),
@@ -332,6 +338,9 @@ def test_no_field_is_left_out():
     ('dpo', dict(gamma=1.0), 'gamma: sigmoid would ignore it; it is read by simpo'),
     ('dpo', dict(desirable_weight=2.0), 'desirable_weight: sigmoid would'),
     ('dpo', dict(losses=('sft',), nll_coef=1.0), 'is that NLL already'),
+    ('dpo', dict(losses=('sigmoid', 'ipo'), ld_alpha=0.5), 'ld_alpha: weighs the sums of sigmoid, hinge, robust only'),
+    ('dpo', dict(ld_alpha=-0.5), 'ld_alpha: -0.5 must be from 0 to 1'),
+    ('kto', dict(weighting='wpo'), 'weighting: kto would ignore'),
     ('cpo', dict(precompute_ref=True), 'nothing reads a reference in cpo'),
     ('simpo', dict(f_divergence='forward_kl'), 'simpo would ignore it'),
     ('kto', dict(losses=('kto', 'apo_zero_unpaired')), '2 of them; kto'),

@@ -3,6 +3,7 @@
 import functools
 import http.server
 import json
+import pathlib
 import sys
 import threading
 import urllib.request
@@ -15,6 +16,8 @@ from jaxpost.rewards import length
 from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.workers import call
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())['cases']
 
 
 def chat(text):
@@ -49,14 +52,14 @@ def test_think_format(text, reward):
 
 
 def test_think_format_as_trl():
-  """TRL 1.10, think_format_reward: [1, 1, 0, 0] for texts of these kinds."""
+  """think_format_reward, for texts of these kinds."""
   texts = [
     '<think>\nThis is my reasoning.\n</think>\nThis is my answer.',
     '<think>a</think>',
     '<think>\nno end',
     'no <think>a</think>',
   ]
-  assert forms.think_format(list(map(chat, texts))) == [1, 1, 0, 0]
+  assert forms.think_format(list(map(chat, texts))) == GOLDEN['trl/think_format']
 
 
 @pytest.mark.parametrize(
@@ -181,9 +184,9 @@ def of_lengths(reward, *lengths):
 
 
 def test_overlong_as_trl():
-  """TRL 1.10, get_soft_overlong_punishment(100, 20)."""
+  """get_soft_overlong_punishment(100, 20)."""
   reward = length.Overlong(max=100, buffer=20)
-  assert of_lengths(reward, 50, 80, 85, 90, 100, 101) == [0, 0, -0.25, -0.5, -1, -1]
+  assert of_lengths(reward, 50, 80, 85, 90, 100, 101) == GOLDEN['trl/soft_overlong_max100_cache20']
   assert of_lengths(length.Overlong(100, 20, 0.5), 0, 90, 100, 900) == [0, -0.25, -0.5, -0.5]
   assert of_lengths(length.Overlong(100), 100, 101) == [0, -1]
 

@@ -2,6 +2,7 @@
 
 import fractions
 import json
+import pathlib
 import sys
 
 import pytest
@@ -14,6 +15,7 @@ from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
 
 F = fractions.Fraction
+GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())['cases']
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,8 @@ MATH = [
 
 
 def test_math_verify():
-  """The first four are TRL's accuracy_reward for 63: [1, 0, 1, 0]."""
+  """The first four are TRL's accuracy_reward for 63."""
+  assert [reward for _, _, reward in MATH[:4]] == GOLDEN['trl/accuracy_reward_gold63']
   pytest.importorskip('math_verify', reason="not installed: pip install 'jaxpost[math]'")
   texts, answers, rewards = zip(*MATH)
   assert math_rewards.MathVerify()(texts, answers) == list(rewards)

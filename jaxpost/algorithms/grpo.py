@@ -25,16 +25,16 @@ def objective(config: Config) -> Objective:
   rl = config.rl
   masked = 'opsm' in rl.importance
   chosen = policy_gradient.LOSSES[rl.loss]
-  coupled = masked or chosen.per_sequence
+  coupled = masked or chosen.per_sequence is not None
   options = rl_fields.options(policy_gradient.SurrogateOptions, rl)
   kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
 
-  def surrogate(outputs, arrays, sequence_mean=None):
+  def surrogate(outputs, arrays, sequence_mean=None, reduced=None):
     logp = outputs.logprobs
     # The recomputed old policy is the present one if a rollout has one update.
     recomputed = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
     old = arrays['sampler_logprobs'] if rl.old_policy == 'sampler' else recomputed
-    loss, metrics = chosen.fn(logp, old, arrays['advantages'], options, sequence_mean)
+    loss, metrics = chosen.fn(logp, old, arrays['advantages'], options, reduced)
     if 'expert' in arrays:
       shaped = policy_gradient.expert(logp, arrays['advantages'], rl.expert_gamma)
       loss = jax.numpy.where(arrays['expert'] > 0, shaped, loss)
@@ -62,13 +62,13 @@ def objective(config: Config) -> Objective:
   def over_sequences(outputs, batch):
     weights = batch.loss_weights
 
-    def mean(x):
-      return reduce.sequence_mean(x, weights != 0, batch.sequence_ids)
+    def over(reduction):
+      return lambda x: reduction(x, weights != 0, batch.sequence_ids)
 
     def total(x):
       return (weights * x).sum()
 
-    loss, metrics = surrogate(outputs, batch.arrays, mean)
+    loss, metrics = surrogate(outputs, batch.arrays, over(reduce.sequence_mean), over(chosen.per_sequence))
     return total(loss), jax.tree.map(total, metrics)
 
   return Objective(
@@ -274,6 +274,9 @@ DAPO = method(clip_high=0.28, dynamic_sampling=10)  # 2503.14476
 GSPO = method(loss='gspo')  # 2507.18071
 CISPO = method(loss='cispo')  # 2506.13585
 SAPO = method(loss='sapo')  # 2511.20347
+LUSPO = method(loss='gspo', aggregate='constant', clip_low=2e-3, clip_high=2.5e-3)  # 2602.05261
+VESPO = method(loss='vespo')  # 2602.10693
+DRO = method(loss='dro')  # 2405.19107
 GMPO = method(loss='geo_mean')  # 2507.20673
 DPPO = method(loss='dppo_tv')  # 2602.04879
 GPG = method(advantage='gpg', loss='reinforce')  # 2504.02546

@@ -47,14 +47,20 @@ def objective(config: Config) -> Objective:
   with_reference = reads_reference(config)
 
   def over_pairs(outputs, batch):
-    pairs, pair_weights = pairs_of(outputs, batch, with_reference)
+    pairs, pair_weights = pairs_of(outputs, batch, with_reference, p.ld_alpha)
 
     def total(x):
       return (pair_weights * x).sum()
 
-    loss = total(preferences.weighted(p.losses, weights, pairs, options))
+    losses = preferences.weighted(p.losses, weights, pairs, options)
+    metrics = {}
+    if p.weighting == 'wpo':
+      adjusted = outputs.logprobs - outputs.collision
+      metrics['wpo/weight'] = pairs_lib.wpo_weights(adjusted, batch.loss_weights != 0, batch.sequence_ids)
+      losses *= metrics['wpo/weight']
+    loss = total(losses)
     rewarded = _means(pairs) if LOSSES[p.losses[0]].reward_is_mean else pairs
-    metrics = pairs_lib.pair_metrics(rewarded, options)
+    metrics |= pairs_lib.pair_metrics(rewarded, options)
     metrics['entropy'] = _pair_entropy(outputs, batch)
     metrics = {name: total(x) for name, x in metrics.items()}
     if p.nll_coef:
@@ -63,7 +69,8 @@ def objective(config: Config) -> Objective:
     return loss, metrics
 
   arrays = ('nll_weights', 'ref_logprobs') if with_reference else ('nll_weights',)
-  return Objective(over_pairs, coupled=True, reads=('entropy',), arrays=arrays)
+  reads = ('entropy', 'collision') if p.weighting == 'wpo' else ('entropy',)
+  return Objective(over_pairs, coupled=True, reads=reads, arrays=arrays)
 
 
 def options_of(config: Config) -> PreferenceOptions:
@@ -91,21 +98,22 @@ def reads_reference(config: Config) -> bool:
   return any(name not in LOSSES or LOSSES[name].needs_reference for name in config.preference.losses)
 
 
-def pairs_of(outputs: Outputs, batch: Batch, with_reference: bool) -> tuple[Pairs, jax.Array]:
+def pairs_of(outputs: Outputs, batch: Batch, with_reference: bool, ld_alpha: float = 1.0) -> tuple[Pairs, jax.Array]:
   """Returns (`Pairs` [B, P], the weight of each pair [B, P]: 1 / pairs of the global batch)."""
   ids = batch.sequence_ids
   weights = batch.loss_weights
   mask = weights != 0
+  share = mask if ld_alpha == 1 else pairs_lib.desensitized(mask, ids, ld_alpha)
 
-  def sums(x):
-    return pairs_lib.split_pairs(reduce.sequence_sum(x * mask, ids))
+  def sums(x, share=share):
+    return pairs_lib.split_pairs(reduce.sequence_sum(x * share, ids))
 
   def largest(x):
     return pairs_lib.split_pairs(pairs_lib.sequence_max(x, ids))
 
   chosen, rejected = sums(outputs.logprobs)
   ref_chosen, ref_rejected = sums(batch.arrays['ref_logprobs'] if with_reference else 0 * weights)
-  chosen_length, rejected_length = sums(jnp.ones_like(weights))
+  chosen_length, rejected_length = sums(jnp.ones_like(weights), mask)
   pair_weights, rejected_weights = largest(weights)
   # A pair of which truncation or a limit left one side is none.
   valid = (pair_weights > 0) & (rejected_weights > 0)
@@ -205,6 +213,12 @@ def check(config: Config) -> None:
     f'config.preference.f_divergence: {", ".join(plain)} hold to reverse_kl; leave it, or drop them',
   )
   refuse(
+    p.ld_alpha != 1 and bool({*p.losses} - {*preferences.readers('ld_alpha')}),
+    f'config.preference.ld_alpha: weighs the sums of {", ".join(preferences.readers("ld_alpha"))} only; '
+    'leave it 1, or drop the other losses',
+  )
+  refuse(-1 < p.ld_alpha < 0, f'config.preference.ld_alpha: {p.ld_alpha} must be from 0 to 1')
+  refuse(
     p.f_alpha != 0.5 and p.f_divergence != 'alpha_divergence',
     f'config.preference.f_alpha: f_divergence={p.f_divergence!r} would ignore it; leave it 0.5, '
     "or set f_divergence='alpha_divergence'",
@@ -244,6 +258,7 @@ def check_fields(config: Config) -> None:
   for field in dataclasses.fields(p):
     # No loss in particular reads `beta` and the like: there are no readers, and nothing to refuse.
     readers = _UNPAIRED if field.name in _READ_BY_UNPAIRED else preferences.readers(field.name)
+    readers = tuple(LOSSES) if field.name == 'weighting' else readers
     ignored = bool(readers) and not set(readers) & set(p.losses)
     refuse(
       ignored and vars(p)[field.name] not in (field.default, field.metadata['auto']),
@@ -262,7 +277,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
   # Sums over an answer, from programs that may round bfloat16 elsewhere.
   tolerance = 1e-4 if exact else 0.5 * p.beta
   limits = {f'rewards/{name}': (0.0, tolerance) for name in ('chosen', 'rejected', 'margins')}
-  is_dpo = p.losses == ('sigmoid',) and not p.nll_coef and p.f_divergence == 'reverse_kl'
+  is_dpo = p.losses == ('sigmoid',) and not p.nll_coef and (p.f_divergence, p.weighting) == ('reverse_kl', 'none')
   if is_dpo:
     scale = weights_of(config)[0]
     limits['loss'] = (scale * math.log(2), scale * (1e-4 if exact else 0.25 * p.beta))
@@ -287,4 +302,6 @@ def method(losses: tuple[str, ...], **choices: float) -> Algorithm:
 DPO = ALGORITHM = method(('sigmoid',))  # arXiv:2305.18290
 ORPO = method(('orpo',), nll_coef=1.0)  # 2403.07691
 CPO = method(('cpo',), nll_coef=1.0)  # 2401.08417
+LD_DPO = method(('sigmoid',), ld_alpha=0.5)  # 2409.06411
+WPO = method(('sigmoid',), weighting='wpo')  # 2406.11827
 SIMPO = method(('simpo',), beta=2.0, gamma=1.0)  # 2405.14734, section 4.2

@@ -195,6 +195,8 @@ def _unmasked_outputs(config: HeadConfig, softmax: _Softmax) -> dict[str, jax.Ar
     found['entropy'] = entropy[..., 0]
   if 'lse' in config.reads:
     found['lse'] = lse[..., 0]
+  if 'collision' in config.reads:
+    found['collision'] = (jnp.log(jnp.sum(exp * exp, axis=-1, keepdims=True)) - 2 * jnp.log(norm))[..., 0]
   if 'mean_logprob' in config.reads:
     found['mean_logprob'] = jnp.sum(jnp.where(is_real, logits, 0), axis=-1) / config.vocab_size - lse[..., 0]
   return found

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.errors import InputError
-from jaxpost.losses.reduce import same_shape
+from jaxpost.losses.reduce import same_shape, sequence_sum, to_tokens
 from jaxpost.types import Array
 
 MAX_EXPONENT = 40.0  # the square of exp(40) is still finite in float32
@@ -144,6 +144,36 @@ def split_pairs(per_sequence: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Splits [B, N] into chosen and rejected [B, P]: sequences 1, 3, ... and 2, 4, ..."""
   even = per_sequence[:, : per_sequence.shape[1] // 2 * 2]
   return even[:, 0::2], even[:, 1::2]
+
+
+def desensitized(mask: jax.Array, sequence_ids: jax.Array, alpha: float) -> jax.Array:
+  """Returns weights [B, T] of the trained tokens: 1 up to the length of the pair's shorter answer, then alpha.
+
+  LD-DPO (arXiv:2409.06411), eq. 10: log p becomes that of the public length, plus alpha times the
+  rest. `mask` [B, T] is that of the trained tokens; 0 stays 0.
+  """
+  mask = mask.astype(jnp.float32)
+  before = jnp.cumsum(mask, axis=1) - mask
+  # A sequence starts where fewest trained tokens are before it.
+  start = -to_tokens(sequence_max(-before, sequence_ids), sequence_ids)
+  lengths = sequence_sum(mask, sequence_ids)
+  shorter = jnp.repeat(jnp.minimum(*split_pairs(lengths)), 2, axis=1)
+  shorter = jnp.pad(shorter, ((0, 0), (0, lengths.shape[1] - shorter.shape[1])))
+  return mask * jnp.where(before - start < to_tokens(shorter, sequence_ids), 1.0, alpha)
+
+
+def wpo_weights(adjusted: jax.Array, mask: jax.Array, sequence_ids: jax.Array) -> jax.Array:
+  """Returns the weight of each pair [B, P], at most 1; without gradient.
+
+  WPO (arXiv:2406.11827), eq. 2: the product over both answers of exp(mean over the tokens of
+  log p - log sum p^2), the probability of an answer aligned to that of a sample; bounded by 1 as in TRL.
+
+  Args:
+    adjusted: [B, T], log p - log sum p^2 of each token.
+  """
+  means = sequence_sum(adjusted * mask, sequence_ids) / jnp.maximum(sequence_sum(mask * 1.0, sequence_ids), 1)
+  chosen, rejected = split_pairs(jax.lax.stop_gradient(means))
+  return jnp.exp(jnp.minimum(chosen + rejected, 0.0))
 
 
 def sequence_max(x: jax.Array, sequence_ids: jax.Array) -> jax.Array:

@@ -17,11 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpost.losses.reduce import MAX_LOG_RATIO, by_name, same_shape
+from jaxpost.losses.reduce import MAX_LOG_RATIO, by_name, same_shape, sequence_mean, sequence_total
 
-# [B, T] -> [B, T]: the mean over the trained tokens of each sequence, written to
-# all of its tokens. Where a loss sees chunks of tokens, it returns means that
-# were computed before. Only losses with `per_sequence` call it.
+# [B, T] -> [B, T]: the mean, or the sum, over the trained tokens of each sequence, written
+# to all of its tokens. Only losses with `per_sequence` call it.
 SequenceMean = Callable[[jax.Array], jax.Array]
 LossAndMetrics = tuple[jax.Array, dict[str, jax.Array]]
 
@@ -38,6 +37,7 @@ class SurrogateOptions:
     dual_clip: c > 1 bounds the loss of tokens of negative advantage by -c A;
       0 is off.
     tau_pos, tau_neg: temperatures of 'sapo' for positive and other advantages.
+    dro_beta: weight of the squared log r of 'dro'.
   """
 
   clip_low: float = 0.2
@@ -45,6 +45,7 @@ class SurrogateOptions:
   dual_clip: float = 0.0
   tau_pos: float = 1.0
   tau_neg: float = 1.05
+  dro_beta: float = 0.1
 
 
 def importance_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
@@ -90,13 +91,13 @@ class Surrogate:
     fn: (logprobs, old_logprobs, advantages, options, sequence_mean) -> (loss [B, T], {metric: [B, T]}).
     reads: fields of `SurrogateOptions` that it reads.
     sets: {field of config.rl: value} that belong to the loss; a config that names the loss gets them, too.
-    per_sequence: whether it needs `sequence_mean`.
+    per_sequence: what `sequence_mean` computes: `reduce.sequence_mean` or `sequence_total`; None if it is not called.
   """
 
   fn: Callable[..., LossAndMetrics]
   reads: tuple[str, ...] = ('clip_low', 'clip_high')
   sets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  per_sequence: bool = False
+  per_sequence: Callable[..., jax.Array] | None = None
 
 
 LOSSES: dict[str, Surrogate] = {
@@ -108,11 +109,17 @@ LOSSES: dict[str, Surrogate] = {
     by_name('surrogates:gspo'),
     reads=('clip_low', 'clip_high', 'dual_clip'),
     sets=dict(aggregate='sequence', clip_low=3e-4, clip_high=4e-4),
-    per_sequence=True,
+    per_sequence=sequence_mean,
   ),
   'geo_mean': Surrogate(
-    by_name('surrogates:geo_mean'), sets=dict(aggregate='sequence', clip_low=0.4, clip_high=0.4), per_sequence=True
+    by_name('surrogates:geo_mean'),
+    sets=dict(aggregate='sequence', clip_low=0.4, clip_high=0.4),
+    per_sequence=sequence_mean,
   ),
+  'vespo': Surrogate(
+    by_name('surrogates:vespo'), reads=(), sets=dict(old_policy='sampler'), per_sequence=sequence_total
+  ),
+  'dro': Surrogate(by_name('surrogates:dro'), reads=('dro_beta',), sets=dict(old_policy='sampler')),
   'dppo_tv': Surrogate(by_name('surrogates:dppo_tv'), sets=dict(clip_low=0.15, clip_high=0.15, old_policy='sampler')),
   'dppo_kl': Surrogate(by_name('surrogates:dppo_kl'), sets=dict(clip_low=0.05, clip_high=0.05, old_policy='sampler')),
 }
@@ -182,35 +189,14 @@ def kl_k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
   return jnp.expm1(-d) + d
 
 
-def kl_abs(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-  """|d| with d = log pi - log ref: biased, never negative."""
-  d = kl_k1(logprobs, ref_logprobs)
-  return jnp.where(d == 0, 0.0, jnp.abs(d))  # no gradient where there is no divergence
-
-
 # (logprobs, ref_logprobs) -> [B, T].
 KLEstimator = Callable[[jax.Array, jax.Array], jax.Array]
-
-
-def _straight_through(estimator: KLEstimator) -> KLEstimator:
-  """Gives an estimator the gradient of k2 (arXiv:2506.09477)."""
-
-  def estimate(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-    k2 = kl_k2(logprobs, ref_logprobs)
-    value = estimator(logprobs, ref_logprobs)
-    return k2 + jax.lax.stop_gradient(-k2) + jax.lax.stop_gradient(value)
-
-  return estimate
-
-
-kl_k1_straight_through = _straight_through(kl_k1)
-kl_k3_straight_through = _straight_through(kl_k3)
 
 KL: dict[str, KLEstimator] = {
   'k1': kl_k1,
   'k2': kl_k2,
   'k3': kl_k3,
-  'abs': kl_abs,
-  'k1+': kl_k1_straight_through,
-  'k3+': kl_k3_straight_through,
+  'abs': by_name('kl:absolute'),
+  'k1+': by_name('kl:k1_straight_through'),
+  'k3+': by_name('kl:k3_straight_through'),
 }

@@ -228,7 +228,7 @@ class PreferenceLoss:
 
   Attributes:
     fn: (pairs, options) -> [..., P].
-    reads: the fields of `PreferenceOptions` that it reads besides `beta`.
+    reads: the fields of `PreferenceOptions` that it reads besides `beta`, and 'ld_alpha' if its sums may be weighted.
     needs_reference: it reads `Pairs.ref_chosen` and `ref_rejected`.
     reward_is_mean: metrics report its implicit reward as a mean over tokens.
   """
@@ -247,12 +247,12 @@ class PreferenceLoss:
 _F = ('f_divergence', 'f_alpha')
 
 LOSSES: dict[str, PreferenceLoss] = {
-  'sigmoid': PreferenceLoss(sigmoid, reads=('label_smoothing', *_F)),
-  'hinge': PreferenceLoss(hinge, reads=_F),
+  'sigmoid': PreferenceLoss(sigmoid, reads=('label_smoothing', 'ld_alpha', *_F)),
+  'hinge': PreferenceLoss(hinge, reads=('ld_alpha', *_F)),
   'ipo': PreferenceLoss(ipo, reads=('ipo_average', *_F)),
   'exo_pair': PreferenceLoss(exo_pair, reads=('label_smoothing', *_F)),
   'nca_pair': PreferenceLoss(nca_pair),
-  'robust': PreferenceLoss(robust, reads=('label_smoothing', *_F)),
+  'robust': PreferenceLoss(robust, reads=('label_smoothing', 'ld_alpha', *_F)),
   'bco_pair': PreferenceLoss(bco_pair),
   'sppo_hard': PreferenceLoss(sppo_hard),
   'aot': PreferenceLoss(aot, reads=('label_smoothing',)),

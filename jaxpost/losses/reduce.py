@@ -48,6 +48,11 @@ def sequence_mean(x: jax.Array, mask: jax.Array, sequence_ids: jax.Array) -> jax
   return to_tokens(total / jnp.maximum(count, 1), sequence_ids)
 
 
+def sequence_total(x: jax.Array, mask: jax.Array, sequence_ids: jax.Array) -> jax.Array:
+  """Returns the sum over the trained tokens of each sequence, at its tokens [B, T]."""
+  return to_tokens(sequence_sum(x * mask, sequence_ids), sequence_ids)
+
+
 def same_shape(what: str, rank: int | None, *arrays: Array) -> None:
   """Raises ValueError unless all arrays have the same shape, of `rank` axes if given.
 

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.losses import policy_gradient
-from jaxpost.losses.reduce import same_shape
+from jaxpost.losses.reduce import MAX_LOG_RATIO, same_shape
 
 _MAX_LOG_SEQUENCE_RATIO = 10.0
 _MAX_WEIGHT = 20.0  # of a token in DPPO, section 5.4
+# Shape k and rate lambda of the weights of VESPO, for advantages of at least 0 and below.
+_VESPO_SHAPE, _VESPO_RATE = (2.0, 3.0), (3.0, 2.0)
 
 
 def sequence_ratio(mean_log_ratio: jax.Array, logprobs: jax.Array) -> jax.Array:
@@ -113,6 +115,50 @@ def sapo(
   tau = jnp.where(advantages > 0, options.tau_pos, options.tau_neg)
   gate = 4 / tau * jax.nn.sigmoid(tau * (ratio - 1))
   return -gate * advantages, {'ratio': ratio}
+
+
+def vespo(
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  options: policy_gradient.SurrogateOptions,
+  sequence_sum: policy_gradient.SequenceMean,
+) -> policy_gradient.LossAndMetrics:
+  """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W the product of r over the sequence.
+
+  VESPO (arXiv:2602.10693): a soft weight instead of a clip, 1 where policy and sampler agree.
+  k and lambda are 2 and 3 where A >= 0, 3 and 2 elsewhere, as in the paper and TRL. W is taken
+  to the sampler, so that it corrects for old samples and for differences of programs alike.
+  """
+  del options
+  policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
+  drift = sequence_sum(jax.lax.stop_gradient(logprobs - old_logprobs))
+  log_ratio = jnp.clip(drift, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+  ratio = jnp.exp(log_ratio)
+  shape, rate = (jnp.where(advantages >= 0, *values) for values in (_VESPO_SHAPE, _VESPO_RATE))
+  weight = jnp.exp(shape * log_ratio + rate * (1 - ratio))
+  return -weight * advantages * logprobs, {'ratio': ratio, 'vespo/phi': weight}
+
+
+def dro(
+  logprobs: jax.Array,
+  old_logprobs: jax.Array,
+  advantages: jax.Array,
+  options: policy_gradient.SurrogateOptions,
+  sequence_mean: policy_gradient.SequenceMean | None = None,
+) -> policy_gradient.LossAndMetrics:
+  """-A log pi + beta / 2 (log r)^2: the policy gradient, held to the sampler by a quadratic penalty.
+
+  DRO (arXiv:2405.19107) regresses a learned value V + beta log(pi / ref) of a whole completion on
+  its reward; the derivative is that of this loss with A = reward - V. Here, as in verl and Tinker, the
+  penalty is one of each token, the reference is the policy that sampled, and the group's baseline
+  takes the place of V.
+  """
+  del sequence_mean
+  policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
+  penalty = options.dro_beta / 2 * (logprobs - old_logprobs) ** 2
+  ratio = policy_gradient.importance_ratio(logprobs, old_logprobs)
+  return penalty - advantages * logprobs, {'ratio': ratio}
 
 
 def dppo_tv(

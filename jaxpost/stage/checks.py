@@ -25,7 +25,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.sources import Source
 
 _HOST_BYTES = 24  # of a token of a batch on the host: ids, positions, segments, weights and masks
-_PAIRS = 'dpo', 'orpo', 'cpo', 'simpo', 'kto', 'online_dpo'
+_PAIRS = 'dpo', 'ld_dpo', 'wpo', 'orpo', 'cpo', 'simpo', 'kto', 'online_dpo'
 
 
 def samples_held_out(config: Config) -> bool:

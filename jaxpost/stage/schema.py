@@ -35,9 +35,7 @@ class ModelSection:
     'and updates are rounded stochastically.',
     choices=('float32', 'bfloat16'),
   )
-  quantize: str = option(
-    '', 'Format of frozen matrices, such as the base of adapters (QLoRA).', choices=('', 'int8', 'nf4')
-  )
+  quantize: str = option('', 'Format of frozen matrices, as the base of adapters (QLoRA).', choices=('', 'int8', 'nf4'))
   remat: str = option(
     'auto',
     'What the backward pass recomputes instead of storing it: none; dots, all but the results of projections and '
@@ -55,9 +53,7 @@ class ModelSection:
 class DataSection:
   """Training data, and how rows become tokens."""
 
-  path: Any = option(
-    '', "File, folder, org/name[@revision] or generated:NAME; several as a tuple or joined with ' + '."
-  )
+  path: Any = option('', "File, folder, org/name[@revision] or generated:NAME; several: a tuple, or joined by ' + '.")
   weights: tuple = option(
     (), 'Fraction of documents from each of several sources; (): in proportion to their sizes.', each=float
   )
@@ -156,9 +152,7 @@ class OptimSection:
 
   name: str = option('adamw', 'Name of an optimizer of optax or optax.contrib, such as muon.')
   lr: float = option(-1.0, "Peak learning rate; -1: the method's own.", lo=-1.0, hi=100.0, auto=1e-5)
-  schedule: str = option(
-    'constant', 'Learning rate schedule after the warm-up.', choices=('constant', 'linear', 'cosine')
-  )
+  schedule: str = option('constant', 'Learning rate after the warm-up.', choices=('constant', 'linear', 'cosine'))
   warmup_steps: int = option(0, 'Steps of linear warm-up, from lr / warmup_steps to lr.', lo=0)
   warmup_ratio: float = option(
     0.0, 'Fraction of the steps that are warm-up, in place of warmup_steps, rounded up.', lo=0.0, hi=1.0

@@ -16,9 +16,7 @@ class RolloutSection:
 
   prompts: int = option(8, 'Prompts in a step.', lo=1, hi=2**20)
   group_size: int = option(8, 'Completions sampled for each prompt.', lo=1, hi=2**16)
-  max_prompt_length: int = option(
-    512, 'Tokens of the longest prompt; longer prompts are dropped and counted.', lo=1, hi=2**24
-  )
+  max_prompt_length: int = option(512, 'Tokens of the longest prompt; longer ones are dropped.', lo=1, hi=2**24)
   max_new_tokens: int = option(128, 'Tokens of the longest completion, including its stop token.', lo=1, hi=2**24)
   temperature: float = option(1.0, 'Temperature of sampling, and of all log-probs.', lo=1e-3)
   top_k: int = option(0, 'Sample from this many most probable tokens only; 0: off.', lo=0)
@@ -39,9 +37,7 @@ class RolloutSection:
     lo=0,
     hi=2**24,
   )
-  cache_tokens: int = option(
-    0, 'Tokens in all pages together; 0: half of what the slots would need without pages.', lo=0
-  )
+  cache_tokens: int = option(0, 'Tokens in all pages together; 0: half of what the slots need without pages.', lo=0)
   block: int = option(0, 'Tokens decoded in each slot per dispatch; 0: 8 on CPU, 32 elsewhere.', lo=0, hi=2**16)
   staleness: int = option(
     0,
@@ -53,9 +49,7 @@ class RolloutSection:
   inflight_update_blocks: int = option(
     0, 'Blocks after which a running rollout switches to the newest weights; 0: the next rollout does.', lo=0
   )
-  share_base: bool = option(
-    False, 'Sample from the frozen base weights of training instead of a copy: less memory, slower.'
-  )
+  share_base: bool = option(False, 'Sample from the frozen base weights of training, not a copy: less memory, slower.')
   offload: bool = option(False, 'Keep optimizer states, critic and reference model in host memory while sampling.')
 
 
@@ -87,7 +81,7 @@ class RlSection:
     '',
     "Surrogate loss; '': the method's own.",
     auto='clip',
-    choices=('', 'clip', 'cispo', 'sapo', 'gspo', 'geo_mean', 'reinforce', 'dppo_tv', 'dppo_kl'),
+    choices=('', 'clip', 'cispo', 'sapo', 'gspo', 'geo_mean', 'reinforce', 'vespo', 'dro', 'dppo_tv', 'dppo_kl'),
   )
   old_policy: str = option(
     '',
@@ -107,6 +101,7 @@ class RlSection:
   )
   tau_pos: float = option(1.0, 'Temperature of the gate of SAPO for positive advantages.', lo=1e-6)
   tau_neg: float = option(1.05, 'Temperature of the gate of SAPO for negative advantages.', lo=1e-6)
+  dro_beta: float = option(0.1, 'Weight of the squared log-ratio to the old policy in DRO.', lo=0.0)
   aggregate: str = option(
     '',
     "Loss of a batch: mean over tokens, mean over sequences, or sum over a constant length; '': the method's own.",
@@ -136,9 +131,7 @@ class RlSection:
   kl_weighted: bool = option(
     False, 'Weight the KL in the loss by policy / old policy (DeepSeek-V3.2): its gradient is exact off policy, too.'
   )
-  kl_target: float = option(
-    0.0, 'KL that an adaptive kl_coef (with kl_in=reward) aims at; 0: kl_coef is fixed.', lo=0.0
-  )
+  kl_target: float = option(0.0, 'KL that an adaptive kl_coef (kl_in=reward) aims at; 0: kl_coef is fixed.', lo=0.0)
   kl_horizon: float = option(10_000.0, 'Samples over which an adaptive kl_coef changes.', lo=1.0)
   entropy_coef: float = option(0.0, 'Weight of the entropy bonus.', lo=0.0)
   entropy_target: float = option(
@@ -241,12 +234,8 @@ class RlSection:
   importance_cap: float = option(2.0, 'Largest importance ratio of token_truncated and sequence_truncated.', lo=1.0)
   token_low: float = option(0.5, 'Smallest token ratio that icepop and token_mask keep.', lo=0.0)
   token_high: float = option(5.0, 'Largest token ratio that icepop and token_mask keep.', lo=0.0)
-  sequence_low: float = option(
-    0.99, 'Smallest geometric mean of the ratios of a sequence that sequence_mask keeps.', lo=0.0
-  )
-  sequence_high: float = option(
-    1.01, 'Largest geometric mean of the ratios of a sequence that sequence_mask keeps.', lo=0.0
-  )
+  sequence_low: float = option(0.99, 'Smallest geometric mean ratio of a sequence that sequence_mask keeps.', lo=0.0)
+  sequence_high: float = option(1.01, 'Largest geometric mean ratio of a sequence that sequence_mask keeps.', lo=0.0)
   product_low: float = option(0.5, 'Smallest product of the ratios of a sequence that product_mask keeps.', lo=0.0)
   product_high: float = option(2.0, 'Largest product of the ratios of a sequence that product_mask keeps.', lo=0.0)
   reject_above: float = option(0.1, 'Largest k2 or k3 that token_k2, token_k3, sequence_k2, sequence_k3 keep.', lo=0.0)
@@ -295,9 +284,16 @@ class PreferenceSection:
   gamma: float = option(-1.0, "Target margin of SimPO; -1: the method's own.", lo=-1.0, auto=0.5)
   simpo_alpha: float = option(0.0, 'Alpha of AlphaPO, which reshapes the reward of SimPO; 0: plain SimPO.')
   discopop_tau: float = option(0.05, 'Temperature of the blend of the loss discopop.', lo=1e-6)
-  nll_coef: float = option(
-    -1.0, "Weight of the cross entropy of chosen answers; -1: the method's own.", lo=-1.0, auto=0.0
+  ld_alpha: float = option(
+    -1.0, "Weight of tokens beyond the length of the shorter answer; -1: the method's own.", lo=-1.0, hi=1.0, auto=1.0
   )
+  weighting: str = option(
+    '',
+    "Weight of each pair: 1 (none), or how likely the policy is to write it (wpo); '': the method's own.",
+    auto='none',
+    choices=('', 'none', 'wpo'),
+  )
+  nll_coef: float = option(-1.0, "Weight of the NLL of chosen answers; -1: the method's own.", lo=-1.0, auto=0.0)
   f_divergence: str = option(
     'reverse_kl',
     'Divergence that ties the policy to the reference model.',
