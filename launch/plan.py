@@ -54,7 +54,7 @@ def main(argv):
   import rich.console
 
   from jaxpost.monitor import program_table
-  from jaxpost.planning import auto, defaults, dry_run, search, stage, tables
+  from jaxpost.planning import auto, defaults, dry_run, nearest, search, stage, tables
   from jaxpost.stage import prepare
 
   console = rich.console.Console(highlight=False, width=max(132, shutil.get_terminal_size().columns))
@@ -66,7 +66,8 @@ def main(argv):
   else:
     for p in dry_run.prepare_all(raw, options.stage):
       p = search.vary(p, auto.choose(p, topology, console.print))
-      plans.append(stage.plan(defaults.fitted(p, topology, console.print), options))
+      p = defaults.fitted(p, topology, console.print)
+      plans.append(nearest.of_plan(p, topology, stage.plan(p, options)))
       tables.show(plans[-1], console)
   if _OUT.value:
     program_table.write(_OUT.value, plans)

@@ -123,25 +123,6 @@ def test_by_hand():
   )
 
 
-def test_what_does_not_fit_is_refused_before_the_first_step(model, monkeypatch, tmp_path):
-  class Device:
-    device_kind = 'small'
-
-    def __init__(self, limit):
-      self.memory_stats = lambda: limit and dict(bytes_limit=limit)
-
-  found = dict(update=3 * 2**30, generate=2**30, peak=3 * 2**30)
-  memory.check_fits(found, Device(None))  # CPUs do not say
-  memory.check_fits(found, Device(3 * 2**30))
-  with pytest.raises(InputError, match=r'update needs 3.0 GiB .* \(small\) has 2.0; take config.model.remat=full'):
-    memory.check_fits(found, Device(2 * 2**30))
-  check = memory.check_fits
-  monkeypatch.setattr(memory, 'check_fits', lambda predicted, device: check(predicted, Device(2**20)))
-  with pytest.raises(InputError, match='needs .* GiB of memory'):
-    jaxpost.run(tiny.run_config(model), tmp_path / 'run')
-  assert not (tmp_path / 'run/metrics.jsonl').exists()
-
-
 def test_devices_without_such_memory_are_told(model, monkeypatch, tmp_path):
   config = tiny.grpo_config(model, rollout=dict(offload=True))
   monkeypatch.setattr(memory, 'can_offload', lambda device: False)

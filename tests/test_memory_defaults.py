@@ -12,8 +12,9 @@ import tiny
 
 import jaxpost
 from jaxpost import stages
+from jaxpost.errors import InputError
 from jaxpost.hardware.chips import CHIPS, Chip
-from jaxpost.planning import defaults, dry_run, machines, search
+from jaxpost.planning import defaults, dry_run, machines, nearest, search
 from jaxpost.stage import prepare
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -37,6 +38,9 @@ TOO_LARGE = {(name, 'L4') for name in ('lfm2_gsm8k', 'ppo_gsm8k', 'sft_rm_ppo', 
 TOO_LARGE |= {('tools_gsm8k', 'A100-40')}
 
 
+LEAST = {'model.remat': 'full', 'train.micro_batch_size': 1}
+
+
 def machine(device, **chip):
   name, size = DEVICES[device]
   return machines.Topology(device, name, dataclasses.replace(CHIPS[name], **chip), size)
@@ -56,8 +60,8 @@ def stage(name, arg=None, **settings):
 
 def needed(p, where, found):
   """(bytes of an update, bytes while sampling) with what was chosen."""
-  estimate = defaults._estimate(p, where, found)
-  return sum(estimate.updating.values()), sum(estimate.sampling.values())
+  needs = defaults.room(p, where).needs(p, found)
+  return needs.updating, needs.sampling
 
 
 @pytest.mark.parametrize('name', RECIPES)
@@ -134,14 +138,15 @@ def test_rows_of_data_split_evenly():
 
 def test_an_unknown_gpu_has_its_memory_only():
   """Speeds are compared, and only ratios count."""
-  where = machines.Topology('1 x RTX', 'gpu', Chip('NVIDIA RTX', 0.0, 24e9), (1,), owned=(object(),))
+  where = machines.Topology('1 x RTX', 'gpu', Chip('NVIDIA RTX', 0.0, 24e9), (1,), owned=tuple(jax.devices()[:1]))
   found = defaults.choose(stage('grpo_gsm8k'), where)
   assert found['rollout.slots'] < 256 and max(needed(stage('grpo_gsm8k'), machine('L4'), found)) < 0.9 * 24e9
 
 
 def test_what_cannot_fit_is_as_small_as_can_be():
-  found = defaults.choose(stage('tools_gsm8k'), machine('L4'))
-  assert found == {'rollout.slots': 8, 'model.remat': 'full', 'train.micro_batch_size': 1}
+  p = stage('tools_gsm8k')
+  found = defaults.choose(p, machine('L4', memory=8e9))
+  assert found == LEAST | {'rollout.slots': 2, 'rollout.offload': True}
 
 
 def test_a_run_takes_what_fits_and_says_so(monkeypatch, tmp_path):
@@ -153,13 +158,99 @@ def test_a_run_takes_what_fits_and_says_so(monkeypatch, tmp_path):
   least, most = (
     max(needed(p, where, f)) for f in ({'rollout.slots': 8, 'train.micro_batch_size': 1}, {'rollout.slots': 32})
   )
+  held = defaults.room(p, where).needs(p, {'model.remat': 'full'}).held
   p.close()
   small = dataclasses.replace(where, chip=dataclasses.replace(where.chip, memory=(least + most) / 2 / 0.9))
   monkeypatch.setattr(machines, 'here', lambda devices: small)
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   jaxpost.run(config, tmp_path / 'run')
   (plan,) = json.loads((tmp_path / 'run/plan.json').read_text())
-  chosen = {k: v for k, v in plan['choices'].items() if v.endswith('(memory)')}
+  chosen = {k: v for k, v in plan['choices'].items() if '(memory: else ' in v}
   assert chosen.keys() & {'rollout.slots', 'train.micro_batch_size'}
   if 'rollout.slots' in chosen:
     assert int(chosen['rollout.slots'].split()[0]) < 32
+  # Weights and moments alone are exact: what is short of them is refused before they are read.
+  small = dataclasses.replace(where, chip=dataclasses.replace(where.chip, memory=float(held - 1)))
+  with pytest.raises(InputError, match='weights and optimizer states take .*; nothing fits up to 128 times'):
+    jaxpost.run(config, tmp_path / 'refused')
+  assert not (tmp_path / 'refused/plan.json').exists()
+  # All else when the compiler has counted.
+  monkeypatch.setattr(machines, 'here', lambda devices: where)
+  check = nearest.check_programs
+  monkeypatch.setattr(nearest, 'check_programs', lambda p, where, found, _: check(p, where, found, Device(2**20)))
+  with pytest.raises(InputError, match=r'needs .* GiB of memory, of which a device \(small\) has 0.0; '):
+    jaxpost.run(config, tmp_path / 'run2')
+  assert not (tmp_path / 'run2/metrics.jsonl').exists()
+
+
+class Device:
+  """A device that says its memory, or nothing."""
+
+  device_kind = 'small'
+
+  def __init__(self, limit):
+    self.memory_stats = lambda: limit and dict(bytes_limit=limit)
+
+
+def test_programs_that_do_not_fit_are_refused_with_the_nearest_that_do():
+  p, where = stage('grpo_gsm8k', rollout__slots=256), machine('A100')
+  found = dict(update=2**30, generate=100 * 2**30, peak=100 * 2**30)
+  nearest.check_programs(p, where, found, Device(None))  # CPUs do not say
+  nearest.check_programs(p, where, found, Device(100 * 2**30))
+  with pytest.raises(InputError) as error:
+    nearest.check_programs(p, where, found, Device(70 * 2**30))
+  assert str(error.value) == (
+    'generate needs 100.0 GiB of memory, of which a device (small) has 70.0; the nearest that fits, by arithmetic: '
+    '--config.rollout.slots=128'
+  )
+  with pytest.raises(InputError, match='take config.model.remat=full'):
+    nearest.check_programs(p, machine('A100', memory=0.0), found, Device(70 * 2**30))
+
+
+def test_optimizer_states_leave_before_few_sequences_are_sampled_at_a_time():
+  """Where 8 sequences do not fit beside them, and never where something else reads them meanwhile."""
+  for gib in range(32, 12, -2):
+    where, p = machine('H100', memory=gib * GIB), stage('ppo_gsm8k')
+    found = defaults.choose(p, where)
+    if found.get('rollout.offload'):
+      assert needed(p, where, LEAST | {'rollout.slots': 8})[1] > 0.9 * 0.92 * gib * GIB
+      break
+  assert 8 <= found['rollout.slots'] < 128 and gib < 32
+  kept = stage('ppo_gsm8k', rollout__staleness=1)
+  assert 'rollout.offload' not in defaults.choose(kept, where)
+
+
+# Config, device, and the only flags that its refusal names.
+NEAREST = [
+  (dict(name='grpo_gsm8k', rollout__slots=256), 'L4', '--config.rollout.slots=64'),
+  (dict(name='sft_gsm8k', train__micro_batch_size=16, model__remat='dots'), 'L4', '--config.train.micro_batch_size=4'),
+  (dict(name='sft_gsm8k', arg='model=qwen3_8b', mesh__train='data=8'), '8xH100', '--config.mesh.train=fsdp=-1'),
+  (dict(name='ppo_gsm8k'), 'L4', '--config.model.param_dtype=bfloat16; or 2 of these devices'),
+  (dict(name='grpo_gsm8k', arg='model=qwen3_8b'), 'H100', '--config.lora.rank=16; or 4 of these devices'),
+]
+
+
+@pytest.mark.parametrize('config, device, flags', NEAREST)
+def test_the_nearest_that_fits(config, device, flags):
+  where = machine(device)
+  p = defaults.fitted(stage(**config), where)
+  assert nearest.advice(p, where) == f'the nearest that fits, by arithmetic: {flags}'
+  if config.get('model__remat') != 'dots':  # as it is, it does not fit
+    assert not defaults.room(p, where).fits(p)
+
+
+def test_the_nearest_fits_by_the_account_of_the_compiler():
+  """Fewer sequences where it counts more; every setting is named, as the run itself would choose more."""
+  p, where = defaults.fitted(stage('grpo_gsm8k', rollout__slots=256), machine('A100')), machine('A100')
+  assert p.by_memory == {} and defaults.room(p, where).fits(p)
+  (found,) = nearest.nearest(p, dataclasses.replace(defaults.room(p, where), scale=(1.0, 3.0)))
+  assert found.settings == {'rollout.slots': 64}
+  needs = defaults.room(p, where).needs(p)
+  text = nearest.advice(p, where, 'generate', 3 * needs.sampling)
+  assert text.endswith(': --config.rollout.slots=64')
+  text = nearest.advice(p, where, 'update', 4 * needs.updating)
+  assert '--config.train.micro_batch_size=' in text and 'slots' not in text
+  assert nearest.of_plan(p, where, {'fits': True})['nearest'] == ''
+  rows = [dict(program=k, bytes_per_chip=dict(total=n)) for k, n in (('update', 1e9), ('generate', 3 * needs.sampling))]
+  text = nearest.of_plan(p, where, {'fits': False, 'programs': rows})['nearest']
+  assert text.endswith(': --config.rollout.slots=64')

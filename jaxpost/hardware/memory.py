@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from jaxpost.errors import InputError
 from jaxpost.types import Batch
 
 # Programs that run while the sampler's weights and cache are there.
@@ -76,18 +75,6 @@ def predict(rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, o
     if name not in START:
       out[name] = max(out.get(name, 0), more)
   return out | {'peak': max(out.values(), default=held)}
-
-
-def check_fits(predicted: dict[str, int], device: jax.Device) -> None:
-  """Raises InputError if programs need more than an accelerator has; `predicted` is of `predict`."""
-  limit = (device.memory_stats() or {}).get('bytes_limit')
-  name = max(predicted, key=lambda k: (predicted[k], k != 'peak'))
-  if limit and predicted[name] > limit:
-    raise InputError(
-      f'{name} needs {predicted[name] / 2**30:.1f} GiB of memory, of which a device ({device.device_kind}) has '
-      f'{limit / 2**30:.1f}; take config.model.remat=full, a smaller config.train.micro_batch_size or '
-      'config.rollout.slots, or more devices: launch.plan --search finds what fits'
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,6 +43,7 @@ _PREFETCHED = 2  # layers whose weights are gathered at a time
 _PASSES = 3
 # Forward passes that the backward pass recomputes.
 _AGAIN = {'dots': 0.0, 'full': 1.0}
+ESTIMATED = ('auto', *_AGAIN)  # of config.model.remat, on accelerators
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,15 @@ compilation cache. The same devices get the same mesh, so a run resumes
 exactly; other devices may get another.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.planning import defaults, dry_run, machines, meshes, search, stage
+from jaxpost.planning import defaults, dry_run, machines, meshes, nearest, search, stage
 from jaxpost.stage import batch_shape
 from jaxpost.stage.records import PreparedStage
 
@@ -33,7 +35,9 @@ def resolve(prepared: list[PreparedStage], raw: dict, note: Callable[[str], None
     if AUTO in (p.config.mesh.train, p.config.mesh.rollout):
       (shape,) = dry_run.prepare_all(raw, p.name)
       p = search.vary(p, coordination.broadcast(choose(shape, here, note)))
-    out.append(defaults.fitted(p, here, note))
+    p = defaults.fitted(p, here, note)
+    nearest.check_state(p, here)
+    out.append(dataclasses.replace(p, check_fits=functools.partial(nearest.check_programs, p, here)))
   return out
 
 
@@ -81,10 +85,10 @@ def _train(p: PreparedStage, topology: machines.Topology, note: Callable) -> str
   if len(errors) == len(found):
     raise errors[0]
   if not times:
+    near = nearest.advice(search.vary(p, {'mesh.train': 'fsdp=-1'}), topology)
     raise InputError(
-      f'config.mesh.train: the update of {p.name} fits on no mesh of '
-      f'{topology.text}; take more chips, shorter rows, less at a time '
-      '(config.train.micro_batch_size) or config.model.remat=full'
+      f'config.mesh.train: the update of {p.name} fits on no mesh of {topology.text}; '
+      + (near or 'take more chips, shorter rows, a smaller config.train.micro_batch_size or config.model.remat=full')
     )
   return min(times, key=times.get)
 

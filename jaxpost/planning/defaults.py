@@ -10,11 +10,14 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
 
 from jaxpost.distributed import coordination
 from jaxpost.distributed import mesh as mesh_lib
 from jaxpost.distributed.mesh import BATCH_AXES
+from jaxpost.hardware import memory as memory_lib
 from jaxpost.matmul import compute_for
 from jaxpost.models.config import CustomConfig
 from jaxpost.planning import arithmetic, meshes, search
@@ -27,19 +30,94 @@ if TYPE_CHECKING:
 
 _USABLE = 0.9  # of the memory: the rest is for fragments, and for what arithmetic leaves out
 _OF_A_GPU = 0.92  # that JAX takes of a described GPU; a real one says it itself
-_FEWEST = 8  # sequences at a time
+_FEWEST = 8  # sequences at a time, before optimizer states leave the device
 _MICRO_TOKENS = compute_for('gpu', 'auto', 'auto').micro_tokens  # of any accelerator
 # Rates of a chip that is unknown: updates are only compared with each other, so ratios count.
 _UNKNOWN = dict(flops=312e12, bandwidth=2e12, link=1e11, network=1e10)
 
 
+@dataclasses.dataclass(frozen=True)
+class Room:
+  """The memory that the programs of a stage may take on a machine.
+
+  usable: bytes of a device.
+  scale: by how much XLA's account of an update, and of sampling, exceeds arithmetic where it is known.
+  """
+
+  machine: Topology
+  usable: float
+  scale: tuple[float, float] = (1.0, 1.0)
+
+  def needs(self, p: PreparedStage, settings: dict[str, Any] | None = None) -> Needs:
+    """Returns what a step needs with settings {'section.field': value}; InputError where its rows do not split."""
+    mesh, batch = p.config.mesh, p.data.first_batch
+    train = mesh_lib.parse_mesh(mesh.train, meshes.train_devices(p.inputs, self.machine), 'config.mesh.train')
+    rollout = mesh_lib.parse_mesh(mesh.rollout, meshes.rollout_devices(p.inputs, self.machine), 'config.mesh.rollout')
+    branches = batch is not None and batch.branch_ids is not None
+    varied = search.vary(p, settings or {})
+    found = arithmetic.estimate(varied.inputs, self.machine, train, rollout, branches=branches)
+    elsewhere: tuple[str, ...] = ()  # what is not on the devices that sample
+    if mesh.rollout_devices:
+      elsewhere = ('parameters', 'optimizer', 'critic', 'frozen')
+    elif varied.config.rollout.offload and p.inputs.algorithm.on_policy:
+      # A reward model and teachers stay.
+      others = p.inputs.sources.keys() - {'policy', 'critic', 'reference'}
+      elsewhere = ('optimizer', 'critic') + ('frozen',) * (not others)
+    updating, sampling = self.scale
+    return Needs(
+      updating=updating * sum(found.updating.values()),
+      sampling=sampling * sum(n for k, n in found.sampling.items() if k not in elsewhere),
+      held=sum(found.updating.get(k, 0.0) for k in ('parameters', 'optimizer', 'critic', 'frozen')),
+      update_s=found.seconds['update'],
+    )
+
+  def fits(self, p: PreparedStage, settings: dict[str, Any] | None = None) -> bool:
+    """Returns whether both an update and sampling fit."""
+    needs = self.needs(p, settings)
+    return max(needs.updating, needs.sampling) <= self.usable
+
+
+class Needs(NamedTuple):
+  """Bytes of a device during an update and while sampling (0: nothing is sampled), and seconds of a step's updates.
+
+  held: bytes of weights and optimizer states, whose sizes are exact.
+  """
+
+  updating: float
+  sampling: float
+  held: float
+  update_s: float
+
+
+def room(p: PreparedStage, topology: Topology) -> Room | None:
+  """Returns the memory for a stage; None where that of the chip is unknown, or what its layers need."""
+  memory = topology.chip.memory
+  if topology.local or not memory or isinstance(p.inputs.model.config, CustomConfig):  # of unknown layers
+    return None
+  chip = topology.chip
+  if not chip.flops:
+    chip = dataclasses.replace(chip, **_UNKNOWN)
+  machine = dataclasses.replace(topology, chip=chip)
+  return Room(machine, _USABLE * memory * (_OF_A_GPU if topology.gpu and not topology.owned else 1))
+
+
 def fitted(p: PreparedStage, topology: Topology, note: Callable[[str], None] = str) -> PreparedStage:
   """Returns the stage with what `choose` finds, the same on all processes."""
   found = coordination.broadcast(choose(p, topology))
-  if found:
-    what = ', '.join(f'config.{k}={v}' for k, v in found.items())
-    note(f'{p.name}: {what}, by arithmetic for {gib(topology.chip.memory)} GiB a device')
-  return dataclasses.replace(search.vary(p, found), by_memory=tuple(found))
+  if not found:
+    return p
+  limits = room(p, topology)
+  assert limits is not None
+  given = {} if p.config.model.remat in arithmetic.ESTIMATED else {'model.remat': 'full'}
+  before, after = (limits.needs(p, x) for x in (given, given | found))
+  phases = {'updating': (before.updating, after.updating), 'sampling': (before.sampling, after.sampling)}
+  less = {phase: x for phase, x in phases.items() if x[1] < x[0]}
+  what = ', '.join(f'config.{k}={v}' for k, v in found.items())
+  parts = [f'{phase} takes {gib(now)} GiB instead of {gib(was)}' for phase, (was, now) in less.items()]
+  note(f'{p.name}: {what}: {", ".join(parts)}, of {gib(topology.chip.memory)} a device (by arithmetic)')
+  most = gib(max(was for was, _ in less.values()))
+  why = f'memory: else {most} of {gib(topology.chip.memory)} GiB'
+  return dataclasses.replace(search.vary(p, found), by_memory=dict.fromkeys(found, why))
 
 
 def choose(p: PreparedStage, topology: Topology) -> dict[str, Any]:
@@ -50,49 +128,52 @@ def choose(p: PreparedStage, topology: Topology) -> dict[str, Any]:
     topology: the machine.
 
   Returns:
-    The fastest `model.remat` and `train.micro_batch_size` that fit, and the most of `rollout.slots`; {} where
-    the platform's own values fit, or where the memory of the chip is unknown. Where nothing fits it is what
-    needs least.
+    The fastest `model.remat` and `train.micro_batch_size` that fit, the most of `rollout.slots`, and
+    `rollout.offload` where no more than a few sequences fit without it; {} where the platform's own values fit,
+    or where the memory of the chip is unknown. Where nothing fits it is what needs least.
   """
-  memory = topology.chip.memory
-  if topology.local or not memory or isinstance(p.inputs.model.config, CustomConfig):  # of unknown layers
-    return {}
-  chip = topology.chip
-  if not chip.flops:
-    chip = dataclasses.replace(chip, **_UNKNOWN)
-  machine = dataclasses.replace(topology, chip=chip)
-  usable = _USABLE * memory * (_OF_A_GPU if topology.gpu and not topology.owned else 1)
+  limits = room(p, topology)
+  return choose_in(p, limits) if limits else {}
+
+
+def choose_in(p: PreparedStage, limits: Room) -> dict[str, Any]:
+  """Returns what `choose` does, for memory that is known."""
   found = {}
   if checks.samples(p.config, p.inputs.algorithm) and not p.config.rollout.slots and not p.config.rollout.page_size:
-    found |= _slots(p, machine, usable)
+    found |= _slots(p, limits)
   if p.config.model.remat != 'none':
-    found |= _update(p, machine, usable)
+    found |= _update(p, limits)
   return found
 
 
-def _estimate(p: PreparedStage, machine: Topology, settings: dict[str, Any]) -> arithmetic.Estimate:
-  """Estimates a step with settings {'section.field': value}."""
-  mesh, batch = p.config.mesh, p.data.first_batch
-  train = mesh_lib.parse_mesh(mesh.train, meshes.train_devices(p.inputs, machine), 'config.mesh.train')
-  rollout = mesh_lib.parse_mesh(mesh.rollout, meshes.rollout_devices(p.inputs, machine), 'config.mesh.rollout')
-  branches = batch is not None and batch.branch_ids is not None
-  return arithmetic.estimate(search.vary(p, settings).inputs, machine, train, rollout, branches=branches)
+def may_offload(p: PreparedStage, machine: Topology) -> bool:
+  """Returns whether optimizer states can wait in the memory of the host while completions are sampled."""
+  config = p.config
+  if not p.inputs.algorithm.on_policy or config.rollout.staleness or config.mesh.rollout_devices:
+    return False
+  if config.reference.every or config.train_on_rollouts:
+    return False
+  mine = [d for d in machine.owned if d.process_index == jax.process_index()]
+  return not machine.owned or bool(mine) and memory_lib.can_offload(mine[0])
 
 
-def _slots(p: PreparedStage, machine: Topology, usable: float) -> dict[str, Any]:
-  """Returns {'rollout.slots': the most that fit}, halved as often as needed; {} for as many as there are without."""
+def _slots(p: PreparedStage, limits: Room) -> dict[str, Any]:
+  """Returns the most `rollout.slots` that fit, halved as often as needed; {} for as many as there are without.
+
+  Where fewer than 8 fit beside the optimizer, it waits on the host meanwhile. Pages and shorter blocks are
+  no way to make it fit: fewer slots always take less.
+  """
   most, _ = arithmetic.slots(p.inputs)
-  slots, elsewhere = most, ()  # what is not on the devices that sample
-  if p.config.mesh.rollout_devices:
-    elsewhere = ('parameters', 'optimizer', 'critic', 'frozen')
-  elif p.config.rollout.offload:
-    elsewhere = ('optimizer', 'frozen')
-  while slots > _FEWEST:
-    needed = _estimate(p, machine, {'rollout.slots': slots, 'model.remat': 'full'}).sampling
-    if sum(n for k, n in needed.items() if k not in elsewhere) <= usable:
-      break
-    slots = math.ceil(slots / 2)
-  return {} if slots == most else {'rollout.slots': slots}
+  halves = [n for i in range(most.bit_length()) if (n := math.ceil(most / 2**i)) > 1 or most == 1]
+  some, few = [n for n in halves if n >= min(_FEWEST, most)], [n for n in halves if n < _FEWEST]
+  offload = [True] * (not p.config.rollout.offload and may_offload(p, limits.machine))
+  tries = [(n, False) for n in some] + [(n, x) for x in offload for n in some]
+  tries += [(n, False) for n in few] + [(n, x) for x in offload for n in few]
+  for slots, moved in tries:
+    settings = ({'rollout.slots': slots} if slots < most else {}) | ({'rollout.offload': True} if moved else {})
+    if limits.needs(p, settings | {'model.remat': 'full'}).sampling <= limits.usable:
+      return settings
+  return settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,18 +185,18 @@ class _Tried:
   seconds: float
 
 
-def _update(p: PreparedStage, machine: Topology, usable: float) -> dict[str, Any]:
+def _update(p: PreparedStage, limits: Room) -> dict[str, Any]:
   """Returns the settings of the fastest update that fits, or of the one that needs least."""
   given, tried = p.config.model.remat, []
   for remat in ('dots', 'full') if given == 'auto' else (given,):
-    for rows in _rows(p, machine):
+    for rows in _rows(p, limits.machine):
       settings = {'model.remat': remat} if remat != ('dots' if given == 'auto' else given) else {}
       settings |= {'train.micro_batch_size': rows} if rows else {}
-      estimate = _estimate(p, machine, settings)
-      tried.append(_Tried(settings, sum(estimate.updating.values()), estimate.seconds['update']))
-      if tried[0].bytes <= usable:  # as the platform has it
+      needs = limits.needs(p, settings)
+      tried.append(_Tried(settings, needs.updating, needs.update_s))
+      if tried[0].bytes <= limits.usable:  # as the platform has it
         return {}
-  fitting = [x for x in tried if x.bytes <= usable]
+  fitting = [x for x in tried if x.bytes <= limits.usable]
   if not fitting:
     return min(tried, key=operator.attrgetter('bytes')).settings
   return min(fitting, key=operator.attrgetter('seconds')).settings  # of equal ones the first, with most rows

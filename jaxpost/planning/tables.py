@@ -172,6 +172,7 @@ def show(plan: dict, console: rich.console.Console) -> None:
   if too_large:
     worst = min(too_large, key=lambda r: r['free_bytes'])
     console.print(
-      f'DOES NOT FIT: {worst["program"]} is {gib(-worst["free_bytes"])} GiB '
-      'over; --search looks for a mesh, rematerialization and batch that do'
+      f'DOES NOT FIT: {worst["program"]} is {gib(-worst["free_bytes"])} GiB over; '
+      + (plan.get('nearest') or '--search looks for a mesh, rematerialization and batch that do'),
+      soft_wrap=True,
     )

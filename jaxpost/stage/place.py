@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.distributed import phases
@@ -49,7 +49,8 @@ class PlacedStage:
   ledger: Ledger
   timer: Timeline
   shape: BatchShape
-  by_memory: tuple[str, ...] = ()
+  by_memory: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  check_fits: Callable[[dict[str, int], jax.Device], None] | None = None
 
   @property
   def name(self) -> str:
@@ -88,7 +89,7 @@ class PlacedStage:
     if self.algorithm.on_policy:
       used['rollout.block'] = (config.rollout.block, self.decode_block)
     out = {k: f'{x} ({"config" if given else compute.platform})' for k, (given, x) in used.items()}
-    out |= {k: f'{functools.reduce(getattr, k.split("."), config)} (memory)' for k in self.by_memory}
+    out |= {k: f'{functools.reduce(getattr, k.split("."), config)} ({why})' for k, why in self.by_memory.items()}
     if compute.rejected_shapes:
       out['model.attention'] += f', by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
     return {'model.dtype': compute.dtype} | out
@@ -140,6 +141,7 @@ def place_stage(
     timer=Timeline(phases.lanes(layouts)),
     shape=batch_shape.batch_shape(config, on_policy, train.batch_shards, tokens=compute.micro_tokens),
     by_memory=prepared.by_memory,
+    check_fits=prepared.check_fits,
   )
 
 

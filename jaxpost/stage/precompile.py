@@ -47,8 +47,8 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) ->
       *(memory.size(x, device) for x in (held, offloaded, own)),
       overlap=placed.config.rollout.staleness > 0,
     )
-    if not placed.ledger.dry:
-      memory.check_fits(found, (mesh.local_devices or jax.local_devices())[0])
+    if placed.check_fits:
+      placed.check_fits(found, (mesh.local_devices or jax.local_devices())[0])
     out |= {k: max(n, out.get(k, 0)) for k, n in found.items()}
   return memory.Memory(out)
 

@@ -15,9 +15,12 @@ a plan has the shapes of models in place of weights, a benchmark random rows.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+  import jax
+
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.loader import PackedStream
   from jaxpost.data.prompts import PromptStream
@@ -97,13 +100,15 @@ class Workers:
 class PreparedStage:
   """Everything about a stage that needs no device.
 
-  by_memory: fields of the config, 'section.field', that were left open and then chosen for the devices.
+  by_memory: {'section.field': why} of fields of the config that were left open and then chosen for the devices.
+  check_fits: (bytes of `memory.predict`, device) -> InputError where they do not fit; None: a plan, which only says so.
   """
 
   inputs: Inputs
   data: Data = Data()
   workers: Workers = Workers()
-  by_memory: tuple[str, ...] = ()
+  by_memory: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  check_fits: Callable[[dict[str, int], jax.Device], None] | None = None
 
   @property
   def name(self) -> str:

@@ -1,0 +1,195 @@
+"""The nearest config that fits, for one that does not: by the arithmetic that chooses defaults.
+
+What a step computes stays the same if it can: less at a time, more recomputation, other meshes. Where that is not
+enough, one proposal of each other kind that fits is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxpost.errors import InputError
+from jaxpost.hardware import memory
+from jaxpost.planning import arithmetic, defaults, meshes, search
+from jaxpost.planning.tables import gib
+from jaxpost.stage import checks, prepare
+from jaxpost.stage.batch_shape import row_length
+
+if TYPE_CHECKING:
+  import jax
+
+  from jaxpost.planning.defaults import Room
+  from jaxpost.planning.machines import Topology
+  from jaxpost.stage.records import PreparedStage
+
+# Fields that leave a step's result as it is, with the values that leave them open, in the order in which they are
+# opened: none beside those that the config leaves open, one, several.
+_SLOTS = {'rollout.slots': 0}
+_ROWS = {'train.micro_batch_size': 0}
+_REMAT = {'model.remat': 'auto'}
+_OPENED = ({}, _SLOTS, _ROWS, _REMAT, _ROWS | _REMAT, _SLOTS | _ROWS, _SLOTS | _REMAT, _SLOTS | _ROWS | _REMAT)
+_OPEN = _OPENED[-1]
+_LORA = {'lora.rank': 16}
+_HALF = {'model.param_dtype': 'bfloat16'}
+_QUANTIZED = {'model.quantize': 'nf4'}
+_SHORTEST = 128  # tokens of a row or completion
+_MORE_DEVICES = 7  # doublings
+
+
+class Proposal(NamedTuple):
+  """Settings {'section.field': value} that fit, on `times` as many devices."""
+
+  settings: dict[str, Any]
+  times: int = 1
+
+
+def check_state(p: PreparedStage, topology: Topology) -> None:
+  """Raises InputError where weights and optimizer states alone, whose sizes are exact, are more than a device has."""
+  limits = defaults.room(p, topology)
+  if not limits:
+    return
+  held = limits.needs(p, {'model.remat': 'full'}).held
+  if held > topology.chip.memory:
+    raise InputError(
+      f'{p.name}: weights and optimizer states take {gib(held)} GiB of a device, which has '
+      f'{gib(topology.chip.memory)}; {advice(p, topology)}'
+    )
+
+
+def check_programs(p: PreparedStage, topology: Topology, predicted: dict[str, int], device: jax.Device) -> None:
+  """Raises InputError if programs need more than an accelerator has; `predicted` is of `memory.predict`."""
+  limit = (device.memory_stats() or {}).get('bytes_limit')
+  name = max(predicted, key=lambda k: (predicted[k], k != 'peak'))
+  if limit and predicted[name] > limit:
+    found = advice(p, topology, name, predicted[name])
+    raise InputError(
+      f'{name} needs {predicted[name] / 2**30:.1f} GiB of memory, of which a device ({device.device_kind}) has '
+      f'{limit / 2**30:.1f}; ' + (found or 'take config.model.remat=full, or less at a time, or more devices')
+    )
+
+
+def of_plan(p: PreparedStage, topology: Topology, plan: dict) -> dict:
+  """Returns the plan of a stage with `advice` as 'nearest': '' where all of its programs fit."""
+  if plan['fits'] is not False:
+    return plan | {'nearest': ''}
+  worst = max(plan['programs'], key=lambda row: row['bytes_per_chip']['total'])
+  return plan | {'nearest': advice(p, topology, worst['program'], worst['bytes_per_chip']['total'])}
+
+
+def advice(p: PreparedStage, topology: Topology, program: str = '', needed: float = 0.0) -> str:
+  """Returns what to change so that a stage fits, as flags of a command; '' where nothing is known.
+
+  Args:
+    p: the stage, with what was chosen for it.
+    program: whose memory XLA has counted, as `needed` bytes; '': none.
+  """
+  limits = defaults.room(p, topology)
+  if not limits:
+    return ''
+  if program:
+    limits = dataclasses.replace(limits, scale=_scale(p, limits, program, needed))
+  found = nearest(p, limits)
+  if not found:
+    return f'nothing fits up to {2**_MORE_DEVICES} times as many devices; take a smaller model'
+  prefix = f'--config.{p.name}.' if p.config.stages else '--config.'
+  lines = []
+  for settings, times in found:
+    flags = ' '.join(shlex.quote(f'{prefix}{k}={v}') for k, v in settings.items())
+    if times > 1:
+      flags = f'{times * topology.devices} of these devices' + (f' with {flags}' if flags else '')
+    lines.append(flags)
+  return 'the nearest that fits, by arithmetic: ' + '; or '.join(lines)
+
+
+def nearest(p: PreparedStage, limits: Room) -> list[Proposal]:
+  """Returns the smallest change that fits and leaves a step's result as it is, or else one change of each kind."""
+  left_open = _OPEN | {'rollout.offload': False}
+  opened = search.vary(p, {k: left_open[k] for k in p.by_memory})
+  for settings in _same(opened, limits):
+    if found := _fitting(opened, Proposal(settings), limits):
+      return [found]
+  out = []
+  for kind in (_smaller(opened), _shorter(opened), _wider(opened, limits)):
+    tried = (_fitting(opened, x._replace(settings=_OPEN | x.settings), limits) for x in kind)
+    out += [x for x in (next(filter(None, tried), None),) if x]
+  return out
+
+
+def _fitting(p: PreparedStage, proposal: Proposal, limits: Room) -> Proposal | None:
+  """Returns a proposal with what defaults add to it, without what the config says already; None if it does not fit."""
+  machine = limits.machine
+  size = (*machine.size[:-1], machine.size[-1] * proposal.times)
+  machine = dataclasses.replace(machine, size=size, owned=machine.owned * proposal.times)
+  limits = dataclasses.replace(limits, machine=machine)
+  try:
+    changed = search.vary(p, proposal.settings)
+    inputs = changed.inputs
+    model = prepare.make_inputs(p.name, inputs.config, inputs.algorithm, inputs.sources, inputs.tokenizer)
+    changed = dataclasses.replace(changed, inputs=model)
+    found = defaults.choose_in(changed, limits)
+    if not limits.fits(changed, found):
+      return None
+  except InputError:  # the model, its method or this number of devices does not take it
+    return None
+  if limits.scale == (1.0, 1.0):  # a run finds the same where the config leaves it open
+    found = {k: v for k, v in found.items() if k in _OPEN and _value(p, k) != _OPEN[k]}
+  settings = {k: v for k, v in (proposal.settings | found).items() if _value(p, k) != v}
+  return proposal._replace(settings=settings)
+
+
+def _value(p: PreparedStage, key: str) -> Any:
+  section, field = key.split('.')
+  return vars(vars(p.config)[section])[field]
+
+
+def _scale(p: PreparedStage, limits: Room, program: str, needed: float) -> tuple[float, float]:
+  """Returns `Room.scale` for a program that XLA says needs so many bytes."""
+  needs = limits.needs(p, {} if p.config.model.remat in arithmetic.ESTIMATED else {'model.remat': 'dots'})
+  if program in memory.SAMPLING:
+    return 1.0, max(1.0, needed / needs.sampling) if needs.sampling else 1.0
+  return max(1.0, needed / needs.updating), 1.0
+
+
+def _same(p: PreparedStage, limits: Room) -> Iterator[dict[str, Any]]:
+  """Yields changes that leave a step's result as it is."""
+  samples = checks.samples(p.config, p.inputs.algorithm)
+  yield from (x for x in _OPENED if samples or 'rollout.slots' not in x)
+  if limits.machine.devices == 1:
+    return
+  # All state split over the devices; then tensor axes, of the sampler and of training.
+  tensors = meshes.tensors(p.inputs, limits.machine.devices)
+  for sampler in tensors if samples else tensors[:1]:
+    for tensor in tensors:
+      rollout = {'mesh.rollout': f'data=-1,tensor={sampler}'} if sampler > 1 else {}
+      yield _OPEN | {'mesh.train': 'fsdp=-1' + f',tensor={tensor}' * (tensor > 1)} | rollout
+
+
+def _smaller(p: PreparedStage) -> Iterator[Proposal]:
+  """Yields other types of weights, and adapters."""
+  yield Proposal(_HALF)
+  adapters = {} if p.inputs.model.frozen else _LORA  # where there are some already, what is frozen gets smaller
+  yield from (Proposal(adapters | x) for x in ({}, _HALF, _QUANTIZED) if adapters | x)
+
+
+def _shorter(p: PreparedStage) -> Iterator[Proposal]:
+  """Yields shorter rows of data, or completions."""
+  on_policy = p.inputs.algorithm.on_policy
+  name = 'rollout.max_new_tokens' if on_policy else 'train.row_length'
+  tokens = p.config.rollout.max_new_tokens if on_policy else row_length(p.config, on_policy)
+  while (tokens := tokens // 2) >= _SHORTEST:
+    # Rows of a length of their own do not get shorter with completions.
+    yield Proposal({name: tokens} | ({'train.row_length': 0} if on_policy else {}))
+
+
+def _wider(p: PreparedStage, limits: Room) -> Iterator[Proposal]:
+  """Yields more of the same devices, with all state split over them."""
+  samples = checks.samples(p.config, p.inputs.algorithm)
+  for times in (2**i for i in range(1, _MORE_DEVICES + 1)):
+    for tensor in meshes.tensors(p.inputs, limits.machine.devices * times):
+      split = f',tensor={tensor}' * (tensor > 1)
+      rollout = {'mesh.rollout': f'data=-1{split}'} if samples and split else {}
+      yield Proposal({'mesh.train': 'fsdp=-1'} | rollout, times)
+      yield Proposal({'mesh.train': f'fsdp=-1{split}'} | rollout, times)
