@@ -44,8 +44,8 @@ def main() -> int:
   """Reads the job from stdin and runs it, isolated unless it is insecure; returns the exit code."""
   namespaces.die_with_parent()
   namespaces.new_keyring()
-  # Process 1 gets no signal of its namespace that it has no handler for, and Python has one for SIGINT: a program of the
-  # same user would end the jail, and its failure would be taken for one of the sandbox.
+  # Process 1 gets no signal of its namespace that it has no handler for, and Python has one for SIGINT: a program of
+  # the same user would end the jail, and its failure would be taken for one of the sandbox.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
   requests = os.fdopen(os.dup(0), 'rb')
   job = json.loads(requests.readline())

@@ -3,7 +3,8 @@
 The list has what an interpreter with threads, child processes, files, sockets and timers uses. Everything else fails
 with ENOSYS, for which C libraries have fallbacks: keys of the kernel (keyctl), io_uring, bpf, ptrace, userfaultfd,
 namespaces and mounts, System V shared memory and memory files (memfd_create), which no limit would count, and clone3,
-whose flags a filter cannot read. A process changes no resource limits but its own. Sockets are local (AF_UNIX) or of IP, in a network that has no interface.
+whose flags a filter cannot read. A process changes no resource limits but its own. Sockets are local (AF_UNIX) or of
+IP, in a network that has no interface.
 
 seccomp(2), Documentation/userspace-api/seccomp_filter.rst. Imports nothing of jaxpost but `namespaces`.
 """
