@@ -18,10 +18,11 @@ HEAD = """# Which choices go together
 Written by `python docs/make_combinations_table.py`. Surrogate loss, advantage, KL,
 corrections and schedule of GRPO can be chosen independently. `tests/test_combinations.py`
 takes every pair of these choices. A pair is refused with one line before anything
-starts, or it runs, and at the first step ratios and importance weights are 1, nothing
-is clipped or masked, the KL is 0, and the gradient of every log-prob is minus its
-advantage (times the slope of the shaping for tokens of experts).
-`tests/test_exact_gradients.py` compares the mean gradient with that of the expected reward.
+starts, or it runs. At the first step its ratios and importance weights are 1, nothing
+is clipped or masked, and the KL is 0. Its gradient has the direction and the length of the
+exact one: that of the formulas of the papers (`tests/formulas.py`), over all groups of
+completions that a small categorical policy can draw. That holds on policy, and where the
+policies that sampled, that is trained and that is the reference differ.
 """
 
 

@@ -4,11 +4,16 @@
 writes the pairs that are refused into docs/combinations.md.
 """
 
+import collections
+import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
+import formulas
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tiny
 
@@ -16,11 +21,13 @@ from jaxpost.algorithms import grpo
 from jaxpost.errors import InputError
 from jaxpost.losses import advantages, importance, policy_gradient
 from jaxpost.rl import batching
+from jaxpost.rl.controller import Controller
+from jaxpost.rl.grading import GradedRollout
 from jaxpost.stage import algorithms, sampling_inputs
 from jaxpost.stage import config as config_lib
-from jaxpost.types import Batch, Experience, Outputs, Prompt, Rollout
+from jaxpost.types import Batch, Credit, Experience, Objective, Outputs, Prompt, Rollout, Scores
 
-GROUPS, SIZE, C = 3, 4, 5
+SIZE, C, SYMBOLS = 3, 3, 3
 _KL = dict(kl_coef=0.1)
 _PASS_K = {'pass_at_k': 2}
 # Field -> {choice: what it sets}. A default of GRPO is a choice, too.
@@ -83,6 +90,7 @@ def pairs() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
       yield one, two
 
 
+@functools.lru_cache(maxsize=None)
 def config_of(*chosen: tuple[str, str]) -> config_lib.Config:
   """The config of GRPO with these choices, resolved and checked; InputError where they are refused."""
   over = dict(algorithm='grpo', reward='x', rollout=dict(group_size=SIZE))
@@ -95,6 +103,7 @@ def config_of(*chosen: tuple[str, str]) -> config_lib.Config:
   return config
 
 
+@functools.lru_cache(maxsize=None)
 def refusal(*chosen: tuple[str, str]) -> str:
   """Why the choices are refused, or ''."""
   try:
@@ -104,65 +113,227 @@ def refusal(*chosen: tuple[str, str]) -> str:
   return ''
 
 
-def experience() -> Experience:
-  """A rollout of the present policy: old policy, sampler and reference are the same.
+# The sampler draws each of these four after either prompt with probability 1/4; FINISHED says which are complete.
+ANSWERS = (((0, 1), (0, 2), (1,), (2, 2)), ((0,), (1, 0, 2), (1, 2), (2, 1)))
+REWARDS = np.array([[1.0, 0, 0, 1], [0, 1, 0, 0]])
+OTHER_REWARDS = np.array([[0.0, 1, 0, 1], [1, 0, 0, 1]])
+FINISHED = np.array([[True, False, True, True], [True, False, True, True]])
+GREEDY = np.array([0.25, 0.5])
+STATES = sorted({(p, a[:t]) for p, answers in enumerate(ANSWERS) for a in answers for t in range(len(a))})
+# All groups of either prompt: each is as probable as any other.
+DRAWN = np.array(list(itertools.product(range(4), repeat=SIZE)))
+PROMPTS = np.repeat([0, 1], len(DRAWN))  # of each group
+DRAWS = np.concatenate([DRAWN, DRAWN])  # [K, SIZE]
+_ANSWERS = [(p, answer) for p in (0, 1) for answer in ANSWERS[p]]
+_INDEX = PROMPTS[:, None] * 4 + DRAWS  # [K, SIZE], into _ANSWERS
+
+
+def _of_tokens(value, pad=0):
+  """[8, C] of value(prompt, prefix, token)."""
+  rows = [[value(p, answer[:t], answer[t]) for t in range(len(answer))] for p, answer in _ANSWERS]
+  return np.array([row + [pad] * (C - len(row)) for row in rows])
+
+
+STATE = _of_tokens(lambda p, prefix, token: STATES.index((p, prefix)))
+TOKEN = _of_tokens(lambda p, prefix, token: token)
+MASK = _of_tokens(lambda p, prefix, token: 1)
+
+
+@functools.lru_cache
+def policy(name: str) -> np.ndarray:
+  """Log-probs [states, SYMBOLS] of a categorical policy.
+
+  'sampler' draws `ANSWERS`. 'old' differs from it after the first prompt, 'present' from both,
+  'reference' from all.
+  """
+  count = np.array([[sum(a[: len(x) + 1] == (*x, s) for a in ANSWERS[p]) for s in range(SYMBOLS)] for p, x in STATES])
+  sampler = np.log(np.maximum(count / count.sum(axis=1, keepdims=True), 1e-9))
+  random = np.random.RandomState(1)
+  noise = [random.standard_normal(count.shape) for _ in range(3)]
+  first = np.array([p == 0 for p, _ in STATES])[:, None]
+  flat = np.maximum(sampler, np.log(0.1))
+  old = np.where(first, flat + 0.4 * noise[0], sampler)
+  present = np.maximum(old, np.log(0.1)) + 0.7 * noise[1]
+  logits = dict(sampler=sampler, old=old, present=present, reference=flat + 0.5 * noise[2])[name]
+  return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+def logprobs(name: str) -> np.ndarray:
+  """[K * SIZE, C] of the tokens of all groups."""
+  return (policy(name)[STATE, TOKEN] * MASK)[_INDEX.reshape(-1)]
+
+
+def entropies(name: str) -> np.ndarray:
+  """[K * SIZE, C] of the next token of a policy."""
+  logp = policy(name)
+  return (-(np.exp(logp) * logp).sum(axis=1)[STATE] * MASK)[_INDEX.reshape(-1)]
+
+
+def roles(config: config_lib.Config, on_policy: bool) -> dict[str, str]:
+  """Which policy is which: one for all; or another sampler and reference, and after an update another present one."""
+  if on_policy:
+    return dict.fromkeys(('present', 'old', 'sampler', 'reference'), 'sampler')
+  several = config.rl.epochs * config.rl.minibatches > 1
+  return dict(present='present' if several else 'old', old='old', sampler='sampler', reference='reference')
+
+
+def experience(config: config_lib.Config | None = None, on_policy: bool = True) -> Experience:
+  """All groups that the sampler can draw, graded and scored.
 
   Rewards are 0 or 1, which all estimators take. The log-probs of the distribution
   that top-p leaves are others.
   """
-  random = np.random.RandomState(0)
-  size = GROUPS * SIZE
-  lengths = random.randint(2, C + 1, size)
-  logprobs = np.log(random.uniform(0.2, 0.9, (size, C))).astype(np.float32)
+  config = config or config_of()
+  which = roles(config, on_policy)
+  index = _INDEX.reshape(-1)
+  log_probs = {name: np.float32(logprobs(kind)) for name, kind in which.items()}
+  lengths = MASK.sum(axis=1)[index]
+  rewards, other, finished = (x.reshape(-1)[index] for x in (REWARDS, OTHER_REWARDS, FINISHED))
   rollout = Rollout(
-    prompts=tuple(Prompt(i, np.arange(2 + i, dtype=np.int32), '', {}) for i in range(GROUPS)),
-    completions=np.zeros((size, C), np.int32),
+    prompts=tuple(Prompt(i, np.arange(2 + p, dtype=np.int32), '', {}) for i, p in enumerate(PROMPTS)),
+    completions=TOKEN[index].astype(np.int32),
     lengths=lengths,
-    logprobs=logprobs,
-    behavior_logprobs=logprobs + 0.2,
-    finished=lengths < C,
-    expert=np.arange(size) % SIZE == SIZE - 1,  # read with rl.expert
+    logprobs=log_probs['sampler'],
+    behavior_logprobs=log_probs['sampler'] + np.float32(0.2),
+    finished=finished,
+    expert=np.arange(len(index)) % SIZE == SIZE - 1 if config.rl.expert else None,
   )
-  rewards = np.tile([1.0, 0, 0, 1], GROUPS)
-  rewards[:SIZE] = [0, 0, 1, 0]
-  scores = ('sampler_logprobs', 'old_logprobs', 'ref_logprobs')
-  return Experience(
+  graded = GradedRollout(
     rollout=rollout,
     rewards=rewards,
-    mask=batching.completion_mask(rollout),
-    arrays={name: logprobs for name in scores} | {'entropy': -logprobs},
-    baseline=np.full(GROUPS, 0.25),
-    verdicts=rewards,
-    components={'right': (1.0, rewards), 'wrong': (-0.5, 1 - rewards)},
+    baseline=GREEDY[PROMPTS],
+    verdicts=rewards.reshape(-1, SIZE),
+    components={'right': (1.0, rewards), 'other': (-0.4, other)},
+    results=[],
+    sampled=None,
+    stats={},
+    tokenizer=None,
   )
+  found = dict(old_logprobs=log_probs['old'], ref_logprobs=log_probs['reference'])
+  scores = Scores(**found, entropy=np.float32(entropies(which['old'])))
+  return Controller.make_experience(types.SimpleNamespace(config=config, step=0, memory={}), graded, scores)
 
 
-def update(config: config_lib.Config, given: Experience):
-  """(gradient of the log-probs, the one that the advantages ask for, metrics of the loss [N, C], Credit)."""
-  credit = grpo.credit(given, config)
-  weights = jnp.asarray(batching.token_weights(credit.mask, config.rl.aggregate, C))
-  objective = grpo.objective(config)
-  missing = set(objective.arrays) - set(credit.arrays)
+class Case(NamedTuple):
+  """A config, and whether all policies are the same."""
+
+  config: config_lib.Config
+  on_policy: bool
+
+
+@dataclasses.dataclass
+class Update:
+  """The result of the product for a case.
+
+  Attributes:
+    gradient: of the logits, [states, SYMBOLS].
+    metrics: of the loss, sums over tokens.
+    total: what a metric has that is 1 at every trained token.
+  """
+
+  gradient: np.ndarray
+  metrics: dict[str, float]
+  total: float
+  credit: Credit
+
+
+# Fields of `config.rl` that only `credit` reads: what they choose is in the arrays.
+_IN_CREDIT = {'advantage', 'scale_rewards', 'aggregate', 'dynamic_sampling', 'keep_surplus', 'replay', 'mask_truncated'}
+_IN_CREDIT |= {'pass_k', 'minibatches', 'epochs', 'importance', 'sampling_mask', 'kl_target', 'clip_cov', 'cov_low'}
+_IN_CREDIT |= {'cov_high', 'top_entropy', 'correct_nll_coef'}
+
+
+def updates(cases: Sequence[Case]) -> list[Update]:
+  """Credit, loss and gradient of all cases; those that share a loss function are computed together."""
+  prepared = [_prepare(case) for case in cases]
+  groups = collections.defaultdict(list)
+  for i, ((config, _), (_, arrays, _)) in enumerate(zip(cases, prepared)):
+    fields = {name: value for name, value in vars(config.rl).items() if name not in _IN_CREDIT}
+    groups[repr((fields, 'opsm' in config.rl.importance, config.rollout.temperature, sorted(arrays)))].append(i)
+  found = [None] * len(cases)
+  for members in _chunks(groups.values(), 8):
+    config = cases[members[0]].config
+    weights, arrays = jax.tree.map(lambda *x: np.stack(x), *(prepared[i][1:][::-1] for i in members))
+    present = [roles(*cases[i])['present'] for i in members]
+    outputs = [np.stack([np.float32(f(name)) for name in present]) for f in (logprobs, entropies)]
+    metrics, gradients = _value_and_grad(grpo.objective(config), outputs, weights, arrays)
+    for n, i in enumerate(members):
+      found[i] = Update(
+        gradient=of_logits(*(x[n] for x in gradients), present[n]),
+        metrics={name: float(x[n]) for name, x in metrics.items()},
+        total=float(weights[n].sum()),
+        credit=prepared[i][0],
+      )
+  return found
+
+
+def _chunks(lists: Iterable[Sequence[int]], size: int) -> Iterator[list[int]]:
+  """The entries of each list in pieces of one size, which compile once; the last is filled up with its first entry."""
+  for entries in lists:
+    for start in range(0, len(entries), size):
+      piece = list(entries[start : start + size])
+      yield piece + piece[:1] * (size - len(piece))
+
+
+def _prepare(case: Case) -> tuple[Credit, dict[str, np.ndarray], np.ndarray]:
+  """(Credit, the arrays that the loss reads, weights of the tokens)."""
+  config = case.config
+  credit = grpo.credit(experience(*case), config)
+  read = grpo.objective(config).arrays
+  missing = set(read) - set(credit.arrays)
   assert not missing, f'the loss reads {missing}, which credit does not make'
-  arrays = {name: jnp.asarray(x) for name, x in credit.arrays.items()}
-  ids = np.broadcast_to(np.ones(C, np.int32), weights.shape)
-  batch = Batch(ids, ids, ids, weights, sequence_ids=ids, arrays=arrays)
-  entropy = jnp.full(weights.shape, 0.5)
+  several = config.rl.epochs * config.rl.minibatches > 1
+  # A rollout with one update has the present policy as its old one, also where a correction scores that.
+  arrays = {name: np.asarray(credit.arrays[name]) for name in read if several or name != 'old_logprobs'}
+  return credit, arrays, batching.token_weights(credit.mask, config.rl.aggregate, C)
 
-  def loss(logprobs):
+
+def _value_and_grad(objective: Objective, outputs: Sequence[np.ndarray], weights: np.ndarray, arrays: dict):
+  """({metric: [n]}, derivatives by log-probs and entropies [n, K * SIZE, C]) of n cases."""
+  ids = np.ones(weights.shape[1:], np.int32)
+
+  def loss(logprobs, entropy, weights, arrays):
     outputs = Outputs(logprobs=logprobs, entropy=entropy)
     if objective.coupled:
-      return objective.fn(outputs, batch)
+      return objective.fn(outputs, Batch(ids, ids, ids, weights, sequence_ids=ids, arrays=arrays))
     value, metrics = objective.fn(outputs, arrays)
     return (weights * value).sum(), {name: (weights * x).sum() for name, x in metrics.items()}
 
-  (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(given.arrays['sampler_logprobs']))
-  chance, gamma = np.exp(given.arrays['sampler_logprobs']), config.rl.expert_gamma
-  shaped = np.where(credit.arrays.get('expert', 0), gamma * chance / (chance + gamma) ** 2, 1)
-  wanted = arrays['advantages'] * shaped + arrays.get('nll_weights', 0)
-  return np.asarray(gradient), np.asarray(-weights * wanted), metrics, credit
+  of_outputs = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+  (_, metrics), gradients = of_outputs(*outputs, weights, arrays)
+  return jax.tree.map(np.asarray, (metrics, gradients))
 
 
-def total_weight(config: config_lib.Config, credit) -> float:
-  """Returns the sum of a metric that is 1 at every trained token."""
-  return float(batching.token_weights(credit.mask, config.rl.aggregate, C).sum())
+def expected(config: config_lib.Config, on_policy: bool) -> np.ndarray:
+  """The gradient [states, SYMBOLS] of the expected loss, by the formulas of the papers."""
+  which = roles(config, on_policy)
+  rewards, other, finished = (x.reshape(-1)[_INDEX] for x in (REWARDS, OTHER_REWARDS, FINISHED))
+  groups = formulas.Groups(
+    chance=np.full(len(DRAWS), 1 / len(DRAWS)),
+    mask=MASK[_INDEX],
+    finished=finished,
+    rewards=rewards,
+    **{name: logprobs(kind).reshape(len(DRAWS), SIZE, C) for name, kind in which.items()},
+    entropy=entropies(which['old']).reshape(len(DRAWS), SIZE, C),
+    components={'right': (1.0, rewards), 'other': (-0.4, other)},
+    greedy=GREEDY[PROMPTS],
+    expert=np.arange(SIZE)[None].repeat(len(DRAWS), 0) == SIZE - 1 if config.rl.expert else None,
+    draws=DRAWS.size,
+  )
+  # An adaptive bonus starts at `entropy_coef`, and the entropy is below any target that these configs have.
+  parts = formulas.gradient(groups, config.rl, C, entropy_weight=config.rl.entropy_coef)
+  return of_logits(*(x.reshape(-1, C) for x in parts), which['present'])
+
+
+def of_logits(by_logprob: np.ndarray, by_entropy: np.ndarray, name: str) -> np.ndarray:
+  """Derivatives by log-probs and entropies [K * SIZE, C] -> by logits [states, SYMBOLS] of a policy."""
+  index = _INDEX.reshape(-1)
+  state, token, mask = STATE[index], TOKEN[index], MASK[index]
+  logp = policy(name)
+  chance = np.exp(logp)
+  by_logprob, by_entropy = np.asarray(by_logprob, np.float64) * mask, np.asarray(by_entropy, np.float64) * mask
+  out = np.zeros(logp.shape)
+  np.add.at(out, (state, token), by_logprob)
+  totals = [np.bincount(state.ravel(), x.ravel(), len(out))[:, None] for x in (by_logprob, by_entropy)]
+  entropy = -(chance * logp).sum(axis=1, keepdims=True)
+  return out - totals[0] * chance - totals[1] * chance * (logp + entropy)

@@ -80,6 +80,11 @@ def check(config: Config) -> None:
     'lower it, or raise config.rollout.group_size',
   )
   refuse(
+    estimator.binary and rl.kl_in == 'reward' and rl.kl_coef > 0,
+    f'config.rl.advantage: {rl.advantage!r} is defined for rewards of 0 and 1, which a KL in the reward changes; '
+    'use rl.kl_in=loss',
+  )
+  refuse(
     'components' in estimator.takes
     and (rl.kl_in == 'reward' and rl.kl_coef > 0 or bool(config.train_on_rollouts and not config.reward)),
     f'config.rl.advantage: {rl.advantage!r} needs each reward by itself: without a KL in the reward '

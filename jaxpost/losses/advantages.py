@@ -120,6 +120,7 @@ class Estimator:
     reads: {argument of fn: field of config.rl}.
     scales: what config.rl.scale_rewards may be; the first is the default.
     compares: whether it compares the samples of a group, and needs two.
+    binary: whether it is defined for rewards of 0 and 1 only.
   """
 
   fn: Callable[..., np.ndarray]
@@ -127,6 +128,7 @@ class Estimator:
   reads: Mapping[str, str] = dataclasses.field(default_factory=dict)
   scales: tuple[str, ...] = ('none',)
   compares: bool = True
+  binary: bool = False
 
 
 _SCALED = {'scale': 'scale_rewards', 'eps': 'std_eps', 'singleton': 'singleton'}
@@ -156,8 +158,8 @@ ESTIMATORS: dict[str, Estimator] = {
   ),
   'opo': Estimator(by_name('group_advantages:opo'), takes=('rewards', 'valid', 'lengths')),
   'gpg': Estimator(by_name('group_advantages:gpg')),
-  'maxrl': Estimator(by_name('group_advantages:maxrl')),
-  'pass_at_k': Estimator(by_name('group_advantages:pass_at_k'), reads={'k': 'pass_k'}),
+  'maxrl': Estimator(by_name('group_advantages:maxrl'), binary=True),
+  'pass_at_k': Estimator(by_name('group_advantages:pass_at_k'), reads={'k': 'pass_k'}, binary=True),
   'best_minus_second': Estimator(by_name('group_advantages:best_minus_second'), reads={'eps': 'std_eps'}),
   'gdpo': Estimator(by_name('group_advantages:gdpo'), takes=('components', 'valid'), reads={'eps': 'std_eps'}),
   'mt_grpo': Estimator(by_name('turn_advantages:mt_grpo'), takes=_TURNS, reads=_OF_TURNS, scales=('group', 'none')),

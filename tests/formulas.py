@@ -1,0 +1,367 @@
+"""The expected gradient of GRPO and its family, written down from the papers in float64.
+
+Nothing here calls `jaxpost.losses` or `jaxpost.algorithms`: it is what those are compared with, for
+lists of all groups of completions that a policy can sample, each with its probability.
+test_combinations.py lists those of a categorical policy, test_sampled_gradients.py those of a transformer.
+
+Legend: K groups with a probability each, G samples of a group, C completion tokens.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+
+EPS = 1e-6  # beside a std
+
+
+@dataclasses.dataclass
+class Groups:
+  """Groups of samples; `draws` is the number of sequences that a std is taken over, inf for the distribution itself."""
+
+  chance: np.ndarray  # [K], the probability of a group; the sum is 1
+  mask: np.ndarray  # [K, G, C], 1 on tokens of completions
+  finished: np.ndarray  # [K, G]
+  rewards: np.ndarray  # [K, G]
+  present: np.ndarray  # [K, G, C], log-probs under the policy that the update starts from
+  old: np.ndarray  # under the policy before the first update of the rollout
+  sampler: np.ndarray  # under the policy that sampled
+  reference: np.ndarray
+  entropy: np.ndarray  # [K, G, C] of next tokens, before the first update
+  components: dict[str, tuple[float, np.ndarray]] = dataclasses.field(default_factory=dict)  # weight, [K, G]
+  greedy: np.ndarray | None = None  # [K], reward of the greedy answer
+  expert: np.ndarray | None = None  # [K, G] bool
+  draws: float = np.inf
+
+  def mean(self, x: np.ndarray, mask: np.ndarray) -> float:
+    """Over all entries of the mask, each as probable as its group."""
+    weight = mask * self.chance.reshape(-1, *(1,) * (mask.ndim - 1))
+    return float((weight * x).sum() / weight.sum())
+
+  def std(self, x: np.ndarray, mask: np.ndarray) -> float:
+    """Unbiased."""
+    variance = self.mean((x - self.mean(x, mask)) ** 2, mask)
+    number = self.draws * mask.sum() / mask[..., 0].size if mask.ndim == 3 else self.draws
+    return float(np.sqrt(variance / (1 - 1 / number)))
+
+
+def gradient(groups: Groups, rl: Any, max_tokens: int, entropy_weight: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the derivatives of the loss by log-prob and entropy of each token [K, G, C], times the chance of its group.
+
+  Args:
+    rl: `config.rl`, resolved.
+    max_tokens: what 'constant' divides by.
+    entropy_weight: of the bonus, where it adapts.
+  """
+  mask = groups.mask.astype(np.float64)
+  if rl.dynamic_sampling:
+    mask = mask * (groups.rewards.max(axis=1) > groups.rewards.min(axis=1))[:, None, None]
+  if rl.mask_truncated:
+    mask = mask * groups.finished[..., None]
+  advantage = advantages(groups, rl, mask)
+  older = groups.sampler
+  if groups.expert is not None:  # no policy sampled it
+    older = np.where(groups.expert[..., None], groups.old, groups.sampler)
+  base = older if rl.old_policy == 'sampler' else groups.old
+  kept = advantage
+  if rl.top_entropy < 1:
+    kept = advantage * largest(groups.entropy, mask, rl.top_entropy)
+  slope = SURROGATES[rl.loss](kept, groups.present - base, Tokens(groups.present, base, mask), rl)
+  if groups.expert is not None:
+    p = np.exp(groups.present)
+    shaped = -kept * rl.expert_gamma * p / (p + rl.expert_gamma) ** 2  # LUFFY (arXiv:2504.14945)
+    slope = np.where(groups.expert[..., None], shaped, slope)
+  for name in rl.importance:
+    if name == 'opsm':  # DeepSeek-V3.2 (arXiv:2512.02556), on the present policy
+      far = over_sequence(older - groups.present, mask) > rl.opsm_threshold
+      slope = slope * ~(far & (kept < 0))
+    else:
+      slope = slope * CORRECTIONS[name](groups.old - older, mask, rl)
+  if rl.kl_coef and rl.kl_in == 'loss':
+    d = groups.present - groups.reference
+    value, change = KL[rl.kl_estimator](d)
+    if rl.kl_weighted:  # the derivative of r k
+      change = np.exp(groups.present - base) * (change + value)
+    slope = slope + rl.kl_coef * change
+  if rl.kl_cov:  # "The entropy mechanism" (arXiv:2505.22617)
+    pieces = [x - groups.mean(x, mask) for x in (older, advantage)]
+    slope = slope + rl.kl_cov_coef * np.sign(groups.present - groups.old) * largest(
+      pieces[0] * pieces[1], mask, rl.kl_cov
+    )
+  if rl.correct_nll_coef:  # VAPO (arXiv:2504.05118): the mean over right answers
+    right = mask * (groups.rewards >= rl.keep_reward)[..., None]
+    counted = [x[..., 0] if rl.aggregate == 'sequence' else x for x in (right, mask)]
+    slope = slope - rl.correct_nll_coef * right / groups.mean(*counted)
+  weight = token_weights(groups, mask, rl.aggregate, max_tokens)
+  bonus = entropy_weight if rl.entropy_target else rl.entropy_coef
+  return weight * slope, -bonus * weight
+
+
+def token_weights(groups: Groups, mask: np.ndarray, aggregate: str, max_tokens: int) -> np.ndarray:
+  """Returns the weight of each token in the loss [K, G, C], times the probability of its group."""
+  chance = groups.chance[:, None, None]
+  lengths = mask.sum(axis=2, keepdims=True)
+  sequences = (chance * (lengths > 0)).sum()
+  return {
+    'token': chance * mask / (chance * mask).sum(),
+    'sequence': chance * mask / np.maximum(lengths, 1) / sequences,
+    'constant': chance * mask / (sequences * max_tokens),
+  }[aggregate]
+
+
+# ------------------------------------------------------------- advantages
+
+
+def advantages(groups: Groups, rl: Any, mask: np.ndarray) -> np.ndarray:
+  """[K, G, C]."""
+  kl = np.zeros(mask.shape)
+  if rl.kl_coef and rl.kl_in != 'loss':
+    kl = rl.kl_coef * (groups.old - groups.reference) * mask  # k1
+  penalty = kl if rl.kl_in == 'reward' else 0 * kl
+  values = ADVANTAGES[rl.advantage](groups, rl, groups.rewards - penalty.sum(axis=2), mask, penalty)
+  values = values[..., None] if values.ndim == 2 else values
+  return (values - (kl if rl.kl_in == 'advantage' else 0)) * mask
+
+
+def group(groups, rl, rewards, mask, penalty):
+  """GRPO (arXiv:2402.03300); Dr. GRPO (2503.20783) without the std, "Lite PPO" (2508.08221) with that of the batch."""
+  centered = rewards - rewards.mean(axis=1, keepdims=True)
+  if rl.scale_rewards == 'batch':
+    return centered / (groups.std(rewards, np.ones(rewards.shape)) + EPS)
+  return centered / (rewards.std(axis=1, ddof=1, keepdims=True) + EPS) if rl.scale_rewards == 'group' else centered
+
+
+def leave_one_out(groups, rl, rewards, mask, penalty):
+  """RLOO (arXiv:2402.14740)."""
+  out = np.zeros(rewards.shape)
+  for i in range(rewards.shape[1]):
+    others = np.delete(rewards, i, axis=1)
+    out[:, i] = rewards[:, i] - others.mean(axis=1)
+    if rl.scale_rewards == 'leave_one_out':
+      std = others.std(axis=1, ddof=1)
+      out[:, i] /= np.where(std > EPS, std + EPS, 1)
+  return out
+
+
+def whitened(groups, x, mask):
+  return (x - groups.mean(x, mask)) / groups.std(x, mask)
+
+
+def to_go(rewards, mask, penalty):
+  """The reward of the sequence, minus the penalties from each token on."""
+  left = np.cumsum((penalty * mask)[..., ::-1], axis=2)[..., ::-1]
+  return rewards[..., None] - left
+
+
+def reinforce_pp(groups, rl, rewards, mask, penalty):
+  """REINFORCE++ (arXiv:2501.03262): returns with the KL of the tokens that follow, whitened over the batch."""
+  return whitened(groups, to_go(groups.rewards, mask, penalty), mask)
+
+
+def reinforce_pp_baseline(groups, rl, rewards, mask, penalty):
+  """The same paper: minus the mean of the group, whitened over the tokens of the batch."""
+  centered = (rewards - rewards.mean(axis=1, keepdims=True))[..., None] * np.ones(mask.shape)
+  return whitened(groups, centered, mask)
+
+
+def remax(groups, rl, rewards, mask, penalty):
+  """ReMax (arXiv:2310.10505)."""
+  return to_go(groups.rewards, mask, penalty) - groups.greedy[:, None, None]
+
+
+def opo(groups, rl, rewards, mask, penalty):
+  """OPO (arXiv:2505.23585), eq. 8: the baseline weighs by length."""
+  lengths = mask.sum(axis=2)
+  flat = rewards.max(axis=1) == rewards.min(axis=1)
+  baseline = (lengths * rewards).sum(axis=1) / np.maximum(lengths.sum(axis=1), 1)
+  return np.where(flat[:, None], 0, rewards - baseline[:, None])
+
+
+def gpg(groups, rl, rewards, mask, penalty):
+  """GPG (arXiv:2504.02546), eq. 7: scaled by the share of groups that are not uniform."""
+  varied = (rewards.max(axis=1) > rewards.min(axis=1)) @ groups.chance
+  return (rewards - rewards.mean(axis=1, keepdims=True)) / varied
+
+
+def maxrl(groups, rl, rewards, mask, penalty):
+  """MaxRL (arXiv:2602.02710)."""
+  mean = rewards.mean(axis=1, keepdims=True)
+  return (rewards - mean) / np.where(mean > 0, mean, 1)
+
+
+def pass_at_k(groups, rl, rewards, mask, penalty):
+  """Pass@k training (arXiv:2508.10751), section 2.2: all subsets of k, each with GRPO's advantage of its best."""
+  subsets = list(itertools.combinations(range(rewards.shape[1]), rl.pass_k))
+  best = np.stack([rewards[:, list(s)].max(axis=1) for s in subsets], axis=1)
+  mean, std = best.mean(axis=1, keepdims=True), best.std(axis=1, keepdims=True)
+  of_subset = (best - mean) / np.where(std > 0, std, 1)
+  return np.stack([of_subset[:, [i in s for s in subsets]].mean(axis=1) for i in range(rewards.shape[1])], axis=1) * (
+    std > 0
+  )
+
+
+def best_minus_second(groups, rl, rewards, mask, penalty):
+  """arXiv:2503.19595, divided by the std of the group as in verl."""
+  out = np.zeros(rewards.shape)
+  for row, values in zip(out, rewards):
+    first = values.argmax()
+    if (values == values[first]).sum() == 1:
+      row[first] = (values[first] - np.delete(values, first).max()) / (values.std(ddof=1) + EPS)
+  return out
+
+
+def gdpo(groups, rl, rewards, mask, penalty):
+  """GDPO (arXiv:2601.05242), eqs. 4 to 6."""
+  total = 0
+  for weight, values in groups.components.values():
+    std = values.std(axis=1, ddof=1, keepdims=True)
+    total = total + weight * (values - values.mean(axis=1, keepdims=True)) / (std + EPS)
+  return total / (groups.std(total, np.ones(total.shape)) + EPS)
+
+
+def gigpo(groups, rl, rewards, mask, penalty):
+  """GiGPO (arXiv:2505.10978): with one turn, which starts from the prompt, state and episode are the same."""
+  return (1 + rl.step_weight) * group(groups, rl, rewards, mask, penalty)
+
+
+ADVANTAGES = dict(
+  group=group,
+  leave_one_out=leave_one_out,
+  reinforce_pp=reinforce_pp,
+  reinforce_pp_baseline=reinforce_pp_baseline,
+  remax=remax,
+  opo=opo,
+  gpg=gpg,
+  maxrl=maxrl,
+  pass_at_k=pass_at_k,
+  best_minus_second=best_minus_second,
+  gdpo=gdpo,
+  mt_grpo=group,  # MT-GRPO (arXiv:2505.11821) with one turn
+  gigpo=gigpo,
+)
+
+
+# ------------------------------------------------------------- surrogates
+
+
+@dataclasses.dataclass
+class Tokens:
+  """Log-probs of the present and the old policy, and the mask [K, G, C]."""
+
+  present: np.ndarray
+  old: np.ndarray
+  mask: np.ndarray
+
+
+def over_sequence(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
+  """The mean over the tokens of each sequence [K, G, 1]."""
+  return (x * mask).sum(axis=2, keepdims=True) / np.maximum(mask.sum(axis=2, keepdims=True), 1)
+
+
+def clipped(a, r, rl):
+  """The derivative by log r of -min(r A, clip(r) A), held above c A where A < 0 and there is a dual clip c."""
+  inside = np.where(a >= 0, r <= 1 + rl.clip_high, r >= 1 - rl.clip_low)
+  if rl.dual_clip:
+    inside &= (a >= 0) | (r <= rl.dual_clip)
+  return -a * r * inside
+
+
+def sapo(a, log_r, tokens, rl):
+  """SAPO (arXiv:2511.20347): sigmoid(tau (r - 1)) 4 / tau."""
+  r, tau = np.exp(log_r), np.where(a > 0, rl.tau_pos, rl.tau_neg)
+  gate = 1 / (1 + np.exp(-tau * (r - 1)))
+  return -a * r * 4 * gate * (1 - gate)
+
+
+def geo_mean(a, log_r, tokens, rl):
+  """GMPO (arXiv:2507.20673): the geometric mean of ratios that are clipped by the sign of the advantage."""
+  low, high = (a < 0) & (log_r < -rl.clip_low), (a > 0) & (log_r > rl.clip_high)
+  bounded = np.where(low, -rl.clip_low, np.where(high, rl.clip_high, log_r))
+  return -a * np.exp(over_sequence(bounded, tokens.mask)) * ~(low | high)
+
+
+def dppo(a, tokens, measure, rl):
+  """DPPO (arXiv:2602.04879): tokens that have moved too far in the direction of their advantage are left out."""
+  p, q = np.exp(tokens.present), np.exp(tokens.old)
+  moved = (a > 0) & (p > q) & (measure(p, q) > rl.clip_high) | (a < 0) & (p < q) & (measure(p, q) > rl.clip_low)
+  return -a * np.minimum(p / q, 20) * ~moved
+
+
+def binary_kl(p, q):
+  with np.errstate(all='ignore'):
+    rest = (1 - q) * np.log((1 - q) / (1 - p))
+  return q * np.log(q / p) + np.where(q < 1, rest, 0)
+
+
+def vespo(a, log_r, tokens, rl):
+  """VESPO (arXiv:2602.10693): W^k exp(lambda (1 - W)) of the product of the ratios."""
+  ratio = np.exp((log_r * tokens.mask).sum(axis=2, keepdims=True))
+  shape, rate = np.where(a >= 0, 2, 3), np.where(a >= 0, 3, 2)
+  return -a * ratio**shape * np.exp(rate * (1 - ratio))
+
+
+SURROGATES = dict(
+  clip=lambda a, log_r, tokens, rl: clipped(a, np.exp(log_r), rl),  # PPO (arXiv:1707.06347), 1912.09729
+  reinforce=lambda a, log_r, tokens, rl: -a,
+  cispo=lambda a, log_r, tokens, rl: -a * np.clip(np.exp(log_r), 1 - rl.clip_low, 1 + rl.clip_high),  # 2506.13585
+  sapo=sapo,
+  gspo=lambda a, log_r, tokens, rl: clipped(a, np.exp(over_sequence(log_r, tokens.mask)), rl),  # 2507.18071
+  geo_mean=geo_mean,
+  dppo_tv=lambda a, log_r, tokens, rl: dppo(a, tokens, lambda p, q: abs(p - q), rl),
+  dppo_kl=lambda a, log_r, tokens, rl: dppo(a, tokens, binary_kl, rl),
+  vespo=vespo,
+  dro=lambda a, log_r, tokens, rl: -a + rl.dro_beta * log_r,  # DRO (arXiv:2405.19107)
+)
+
+# Value and derivative by log pi of the estimators, d = log pi - log ref (Schulman 2020; arXiv:2512.21852).
+KL = {
+  'k1': lambda d: (d, np.ones(d.shape)),
+  'k2': lambda d: (d**2 / 2, d),
+  'k3': lambda d: (np.exp(-d) - 1 + d, 1 - np.exp(-d)),
+  'abs': lambda d: (abs(d), np.sign(d)),
+  'k1+': lambda d: (d, d),
+  'k3+': lambda d: (np.exp(-d) - 1 + d, d),
+}
+
+
+# ------------------------------------------------------------ corrections
+
+
+def within(x, low, high):
+  return (x >= low) & (x <= high)
+
+
+def product(log_w, mask):
+  return np.exp((log_w * mask).sum(axis=2, keepdims=True))
+
+
+def k2(log_w):
+  return log_w**2 / 2
+
+
+def k3(log_w):
+  return np.exp(log_w) - 1 - log_w
+
+
+# Weights from log(old / sampler): Yao et al. 2025, IcePop (arXiv:2510.18855), and masks as in verl.
+CORRECTIONS = dict(
+  token_truncated=lambda w, mask, rl: np.minimum(np.exp(w), rl.importance_cap),
+  sequence_truncated=lambda w, mask, rl: np.minimum(product(w, mask), rl.importance_cap),
+  icepop=lambda w, mask, rl: np.exp(w) * within(np.exp(w), rl.token_low, rl.token_high),
+  token_mask=lambda w, mask, rl: within(np.exp(w), rl.token_low, rl.token_high),
+  sequence_mask=lambda w, mask, rl: within(np.exp(over_sequence(w, mask)), rl.sequence_low, rl.sequence_high),
+  product_mask=lambda w, mask, rl: within(product(w, mask), rl.product_low, rl.product_high),
+  token_k2=lambda w, mask, rl: k2(w) <= rl.reject_above,
+  token_k3=lambda w, mask, rl: k3(w) <= rl.reject_above,
+  sequence_k2=lambda w, mask, rl: over_sequence(k2(w), mask) <= rl.reject_above,
+  sequence_k3=lambda w, mask, rl: over_sequence(k3(w), mask) <= rl.reject_above,
+)
+
+
+def largest(x: np.ndarray, mask: np.ndarray, fraction: float) -> np.ndarray:
+  """The tokens of the largest x [K, G, C], this fraction of those in the mask; the first of equal ones."""
+  order = np.argsort(np.where(mask > 0, -x, np.inf).ravel(), kind='stable')
+  chosen = np.zeros(mask.size, bool)
+  chosen[order[: max(int(fraction * (mask > 0).sum()), 1)]] = True
+  return chosen.reshape(mask.shape)
