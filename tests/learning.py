@@ -71,7 +71,7 @@ class Case:
   start: str = 'start'
 
 
-def online(algorithm, steps=60, lr=4e-4, **over) -> Case:
+def online(algorithm, steps=60, lr=8e-4, **over) -> Case:
   """On-policy: the share of held-out answers that are right."""
   return Case(
     tiny.merged(

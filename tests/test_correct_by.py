@@ -21,7 +21,7 @@ from jaxpost.rewards.pool import RewardPool
 from jaxpost.rl import batching, grading
 from jaxpost.rl.reward_metrics import verdicts
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import prepare, reward_model
+from jaxpost.stage import prepare, sampling_inputs
 from jaxpost.stage.evaluate import pass_metrics
 from jaxpost.tools import score_dataset
 from jaxpost.types import Experience, Prompt, Rollout
@@ -86,7 +86,7 @@ def test_lengths_do_not_make_an_all_wrong_group_varied():
   )
   with RewardPool(config.rewards_tuple()) as pool:
     pool.check(['prompt', 'answer'])
-    grader = grading.Grader(pool, tokenizer_lib.load('bytes'), correct_by=reward_model.correct_by(config, False))
+    grader = grading.Grader(pool, tokenizer_lib.load('bytes'), correct_by=sampling_inputs.correct_by(config, False))
     pending = grader.submit(rollout)
     assert pending.varied_groups().tolist() == [False, True, False]
     assert pending.select_varied(1).selected == [[1]]
@@ -234,7 +234,7 @@ def test_recorded_rollouts_keep_their_verdicts(model, tmp_path):
   ],
 )
 def test_the_first_function_decides_unless_one_is_named(over, model_grades, expected):
-  assert reward_model.correct_by(stage_config(**over), model_grades) == expected
+  assert sampling_inputs.correct_by(stage_config(**over), model_grades) == expected
 
 
 def test_a_name_that_is_no_reward_is_refused(model):

@@ -23,7 +23,7 @@ from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rewards.groups import Graded
 from jaxpost.rl import batching, grading, merging
-from jaxpost.stage import algorithms, checks, sampling_inputs
+from jaxpost.stage import algorithms, sampling_inputs
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Experience, Prompt, Rollout
 
@@ -419,7 +419,7 @@ def test_what_the_controller_cannot_do_is_refused():
 def test_what_a_reward_model_cannot_grade_is_refused(name, text):
   config = config_of(name, reward=('reward_model',))
   with pytest.raises(InputError, match=text):
-    checks.check_reward_model(config, algorithms.load_algorithm(name))
+    sampling_inputs.check_reward_model(config, algorithms.load_algorithm(name))
 
 
 # ------------------------------------------------------------ whole runs

@@ -7,7 +7,7 @@ weights of the batch decide token-mean, sequence-mean or constant length.
 r = pi / pi_old throughout, with |log r| held to at most 20. `LOSSES` holds the
 surrogates by name (most are in surrogates.py), `KL` the estimators. To add one,
 write the function and name it there and in the choices of `rl.loss` or
-`rl.kl_estimator` (stage/schema_methods.py).
+`rl.kl_estimator` (stage/schema_rl.py).
 """
 
 import dataclasses

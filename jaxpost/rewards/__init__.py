@@ -5,6 +5,6 @@ grades groups of completions. The other files hold the rewards themselves: answe
 (`length`), programs (`code`), a model behind a URL (`judge`), and functions written for verl (`verl`).
 
 rl/ and tools/ import `pool` and `groups`. This room imports workers/, imports and errors. It never imports JAX: reward
-workers must start in milliseconds and must not touch a device. Reward models (stage/reward_model.py) and environments
-do not belong here.
+workers must start in milliseconds and must not touch a device. Reward models (roles of a stage) and
+environments do not belong here.
 """

@@ -11,7 +11,7 @@ from jaxpost.types import max_documents
 
 if TYPE_CHECKING:
   from jaxpost.stage.config import Config
-  from jaxpost.stage.schema_methods import RolloutSection
+  from jaxpost.stage.schema_rl import RolloutSection
 
 
 @dataclasses.dataclass(frozen=True)

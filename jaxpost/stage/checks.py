@@ -15,7 +15,6 @@ from jaxpost.models import attention
 from jaxpost.models.config import CustomConfig
 from jaxpost.stage import optim
 from jaxpost.stage.batch_shape import row_length
-from jaxpost.stage.reward_model import NAME, is_used
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
@@ -40,7 +39,6 @@ def samples(config: Config, algorithm: Algorithm) -> bool:
 
 def check_config(config: Config, algorithm: Algorithm) -> None:
   """Refuses what the config alone shows to be wrong."""
-  check_reward_model(config, algorithm)
   optim.check(config.optim)
   check_mesh(config, algorithm)
   if config.reference.every:
@@ -162,30 +160,4 @@ def check_replay(config: Config, algorithm: Algorithm, found: Mapping[str, Sourc
     raise InputError(
       'config.router.routing_replay: is for on-policy methods on whole completions, '
       'without data mixed in, environment, critic, reward model or teachers'
-    )
-
-
-def check_reward_model(config: Config, algorithm: Algorithm) -> None:
-  """Refuses uses of a reward model's scores that have no meaning."""
-  samples = config.eval.samples if config.eval.data.path else 0
-  if algorithm.scalar_head and samples:
-    raise InputError('config.eval.samples: a reward model writes no text; set it to 0 in the stage that trains one')
-  per_step = config.reward_model.per_step
-  refuse(
-    per_step and (bool(config.environment) or not is_used(config, algorithm)),
-    f'config.reward_model.per_step: needs {NAME} in config.reward, of completions without an environment; unset it',
-  )
-  if is_used(config, algorithm):
-    for name in ('dynamic_sampling', 'replay'):
-      if vars(config.rl)[name]:
-        raise InputError(f'config.rl.{name}: groups are chosen before a reward model scores them; set it to 0')
-    if algorithm.greedy_baseline(config):
-      raise InputError(
-        f'config.reward: {NAME} does not grade the greedy answer that this '
-        'method compares with; use another method, such as rloo'
-      )
-  elif samples and config.rewards_tuple() == (NAME,):
-    raise InputError(
-      f'config.eval.samples: only reward functions grade samples here, and '
-      f'config.reward has none beside {NAME}; add one or set it to 0'
     )

@@ -18,7 +18,7 @@ from jaxpost.rl import batching, grading
 from jaxpost.rl.controller import Controller
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.rollout.sampler import Sampler
-from jaxpost.stage import batch_shape, reward_model
+from jaxpost.stage import batch_shape, sampling_inputs
 from jaxpost.stage.evaluate import SampledEval
 from jaxpost.types import RowShape
 
@@ -100,9 +100,9 @@ def make_sampler(placed: PlacedStage, engine: NativeEngine, purpose: int) -> Sam
 def make_grader(placed: PlacedStage, observers: Sequence[Callable] = ()) -> grading.Grader:
   """Makes the grader of rollouts on the stage's worker processes; `observers` as in `Grader`."""
   config = placed.config
-  correct_by = reward_model.correct_by(config, reward_model.NAME in placed.inputs.sources)
+  correct_by = sampling_inputs.correct_by(config, sampling_inputs.REWARD_MODEL in placed.inputs.sources)
   weights = dict(zip(config.rewards_tuple(), config.reward_weights))
-  model_weight = weights.get(reward_model.NAME, 1.0)
+  model_weight = weights.get(sampling_inputs.REWARD_MODEL, 1.0)
   shared = placed.workers.rewards, placed.inputs.tokenizer, model_weight, correct_by, observers
   return grading.Grader(*shared, per_step=config.reward_model.per_step)
 
@@ -185,7 +185,7 @@ def make_sampled_eval(placed: PlacedStage, engine: NativeEngine, prompts: tuple[
   """Makes the evaluation of completions of held-out prompts."""
   config, shape = placed.config, placed.shape
   values = None
-  if reward_model.NAME in placed.inputs.sources:
+  if sampling_inputs.REWARD_MODEL in placed.inputs.sources:
     values = functools.partial(
       reward_model_values,
       shape=RowShape(shape.rows, shape.row_length),

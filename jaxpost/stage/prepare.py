@@ -21,7 +21,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError, refuse
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition
-from jaxpost.stage import checks, epochs, reward_model
+from jaxpost.stage import checks, epochs
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.algorithms import load_algorithm
@@ -73,6 +73,11 @@ def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> 
   """Prepares one stage; `before` are the stages that run first."""
   algorithm, config = settle(config)
   checks.check_config(config, algorithm)
+  samples = checks.samples(config, algorithm)
+  if samples or algorithm.scalar_head or config.rewards_tuple() or config.reward_model.per_step:
+    from jaxpost.stage import sampling_inputs
+
+    sampling_inputs.check_reward_model(config, algorithm)
   source = model_source(config.model)
   found = find_weights(config, algorithm, source, {p.name: sources_lib.outcome(p.inputs) for p in before})
   tokenizer = load_tokenizer(config, source)
@@ -81,10 +86,7 @@ def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> 
   algorithm.check_roles(config, found, tokenizer)
   inputs = make_inputs(name, config, algorithm, found, tokenizer)
   rows, held_out_rows = read_rows(config), read_held_out_rows(config)
-  samples = checks.samples(config, algorithm)
   if samples:
-    from jaxpost.stage import sampling_inputs
-
     sampling_inputs.check_reward_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
   with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
     environment = None
@@ -95,7 +97,7 @@ def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> 
     rewards = None
     if samples:
       sampling_inputs.check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
-      reward_model.correct_by(config, reward_model.NAME in found)
+      sampling_inputs.correct_by(config, sampling_inputs.REWARD_MODEL in found)
       if algorithm.from_data(config) or config.rl.expert:
         from jaxpost.rl import demonstrations
 
@@ -226,8 +228,11 @@ def find_weights(
   if algorithm.critic(config):
     path = config.critic.path
     out['critic'] = find(path, 'config.critic.path', earlier) if path else source
-  if reward_model.is_used(config, algorithm):
-    out[reward_model.NAME] = reward_model.find(config, earlier, find)
+  if algorithm.on_policy:
+    from jaxpost.stage import sampling_inputs
+
+    if sampling_inputs.grades_by_model(config, algorithm):
+      out[sampling_inputs.REWARD_MODEL] = sampling_inputs.find_reward_model(config, earlier, find)
   teachers = config.distill.teachers if 'teachers' in algorithm.needs(config) else ()
   for i, text in enumerate(teachers):
     out[f'teacher_{i}'] = find(text, f'config.distill.teachers[{i}]', earlier)

@@ -1,12 +1,12 @@
-"""Prepares a stage that samples, before a device is used: checks, prompts, processes of rewards and environments.
+"""Prepares a stage that samples, before a device is used: checks, prompts, rewards, reward model, environments.
 
-Imported only by stages that sample. The checks of every stage are in `checks.py`.
+Imported only by stages that sample or name a reward. The checks of every stage are in `checks.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from jaxpost.data import tokenizer as tokenizer_lib
@@ -14,9 +14,9 @@ from jaxpost.errors import InputError, refuse
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.checks import samples_held_out
-from jaxpost.stage.reward_model import KEY, NAME
 
 if TYPE_CHECKING:
+  from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.prompts import PromptStream
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
   from jaxpost.stage.config import Config
   from jaxpost.stage.records import Inputs
   from jaxpost.stage.sources import Source
+
+REWARD_MODEL = 'reward_model'  # in config.reward: a role, not a function
+REWARD_MODEL_KEY = 'config.reward_model.path'
 
 
 def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> None:
@@ -72,7 +75,10 @@ def check_reward_tokens(
     found: {role: Source}.
     earlier: {stage: tokenizer} of the stages that run first.
   """
-  for role, key, path in ((NAME, KEY, config.reward_model.path), ('critic', 'config.critic.path', config.critic.path)):
+  for role, key, path in (
+    (REWARD_MODEL, REWARD_MODEL_KEY, config.reward_model.path),
+    ('critic', 'config.critic.path', config.critic.path),
+  ):
     if role not in found or not path:
       continue
     theirs = _tokenizer_of(found[role], earlier)
@@ -123,7 +129,7 @@ def prompt_stream(
     from jaxpost.rewards import builtin
     from jaxpost.rl import mixture
 
-    functions = [spec for spec in inputs.config.rewards_tuple() if spec != NAME]
+    functions = [spec for spec in inputs.config.rewards_tuple() if spec != REWARD_MODEL]
     sources = mixture.parse(inputs.config, builtin.short_names(functions), rows, held_out=not shuffle)
   return PromptStream(
     rows,
@@ -156,7 +162,7 @@ def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
   specs, weights = config.rewards_tuple(), config.reward_weights
   if weights and len(weights) != len(specs):
     raise InputError(f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()')
-  functions = [i for i, spec in enumerate(specs) if spec != NAME]
+  functions = [i for i, spec in enumerate(specs) if spec != REWARD_MODEL]
   if not functions:
     return None
   pool = RewardPool(
@@ -177,3 +183,63 @@ def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
       pool.check_rows(rows)
     undo.pop_all()
   return pool
+
+
+def grades_by_model(config: Config, algorithm: Algorithm) -> bool:
+  """True if the stage loads a reward model: it learns from rewards, and one is among them."""
+  return algorithm.on_policy and algorithm.rewards and REWARD_MODEL in config.rewards_tuple()
+
+
+def check_reward_model(config: Config, algorithm: Algorithm) -> None:
+  """Refuses uses of a reward model's scores that have no meaning."""
+  samples = config.eval.samples if config.eval.data.path else 0
+  if algorithm.scalar_head and samples:
+    raise InputError('config.eval.samples: a reward model writes no text; set it to 0 in the stage that trains one')
+  per_step = config.reward_model.per_step
+  refuse(
+    per_step and (bool(config.environment) or not grades_by_model(config, algorithm)),
+    f'config.reward_model.per_step: needs {REWARD_MODEL} in config.reward, without an environment; unset it',
+  )
+  if grades_by_model(config, algorithm):
+    for name in ('dynamic_sampling', 'replay'):
+      if vars(config.rl)[name]:
+        raise InputError(f'config.rl.{name}: groups are chosen before a reward model scores them; set it to 0')
+    if algorithm.greedy_baseline(config):
+      raise InputError(
+        f'config.reward: {REWARD_MODEL} does not grade the greedy answer that this '
+        'method compares with; use another method, such as rloo'
+      )
+  elif samples and config.rewards_tuple() == (REWARD_MODEL,):
+    raise InputError(
+      f'config.eval.samples: only reward functions grade samples here, and '
+      f'config.reward has none beside {REWARD_MODEL}; add one or set it to 0'
+    )
+
+
+def find_reward_model(config: Config, earlier: Mapping[str, Source], find_source: Callable) -> Source:
+  """Finds its weights by `find_source`, see `sources.find`; `earlier` is {stage: Source}."""
+  path = config.reward_model.path
+  if not path:
+    raise InputError(
+      f'{REWARD_MODEL_KEY}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME'
+    )
+  source = find_source(path, REWARD_MODEL_KEY, earlier)
+  if not source.config.num_labels:
+    raise InputError(f'{REWARD_MODEL_KEY}: {path} is a language model, it has no head that gives a reward')
+  return source
+
+
+def correct_by(config: Config, model_grades: bool) -> str:
+  """Returns the name of the reward that decides what is correct; '' where nothing is graded.
+
+  Args:
+    model_grades: whether a reward model is among the roles of the stage.
+
+  Raises:
+    InputError: config.rl.correct_by is no reward of the stage.
+  """
+  from jaxpost.rewards import builtin
+
+  names = list(builtin.short_names([spec for spec in config.rewards_tuple() if spec != REWARD_MODEL]))
+  names += ['environment'] * bool(config.environment) + [REWARD_MODEL] * model_grades
+  return builtin.pick(names, config.rl.correct_by, 'config.rl.correct_by')

@@ -1,13 +1,14 @@
 """The config of one stage: type, range, default and meaning of every field.
 
-The sections that belong to methods are in `schema_methods.py`. `config.py` reads
-a user's config into these dataclasses; docs/config.md is generated from them.
+The sections that belong to methods are in `schema_methods.py` and `schema_rl.py`. `config.py`
+reads a user's config into these dataclasses; docs/config.md is generated from them.
 """
 
 import dataclasses
 from typing import Any
 
 from jaxpost.stage import schema_methods as methods
+from jaxpost.stage import schema_rl as rl_sections
 from jaxpost.stage.schema_field import option
 
 
@@ -287,16 +288,16 @@ class Config:
   router: RouterSection = RouterSection()
   lora: LoraSection = LoraSection()
   optim: OptimSection = OptimSection()
-  rollout: methods.RolloutSection = methods.RolloutSection()
+  rollout: rl_sections.RolloutSection = rl_sections.RolloutSection()
   nll: methods.NllSection = methods.NllSection()
   preference: methods.PreferenceSection = methods.PreferenceSection()
-  reference: methods.ReferenceSection = methods.ReferenceSection()
+  reference: rl_sections.ReferenceSection = rl_sections.ReferenceSection()
   reward_model: methods.RewardModelSection = methods.RewardModelSection()
   distill: methods.DistillSection = methods.DistillSection()
-  rl: methods.RlSection = methods.RlSection()
-  critic: methods.CriticSection = methods.CriticSection()
-  rewards: methods.RewardSection = methods.RewardSection()
-  tools: methods.ToolsSection = methods.ToolsSection()
+  rl: rl_sections.RlSection = rl_sections.RlSection()
+  critic: rl_sections.CriticSection = rl_sections.CriticSection()
+  rewards: rl_sections.RewardSection = rl_sections.RewardSection()
+  tools: rl_sections.ToolsSection = rl_sections.ToolsSection()
   mesh: MeshSection = MeshSection()
   eval: EvalSection = EvalSection()
   save: SaveSection = SaveSection()

@@ -24,7 +24,7 @@ from jaxpost.errors import InputError, NoCheckpointError
 from jaxpost.models import partition
 from jaxpost.models.parameters import join
 from jaxpost.roles import Policy, Roles
-from jaxpost.stage import algorithms, assemble, on_policy, place, prepare, reward_model, sampling_inputs, schema
+from jaxpost.stage import algorithms, assemble, on_policy, place, prepare, sampling_inputs, schema
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import export as export_lib
 from jaxpost.stage import load_weights as weights_lib
@@ -296,7 +296,7 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
     held_out_data = prepare.make_held_out(inputs, rows, tools=environment.tools if environment else None)
     if samples:
       sampling_inputs.check_sampling(config, False)
-      reward_model.correct_by(config, False)
+      sampling_inputs.correct_by(config, False)
       rewards = sampling_inputs.start_rewards(config, rows)
       if rewards:
         cleanup.callback(rewards.close)
