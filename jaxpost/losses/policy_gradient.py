@@ -19,8 +19,7 @@ import jax.numpy as jnp
 
 from jaxpost.losses.reduce import MAX_LOG_RATIO, by_name, same_shape, sequence_mean, sequence_total
 
-# [B, T] -> [B, T]: the mean, or the sum, over the trained tokens of each sequence, written
-# to all of its tokens. Only losses with `per_sequence` call it.
+# [B, T] -> [B, T]: the mean or sum over the trained tokens of each sequence, at all of its tokens.
 SequenceMean = Callable[[jax.Array], jax.Array]
 LossAndMetrics = tuple[jax.Array, dict[str, jax.Array]]
 
