@@ -237,6 +237,18 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
     ('chat/completions', dict(messages=HELLO, presence_penalty=0.5), 400, 'presence_penalty'),
     ('completions', dict(prompt='a', max_tokens=-1), 400, 'max_tokens: -1 is less than 1'),
     ('completions', dict(prompt=['a'] * 1025, max_tokens=1), 400, 'prompt: 1025 prompts are more than 1024'),
+    (
+      'completions',
+      dict(prompt='a', max_token=1),
+      400,
+      'max_token: there is no such parameter; did you mean max_tokens',
+    ),
+    ('chat/completions', dict(messages=HELLO, functions=[]), 400, 'functions: there is no such parameter'),
+    ('chat/completions', dict(messages=HELLO, parallel_tool_calls=False), 400, 'parallel_tool_calls: is not supported'),
+    ('completions', dict(prompt='a', stop=['b'] * 65), 400, 'stop: at most 64'),
+    ('completions', dict(prompt='a', stop='b' * 1025), 400, 'stop: at most 64'),
+    ('completions', dict(prompt='a' * 2000), 400, 'prompt: 2000 characters are more than 1664'),
+    ('chat/completions', dict(messages=HELLO * 200), 400, 'characters are more than 1664'),
     ('completions', dict(prompt='a', stream='yes'), 400, "stream: 'yes' is no bool"),
     ('completions', dict(prompt='a', stream=True, stream_options=7), 400, 'stream_options: 7 is no dict'),
     ('chat/completions', dict(messages=[*HELLO, {'role': 'assistant', 'tool_calls': 7}]), 400, 'tool_calls: is a int'),
@@ -419,6 +431,20 @@ def test_bodies_of_all_kinds_get_an_answer(server, record_property):
     assert (code == 200 and found['choices']) or (code == 400 and found['error']['message']), (body, code, text)
 
 
+def test_other_clients_do_not_wait_for_a_long_prompt(weights):
+  """The lock of the interpreter is free while a text becomes tokens."""
+  text, longest = 'a, ' * 300_000, [0.0]
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    encoding = thread.submit(weights.inputs.tokenizer.encode, text)
+    begin = time.monotonic()
+    while not encoding.done():
+      now = time.monotonic()
+      time.sleep(0.001)
+      longest.append(time.monotonic() - now)
+  assert encoding.result()[:3] == list(b'a, ') and len(encoding.result()) == len(text)
+  assert sorted(longest)[-1] < 0.5 * (time.monotonic() - begin)
+
+
 def test_a_key_is_asked_for(weights):
   engine = completions.make_engine(weights, slots=1, max_prompt=8, max_new_tokens=8)
   endpoint = Endpoint(engine, weights.inputs.tokenizer, api_key='right')
@@ -428,6 +454,12 @@ def test_a_key_is_asked_for(weights):
       code, text = post(endpoint.url, 'completions', key, prompt='a')
       assert code == 401 and 'API key' in json.loads(text)['error']['message']
     assert post(endpoint.url, 'completions', 'right', prompt='')[0] == 400
+    head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nAuthorization: %s\r\n\r\n'
+    assert b' 401 ' in raw((endpoint,), head % b'Bearer wrong')  # before the body is there
+    assert endpoint._http.held == 0
+    assert b' 400 ' in raw(
+      (endpoint,), (head % b'bearer  right').replace(b'Auth', b'Connection: close\r\nAuth') + b'{}'
+    )
   finally:
     endpoint.close()
 

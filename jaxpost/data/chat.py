@@ -104,11 +104,14 @@ def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Messa
   return messages
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: str | list[Message], row: Row, where: str) -> np.ndarray:
+def encode_prompt(
+  tokenizer: Tokenizer, prompt: str | list[Message], row: Row, where: str, max_characters: int | None = None
+) -> np.ndarray:
   """Returns the tokens [T] int32 of a prompt that `prompt_of` returned.
 
   Args:
     row: may have `tools`, which the chat template shows, and `chat_template_kwargs`.
+    max_characters: of a chat, with its tools; see `check_length`.
   """
   if isinstance(prompt, str):
     ids = [*_bos(tokenizer), *tokenizer.encode(prompt)]
@@ -116,8 +119,15 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str | list[Message], row: Row, w
       raise InputError(f'{where}: prompt: is empty')
   else:
     text, _ = tokenizer.render_chat(prompt, generation_prompt=True, row=row, where=where)
+    check_length(text, where, max_characters)
     ids = tokenizer.encode(text)
   return np.asarray(ids, np.int32)
+
+
+def check_length(text: str, where: str, most: int | None) -> None:
+  """Raises InputError for a text of more than `most` characters, before time is spent on its tokens."""
+  if most is not None and len(text) > most:
+    raise InputError(f'{where}: {len(text)} characters are more than {most}; shorten it')
 
 
 def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:

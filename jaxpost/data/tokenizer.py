@@ -43,6 +43,7 @@ _TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, R
 _SWITCHES = {'enable_thinking': False}  # template_kwargs that are passed where nothing else is set
 # Tokens that end a turn: a template that writes one means the sampler stops.
 _TURN_ENDS = ('<|im_end|>', '<|eot_id|>', '<|eom_id|>', '<end_of_turn>', '<|end|>', '<|eot|>', '<turn|>')
+_LONG = 1 << 15  # characters
 _FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -78,6 +79,8 @@ class Tokenizer:
     """Returns the token ids of `text`; nothing is added, special tokens are parsed."""
     # The wrapper's own encode sets options on the shared tokenizer, which
     # fails when two threads encode at once.
+    if len(text) > _LONG:  # encode() would hold Python's lock, and stop a server, for seconds
+      return self.hf.backend_tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
     return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
   def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -95,6 +98,11 @@ class Tokenizer:
     """The texts of the added tokens, longest first."""
     texts = [t.content for t in self.hf.added_tokens_decoder.values()]
     return tuple(sorted(texts, key=lambda t: (-len(t), t)))
+
+  @functools.cached_property
+  def longest_token(self) -> int:
+    """The number of characters of the longest token."""
+    return max(map(len, self.hf.get_vocab()))
 
   @functools.cached_property
   def adds_space(self) -> bool:

@@ -104,13 +104,19 @@ class Connections:
   Args:
     listening: see `listen`.
     answer: makes the reply to a call; runs in the thread of the connections and must not block it.
+    admit: called with the headers of a request before its body is read; may raise HttpError.
     refusal: (status, message) -> the reply to a request that is refused before it is read to its end.
   """
 
   def __init__(
-    self, listening: socket.socket, answer: Callable[[Call], Awaitable[Reply]], refusal: Callable[[int, str], Reply]
+    self,
+    listening: socket.socket,
+    answer: Callable[[Call], Awaitable[Reply]],
+    refusal: Callable[[int, str], Reply],
+    admit: Callable[[Call], None],
   ) -> None:
     self.answer = answer
+    self.admit = admit
     self.refusal = refusal
     self.port = listening.getsockname()[1]
     self.held = 0
@@ -217,6 +223,7 @@ class _Connection:
     self._bodiless = event.method == b'HEAD'
     headers = {name.decode('latin-1'): value.decode('latin-1') for name, value in event.headers}
     call = Call(event.method.decode('ascii'), event.target.decode('ascii'), headers)
+    self._owner.admit(call)
     self._hold(_size(call))
     if self._owner.held > _MAX_BODIES:
       raise HttpError(503, f'the server holds requests of more than {_MAX_BODIES} bytes; try again later')
@@ -268,7 +275,7 @@ class _Connection:
       ('Content-Type', reply.kind),
       ('Content-Length', str(len(data))),
     ]
-    if self._protocol.their_state is not h11.DONE or reply.status in (401, 403):  # unread, or not admitted
+    if self._protocol.their_state is not h11.DONE:  # unread
       headers.append(('Connection', 'close'))
     reason = http.HTTPStatus(reply.status).phrase
     self._write(h11.Response(status_code=reply.status, headers=headers, reason=reason))
@@ -297,7 +304,7 @@ class _Connection:
 def _size(call: Call) -> int:
   """Returns the size of the body that the headers announce; HttpError for a method or body that is not taken."""
   if call.method not in ('GET', 'POST'):
-    raise HttpError(501, f'{call.method}: is not supported')
+    raise HttpError(501, f'the method {call.method} is not supported')
   size = call.headers.get('content-length', '0' if call.method == 'GET' else '')
   if 'transfer-encoding' in call.headers or not size:
     raise HttpError(411, 'a request needs a Content-Length, in bytes')

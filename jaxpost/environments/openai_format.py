@@ -5,6 +5,7 @@ The HTTP server that uses it is openai_server.py.
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +34,14 @@ _UNSUPPORTED = {
   'echo': (False,),
   'suffix': ('',),
   'best_of': (1,),
+  'parallel_tool_calls': (True,),
 }
+# Parameters that change no answer.
+_IGNORED = 'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key'
+MAX_ANSWERS = 1024  # of one request, to all of its prompts
+_MAX_STOPS, _MAX_STOP = 64, 1024  # stop strings of a request, and characters of each: all are searched in each block
+_READ = 'model messages prompt n max_tokens max_completion_tokens stop logprobs top_logprobs tools'.split()
+_READ += ['chat_template_kwargs', 'stream', 'stream_options']
 _FIELDS = ('temperature', 'top_p', 'top_k', 'min_p', 'min_tokens', 'seed')
 
 
@@ -57,11 +65,12 @@ class Translator:
   def __init__(self, tokenizer: Tokenizer, room: int) -> None:
     self._tokenizer = tokenizer
     self._room = room
+    self._most = room * tokenizer.longest_token  # characters; 16 MB of them take a minute to tokenize
 
   def chat_prompt(self, body: dict) -> np.ndarray:
     """Returns the token ids of the messages of a chat; InputError if they are malformed."""
     messages = messages_lib.check_messages(body.get('messages'), 'messages')
-    return chat.encode_prompt(self._tokenizer, messages, body, 'messages')
+    return chat.encode_prompt(self._tokenizer, messages, body, 'messages', self._most)
 
   def text_prompts(self, body: dict) -> list[np.ndarray]:
     """Returns the token ids of each prompt: `prompt` is a text, token ids, or a list of either."""
@@ -71,11 +80,14 @@ class Translator:
       prompt = [prompt]
     if not isinstance(prompt, list) or not prompt:
       raise InputError('prompt: must be a text, token ids, or a list of either')
+    if len(prompt) > MAX_ANSWERS:
+      raise InputError(f'prompt: {len(prompt)} prompts are more than {MAX_ANSWERS}')
     return [np.asarray(self._ids(p), np.int32) for p in prompt]
 
   def _ids(self, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
-      return self._tokenizer.encode(messages_lib.check_text(prompt, 'prompt'))
+      chat.check_length(messages_lib.check_text(prompt, 'prompt'), 'prompt', self._most)
+      return self._tokenizer.encode(prompt)
     size = self._tokenizer.vocab_size
     if not isinstance(prompt, list) or not prompt or not all(type(i) is int and 0 <= i < size for i in prompt):
       raise InputError(f'prompt: token ids are ints below {size}')
@@ -92,9 +104,12 @@ class Translator:
     stop = body.get('stop') or ()
     if not isinstance(stop, (str, list, tuple)):
       raise InputError(f'stop: {stop!r} is no text or list of texts')
+    stops = [stop] if isinstance(stop, str) else stop
+    if len(stops) > _MAX_STOPS or any(isinstance(text, str) and len(text) > _MAX_STOP for text in stops):
+      raise InputError(f'stop: at most {_MAX_STOPS} texts of {_MAX_STOP} characters')
     given['max_tokens'] = max_tokens
     given['top_logprobs'] = self._top_count(body)
-    given['stop_strings'] = (stop,) if isinstance(stop, str) else tuple(stop)
+    given['stop_strings'] = tuple(stops)
     return {name: value for name, value in given.items() if value is not None}
 
   def _top_count(self, body: dict) -> int:
@@ -169,6 +184,11 @@ class Translator:
 
 def check_supported(body: dict) -> None:
   """Raises InputError if a body asks for something that would be ignored."""
+  known = (*_READ, *_FIELDS, *_UNSUPPORTED, *_IGNORED)
+  if unknown := [name for name in body if name not in known]:
+    near = difflib.get_close_matches(unknown[0][:100], known, n=1)
+    hint = f'did you mean {near[0]}?' if near else 'leave it out'
+    raise InputError(f'{unknown[0][:100]}: there is no such parameter; {hint}')
   for name, harmless in _UNSUPPORTED.items():
     if body.get(name) is not None and body[name] not in harmless:
       raise InputError(f'{name}: is not supported here; leave it out')

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost.environments import http_connections, openai_format
 from jaxpost.environments.fair_lock import FairLock
-from jaxpost.environments.http_connections import Call, Reply
+from jaxpost.environments.http_connections import Call, HttpError, Reply
 from jaxpost.errors import InputError
 from jaxpost.rollout.sequence import Completion, Request
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.environments.agents import Session
 
-_MAX_ANSWERS = 1024  # of one request, to all of its prompts
 _THREADS = 4  # that translate bodies
 _LOOPBACK = 'localhost', '127.0.0.1', '::1'
 _TICK_S = 0.2  # seconds between checks whether to stop
@@ -113,7 +112,7 @@ class Endpoint:
       listening = http_connections.listen(host, port)
     except OSError as error:
       raise InputError(f'{host}:{port}: {error.strerror}; name another --port') from error
-    self._http = http_connections.Connections(listening, self._reply, self._refuse)
+    self._http = http_connections.Connections(listening, self._reply, self._refuse, self._admit)
     self.url = f'http://{host}:{self._http.port}/v1'
 
   # ------------------------------------------------------- driving the engines
@@ -209,7 +208,9 @@ class Endpoint:
   async def _reply(self, call: Call) -> Reply:
     """Answers a call; runs in the thread of the connections."""
     try:
-      self._admit(call)
+      known = (_CHAT, _TEXT) if call.method == 'POST' else ('/v1/models', '/v1/models/')
+      if call.path not in known:
+        return self._refuse(404, f'there is nothing at {call.path}')
       if call.method == 'GET':
         models = [dict(id=name, object='model', owned_by='jaxpost') for name in self.engines]
         return Reply(200, json.dumps(dict(object='list', data=models)))
@@ -229,15 +230,12 @@ class Endpoint:
     return reply
 
   def _admit(self, call: Call) -> None:
-    """Raises _Refused if the key is wrong, a page of another site asks (DNS rebinding), or the path is unknown."""
+    """Raises HttpError if the key is wrong, or a page of another site asks (DNS rebinding)."""
     if self.api_key and not hmac.compare_digest(_key(call).encode(), self.api_key.encode()):
-      raise _Refused(self._refuse(401, 'Authorization: the API key is missing or wrong'))
+      raise HttpError(401, 'Authorization: the API key is missing or wrong')
     host = re.sub(r':\d+$', '', call.headers.get('host', '')).strip('[]').lower()
     if self.hosts and host not in self.hosts:
-      raise _Refused(self._refuse(403, f'Host: {host!r} is not a name of this server: {", ".join(self.hosts)}'))
-    known = (_CHAT, _TEXT) if call.method == 'POST' else ('/v1/models', '/v1/models/')
-    if call.path not in known:
-      raise _Refused(self._refuse(404, f'{call.path}: there is nothing'))
+      raise HttpError(403, f'Host: {host!r} is not a name of this server: {", ".join(self.hosts)}')
 
   def _refuse(self, status: int, text: str, code: str | None = None) -> Reply:
     """Returns an error of the API; the text of one about a parameter begins with its name."""
@@ -341,10 +339,9 @@ class Endpoint:
     """
     contexts = [self._translator.chat_prompt(body)] if is_chat else self._translator.text_prompts(body)
     number = next(self._numbers)
-    if len(contexts) > _MAX_ANSWERS:
-      raise InputError(f'prompt: {len(contexts)} prompts are more than {_MAX_ANSWERS}')
-    if not 1 <= count <= _MAX_ANSWERS // len(contexts):
-      raise InputError(f'n: {count} is not between 1 and {_MAX_ANSWERS // len(contexts)}, for {len(contexts)} prompts')
+    most = openai_format.MAX_ANSWERS // len(contexts)
+    if not 1 <= count <= most:
+      raise InputError(f'n: {count} is not between 1 and {most}, for {len(contexts)} prompts')
     return [
       Request(ids, number, i * count + n, self._translator.sampling(body, len(ids)))
       for i, ids in enumerate(contexts)
@@ -363,7 +360,8 @@ def _session_request(session: Session, body: dict, requests: list[Request]) -> R
 
 
 def _key(call: Call) -> str:
-  return call.headers.get('authorization', '').removeprefix('Bearer ')
+  scheme, _, key = (given := call.headers.get('authorization', '')).partition(' ')
+  return key.strip() if scheme.lower() == 'bearer' else given
 
 
 def _stream(response: dict) -> Reply:
