@@ -194,7 +194,7 @@ class Scores(NamedTuple):
   """
 
   old_logprobs: Array | None = None  # of the policy before the first update of the step
-  ref_logprobs: Array | None = None  # of the reference, for the KL term
+  ref_logprobs: Any = None  # of the reference, for the KL term; on the devices a list, of each teacher of opd
   reward_model: Array | None = None  # its output at every token
   values: Array | None = None  # of the critic, of the text before a token
   entropy: Array | None = None  # of the policy before the first update of the step

@@ -57,6 +57,7 @@ OPTIONS = {
   'jaxpost.rl.privileged': 'rl.privileged',
   'jaxpost.rl.process_rewards': 'reward_model.per_step',
   'jaxpost.rl.replay': 'rl.replay',
+  'jaxpost.rl.teachers': 'distill.teachers',
   'jaxpost.rollout.rollout_codec': 'rollout.staleness',
   'jaxpost.rollout.rollout_files': 'log.rollouts_every',
   'jaxpost.stage.frozen_roles': 'rl.reference',

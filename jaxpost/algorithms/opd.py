@@ -3,10 +3,11 @@
 The advantage of a token is log T - log pi, which is minus the k1 estimate of
 KL(student, teacher); its policy gradient is that of the divergence of next tokens
 (MiniLLM, arXiv:2306.08543; "On-policy distillation", Thinking Machines 2025). The
-teacher is `config.rl.reference`. If there is a reward, the advantages of GRPO are
-added, and `config.rl.kl_coef` weighs the teacher; without one, all rewards are 0,
-and a prompt needs one completion only. `distill.py: GKD` learns the whole
-distribution of the teacher instead.
+teacher is `config.rl.reference`, or there are several, `config.distill.teachers`, whose log-probs are
+summed with `config.distill.weights`; an entry of `config.rl.sources` may name its own. If
+there is a reward, the advantages of GRPO are added, and `config.rl.kl_coef` weighs the teacher;
+without one, all rewards are 0, and a prompt needs one completion only. `distill.py: GKD` learns the
+whole distribution of the teacher instead.
 
 With `config.rl.privileged` the teacher reads another prompt, from a column of the data
 that holds a solution or feedback as well; without a reference it is the policy itself
@@ -21,18 +22,32 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpost.algorithms import distill, grpo, rl_fields
 from jaxpost.algorithms.base import Config
-from jaxpost.errors import refuse
+from jaxpost.errors import refuse, refuse_unread
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 
+def needs(config: Config) -> tuple[str, ...]:
+  """Returns the frozen roles: the teachers, or the one reference."""
+  return ('teachers',) if config.distill.teachers else ('reference',)
+
+
 def check(config: Config) -> None:
   """Raises InputError for combinations of fields that cannot work."""
+  several = bool(config.distill.teachers)
   refuse(
-    not (config.rl.reference or config.rl.privileged),
-    'config.rl.reference: is empty; name the teacher, a folder or RUN[@step], or rl.privileged for self-distillation',
+    not (config.rl.reference or config.rl.privileged or several),
+    'config.rl.reference: is empty; name the teacher, a folder or RUN[@step], several in config.distill.teachers, '
+    'or rl.privileged for self-distillation',
   )
+  refuse(
+    several and bool(config.rl.reference),
+    'config.rl.reference: config.distill.teachers would ignore it; add it there, or leave one of them empty',
+  )
+  refuse_unread(config.distill, ('teachers', 'weights') if several else ('teachers',), 'opd', 'distill')
+  if several:
+    distill.check(config)
   refuse(
     bool(config.rl.privileged) and bool(config.environment or config.router.routing_replay),
     'config.rl.privileged: goes with neither an environment nor router.routing_replay, which belong to one prompt',
@@ -50,7 +65,9 @@ def check(config: Config) -> None:
 
 def check_roles(config: Config, found: Mapping[str, Any], tokenizer: Tokenizer) -> None:
   """Raises InputError for a teacher that cannot read the student's tokens."""
-  distill.check_teacher(f'config.rl.reference: {config.rl.reference}', found['reference'], tokenizer)
+  distill.check_teachers(config, found, tokenizer)
+  if 'reference' in found:
+    distill.check_teacher(f'config.rl.reference: {config.rl.reference}', found['reference'], tokenizer)
 
 
 def check_first_step(metrics: dict, config: Config) -> None:
@@ -60,6 +77,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
 
 OPD = ALGORITHM = dataclasses.replace(
   grpo.method(kl_in='advantage', kl_coef=1.0),
+  needs=needs,
   check=check,
   check_roles=check_roles,
   check_first_step=check_first_step,

@@ -29,12 +29,10 @@ class SurrogateOptions:
   """Options of the surrogates; each surrogate reads some of them.
 
   Attributes:
-    clip_low, clip_high: r is clipped to [1 - clip_low, 1 + clip_high]; usual
-      values are 0.2 and 0.2 (PPO) or 0.28 (DAPO), 3e-4 and 4e-4 (GSPO).
-      For 'geo_mean' they bound log r, for 'dppo_tv' and 'dppo_kl' a divergence;
-      for 'cispo' low 1 and high 4 is the one-sided bound r <= 5.
-    dual_clip: c > 1 bounds the loss of tokens of negative advantage by -c A;
-      0 is off.
+    clip_low, clip_high: r is clipped to [1 - clip_low, 1 + clip_high]; usual values are 0.2 and 0.2 (PPO) or
+      0.28 (DAPO), 3e-4 and 4e-4 (GSPO). For 'geo_mean' they bound log r, for 'dppo_tv' and 'dppo_kl' a
+      divergence; for 'cispo' low 1 and high 4 is the one-sided bound r <= 5.
+    dual_clip: c > 1 bounds the loss of tokens of negative advantage by -c A; 0 is off.
     tau_pos, tau_neg: temperatures of 'sapo' for positive and other advantages.
     dro_beta: weight of the squared log r of 'dro'.
   """

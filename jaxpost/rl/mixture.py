@@ -35,15 +35,16 @@ _SAMPLING = {
   'top_p': ('top_p', float, 0, 1),
   'min_p': ('min_p', float, 0, 1),
 }
-_OPTIONS = ('rewards', *_SAMPLING)
+_OPTIONS = ('rewards', 'teachers', *_SAMPLING)
 
 
 def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out: bool = True) -> tuple[dict, ...]:
   """Returns `Prompt.source` of each entry of `config.rl.sources`.
 
   Each is {'name': str, 'rewards': list of functions, 'sampling': {field of `Sampling`: value}}. An entry is
-  'NAME?option=value&option=value'; the options are `rewards`, names joined by '+', and the fields
-  of `config.rollout` in `_SAMPLING`.
+  'NAME?option=value&option=value'; the options are `rewards`, names joined by '+', `teachers`, positions in
+  `config.distill.teachers` joined by '+', and the fields of `config.rollout` in `_SAMPLING`. The list 'teachers' is
+  in an entry that has the option.
 
   Args:
     config: of the stage, resolved.
@@ -70,6 +71,8 @@ def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out
       refuse(not equals or key in options, f'{_KEY}: {name}: {item!r} must be option=value, given once')
       options[key] = urllib.parse.unquote(value)
     found.append({'name': name, 'rewards': _rewards(name, options, names), 'sampling': _sampling(name, options)})
+    if 'teachers' in options:
+      found[-1]['teachers'] = _teachers(name, options['teachers'], config)
     _check(found[-1], config)
   count = len(rows.sizes)
   if held_out and count == 1 < len(found):
@@ -88,6 +91,27 @@ def _rewards(name: str, options: dict[str, str], names: Sequence[str]) -> list[s
       f'{_KEY}: {name}: there is no reward {reward!r}; config.reward has {", ".join(names) or "no function"}',
     )
   return chosen
+
+
+def _teachers(name: str, text: str, config: typing.Any) -> list[int]:
+  known, shares = config.distill.teachers, config.distill.weights
+  refuse(
+    config.rl.kl_in != 'advantage' or not known,
+    f'{_KEY}: {name}: teachers are those of algorithm=opd; name them in config.distill.teachers',
+  )
+  chosen = text.split('+')
+  for number in chosen:
+    refuse(
+      number not in map(str, range(len(known))) or chosen.count(number) > 1,
+      f'{_KEY}: {name}: teachers={text!r} must be positions in config.distill.teachers, from 0 to {len(known) - 1}, '
+      'each once, joined by +',
+    )
+  found = [int(number) for number in chosen]
+  refuse(
+    bool(shares) and not sum(shares[i] for i in found),
+    f'{_KEY}: {name}: config.distill.weights are 0 for teachers={text!r}; raise one of them',
+  )
+  return found
 
 
 def _sampling(name: str, options: dict[str, str]) -> dict[str, int | float]:

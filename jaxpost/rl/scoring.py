@@ -52,7 +52,7 @@ class Scorer:
         found = {'old_logprobs': outputs.logprobs, 'entropy': outputs.entropy, 'values': outputs.values}
         found = {name: x for name, x in found.items() if name in wanted}
       if 'ref_logprobs' in wanted:  # for the KL term
-        found['ref_logprobs'] = roles.reference(of_teacher).logprobs
+        found['ref_logprobs'] = [t(of_teacher).logprobs for t in roles.teachers] or roles.reference(of_teacher).logprobs
       if 'values' in wanted:
         values = roles.critic.score(batch).values if roles.critic else found['values']
         # The state before a token ends with the token to its left.
@@ -68,10 +68,16 @@ class Scorer:
     if arrays:
       with self.timer('score'):
         arrays = to_host(arrays)
-    rows = dict.fromkeys(arrays, rollout)
-    if self.config.rl.privileged and 'ref_logprobs' in arrays:
-      rows['ref_logprobs'] = self.seen_by_teacher(rollout)
-    return Scores(**{name: batching.from_rows(rows[name], x, *self.shape) for name, x in arrays.items()})
+    seen = self.seen_by_teacher(rollout) if self.config.rl.privileged and 'ref_logprobs' in arrays else rollout
+
+    def unpack(name, x):
+      if isinstance(x, list):
+        from jaxpost.rl import teachers
+
+        return teachers.combine([unpack(name, one) for one in x], rollout, self.config)
+      return batching.from_rows(seen if name == 'ref_logprobs' else rollout, x, *self.shape)
+
+    return Scores(**{name: unpack(name, x) for name, x in arrays.items()})
 
   def seen_by_teacher(self, rollout: Rollout) -> Rollout:
     """The completions after the prompts of `config.rl.privileged`."""

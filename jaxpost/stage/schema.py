@@ -20,9 +20,7 @@ class ModelSection:
   preset: str = option(
     'tiny', 'Shape of a model with random weights (models/presets.py), or ./file.py:function of a custom model.'
   )
-  text_only: bool = option(
-    False, 'Take the text model of a multimodal folder; an export copies the other parts as they are.'
-  )
+  text_only: bool = option(False, 'Take the text model of a multimodal folder; an export copies the other parts.')
   tokenizer: str = option('', "Folder of a tokenizer or 'bytes'; '': that of `path`, or 'bytes' for a random model.")
   dtype: str = option(
     'auto',
@@ -58,9 +56,7 @@ class DataSection:
   weights: tuple = option(
     (), 'Fraction of documents from each of several sources; (): in proportion to their sizes.', each=float
   )
-  columns: Any = option(
-    '', "Columns to rename, as 'prompt=question,completion=answer'; one for all sources, or a tuple."
-  )
+  columns: Any = option('', "Columns to rename, as 'prompt=question,completion=answer'; for all sources, or a tuple.")
   map: Any = option(
     '', 'Function pkg.module:fn or ./file.py:fn that is applied to each row; one for all sources, or a tuple.'
   )
@@ -266,9 +262,7 @@ class Config:
 
   seed: int = option(0, 'Seed of initial weights, data order and sampling.', lo=0, hi=2**32 - 1)
   algorithm: str = option('sft', 'Method by name, pkg.module or ./file.py.')
-  stages: tuple = option(
-    (), 'Names of blocks that override the fields of this config, one per stage, in order.', each=str
-  )
+  stages: tuple = option((), 'Names of blocks that override fields of this config, one per stage, in order.', each=str)
   init_from: str = option('', "Start from the weights of RUN[@step], stage:NAME or a model folder; '': model.path.")
   reward: Any = option(
     '', 'Built-in reward, pkg.module:fn, ./file.py:fn or reward_model; several as a tuple or separated by commas.'

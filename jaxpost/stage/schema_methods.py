@@ -60,9 +60,7 @@ class RewardModelSection:
   """A reward model that is trained, or that grades completions."""
 
   path: str = option('', 'Folder or RUN[@step] of the model that `reward_model` in config.reward stands for.')
-  loss: str = option(
-    'bradley_terry', 'Loss of training a reward model.', choices=('bradley_terry', 'regression', 'process')
-  )
+  loss: str = option('bradley_terry', 'Loss of a reward model.', choices=('bradley_terry', 'regression', 'process'))
   per_step: bool = option(
     False, 'Grade each line of a completion instead of its end, by a model of the loss process: mean probability.'
   )
@@ -73,7 +71,7 @@ class RewardModelSection:
 class DistillSection:
   """Distillation from teachers."""
 
-  teachers: tuple = option((), 'Model folders of the teachers.', each=str)
+  teachers: tuple = option((), 'Model folders of the teachers (distill, gkd, opd).', each=str)
   weights: tuple = option((), 'Weight of each teacher; (): equal weights.', each=float)
   beta: float = option(
     0.5, '0: KL(teacher, student); 1: KL(student, teacher); between: generalized Jensen-Shannon.', lo=0.0, hi=1.0

@@ -1,0 +1,170 @@
+"""On-policy distillation from several teachers: by weight, by the source of a prompt, beside rewards."""
+
+import json
+import shutil
+import types
+
+import numpy as np
+import pytest
+import rich.console
+import tiny
+
+import jaxpost
+from jaxpost.errors import InputError
+from jaxpost.formats import hf
+from jaxpost.models import model as model_lib
+from jaxpost.monitor import metrics
+from jaxpost.rl import mixture, teachers
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as config_lib
+from jaxpost.types import Prompt, Rollout
+
+QUIET = rich.console.Console(quiet=True)
+WEIGHTS = (0.5, 2.0, 1.0)
+SOURCES = ('sums?teachers=0+2', 'chat?teachers=1')
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+  """A student and three teachers, of other shapes or other weights."""
+  path = tmp_path_factory.mktemp('models')
+  shapes = dict(student={}, zero=dict(num_layers=2), one=dict(hidden_size=32), two=dict(initializer_range=0.3))
+  return {name: tiny.folder(path / name, **shape) for name, shape in shapes.items()}
+
+
+def run_config(folders, path, **over):
+  for name, prompts in dict(sums=[f'{n}+{n}=' for n in range(10)], chat=[f'say {n}' for n in range(6)]).items():
+    (path / f'{name}.jsonl').write_text(''.join(json.dumps({'prompt': x}) + '\n' for x in prompts))
+  base = dict(
+    algorithm='opd',
+    data=dict(path=tuple(str(path / f'{name}.jsonl') for name in ('sums', 'chat'))),
+    distill=dict(teachers=tuple(folders[name] for name in ('zero', 'one', 'two')), weights=WEIGHTS),
+    rl=dict(sources=SOURCES, kl_coef=0.5),
+  )
+  return tiny.grpo_config(folders['student'], **tiny.merged(base, over))
+
+
+def test_weights_by_hand():
+  """In float64: w_i / (sum of the w of the prompt's teachers), for every sequence of the prompt."""
+  draw = np.random.default_rng(0)
+  logprobs = -draw.uniform(0, 5, (3, 6, 4)).astype(np.float32)  # 3 teachers, 3 prompts with 2 samples, 4 tokens
+  sources = ({'name': 'a', 'teachers': [0, 2]}, {'name': 'b', 'teachers': [1]}, {})
+  prompts = tuple(Prompt(n, np.zeros(1, np.int32), '', {}, source) for n, source in enumerate(sources))
+  empty = np.zeros((6, 4), np.float32)
+  rollout = Rollout(prompts, empty.astype(int), np.full(6, 4), empty, empty, np.full(6, True))
+
+  def found(weights):
+    return teachers.combine(logprobs, rollout, types.SimpleNamespace(distill=dict_of(weights)))
+
+  def dict_of(weights):
+    return types.SimpleNamespace(teachers=('x', 'y', 'z'), weights=weights)
+
+  one, two, three = np.float64(logprobs)
+  wanted = np.concatenate(
+    [(0.5 * one + 1.0 * three)[:2] / 1.5, two[2:4], (0.5 * one + 2.0 * two + 1.0 * three)[4:] / 3.5]
+  )
+  np.testing.assert_allclose(found(WEIGHTS), wanted, rtol=1e-6)
+  equal = np.concatenate([(one + three)[:2] / 2, two[2:4], (one + two + three)[4:] / 3])
+  np.testing.assert_allclose(found(()), equal, rtol=1e-6)
+
+
+def by_hand(config, rollout):
+  """sum_i w_i log T_i of each sampled token, [N, C] float64, with the weights of its source."""
+  size = len(rollout.lengths) // len(rollout.prompts)
+  out = np.zeros(rollout.completions.shape)
+  for i, folder in enumerate(config['distill']['teachers']):
+    model = model_lib.build(hf.read_config(folder))
+    params = hf.load_params(folder, model, model.shardings(tiny.one_device()), 'float32')
+    for k, answer in enumerate(rollout.completions):
+      prompt, answer = rollout.prompts[k // size], answer[: rollout.lengths[k]]
+      mine = {'sums': (0, 2), 'chat': (1,)}[prompt.source['name']]
+      if i in mine:
+        logits = np.float64(tiny.logits(model, params, np.concatenate([prompt.tokens, answer])[None])[0])
+        logits = logits[len(prompt.tokens) - 1 : -1]
+        logp = logits[np.arange(len(answer)), answer] - np.log(np.exp(logits).sum(axis=1))
+        out[k, : len(answer)] += WEIGHTS[i] / sum(WEIGHTS[j] for j in mine) * logp
+  return out
+
+
+def test_advantages_are_those_of_the_rewards_and_of_the_teachers_of_the_source(folders, tmp_path):
+  """A = (r - mean) / (std + eps) + kl_coef (sum_i w_i log T_i - log pi)."""
+  config = run_config(folders, tmp_path)
+  _, stream = jaxpost.policy_and_stream(config)
+  try:
+    item = next(stream)
+  finally:
+    stream.close()
+  given, rollout = item.experience, item.experience.rollout
+  assert {prompt.source['name'] for prompt in rollout.prompts} == {'sums', 'chat'}
+  wanted = by_hand(config, rollout)
+  np.testing.assert_allclose(given.arrays['ref_logprobs'], wanted, rtol=1e-5, atol=2e-5)
+  assert np.abs(wanted - given.arrays['old_logprobs']).max() > 0.1
+  rewards = given.rewards.reshape(4, 4)
+  of_rewards = (rewards - rewards.mean(axis=1, keepdims=True)) / (rewards.std(axis=1, ddof=1, keepdims=True) + 1e-6)
+  advantages = of_rewards.reshape(-1, 1) + 0.5 * (wanted - given.arrays['old_logprobs'])
+  np.testing.assert_allclose(item.credit.arrays['advantages'], advantages * given.mask, rtol=1e-4, atol=5e-5)
+  assert item.info['kl'] == pytest.approx(
+    ((given.arrays['old_logprobs'] - wanted) * given.mask).sum() / given.mask.sum()
+  )
+
+
+def test_a_run_resumes_bit_for_bit(folders, tmp_path):
+  config = run_config(folders, tmp_path, train=dict(steps=4), save=dict(every=2, export=True))
+  jaxpost.run(config, tmp_path / 'whole', QUIET)
+  shutil.copytree(tmp_path / 'whole', tmp_path / 'again')
+  (last,) = (tmp_path / 'again/checkpoints').glob('*/4')
+  shutil.rmtree(last)
+  shutil.rmtree(tmp_path / 'again/export')
+  jaxpost.run(config, tmp_path / 'again', QUIET)
+
+  def facts(name):
+    (weights,) = (tmp_path / name / 'export').rglob('*.safetensors')
+    return metrics.comparable_rows(tmp_path / name / 'metrics.jsonl'), weights.read_bytes()
+
+  whole, again = facts('whole'), facts('again')
+  assert [row['step'] for row in whole[0] if row['split'] == 'train'] == [1, 2, 3, 4]
+  assert whole == again
+
+
+def test_without_rewards_one_completion_is_enough(folders, tmp_path):
+  config = run_config(folders, tmp_path, reward='', rollout=dict(group_size=1), train=dict(steps=1))
+  config['rl']['kl_coef'] = 1.0
+  jaxpost.run(config, tmp_path / 'run', QUIET)
+  (row,) = [row for row in metrics.read_rows(tmp_path / 'run/metrics.jsonl') if row['split'] == 'train']
+  assert row['kl'] > 0.01 and row['grad_norm'] > 0 and 'reward' not in row
+
+
+@pytest.mark.parametrize(
+  'over, message',
+  [
+    (dict(rl=dict(reference='x')), 'config.rl.reference: config.distill.teachers would ignore it'),
+    (dict(distill=dict(weights=(1.0,))), 'config.distill.weights: 1 weights for 2 teachers'),
+    (dict(distill=dict(beta=0.9)), 'config.distill.beta: opd would ignore it'),
+    (dict(distill=dict(teachers=())), 'config.rl.reference: is empty; name the teacher'),
+  ],
+)
+def test_what_does_not_go_together_is_refused(over, message):
+  fields = tiny.merged(dict(algorithm='opd', reward='x', distill=dict(teachers=('a', 'b'))), over)
+  found = algorithms.load_algorithm('opd')
+  with pytest.raises(InputError, match=message):
+    found.check(config_lib.resolve(next(iter(config_lib.parse(fields).values())), found.defaults))
+
+
+@pytest.mark.parametrize(
+  'entry, weights, kl_in, message',
+  [
+    ('a?teachers=3', WEIGHTS, 'advantage', "teachers='3' must be positions in config.distill.teachers, from 0 to 2"),
+    ('a?teachers=0+0', WEIGHTS, 'advantage', 'each once'),
+    ('a?teachers=', WEIGHTS, 'advantage', "teachers='' must be positions"),
+    ('a?teachers=1', (1.0, 0.0, 1.0), 'advantage', "config.distill.weights are 0 for teachers='1'"),
+    ('a?teachers=1', WEIGHTS, 'loss', 'teachers are those of algorithm=opd'),
+  ],
+)
+def test_wrong_teachers_of_a_source_are_refused(entry, weights, kl_in, message):
+  config = types.SimpleNamespace(
+    rl=types.SimpleNamespace(sources=(entry,), kl_in=kl_in),
+    distill=types.SimpleNamespace(teachers=('x', 'y', 'z'), weights=weights),
+  )
+  with pytest.raises(InputError) as error:
+    mixture.parse(config, (), types.SimpleNamespace(name='a', sizes=(3,)))
+  assert message in str(error.value) and 'config.rl.sources' in str(error.value)
