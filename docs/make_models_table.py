@@ -62,6 +62,13 @@ def told(cfg) -> str:
   }
   if cfg.cached[0] == 1 < cfg.num_heads and len(cfg.cached[1]) == 1:
     words |= {'latent attention': True}
+  if cfg.mixed:
+    words |= {
+      f'heads of {cfg.head_dim} and {cfg.full_head_dim}': True,
+      'values that are keys': cfg.values_are_keys,
+      f'{cfg.shared_layers} layers without keys': cfg.shared_layers,
+      'an embedding for each layer': cfg.side_size,
+    }
   if cfg.state_shapes:
     name = {'delta': 'gated delta rule', 'convolution': 'short convolution', 'state_space': 'Mamba-2'}[cfg.mixer]
     words |= {f'{name} in {cfg.mixers.count(cfg.mixer)} of {cfg.num_layers} layers': True, 'gated attention': cfg.gated}

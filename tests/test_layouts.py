@@ -21,6 +21,7 @@ HYBRID = [
   'lfm2:data=2,fsdp=2,tensor=2',
   'granitemoehybrid:expert=2,fsdp=2,tensor=2',
 ]
+MIXED = ['mixed:context=2,data=2,fsdp=2', 'mixed_moe:expert=2,fsdp=2,tensor=2']
 # Policy gradients on a saved rollout, by token and by sequence; `test_ppo`
 # and `test_preference_layouts` have the others.
 RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + ['gspo:fsdp=4,tensor=2', 'gspo:context=4,data=2']
@@ -43,7 +44,7 @@ def report():
   return found | {'warnings': str(remats)}
 
 
-@pytest.mark.parametrize('layout', LAYOUTS + RICH + MOE + LATENT + HYBRID + RL)
+@pytest.mark.parametrize('layout', LAYOUTS + RICH + MOE + LATENT + HYBRID + MIXED + RL)
 def test_layout(report, layout):
   assert report[layout] == 'ok'
 
@@ -187,6 +188,12 @@ def main():
     family = text.partition(':')[0]
     hybrid = saved(model_lib.build(tiny.hybrid(family, **shapes, num_layers=2, **hybrids[family])))
     compare(hybrid, gradient(tiny.one_device(), hybrid), text)
+  alone = dict(shared_layers=0, wide_shared_mlp=False, values_are_keys=True, full_kv_heads=2, attention_scale=0.3)
+  alone |= dict(num_layers=2, layer_windows=(6, 0), layer_ropes=(1, 0), experts=shared)
+  mixed = {'mixed': dict(full_kv_heads=4), 'mixed_moe': alone}
+  for text in MIXED:
+    made = saved(model_lib.build(tiny.mixed(**shapes | mixed[text.partition(':')[0]])))
+    compare(made, gradient(tiny.one_device(), made), text)
   right = gradient(tiny.one_device(), full)
   for text in RICH:
     compare(full, right, text)

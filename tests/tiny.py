@@ -18,6 +18,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
 from jaxpost.models.config import Experts, LatentConfig, ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
+from jaxpost.models.mixed_config import MixedConfig
 from jaxpost.stage.config import defaults
 from jaxpost.storage import seals
 
@@ -86,6 +87,23 @@ def hybrid(family='qwen3_5_text', **fields) -> HybridConfig:
   return HybridConfig(**base | HYBRIDS[family] | fields)
 
 
+_PROPORTIONAL = Rope(scaling=(('rope_type', 'proportional'), ('partial_rotary_factor', 0.4)), size=14)
+
+
+def mixed(**fields) -> MixedConfig:
+  """Heads of two sizes, an embedding for each layer, and a layer of each kind that reads keys of an earlier one."""
+  base = vars(
+    config(
+      family='gemma4_text', num_layers=4, norm_eps=0.05, head_dim=10, hidden_size=36, norms='both', embed_scale=6.0
+    )
+  )
+  kinds = dict(ropes=(_PROPORTIONAL, Rope(100.0, size=10)), layer_ropes=(1, 0, 1, 0), layer_windows=(6, 0, 6, 0))
+  own = dict(full_head_dim=14, full_kv_heads=2, shared_layers=2, wide_shared_mlp=True, side_size=6)
+  return MixedConfig(
+    **base | kinds | own | dict(attention_scale=1.0, activation='gelu_tanh', logit_softcap=9.0) | fields
+  )
+
+
 def one_device(phase='train'):
   return make_layout('data=1', phase, devices=jax.devices()[:1])
 
@@ -137,7 +155,9 @@ def largest(x) -> float:
 def folder(path, **fields):
   """Writes a Hugging Face folder for the 'bytes' tokenizer, without checksums, as others write it; its path."""
   shape = dict(vocab_size=259, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
-  make = ({'deepseek_v3': latent} | dict.fromkeys(HYBRIDS, hybrid)).get(fields.get('family'), config)
+  make = ({'deepseek_v3': latent} | dict.fromkeys(HYBRIDS, hybrid) | {'gemma4_text': mixed}).get(
+    fields.get('family'), config
+  )
   model = model_lib.build(make(**{**shape, **fields}))
   hf.save(path, model, params(model))
   (pathlib.Path(path) / seals.NAME).unlink()

@@ -2,8 +2,8 @@
 
 `config_fields` reads and writes the fields that hold for a whole model, `layer_fields`
 those that differ by layer (rotary embeddings, sliding windows), `expert_fields` those of
-experts, `latent_fields` those of multi-head latent attention, and `hybrid_fields` those
-of layers with other mixers.
+experts, `latent_fields` those of multi-head latent attention, `hybrid_fields` those
+of layers with other mixers, and `mixed_fields` those of attention layers of two sizes.
 """
 
 from collections.abc import Sequence
@@ -89,16 +89,27 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
     **config_fields.scalars(known, family),
     **fixed,
   )
+  if own := _own_fields(family):
+    cfg = own.read(known, cfg, where, family)
+  unknown = [field for field in unknown if field not in family.ignored]
+  return cfg, sorted([*config_fields.unread(raw, family), *unknown])
+
+
+def _own_fields(family: Family) -> Any:
+  """Returns the module that reads and writes what models with other layers than a Llama's have; None for others."""
   if family.latent:
     from jaxpost.formats import latent_fields
 
-    cfg = latent_fields.read(known, cfg, where)
+    return latent_fields
   if family.hybrid:
     from jaxpost.formats import hybrid_fields
 
-    cfg = hybrid_fields.read(known, cfg, where, family)
-  unknown = [field for field in unknown if field not in family.ignored]
-  return cfg, sorted([*config_fields.unread(raw, family), *unknown])
+    return hybrid_fields
+  if family.mixed:
+    from jaxpost.formats import mixed_fields
+
+    return mixed_fields
+  return None
 
 
 def _num_labels(raw: dict, where: str) -> int:
@@ -146,12 +157,6 @@ def to_hf(
     **tokens,
     **config_fields.write(cfg, family),
   )
-  if family.latent:
-    from jaxpost.formats import latent_fields
-
-    out |= latent_fields.write(cfg)
-  if family.hybrid:
-    from jaxpost.formats import hybrid_fields
-
-    out |= hybrid_fields.write(cfg, family)
+  if own := _own_fields(family):
+    out |= own.write(cfg, family)
   return out

@@ -24,7 +24,7 @@ def read(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
     InputError: for values that are impossible or not supported; it names the field.
   """
   fields = family.experts
-  if fields is None or fields.optional and raw[fields.num] == 0:
+  if fields is None or fields.optional and not raw[fields.num] or not raw.get(fields.switch, True):
     return None
   _check(raw, family, where)
   clipping, groups = {}, {}

@@ -12,8 +12,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxpost.errors import InputError
-from jaxpost.formats import hybrid_families, latent_families
-from jaxpost.formats.family import ExpertFields, Family
+from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, ExpertFields, Family
 
 # Groups of fields that several families read.
 _LAYERS = ('sliding_window', 'layer_types')
@@ -84,8 +83,6 @@ _GPT_OSS_DEFAULTS = dict(
 )
 
 FAMILIES = {
-  'deepseek_v3': latent_families.DEEPSEEK,
-  'kimi_k2': dataclasses.replace(latent_families.DEEPSEEK, written_as='deepseek_v3'),
   'llama': Family(architecture='LlamaForCausalLM', reads=('attention_bias', 'mlp_bias')),
   'mistral': Family(
     architecture='MistralForCausalLM',
@@ -130,11 +127,6 @@ FAMILIES = {
       norm_topk_prob=False,
     ),
   ),
-  'qwen3_next': hybrid_families.QWEN3_NEXT,
-  'qwen3_5_text': hybrid_families.QWEN3_5,
-  'qwen3_5_moe_text': hybrid_families.QWEN3_5_MOE,
-  'lfm2': hybrid_families.LFM2,
-  'granitemoehybrid': hybrid_families.GRANITE_HYBRID,
   'mixtral': Family(
     architecture='MixtralForCausalLM',
     window='all',
@@ -300,8 +292,8 @@ FAMILIES = {
     architecture='Glm4MoeForCausalLM',
     fixed=dict(qk_norm='head'),
     extra_layers=True,
-    experts=latent_families.ROUTER,
-    aliases=latent_families.DEEPSEEK.aliases,
+    experts=DEEPSEEK_ROUTER,
+    aliases={'num_local_experts': 'n_routed_experts'},
     reads=(*_GLM.reads, 'use_qk_norm'),
     reported=('num_nextn_predict_layers', 'num_mtp_layers'),
     defaults=_GLM.defaults
@@ -325,23 +317,31 @@ FAMILIES = {
   ),
   'granite': Family(
     architecture='GraniteForCausalLM',
-    reads=('attention_bias', 'mlp_bias', *hybrid_families.MULTIPLIERS),
-    defaults=dict.fromkeys(hybrid_families.MULTIPLIERS, 1.0),
+    reads=('attention_bias', 'mlp_bias', *MULTIPLIERS),
+    defaults=dict.fromkeys(MULTIPLIERS, 1.0),
   ),
 }
 
 
+def every() -> dict[str, Family]:
+  """Returns `FAMILIES` and those that need other layers than a Llama's, whose tables a run with them imports."""
+  from jaxpost.formats import hybrid_families, latent_families, mixed_families
+
+  return FAMILIES | latent_families.FAMILIES | hybrid_families.FAMILIES | mixed_families.FAMILIES
+
+
 def find(model_type: object, where: str) -> Family:
   """Returns the family of a config.json, or raises InputError naming those there are."""
-  if isinstance(model_type, str) and model_type in FAMILIES:
-    return FAMILIES[model_type]
+  if isinstance(model_type, str):
+    if found := FAMILIES.get(model_type) or every().get(model_type):
+      return found
   if model_type == 'custom':
     hint = '; name the code of your own model in config.model.preset, too'
   else:
-    hint = f'; supported: {", ".join(FAMILIES)}'
+    hint = f'; supported: {", ".join(every())}'
   raise InputError(f'{where}: model_type {model_type!r} is not supported{hint}')
 
 
 def of_model(family: str) -> Family:
   """Returns the family of `ModelConfig.family`; that of custom models has no differences."""
-  return FAMILIES.get(family, Family())
+  return FAMILIES.get(family) or every().get(family, Family())

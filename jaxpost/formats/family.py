@@ -32,6 +32,7 @@ class ExpertFields:
   sigmoid: bool = False  # scores are sigmoids instead of a softmax
   choice_bias: bool = False  # a bias per expert counts in the choice only
   optional: bool = False  # 0 experts: all layers are dense
+  switch: str = ''  # a field that is false where all layers are dense
 
   @property
   def fields(self) -> tuple[str, ...]:
@@ -40,8 +41,20 @@ class ExpertFields:
     normalize = ('norm_topk_prob',) if self.normalize is None else ()
     clipping = (self.limit, self.alpha) if self.limit else ()
     groups = ('n_group', 'topk_group', 'routed_scaling_factor') if self.grouped else ()
-    optional = [name for name in (self.shared, self.first_dense) if name]
+    optional = [name for name in (self.shared, self.first_dense, self.switch) if name]
     return (self.num, 'num_experts_per_tok', *size, *normalize, *clipping, *optional, *groups)
+
+
+MULTIPLIERS = ('embedding_multiplier', 'residual_multiplier', 'attention_multiplier', 'logits_scaling')  # of Granite
+DEEPSEEK_ROUTER = ExpertFields(
+  num='n_routed_experts',
+  size='moe_intermediate_size',
+  shared='n_shared_experts',
+  first_dense='first_k_dense_replace',
+  grouped=True,
+  sigmoid=True,
+  choice_bias=True,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +84,7 @@ class Family:
   # Layers with another mixer than attention (models/hybrid.py, hybrid_fields.py): 'convolution'; 'state_space'; or the
   # gated delta rule, 'joined' where one tensor holds queries, keys, values and gates by key head, else 'apart'.
   hybrid: str = ''
+  mixed: bool = False  # attention layers of two sizes (models/mixed_attention.py, mixed_fields.py)
 
   # Layers that differ. `window` is the rule for the layers that see `sliding_window`
   # tokens where no `layer_types` is given: 'all', 'upper' (from `max_window_layers`
@@ -88,6 +102,7 @@ class Family:
   fused: Mapping[str, tuple[str, int, int]] = _mapping()
   rows: tuple[str, ...] = ()  # parameters that are matrices of one row in a folder
   quantized: str = ''  # a `quant_method` that can be read, besides 'fp8'
+  unused: str = ''  # regular expression of tensors that folders may hold and that have no effect
   extra_layers: bool = False  # folders may hold layers for multi-token prediction, which are not read
 
   @property

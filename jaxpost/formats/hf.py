@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import pathlib
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -145,6 +146,7 @@ def _check_extra(folder: Path, found: dict, wanted: dict, cfg: ModelConfig) -> N
     for name, (_, tensor) in found.items()
     if name not in wanted
     and not name.endswith('rotary_emb.inv_freq')
+    and not (family.unused and re.fullmatch(family.unused, name))
     and not tensor_layout.is_extra_layer(name, cfg, extra_layers)
     and not (family.hybrid and name.startswith('mtp.'))  # modules that predict several tokens at once
     and not (name == _HEAD and tuple(tensor.get_shape()) == tied)
@@ -289,8 +291,9 @@ def _write_weights(
     places = {name_of(name): file for file, names in zip(files, shards) for name in names}
     total = sum(sizes.values())
     if origin:
-      places |= origin.write_others(staged)
-      total += sum(tensor.size for tensor in origin.others.values())
+      others = origin.others(tensors, families.of_model(model.config.family).unused)
+      places |= origin.write_others(staged, others)
+      total += sum(tensor.size for tensor in others.values())
     object_store.write_json(staged / model_folder.INDEX, {'metadata': {'total_size': total}, 'weight_map': places})
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpost.formats.family import ExpertFields, Family
+from jaxpost.formats.family import MULTIPLIERS, ExpertFields, Family
 
 _DELTA = dict(
   linear_num_key_heads=16,
@@ -68,7 +68,6 @@ LFM2 = Family(
   | dict(block_auto_adjust_ff_dim=True),
 )
 
-MULTIPLIERS = ('embedding_multiplier', 'residual_multiplier', 'attention_multiplier', 'logits_scaling')
 _SPACE = dict(mamba_n_heads=128, mamba_n_groups=1, mamba_d_state=256, mamba_d_head='auto', mamba_d_conv=4)
 _SPACE_LAYERS = ('layer_types', 'layers_block_type', 'position_embedding_type', 'mamba_expand', 'time_step_limit')
 _ONE = 'model.layers.{}.block_sparse_moe.%s_linear.weight'  # all experts of a layer
@@ -90,3 +89,11 @@ GRANITE_HYBRID = Family(
   | dict(mamba_conv_bias=True, mamba_expand=2, shared_intermediate_size=1024, position_embedding_type=None)
   | dict(num_local_experts=8, num_experts_per_tok=2),
 )
+
+FAMILIES = {
+  'qwen3_next': QWEN3_NEXT,
+  'qwen3_5_text': QWEN3_5,
+  'qwen3_5_moe_text': QWEN3_5_MOE,
+  'lfm2': LFM2,
+  'granitemoehybrid': GRANITE_HYBRID,
+}

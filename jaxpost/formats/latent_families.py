@@ -1,23 +1,16 @@
 """Families with multi-head latent attention, for the table in `families.py`; `latent_fields.py` reads their fields."""
 
-from jaxpost.formats.family import ExpertFields, Family
+import dataclasses
+
+from jaxpost.formats.family import DEEPSEEK_ROUTER, Family
 
 SIZES = ('kv_lora_rank', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim')
 
-ROUTER = ExpertFields(
-  num='n_routed_experts',
-  size='moe_intermediate_size',
-  shared='n_shared_experts',
-  first_dense='first_k_dense_replace',
-  grouped=True,
-  sigmoid=True,
-  choice_bias=True,
-)
 DEEPSEEK = Family(
   architecture='DeepseekV3ForCausalLM',
   latent=True,
   extra_layers=True,
-  experts=ROUTER,
+  experts=DEEPSEEK_ROUTER,
   reads=(*SIZES, 'q_lora_rank', 'rope_interleave'),
   aliases={'num_local_experts': 'n_routed_experts'},
   only=dict(scoring_func='sigmoid', topk_method='noaux_tc', moe_layer_freq=1),
@@ -44,3 +37,5 @@ DEEPSEEK = Family(
     routed_scaling_factor=2.5,
   ),
 )
+
+FAMILIES = {'deepseek_v3': DEEPSEEK, 'kimi_k2': dataclasses.replace(DEEPSEEK, written_as='deepseek_v3')}

@@ -7,19 +7,23 @@ latents. Those of their experts are read by `expert_fields`.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats.latent_families import SIZES
 from jaxpost.models.config import LatentConfig, ModelConfig
 
+if TYPE_CHECKING:
+  from jaxpost.formats.family import Family
 
-def read(raw: dict[str, Any], cfg: ModelConfig, where: str) -> LatentConfig:
+
+def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> LatentConfig:
   """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`.
 
   Raises:
     InputError: for values that are impossible or not supported; it names the field.
   """
+  del family
   _check_types(raw, where)
   _check_combinations(raw, cfg, where)
   size = raw['qk_nope_head_dim'] + raw['qk_rope_head_dim']
@@ -66,8 +70,9 @@ def _attention_scale(cfg: ModelConfig, size: int) -> float:
   return size**-0.5 * grown * grown  # for the queries and for the keys
 
 
-def write(cfg: LatentConfig) -> dict[str, Any]:
+def write(cfg: LatentConfig, family: Family) -> dict[str, Any]:
   """Returns the fields of config.json; the inverse of `read`."""
+  del family
   return dict(
     head_dim=cfg.rope_dim,
     kv_lora_rank=cfg.kv_rank,

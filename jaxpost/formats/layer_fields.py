@@ -16,6 +16,7 @@ QUERY_SCALE = 'llama_4_scaling_beta'  # of the rope parameters, though it scales
 # Type of rope scaling -> the keys it needs and those it may have.
 _SCALINGS = {
   'linear': (('factor',), ()),
+  'proportional': ((), ('factor', 'partial_rotary_factor')),
   'ntk_alpha': (('alpha',), ('factor',)),  # the factor has no effect, but readers ask for it
   'dynamic': (('factor',), ()),
   'llama3': (('factor', 'low_freq_factor', 'high_freq_factor'), ()),
@@ -50,7 +51,8 @@ def ropes(
   if nested and not family.local_rope:
     raise InputError(f'{where}: rope_parameters of {sorted(nested)} not supported')
   main = {**{k: v for k, v in params.items() if k not in nested}, **(params.get(FULL) or {})}
-  dim = _rotary_dim(main, raw, family, head_dim, where)
+  # In the type 'proportional' the part that turns is no matter of shapes.
+  dim = head_dim if main.get('rope_type') == 'proportional' else _rotary_dim(main, raw, family, head_dim, where)
   first, unknown = _rope(main, raw['rope_theta'], raw, family, dim, where=where)
   out = dict(ropes=(first,), layer_ropes=(), rotary_dim=0 if dim == head_dim else dim)
   if 'no_rope_layers' in family.fields:
@@ -126,7 +128,7 @@ def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where
   values = {n: value for n, value in values.items() if value or not ('mscale' in n or n == QUERY_SCALE)}
   if kind in ('yarn', 'longrope'):
     values['factor'] = params.get('factor') or length / original
-  if kind not in ('linear', 'ntk_alpha'):
+  if kind not in ('linear', 'ntk_alpha', 'proportional'):
     values[ORIGINAL] = original
   for name, value in values.items():
     _check_scaling(name, value, dim, where)
@@ -171,12 +173,11 @@ def write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     return {'rope_type': 'default', **pairs, 'rope_theta': rope.theta}
 
   main = block(cfg.ropes[0])
-  out = {
-    'rope_theta': cfg.ropes[0].theta,
-    'rope_parameters': main,
-    'rope_scaling': {k: v for k, v in main.items() if k != 'rope_theta'} if cfg.ropes[0].scaling else None,
-  }
-  if 'partial_rotary_factor' in main:
+  out = {'rope_theta': cfg.ropes[0].theta, 'rope_parameters': main}
+  if not family.mixed:  # which no older reader knows
+    scaling = {k: v for k, v in main.items() if k != 'rope_theta'}
+    out['rope_scaling'] = scaling if cfg.ropes[0].scaling else None
+  if 'partial_rotary_factor' in family.fields:
     out['partial_rotary_factor'] = main['partial_rotary_factor']
   if 'rotary_dim' in family.fields:
     out['rotary_dim'] = cfg.rotary_dim or cfg.head_dim

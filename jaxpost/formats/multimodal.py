@@ -9,7 +9,9 @@ folder loads as the multimodal model that it was.
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
+from collections.abc import Collection
 from typing import Any
 
 from jaxpost.errors import InputError
@@ -86,7 +88,6 @@ class Origin:
 
   Attributes:
     config: its config.json.
-    others: {name: tensor} of those that are not of the text model.
   """
 
   def __init__(self, folder: model_folder.Path):
@@ -94,9 +95,8 @@ class Origin:
     self.config = object_store.read_json(folder / 'config.json')
     self._stack = contextlib.ExitStack()
     files, _ = model_folder.weight_files(folder)
-    found = {k: v for file in files for k, v in model_folder.open_file(file, self._stack).items()}
-    self._names = {text_name(name): name for name in found}
-    self.others = {name: tensor for name, tensor in found.items() if text_name(name) is None}
+    self._found = {k: v for file in files for k, v in model_folder.open_file(file, self._stack).items()}
+    self._names = {text_name(name): name for name in self._found}
 
   def __enter__(self) -> Origin:
     return self
@@ -110,14 +110,27 @@ class Origin:
       return self._names[text]
     raise InputError(f'{self._folder}: has no tensor for {text}, so no export fits it; bring back the folder')
 
-  def write_others(self, staged: Any) -> dict[str, str]:
-    """Writes the tensors that are not of the text model to a file of `staged`; returns {name: file}."""
+  def others(self, written: Collection[str], unused: str) -> dict[str, Any]:
+    """Returns {name: tensor} of those that are not of the text model, or have no effect on it.
+
+    Args:
+      written: names of the tensors of the text model.
+      unused: `Family.unused`.
+    """
+
+    def is_other(own: str | None) -> bool:
+      return own is None or bool(unused) and own not in written and bool(re.fullmatch(unused, own))
+
+    return {name: tensor for name, tensor in self._found.items() if is_other(text_name(name))}
+
+  def write_others(self, staged: Any, others: dict[str, Any]) -> dict[str, str]:
+    """Writes `others` to a file of `staged`; returns {name: file}."""
     with open(staged / OTHERS, 'wb') as file:
-      file.write(safetensors_file.header({k: (t.dtype, t.shape, t.size) for k, t in self.others.items()}))
-      for tensor in self.others.values():
+      file.write(safetensors_file.header({k: (t.dtype, t.shape, t.size) for k, t in others.items()}))
+      for tensor in others.values():
         for piece in tensor.pieces():
           file.write(piece)
-    return dict.fromkeys(self.others, OTHERS)
+    return dict.fromkeys(others, OTHERS)
 
   def copy_files(self, staged: Any) -> None:
     """Copies the files that an export does not write itself, such as those of the image processor."""

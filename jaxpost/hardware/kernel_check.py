@@ -55,7 +55,7 @@ def settle(compute: Compute, uses: Iterable[tuple[ModelConfig, int, int]]) -> Co
     InputError: the kernel is wrong, and the config names it.
   """
   name, dtype = compute.attention, compute.dtype
-  works = sorted({_shape_to_check(compute, *use) for use in uses} - {None})
+  works = sorted({work for use in uses for work in _shapes_to_check(compute, *use)})
   path = probe.cache_file('attention.json')
   keys = [_key(name, dtype, work) for work in works]
   known = probe.read_cache(path)
@@ -77,16 +77,15 @@ def settle(compute: Compute, uses: Iterable[tuple[ModelConfig, int, int]]) -> Co
   return dataclasses.replace(compute, rejected_shapes=tuple(out))
 
 
-def _shape_to_check(
+def _shapes_to_check(
   compute: Compute, cfg: ModelConfig | CustomConfig, length: int, parts: int
-) -> AttentionShape | None:
-  """Returns the shape for which the kernel would be used; None if it would not be."""
+) -> list[AttentionShape]:
+  """Returns the shapes for which the kernel would be used."""
   if isinstance(cfg, CustomConfig) or (length < attention_kernels.SHORT * parts and not compute.forced):
-    return None
-  shape = attention_kernels.attention_shape(cfg, length, parts)
+    return []
   refusal = attention_kernels.REFUSALS[compute.attention]
-  is_refused = refusal(shape.head_dim, shape.value_dim, compute.dtype, shape.attention_softcap, shape.sinks)
-  return None if is_refused else shape
+  shapes = [attention_kernels.attention_shape(cfg, length, parts, heads) for heads in cfg.head_shapes]
+  return [x for x in shapes if not refusal(x.head_dim, x.value_dim, compute.dtype, x.attention_softcap, x.sinks)]
 
 
 def _words(work: AttentionShape) -> str:

@@ -86,7 +86,10 @@ def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, par
     )
   return not why and (
     compute.forced
-    or (q.shape[1] >= SHORT * parts and attention_shape(cfg, q.shape[1], parts) not in compute.rejected_shapes)
+    or (
+      q.shape[1] >= SHORT * parts
+      and attention_shape(cfg, q.shape[1], parts, (v.shape[2], q.shape[3], v.shape[3])) not in compute.rejected_shapes
+    )
   )
 
 
@@ -299,15 +302,21 @@ def _packed(q, k, v, starts, sizes, window):
 # ------------------------------------------------------------- which kernel
 
 
-def attention_shape(cfg: ModelConfig, length: int, parts: int) -> AttentionShape:
-  """Returns the attention shape of a model in rows of `length` tokens, in `parts` parts."""
+def attention_shape(
+  cfg: ModelConfig, length: int, parts: int, heads: tuple[int, int, int] | None = None
+) -> AttentionShape:
+  """Returns the attention shape of a model in rows of `length` tokens, in `parts` parts.
+
+  heads: one of `cfg.head_shapes`; None: the first.
+  """
+  kv_heads, head_dim, value_dim = heads or cfg.head_shapes[0]
   return AttentionShape(
     length,
     parts,
     cfg.num_heads,
-    cfg.num_kv_heads,
-    cfg.head_dim,
-    value_dim=cfg.value_dim,
+    kv_heads,
+    head_dim,
+    value_dim=value_dim,
     attention_scale=cfg.attention_scale,
     attention_softcap=cfg.attention_softcap,
     windows=tuple(sorted(set(cfg.layer_windows or (0,)))),

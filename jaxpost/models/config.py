@@ -16,6 +16,7 @@ class Rope:
   theta: float = 10_000.0
   scaling: tuple = ()
   interleaved: bool = False  # rotated pairs are adjacent entries
+  size: int = 0  # entries of a head that it is for; 0: `ModelConfig.rope_size`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +117,21 @@ class ModelConfig:
     return self.num_kv_heads, (self.head_dim, self.head_dim)
 
   @property
+  def layer_caches(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """`cached` of each layer that has keys and values of its own."""
+    return (self.cached,) * self.num_layers
+
+  @property
+  def head_shapes(self) -> tuple[tuple[int, int, int], ...]:
+    """(kv heads, head size, that of values) of each kind of attention layers."""
+    return ((self.num_kv_heads, self.head_dim, self.value_dim),)
+
+  @property
+  def layer_widths(self) -> tuple[int, ...]:
+    """Head size and that of values, together, of each layer."""
+    return (self.head_dim + self.value_dim,) * self.num_layers
+
+  @property
   def sparse_layers(self) -> int:
     """Number of layers with experts, if the model has any; they come last."""
     return self.num_layers - (self.experts.first_dense if self.experts else 0)
@@ -129,6 +145,11 @@ class ModelConfig:
   def state_shapes(self) -> tuple[tuple[int, ...], ...]:
     """Shapes of what a layer with a state keeps of a sequence; () for models without."""
     return ()
+
+  @property
+  def mixed(self) -> bool:
+    """True if the attention layers have heads of two sizes (`mixed_attention.py`)."""
+    return False
 
   @property
   def gated(self) -> bool:

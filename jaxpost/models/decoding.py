@@ -27,6 +27,7 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
   x = constrain(transformer.embed(params, tokens, cfg, compute, constrain), 'batch', None, None)
+  params = transformer.with_inputs(params, tokens, x, cfg, compute, constrain)
 
   attention_of = transformer.attention_over(segment_ids, positions, cfg, compute, constrain)
 
@@ -46,7 +47,8 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
 
     experts = routing.record(routes, cfg)
   states = tuple(tuple(x) for x, stack in zip(kept, cfg.layer_stacks) if stack in STATEFUL)
-  k, *v = map(tuple, zip(*(x for x, stack in zip(kept, cfg.layer_stacks) if stack not in STATEFUL)))
+  # A layer that reads the keys and values of another one keeps none.
+  k, *v = map(tuple, zip(*(x for x, stack in zip(kept, cfg.layer_stacks) if stack not in STATEFUL and x)))
   return Cache(k, v[0] if v else (), experts=experts, states=states), last
 
 
@@ -80,6 +82,7 @@ def decode(
   """
   some = tokens.reshape(len(tokens), -1)
   x = transformer.embed(weights, some, cfg, compute, constrain)
+  weights = transformer.with_inputs(weights, some, x, cfg, compute, constrain)
   positions = (filled + step)[:, None] + jnp.arange(some.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
   ks, vs, experts, states = (list(x) for x in (recent.k, recent.v, recent.experts, recent.states))

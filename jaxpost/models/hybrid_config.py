@@ -45,6 +45,10 @@ class HybridConfig(ModelConfig):
     return (keys, keys, values) if self.mixer == 'delta' else (values, keys, keys)
 
   @property
+  def layer_caches(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    return (self.cached,) * self.mixers.count('layers')
+
+  @property
   def state_flops(self) -> float:
     # A state is read by the query and added to; the gated delta rule reads it by the key, too.
     passes = 2.0 * self.mixers.count('state_space') + 3.0 * self.mixers.count('delta')

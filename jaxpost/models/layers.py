@@ -145,7 +145,7 @@ def fuse(p: dict, joined: dict) -> dict:
   p = dict(p)
   for name, parts in joined.items():
     for tail, axis in (('', _FUSED_AXIS[name]), ('_bias', -1)):
-      if parts[0] + tail in p:
+      if all(part + tail in p for part in parts):
         some = [p.pop(part + tail) for part in parts]
         p[name + tail] = some[0] if isinstance(some[0], jax.sharding.Sharding) else jnp.concatenate(some, axis)
   return p

@@ -51,7 +51,13 @@ class _Sharding(NamedTuple):
 
 
 def mlp(
-  p: dict, x: jax.Array, cfg: ModelConfig, compute: Compute, layout, chosen: jax.Array | None = None
+  p: dict,
+  x: jax.Array,
+  cfg: ModelConfig,
+  compute: Compute,
+  layout,
+  chosen: jax.Array | None = None,
+  seen: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing]:
   """Applies the experts of each token and sums their outputs by router weight.
 
@@ -64,13 +70,14 @@ def mlp(
     x: [B, T, D].
     layout: a `Layout`, or any function on a single device.
     chosen: [B, T, k], experts to use instead of the router's choice.
+    seen: [B, T, D], what the router reads; None: x.
 
   Returns:
     ([B, T, D], `Routing`).
   """
   params = _dense_params(p, compute)
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
-    return _mlp_on_device(params, x, chosen, cfg, compute)
+    return _mlp_on_device(params, x, chosen, seen, cfg, compute)
   size = layout.mesh.shape['expert']
   if cfg.experts.num % size:
     raise InputError(f'config.mesh: expert={size} must divide the {cfg.experts.num} experts of the model')
@@ -85,10 +92,10 @@ def mlp(
   return jax.shard_map(
     functools.partial(_mlp_on_device, cfg=cfg, compute=compute, sharding=sharding),
     mesh=layout.mesh,
-    in_specs=(specs, tokens, tokens),
+    in_specs=(specs, tokens, tokens, tokens),
     out_specs=(tokens, Routing(tokens, tokens)),
     check_vma=False,
-  )(params, x, chosen)
+  )(params, x, chosen, seen)
 
 
 def _dense_params(p: dict, compute: Compute) -> dict[str, jax.Array]:
@@ -98,8 +105,7 @@ def _dense_params(p: dict, compute: Compute) -> dict[str, jax.Array]:
   """
   names = ['router', *_MATRICES]
   names += [f'{name}_bias' for name in names if f'{name}_bias' in p]
-  if 'router_choice' in p:
-    names.append('router_choice')
+  names += [name for name in ('router_choice', 'router_scale') if name in p]
   params = {}
   for name in names:
     w = p[name]
@@ -117,7 +123,7 @@ def _param_specs(params: dict, cfg: ModelConfig, layout: Layout) -> dict[str, Pa
     if f'layers/{name}' in table:
       spec = table[f'layers/{name}']
       specs[name] = layout.spec(spec.axes[1:], spec.shape[1:])
-  specs['router'] = PartitionSpec()  # small, and needed whole
+  specs |= {name: PartitionSpec() for name in ('router', 'router_scale') if name in params}  # small, and needed whole
   for name in _MATRICES:
     if f'{name}_a' in params:
       expert, inputs, outputs = specs[name]
@@ -127,10 +133,16 @@ def _param_specs(params: dict, cfg: ModelConfig, layout: Layout) -> dict[str, Pa
 
 
 def _mlp_on_device(
-  p: dict, x: jax.Array, chosen: jax.Array | None, cfg: ModelConfig, compute: Compute, sharding: _Sharding | None = None
+  p: dict,
+  x: jax.Array,
+  chosen: jax.Array | None,
+  seen: jax.Array | None,
+  cfg: ModelConfig,
+  compute: Compute,
+  sharding: _Sharding | None = None,
 ) -> tuple[jax.Array, Routing]:
   """`mlp` of the tokens [B, T, D] and the experts of one device of a mesh."""
-  weights, routing = route(p, x, cfg, chosen)
+  weights, routing = route(p, x if seen is None else seen, cfg, chosen)
   rows = _flatten_tokens(x), _flatten_tokens(weights), _flatten_tokens(routing.chosen)
   if sharding is None:
     out = expert_mlp.apply_experts(p, *rows, first=0, cfg=cfg, compute=compute).astype(compute.residual)

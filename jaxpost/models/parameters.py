@@ -22,7 +22,7 @@ STATEFUL = (
   'convolution',
   'state_space',
 )  # stacks whose layers have a state of fixed size instead of attention
-STACKS = ('dense', *STATEFUL, 'layers')  # names of the stacks of layers
+STACKS = ('dense', *STATEFUL, 'local', 'local_shared', 'shared', 'layers')  # names of the stacks of layers
 
 
 @dataclasses.dataclass(frozen=True)

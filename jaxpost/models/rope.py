@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, their scalings, the rotation.
+"""Rotary position embedding: frequencies and the rotation; `rope_scalings.py` has scaled frequencies.
 
 Legend: B rows, T tokens, N heads, h head size, d rotated entries of a head.
 
@@ -8,7 +8,6 @@ and positions multiply the error. They are rounded where `transformers` rounds.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import jax
@@ -93,24 +92,23 @@ def _kind(rope: Rope) -> str:
 
 
 def _table(positions, lengths, rope, cfg):
-  dim = cfg.rotary_dim or cfg.rope_size
+  size = rope.size or cfg.rope_size
+  dim = cfg.rotary_dim or size
   p, scale = dict(rope.scaling), 1.0
   kind = _kind(rope)
-  if kind == 'longrope':
-    long, scale = _longrope(rope.theta, dim, p, 'long_factor')
-    short, _ = _longrope(rope.theta, dim, p, 'short_factor')
-    freq = jnp.where(lengths[..., None] > p['original_max_position_embeddings'], long, short)
-  elif kind == 'dynamic':
-    freq = _dynamic(rope.theta, dim, p, lengths[..., None])
+  if kind == 'default':
+    freq = np.float32(1) / _periods(rope.theta, dim)
   else:
-    freq, scale = _SCALINGS[kind](rope.theta, dim, p)
+    from jaxpost.models import rope_scalings
+
+    freq, scale = rope_scalings.frequencies(rope.theta, dim, p, lengths, _periods)
   angle = positions[..., None].astype(jnp.float32) * freq
   angle = jnp.concatenate([angle, angle], axis=-1)[..., None, :]
   cos, sin = jnp.cos(angle), jnp.sin(angle)
   if scale != 1:
     cos, sin = cos * scale, sin * scale
-  rest = ((0, 0),) * 3 + ((0, cfg.rope_size - dim),)
-  if dim < cfg.rope_size:
+  rest = ((0, 0),) * 3 + ((0, size - dim),)
+  if dim < size:
     cos, sin = jnp.pad(cos, rest, constant_values=1), jnp.pad(sin, rest)
   if beta := p.get('llama_4_scaling_beta'):
     far = jnp.floor(positions.astype(jnp.float32) / p['original_max_position_embeddings'])
@@ -122,78 +120,3 @@ def _periods(theta: float, dim: int):
   """Returns the periods [d / 2], in tokens per radian."""
   half = dim // 2
   return (theta ** (np.arange(half) / half)).astype(np.float32)
-
-
-def _default(theta, dim, p):
-  del p
-  return np.float32(1) / _periods(theta, dim), 1.0
-
-
-def _linear(theta, dim, p):
-  """Chen et al., arXiv:2306.15595: positions interpolated."""
-  return np.float32(1) / _periods(theta, dim) / np.float32(p['factor']), 1.0
-
-
-def _ntk_alpha(theta, dim, p):
-  """NTK-aware scaling with a fixed factor of the base (Hunyuan)."""
-  return np.float32(1) / _periods(theta * p['alpha'] ** (dim / (dim - 2)), dim), 1.0
-
-
-def _llama3(theta, dim, p):
-  """Llama 3.1: long wavelengths are interpolated, short ones unchanged."""
-  freq = np.float32(1) / _periods(theta, dim)
-  low, high = p['low_freq_factor'], p['high_freq_factor']
-  factor, original = p['factor'], p['original_max_position_embeddings']
-  wavelength = 2 * math.pi / freq
-  smooth = (original / wavelength - low) / (high - low)
-  blend = (1 - smooth) * freq / factor + smooth * freq
-  scaled = np.where(wavelength > original / low, freq / factor, blend)
-  return np.where(wavelength < original / high, freq, scaled).astype(np.float32), 1.0
-
-
-def _yarn(theta, dim, p):
-  """Peng et al., arXiv:2309.00071, section 3.4."""
-  original, factor = p['original_max_position_embeddings'], p['factor']
-
-  def at(rotations):  # the dimension that makes so many rotations in `original` tokens
-    return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
-
-  low, high = at(p.get('beta_fast') or 32), at(p.get('beta_slow') or 1)
-  if p.get('truncate', True):
-    low, high = math.floor(low), math.ceil(high)
-  low, high = max(low, 0), min(high, dim - 1)
-  ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / (high - low or 0.001), 0, 1)
-  periods = _periods(theta, dim)
-  freq = np.float32(1) / (factor * periods) * ramp + (np.float32(1) / periods * (1 - ramp))
-  scale = p.get('attention_factor')
-  if scale is None:
-
-    def grow(m):
-      return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
-
-    scale, both = grow(1), (p.get('mscale'), p.get('mscale_all_dim'))
-    if all(both):
-      scale = grow(both[0]) / grow(both[1])
-  return freq.astype(np.float32), scale
-
-
-def _longrope(theta, dim, p, which):
-  """LongRoPE (Ding et al., arXiv:2402.13753): factors found by search."""
-  original, factor = p['original_max_position_embeddings'], p['factor']
-  scale = p.get('attention_factor')
-  if scale is None:
-    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-  factors = np.asarray(p[which], np.float32)
-  return np.float32(1) / (factors * _periods(theta, dim)), scale
-
-
-def _dynamic(theta, dim, p, lengths):
-  """Dynamic NTK: the base grows with the length of the document beyond the limit."""
-  limit = p['original_max_position_embeddings']
-  over = jnp.maximum(lengths, limit).astype(jnp.float32) / limit
-  grown = (p['factor'] * over - (p['factor'] - 1)) ** (1 / (dim / 2 - 1))
-  # theta^(-2i/d) of theta * grown^(d/2): only what differs is made here.
-  return np.float32(1) / _periods(theta, dim) * grown ** (-np.arange(dim // 2, dtype=np.float32))
-
-
-_SCALINGS = {'default': _default, 'linear': _linear, 'ntk_alpha': _ntk_alpha, 'llama3': _llama3, 'yarn': _yarn}

@@ -83,6 +83,10 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     from jaxpost.models import hybrid
 
     table = hybrid.table(table, cfg)
+  if cfg.mixed:
+    from jaxpost.models import mixed_attention
+
+    table = mixed_attention.table(table, cfg)
   if dense := cfg.num_layers - cfg.sparse_layers:
     from jaxpost.models import moe
 
@@ -125,11 +129,15 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
   """Returns the forward FLOPs of a token that attends to `context` tokens (causal: half T)."""
   if isinstance(cfg, CustomConfig):  # assumes that each parameter is used once per token
     return 2.0 * cfg.size
+  looked_up = sum(math.prod(p.shape) for path, p in param_table(cfg).items() if p.axes[0] == 'vocab' and path != 'head')
   embedding = cfg.padded_vocab_size * cfg.hidden_size
-  matrices = num_active(cfg) - (0 if cfg.tie_embeddings else embedding)
-  attending = [k for k, stack in zip(cfg.layer_kinds, cfg.layer_stacks) if stack not in STATEFUL]
-  seen = sum(min(context, kind.window or context) for kind in attending)
-  return cfg.state_flops + 2 * matrices + 2 * cfg.num_heads * seen * (cfg.head_dim + cfg.value_dim)
+  matrices = num_active(cfg) - looked_up + (embedding if cfg.tie_embeddings else 0)
+  seen = sum(
+    min(context, kind.window or context) * width
+    for kind, stack, width in zip(cfg.layer_kinds, cfg.layer_stacks, cfg.layer_widths)
+    if stack not in STATEFUL
+  )
+  return cfg.state_flops + 2 * matrices + 2 * cfg.num_heads * seen
 
 
 def layer(
@@ -147,6 +155,11 @@ def layer(
   Returns:
     ([B, T, D], `kept` of `attend` or `recur`, `Routing` or None).
   """
+
+  if cfg.mixed:
+    from jaxpost.models import mixed_attention
+
+    return mixed_attention.layer(p, x, table, attend, cfg, compute, layout, chosen=chosen)
 
   def norm(x, name):
     return layers.rms_norm(x, p[name], cfg) if name in p else x
@@ -216,9 +229,13 @@ def run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None, 
   def alike(kind):
     return layers.rematerialized(functools.partial(block, kind=kind), compute)
 
-  if compute.unroll or isinstance(params['layers'], list):  # a sampler's weights are a list
+  if cfg.mixed and cfg.shared_layers:
+    from jaxpost.models import mixed_attention
+
+    x, kept, routing = mixed_attention.in_a_row(alike, params, x, cfg, chosen)
+  elif compute.unroll or isinstance(params['layers'], list):  # a sampler's weights are a list
     x, kept, routing = _in_a_row(alike, params, x, cfg, chosen)
-  elif cfg.state_shapes:
+  elif cfg.state_shapes or cfg.mixed:
     from jaxpost.models import hybrid
 
     x, kept, routing = hybrid.scan_periods(alike, params, x, cfg, chosen)
@@ -294,6 +311,15 @@ def embed(params, tokens, cfg, compute, constrain, noise=None):
   return x if noise is None else (x + noise).astype(x.dtype)
 
 
+def with_inputs(params, tokens, x, cfg, compute, layout):
+  """Returns the parameters with what their layers read besides x, the embeddings of the tokens."""
+  if not cfg.mixed:
+    return params
+  from jaxpost.models import mixed_attention
+
+  return mixed_attention.with_side_inputs(params, tokens, x, cfg, compute, layout)
+
+
 def unconstrained(x, *axes):
   del axes
   return x
@@ -333,6 +359,7 @@ def forward(
     order = functools.partial(context_parallel.stripe, n=n)
   x = embed(params, order(tokens), cfg, compute, constrain, noise=noise if noise is None else order(noise))
   x = constrain(x, 'batch', 'time', None)
+  params = with_inputs(params, order(tokens), x, cfg, compute, constrain)
   lengths = None
   if rope.by_length(cfg):
     lengths = order(rope.document_lengths(positions, segment_ids))

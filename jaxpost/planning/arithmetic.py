@@ -308,8 +308,7 @@ def slots(inputs: Inputs) -> tuple[int, int]:
 
 def _entry(cfg: ModelConfig, tensor: int) -> float:
   """Returns the elements of a token in the KV cache of a device."""
-  heads, sizes = cfg.cached
-  return cfg.num_layers * (heads / tensor if heads % tensor == 0 else heads) * sum(sizes)
+  return sum((heads / tensor if heads % tensor == 0 else heads) * sum(sizes) for heads, sizes in cfg.layer_caches)
 
 
 def _sampler(case: _Case) -> dict[str, float]:

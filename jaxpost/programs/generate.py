@@ -95,7 +95,6 @@ def empty_state(
     sampling: parameters of one slot, which every slot begins with.
   """
   cfg = model.config
-  heads, sizes = cfg.cached
 
   def empty_cache():
     if model.empty_cache:
@@ -103,11 +102,11 @@ def empty_state(
 
     with_state = sum(stack in STATEFUL for stack in cfg.layer_stacks)
 
-    def of_layers(size):
-      shape = (cache_shape[0], heads, cache_shape[1], size)
-      return tuple(jnp.zeros(shape, compute.cache) for _ in range(cfg.num_layers - with_state))
+    def of_layers(part):
+      shapes = ((cache_shape[0], heads, cache_shape[1], sizes[part]) for heads, sizes in cfg.layer_caches)
+      return tuple(jnp.zeros(shape, compute.cache) for shape in shapes)
 
-    k, *v = map(of_layers, sizes)  # latent attention caches one array per layer
+    k, *v = map(of_layers, range(len(cfg.cached[1])))  # latent attention caches one array per layer
     # In float32: what a state forgets slowly, it would lose at every rounding.
     states = tuple(tuple(jnp.zeros((slots, *shape)) for shape in cfg.state_shapes) for _ in range(with_state))
     return stored(Cache(k, v[0] if v else (), states=states))
