@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxpost.formats.family import DEEPSEEK_ROUTER, Family
+from jaxpost.formats.layer_fields import QUERY_SCALE
 
 SIZES = ('kv_lora_rank', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim')
 
@@ -38,4 +39,23 @@ DEEPSEEK = Family(
   ),
 )
 
-FAMILIES = {'deepseek_v3': DEEPSEEK, 'kimi_k2': dataclasses.replace(DEEPSEEK, written_as='deepseek_v3')}
+_EXPERTS = 'model.layers.{}.mlp.experts.%s_proj'  # all experts of a layer
+MISTRAL4 = Family(
+  architecture='Mistral4ForCausalLM',
+  latent=True,
+  experts=dataclasses.replace(DEEPSEEK_ROUTER, sigmoid=False, choice_bias=False),
+  fused={f'layers/{x}': (_EXPERTS % y, 0, -1) for x, y in dict(gate='gate_up', up='gate_up', down='down').items()},
+  reads=(*DEEPSEEK.reads, QUERY_SCALE),
+  aliases=DEEPSEEK.aliases,
+  ignored=('qk_head_dim',),
+  defaults=DEEPSEEK.defaults
+  | dict(kv_lora_rank=256, q_lora_rank=1024, qk_nope_head_dim=64, max_position_embeddings=1_048_576)
+  | dict(first_k_dense_replace=0, n_routed_experts=128, num_experts_per_tok=4, n_group=1, topk_group=1)
+  | dict(routed_scaling_factor=1.0),
+)
+
+FAMILIES = {
+  'deepseek_v3': DEEPSEEK,
+  'kimi_k2': dataclasses.replace(DEEPSEEK, written_as='deepseek_v3'),
+  'mistral4': MISTRAL4,
+}

@@ -57,6 +57,9 @@ def _check_combinations(raw: dict[str, Any], cfg: ModelConfig, where: str) -> No
   size = raw['qk_nope_head_dim'] + raw['qk_rope_head_dim']
   if raw.get('head_dim') not in (None, size, raw['qk_rope_head_dim']):
     refuse(f'head_dim={raw.get("head_dim")} beside qk_nope_head_dim and qk_rope_head_dim')
+  share = (raw.get('rope_parameters') or {}).get('partial_rotary_factor', 1)
+  if share not in (1, raw['qk_rope_head_dim'] / size):
+    refuse(f'partial_rotary_factor={share!r} beside qk_rope_head_dim={raw["qk_rope_head_dim"]} of {size}')
   if cfg.num_kv_heads != cfg.num_heads:
     refuse(f'num_key_value_heads={cfg.num_kv_heads} of {cfg.num_heads} heads')
 

@@ -51,8 +51,9 @@ def ropes(
   if nested and not family.local_rope:
     raise InputError(f'{where}: rope_parameters of {sorted(nested)} not supported')
   main = {**{k: v for k, v in params.items() if k not in nested}, **(params.get(FULL) or {})}
-  # In the type 'proportional' the part that turns is no matter of shapes.
-  dim = head_dim if main.get('rope_type') == 'proportional' else _rotary_dim(main, raw, family, head_dim, where)
+  # In the type 'proportional' the part that turns is no matter of shapes; in latent attention it has a size of its own.
+  whole = family.latent or main.get('rope_type') == 'proportional'
+  dim = head_dim if whole else _rotary_dim(main, raw, family, head_dim, where)
   first, unknown = _rope(main, raw['rope_theta'], raw, family, dim, where=where)
   out = dict(ropes=(first,), layer_ropes=(), rotary_dim=0 if dim == head_dim else dim)
   if 'no_rope_layers' in family.fields:
