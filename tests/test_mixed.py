@@ -185,7 +185,7 @@ def test_published_fields_are_read():
   assert [cfg.place_in_cache(i) for i in (0, 14, 15, 19, 34)] == [0, 14, 13, 14, 14]
   assert len(cfg.layer_caches) == 15
   assert config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
-  # Of the parameters, those of the embeddings of layers are looked up.
+  # The embeddings of layers are looked up, and are no operand of a product.
   assert transformer.num_params(cfg) == pytest.approx(4.63e9, rel=0.01)
   assert transformer.flops_per_token(cfg, 1024) == pytest.approx(2 * 2.3e9, rel=0.05)
 

@@ -27,7 +27,7 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
   x = constrain(transformer.embed(params, tokens, cfg, compute, constrain), 'batch', None, None)
-  params = transformer.with_inputs(params, tokens, x, cfg, compute, constrain)
+  params = transformer.with_inputs(params, tokens, x, cfg, compute=compute, layout=constrain)
 
   attention_of = transformer.attention_over(segment_ids, positions, cfg, compute, constrain)
 
@@ -82,7 +82,7 @@ def decode(
   """
   some = tokens.reshape(len(tokens), -1)
   x = transformer.embed(weights, some, cfg, compute, constrain)
-  weights = transformer.with_inputs(weights, some, x, cfg, compute, constrain)
+  weights = transformer.with_inputs(weights, some, x, cfg, compute=compute, layout=constrain)
   positions = (filled + step)[:, None] + jnp.arange(some.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
   ks, vs, experts, states = (list(x) for x in (recent.k, recent.v, recent.experts, recent.states))

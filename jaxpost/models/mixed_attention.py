@@ -163,7 +163,7 @@ def layer(
   def norm(x, name):
     return layers.rms_norm(x, p[name], cfg)
 
-  q, pair = _queries_and_pair(p, norm(x, 'attention_norm'), table, cfg, compute, layout)
+  q, pair = _queries_and_pair(p, norm(x, 'attention_norm'), table, cfg, compute=compute, layout=layout)
   shared = 'o' in p and 'k_norm' not in p
   out, kept = attend(q, *pair, () if shared else pair)
   out = layers.project('btnh,nhd->btd', out, p, 'o', compute, layout=layout)

@@ -77,7 +77,7 @@ def mlp(
   """
   params = _dense_params(p, compute)
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
-    return _mlp_on_device(params, x, chosen, seen, cfg, compute)
+    return _mlp_on_device(params, x, chosen, seen, cfg, compute=compute)
   size = layout.mesh.shape['expert']
   if cfg.experts.num % size:
     raise InputError(f'config.mesh: expert={size} must divide the {cfg.experts.num} experts of the model')

@@ -75,22 +75,28 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     table['score'] = Param((d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
   if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = tokens('lm_head')
-  if isinstance(cfg, LatentConfig):
-    from jaxpost.models import mla
-
-    table = mla.table(table, cfg)
-  if cfg.state_shapes:
-    from jaxpost.models import hybrid
-
-    table = hybrid.table(table, cfg)
-  if cfg.mixed:
-    from jaxpost.models import mixed_attention
-
-    table = mixed_attention.table(table, cfg)
+  table = _other_layers(table, cfg)
   if dense := cfg.num_layers - cfg.sparse_layers:
     from jaxpost.models import moe
 
     table = moe.behind(param_table(dataclasses.replace(cfg, experts=None, num_layers=dense)), table, cfg)
+  return table
+
+
+def _other_layers(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
+  """Returns the table of a model whose layers are not those of a Llama, from that of one with such layers."""
+  if isinstance(cfg, LatentConfig):
+    from jaxpost.models import mla
+
+    return mla.table(table, cfg)
+  if cfg.state_shapes:
+    from jaxpost.models import hybrid
+
+    return hybrid.table(table, cfg)
+  if cfg.mixed:
+    from jaxpost.models import mixed_attention
+
+    return mixed_attention.table(table, cfg)
   return table
 
 
@@ -159,7 +165,7 @@ def layer(
   if cfg.mixed:
     from jaxpost.models import mixed_attention
 
-    return mixed_attention.layer(p, x, table, attend, cfg, compute, layout, chosen=chosen)
+    return mixed_attention.layer(p, x, table, attend, cfg, compute=compute, layout=layout, chosen=chosen)
 
   def norm(x, name):
     return layers.rms_norm(x, p[name], cfg) if name in p else x
@@ -317,7 +323,7 @@ def with_inputs(params, tokens, x, cfg, compute, layout):
     return params
   from jaxpost.models import mixed_attention
 
-  return mixed_attention.with_side_inputs(params, tokens, x, cfg, compute, layout)
+  return mixed_attention.with_side_inputs(params, tokens, x, cfg, compute=compute, layout=layout)
 
 
 def unconstrained(x, *axes):
@@ -359,7 +365,7 @@ def forward(
     order = functools.partial(context_parallel.stripe, n=n)
   x = embed(params, order(tokens), cfg, compute, constrain, noise=noise if noise is None else order(noise))
   x = constrain(x, 'batch', 'time', None)
-  params = with_inputs(params, order(tokens), x, cfg, compute, constrain)
+  params = with_inputs(params, order(tokens), x, cfg, compute=compute, layout=constrain)
   lengths = None
   if rope.by_length(cfg):
     lengths = order(rope.document_lengths(positions, segment_ids))
