@@ -142,7 +142,7 @@ CASES = {
 
 
 # No test trains these. Some differ from a method above by a surrogate or an estimator, others are options of GRPO;
-# tests/test_exact_gradients.py compares them with exact gradients, and docs/methods.md has what they learn.
+# tests/test_combinations.py compares them with exact gradients, and docs/methods.md has what they learn.
 VARIANTS = {
   **{name: online(name) for name in ('gmpo', 'dppo', 'gpg', 'opo', 'maxrl', 'pass_at_k')},
   # Its alpha is for thousands of tokens: below 20 tokens, 0.05 makes a lambda of 0.

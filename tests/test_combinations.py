@@ -44,6 +44,7 @@ def test_refusals_are_one_line_that_names_a_field(refused):
     assert '\n' not in why and why.startswith('config.'), (pair, why)
 
 
+@pytest.mark.long
 def test_pairs_are_on_policy_at_the_first_step(updated):
   """Ratio and weights 1, nothing masked or clipped, KL 0."""
   for pair, ((_, found), _) in updated.items():
@@ -55,6 +56,7 @@ def test_pairs_are_on_policy_at_the_first_step(updated):
     assert found.credit.metrics.get('kl', 0) == 0, pair
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('where', ['on policy', 'off policy'])
 def test_pairs_have_the_gradient_of_the_formulas(updated, where):
   """The gradient of the logits of a categorical policy is the exact one, over all groups that can be drawn.

@@ -1,0 +1,339 @@
+"""Mean gradients of samples, through sampler, credit, packing and update, against exact ones by enumeration.
+
+`sampled.py` has the policy, of 40 answers to either of two prompts, and the steps of the controller, which
+are shared by all cases. The exact gradients come from formulas that share no code with the product: those of
+`formulas.py`, and those below. Each is compared along several directions, within 4 standard errors.
+"""
+
+import dataclasses
+import functools
+
+import formulas
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import sampled
+from sampled import Case
+
+from jaxpost.algorithms import kto, online_dpo
+from jaxpost.data import packing
+from jaxpost.losses import importance, policy_gradient
+from jaxpost.stage import algorithms
+
+pytestmark = pytest.mark.long
+BETA = 0.7  # of preferences
+OLDER = dict(sampler='behavior')  # an older policy has sampled
+LATER = dict(present='later')  # the second update of a rollout
+
+
+def case(algorithm='grpo', where=None, **rl):
+  """A method of the family of GRPO."""
+  advantage = dict(advantage='leave_one_out') if algorithm == 'grpo' else {}
+  config = sampled.config_of(algorithm, rl=advantage | rl)
+  return Case(algorithms.load_algorithm(algorithm), config, **where or {})
+
+
+def losses():
+  yield 'on policy', case()
+  for name in policy_gradient.LOSSES:
+    yield f'{name}, second update', case(loss=name, where=LATER, epochs=2)
+    if name != 'reinforce':
+      yield f'{name}, older sampler', case(loss=name, where=OLDER, old_policy='sampler')
+
+
+def estimators():
+  yield 'grpo', case(advantage='group')
+  yield 'std of the batch', case(advantage='group', scale_rewards='batch')
+  yield 'dr_grpo', case('dr_grpo')
+  yield from ((name, case(name)) for name in ('reinforce_pp', 'reinforce_pp_baseline', 'opo'))
+  yield from ((name, case(aggregate=name)) for name in ('token', 'sequence', 'constant'))
+  yield 'truncated answers are masked', case(mask_truncated=True)
+  yield 'entropy bonus', case(entropy_coef=1.0)
+
+
+def divergences():
+  for name in policy_gradient.KL:
+    if name != 'k1':
+      yield f'{name} in the loss', case(kl_coef=1.0, kl_estimator=name)
+  for name in ('k1', 'k3'):
+    weighted = dict(kl_coef=1.0, kl_estimator=name, kl_weighted=True)
+    yield f'{name} in the loss, weighted', case(**weighted)
+    yield f'{name} in the loss, weighted, older sampler', case(**weighted, old_policy='sampler', where=OLDER)
+  yield 'KL in the reward', case(kl_coef=1.0, kl_in='reward')
+  yield 'KL in the reward of each token', case('reinforce_pp', kl_coef=1.0)
+  yield 'KL in the advantage', case(kl_coef=1.0, kl_in='advantage')
+
+
+def corrections():
+  bounds = dict(
+    token_truncated=dict(importance_cap=1.3),
+    sequence_truncated=dict(importance_cap=1.3),
+    icepop=dict(token_low=0.7, token_high=1.5),
+    token_mask=dict(token_low=0.7, token_high=1.5),
+    sequence_mask=dict(sequence_low=0.8, sequence_high=1.2),
+    opsm=dict(opsm_threshold=0.1),
+  )
+  yield 'none', case(importance=(), where=OLDER)
+  for name in (*importance.METHODS, 'opsm'):
+    yield name, case(importance=(name,), where=OLDER, **bounds.get(name, {}))
+
+
+CASES = {name: x for part in (losses, estimators, divergences, corrections) for name, x in part()}
+
+
+@functools.lru_cache
+def measured(coupled):
+  """The gradients of all cases whose losses are of sequences, or of tokens; either compiles once."""
+  return sampled.gradients({n: x for n, x in CASES.items() if x.algorithm.objective(x.config).coupled == coupled})
+
+
+def exact(x):
+  """The gradient of the weights [D], by formulas.py."""
+  groups = sampled.groups(x.sampler, x.present, old='policy')
+  parts = formulas.gradient(groups, x.config.rl, sampled.C)
+  return sampled.of_weights(x.present, *(sampled.of_answers(part) for part in parts))
+
+
+def agree(found, wanted):
+  """Within 4 standard errors; a gradient that is 1.5 times as long is not."""
+  right, wrong = (sampled.z_scores(found, x) for x in (wanted, 1.5 * wanted))
+  assert np.abs(right).max() < 4, right
+  assert np.abs(wrong).max() > 4, wrong
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_policy_gradients(name):
+  x = CASES[name]
+  agree(measured(x.algorithm.objective(x.config).coupled)[name], exact(x))
+
+
+def test_batches_are_those_of_the_controller():
+  """`sampled.gradients` calls the parts of a step; this is the whole step, which loads the weights and samples."""
+  x = case(kl_coef=1.0)
+  roles = sampled.Roles(sampled.trainable(sampled.objective_of([x])), reference=sampled.shared()['reference'])
+  controller = sampled.make_controller(x.algorithm, x.config, roles)
+  graded, scores = sampled.blocks('policy')[0]
+  experience = controller.make_experience(graded, scores)
+  (parts,) = controller.make_batches(experience, x.algorithm.credit(experience, x.config))
+  whole = sampled.make_controller(x.algorithm, x.config, roles)
+  whole.rollouts.engine = sampled.shared()['engine']
+  (update,) = next(whole).updates
+  assert float(update.batch.loss_weights.sum()) == pytest.approx(1, rel=1e-5)
+  jax.tree.map(np.testing.assert_array_equal, update.batch, parts.batch)
+
+
+@pytest.mark.parametrize(
+  'name, other',
+  [
+    ('none', 'token_truncated'),
+    ('token_truncated', 'icepop'),
+    ('sequence_truncated', 'none'),
+    ('clip, second update', 'cispo, second update'),
+    ('k2 in the loss', 'k3 in the loss'),
+    ('KL in the reward', 'on policy'),
+    ('token', 'sequence'),
+  ],
+)
+def test_another_method_would_be_found(name, other):
+  assert np.abs(sampled.z_scores(measured(False)[name], exact(CASES[other]))).max() > 4
+
+
+# --------------------------------------------------------------- preferences
+
+
+def s(x):
+  return 1 / (1 + jnp.exp(-x))
+
+
+def odds(logp, length):
+  p = jnp.exp(logp / length)
+  return jnp.log(p / (1 - p))
+
+
+# c and r are log-ratios to the reference, w and v (log-prob, length) of the chosen and the rejected answer.
+PREFERENCES = {
+  'sigmoid': lambda c, r, *_: -jnp.log(s(BETA * (c - r))),  # arXiv:2305.18290, eq. 7
+  'ipo': lambda c, r, w, v: (c / w[1] - r / v[1] - 1 / (2 * BETA)) ** 2,  # arXiv:2310.12036, eq. 17, of means
+  'hinge': lambda c, r, *_: jnp.maximum(0, 1 - BETA * (c - r)),  # arXiv:2305.10425
+  'nca_pair': lambda c, r, *_: -jnp.log(s(BETA * c)) - (jnp.log(s(-BETA * c)) + jnp.log(s(-BETA * r))) / 2,
+  'sppo_hard': lambda c, r, *_: (c - 1 / (2 * BETA)) ** 2 + (r + 1 / (2 * BETA)) ** 2,  # arXiv:2405.00675
+  'apo_zero': lambda c, r, *_: 1 - s(BETA * c) + s(BETA * r),  # arXiv:2408.06266
+  'apo_down': lambda c, r, *_: s(BETA * c) + 1 - s(BETA * (c - r)),
+  'cpo': lambda c, r, w, v: -jnp.log(s(BETA * (w[0] - v[0]))),  # arXiv:2401.08417, without its NLL
+  'simpo': lambda c, r, w, v: -jnp.log(s(BETA * (w[0] / w[1] - v[0] / v[1]) - 0.4)),  # arXiv:2405.14734, eq. 6
+  'orpo': lambda c, r, w, v: -BETA * jnp.log(s(odds(*w) - odds(*v))),  # arXiv:2403.07691, eq. 6 and 7
+}
+
+
+@functools.lru_cache
+def of_pairs():
+  """Best and worst of two samples, as online DPO makes pairs."""
+  cases = {}
+  for name in PREFERENCES:
+    more = dict(gamma=0.4) if name == 'simpo' else {}
+    config = sampled.config_of('online_dpo', preference=dict(losses=(name,), beta=BETA, **more))
+    cases[name] = Case(online_dpo.ONLINE_DPO, config)
+  return sampled.gradients(cases)
+
+
+@pytest.mark.parametrize('name', PREFERENCES)
+def test_preferences(name):
+  prompt, answers = sampled.members()
+  rewards = sampled.rewards()[prompt[:, None], answers]
+  differ = rewards[:, 0] != rewards[:, 1]
+  best = answers[np.arange(len(answers)), rewards.argmax(axis=1)]
+  worst = answers[np.arange(len(answers)), rewards.argmin(axis=1)]
+  weight = sampled.groups('policy', 'policy', 'policy').chance * differ
+
+  def loss(logprobs):
+    whole = logprobs.sum(axis=2)
+    ratio = whole - sampled.logprobs('reference').sum(axis=2)
+    sides = [(whole[prompt, x], sampled.LENGTHS[x]) for x in (best, worst)]
+    return (weight / weight.sum() * PREFERENCES[name](ratio[prompt, best], ratio[prompt, worst], *sides)).sum()
+
+  slope = jax.grad(loss)(jnp.asarray(sampled.logprobs('policy'), jnp.float32))
+  agree(of_pairs()[name], sampled.of_weights('policy', np.asarray(slope)))
+
+
+# -------------------------------------------------------------------- labels
+
+
+def labeled(roles, config, graded):
+  """A batch of KTO from samples: right is what has a reward above 0, and z comes from answers to the other prompt."""
+  rollout, examples = graded.rollout, []
+  answers = [(x[:n], np.ones(n)) for x, n in zip(rollout.completions, rollout.lengths)]
+  for i, answer in enumerate(answers):
+    other = answers[(i + sampled.SIZE) % len(answers)]
+    example = online_dpo.pair(rollout.prompts[i // sampled.SIZE].tokens, answer, other, share_prompt=True)
+    first, second = (np.float32(example.sequence_ids == n) for n in (1, 2))
+    arrays = dict(label=first * np.sign(graded.rewards[i]), kl_mask=second)
+    arrays = {name: np.float32(x) for name, x in arrays.items()}
+    examples.append(dataclasses.replace(example, loss_mask=first, arrays=arrays))
+  rows = packing.pack_examples(examples, 18)
+  batch = packing.to_batch([[examples[i] for i in row] for row in rows], 18, 72, per='label')
+  return kto.prepare(roles.policy.place(batch), roles, config)
+
+
+@functools.lru_cache
+def of_labels():
+  def objective(config):  # at the temperature of the samples
+    return dataclasses.replace(kto.objective(config), temperature=sampled.TEMPERATURE)
+
+  algorithm = dataclasses.replace(kto.KTO, objective=objective)
+  options = dict(beta=BETA, undesirable_weight=1.5)
+  cases = {n: Case(algorithm, sampled.config_of('kto', preference=dict(losses=(n,), **options))) for n in kto.LOSSES}
+  return sampled.gradients(cases, labeled)
+
+
+@pytest.mark.parametrize('name', kto.LOSSES)
+def test_kto(name):
+  """1 - s(beta (x - z)) of desirable samples, 1 - s(beta (z - x)) of others (arXiv:2402.01306, eq. 8), z constant."""
+  chance, right = sampled.chance('policy'), sampled.rewards() > 0
+  ratio = (sampled.logprobs('policy') - sampled.logprobs('reference')).sum(axis=2)
+  z = max(0, (chance[::-1] * ratio).sum() / 2) if name == 'kto' else 0
+  assert z > 0.05 or name != 'kto'
+
+  def loss(logprobs):
+    x = (logprobs - sampled.logprobs('reference')).sum(axis=2)
+    return (chance / 2 * jnp.where(right, 1 - s(BETA * (x - z)), 1.5 * (1 - s(BETA * (z - x))))).sum()
+
+  slope = jax.grad(loss)(jnp.asarray(sampled.logprobs('policy'), jnp.float32))
+  agree(of_labels()[name], sampled.of_weights('policy', np.asarray(slope)))
+
+
+# -------------------------------------------------------------- distillation
+
+BETAS = {'forward KL': 0.0, 'JSD': 0.3, 'reverse KL': 1.0}
+
+
+@functools.lru_cache
+def of_teachers():
+  cases = {}
+  for name, beta in BETAS.items():
+    config = sampled.config_of('gkd', distill=dict(teachers=('x',), beta=beta, temperature=1.5))
+    cases[name] = Case(algorithms.load_algorithm('gkd'), config)
+  return sampled.gradients(cases)
+
+
+@pytest.mark.parametrize('name', BETAS)
+def test_distillation(name):
+  """The divergence of next tokens on samples of the student, which are not differentiated (arXiv:2306.13649, eq. 1)."""
+  weight = sampled.chance('policy')[..., None] * sampled.MASK
+  teacher = jax.nn.softmax(sampled.logits(sampled.params('reference')) / 1.5)
+
+  def kl(p, q):
+    return (p * jnp.log(p / q)).sum(axis=-1)
+
+  def loss(weights):
+    student = jax.nn.softmax(sampled.logits(weights) / 1.5)
+    mixed = 0.7 * student + 0.3 * teacher
+    found = {
+      'forward KL': kl(teacher, student),
+      'reverse KL': kl(student, teacher),
+      'JSD': 0.3 * kl(teacher, mixed) + 0.7 * kl(student, mixed),
+    }
+    return (weight / weight.sum() * found[name]).sum()
+
+  agree(of_teachers()[name], sampled.flat(jax.jit(jax.grad(loss))(sampled.params('policy'))))
+
+
+# ------------------------------------------------------------------- critics
+
+PPO = {
+  'lambda 0.5': dict(lam=0.5),
+  'KL in the reward': dict(lam=0.9, kl_coef=0.5),
+  'gamma 0.9': dict(lam=0.5, gamma=0.9, aggregate='sequence'),
+}
+
+
+@functools.lru_cache
+def of_ppo(role):
+  return sampled.gradients({name: case('ppo', where=dict(role=role), **rl) for name, rl in PPO.items()})
+
+
+def gae(rl):
+  """(advantages, returns) [P, Y, C]: the sums of arXiv:1506.02438, eq. 16, term by term."""
+  old = np.asarray(sampled.values(sampled.params('before')), np.float64) * sampled.MASK
+  rewards = np.zeros(old.shape)
+  rewards[:, np.arange(len(sampled.ANSWERS)), sampled.LENGTHS - 1] = sampled.rewards()
+  kl = sampled.logprobs('policy') - sampled.logprobs('reference')
+  rewards = (rewards - rl.kl_coef * kl) * sampled.MASK
+  following = np.pad(old, ((0, 0), (0, 0), (0, 1)))[..., 1:]
+  delta = (rewards + rl.gamma * following - old) * sampled.MASK
+  gains = sum((rl.gamma * rl.lam) ** n * np.pad(delta, ((0, 0), (0, 0), (0, n)))[..., n:] for n in range(sampled.C))
+  return gains, gains + old
+
+
+def token_weights(rl):
+  weight = sampled.chance('policy')[..., None] * sampled.MASK
+  weight = weight / sampled.LENGTHS[:, None] if rl.aggregate == 'sequence' else weight
+  return weight / weight.sum()
+
+
+@pytest.mark.parametrize('name', PPO)
+def test_the_policy_of_ppo(name):
+  rl = case('ppo', **PPO[name]).config.rl
+  gains, _ = gae(rl)
+  tokens = (
+    sampled.chance('policy')[..., None] * sampled.MASK / (sampled.chance('policy')[..., None] * sampled.MASK).sum()
+  )
+  mean = (tokens * gains).sum()
+  white = (gains - mean) / np.sqrt((tokens * (gains - mean) ** 2).sum())
+  agree(of_ppo('policy')[name], sampled.of_weights('policy', -token_weights(rl) * white))
+
+
+@pytest.mark.parametrize('name', PPO)
+def test_the_critic_of_ppo(name):
+  """1/2 max((V - R)^2, (clip(V) - R)^2), V held near the values that were scored (arXiv:2005.12729, section 3)."""
+  config = case('ppo', **PPO[name]).config
+  _, returns = gae(config.rl)
+  now, old = (np.asarray(sampled.values(sampled.params(kind)), np.float64) for kind in ('critic', 'before'))
+  clip = config.critic.value_clip
+  outside = np.abs(now - old) > clip
+  held = np.clip(now, old - clip, old + clip)
+  slope = np.where(outside & ((held - returns) ** 2 > (now - returns) ** 2), 0, now - returns)
+  assert 0.05 < (token_weights(config.rl) * (slope == 0)).sum() < 0.95
+  _, pull_back = jax.vjp(sampled.values, sampled.params('critic'))
+  (wanted,) = pull_back(jnp.asarray(token_weights(config.rl) * slope, jnp.float32))
+  agree(of_ppo('critic')[name], sampled.flat(wanted))
