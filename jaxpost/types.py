@@ -55,10 +55,8 @@ class Batch:
 
   The chosen sequence of a pair has an odd number, the rejected one the next.
 
-  `arrays` holds what an algorithm adds per token, under these names:
-  advantages, old_logprobs (policy before the first update), ref_logprobs,
-  sampler_logprobs, importance_weights, values and returns (critic), margin,
-  label, nll_weights.
+  `arrays` holds what an algorithm adds per token, under these names: advantages, old_logprobs (policy before the first
+  update), ref_logprobs, sampler_logprobs, importance_weights, values and returns (critic), margin, label, nll_weights.
   """
 
   tokens: Array  # [B, T] int32
@@ -71,6 +69,7 @@ class Batch:
   teacher_hidden: tuple = ()  # [B, T, D'] of each teacher, to distill from
   experts: Array | None = None  # [B, T, L, k] uint16 recorded, for routing replay (`models/routing.py`)
   allowed: Array | None = None  # [B, T, k] int32, see `Rollout`
+  temperature: Array | None = None  # [B, T] float32, of the source (`rl.sources`); 0 and None: of the run
 
 
 @struct.dataclass

@@ -26,6 +26,7 @@ from jaxpost.errors import InputError
 from jaxpost.stage import field_names, overrides
 
 _OVERRIDE = re.compile(r'--?(?P<no>no)?config\.(?P<path>[^=]+)(?P<value>=.*)?', re.DOTALL)
+_SEVERAL = re.compile(r'\s*(\(.*\)|\[.*\])\s*', re.DOTALL)  # a tuple or list
 _PARSERS = {
   bool: flags.BooleanParser(),
   int: flags.IntegerParser(),
@@ -139,15 +140,24 @@ def _value(raw: dict, path: str, texts: list[str]) -> Any:
   kind = field_names.field_type(field) if field else dict
   if kind is Any:
     kind = _type_of_free_field(raw, stage, field)
+    if kind is str and _SEVERAL.fullmatch(texts[-1]):  # a path or several
+      kind = tuple
   if dataclasses.is_dataclass(kind) or kind in (dict, object):
     return _literal(path, texts[-1], kind)
   kind = tuple if kind is list else kind
+  if kind is tuple:
+    return tuple(x for text in texts for x in _items(path, text))
   try:
-    if kind is tuple:
-      return tuple(x for text in texts for x in _PARSERS[tuple].parse(text))
     return _PARSERS[kind].parse(texts[-1]) if kind in _PARSERS else texts[-1]
   except ValueError:
     raise InputError(f'config.{path}: want {kind.__name__}, got {texts[-1]!r}') from None
+
+
+def _items(path: str, text: str) -> tuple:
+  found = _PARSERS[tuple].parse(text)
+  if found == (text,) and _SEVERAL.fullmatch(text):
+    raise InputError(f"config.{path}: {text} cannot be read; quote each text in it, as in \"('a', 'b')\"")
+  return found
 
 
 def _type_of_free_field(raw: dict, stage: str, field: str) -> type:

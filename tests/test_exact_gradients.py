@@ -54,14 +54,22 @@ def params(kind):
   return jax.tree.map(lambda x: x + 0.05 * random.standard_normal(x.shape).astype(np.float32), base)
 
 
-def logprobs(weights, length):
-  """[completions, length], differentiable."""
+def raw_logits(weights, length):
+  """[completions, length, SYMBOLS], differentiable."""
   answers = completions(length)
   rows = np.concatenate([np.tile(PROMPT, (len(answers), 1)), answers], axis=1)
   hidden = tiny.hidden(model(), weights, rows)[:, :-1]
-  logits = head_chunk.logits(hidden, model().head(weights), model().config.logit_form, 'float32')
-  logp = jax.nn.log_softmax(logits[..., :SYMBOLS])
-  return jnp.take_along_axis(logp, answers[..., None], axis=-1)[..., 0]
+  return head_chunk.logits(hidden, model().head(weights), model().config.logit_form, 'float32')[..., :SYMBOLS]
+
+
+def picked(logits, answers):
+  """Log-probs [completions, length] of tokens."""
+  return jnp.take_along_axis(jax.nn.log_softmax(logits), answers[..., None], axis=-1)[..., 0]
+
+
+def logprobs(weights, length):
+  """[completions, length], differentiable."""
+  return picked(raw_logits(weights, length), completions(length))
 
 
 def config_of(algorithm, rl):

@@ -1,20 +1,29 @@
-"""`config.rl.sources`: prompts of several sources, each with its own rewards and sampling settings."""
+"""`config.rl.sources`: prompts of several sources, each with its own rewards, environment and sampling settings."""
 
 import dataclasses
 import json
 import types
 
+import episodes
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_exact_gradients as exact
 import tiny
 
 import jaxpost
+from jaxpost.algorithms import grpo
+from jaxpost.environments import turns
 from jaxpost.errors import InputError
+from jaxpost.monitor import metrics
+from jaxpost.programs import train as programs
 from jaxpost.rewards.groups import Graded, Group
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.rl import mixture, reward_metrics
+from jaxpost.rl import batching, mixture, reward_metrics
 from jaxpost.rollout import rollout_codec
 from jaxpost.stage import prepare
+from jaxpost.types import Credit, Experience, Prompt, Rollout
 
 
 def right(completions, answer, **columns):
@@ -31,7 +40,7 @@ def short(completions, style, **columns):
 
 
 def config(sources, **over):
-  fields = dict(max_new_tokens=8, min_new_tokens=0, top_k=0)
+  fields = dict(max_new_tokens=8, min_new_tokens=0, top_k=0, temperature=0.9)
   return types.SimpleNamespace(
     rl=types.SimpleNamespace(sources=sources, sampling_mask=over.pop('sampling_mask', False)),
     rollout=types.SimpleNamespace(**fields),
@@ -53,6 +62,24 @@ def test_entries_are_read():
   )
 
 
+def test_each_source_has_an_environment_and_a_temperature():
+  entries = ('sums?environment=Shop&temperature=0.5', 'chat?environment=none', 'dice?environment=Dice')
+  rows = types.SimpleNamespace(name='a + b + c', sizes=(3, 5, 1))
+  found = mixture.parse(config(entries, environment='./x.py:Shop, y:Dice'), (), rows)
+  assert [source['environment'] for source in found] == ['Shop', '', 'Dice']
+  assert [source['sampling'] for source in found] == [{'temperature': x} for x in (0.5, 0.9, 0.9)]
+  tools = mixture.tools_by_row({'Shop': ['buy'], 'Dice': ['roll']}, found, rows)
+  assert [tools(n) for n in (0, 2, 3, 7, 8)] == [['buy'], ['buy'], [], [], ['roll']]
+
+
+def test_held_out_rows_of_one_source():
+  single = types.SimpleNamespace(name='test', sizes=(4,))
+  assert mixture.parse(config(('a', 'b?temperature=0.5')), (), single) == ({'sampling': {'temperature': 0.9}},)
+  several = config(('a?environment=Shop', 'b?environment=Dice'), environment='x:Shop,y:Dice')
+  with pytest.raises(InputError, match='name as many sources'):
+    mixture.parse(several, (), single)
+
+
 @pytest.mark.parametrize(
   'entries, over, message',
   [
@@ -60,7 +87,18 @@ def test_entries_are_read():
     (('a', 'a'), {}, 'a is given twice'),
     (('a', 'my source'), {}, "'my source' must be NAME"),
     (('a', 'b?reward=right'), {}, "no option 'reward'; did you mean 'rewards'"),
-    (('a', 'b?temperature=0.5'), {}, 'one temperature, config.rollout.temperature'),
+    (('a', 'b?temperature=0'), {}, 'temperature=0.0 is not from 0.001 to 10000.0'),
+    (('a', 'b?environment=Maze'), {}, "no environment 'Maze'; config.environment has nothing"),
+    (
+      ('a', 'b?environment=Maze'),
+      dict(environment='./x.py:Shop,y:Dice'),
+      'a: choose one with environment=Shop|Dice|none',
+    ),
+    (
+      ('a?environment=none', 'b?environment=Maze'),
+      dict(environment='./x.py:Shop,y:Dice'),
+      'has Shop, Dice, and none is',
+    ),
     (('a', 'b?rewards=wrong'), {}, "no reward 'wrong'; config.reward has right, short"),
     (('a', 'b?rewards='), {}, "no reward ''"),
     (('a', 'b?top_k'), {}, "'top_k' must be option=value"),
@@ -69,7 +107,6 @@ def test_entries_are_read():
     (('a', 'b?top_p=nan'), {}, 'top_p=nan is not from 0 to 1'),
     (('a', 'b?max_new_tokens=9'), {}, 'more than config.rollout.max_new_tokens=8'),
     (('a', 'b?max_new_tokens=2&min_new_tokens=3'), {}, 'min_new_tokens=3 is more than max_new_tokens=2'),
-    (('a', 'b?max_new_tokens=2'), dict(environment='x:Y'), 'episodes of config.environment'),
     (('a', 'b?top_k=2'), dict(sampling_mask=True), 'sampling_mask'),
     (('a', 'b?top_k=2'), dict(train_on_rollouts='run'), 'config.train_on_rollouts keep the sources'),
   ],
@@ -142,8 +179,8 @@ def run_config(folder, tmp_path, **over):
 
 def facts(item):
   rollout = item.experience.rollout
-  metrics = {k: v for k, v in item.info.items() if k.startswith(('sources/', 'reward', 'completion'))}
-  return [p.index for p in rollout.prompts], rollout.completions.tolist(), item.experience.rewards.tolist(), metrics
+  figures = {k: v for k, v in item.info.items() if k.startswith(('sources/', 'reward', 'completion'))}
+  return [p.index for p in rollout.prompts], rollout.completions.tolist(), item.experience.rewards.tolist(), figures
 
 
 @pytest.mark.parametrize('over', [{}, dict(rollout=dict(staleness=1))])
@@ -196,3 +233,207 @@ def test_a_source_without_the_column_of_its_reward_is_refused(folder, tmp_path):
     prepare.prepare_all(
       run_config(folder, tmp_path, rl=dict(sources=('sums?rewards=right+short', 'chat?rewards=short')))
     )
+
+
+# ---------------------------------------------------------------- temperature
+
+
+def exact_rollout(temperatures):
+  """The completions of `test_exact_gradients` from two sources of these temperatures, with their log-probs."""
+  answers = exact.completions(2)
+  index = np.arange(2 * len(answers)) % len(answers)
+  of_source = np.repeat(temperatures, len(answers))
+  logits = exact.raw_logits(exact.params('policy'), 2)
+  logp = np.stack([np.asarray(exact.picked(logits / t, answers)) for t in temperatures]).reshape(-1, 2)
+  sampling = [{'sampling': {'temperature': float(t)}} for t in of_source]
+  return Rollout(
+    prompts=tuple(Prompt(i, exact.PROMPT, '', {}, s) for i, s in enumerate(sampling)),
+    completions=answers[index],
+    lengths=np.full(len(index), 2),
+    logprobs=logp,
+    behavior_logprobs=logp,
+    finished=np.ones(len(index), bool),
+  )
+
+
+def test_the_gradient_is_that_of_the_reward_at_the_temperature_of_each_source():
+  temperatures = np.array([0.5, 2.0])
+  rollout = exact_rollout(temperatures)
+  answers, values = exact.completions(2), exact.rewards_of(2, False)
+  chance = np.exp(rollout.logprobs.sum(axis=1))
+  assert chance[: len(answers)].sum() == pytest.approx(1, abs=1e-5)
+  experience = Experience(
+    rollout, np.tile(values, 2), np.ones((len(chance), 2), np.float32), dict(sampler_logprobs=rollout.logprobs)
+  )
+  made = exact.config_of('grpo', dict(advantage='gpg', loss='reinforce', scale_rewards='none'))
+  credit = Credit(
+    dict(advantages=np.tile(values, 2)[:, None] * experience.mask, sampler_logprobs=rollout.logprobs),
+    experience.mask,
+    {},
+  )
+  weights = batching.token_weights(credit.mask, 'token', 2) * (chance * len(answers))[:, None]
+  batch = batching.to_batch(rollout, range(len(chance)), weights.astype(np.float32), credit.arrays, 2, row_length=50)
+  assert sorted(set(batch.temperature.ravel())) == [0.0, 0.5, 2.0]
+  loss = programs.make_loss(exact.model(), grpo.objective(made), tiny.one_device(), tiny.EXACT)
+  split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
+  found = jax.jit(lambda p, b: programs.accumulate(loss, p, b)[1])(exact.params('policy'), split)
+
+  def expectation(w):
+    logits = exact.raw_logits(w, 2)
+    return sum((jnp.exp(exact.picked(logits / t, answers).sum(axis=1)) * values).sum() for t in temperatures) / 4
+
+  exact.close(found, (-1, jax.grad(expectation)(exact.params('policy'))))
+
+
+@pytest.mark.long
+def test_a_run_with_two_temperatures_is_on_policy(folder, tmp_path):
+  """Sampler, old policy and reference agree at the temperature of each source."""
+  entries = ('sums?rewards=right&temperature=0.4', 'chat?rewards=short')
+  over = dict(rl=dict(sources=entries, kl_coef=0.1, importance=('token_truncated',)), train=dict(steps=2))
+  made = run_config(folder, tmp_path, rollout=dict(temperature=1.5), **over)
+  _, stream = jaxpost.policy_and_stream(made)
+  try:
+    experience = next(stream).experience
+  finally:
+    stream.close()
+  rollout, mask = experience.rollout, experience.mask > 0
+  assert {p.source['sampling']['temperature'] for p in rollout.prompts} == {0.4, 1.5}
+  for name in ('old_logprobs', 'ref_logprobs'):
+    np.testing.assert_allclose(experience.arrays[name][mask], rollout.logprobs[mask], atol=1e-5)
+  jaxpost.run(made, tmp_path / 'run')
+  first = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')[0]
+  assert first['ratio'] == pytest.approx(1, abs=1e-4) and first['sampler_mismatch'] == pytest.approx(1, abs=1e-4)
+  assert abs(first['kl']) < 1e-6
+
+
+# ---------------------------------------------------------------- environment
+
+SHOP = '''
+class Shop:
+  """Sells."""
+
+  def reset(self, **row):
+    self.sold = 0
+    return ' [open]'
+
+  def nth(self, n: int) -> str:
+    """
+    Sells one.
+
+    Args:
+      n: Which one.
+    """
+    self.sold += 1
+    return 'sold'
+
+  def get_reward(self):
+    return float(self.sold)
+
+
+class Dice:
+  """Rolls."""
+
+  turn_reward = 0.0
+
+  def reset(self, **row):
+    return None
+
+  def nth(self, n: int) -> str:
+    """
+    Rolls.
+
+    Args:
+      n: Which die.
+    """
+    self.turn_reward = 0.25
+    return str(n % 6)
+'''
+
+
+@pytest.fixture
+def calls(monkeypatch):
+  """A random model's turns are taken for calls."""
+  monkeypatch.setattr(turns, 'parse', episodes.parse)
+
+
+def playing_config(tmp_path, **over):
+  (tmp_path / 'env.py').write_text(SHOP)
+  chat = [{'role': 'user', 'content': 'go'}]
+  shop = write(tmp_path / 'shop.jsonl', [{'prompt': chat, 'n': n} for n in range(6)])
+  sums = write(tmp_path / 'sums.jsonl', [{'prompt': f'{n}+{n}=', 'answer': str(2 * n)} for n in range(6)])
+  dice = write(tmp_path / 'dice.jsonl', [{'prompt': chat, 'n': n} for n in range(6)])
+  entries = (
+    'shop?environment=Shop&rewards=none_of_it&temperature=1.3',
+    'sums?environment=none&rewards=right&max_new_tokens=3',
+    'dice?environment=Dice&rewards=none_of_it&max_new_tokens=40',
+  )
+  base = dict(
+    environment=f'{tmp_path}/env.py:Shop, {tmp_path}/env.py:Dice',
+    reward=(right, none_of_it),
+    data=dict(path=(shop, sums, dice), weights=(1.0, 1.0, 1.0)),
+    rl=dict(sources=entries),
+    rollout=dict(prompts=6, max_new_tokens=64),
+    tools=dict(workers=2),
+  )
+  made = episodes.config(episodes.folder(tmp_path / 'model'), tmp_path / 'env.py', **tiny.merged(base, over))
+  return made
+
+
+def none_of_it(completions, **columns):
+  """What the environment gives is the whole reward."""
+  del columns
+  return [0.0] * len(completions)
+
+
+@pytest.mark.long
+def test_sources_play_in_environments_of_their_own_and_resume_bit_for_bit(tmp_path, calls):
+  made = playing_config(tmp_path)
+  stream = jaxpost.policy_and_stream(made)[1]
+  try:
+    found, state = [], None
+    for n in range(3):
+      if n == 1:
+        state = json.loads(json.dumps(stream.state()))
+      item = next(stream)
+      found.append(facts(item))
+      rollout, info = item.experience.rollout, item.info
+      size = made['rollout']['group_size']
+      names = np.repeat([p.source['name'] for p in rollout.prompts], size)
+      assert set(names) == {'shop', 'sums', 'dice'} and info['episodes/failed'] == 0
+      components = {name: values for name, (_, values) in item.experience.components.items()}
+      called = np.array([sum(m['role'] == 'tool' for m in own) for own in rollout.messages])
+      single, sold, rolled = (names == name for name in ('sums', 'shop', 'dice'))
+      assert not called[single].any() and called[sold].any() and called[rolled].any()
+      assert rollout.lengths[single].max() <= 3 and rollout.lengths[rolled].max() <= 40 < rollout.lengths[sold].max()
+      # Rewards of the environments: none for single answers, which only their function grades.
+      assert np.isnan(components['environment'][single]).all()
+      np.testing.assert_array_equal(item.experience.rewards[single], components['right'][single])
+      np.testing.assert_array_equal(item.experience.rewards[sold], components['environment'][sold])
+      assert (components['environment'][sold] >= called[sold]).all() and not components['environment'][rolled].any()
+      np.testing.assert_allclose(item.experience.rewards[rolled], components['environment_turns'][rolled])
+      assert info['sources/sums/turns'] == 1 < info['sources/shop/turns']
+    stream.restore(state)
+    assert [facts(next(stream)) for _ in range(2)] == found[1:]
+  finally:
+    stream.close()
+
+
+def test_tools_are_shown_to_the_prompts_of_their_environment(tmp_path):
+  template = tmp_path / 'tools.jinja'
+  template.write_text(
+    '{%- for tool in tools or [] %}<{{ tool.function.name }}: {{ tool.function.description }}>{% endfor %}'
+    '{%- for m in messages %}{{ m.role }}{{ m.content }}<|im_end|>{% endfor %}'
+    '{%- if add_generation_prompt %}assistant{% endif %}'
+  )
+  (prepared,) = prepare.prepare_all(playing_config(tmp_path, data=dict(chat_template=str(template))))
+  prepared.close()
+  shown = {'shop': '<nth: Sells one.>', 'dice': '<nth: Rolls.>'}
+  for i in range(12):
+    prompt = prepared.data.stream.prompt(i)
+    text = bytes(int(t) for t in prompt.tokens if t < 256).decode()
+    assert [tool for tool in shown.values() if tool in text] == [shown[n] for n in shown if n == prompt.source['name']]
+
+
+def test_several_environments_need_sources(tmp_path):
+  with pytest.raises(InputError, match='there are 2 .Shop, Dice.; config.rl.sources has to say'):
+    prepare.prepare_all(playing_config(tmp_path, rl=dict(sources=())))

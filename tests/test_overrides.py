@@ -56,6 +56,8 @@ REACHES_ALL = {
   'the last counts': ('--config.lora.rank=4 --config.lora.rank=8', 'lora.rank', 8),
   'section': ("--config.lora={'rank':8}", 'lora.rank', 8),
   'any': ('--config.reward=./a.py:f', 'reward', './a.py:f'),
+  'any, several': ("--config.data.map=('./a.py:f','./b.py:f')", 'data.map', ('./a.py:f', './b.py:f')),
+  'any, a list': ("--config.reward=['a','./b.py:f']", 'reward', ('a', './b.py:f')),
   'of the user': ('--config.user.scale=0.5', 'user.scale', 0.5),
 }
 
@@ -128,6 +130,7 @@ REFUSED = {
   'undone': ("--config.lora.rank=7 --config.lora={'alpha':1}", 'would undo --config.lora.rank'),
   'no value': ('--config.lora.rank', 'config.lora.rank: needs a value'),
   'no number': ('--config.grpo.lora.rank=many', "config.grpo.lora.rank: want int, got 'many'"),
+  'no tuple': ('--config.reward=(a,b)', r'config.reward: \(a,b\) cannot be read; quote each text'),
   'no block': ('--config.lora=8', 'config.lora: want a block of fields'),
   'negated value': ('--noconfig.data.shuffle=1', 'noconfig.data.shuffle=1: write'),
 }

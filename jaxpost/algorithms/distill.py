@@ -41,6 +41,10 @@ def objective(config: Config) -> Objective:
   D_beta is `losses.divergences.generalized_jsd` of GKD, eq. 1; w sums to 1.
   """
   options = config.distill
+  if options.align == 'text':
+    from jaxpost.algorithms import distill_text
+
+    return distill_text.objective(config, shares(options))
 
   def loss(outputs, arrays):
     metrics = {'divergence': outputs.divergence, 'nll': -outputs.logprobs, 'entropy': outputs.entropy}
@@ -117,6 +121,10 @@ def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
 def precompute(config: Config) -> dict[str, Precompute]:
   """Returns the top-k caches of the teachers, which then are not needed in training."""
   options = config.distill
+  if options.align == 'text':
+    from jaxpost.algorithms import distill_text
+
+    return distill_text.precompute(config)
   if not options.top_k:
     return {}
   return {f'teacher_{i}': _top_k_cache(i, options) for i in range(len(options.teachers))}
@@ -168,6 +176,10 @@ def check(config: Config) -> None:
 def check_on_data(config: Config) -> None:
   """Raises InputError for fields that cannot work on data."""
   check(config)
+  if config.distill.align == 'text':
+    from jaxpost.algorithms import distill_text
+
+    distill_text.check(config)
   refuse(
     config.distill.on_policy != 1.0,
     'config.distill.on_policy: distill trains on the data alone; set '
@@ -186,6 +198,11 @@ def check_on_policy(config: Config) -> None:
   check(config)
   options = config.distill
   refuse(
+    options.align == 'text',
+    'config.distill.align: text is of data that is known before the first step; set it to tokens, or '
+    'config.algorithm=distill',
+  )
+  refuse(
     options.top_k > 0,
     'config.distill.top_k: a cache knows no samples that are still to be made; '
     'set it to 0, or config.algorithm=distill',
@@ -201,8 +218,13 @@ def check_on_policy(config: Config) -> None:
 def check_teachers(config: Config, found: Mapping[str, Any], tokenizer: Tokenizer) -> None:
   """Raises InputError for teachers that cannot read the student's tokens."""
   for i in range(sum(name.startswith('teacher_') for name in found)):
-    source = found[f'teacher_{i}']
-    check_teacher(f'config.distill.teachers[{i}]: {config.distill.teachers[i]}', source, tokenizer)
+    source, key = found[f'teacher_{i}'], f'config.distill.teachers[{i}]: {config.distill.teachers[i]}'
+    if config.distill.align == 'text':
+      from jaxpost.algorithms import distill_text
+
+      distill_text.check_teacher(key, source, config.distill.top_k)
+      continue
+    check_teacher(key, source, tokenizer)
     size = min(source.config.vocab_size, found['policy'].config.vocab_size)
     refuse(
       config.distill.top_k > size,

@@ -1,9 +1,8 @@
 """Encodes rows of data as documents with a loss mask, and as prompts for a sampler.
 
-T tokens of one document. A chat is rendered to text once; the trained spans
-of that text come from the template's {% generation %} markers, or from
-rendering it again with one turn replaced. Prompt and completion are encoded
-separately, so that a prompt has the tokens here that a sampler is given.
+T tokens of one document. A chat is rendered to text once; the trained spans of that text come from the template's {%
+generation %} markers, or from rendering it again with one turn replaced. Prompt and completion are encoded separately,
+so that a prompt has the tokens here that a sampler is given.
 
 `where` names a row in errors, e.g. 'train.jsonl:12'.
 """
@@ -43,10 +42,9 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
       they are, or both lists of messages), or `text`.
     where: names the row in errors.
     train_on: 'assistant': every assistant turn with its end, or the
-      completion; 'completion': the last assistant turn only; 'all': every
-      token. Rows of `text` are always trained whole. A message may carry
-      `weight` (a number >= 0, also called loss_weight), which scales the mask
-      of its tokens; 0 leaves the turn out.
+      completion; 'completion': the last assistant turn only; 'all': every token. Rows of `text` are always trained
+      whole. A message may carry `weight` (a number >= 0, also called loss_weight), which scales the mask of its tokens;
+      0 leaves the turn out.
   """
   if train_on not in TRAIN_ON:
     raise InputError(f'train_on={train_on!r} is none of {", ".join(TRAIN_ON)}')
@@ -201,10 +199,9 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
 def _span(tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Message], n: int, where: str) -> Span:
   """Finds the characters of `text` that the assistant generates as message n.
 
-  The chat rendered with another message in its place differs from `text` in
-  that message only. That holds for templates too that render a turn
-  otherwise once others follow it (Qwen3 drops its reasoning), where the
-  rendering of the chat up to the turn is no prefix of the whole.
+  The chat rendered with another message in its place differs from `text` in that message only. That holds for templates
+  too that render a turn otherwise once others follow it (Qwen3 drops its reasoning), where the rendering of the chat up
+  to the turn is no prefix of the whole.
   """
   sentinel = next((s for s in _SENTINELS if s[0] not in text), None)
   if sentinel is None:
@@ -234,9 +231,8 @@ def _span(tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Mes
 def _begin(header: str, text: str, start: int) -> tuple[int, str]:
   """Moves the start of a turn from its content to the end of `header`, its generation prompt.
 
-  Between the two is at most an opened or empty <think> block, which templates put before
-  a content; it belongs to the prompt as far as `header` has it. Also returns the part of
-  `header` that the turn follows, '' for none.
+  Between the two is at most an opened or empty <think> block, which templates put before a content; it belongs to the
+  prompt as far as `header` has it. Also returns the part of `header` that the turn follows, '' for none.
   """
   bare = _THINK_BLOCK.sub('', header) or header
   at = text.rfind(bare, 0, start) if bare else -1

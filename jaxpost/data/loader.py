@@ -1,9 +1,8 @@
 """Streams of packed batches: the only place that imports grain.
 
-B rows, T tokens a row. The documents of a run form one endless stream, in
-which each epoch is shuffled anew. Window w is the documents [w W, (w+1) W) of
-that stream; its packed rows are a pure function of w. So a position is
-(window, row), small and independent of batch size, processes and mesh.
+B rows, T tokens a row. The documents of a run form one endless stream, in which each epoch is shuffled anew. Window w
+is the documents [w W, (w+1) W) of that stream; its packed rows are a pure function of w. So a position is (window,
+row), small and independent of batch size, processes and mesh.
 """
 
 from __future__ import annotations
@@ -34,9 +33,8 @@ def order(
 ) -> grain.MapDataset:
   """Returns the endless order of documents: entry i is the row of document i.
 
-  Every epoch holds each row once, in a new order. With `weights` there are
-  several sources, of `sizes` rows one after the other: each is endless in this way, and
-  they are mixed evenly, each with its share of the documents.
+  Every epoch holds each row once, in a new order. With `weights` there are several sources, of `sizes` rows one after
+  the other: each is endless in this way, and they are mixed evenly, each with its share of the documents.
   """
   if num_rows < 1:
     raise InputError('the data holds no rows')
@@ -78,11 +76,10 @@ def identity_of_mixture(sizes: Sequence[int], weights: Sequence[float]) -> dict[
 class PackedStream:
   """An endless iterator of (Batch [B, T], info), resumable at each batch.
 
-  Batches are built ahead in a thread; `state()` is the position after the batch handed
-  out last. info: `packing_efficiency` (real tokens / slots), `tokens` (real),
-  `documents`, `truncated`, `dropped` (of the windows this batch opened),
-  `epochs` (documents used once this batch is, as a multiple of the rows), and for
-  several sources the documents of each, `data/<n>/documents` from 0.
+  Batches are built ahead in a thread; `state()` is the position after the batch handed out last. info:
+  `packing_efficiency` (real tokens / slots), `tokens` (real), `documents`, `truncated`, `dropped` (of the windows this
+  batch opened), `epochs` (documents used once this batch is, as a multiple of the rows), and for several sources the
+  documents of each, `data/<n>/documents` from 0.
   """
 
   def __init__(
@@ -318,10 +315,9 @@ def eval_batches(
 ) -> list[Batch]:
   """Packs each example once, into a list of Batches [batch_size, row_length].
 
-  The last batch is filled with empty rows. Weights are divided by a figure of
-  all batches together, so that sums over batches are means; `per` as in
-  training. Examples above `row_length` are cut to it, and count nothing where
-  only their prompt is left.
+  The last batch is filled with empty rows. Weights are divided by a figure of all batches together, so that sums over
+  batches are means; `per` as in training. Examples above `row_length` are cut to it, and count nothing where only their
+  prompt is left.
   """
   given = [e for e in examples if e is not None]
   cut = [c for e in given if (c := e.cut(row_length)) is not None]

@@ -1,7 +1,7 @@
 """Packs documents into rows of one length.
 
-B rows, T tokens a row (`row_length`). Documents are never cut or joined: each
-is a segment of its own (or several), its positions start at 0.
+B rows, T tokens a row (`row_length`). Documents are never cut or joined: each is a segment of its own (or several), its
+positions start at 0.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PER = ('token', 'sequence', 'pair', 'label')
 def pack(lengths: Sequence[int], row_length: int, documents: Sequence[int] | None = None) -> list[list[int]]:
   """Distributes Examples over rows by best-fit decreasing.
 
-  Longest first, each into the fullest row that still has room for it. For documents
-  of 180 tokens (log-normal), 99 % of rows of 2,048 tokens are filled.
+  Longest first, each into the fullest row that still has room for it. For documents of 180 tokens (log-normal), 99 % of
+  rows of 2,048 tokens are filled.
 
   Args:
     lengths: tokens of each Example, none above `row_length`.
@@ -80,12 +80,11 @@ def to_batch(
       trained 'pair's. With 'pair', arrays['nll_weights'] holds the mask of
       the chosen (odd) sequences, divided by its sum.
       'label' is 'sequence' for sequences with a label, above or below 0, in
-      arrays['label']: arrays['label_weights'] holds the mask of both kinds, each
-      divided by its number of sequences.
+      arrays['label']: arrays['label_weights'] holds the mask of both kinds, each divided by its number of sequences.
 
   Returns:
-    The Batch. `branch_ids` and `sequence_ids` are None where no Example has
-    them. `arrays` are float32, or int32 where the Examples hold integers.
+    The Batch. `branch_ids` and `sequence_ids` are None where no Example has them. `arrays` are float32, or int32 where
+    the Examples hold integers.
   """
   if per not in PER:
     raise ValueError(f'per={per!r} is none of {", ".join(PER)}')

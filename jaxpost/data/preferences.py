@@ -1,9 +1,8 @@
 """Encodes rows of preferences, labels and scores as Examples with numbered sequences.
 
-T tokens of one document. Two answers to one prompt are two branches of one
-document, or (`share_prompt=False`) two segments side by side, each with a
-prompt of its own; what a model computes for them is the same. A completion
-has the tokens that `chat.make_example` gives it, up to the last trained one.
+T tokens of one document. Two answers to one prompt are two branches of one document, or (`share_prompt=False`) two
+segments side by side, each with a prompt of its own; what a model computes for them is the same. A completion has the
+tokens that `chat.make_example` gives it, up to the last trained one.
 
 `where` names a row in errors, e.g. 'train.jsonl:12'.
 """
@@ -53,9 +52,8 @@ def make_pair_example(
   Args:
     tokenizer: renders and encodes.
     row: `prompt`, `chosen`, `rejected`, all text or all lists of messages;
-      without `prompt`, the messages that both share, or the text up to the
-      last shared '\\n\\nAssistant:'. `margin`, or `score_chosen` less
-      `score_rejected`, goes to arrays['margin'] of their tokens, else 0.
+      without `prompt`, the messages that both share, or the text up to the last shared '\\n\\nAssistant:'. `margin`, or
+      `score_chosen` less `score_rejected`, goes to arrays['margin'] of their tokens, else 0.
     where: names the row in errors.
     train_on: 'completion': every turn of the assistant; 'last': the last
       token alone, where a reward model's score is read.
@@ -80,14 +78,12 @@ def make_unpaired_example(
   """Encodes a good or bad answer (sequence 1), and an answer to another prompt (2), for KTO.
 
   Sequence 2 is the completion of `other_row` after this row's prompt. It has
-  no loss: KTO estimates its KL there (arXiv:2402.01306, section 4.1).
-  arrays['label'] is +1 or -1 on the tokens of sequence 1, arrays['kl_mask']
-  is 1 on those of sequence 2.
+  no loss: KTO estimates its KL there (arXiv:2402.01306, section 4.1). arrays['label'] is +1 or -1 on the tokens of
+  sequence 1, arrays['kl_mask'] is 1 on those of sequence 2.
 
   Args:
     row, other_row: `prompt`, `completion` and `label` (true is good), or
-      `messages` that end with the assistant and `label`; `other_row` (see
-      `mismatched`) gives its completion only.
+      `messages` that end with the assistant and `label`; `other_row` (see `mismatched`) gives its completion only.
     tokenizer, where: see `make_pair_example`.
   """
   prompt, completion = _answer_of(row, where)
@@ -133,9 +129,8 @@ def mismatched(rows: Rows, i: int) -> int:
 def make_steps_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
   """Encodes the steps of a solution with a label each, for a process reward model.
 
-  A line break follows each step, as in TRL's stepwise supervision; its last
-  token has loss 1 and the step's label in arrays['label']. All tokens of the
-  steps are sequence 1.
+  A line break follows each step, as in TRL's stepwise supervision; its last token has loss 1 and the step's label in
+  arrays['label']. All tokens of the steps are sequence 1.
 
   Args:
     row: `prompt` (text or messages), `completions` (list of text) and

@@ -1,8 +1,7 @@
 """Streams of tokenized prompts for samplers.
 
-P tokens of a prompt. Prompt number i of a run is a pure function of the seed
-and i, so a position is one global index. Prompts of rows that are read lazily
-are made when they are reached; others all at the start.
+P tokens of a prompt. Prompt number i of a run is a pure function of the seed and i, so a position is one global index.
+Prompts of rows that are read lazily are made when they are reached; others all at the start.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from jaxpost.data import chat, loader
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
-  from collections.abc import Sequence
+  from collections.abc import Callable, Sequence
 
   import numpy as np
 
@@ -46,8 +45,7 @@ class PromptStream:
   """An endless iterator of (tuple of Prompt, info), resumable at each step.
 
   Attributes:
-    skipped: rows left out because their prompt is over-long, or that a lazily
-      read source dropped; of lazily read rows, those reached so far.
+    skipped: rows whose prompt is too long, or that a lazily read source dropped; of lazily read rows, so far.
   """
 
   def __init__(
@@ -60,20 +58,19 @@ class PromptStream:
     seed: int,
     shuffle: bool = True,
     system_prompt: str = '',
-    tools: list[dict] | None = None,
+    tools: list[dict] | Callable[[int], list[dict]] | None = None,
     sources: Sequence[dict] = (),
   ):
     """Sets the stream to its begin.
 
     Args:
-      rows: `sources.Rows` with `prompt` (text or messages), or `messages`, of
-        which the prompt is what stands before the last assistant turn. Other
+      rows: with `prompt` (text or messages), or `messages`, whose prompt ends before the last assistant turn. Other
         columns go to the reward functions.
       max_prompt_length: longer prompts are skipped and counted.
       seed: decides the order.
       shuffle: False keeps the prompts in file order.
       system_prompt: put before each chat as a system message.
-      tools: JSON schemas that every prompt shows; then all are chats.
+      tools: JSON schemas that every prompt shows, or (number of the row) -> its own; with some, it is a chat.
       sources: `Prompt.source` of the prompts of each source of `rows`; (): {}.
     """
     if per_step < 1:
@@ -119,9 +116,8 @@ class PromptStream:
     if not found or rows.weights and not all(sizes):
       of = '' if not found else f' of source {sizes.index(0)}'
       raise InputError(
-        f'{rows.name}: all {self.skipped} prompts{of} are longer than'
-        f' max_prompt_length={self._longest}; the longest has {longest}'
-        ' tokens'
+        f'{rows.name}: all {self.skipped} prompts{of} are longer than max_prompt_length={self._longest}; '
+        f'the longest has {longest} tokens'
       )
     return found, tuple(sizes)
 
@@ -132,12 +128,12 @@ class PromptStream:
       return None
     prompt = chat.prompt_of(row, where, self._system_prompt)
     shown = row
-    if self._tools:
+    if tools := self._tools(n) if callable(self._tools) else self._tools:
       if isinstance(prompt, str):
         raise InputError(
           f'{where}: prompt: is plain text, and an environment answers in chats; make it a list of messages'
         )
-      shown = {**row, 'tools': self._tools}
+      shown = {**row, 'tools': tools}
     tokens = chat.encode_prompt(self._tokenizer, prompt, shown, where)
     return _Read(tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'})
 
@@ -175,10 +171,8 @@ class PromptStream:
       self.skipped += 1
       barren += 1
       if barren >= self._num_prompts:
-        raise InputError(
-          f'{self._rows.name}: none of the {self._num_prompts} prompts is kept'
-          f' and within max_prompt_length={self._longest} tokens'
-        )
+        fit = f'is kept and within max_prompt_length={self._longest} tokens'
+        raise InputError(f'{self._rows.name}: none of the {self._num_prompts} prompts {fit}')
     epochs = self._index / self._num_prompts
     return tuple(prompts), {'epochs': epochs, 'skipped': self.skipped}
 
@@ -205,8 +199,7 @@ class PromptStream:
     for key, mine in self._identity.items():
       if state.get(key) != mine:
         raise InputError(
-          f'prompts: the saved position is of {key}={state.get(key)} and this'
-          f' run has {key}={mine}; go back to that, or start a new run'
+          f'prompts: saved at {key}={state.get(key)}, but this run has {mine}; go back to that, or start a new run'
         )
     self._index = state['index']
     if self.curriculum and 'curriculum' in state:

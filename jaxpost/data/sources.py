@@ -3,9 +3,8 @@
     read('train.jsonl')                     read('folder:train')
     read('openai/gsm8k:main/train.parquet') read('generated:arithmetic:max=9')
 
-Columns are TRL's: `text`; `messages`; `prompt` + `completion`; `prompt` +
-`chosen` + `rejected`; ... Sharegpt and alpaca rows are mapped to them. With
-`streaming` rows are read when they are asked for.
+Columns are TRL's: `text`; `messages`; `prompt` + `completion`; `prompt` + `chosen` + `rejected`; ... Sharegpt and
+alpaca rows are mapped to them. With `streaming` rows are read when they are asked for.
 """
 
 import bisect
@@ -211,9 +210,8 @@ def read(
 
   Args:
     path: a file (.jsonl .json .txt, each also .gz; .parquet .array_record
-      .arrow), a folder of them or one saved by `datasets` (':split' picks
-      one), 'generated:NAME[:key=value,...]', or 'org/name[@revision][:file or
-      split]' on the hub. What exists locally is local.
+      .arrow), a folder of them or one saved by `datasets` (':split' picks one), 'generated:NAME[:key=value,...]', or
+      'org/name[@revision][:file or split]' on the hub. What exists locally is local.
     columns: 'prompt=question,completion=answer' renames, target=source; other
       columns are kept.
     map_fn: row -> row or None (drop it), or its import path; sees the renamed

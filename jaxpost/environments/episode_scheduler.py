@@ -52,8 +52,11 @@ class EpisodeScheduler:
 
   def __init__(self, owner: Episodes, episodes: Sequence[Episode], sampling: dict) -> None:
     self.owner, self.episodes, self.sampling = owner, episodes, sampling
-    self.waiting = collections.deque(episodes)
-    self.free = list(range(len(owner.pool.all) * coordination.process_count()))
+    self.waiting = collections.deque(e for e in episodes if owner.pool.of(e.prompt))
+    # Of sources without an environment: one turn each, and no tool.
+    self.single = [self.begin(e, None) for e in episodes if not owner.pool.of(e.prompt)]
+    # The environments of each pool that are free.
+    self.free = {pool: list(range(len(pool.all) * coordination.process_count())) for pool in owner.pool.each()}
     self.pending: list[PendingAnswers] = []
     self.block = 0
     self.wait_blocks = owner.limits.wait_blocks
@@ -71,10 +74,10 @@ class EpisodeScheduler:
     self.block += 1
     for completion in done:
       self.after_turn(completion)
-    ready = []
+    ready, self.single = [request for requests in self.single for request in requests], []
     while True:
       self.start_waiting()
-      due = self.take_due(idle)
+      due = self.take_due(idle and not ready)
       for pending, answers in zip(due, collect(due)):
         ready += self.after_answers(pending, answers)
       self.start_waiting()
@@ -83,18 +86,25 @@ class EpisodeScheduler:
 
   def start_waiting(self) -> None:
     """Starts episodes while there are free environments."""
-    while self.waiting and self.free:
+    left = []  # those whose environments are all taken
+    while self.waiting and any(self.free.values()):
       episode = self.waiting.popleft()
-      episode.slot = self.free.pop(0)
+      free = self.free[self.owner.pool.of(episode.prompt)]
+      if not free:
+        left.append(episode)
+        continue
+      episode.slot = free.pop(0)
       row = reset_row(episode.prompt.columns, episode.prompt.prompt)
       self.send(episode, 'reset', dict(row=row))
+    self.waiting.extendleft(reversed(left))
 
   def send(self, episode: Episode, verb: str, *requests: dict) -> None:
     """Sends requests to the episode's environment, if it belongs to this process."""
     index, process = divmod(episode.slot, coordination.process_count())
     futures = []
     if process == coordination.process_index():
-      futures = [self.owner.pool.all[index].submit(verb=verb, **request) for request in requests]
+      environment = self.owner.pool.of(episode.prompt).all[index]
+      futures = [environment.submit(verb=verb, **request) for request in requests]
     self.pending.append(PendingAnswers(episode, verb, futures, self.block))
 
   def take_due(self, idle: bool) -> list[PendingAnswers]:
@@ -124,7 +134,7 @@ class EpisodeScheduler:
     e.turns += 1
     stopped = completion.finished and not completion.stop_string
     text = owner.tokenizer.decode(ids[:-1] if stopped else ids, False)
-    calls = turns.parse(text) if stopped else []
+    calls = turns.parse(text) if stopped and owner.pool.of(e.prompt) else []
     if calls and ids[-1] != owner.turns.end_id:
       calls = None  # Another stop token ended the turn, after which the template has no tool answer.
     e.malformed += calls is None
@@ -142,15 +152,17 @@ class EpisodeScheduler:
 
   def end(self, episode: Episode) -> None:
     """Requests the reward after the last turn, if there is one."""
-    if self.owner.pool.gives_reward:
+    pool = self.owner.pool.of(episode.prompt)
+    if pool and pool.gives_reward:
       self.send(episode, 'reward', {})
     else:
       self.release(episode)
 
   def release(self, episode: Episode) -> None:
     """Frees the environment of an episode that is over."""
-    self.free.append(episode.slot)
-    self.free.sort()
+    if pool := self.owner.pool.of(episode.prompt):
+      self.free[pool].append(episode.slot)
+      self.free[pool].sort()
 
   def after_answers(self, pending: PendingAnswers, answers: list[Answer]) -> list[Request]:
     """Continues an episode with an environment's answers; returns its next request, if there is one."""
@@ -177,7 +189,7 @@ class EpisodeScheduler:
     if observation:
       messages = [dict(m) for m in e.prompt.prompt]
       messages[-1]['content'] += owner.turns.break_special_tokens(observation)
-      shown = {**e.prompt.columns, 'tools': owner.pool.tools}
+      shown = {**e.prompt.columns, 'tools': owner.pool.of(e.prompt).tools}
       e.context = chat.encode_prompt(owner.tokenizer, messages, shown, f'prompt {e.prompt.index}')
     if len(e.context) > owner.limits.prompt:
       e.error = (
@@ -205,16 +217,20 @@ class EpisodeScheduler:
       results.append((call['name'], text))
       e.messages.append({'role': 'tool', 'name': call['name'], 'content': text})
     ids = owner.turns.answers(results, e.prompt.columns)
-    if len(e.tokens) + len(ids) >= owner.limits.tokens:
+    if len(e.tokens) + len(ids) >= self.most_tokens(e):
       self.end(e)
       return []
     e.tokens += given_tokens(ids, owner.engine.version)
     return [self.request(e)]
 
+  def most_tokens(self, e: Episode) -> int:
+    """Returns the limit of an episode's tokens: of its source, or of the run."""
+    return e.prompt.source.get('sampling', {}).get('max_tokens', self.owner.limits.tokens)
+
   def request(self, e: Episode) -> Request:
     """Returns the request for a turn that continues all tokens of the episode."""
     ids = np.array([t.id for t in e.tokens], np.int32)
-    room = self.owner.limits.tokens - len(e.tokens)
+    room = self.most_tokens(e) - len(e.tokens)
     return Request(
       tokens=np.concatenate([e.context, ids]),
       prompt=e.prompt.index,

@@ -22,6 +22,7 @@ from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.environments.by_source import PoolsBySource
   from jaxpost.environments.episode import EpisodeLimits
   from jaxpost.environments.pool import EnvironmentPool
 
@@ -39,7 +40,7 @@ class Episodes:
   """
 
   def __init__(
-    self, engine: Any, run_key: Any, pool: EnvironmentPool, tokenizer: Tokenizer, limits: EpisodeLimits
+    self, engine: Any, run_key: Any, pool: EnvironmentPool | PoolsBySource, tokenizer: Tokenizer, limits: EpisodeLimits
   ) -> None:
     self.engine, self.run_key, self.pool = engine, run_key, pool
     self.tokenizer, self.limits = tokenizer, limits
@@ -134,7 +135,8 @@ class Episodes:
     """Returns the reward of an episode; NaN, which masks it, if it failed."""
     if episode.error:
       return np.nan
-    return episode.reward if self.pool.gives_reward else 0.0
+    pool = self.pool.of(episode.prompt)
+    return episode.reward if pool and pool.gives_reward else 0.0
 
   def figures(self, episodes: Sequence[Episode]) -> dict[str, float]:
     """Returns metrics of tools, under TRL's names, and of episodes."""

@@ -5,9 +5,11 @@ Imported only if `config.environment` is set.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.distributed import coordination
+from jaxpost.environments import by_source
 from jaxpost.environments.episode import EpisodeLimits
 from jaxpost.environments.episodes import Episodes
 from jaxpost.environments.pool import EnvironmentPool
@@ -20,8 +22,8 @@ _MAX_WORKERS = 64  # processes, if config.tools.workers is 0
 _CHARACTERS = 16  # upper limit of the characters of one token, to bound what an environment may send
 
 
-def start_environments(config: Any, algorithm: Any, tokenizer: Tokenizer) -> EnvironmentPool:
-  """Makes the pool of `config.environment` and starts its first process, to read the tools.
+def start_environments(config: Any, algorithm: Any, tokenizer: Tokenizer) -> EnvironmentPool | by_source.PoolsBySource:
+  """Makes the pool of each environment of `config.environment` and starts its first process, to read the tools.
 
   The other processes start when they are needed.
 
@@ -33,14 +35,36 @@ def start_environments(config: Any, algorithm: Any, tokenizer: Tokenizer) -> Env
       f'config.environment: tools need a chat template, and the tokenizer {tokenizer.source} has none; use the '
       'tokenizer of an instruct model'
     )
-  rollout = config.rollout
-  tools = config.tools
-  if rollout.top_logprobs:
+  if config.rollout.top_logprobs:
     raise InputError(
       'config.rollout.top_logprobs: is for single answers, not for the turns of config.environment; set it to 0'
     )
+  specs = by_source.specs(config.environment)
+  if len(specs) == 1 and not any('environment=' in entry for entry in config.rl.sources):
+    return _start(*specs.values(), config, algorithm)
+  if not config.rl.sources:
+    raise InputError(
+      f'config.environment: there are {len(specs)} ({", ".join(specs)}); config.rl.sources has to say which one the '
+      'prompts of each source play in'
+    )
+  pools = {}
+  with contextlib.ExitStack() as undo:
+    for name, spec in specs.items():
+      pools[name] = _start(spec, config, algorithm)
+      undo.callback(pools[name].close)
+      if pools[name].agent:
+        raise InputError(
+          f'config.environment: {spec} is an agent, which plays with all prompts of its run; leave it alone'
+        )
+    undo.pop_all()
+  return by_source.PoolsBySource(pools)
+
+
+def _start(spec: str, config: Any, algorithm: Any) -> EnvironmentPool:
+  rollout = config.rollout
+  tools = config.tools
   pool = EnvironmentPool(
-    config.environment,
+    spec,
     workers=tools.workers or _default_workers(config, algorithm),
     timeout_s=tools.timeout_s,
     env_vars=tools.env_vars,
@@ -49,17 +73,19 @@ def start_environments(config: Any, algorithm: Any, tokenizer: Tokenizer) -> Env
   if pool.agent and coordination.process_count() > 1:
     pool.close()
     raise InputError(
-      f'config.environment: {config.environment} is an agent that uses HTTP, which works in a run of one process; '
+      f'config.environment: {spec} is an agent that uses HTTP, which works in a run of one process; '
       f'there are {coordination.process_count()}'
     )
   wrong = ''
   if pool.agent and pool.gives_turn_rewards:
     wrong = 'an agent, whose calls are its own, gives no reward for a turn; leave out the attribute turn_reward'
+  elif pool.agent and any('max_new_tokens=' in entry for entry in config.rl.sources):
+    wrong = 'episodes of an agent end at config.rollout.max_new_tokens; leave out max_new_tokens in config.rl.sources'
   elif config.rl.advantage == 'mt_grpo' and not pool.gives_turn_rewards:
     wrong = 'rl.advantage=mt_grpo needs rewards of turns: let tools set the attribute turn_reward, or use grpo'
   if wrong:
     pool.close()
-    raise InputError(f'config.environment: {config.environment}: {wrong}')
+    raise InputError(f'config.environment: {spec}: {wrong}')
   return pool
 
 
@@ -75,7 +101,7 @@ def _default_workers(config: Any, algorithm: Any) -> int:
 
 
 def make_sampler(
-  environment: EnvironmentPool, tokenizer: Tokenizer, config: Any, engine: Any, run_key: Any
+  environment: EnvironmentPool | by_source.PoolsBySource, tokenizer: Tokenizer, config: Any, engine: Any, run_key: Any
 ) -> Episodes:
   """Makes the sampler of a stage: `Agents` if the environment is an agent, else `Episodes`."""
   limits = EpisodeLimits(

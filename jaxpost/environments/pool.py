@@ -14,10 +14,13 @@ import dataclasses
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.workers import process
+
+if TYPE_CHECKING:
+  from jaxpost.types import Prompt
 
 _LOG = logging.getLogger(__name__)
 _SHOWN = 2000  # characters of printed output to log for each request
@@ -148,6 +151,15 @@ class EnvironmentPool:
     self.agent = PLAY in ready['tools']
     self.tools = [] if self.agent else list(ready['tools'].values())  # An agent defines the tools of its own requests.
     self.gives_reward, self.gives_turn_rewards = ready['gives_reward'], ready['gives_turn_rewards']
+    return self
+
+  def each(self) -> list[EnvironmentPool]:
+    """Returns the pools that episodes may play in: this one."""
+    return [self]
+
+  def of(self, prompt: Prompt) -> EnvironmentPool:
+    """Returns the pool in which the episodes of a prompt play: this one."""
+    del prompt
     return self
 
   def close(self) -> None:

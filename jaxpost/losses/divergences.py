@@ -78,6 +78,43 @@ def topk_jsd(
   return _divergence(jnp.concatenate([kept, rest], axis=-1), jnp.concatenate([teacher, tail], axis=-1), beta)
 
 
+def partial_jsd(
+  student_logits: jax.Array, teacher_ids: jax.Array, teacher_logprobs: jax.Array, beta: float = 0.5
+) -> jax.Array:
+  """Computes `topk_jsd` where some of the teacher's k tokens are none of the student's.
+
+  These count among the other tokens, on the teacher's side.
+
+  Args:
+    student_logits: [..., V].
+    teacher_ids: [..., k] int, 1 + the student's id of each, distinct; 0 for none.
+    teacher_logprobs: [..., k].
+
+  Returns:
+    [...] float32.
+  """
+  same_shape('teacher_ids, teacher_logprobs [..., k]', None, teacher_ids, teacher_logprobs)
+  known = teacher_ids > 0
+  teacher = jnp.where(known, teacher_logprobs.astype(jnp.float32), MASKED_LOGIT)
+  student = _log_probs(student_logits, 1.0)
+  # Index 0 takes what is none, and is cut off.
+  wide = jnp.pad(student, [(0, 0)] * (student.ndim - 1) + [(1, 0)], constant_values=MASKED_LOGIT)
+  kept = jnp.where(known, jnp.take_along_axis(wide, teacher_ids, axis=-1), MASKED_LOGIT)
+  rest = jnp.put_along_axis(wide, teacher_ids, MASKED_LOGIT, axis=-1, inplace=False)[..., 1:]
+  rest = jnp.maximum(jax.nn.logsumexp(rest, axis=-1, keepdims=True), _FLOOR)
+  tail = _log_complement(jax.nn.logsumexp(teacher, axis=-1, keepdims=True))
+  return _divergence(jnp.concatenate([kept, rest], axis=-1), jnp.concatenate([teacher, tail], axis=-1), beta)
+
+
+def event_jsd(student_logprob: jax.Array, teacher_logprob: jax.Array, beta: float = 0.5) -> jax.Array:
+  """Computes `generalized_jsd` of one event, with that log-probability, and its complement.
+
+  A lower bound of the divergence of distributions in which the event is one outcome or several.
+  """
+  pair = [jnp.stack([x, _log_complement(x)], axis=-1) for x in (student_logprob, teacher_logprob)]
+  return _divergence(*pair, beta)
+
+
 def _log_probs(logits: jax.Array, temperature: float) -> jax.Array:
   # Masked logits may be -inf, and -inf - -inf is NaN, as is its gradient.
   logits = jnp.maximum(logits.astype(jnp.float32) / temperature, MASKED_LOGIT)

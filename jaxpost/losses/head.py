@@ -2,12 +2,10 @@
 
 Legend: B rows, T tokens, C tokens of a chunk, D hidden size, V vocabulary.
 
-Logits exist only here and in `head_chunk.py`, and never [B, T, V] of them. One
-pass computes a chunk's logits, its loss and, in training, the gradients: the
-loss of a token depends on nothing but that token's outputs and the batch, so the
-backward pass does not need the logits again (Hsu et al., "Liger Kernel", 2024):
-3 products with the head instead of the 4 of rematerialization. A loss that
-couples the tokens of a sequence differentiates `token_outputs` instead.
+Logits exist only here and in `head_chunk.py`, and never [B, T, V] of them. One pass computes a chunk's logits, its loss
+and, in training, the gradients: the loss of a token depends on nothing but that token's outputs and the batch, so the
+backward pass does not need the logits again (Hsu et al., "Liger Kernel", 2024): 3 products with the head instead of the
+4 of rematerialization. A loss that couples the tokens of a sequence differentiates `token_outputs` instead.
 """
 
 import functools
@@ -29,9 +27,9 @@ def token_outputs(
 ) -> Outputs:
   """Computes the outputs of `labels` [B, T], differentiable in hidden and head.
 
-  Positions where `mask` [B, T] is 0 are skipped and come out as 0. Of `arrays`, only 'allowed' is read.
+  Positions where `mask` [B, T] is 0 are skipped and come out as 0. `arrays`: those of `chunk_loss` and of a divergence.
   """
-  config = config._replace(objective=None, divergence=None)
+  config = config._replace(objective=None)
   hidden, labels, rows_mask, arrays = _split_context(config, (hidden, labels, mask, arrays or {}))
   found = _outputs(config, hidden, head, _nonzero_weights_first(labels, rows_mask, arrays, ()))
   return _split_context(config, found, restore=mask.shape)
@@ -40,8 +38,7 @@ def token_outputs(
 def _split_context(config: HeadConfig, tree: Any, restore: tuple[int, ...] = ()) -> Any:
   """Makes each part of a row that is split over `context` a row of its own.
 
-  No data moves between devices. With the original shape `restore` = (B, T), it
-  undoes that.
+  No data moves between devices. With the original shape `restore` = (B, T), it undoes that.
   """
   n = config.layout.mesh.shape['context']
   shards = config.layout.batch_shards
@@ -71,7 +68,7 @@ def fused_loss(
     head: [V, D].
     labels: [B, T] int32.
     weights: [B, T]; tokens of weight 0 are skipped.
-    arrays: arrays [B, T, ...] that the objective reads; 'allowed' [B, T, k]: see `sampling_mask.restrict`.
+    arrays: arrays [B, T, ...] that the objective reads; 'allowed' [B, T, k], 'temperature' [B, T]: see `chunk_loss`.
     teachers: (hidden [B, T, D'], head [V', D']) of each teacher; tokens beyond
       its V' <= V have probability 0.
 
@@ -175,8 +172,7 @@ _outputs.defvjp(_outputs_forward, _outputs_backward)
 def _run(config: HeadConfig, grad: bool, hidden, head, tokens: _Tokens) -> ChunkResult:
   """Loops over chunks on each batch shard, and sums over shards at the end.
 
-  Left to the partitioner, the gradient of the head would be summed over the
-  mesh at every chunk.
+  Left to the partitioner, the gradient of the head would be summed over the mesh at every chunk.
 
   Args:
     grad: compute gradients, too.

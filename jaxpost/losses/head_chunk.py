@@ -2,8 +2,7 @@
 
 Legend: B rows, T tokens, C tokens of a chunk, D hidden size, V vocabulary.
 
-`head.py` loops over chunks and has what other rooms call in training and
-scoring; samplers take `logits` from here.
+`head.py` loops over chunks and has what other rooms call in training and scoring; samplers take `logits` from here.
 """
 
 from typing import NamedTuple
@@ -27,7 +26,7 @@ class HeadConfig(NamedTuple):
   Attributes:
     objective: loss of a chunk, elementwise in tokens; None computes outputs only.
     vocab_size: number of real rows of the head; the rest is padding.
-    temperature: divides the logits.
+    temperature: divides the logits; inside `chunk_loss` also an array [B, C, 1].
     reads: fields of `Outputs` to compute besides `logprobs`.
     learns: those of them through which the loss is differentiated.
     divergence: computes `outputs.divergence`; None where no objective reads it.
@@ -124,10 +123,12 @@ def chunk_loss(
 
   Args:
     grad: compute gradients, too.
-    labels, weights: [B, C]; arrays: {name: [B, C, ...]}, for the objective; 'allowed' restricts the softmax.
+    labels, weights: [B, C]; arrays: {name: [B, C, ...]}; 'allowed' restricts the softmax, 'temperature' > 0 divides it.
     teachers: their hidden states and heads.
   """
-  dtype = config.compute.dtype
+  dtype, own = config.compute.dtype, arrays.get('temperature')
+  if own is not None:
+    config = config._replace(temperature=jnp.where(own > 0, own, config.temperature)[..., None])
   softmax = _softmax(config, hidden, head, labels, arrays.get('allowed'))
   found = _unmasked_outputs(config, softmax)
   pull_divergence = None
@@ -205,8 +206,7 @@ def _unmasked_outputs(config: HeadConfig, softmax: _Softmax) -> dict[str, jax.Ar
 def _logits_gradient(config: HeadConfig, softmax: _Softmax, found: dict, slopes: Outputs) -> jax.Array:
   """Pulls gradients of the outputs back to the logits, by hand.
 
-  With p the softmax: d logprob = onehot - p, d entropy = -p (log p + entropy),
-  d lse = p, d mean_logprob = 1 / V - p.
+  With p the softmax: d logprob = onehot - p, d entropy = -p (log p + entropy), d lse = p, d mean_logprob = 1 / V - p.
 
   Args:
     slopes: d loss / d outputs, each field [B, C].

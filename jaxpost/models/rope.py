@@ -2,8 +2,8 @@
 
 Legend: B rows, T tokens, N heads, h head size, d rotated entries of a head.
 
-Frequencies are computed on the host: `pow` on an accelerator is less accurate,
-and positions multiply the error. They are rounded where `transformers` rounds.
+Frequencies are computed on the host: `pow` on an accelerator is less accurate, and positions multiply the error. They
+are rounded where `transformers` rounds.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def pick(tables: list, index):
 def rotate(x, table, cfg: ModelConfig):
   """Rotates [B, T, N, h] in float32, first half against second half (as in HF).
 
-  Interleaved pairs are separated into halves first: the order of the entries does not
-  matter to the products of queries and keys.
+  Interleaved pairs are separated into halves first: the order of the entries does not matter to the products of queries
+  and keys.
   """
   if table is None:
     return x
@@ -81,8 +81,8 @@ def rotate(x, table, cfg: ModelConfig):
 def scale_queries(q, table):
   """Multiplies queries [B, T, N, h] by the factors of their positions, where the table has some.
 
-  1 + beta log(1 + floor(position / original length)), as in Llama 4: attention stays
-  sharp far beyond the length of pre-training (Nakanishi, arXiv:2501.19399).
+  1 + beta log(1 + floor(position / original length)), as in Llama 4: attention stays sharp far beyond the length of
+  pre-training (Nakanishi, arXiv:2501.19399).
   """
   return q if table is None or len(table) == 2 else q * table[2].astype(q.dtype)
 

@@ -22,12 +22,20 @@ if TYPE_CHECKING:
 
 
 def make_topk(
-  model: Model, layout: Layout, compute: Compute, ledger: Ledger, *, k: int, vocab_size: int, temperature: float
+  model: Model,
+  layout: Layout,
+  compute: Compute,
+  ledger: Ledger,
+  *,
+  k: int,
+  vocab_size: int,
+  temperature: float,
+  own: bool = False,
 ) -> Program:
   """Makes the program topk(params, batch [M, B, T]) -> (ids, log-probs), each [M, B, T, k].
 
   For each weighted token: the k most probable tokens in its place, among the
-  first `vocab_size` ids.
+  first `vocab_size` ids. own: the log-prob of the token itself [M, B, T], too.
   """
   plan = train.head_config(model, Objective(None, temperature=temperature), layout, compute)
   plan = plan._replace(vocab_size=min(vocab_size, plan.vocab_size))
@@ -35,6 +43,7 @@ def make_topk(
   def rows(params, batch):
     hidden = train.run_model(model, params, batch, layout, compute)
     found = top_tokens.top_tokens(plan, hidden, model.head(params), train.next_token(batch.loss_weights), k)
-    return jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), found)
+    found = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), found)
+    return (*found, train.read_outputs(model, plan, params, hidden, batch).logprobs) if own else found
 
   return score.reader('topk', rows, model, layout, ledger)

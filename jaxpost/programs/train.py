@@ -44,8 +44,8 @@ def next_token(x: jax.Array) -> jax.Array:
   return jnp.roll(x, -1, axis=1)
 
 
-def _allowed(batch: Batch) -> dict[str, jax.Array]:
-  return {} if batch.allowed is None else {'allowed': next_token(batch.allowed)}
+def _sampled_by(batch: Batch) -> dict[str, jax.Array]:
+  return {k: next_token(x) for k in ('allowed', 'temperature') if (x := getattr(batch, k)) is not None}
 
 
 def run_model(
@@ -79,9 +79,9 @@ def read_outputs(model: Model, plan: head_chunk.HeadConfig, params: dict, hidden
   """Returns the `Outputs` [B, T] of the tokens that have a weight, from hidden states [B, T, D]."""
   outputs = Outputs()
   if model.head:
-    predicted = head_lib.token_outputs(
-      plan, hidden, model.head(params), next_token(batch.tokens), next_token(batch.loss_weights), arrays=_allowed(batch)
-    )
+    arrays = jax.tree.map(next_token, batch.arrays if plan.divergence else {}) | _sampled_by(batch)
+    labels, mask = next_token(batch.tokens), next_token(batch.loss_weights)
+    predicted = head_lib.token_outputs(plan, hidden, model.head(params), labels, mask, arrays=arrays)
     # From the position that predicts a token back to the token itself.
     outputs = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), predicted)
   if model.values:
@@ -117,7 +117,7 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
       model.head(params),
       next_token(batch.tokens),
       next_token(batch.loss_weights) * scale,
-      arrays=jax.tree.map(next_token, batch.arrays) | _allowed(batch),
+      arrays=jax.tree.map(next_token, batch.arrays) | _sampled_by(batch),
       teachers=list(zip(batch.teacher_hidden, (frozen or {}).get('teacher_heads', ()))),
     )
     return total, jax.tree.map(lambda x: x / scale, metrics)

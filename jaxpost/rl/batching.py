@@ -1,7 +1,6 @@
 """Rollouts packed into rows of a `Batch`, and arrays of rows unpacked again.
 
-Legend: N sequences, G samples a prompt, C completion tokens, B rows, T tokens
-a row, n chosen sequences.
+Legend: N sequences, G samples a prompt, C completion tokens, B rows, T tokens a row, n chosen sequences.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,6 +117,9 @@ def to_batch(
   segment_ids = np.zeros(shape, np.int32)
   sequence_ids = np.zeros(shape, np.int32)
   loss_weights = np.zeros(shape, np.float32)
+  if 'temperature' in rollout.prompts[0].source.get('sampling', ()):  # then every source has one
+    own = np.repeat([p.source['sampling']['temperature'] for p in rollout.prompts], group_size(rollout))
+    arrays = {**arrays, 'temperature': np.broadcast_to(own[:, None], rollout.logprobs.shape)}
   packed = {name: np.zeros(shape, np.float32) for name in arrays}
   experts, allowed = (
     None if x is None else np.zeros((*shape, *x.shape[2:]), x.dtype) for x in (rollout.experts, rollout.allowed)
@@ -142,8 +144,8 @@ def to_batch(
       experts[row, start:end] = rollout.experts[n, : end - start]
     if allowed is not None:
       allowed[row, first:end] = rollout.allowed[n, :length]
-  optional = dict(sequence_ids=sequence_ids, arrays=packed, experts=experts, allowed=allowed)
-  return Batch(tokens, positions, segment_ids, loss_weights, **optional)
+  optional = dict(experts=experts, allowed=allowed, temperature=packed.pop('temperature', None))
+  return Batch(tokens, positions, segment_ids, loss_weights, sequence_ids=sequence_ids, arrays=packed, **optional)
 
 
 def from_rows(rollout: Rollout, values: Array, num_rows: int, row_length: int) -> np.ndarray:
@@ -168,8 +170,7 @@ def top_logprobs(rollout: Rollout, n: int) -> dict:
   """The most probable tokens at each position of completion n, for its sample row.
 
   Returns:
-    {'top_logprobs': [length, k] pairs of token id and log-prob}; {} where the
-    sampler did not report them.
+    {'top_logprobs': [length, k] pairs of token id and log-prob}; {} where the sampler did not report them.
   """
   if rollout.top_ids is None:
     return {}

@@ -115,7 +115,7 @@ class Round:
       return graded
     from jaxpost.rl import attached_rewards
 
-    return attached_rewards.add(graded, self.rollout.rewards)
+    return attached_rewards.add(graded, self.rollout)
 
   @functools.cached_property
   def rewards(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Sources of prompts in one run, each with its own rewards and sampling settings (`config.rl.sources`).
+"""Sources of prompts in one run, each with its own rewards, environment and sampling settings (`config.rl.sources`).
 
 `parse` reads the field before a device is used; each `Prompt` then carries the settings of its
 source, so that resuming a run, sampling ahead and dynamic sampling need no further state.
@@ -8,6 +8,7 @@ Legend: N sequences, G samples a prompt.
 
 from __future__ import annotations
 
+import bisect
 import collections
 import collections.abc
 import difflib
@@ -18,9 +19,11 @@ import urllib.parse
 import numpy as np
 
 from jaxpost.errors import InputError, refuse
+from jaxpost.rewards import builtin
+from jaxpost.rl.reward_metrics import REWARD_MODEL
 
 if typing.TYPE_CHECKING:
-  from collections.abc import Sequence
+  from collections.abc import Collection, Sequence
 
   from jaxpost.data.sources import Chain, Rows
   from jaxpost.rewards.pool import RewardPool
@@ -34,28 +37,35 @@ _SAMPLING = {
   'top_k': ('top_k', int, 0, 2**31 - 1),
   'top_p': ('top_p', float, 0, 1),
   'min_p': ('min_p', float, 0, 1),
+  'temperature': ('temperature', float, 1e-3, 1e4),
 }
-_OPTIONS = ('rewards', 'teachers', *_SAMPLING)
+_OPTIONS = ('rewards', 'environment', 'teachers', *_SAMPLING)
+_NONE = 'none'  # the environment of a source of single answers
 
 
 def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out: bool = True) -> tuple[dict, ...]:
   """Returns `Prompt.source` of each entry of `config.rl.sources`.
 
-  Each is {'name': str, 'rewards': list of functions, 'sampling': {field of `Sampling`: value}}. An entry is
-  'NAME?option=value&option=value'; the options are `rewards`, names joined by '+', `teachers`, positions in
-  `config.distill.teachers` joined by '+', and the fields of `config.rollout` in `_SAMPLING`. The list 'teachers' is
-  in an entry that has the option.
+  Each is {'name': str, 'rewards': list of functions, 'sampling': {field of `Sampling`: value}}, with
+  `config.environment` also 'environment', a name or ''. An entry is 'NAME?option=value&option=value'; the options are
+  `rewards`, names joined by '+', `environment`, `teachers`, positions in `config.distill.teachers` joined by '+', and
+  the fields of `config.rollout` in `_SAMPLING`. The list 'teachers' is in an entry that has the option. Where one
+  source has a temperature, all have: the others that of the run.
 
   Args:
     config: of the stage, resolved.
     names: of the reward functions, see `RewardPool.names`.
     rows: of as many sources, or of one.
-    held_out: those of one source may be for evaluation; all functions grade them, and () is returned.
+    held_out: those of one source may be for evaluation; all functions grade them. Their temperature is returned, or ().
 
   Raises:
     InputError: an entry is wrong, or does not go with another field.
   """
-  found = []
+  found, environments = [], {}
+  if config.environment:
+    from jaxpost.environments import by_source
+
+    environments = by_source.specs(config.environment)
   for entry in config.rl.sources:
     name, _, query = entry.partition('?')
     refuse(not name.isidentifier(), f'{_KEY}: {entry!r} must be NAME?option=value&..., NAME of letters, digits and _')
@@ -65,18 +75,26 @@ def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out
       key, equals, value = item.partition('=')
       near = difflib.get_close_matches(key, _OPTIONS, 1)
       hint = f'did you mean {near[0]!r}?' if near else f'there are {", ".join(_OPTIONS)}'
-      if key == 'temperature':
-        hint = 'all log-probs of a run have one temperature, config.rollout.temperature'
       refuse(key not in _OPTIONS, f'{_KEY}: {name}: no option {key!r}; {hint}')
       refuse(not equals or key in options, f'{_KEY}: {name}: {item!r} must be option=value, given once')
       options[key] = urllib.parse.unquote(value)
     found.append({'name': name, 'rewards': _rewards(name, options, names), 'sampling': _sampling(name, options)})
     if 'teachers' in options:
       found[-1]['teachers'] = _teachers(name, options['teachers'], config)
+    if config.environment or 'environment' in options:
+      found[-1]['environment'] = _environment(name, options, environments)
     _check(found[-1], config)
+  common = {'temperature': config.rollout.temperature} if any('temperature' in s['sampling'] for s in found) else {}
+  for source in found:
+    source['sampling'] = common | source['sampling']
   count = len(rows.sizes)
   if held_out and count == 1 < len(found):
-    return ()
+    refuse(
+      len(environments) > 1,
+      f'config.eval.data.path: {rows.name} is one source, and config.environment has several environments; name as '
+      f'many sources as {_KEY}, in the same order',
+    )
+    return ({'sampling': common},) if common else ()
   refuse(
     count != len(found), f'{_KEY}: has {len(found)} entries for {count} sources of {rows.name}; give one each, or ()'
   )
@@ -114,6 +132,38 @@ def _teachers(name: str, text: str, config: typing.Any) -> list[int]:
   return found
 
 
+def _environment(name: str, options: dict[str, str], known: Collection[str]) -> str:
+  chosen = options.get('environment', '')
+  if not chosen:
+    refuse(len(known) > 1, f'{_KEY}: {name}: choose one with environment={"|".join([*known, _NONE])}')
+    return next(iter(known))
+  refuse(
+    chosen not in (_NONE, *known),
+    f'{_KEY}: {name}: there is no environment {chosen!r}; config.environment has {", ".join(known) or "nothing"}, and '
+    f'{_NONE} is for single answers',
+  )
+  return '' if chosen == _NONE else chosen
+
+
+def tools_by_row(
+  tools: dict[str, list[dict]], sources: Sequence[dict], rows: Rows | Chain
+) -> collections.abc.Callable[[int], list[dict]]:
+  """Returns (number of a row) -> JSON schemas of the tools that its prompt shows.
+
+  Args:
+    tools: of each environment, by name.
+    sources: as `parse` returns them; without names, all rows show the tools of the only environment.
+  """
+  stops = list(itertools.accumulate(rows.sizes))
+  only = next(iter(tools))
+
+  def of_row(n: int) -> list[dict]:
+    source = sources[bisect.bisect_right(stops, n)] if sources else {}
+    return tools.get(source.get('environment', only), [])
+
+  return of_row
+
+
 def _sampling(name: str, options: dict[str, str]) -> dict[str, int | float]:
   sampling = {}
   for option, (field, kind, low, high) in _SAMPLING.items():
@@ -140,10 +190,6 @@ def _check(source: dict, config: typing.Any) -> None:
   )
   refuse(least > most, f'{what}: min_new_tokens={least} is more than max_new_tokens={most}')
   refuse(
-    'max_tokens' in sampling and bool(config.environment),
-    f'{what}: max_new_tokens is of single answers; episodes of config.environment end at config.rollout.max_new_tokens',
-  )
-  refuse(
     'top_k' in sampling and config.rl.sampling_mask,
     f'{what}: config.rl.sampling_mask keeps config.rollout.top_k tokens everywhere; leave one of them out',
   )
@@ -151,6 +197,15 @@ def _check(source: dict, config: typing.Any) -> None:
     bool(config.train_on_rollouts),
     f'{_KEY}: the prompts of config.train_on_rollouts keep the sources of their run; leave one of them out',
   )
+
+
+def of_prompts(
+  config: typing.Any, rows: Rows | Chain, tools: list[dict] | dict | None, held_out: bool
+) -> tuple[tuple[dict, ...], typing.Any]:
+  """Returns (`Prompt.source` of each source, see `parse`; the argument `tools` of `PromptStream`)."""
+  functions = [spec for spec in config.rewards_tuple() if spec != REWARD_MODEL]
+  sources = parse(config, builtin.short_names(functions), rows, held_out)
+  return sources, tools_by_row(tools, sources, rows) if isinstance(tools, dict) else tools
 
 
 def check_rows(pool: RewardPool, rows: Rows | Chain, sources: Sequence[dict]) -> None:
@@ -191,6 +246,8 @@ def observe(pending: PendingRollout, graded: GradedRollout) -> None:
     groups[prompt.source['name']].append(n)
   shape = graded.verdicts.shape
   tables = [x.reshape(shape) for x in (graded.rewards, graded.rollout.lengths, graded.rollout.finished)]
+  messages = graded.rollout.messages or ()  # of episodes
+  turns = np.array([sum(m['role'] == 'assistant' for m in own) for own in messages]).reshape(-1, shape[1])
   for name, members in sorted(groups.items()):
     rewards, lengths, finished = (table[members] for table in tables)
     out = {
@@ -199,6 +256,8 @@ def observe(pending: PendingRollout, graded: GradedRollout) -> None:
       'clipped_ratio': float(1 - finished.mean()),
       'masked_samples': int((~np.isfinite(rewards)).sum()),
     }
+    if messages:
+      out['turns'] = float(turns[members].mean())
     if np.isfinite(rewards).any():
       out['reward'] = float(np.nanmean(rewards))
     whole = rewards[np.isfinite(rewards).all(axis=1)]

@@ -174,8 +174,8 @@ def sample_rows(
       if vars(rollout)[name] is not None and vars(rollout)[name][n]:
         row[name] = True
     row |= _expected(group.columns, i) | _turns(group.completions[i])
-    if source := rollout.prompts[n // size].source:
-      row['source'] = source['name']
+    if source := rollout.prompts[n // size].source.get('name'):
+      row['source'] = source
     row |= {
       'components': {name: values[i] for name, values in result.components.items()},
       'length': int(length),

@@ -70,4 +70,6 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
 
       make = topk.make_topk
       options = dict(k=distill.top_k, vocab_size=policy.config.vocab_size, temperature=distill.temperature)
+      if distill.align == 'text':
+        options |= dict(vocab_size=source.config.vocab_size, own=True)
   return Frozen(params, make(model, layout, placed.compute, ledger, **options), layout, model)

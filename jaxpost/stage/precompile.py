@@ -114,12 +114,12 @@ def _rollout_row(placed: PlacedStage) -> Batch:
   length = placed.shape.row_length
   ints = np.zeros((1, length), np.int32)
   floats = np.zeros((1, length), np.float32)
-  cfg = placed.model.config
-  experts = None
+  optional = {'branch_ids': ints} if placed.algorithm.pack else {}
   if placed.config.router.routing_replay:
-    experts = np.zeros((1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
-  allowed = None
+    cfg = placed.model.config
+    optional['experts'] = np.zeros((1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
   if placed.config.rl.sampling_mask:
-    allowed = np.zeros((1, length, placed.config.rollout.top_k), np.int32)
-  branch_ids = ints if placed.algorithm.pack else None
-  return Batch(ints, ints, ints, floats, sequence_ids=ints, experts=experts, branch_ids=branch_ids, allowed=allowed)
+    optional['allowed'] = np.zeros((1, length, placed.config.rollout.top_k), np.int32)
+  if any('temperature=' in entry for entry in placed.config.rl.sources):
+    optional['temperature'] = floats
+  return Batch(ints, ints, ints, floats, sequence_ids=ints, **optional)

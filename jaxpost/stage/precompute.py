@@ -70,13 +70,18 @@ def precompute(
   if placed.ledger.dry or not wanted:  # a plan makes no arrays
     return tuple(wanted)
   data, shape = placed.data, placed.shape
-  sets = [data.documents]
+  sets = [(data.documents, data.rows)]
   if data.held_out and data.held_out.documents:
-    sets.append(data.held_out.documents)
+    sets.append((data.held_out.documents, data.held_out.rows))
   for name, spec in wanted.items():
     run = make_run(name, spec)
-    for documents in sets:
+    for documents, rows in sets:
       examples = [documents.plain(n) for n in range(len(documents))]
+      theirs = None
+      if placed.config.distill.align == 'text' and name.startswith('teacher_'):
+        from jaxpost.stage.teacher_text import TextsOfTeacher
+
+        theirs = TextsOfTeacher(placed, name, examples, rows)
       key = fingerprint(
         [
           identity(placed.inputs.sources[name]),
@@ -86,6 +91,7 @@ def precompute(
           shape.row_length,
           spec.options,
           sorted(spec.arrays),
+          *([digest(theirs.theirs)] if theirs else []),
         ]
       )
       # Times of files may differ between hosts.
@@ -93,6 +99,8 @@ def precompute(
       make = functools.partial(
         read, examples.__getitem__, len(documents), spec.arrays, run, shape.rows, shape.row_length
       )
+      if theirs:
+        make = functools.partial(theirs.read, spec, run, read)
       documents.fill(examples, load_or_make(path, make))
   return tuple(wanted)
 

@@ -81,7 +81,7 @@ def check_reward_tokens(
   ):
     if role not in found or not path:
       continue
-    theirs = _tokenizer_of(found[role], earlier)
+    theirs = tokenizer_of(found[role], earlier)
     size, needed = (found[k].config.vocab_size for k in (role, 'policy'))
     if size < needed or theirs is None and size != needed:
       raise InputError(
@@ -98,7 +98,7 @@ def check_reward_tokens(
       )
 
 
-def _tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer | None:
+def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer | None:
   """The tokenizer that a model was trained with, or None if it is not recorded."""
   if source.stage:
     return earlier[source.stage]
@@ -113,24 +113,22 @@ def _tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer
 
 
 def prompt_stream(
-  inputs: Inputs, rows: Rows, per_step: int = 0, shuffle: bool = True, tools: list[dict] | None = None
+  inputs: Inputs, rows: Rows, per_step: int = 0, shuffle: bool = True, tools: list[dict] | dict | None = None
 ) -> PromptStream:
   """Makes the stream of prompts of `rows`.
 
   Args:
     per_step: prompts of a step; 0 for `config.rollout.prompts`.
     shuffle: False keeps the order of the file.
-    tools: JSON schemas that prompts show.
+    tools: JSON schemas that prompts show, or those of each environment of `config.rl.sources`.
   """
   from jaxpost.data.prompts import PromptStream
 
   rollout, sources = inputs.config.rollout, ()
   if inputs.config.rl.sources:
-    from jaxpost.rewards import builtin
     from jaxpost.rl import mixture
 
-    functions = [spec for spec in inputs.config.rewards_tuple() if spec != REWARD_MODEL]
-    sources = mixture.parse(inputs.config, builtin.short_names(functions), rows, held_out=not shuffle)
+    sources, tools = mixture.of_prompts(inputs.config, rows, tools, held_out=not shuffle)
   return PromptStream(
     rows,
     inputs.tokenizer,

@@ -269,7 +269,7 @@ class Config:
   )
   reward_weights: tuple = option((), 'Weight of each reward; (): 1 each.', each=float)
   environment: str = option(
-    '', './env.py:Class or pkg.module:Class of episodes with tools; its get_reward() is a reward.'
+    '', './env.py:Class or pkg.module:Class of episodes with tools; its get_reward() is a reward; several by commas.'
   )
   train_on_rollouts: str = option(
     '',

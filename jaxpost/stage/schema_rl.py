@@ -209,8 +209,9 @@ class RlSection:
   )
   sources: tuple = option(
     (),
-    'Of each source of data.path, NAME?rewards=a+b&max_new_tokens=64: the rewards that grade its prompts, the teachers '
-    'of opd (all unless given), and its own max_new_tokens, min_new_tokens, top_k, top_p and min_p; (): all alike.',
+    'Of each source of data.path, NAME?rewards=a+b&top_p=0.9: the rewards that grade its prompts, the teachers of opd '
+    '(all unless given), its environment, temperature, max_new_tokens, min_new_tokens, top_k, top_p and min_p; (): all '
+    'alike.',
     each=str,
   )
   mask_truncated: bool = option(False, 'Do not train on completions cut off at the length limit (overlong filtering).')

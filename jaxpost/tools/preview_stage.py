@@ -41,7 +41,8 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
   tools = None
   if stage.workers.environment:
     tools = stage.workers.environment.tools
-    out += [f'tool: {tool["function"]["name"]} of {config.environment}' for tool in tools]
+    by_name = tools if isinstance(tools, dict) else {config.environment: tools}
+    out += [f'tool: {tool["function"]["name"]} of {name}' for name, some in by_name.items() for tool in some]
   on_policy = inputs.algorithm.on_policy
   out += _show_prompts(inputs, data.rows, rows, tools) if on_policy else _show_rows(inputs, data, rows)
   if stage.workers.rewards:

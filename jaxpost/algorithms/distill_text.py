@@ -1,0 +1,124 @@
+"""Distillation from teachers whose tokenizers are not the student's: `distill.align=text`.
+
+Student and teacher read the same text in tokens of their own (`data.text_alignment`). A span of one token of each
+compares next-token distributions, over the tokens that both have and the rest. A span of more tokens compares the
+probability of its text, the product of the conditional probabilities of its tokens, as one event (ALM, "approximate
+likelihood matching", arXiv:2503.20083, eq. 8). Both are lower bounds of the divergence of the two distributions of
+texts. ULD (arXiv:2402.12030) and GOLD (Hugging Face 2025) match sorted probabilities in place of the rest.
+
+Legend: B rows, T tokens, k of the teacher's most probable tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpost.algorithms.base import Config, Precompute
+from jaxpost.errors import refuse
+from jaxpost.losses import divergences
+from jaxpost.types import Batch, Objective, Outputs
+
+# `teacher_N_kind` of a token: in no span; a span of one token of each; the first of a longer span; another of it.
+NONE, PAIR, FIRST, FURTHER = range(4)
+
+
+def names(teacher: int) -> tuple[str, str, str, str]:
+  """Names in `Batch.arrays`: 1 + ids and log-probs [B, T, k] at pairs, kind and log-prob of the span [B, T]."""
+  return tuple(f'teacher_{teacher}_{name}' for name in ('ids', 'logprobs', 'kind', 'span'))
+
+
+def objective(config: Config, shares: Sequence[float]) -> Objective:
+  """Returns the loss: divergences of all spans / tokens of the student, and nll_coef * cross entropy.
+
+  Args:
+    shares: weight of each teacher; they sum to 1.
+  """
+  options = config.distill
+
+  def of_pairs(logits, teachers, arrays):
+    del teachers
+    total = 0
+    for i, share in enumerate(shares):
+      ids, logprobs, kind, _ = (arrays[name] for name in names(i))
+      total += share * jnp.where(kind == PAIR, divergences.partial_jsd(logits, ids, logprobs, options.beta), 0)
+    return total
+
+  def loss(outputs: Outputs, batch: Batch):
+    value, aligned = outputs.divergence, 0
+    for i, share in enumerate(shares):
+      *_, kind, span = (batch.arrays[name] for name in names(i))
+      value += share * of_spans(outputs.logprobs, kind, span, options.beta)
+      aligned += share * (kind != NONE)
+    metrics = {'divergence': value, 'nll': -outputs.logprobs, 'entropy': outputs.entropy, 'aligned': aligned}
+
+    def total(x):
+      return jnp.sum(batch.loss_weights * x)
+
+    return total(value - options.nll_coef * outputs.logprobs), jax.tree.map(total, metrics)
+
+  return Objective(
+    loss, coupled=True, token_means=True, reads=('entropy',), learns=('divergence',), divergence=of_pairs
+  )
+
+
+def of_spans(logprobs: jax.Array, kind: jax.Array, span: jax.Array, beta: float) -> jax.Array:
+  """Returns the divergence of the text of each longer span, at its first token; 0 elsewhere.
+
+  Args:
+    logprobs: [B, T] of the student's tokens.
+    kind: [B, T] int.
+    span: [B, T] the teacher's log-prob of the text, at the first token.
+
+  Returns:
+    [B, T] float32.
+  """
+  first = kind == FIRST
+  number = jnp.where(kind >= FIRST, jnp.cumsum(first, axis=1), 0)  # of the span in its row, from 1
+  parts = jnp.where(kind >= FIRST, logprobs, 0)
+  sums = jax.vmap(lambda x, n: jax.ops.segment_sum(x, n, x.shape[0] + 1))(parts, number)
+  text = jnp.take_along_axis(sums, number, axis=1)
+  # The inner `where` keeps gradients finite where there is no span.
+  found = divergences.event_jsd(jnp.where(first, text, -1.0), jnp.where(first, span, -1.0), beta)
+  return jnp.where(first, found, 0)
+
+
+def precompute(config: Config) -> dict[str, Precompute]:
+  """Returns what `stage.teacher_text` makes of each teacher; `read` gives it the outputs of its program."""
+  k = config.distill.top_k
+  found = {}
+  for i in range(len(config.distill.teachers)):
+    ids, logprobs, kind, span = names(i)
+    arrays = {ids: ((k,), np.int32), logprobs: ((k,), np.float32), kind: ((), np.int32), span: ((), np.float32)}
+    found[f'teacher_{i}'] = Precompute(arrays, lambda outputs: dict(zip(('ids', 'top', 'own'), outputs)), (k,))
+  return found
+
+
+def check(config: Config) -> None:
+  """Raises InputError for fields that do not go with text."""
+  options = config.distill
+  refuse(
+    not options.top_k,
+    'config.distill.top_k: with distill.align=text the teacher runs before the first step, so its most probable tokens '
+    'are kept; set how many, such as 64',
+  )
+  refuse(
+    options.temperature != 1,
+    'config.distill.temperature: probabilities of texts have none; with distill.align=text leave it 1',
+  )
+
+
+def check_teacher(key: str, source: Any, top_k: int) -> None:
+  """Raises InputError, which names `key`, for a source of weights that cannot read text with a tokenizer of its own."""
+  refuse(bool(source.config.num_labels), f'{key} is a reward model, which says nothing of tokens')
+  refuse(
+    bool(source.stage), f'{key} is a stage of this run, which has the tokens of the student; set distill.align=tokens'
+  )
+  size = source.config.vocab_size
+  refuse(top_k > size, f'config.distill.top_k: {top_k} of {size} tokens of {key.partition(": ")[2]}; lower it')
+  own = source.checkpoints is not None or source.folder and (source.folder / 'tokenizer.json').exists()
+  refuse(not own, f'{key} has no tokenizer of its own (tokenizer.json), which distill.align=text needs')

@@ -1,0 +1,268 @@
+"""Distillation from teachers with tokenizers of their own (`distill.align=text`)."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_distill_runs as runs
+import tiny
+import tokenizers
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from jaxpost import stages
+from jaxpost.algorithms import distill, distill_text
+from jaxpost.data import text_alignment, tokenizer
+from jaxpost.data.examples import Example
+from jaxpost.errors import InputError
+from jaxpost.losses import divergences
+from jaxpost.types import Batch, Outputs
+
+LETTERS = bytes_to_unicode()
+MERGES = [('1', '2'), ('3', '+'), ('+', '4'), ('=', '1'), ('Ġ', '=')]
+
+
+def save_tokenizer(folder, merges=MERGES, end='</s>', shift=3):
+  """A byte-level tokenizer with other ids, some merges and another end of a turn than 'bytes'."""
+  words = [f'<unused{n}>' for n in range(shift)] + [LETTERS[b] for b in range(256)] + [a + b for a, b in merges]
+  model = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges)
+  backend = tokenizers.Tokenizer(model)
+  backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+  backend.decoder = decoders.ByteLevel()
+  backend.add_special_tokens([end])
+  hf = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, clean_up_tokenization_spaces=False)
+  hf.chat_template = (
+    "{% for m in messages %}{{ '[' + m.role + ']' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
+  )
+  hf.save_pretrained(folder)
+  return len(words) + 1
+
+
+def example(tok, text, end=True, prompt='ab'):
+  head, rest = tok.encode(prompt), tok.encode(text)
+  ids = np.array([*head, *rest, *([tok.stop_ids[0]] if end else [])], np.int32)
+  return Example(ids, np.arange(len(ids)) >= len(head))
+
+
+@pytest.fixture(scope='module')
+def other(tmp_path_factory):
+  folder = tmp_path_factory.mktemp('other')
+  save_tokenizer(folder)
+  return tokenizer.load(folder)
+
+
+# ------------------------------------------------------------------ alignment
+
+
+def test_spans_are_cut_where_both_cut(other):
+  mine = tokenizer.load('bytes')
+  texts = text_alignment.Bytes.of(mine), text_alignment.Bytes.of(other)
+  a, b = example(mine, '12+4=5é'), example(other, '12+4=5é')
+  pieces = [(texts[0].texts[i], texts[1].texts[j]) for i, j in [(a.tokens[2], b.tokens[2])]]
+  assert pieces == [(b'1', b'12')]
+  found = list(text_alignment.spans(a, b, texts))
+  assert [span.mine for span in found] == [(2, 4), (4, 6), (6, 7), (7, 8), (8, 9), (9, 10), (10, 11)]
+  assert [span.is_pair for span in found] == [False, False, True, True, True, True, True]
+  for span in found[:-1]:
+    left, right = (
+      b''.join(known.texts[i] for i in e.tokens[slice(*part)])
+      for known, e, part in zip(texts, (a, b), (span.mine, span.theirs))
+    )
+    assert left == right
+
+
+def test_a_text_that_differs_ends_its_spans(other):
+  mine = tokenizer.load('bytes')
+  texts = text_alignment.Bytes.of(mine), text_alignment.Bytes.of(other)
+  found = list(text_alignment.spans(example(mine, '5=6'), example(other, '5=7'), texts))
+  assert [span.mine for span in found] == [(2, 3), (3, 4)]  # neither 6 nor the end
+  cut = list(text_alignment.spans(example(mine, '5=', end=False), example(other, '5='), texts))
+  assert [span.mine for span in cut] == [(2, 3), (3, 4)]
+
+
+def test_a_space_before_a_text_does_not_count():
+  mine = types.SimpleNamespace(hf=None)
+  del mine
+  plain = text_alignment.Bytes([b'a', b'b', b'ab'], {}, frozenset())
+  pieces = text_alignment.Bytes([b' a', b'b', b' '], {}, frozenset())
+  left = Example(np.array([0, 1], np.int32), np.ones(2, bool))
+  found = list(text_alignment.spans(left, Example(np.array([0, 1], np.int32), np.ones(2, bool)), (plain, pieces)))
+  assert [span.mine for span in found] == [(0, 1), (1, 2)]
+
+
+def test_the_same_text_is_the_same_token(other):
+  mine, theirs = text_alignment.Bytes.of(tokenizer.load('bytes')), text_alignment.Bytes.of(other)
+  same = text_alignment.same_tokens(mine, theirs, {other.stop_ids[0]: 258})
+  assert same[3 : 3 + 256].tolist() == list(range(256)) and same[other.stop_ids[0]] == 258
+  assert (same[3 + 256 : 3 + 256 + len(MERGES)] == -1).all()
+
+
+# ----------------------------------------------------------------------- loss
+
+
+def by_hand(logits, teacher, labels, beta):
+  """The loss in float64, of two pairs and a span of two tokens; teacher: {token: {id: probability} or log-prob}."""
+  logp = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(axis=-1, keepdims=True))
+
+  def jsd(p, q):
+    if beta == 0:
+      return (p * np.log(p / q)).sum()
+    if beta == 1:
+      return (q * np.log(q / p)).sum()
+    m = beta * p + (1 - beta) * q
+    return beta * (p * np.log(p / m)).sum() + (1 - beta) * (q * np.log(q / m)).sum()
+
+  def with_rest(x):
+    return np.append(x, 1 - x.sum())
+
+  total = 0
+  for t, known in teacher.items():
+    if isinstance(known, dict):
+      student = np.exp(logp[t])[list(known)]
+      total += jsd(with_rest(np.array(list(known.values()))), with_rest(student))
+    else:
+      text = np.exp(sum(logp[t + i, labels[t + i]] for i in range(2)))
+      total += jsd(with_rest(np.array([np.exp(known)])), with_rest(np.array([text])))
+  return total
+
+
+@pytest.mark.parametrize('beta', [0.0, 0.3, 1.0])
+def test_the_loss_is_that_of_float64_numpy(beta):
+  random = np.random.RandomState(0)
+  logits = random.standard_normal((5, 7)).astype(np.float32)
+  labels = np.array([3, 2, 5, 0, 1])
+  teacher = {0: {3: 0.5, 1: 0.2}, 1: {2: 0.1, 6: 0.3}, 2: -1.7}
+  kind = np.array([distill_text.PAIR, distill_text.PAIR, distill_text.FIRST, distill_text.FURTHER, distill_text.NONE])
+  span = np.array([0, 0, -1.7, 0, 0], np.float32)
+  ids, top = (
+    np.zeros((5, 3), np.int32),
+    np.full((5, 3), -0.5, np.float32),
+  )  # what is no token of the student is not read
+  for t in (0, 1):
+    for n, (i, p) in enumerate(teacher[t].items()):
+      ids[t, n], top[t, n] = i + 1, np.log(p)
+  options = types.SimpleNamespace(distill=types.SimpleNamespace(teachers=('x',), weights=(), beta=beta, nll_coef=0.25))
+  objective = distill_text.objective(options, [1.0])
+  arrays = dict(zip(distill_text.names(0), (ids, top, kind, span)))
+  weights = np.array([0.1, 0.1, 0.1, 0.1, 0.1], np.float32)
+
+  def loss(x):
+    logp = jax.nn.log_softmax(x)
+    outputs = Outputs(
+      logprobs=jnp.take_along_axis(logp, labels[:, None], axis=-1)[None, :, 0],
+      entropy=-jnp.sum(jnp.exp(logp) * logp, axis=-1)[None],
+      divergence=objective.divergence(x[None], (), {k: jnp.asarray(v)[None] for k, v in arrays.items()}),
+    )
+    batch = Batch(labels[None], None, None, weights[None], arrays={k: jnp.asarray(v)[None] for k, v in arrays.items()})
+    return objective.fn(outputs, batch)
+
+  (value, metrics), grad = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(logits))
+  exact = logits.astype(np.float64)
+  logp = exact - np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+  nll = -logp[np.arange(5), labels].sum()
+  expected = by_hand(exact, teacher, labels, beta)
+  assert float(metrics['divergence']) == pytest.approx(0.1 * expected, rel=1e-5)
+  assert float(value) == pytest.approx(0.1 * (expected + 0.25 * nll), rel=1e-5)
+  assert float(metrics['aligned']) == pytest.approx(0.4)
+  for at in [(0, 3), (1, 4), (2, 5), (3, 1), (4, 0)]:
+    nudged = exact.copy()
+    nudged[at] += 1e-5
+    log2 = nudged - np.log(np.exp(nudged).sum(axis=-1, keepdims=True))
+    change = by_hand(nudged, teacher, labels, beta) - expected + 0.25 * (-log2[np.arange(5), labels].sum() - nll)
+    assert float(grad[at]) == pytest.approx(0.1 * change / 1e-5, abs=2e-5)
+
+
+@pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
+def test_all_tokens_of_a_pair_are_the_whole_distribution(beta):
+  random = np.random.RandomState(1)
+  student, teacher = (random.standard_normal((4, 9)).astype(np.float32) for _ in range(2))
+  order = np.argsort(-teacher, axis=-1)
+  logp = np.take_along_axis(np.asarray(jax.nn.log_softmax(teacher)), order, axis=-1)
+  found = divergences.partial_jsd(student, order + 1, logp, beta)
+  np.testing.assert_allclose(found, divergences.generalized_jsd(student, teacher, beta), rtol=2e-5)
+
+
+# ----------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope='module')
+def student(tmp_path_factory):
+  return tiny.folder(tmp_path_factory.mktemp('models') / 'student')
+
+
+def text_settings(student, teacher, **over):
+  return runs.settings(student, teacher, **tiny.merged(dict(distill=dict(align='text', top_k=259)), over))
+
+
+@pytest.fixture(scope='module')
+def teacher(tmp_path_factory):
+  """A model that has learned sums, in tokens of its own."""
+  base = tmp_path_factory.mktemp('teacher')
+  size = save_tokenizer(base / 'tokens')
+  start = tiny.folder(base / 'start', vocab_size=size, hidden_size=32, num_layers=2)
+  made = runs.settings(
+    start, '', algorithm='sft', distill=dict(teachers=()), optim=dict(lr=1e-2), eval=dict(data=dict(path=''))
+  )
+  made['model']['tokenizer'] = str(base / 'tokens')
+  made['train']['steps'] = 60
+  made['save']['export'] = True
+  stages.run(made, base / 'run', runs.QUIET)
+  return str(base / 'run' / 'export')
+
+
+@pytest.mark.long
+def test_with_one_tokenizer_it_is_the_plain_divergence(student, tmp_path):
+  big = tiny.folder(tmp_path / 'big', hidden_size=32, num_layers=2)
+  tokenizer.load('bytes').save(big)
+  over = dict(distill=dict(beta=0.3, nll_coef=0.1))
+  plain = runs.run(runs.settings(student, big, **over), tmp_path / 'plain')
+  text = runs.run(text_settings(student, big, **over), tmp_path / 'text')
+  for a, b in zip(plain, text, strict=True):
+    assert b['aligned'] == 1
+    assert b['divergence'] == pytest.approx(a['divergence'], rel=1e-5)
+    assert b['grad_norm'] == pytest.approx(a['grad_norm'], rel=1e-4)
+  a, b = (runs.rows_of(tmp_path / name, 'eval')[-1] for name in ('plain', 'text'))
+  assert b['divergence'] == pytest.approx(a['divergence'], rel=1e-4)
+
+
+@pytest.mark.long
+def test_a_student_comes_nearer_to_a_teacher_with_other_tokens(student, teacher, tmp_path):
+  made = text_settings(student, teacher, distill=dict(top_k=16), train=dict(steps=40), optim=dict(lr=1e-2))
+  found = runs.run(made, tmp_path / 'run')
+  assert found[0]['aligned'] == 1
+  assert np.mean([r['divergence'] for r in found[-5:]]) < 0.6 * found[0]['divergence']
+  held_out = runs.rows_of(tmp_path / 'run', 'eval')
+  assert held_out[-1]['nll'] < found[0]['nll'] - 1
+  cache = tmp_path / 'run' / 'cache'
+  assert {p.stem for p in cache.glob('*/*.npy')} == set(distill_text.names(0))
+  kinds = np.concatenate([np.load(p) for p in sorted(cache.glob('*/teacher_0_kind.npy'))])
+  assert {distill_text.PAIR, distill_text.FIRST, distill_text.FURTHER} == set(kinds.tolist())
+
+
+@pytest.mark.parametrize(
+  'over, message',
+  [
+    (dict(distill=dict(top_k=0)), 'config.distill.top_k: with distill.align=text'),
+    (dict(distill=dict(temperature=2.0)), 'config.distill.temperature'),
+    (dict(distill=dict(top_k=300)), '300 of 259 tokens'),
+    (dict(), 'has no tokenizer of its own'),
+    (dict(algorithm='gkd', distill=dict(top_k=0), train=dict(row_length=0)), 'config.distill.align: text is of data'),
+  ],
+)
+def test_what_cannot_be_aligned_is_refused(student, over, message):
+  with pytest.raises(InputError, match=message):
+    runs.prepare.prepare_all(text_settings(student, student, **over))
+
+
+def test_the_arrays_of_a_plan_have_the_shapes_of_a_run():
+  options = types.SimpleNamespace(distill=types.SimpleNamespace(align='text', teachers=('a', 'b'), top_k=5))
+  spec = distill.precompute(options)
+  assert list(spec) == ['teacher_0', 'teacher_1']
+  assert json.dumps({k: v[0] for k, v in spec['teacher_1'].arrays.items()}) == json.dumps(
+    {'teacher_1_ids': [5], 'teacher_1_logprobs': [5], 'teacher_1_kind': [], 'teacher_1_span': []}
+  )
