@@ -15,7 +15,7 @@ flags.disclaim_key_flags()  # the flags belong to the command that defines them
 
 def define() -> None:
   """Defines the flags for the calling command."""
-  flags.DEFINE_enum('shape', 'xs', ['tiny', 'xs', 's'], 'Size of the model.')
+  flags.DEFINE_enum('shape', 'xs', ['nano', 'tiny', 'xs', 's'], 'Size of the model.')
   flags.DEFINE_integer('batch', 16, 'Rows of an update (sft), or sequences decoded at a time.', lower_bound=1)
   flags.DEFINE_integer('steps', 5, 'Steps that are timed.', lower_bound=1)
   flags.DEFINE_integer('prompt', 60, 'Tokens of a prompt.', lower_bound=1)

@@ -97,17 +97,17 @@ def test_figures_of_what_a_cluster_has_printed(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('what', ['sft', 'grpo'])
-def test_real_processes_on_a_core_each(what):
+@pytest.mark.parametrize('what, batch', [('sft', 4), ('grpo', 16)])
+def test_real_processes_on_a_core_each(what, batch):
   if len(os.sched_getaffinity(0)) < 2:
     pytest.skip('one core: nothing to speed up on')
   done = subprocess.run(
     [
       sys.executable,
       'benchmarks/scaling.py',
-      '--shape=tiny',
+      '--shape=nano',
       f'--workloads={what}',
-      '--batch=16',
+      f'--batch={batch}',
       '--rounds=1',
       '--steps=2',
       '--new=8',
@@ -120,6 +120,6 @@ def test_real_processes_on_a_core_each(what):
   )
   assert done.returncode == 0, done.stderr[-3000:]
   rows = json.loads(done.stdout.splitlines()[-1])
-  assert [(r['mode'], r['processes'], r['batch']) for r in rows] == [('strong', 2, 16), ('weak', 2, 32)]
+  assert [(r['mode'], r['processes'], r['batch']) for r in rows] == [('strong', 2, batch), ('weak', 2, 2 * batch)]
   assert all(r['speedup'] > 0 for r in rows)  # how much is up to the machine
   assert all(0 <= r['communication_share'] < 1 for r in rows)
