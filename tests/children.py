@@ -1,8 +1,10 @@
-"""Child processes: so many CPU devices, compiled as the tests are; and how long they wait for a core."""
+"""Child processes: their devices and variables, a test file that runs as one, and how long they wait for a core."""
 
 import contextlib
 import os
 import pathlib
+import subprocess
+import sys
 from collections.abc import Iterable
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -20,6 +22,24 @@ def environment(devices: int = 1, **more: str) -> dict[str, str]:
   kept = [flag for flag in flags if not flag.startswith('--xla_force_host_platform_device_count')]
   count = f'--xla_force_host_platform_device_count={devices}'
   return os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': PATH, 'XLA_FLAGS': ' '.join([*kept, count])} | more
+
+
+def run(file: str, *arguments: str, devices: int = 1, timeout: int = 400, **more: str) -> subprocess.CompletedProcess:
+  """Runs a test file as a script with `environment(devices, **more)`; fails with the end of its stderr.
+
+  Returns:
+    The process, with `stdout` and `stderr` as text.
+  """
+  done = subprocess.run(
+    [sys.executable, file, *arguments],
+    capture_output=True,
+    text=True,
+    timeout=timeout,
+    cwd=CLONE,
+    env=environment(devices, **more),
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  return done
 
 
 class RunDelay:

@@ -712,15 +712,7 @@ def main():
 
 
 def test_each_device_has_its_own_rows_heads_and_stripe():
-  run = subprocess.run(
-    [sys.executable, __file__],
-    capture_output=True,
-    text=True,
-    timeout=400,
-    cwd=CLONE,
-    env=children.environment(devices=8),
-  )
-  assert run.returncode == 0, run.stderr[-3000:]
+  run = children.run(__file__, devices=8)
   found = json.loads(run.stdout)
   assert len(found) == 2 * len(LAYOUTS)
   assert {k: x for k, x in found.items() if not x <= 1e-5} == {}

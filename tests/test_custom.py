@@ -6,8 +6,6 @@ Legend: B rows, T tokens, D hidden size.
 import dataclasses
 import json
 import pathlib
-import subprocess
-import sys
 
 import children
 import flax.linen as nn
@@ -167,15 +165,7 @@ def main():
 
 @pytest.fixture(scope='module')
 def on_8_devices():
-  run = subprocess.run(
-    [sys.executable, __file__],
-    capture_output=True,
-    text=True,
-    timeout=400,
-    cwd=EXAMPLES.parents[1],
-    env=children.environment(devices=8),
-  )
-  assert run.returncode == 0, run.stderr[-3000:]
+  run = children.run(__file__, devices=8)
   return json.loads(run.stdout)
 
 

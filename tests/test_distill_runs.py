@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import pathlib
-import subprocess
 import sys
 
 import children
@@ -373,15 +372,7 @@ KINDS = {'whole': {}, 'topk': dict(distill=dict(top_k=6))}
 
 
 def test_layouts_of_teachers_give_what_one_device_gives(tmp_path):
-  done = subprocess.run(
-    [sys.executable, __file__, str(tmp_path)],
-    capture_output=True,
-    text=True,
-    timeout=500,
-    cwd=pathlib.Path(__file__).parents[1],
-    env=children.environment(devices=8),
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  done = children.run(__file__, str(tmp_path), devices=8, timeout=500)
   found = measure(tmp_path / 'one', ['one']) | json.loads(done.stdout.splitlines()[-1])
   assert len(found) == len(KINDS) * len(MESHES)
   for kind in KINDS:

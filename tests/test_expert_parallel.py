@@ -3,10 +3,6 @@
 Legend: n devices, N rows of each, D numbers a row, k experts of a row.
 """
 
-import pathlib
-import subprocess
-import sys
-
 import children
 import pytest
 
@@ -26,15 +22,7 @@ ADAPTED = [
 @pytest.fixture(scope='module')
 def report():
   """{case: 'ok' or what is wrong}."""
-  run = subprocess.run(
-    [sys.executable, __file__],
-    capture_output=True,
-    text=True,
-    timeout=400,
-    cwd=pathlib.Path(__file__).parents[1],
-    env=children.environment(devices=4),
-  )
-  assert run.returncode == 0, run.stderr[-3000:]
+  run = children.run(__file__, devices=4)
   return dict(line.split(' ', 1) for line in run.stdout.splitlines())
 
 

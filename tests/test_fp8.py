@@ -6,7 +6,6 @@ Legend: F outputs, D inputs of a matrix.
 import contextlib
 import json
 import pathlib
-import subprocess
 import sys
 
 import children
@@ -86,9 +85,7 @@ def test_parameters_are_what_numpy_makes_of_their_blocks(folder):
 
 
 def test_shards_are_what_numpy_makes_of_their_blocks(tmp_path):
-  run = [sys.executable, __file__, str(tmp_path)]
-  done = subprocess.run(run, env=children.environment(8), capture_output=True, text=True, timeout=300)
-  assert not done.returncode, done.stderr[-3000:]
+  children.run(__file__, str(tmp_path), devices=8, timeout=300)
 
 
 def test_any_range_of_a_matrix(folder):

@@ -1,9 +1,6 @@
 """Eight fake devices in every layout compute what one device computes."""
 
 import dataclasses
-import pathlib
-import subprocess
-import sys
 import tempfile
 
 import children
@@ -30,15 +27,7 @@ RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + ['gspo:fsdp=4,tensor=2', 'gspo:conte
 @pytest.fixture(scope='module')
 def report():
   """{layout: 'ok' or what is wrong}, from one process for all of them."""
-  run = subprocess.run(
-    [sys.executable, __file__],
-    capture_output=True,
-    text=True,
-    timeout=1200,
-    cwd=pathlib.Path(__file__).parents[1],
-    env=children.environment(devices=8, JAX_ENABLE_COMPILATION_CACHE='0'),
-  )
-  assert run.returncode == 0, run.stderr[-3000:]
+  run = children.run(__file__, devices=8, JAX_ENABLE_COMPILATION_CACHE='0', timeout=1200)
   found = dict(line.split(' ', 1) for line in run.stdout.splitlines())
   remats = run.stderr.count('Involuntary full rematerialization')
   return found | {'warnings': str(remats)}

@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import subprocess
 import sys
 
 import children
@@ -56,15 +55,7 @@ def test_mesh(one, mesh, tmp_path):
   made, expected, folder = one
   made = tiny.merged(made, dict(mesh=dict(train=mesh, rollout=MESHES[mesh])))
   (tmp_path / 'config.json').write_text(json.dumps(made))
-  done = subprocess.run(
-    [sys.executable, __file__, str(tmp_path)],
-    capture_output=True,
-    text=True,
-    timeout=300,
-    cwd=ROOT,
-    env=children.environment(devices=8),
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  children.run(__file__, str(tmp_path), devices=8, timeout=300)
   found = [r for r in metrics.comparable_rows(tmp_path / 'run/metrics.jsonl') if r['split'] == 'train']
   assert len(found) == len(expected) == 3
   for mine, theirs in zip(found, expected):

@@ -1,7 +1,6 @@
 """GRPO with one mesh to train on and another to sample on, same devices."""
 
 import pathlib
-import subprocess
 import sys
 
 import children
@@ -20,15 +19,7 @@ MESHES = {
 @pytest.mark.parametrize('train', MESHES)
 def test_grpo_reshards_between_meshes(train, tmp_path):
   """The step-0 checks run in float32: sampler and reference must agree."""
-  run = subprocess.run(
-    [sys.executable, __file__, str(tmp_path), train, MESHES[train]],
-    capture_output=True,
-    text=True,
-    timeout=400,
-    cwd=pathlib.Path(__file__).parents[1],
-    env=children.environment(devices=4),
-  )
-  assert run.returncode == 0, run.stderr[-3000:]
+  children.run(__file__, str(tmp_path), train, MESHES[train], devices=4)
   first, *_ = [row for row in metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl') if row['split'] == 'train']
   assert first['sampler_mismatch'] == pytest.approx(1, abs=1e-5)
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
@@ -38,15 +29,7 @@ def test_grpo_reshards_between_meshes(train, tmp_path):
 
 def on(devices, folder, mesh):
   """The training rows of GRPO with experts on so many devices."""
-  run = subprocess.run(
-    [sys.executable, __file__, str(folder), *mesh],
-    capture_output=True,
-    text=True,
-    timeout=400,
-    cwd=pathlib.Path(__file__).parents[1],
-    env=children.environment(devices=devices),
-  )
-  assert run.returncode == 0, run.stderr[-3000:]
+  children.run(__file__, str(folder), *mesh, devices=devices)
   return [row for row in metrics.read_rows(folder / 'run' / 'metrics.jsonl') if row['split'] == 'train']
 
 

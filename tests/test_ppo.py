@@ -7,8 +7,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import subprocess
-import sys
 
 import children
 import jax
@@ -510,15 +508,7 @@ def test_learns(tmp_path):
 
 
 def test_eight_devices_compute_what_one_does():
-  run = subprocess.run(
-    [sys.executable, __file__],
-    capture_output=True,
-    text=True,
-    timeout=300,
-    cwd=ROOT,
-    env=children.environment(devices=8),
-  )
-  assert run.returncode == 0, run.stderr[-3000:]
+  run = children.run(__file__, devices=8, timeout=300)
   assert run.stdout.splitlines() == [f'{x} {y} ok' for y in ('policy', 'critic') for x in test_layouts.LAYOUTS]
 
 

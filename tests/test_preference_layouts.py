@@ -1,9 +1,5 @@
 """Pairs and labels on eight fake devices: what one device computes."""
 
-import pathlib
-import subprocess
-import sys
-
 import children
 import pytest
 import test_layouts
@@ -15,15 +11,7 @@ METHODS = {'dpo': test_layouts.LAYOUTS, 'orpo': FEW, 'simpo': FEW, 'kto': FEW}
 @pytest.fixture(scope='module')
 def report():
   """{'method layout': 'ok' or what is wrong}, from one process."""
-  run = subprocess.run(
-    [sys.executable, __file__],
-    capture_output=True,
-    text=True,
-    timeout=300,
-    cwd=pathlib.Path(__file__).parents[1],
-    env=children.environment(devices=8),
-  )
-  assert run.returncode == 0, run.stderr[-3000:]
+  run = children.run(__file__, devices=8, timeout=300)
   return dict(line.split(': ', 1) for line in run.stdout.splitlines())
 
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 import pathlib
 import shutil
-import subprocess
 import sys
 import types
 
@@ -54,15 +53,7 @@ def said(tmp_path_factory):
 
   folder = tmp_path_factory.mktemp('ahead')
   tiny.folder(folder / 'model', num_heads=4, num_kv_heads=4)
-  run = subprocess.run(
-    [sys.executable, __file__, str(folder)],
-    capture_output=True,
-    text=True,
-    timeout=600,
-    cwd=pathlib.Path(__file__).parents[1],
-    env=children.environment(devices=8, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0'),
-  )
-  assert run.returncode == 0, run.stderr[-3000:]
+  run = children.run(__file__, str(folder), devices=8, JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS='0', timeout=600)
   return json.loads(run.stdout.splitlines()[-1])
 
 

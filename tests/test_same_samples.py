@@ -1,9 +1,5 @@
 """The same samples whatever the circumstances, on eight fake devices."""
 
-import pathlib
-import subprocess
-import sys
-
 import children
 import pytest
 
@@ -30,15 +26,7 @@ CASES = {
 @pytest.fixture(scope='module')
 def report():
   """{case: 'ok' or what is wrong}, from one process for all of them."""
-  run = subprocess.run(
-    [sys.executable, __file__],
-    capture_output=True,
-    text=True,
-    timeout=900,
-    cwd=pathlib.Path(__file__).parents[1],
-    env=children.environment(devices=8),
-  )
-  assert run.returncode == 0, run.stderr[-3000:]
+  run = children.run(__file__, devices=8, timeout=900)
   return dict(line.split(': ', 1) for line in run.stdout.splitlines())
 
 
