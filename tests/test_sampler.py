@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +109,26 @@ def test_a_truncation_without_a_loop_draws_the_same():
   assert [text.count('stablehlo.while') for text in texts] == [2, 0]
   for one, other in zip(*map(jax.tree.leaves, found)):
     np.testing.assert_array_equal(one, other)
+
+
+def test_a_draw_writes_no_array_of_logits():
+  """Scaled logits, or weights, of the whole vocabulary would be written and read again for each token."""
+  shape = jax.ShapeDtypeStruct((8, 1152), jnp.float32)
+  given = shape, slots_of(8), uniforms()[:8], jnp.zeros(8, int)
+  text = _compiled.lower(*given).compile().as_text()
+  entry = text[text.index('ENTRY') :]
+  written = [line for line in entry.splitlines() if re.search(r'= \(?f32\[8,1152\]', line)]
+  assert all(re.search(r' (parameter|tuple)\(', line) for line in written), written
+
+
+def test_blocks_of_any_length_draw_the_same():
+  """Accelerators sum fewer weights at a time."""
+  logits = jnp.asarray(np.random.default_rng(4).normal(size=(64, 1000)), jnp.float32) * 3
+  for fields in (dict(), dict(temperature=jnp.full(64, 0.7, jnp.float32)), dict(top_k=jnp.full(64, 30))):
+    given = logits, slots_of(64, **fields), uniforms()[:64], jnp.zeros(64, int)
+    few, many = (jax.jit(functools.partial(sampling.draw, block=n))(*given) for n in (128, 256))
+    np.testing.assert_array_equal(few.tokens, many.tokens)
+    np.testing.assert_allclose(few.logprobs, many.logprobs, atol=2e-6)
 
 
 SETTINGS = [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.8), (1.3, 40, 0.7)]

@@ -284,8 +284,8 @@ def _block(
     state, recent = carry
     number, uniform = now
     logits = head_logits(model, weights, state.hidden, compute)
-    unroll = compute.platform == 'gpu'
-    drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, unroll=unroll)
+    options = dict(unroll=compute.platform == 'gpu', block=256 if compute.platform == 'cpu' else 128)
+    drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, **options)
     recent, hidden = model.decode(
       weights, cache, recent, drawn.tokens, filled, step=number, compute=compute, constrain=constrain
     )

@@ -82,6 +82,7 @@ def draw(
   top: int = 0,
   allowed: int = 0,
   unroll: bool = False,
+  block: int = 256,
 ) -> Drawn:
   """Samples from softmax(logits / T), without the tokens that `sampling` excludes.
 
@@ -95,22 +96,24 @@ def draw(
     allowed: report the tokens that could be drawn, this many at most; `top_k` of a slot is not larger, or 0.
     unroll: write out the search for a truncation. A CUDA graph can hold a branch, but no loop in it: with one, the
       host would wait for the branch's predicate at each token.
+    block: tokens whose weights are summed at a time; in lanes of a TPU, 128, there is no copy into another layout.
   """
   greedy = sampling.temperature < _GREEDY
-  logits = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
-  highest = jnp.max(logits, axis=-1, keepdims=True)
+  # Logits are scaled where they are needed: an array of them would be written and read again for each token.
+  scale = 1.0 / jnp.where(greedy, 1.0, sampling.temperature)
+  highest = (jnp.max(logits, axis=-1) * scale)[:, None]
   early = counts < sampling.min_tokens
   forbidden = jnp.concatenate([sampling.forbidden_ids, jnp.where(early[:, None], sampling.stop_ids, -1)], axis=1)
-  options = dict(allowed=allowed, unroll=unroll)
-  tokens, kept_total, total, top_kept, ids = _choose(logits, highest, sampling, uniform, forbidden, **options)
+  options = dict(forbidden=forbidden, allowed=allowed, unroll=unroll, block=block)
+  tokens, kept_total, total, top_kept, ids = _choose(logits, scale, highest, sampling, uniform, **options)
   tokens = tokens.astype(jnp.int32)
-  picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+  picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] * scale
   scaled = picked - highest[:, 0]
   most_probable = ()
   if top:
     from jaxpost.programs import reported
 
-    most_probable = reported.most_probable(logits, highest, total, sampling.top_logprobs, top)
+    most_probable = reported.most_probable(logits * scale[:, None], highest, total, sampling.top_logprobs, top)
   return Drawn(
     tokens=tokens,
     logprobs=scaled - jnp.log(total),
@@ -122,19 +125,21 @@ def draw(
 
 
 @jax.named_scope('choose')  # planning finds its branches by this name
-def _choose(logits, highest, sampling: Sampling, uniform, forbidden, *, allowed: int, unroll: bool):
+def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, allowed: int, unroll: bool, block: int):
   """Returns (tokens, sum of the weights drawn from, sum of all, largest logit drawn from, ids drawn from), [S, ...]."""
   greedy = sampling.temperature < _GREEDY
-  weights = jnp.exp(logits - highest)
   cuts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
 
+  def weigh(logits):
+    return jnp.exp(logits * scale[:, None] - highest)
+
   def untruncated():
-    tokens, total = _invert(weights, uniform)
+    tokens, total = _invert(logits, weigh, -jnp.inf, uniform, block)
     return tokens, total, total, highest, (jnp.zeros((len(logits), allowed), jnp.int32),) * bool(allowed)
 
   def truncated():
     # Relative to the best remaining token: excluded ones may be far more probable.
-    left = _forbid(logits, forbidden)
+    left = _forbid(logits * scale[:, None], forbidden)
     top = jnp.max(left, axis=-1, keepdims=True)
     kept, ids = jnp.where(left > MASKED_LOGIT, jnp.exp(left - top), 0), []
     kept = jax.lax.cond(
@@ -146,8 +151,8 @@ def _choose(logits, highest, sampling: Sampling, uniform, forbidden, *, allowed:
       kept, *ids = reported.of_top_k(kept, sampling.top_k, allowed)
     # An argmax over the vocabulary costs more than the draw on CPU.
     best = jnp.argmax(left, axis=-1)
-    tokens, total = _invert(kept, uniform)
-    return jnp.where(greedy, best, tokens), total, jnp.sum(weights, axis=-1), top, tuple(ids)
+    tokens, total = _invert(kept, lambda x: x, 0.0, uniform, block)
+    return jnp.where(greedy, best, tokens), total, jnp.sum(weigh(logits), axis=-1), top, tuple(ids)
 
   # The weights stay inside: a branch that returned them would copy them.
   return jax.lax.cond(jnp.any(cuts | greedy) | jnp.any(forbidden >= 0), truncated, untruncated)
@@ -199,17 +204,20 @@ def _cut(weights, values, wanted, wants, unroll):
   return jnp.where(weights > above, weights, 0)
 
 
-def _invert(weights, uniform, block: int = 256):
-  """Returns the index whose cumulative weight passes uniform * total, [S], and the total, [S]."""
-  slots, size = weights.shape
-  weights = jnp.pad(weights, ((0, 0), (0, -size % block)))
-  blocks = weights.reshape(slots, -1, block)
-  ends = jnp.cumsum(jnp.sum(blocks, axis=-1), axis=-1)
+def _invert(values, weigh, nothing: float, uniform, block: int):
+  """Returns the index whose cumulative weight passes uniform * total, [S], and the total, [S].
+
+  Weights are `weigh` of the values [S, V], which is computed again for the block that is drawn from; it is 0 of
+  `nothing`.
+  """
+  values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % block)), constant_values=nothing)
+  sums = jnp.sum(weigh(values).reshape(len(values), -1, block), axis=-1)
+  ends = jnp.cumsum(sums, axis=-1)
   total = ends[:, -1]
   target = uniform * total
   at = jnp.sum(ends <= target[:, None], axis=-1)
   at = jnp.minimum(at, ends.shape[-1] - 1)
-  row = jnp.take_along_axis(blocks, at[:, None, None], axis=1)[:, 0]
+  row = weigh(jax.vmap(lambda x, i: jax.lax.dynamic_slice(x, (i,), (block,)))(values, at * block))
   start = jnp.where(at > 0, jnp.take_along_axis(ends, jnp.maximum(at - 1, 0)[:, None], axis=-1)[:, 0], 0)
   inner = start[:, None] + jnp.cumsum(row, axis=-1)
   offset = jnp.sum(inner <= target[:, None], axis=-1)
