@@ -146,7 +146,8 @@ class _Progress:
     row = merge_metrics([(role, to_host(metrics)) for role, metrics in pending.done])
     # A good step makes up for a tenth of a bad one.
     self.skipped = self.skipped + 1 if row['skipped_updates'] else max(0, self.skipped - 0.1)
-    self.in_doubt = row['skipped_updates'] > 0  # an update that is applied has shown that the new state is finite
+    # An update that is applied has shown that the new state is finite. One that overflows float16 shows nothing.
+    self.in_doubt = row['skipped_updates'] + row.get('overflowed_updates', 0) > 0
     row |= item.info | pending.times | stage.memory_usage()
     if stage.host_health:
       row |= stage.host_health.finish(pending.replica_check, pending.times)

@@ -144,7 +144,8 @@ ROWS = (
   ),
   Row(
     'R10',
-    'NaN and infinity in rewards, gradients, weights, optimizer states and model folders: never saved',
+    'NaN and infinity in rewards, gradients, weights, optimizer states, the critic, the router, the loss scale, a'
+    ' teacher, on one of two hosts, and in model folders: never saved',
     'injections',
     ('test_nonfinite.py',),
   ),
@@ -311,7 +312,7 @@ def page(lines, failed, seconds):
   host = (
     f'Size `{SIZES[SIZE]}` in {seconds / 60:.0f} minutes, {datetime.date.today()}; {cpu}, {os.cpu_count()} cores, load'
     f' {os.getloadavg()[2]:.0f} (mean of 15 minutes); Python {platform.python_version()}, jax'
-    f' {importlib.metadata.version("jax")}. Larger sizes were not run'
+    f' {importlib.metadata.version("jax")}' + '. Larger sizes were not run' * (SIZE + 1 < len(SIZES))
   )
   return f"""# Reliability
 

@@ -1,8 +1,11 @@
 """A step that is not finite changes nothing, is counted and explained."""
 
 import shutil
+import subprocess
+import sys
 import types
 
+import children
 import jax
 import numpy as np
 import optax
@@ -15,6 +18,7 @@ import jaxpost
 from jaxpost import loop
 from jaxpost.errors import InputError
 from jaxpost.formats import hf
+from jaxpost.models.config import Experts
 from jaxpost.monitor import diagnosis, metrics
 from jaxpost.roles import Trainable
 from jaxpost.stage import optim
@@ -137,9 +141,9 @@ def nothing(completions, **columns):
 
 
 def with_value(tree, name, value):
-  """The tree with `value` in one place of the first array whose path holds `name`."""
+  """The tree with `value` in one place of the first array of floats whose path holds `name`."""
   flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-  at = next(i for i, (path, x) in enumerate(flat) if name in jax.tree_util.keystr(path) and x.ndim)
+  at = next(i for i, (path, x) in enumerate(flat) if name in jax.tree_util.keystr(path) and x.dtype.kind != 'i')
   leaves = [x for _, x in flat]
   leaves[at] = leaves[at].at[(0,) * leaves[at].ndim].set(value)
   return treedef.unflatten(leaves)
@@ -166,19 +170,30 @@ def test_weights_that_would_overflow_are_not_written(model, monkeypatch, name):
   jax.tree.map(np.testing.assert_array_equal, before, policy.state)
 
 
+def spoil_update(monkeypatch, number, spoil, only=lambda role: True):
+  """Calls spoil(role, batch), which returns the batch, before an update of a role."""
+  update, steps = Trainable.update, []
+
+  def faulty(role, batch):
+    if only(role):
+      steps.append(1)
+      if len(steps) == number:
+        batch = spoil(role, batch)
+    return update(role, batch)
+
+  monkeypatch.setattr(Trainable, 'update', faulty)
+
+
 @pytest.mark.parametrize('lora', [dict(), dict(rank=2)], ids=['all weights', 'adapters'])
 @pytest.mark.parametrize('part, name', [('params', ''), ('opt_state', 'mu'), ('opt_state', 'nu')])
 def test_a_state_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch, lora, part, name):
   """It went bad in memory after the second step; each step is saved."""
-  update, steps = Trainable.update, []
 
-  def faulty(role, batch):
-    steps.append(1)
-    if len(steps) == 3:
-      role.state = role.state.replace(**{part: with_value(getattr(role.state, part), name, np.nan)})
-    return update(role, batch)
+  def spoil(role, batch):
+    role.state = role.state.replace(**{part: with_value(getattr(role.state, part), name, np.nan)})
+    return batch
 
-  monkeypatch.setattr(Trainable, 'update', faulty)
+  spoil_update(monkeypatch, 3, spoil)
   config = tiny.run_config(model, algorithm='sft', lora=lora, train=dict(steps=6), save=dict(every=1))
   with pytest.raises(FloatingPointError, match=f'sft: at step 3: not finite and not saved: policy/{part}/.*earlier'):
     jaxpost.run(config, tmp_path / 'run', QUIET)
@@ -186,6 +201,67 @@ def test_a_state_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch,
   monkeypatch.undo()
   jaxpost.run(config, tmp_path / 'run', QUIET)  # goes on from step 2
   assert finished_steps(tmp_path / 'run/checkpoints/sft')[0] == 6
+
+
+def sparse_model(folder):
+  return tiny.folder(folder / 'sparse', family='qwen3_moe', experts=Experts(4, 2, 16))
+
+
+SPOILED = {  # config, whether it is the critic's, part of the state, a name in the path of the array, value
+  'critic': (dict(algorithm='ppo'), True, 'params', '', np.nan),
+  'router': (dict(algorithm='sft'), False, 'params', 'router', np.inf),
+  'weights in float16': (dict(algorithm='sft', model=dict(dtype='float16')), False, 'params', '', np.nan),
+  'loss scale': (dict(algorithm='sft', model=dict(dtype='float16')), False, 'opt_state', 'scale', np.nan),
+  'loss scale without end': (dict(algorithm='sft', model=dict(dtype='float16')), False, 'opt_state', 'scale', np.inf),
+}
+
+
+@pytest.mark.parametrize('what', SPOILED)
+def test_a_part_of_a_method_that_is_not_finite_is_never_saved(model, tmp_path, monkeypatch, what):
+  over, of_critic, part, name, value = SPOILED[what]
+  make = tiny.grpo_config if over['algorithm'] == 'ppo' else tiny.run_config
+  folder = sparse_model(tmp_path) if 'router' in what else model
+  config = tiny.merged(make(folder, train=dict(steps=5), save=dict(every=1)), over)
+
+  def spoil(role, batch):
+    role.state = role.state.replace(**{part: with_value(getattr(role.state, part), name, value)})
+    return batch
+
+  spoil_update(monkeypatch, 3, spoil, lambda role: (not role.model.head) == of_critic)
+  role = 'critic' if of_critic else 'policy'
+  with pytest.raises(FloatingPointError, match=f'at step 3: not finite and not saved: {role}/{part}.*earlier'):
+    jaxpost.run(config, tmp_path / 'run', QUIET)
+  (stage,) = (tmp_path / 'run/checkpoints').iterdir()
+  assert finished_steps(stage) == [2, 1]
+  monkeypatch.undo()
+  jaxpost.run(config, tmp_path / 'run', QUIET)  # goes on from step 2
+  assert finished_steps(stage)[0] == 5
+
+
+@pytest.mark.parametrize('top_k', [0, 3])
+def test_a_teacher_that_is_not_finite_teaches_nothing(model, tmp_path, monkeypatch, top_k):
+  config = tiny.run_config(
+    model,
+    algorithm='distill',
+    distill=dict(teachers=(model,), top_k=top_k),
+    train=dict(steps=4),
+    save=dict(every=1, keep=9),
+  )
+
+  def spoil(role, batch):
+    if not top_k:
+      return batch.replace(teacher_hidden=(batch.teacher_hidden[0].at[..., 0].set(np.nan),))
+    name = 'teacher_0_logprobs'
+    return batch.replace(arrays={**batch.arrays, name: batch.arrays[name] + np.nan})
+
+  spoil_update(monkeypatch, 3, spoil)
+  jaxpost.run(config, tmp_path / 'run', QUIET)
+  rows = [r for r in metrics.read_rows(tmp_path / 'run/metrics.jsonl') if r['split'] == 'train']
+  assert [r['skipped_updates'] for r in rows] == [0, 0, 1, 0]
+  assert finished_steps(tmp_path / 'run/checkpoints/distill') == [4, 3, 2, 1]
+  for step in 3, 4:
+    policy, _ = first({**config, 'algorithm': 'sft', 'distill': {}, 'init_from': f'{tmp_path}/run@{step}'})
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(policy.params))
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
@@ -202,3 +278,54 @@ def test_weights_that_are_not_finite_are_refused_by_name(model, tmp_path, dtype,
   tensors[name][-1, -1] = -np.finfo(np.float16).max  # the largest values are no infinity
   hf.write_file(tensors, file)
   first(tiny.run_config(str(tmp_path / 'bad'), algorithm='sft'))
+
+
+# Spoils one array on the second of two hosts, before the third update.
+ON_ONE_HOST = """
+import jax, numpy as np
+from jaxpost.algorithms.sft import ALGORITHM
+from jaxpost.roles import Trainable
+
+update, steps = Trainable.update, []
+
+def spoiled(x):
+  shards = [shard.data for shard in x.addressable_shards]
+  if jax.process_index() == 1:
+    shards[0] = jax.device_put(np.asarray(shards[0]) * np.nan, shards[0].sharding)
+  return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+def faulty(role, batch):
+  steps.append(1)
+  if len(steps) == 3:
+    SPOIL
+  return update(role, batch)
+
+Trainable.update = faulty
+"""
+STATE = 'role.state = role.state.replace(params={**role.state.params, "embed": spoiled(role.state.params["embed"])})'
+BATCH = 'batch = batch.replace(loss_weights=spoiled(batch.loss_weights))'
+
+
+@pytest.mark.parametrize('what', ['batch', 'state'])
+def test_on_one_of_two_hosts(tmp_path, what):
+  """Both do the same: they skip the step, or end before they save it."""
+  (tmp_path / 'faulty.py').write_text(ON_ONE_HOST.replace('SPOIL', STATE if what == 'state' else BATCH))
+  over = dict(algorithm=f'{tmp_path}/faulty.py', train=dict(steps=5, batch_size=4), save=dict(every=1, keep=9))
+  config = tiny.run_config(tiny.folder(tmp_path / 'model'), **over)
+  file = tiny.config_file(tmp_path / 'config.py', config)
+  command = [
+    sys.executable,
+    '-m',
+    'launch.local',
+    '--processes=2',
+    '--',
+    f'--config={file}',
+    f'--workdir={tmp_path}/run',
+  ]
+  ended = subprocess.run(command, cwd=children.CLONE, env=children.environment(), text=True, capture_output=True)
+  assert ended.returncode == (4 if what == 'state' else 0), ended.stderr[-3000:]
+  steps = finished_steps(tmp_path / 'run/checkpoints/faulty')
+  assert steps == ([2, 1] if what == 'state' else [5, 4, 3, 2, 1])
+  for step in steps:
+    policy, _ = first({**config, 'algorithm': 'sft', 'init_from': f'{tmp_path}/run@{step}'})
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(policy.params))

@@ -72,7 +72,7 @@ def from_logits(options: DistillOptions) -> Divergence:
     del arrays
     total = 0
     for weight, teacher in zip(shares(options), teachers):
-      student = jnp.where(teacher > MASKED_LOGIT / 2, logits, MASKED_LOGIT)
+      student = jnp.where(teacher <= MASKED_LOGIT / 2, MASKED_LOGIT, logits)  # not where the teacher is NaN
       total += weight * divergences.generalized_jsd(student, teacher, options.beta, options.temperature)
     return total
 

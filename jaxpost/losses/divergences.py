@@ -69,7 +69,7 @@ def topk_jsd(
     student_logits[..., 0],
     teacher_ids[..., 0],
   )
-  teacher = jnp.maximum(teacher_logprobs.astype(jnp.float32), MASKED_LOGIT)
+  teacher = _masked(teacher_logprobs.astype(jnp.float32))
   student = _log_probs(student_logits, temperature)
   kept = jnp.take_along_axis(student, teacher_ids, axis=-1)
   rest = jnp.put_along_axis(student, teacher_ids, MASKED_LOGIT, axis=-1, inplace=False)
@@ -116,9 +116,13 @@ def event_jsd(student_logprob: jax.Array, teacher_logprob: jax.Array, beta: floa
 
 
 def _log_probs(logits: jax.Array, temperature: float) -> jax.Array:
-  # Masked logits may be -inf, and -inf - -inf is NaN, as is its gradient.
-  logits = jnp.maximum(logits.astype(jnp.float32) / temperature, MASKED_LOGIT)
-  return jax.nn.log_softmax(logits, axis=-1)
+  return jax.nn.log_softmax(_masked(logits.astype(jnp.float32) / temperature), axis=-1)
+
+
+def _masked(x: jax.Array) -> jax.Array:
+  # Masked logits may be -inf, and -inf - -inf is NaN, as is its gradient. A NaN stays one; `jnp.maximum` drops it in
+  # programs of XLA:CPU.
+  return jnp.where(x < MASKED_LOGIT, MASKED_LOGIT, x)
 
 
 def _log_complement(log_mass: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,12 @@ def merge_metrics(done: list) -> dict:
 
 def check_states(states: dict, where: str) -> None:
   """Raises DivergedError with the paths of arrays that hold NaN or infinity; called before a state is saved."""
-  finite = to_host(jax.tree.map(lambda x: jnp.isfinite(x).all(), states))
+
+  def is_finite(x: jax.Array) -> Any:
+    # Of integers, isfinite is a constant of this process, which `to_host` would wait for others to send.
+    return jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else True
+
+  finite = to_host(jax.tree.map(is_finite, states))
   bad = [path for path, good in jax.tree_util.tree_flatten_with_path(finite)[0] if not good]
   if bad:
     names = ', '.join(jax.tree_util.keystr(path, simple=True, separator='/') for path in bad)
