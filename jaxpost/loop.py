@@ -16,7 +16,7 @@ import jax
 
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import DivergedError
-from jaxpost.monitor.nonfinite import check_states, merge_metrics
+from jaxpost.monitor.nonfinite import check_states, is_doubtful, merge_metrics
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
   from jaxpost.hardware.signals import StopSignal
@@ -146,8 +146,7 @@ class _Progress:
     row = merge_metrics([(role, to_host(metrics)) for role, metrics in pending.done])
     # A good step makes up for a tenth of a bad one.
     self.skipped = self.skipped + 1 if row['skipped_updates'] else max(0, self.skipped - 0.1)
-    # An update that is applied has shown that the new state is finite. One that overflows float16 shows nothing.
-    self.in_doubt = row['skipped_updates'] + row.get('overflowed_updates', 0) > 0
+    self.in_doubt = is_doubtful(row)
     row |= item.info | pending.times | stage.memory_usage()
     if stage.host_health:
       row |= stage.host_health.finish(pending.replica_check, pending.times)

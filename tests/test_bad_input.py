@@ -393,6 +393,16 @@ def truncated(folder):
   path.write_bytes(path.read_bytes()[:-100])
 
 
+def edit_text(folder, more):
+  file = folder / 'config.json'
+  file.write_text(file.read_text().rstrip().removesuffix('}') + more + '}')
+
+
+def index_to(folder, name):
+  (folder / 'model.safetensors').unlink()
+  (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': {NORM: name}}))
+
+
 def index_outside(folder):
   path = folder / 'model.safetensors'
   names = safetensors.numpy.load_file(path)
@@ -400,6 +410,23 @@ def index_outside(folder):
   (folder / 'model.safetensors.index.json').write_text(
     json.dumps({'weight_map': dict.fromkeys(names, '../model.safetensors')})
   )
+
+
+def header(folder, change):
+  """Changes the header of the weights, as text."""
+  path = folder / 'model.safetensors'
+  data = path.read_bytes()
+  size = 8 + int.from_bytes(data[:8], 'little')
+  text = change(data[8:size])
+  path.write_bytes(len(text).to_bytes(8, 'little') + text + data[size:])
+
+
+def overlapping(text):
+  """The first of two tensors of the same size takes the bytes of the other."""
+  found = json.loads(text)
+  norms = [name for name in found if name.endswith('layernorm.weight')]
+  found[norms[0]]['data_offsets'] = found[norms[1]]['data_offsets']
+  return json.dumps(found).encode()
 
 
 NORM = 'model.layers.0.input_layernorm.weight'
@@ -417,6 +444,12 @@ MODELS = {
   ),
   'index to elsewhere': (index_outside, r"'\.\./model.safetensors', which"),
   'code of its own': (lambda f: edit(f, auto_map={'AutoModel': 'modeling.Mine'}), 'auto_map'),
+  'tensors that overlap': (lambda f: header(f, overlapping), 'model.safetensors: .*tensors overlap'),
+  'shape of floats': (lambda f: header(f, lambda t: t.replace(b'[16]', b'[16.0]')), 'header is damaged'),
+  'header of lists in lists': (lambda f: header(f, lambda t: b'[' * 5000), 'header is damaged'),
+  'config of lists in lists': (lambda f: (f / 'config.json').write_text('[' * 5000), 'nested too deeply'),
+  'config with a huge integer': (lambda f: edit_text(f, ', "x": ' + '9' * 5000), 'config.json: unreadable'),
+  'index to a long name': (lambda f: index_to(f, 'a' * 5000), 'which is no file name'),
   'truncated': (truncated, 'model.safetensors: '),
   'pickle only': (only_pickle, 'pytorch_model.bin.*safetensors'),
   'no weights': (lambda f: (f / 'model.safetensors').unlink(), 'safetensors'),

@@ -64,6 +64,9 @@ def test_bad_tokenizers_are_named(tmp_path):
   (tmp_path / 'tokenizer.json').write_text('{}')
   with pytest.raises(InputError, match='has no "model"'):
     tokenizer_lib.load(tmp_path)
+  (tmp_path / 'tokenizer.json').write_text('{"model": null}')
+  with pytest.raises(InputError, match='unreadable tokenizer'):  # the library raises Exception itself
+    tokenizer_lib.load(tmp_path)
   for path in ('no_such_folder', str(tmp_path / 'config.json')):
     with pytest.raises(InputError, match='folder'):
       tokenizer_lib.load(path)

@@ -321,7 +321,10 @@ def _from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast:
         raise InputError(f'{folder / name}: has no "model": not a tokenizer')
   try:
     hf = cls.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-  except (ValueError, TypeError, KeyError, ImportError, OSError) as error:
+  except BaseException as error:
+    # The library of tokenizers raises Exception itself for a file that it cannot read.
+    if type(error) is not Exception and not isinstance(error, (ValueError, TypeError, KeyError, ImportError, OSError)):
+      raise
     first = str(error).strip().splitlines()[0]
     if 'custom code' in first:
       first = 'it needs code of its own, which is never run; save it with a tokenizer.json'

@@ -20,6 +20,7 @@ Path: TypeAlias = pathlib.Path | epath.Path
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
+_LONGEST = 255  # characters of a file name
 _PICKLES = ('.bin', '.pt', '.pth', '.ckpt')
 
 
@@ -75,8 +76,8 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     raise InputError(f'{path}: has no "weight_map" of tensor to file name')
   for name, file in index.items():
     # By name, not by where it lands: download caches are links.
-    if file != pathlib.PurePath(file).name or file in ('', '..'):
-      raise InputError(f'{path}: tensor {name} is in {file!r}, which is no file name inside the folder')
+    if file != pathlib.PurePath(file).name or file in ('', '..') or len(file) > _LONGEST or '\0' in file:
+      raise InputError(f'{path}: tensor {name} is in {file[:_LONGEST]!r}, which is no file name inside the folder')
     if not (folder / file).is_file():
       raise InputError(f'{folder / file}: no such file, but {INDEX} places {name} there; copy or download it again')
   return [folder / file for file in dict.fromkeys(index.values())], index

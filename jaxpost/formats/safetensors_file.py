@@ -112,18 +112,23 @@ def tensors(file: typing.BinaryIO, size: int, path: object = 'weights') -> dict[
   length = int.from_bytes(file.read(8), 'little')
   if not 2 <= length <= min(_HEADER, size):
     raise ValueError('it has no header of safetensors')
-  header = json.loads(file.read(length))
   try:
+    header = json.loads(file.read(length))
     header.pop('__metadata__', None)
     found = {name: (x['dtype'], tuple(x['shape']), *x['data_offsets']) for name, x in header.items()}
     for kind, shape, start, end in found.values():
       if (
-        not 0 <= start <= end
+        any(type(number) is not int for number in (*shape, start, end))
+        or not 0 <= start <= end
+        or min(shape, default=0) < 0
         or kind in _DTYPES
         and (end - start != math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize)
       ):
         raise ValueError('its header is damaged')
-  except (AttributeError, KeyError, TypeError) as e:
+    ends = sorted((start, end) for *_, start, end in found.values())
+    if any(start != before for (start, _), (_, before) in zip(ends, [(0, 0), *ends])):
+      raise ValueError('its header is damaged: tensors overlap, or leave bytes between them')
+  except (AttributeError, KeyError, TypeError, RecursionError) as e:
     raise ValueError('its header is damaged') from e
   begin = 8 + length
   end = begin + max((x[3] for x in found.values()), default=0)

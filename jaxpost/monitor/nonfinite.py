@@ -25,6 +25,14 @@ def merge_metrics(done: list) -> dict:
   return {k: int(sum(v)) if k in _COUNTS else math.fsum(v) / len(v) for k, v in columns.items()}
 
 
+def is_doubtful(row: dict) -> bool:
+  """Returns whether the states after a step may not be finite: only an update that is applied has shown that they are.
+
+  A float16 update that overflows is not applied, and may overflow because of the state.
+  """
+  return row['skipped_updates'] + row.get('overflowed_updates', 0) > 0
+
+
 def check_states(states: dict, where: str) -> None:
   """Raises DivergedError with the paths of arrays that hold NaN or infinity; called before a state is saved."""
 

@@ -140,8 +140,10 @@ def read_json(path: epath.Path | pathlib.Path) -> dict[str, Any]:
     value = json.loads(path.read_text(encoding='utf-8'))
   except json.JSONDecodeError as e:
     raise InputError(f'{path}:{e.lineno}:{e.colno}: bad JSON: {e.msg}; copy or download it again') from e
-  except (UnicodeDecodeError, OSError) as e:
+  except (ValueError, OSError) as e:  # no UTF-8, or an integer of more digits than Python reads
     raise InputError(f'{path}: unreadable ({e}); copy or download it again') from e
+  except RecursionError as e:
+    raise InputError(f'{path}: bad JSON: nested too deeply; copy or download it again') from e
   if not isinstance(value, dict):
     raise InputError(f'{path}: not a JSON object; copy or download it again')
   return value
