@@ -275,6 +275,16 @@ def test_time_of_a_step_is_counted_once():
   assert report.phases([row] * 2) == {'update': 3.0, 'other': 1.0}
 
 
+def test_every_phase_of_a_step_has_a_color_of_its_own(tmp_path):
+  names = 'data reshard wait sample pack score reward update eval dispatch_gap'.split()
+  write_rows(tmp_path, *(('train', step, {f'time/{n}': 1.0 for n in names} | {'time/step': 11.0}) for step in (1, 2)))
+  text = report.write_report(tmp_path).read_text('utf-8')
+  used = re.findall(r'class="key"><i style="background:var\(--(\w+)\)', text)
+  assert len(used) == len(set(used)) >= len(names) - 1 and 'other' in used
+  shades = [re.search(rf'--{name}:(#\w+)', text)[1] for name in used]
+  assert len(set(shades)) == len(used)
+
+
 def test_axis():
   assert report._ticks(0.0, 10.0, 4) == [0.0, 2.5, 5.0, 7.5, 10.0]
   low, high = report._range([1.0 + i / 100 for i in range(100)] + [1e6])
