@@ -45,6 +45,8 @@ pass@1 is measured on 256 sums with 4 samples each, the others on 256 pairs or l
 Before training, policy and reference are equal, so all pairs tie, which counts as 0.5. ORPO, CPO
 and SimPO start from a model with a quarter of that training. SimPO, which has no term for good
 answers alone, widens the margins of such a model and leaves its ranking of pairs as it is.
+OPSD and SDPO start from a model that has also seen prompts with a hint, which says the sum, and whose
+answers were right. They have no reward: the teacher is that model with the hint.
 Rows without backticks are options of the algorithm in parentheses
 ([options](rl_options.md)).
 

@@ -55,6 +55,27 @@ def start_config() -> dict:
   )
 
 
+def with_hint(row: dict) -> dict:
+  """Adds a second prompt, which says the sum as well: a column for `rl.privileged`."""
+  return row | {'hint': [{'role': 'user', 'content': f'It is {row["answer"]}. {row["prompt"][-1]["content"]}'}]}
+
+
+def after_hint(row: dict) -> dict:
+  """Makes that prompt the prompt of the row."""
+  return row | {'prompt': with_hint(row)['hint']}
+
+
+def hinted_start_config() -> dict:
+  """The common start, which has also seen prompts with a hint, and they were followed by right sums."""
+  wrong, right = (f'{SUMS.format("", "train")},size=6000,correct={share}' for share in (0.5, 1))
+  over = dict(data=dict(path=(wrong, right), map=('', f'{__file__}:after_hint')))
+  return tiny.merged(start_config(), over)
+
+
+# The starts of some variants. The first of them that is measured makes its start.
+STARTS = {'hinted': hinted_start_config}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
   """A method's run from the common start.
@@ -92,6 +113,13 @@ def online(algorithm, steps=60, lr=8e-4, **over) -> Case:
 def variant(algorithm, **over) -> Case:
   """Returns a case at half the learning rate of `online`, at which the variants of docs/methods.md were measured."""
   return online(algorithm, lr=4e-4, **over)
+
+
+def hinted(**over) -> Case:
+  """A teacher that sees the answer, and no reward: its weight is 0, so that it counts in evaluation only."""
+  over = tiny.merged(dict(rl=dict(privileged='hint'), reward_weights=(0.0,)), over)
+  over = tiny.merged(over, dict(data=dict(map=f'{__file__}:with_hint'), rollout=dict(max_prompt_length=64)))
+  return dataclasses.replace(online('opd', lr=1e-3, **over), start='hinted')
 
 
 def pairs(algorithm, lr=3e-4, steps=60, start='start', **over) -> Case:
@@ -158,6 +186,11 @@ VARIANTS = {
   'KL-Cov': variant('grpo', rl=dict(minibatches=4, kl_cov=2e-3)),
   'top-entropy tokens': variant('grpo', rl=dict(top_entropy=0.2)),
   'bypass': variant('grpo', rollout=dict(staleness=1), rl=dict(old_policy='sampler')),
+  **{name: online(name) for name in ('luspo', 'vespo', 'dro')},
+  'ld_dpo': pairs('ld_dpo'),
+  'wpo': pairs('wpo'),
+  'OPSD': hinted(),
+  'SDPO': hinted(reference=dict(every=1, mix=0.05)),
   'reset of the reference': variant('grpo', rl=dict(kl_coef=0.05), reference=dict(every=20, reset_optimizer=True)),
 }
 
@@ -195,6 +228,8 @@ def make_start(folder: pathlib.Path):
 def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
   """{before, after, seconds} of a case, whose start is in `folder`."""
   case, begun = (CASES | VARIANTS)[name], time.perf_counter()
+  if case.start in STARTS and not (folder / case.start).exists():
+    run(case.start, STARTS[case.start](), folder)
   config = tiny.merged(case.config, dict(seed=seed, init_from=str(folder / case.start)))
   if config['distill']['teachers']:
     config = tiny.merged(config, dict(distill=dict(teachers=(str(folder / 'teacher'),))))

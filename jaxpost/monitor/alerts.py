@@ -93,8 +93,8 @@ RULES = (
     'removed',
     lambda s: s.weight < 0.05,
     lambda s: (
-      f'config.rl.importance leaves {s.weight:.1%} of the loss: its weights or masks remove nearly all; a smaller '
-      'config.rollout.staleness, or wider limits'
+      f'config.rl.importance, or vespo, leaves {s.weight:.1%} of the loss: weights or masks remove nearly all; '
+      'a smaller config.rollout.staleness, or wider limits'
     ),
     patience=1,
   ),
@@ -170,7 +170,7 @@ class Alerts:
       # Replayed samples are those of an older policy.
       mismatch=math.nan if row.get('replay/used') else value('sampler_mismatch'),
       empty=value('empty_updates'),
-      weight=min(value('importance_weight'), value('off_policy_kept'), key=lambda x: (math.isnan(x), x)),
+      weight=min(*map(value, ('importance_weight', 'off_policy_kept', 'vespo/phi')), key=lambda x: (math.isnan(x), x)),
       limited=value('clip_ratio/region_mean'),
       has_reward='reward' in row,
       nonfinite=[key for key in nonfinite(row) if key in watched],
