@@ -1,8 +1,7 @@
 """Errors that users cause or have to act upon, each with its exit code.
 
-Launchers turn these into one line on stderr and the exit code; anything else
-is a bug of ours, keeps its traceback and exits with 1. Imports no package, so
-that reward workers can use it without JAX.
+Launchers turn these into one line on stderr and the exit code; anything else is a bug of ours, keeps its traceback and
+exits with 1. Imports no package, so that reward workers can use it without JAX.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """The loop of all algorithms: next item, update, log, evaluate, save.
 
-The order inside a step is a contract: metrics of a step are written before
-the checkpoint of that step, so that a resume finds both or neither, and the
-stream is read only after the step before it was dispatched.
+The order inside a step is a contract: metrics of a step are written before the checkpoint of that step, so that a
+resume finds both or neither, and the stream is read only after the step before it was dispatched.
 """
 
 from __future__ import annotations

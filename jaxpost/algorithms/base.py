@@ -2,9 +2,8 @@
 
 Legend: N sequences, C completion tokens, M micro-batches, B rows, T tokens.
 
-A file in this folder, or a file of yours, ends with `ALGORITHM = Algorithm(...)`.
-Each function gets the stage's config; everything else (data, programs,
-sampling, grading, packing, checkpoints) is the same for all algorithms.
+A file in this folder, or a file of yours, ends with `ALGORITHM = Algorithm(...)`. Each function gets the stage's
+config; everything else (data, programs, sampling, grading, packing, checkpoints) is the same for all algorithms.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def _same(batch: Batch, roles: Roles, config: Config) -> Batch:
 class Precompute:
   """Outputs of a frozen role on every example, computed before the first step.
 
-  The role's weights are freed afterwards. The arrays come with the batches, in
-  `Batch.arrays`, at the trained tokens; elsewhere they are 0.
+  The role's weights are freed afterwards. The arrays come with the batches, in `Batch.arrays`, at the trained tokens;
+  elsewhere they are 0.
 
   Attributes:
     arrays: name -> (shape after [B, T], dtype).
@@ -102,8 +101,8 @@ class Algorithm:
     greedy_baseline: config -> True if a greedy answer is graded, too.
     credit: (Experience, config) -> Credit.
     pack: (Experience, Credit, indices of sequences, config, num_rows,
-      row_length) -> host Batch with `branch_ids` and `sequence_ids`, for
-      algorithms that do not train on whole completions one by one.
+      row_length) -> host Batch with `branch_ids` and `sequence_ids`, for algorithms that do not train on whole
+      completions one by one.
   """
 
   objective: Callable[[Config], Objective]
@@ -135,8 +134,7 @@ class Algorithm:
 def learning_rate(of_weights: float) -> Callable[[Config], float]:
   """Returns the default of `config.optim.lr`: this for all weights, ten times that for adapters.
 
-  The factor is that of "LoRA Without Regret" (Schulman et al. 2025). docs/defaults.md has
-  the source of each rate.
+  The factor is that of "LoRA Without Regret" (Schulman et al. 2025). docs/defaults.md has the source of each rate.
   """
   return lambda config: of_weights * (10 if config.lora.rank or config.lora.path else 1)
 

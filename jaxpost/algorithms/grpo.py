@@ -2,8 +2,8 @@
 
 Legend: N sequences, C completion tokens, B rows, T tokens.
 
-There is one surrogate and one credit assignment, both selected by `config.rl`; the
-methods at the end of the file differ in the fields that they set.
+There is one surrogate and one credit assignment, both selected by `config.rl`; the methods at the end of the file
+differ in the fields that they set.
 """
 
 from __future__ import annotations
@@ -229,8 +229,8 @@ def finish(
 def check_first_step(metrics: dict, config: Config) -> None:
   """Raises AssertionError if the metrics of the first step cannot be right.
 
-  Before any update the policy equals the reference and the old policy: the ratio is
-  1, nothing is clipped, the KL is 0, and sampler and trainer agree on log-probs.
+  Before any update the policy equals the reference and the old policy: the ratio is 1, nothing is clipped, the KL is 0,
+  and sampler and trainer agree on log-probs.
   """
   if not metrics.get('ratio'):
     return  # every sample was masked

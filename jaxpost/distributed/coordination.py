@@ -1,9 +1,8 @@
 """Multi-process coordination: gather, broadcast, agreement and failure propagation.
 
 Small host values go through JAX's coordination service, not over the devices:
-they wait for no program, and a process that waits for one that has failed gets
-its error. Every process calls these functions from its main thread and in the
-same order; with one process they return at once.
+they wait for no program, and a process that waits for one that has failed gets its error. Every process calls these
+functions from its main thread and in the same order; with one process they return at once.
 """
 
 import atexit
@@ -123,8 +122,7 @@ def check_same(values: dict[str, Any], hint: str) -> None:
 def any_process(flag: bool) -> bool:
   """True on all processes if `flag` was set on any of them by now.
 
-  Process 0 decides from the flags that have reached it; a later one counts in
-  the next step.
+  Process 0 decides from the flags that have reached it; a later one counts in the next step.
   """
   if process_count() == 1:
     return flag

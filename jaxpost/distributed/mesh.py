@@ -1,8 +1,7 @@
 """Meshes, and the one place where logical axes become mesh axes.
 
-A parameter or activation names its dimensions ('embed', 'heads', ...); a
-phase (train, rollout, score) has a mesh and a dict of rules from logical to
-mesh axes. A `Layout` joins the two. phases.py orders the devices of a mesh.
+A parameter or activation names its dimensions ('embed', 'heads', ...); a phase (train, rollout, score) has a mesh and a
+dict of rules from logical to mesh axes. A `Layout` joins the two. phases.py orders the devices of a mesh.
 """
 
 import dataclasses
@@ -89,8 +88,7 @@ class TiedWeight(NamedTuple):
 
   value: the parameter, gathered and in the compute type; it has no gradient.
   sums: [n, ...], never read. Its gradient is that of the parameter, one part
-    per device: the gradients of both uses are added before they are reduced
-    across devices.
+    per device: the gradients of both uses are added before they are reduced across devices.
   """
 
   value: jax.Array
@@ -119,8 +117,7 @@ class Layout:
   def spec(self, axes: Sequence[str | None], shape=None) -> PartitionSpec:
     """The partition of an array whose dimensions are called `axes`.
 
-    A dimension that its mesh axis does not divide (4 KV heads on 8 tensor
-    shards) stays whole.
+    A dimension that its mesh axis does not divide (4 KV heads on 8 tensor shards) stays whole.
     """
     rules = RULES[self.phase]
     parts, used = [], set()
@@ -152,9 +149,8 @@ class Layout:
   def sum_over_tokens(self, fn, tokens, *axes, of=None):
     """fn(*tokens), a sum over tokens, reduced to the shards of its layout.
 
-    Each device sums over its own tokens, then a reduce-scatter adds the parts
-    (`reduced`). XLA's partitioner would all-reduce the whole sum, or move the
-    activations of rows that are split over `context`.
+    Each device sums over its own tokens, then a reduce-scatter adds the parts (`reduced`). XLA's partitioner would
+    all-reduce the whole sum, or move the activations of rows that are split over `context`.
 
     Args:
       fn: arrays [b, t, ...] of some tokens -> an array of dimensions `axes`.
@@ -162,8 +158,7 @@ class Layout:
       of: the parameter whose gradient it is.
 
     Returns:
-      The array, or None: no part of it is kept, or tokens cannot be split.
-      What a `Shared` parameter takes, of one.
+      The array, or None: no part of it is kept, or tokens cannot be split. What a `Shared` parameter takes, of one.
     """
     rows, over = self.of_tokens(tokens[0].shape)
     spec = self.spec(axes, jax.eval_shape(fn, *tokens).shape)

@@ -47,8 +47,7 @@ def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...], rows: N
 def relabelled(x, sharding):
   """The buffers of `x` under an equivalent sharding, of another mesh or spelling.
 
-  Programs with a kernel that brings partitioning rules of its own (cuDNN) take
-  arrays of one mesh only.
+  Programs with a kernel that brings partitioning rules of its own (cuDNN) take arrays of one mesh only.
   """
   if x.sharding == sharding:
     return x
@@ -67,8 +66,8 @@ def owners(devices) -> list[int]:
 def to_host(tree: Mapping | object, share=True):
   """Device arrays as numpy arrays, also where other processes hold some shards.
 
-  With `share` every process calls this and gets the arrays, even without one
-  of their devices; otherwise only the processes that have some of them.
+  With `share` every process calls this and gets the arrays, even without one of their devices; otherwise only the
+  processes that have some of them.
   """
   leaves, treedef = jax.tree.flatten(tree)
   found, few = list(leaves), {}

@@ -1,14 +1,13 @@
 """Advantages from the rewards of groups, on the host, and the table of all estimators.
 
-Estimators beside GRPO's are in group_advantages.py, token_advantages.py and
-turn_advantages.py; the critic's is `values.gae`.
+Estimators beside GRPO's are in group_advantages.py, token_advantages.py and turn_advantages.py; the critic's is
+`values.gae`.
 
-Legend: N prompts, G samples of each, S = N * G sequences, C completion tokens.
-Sequence s answers prompt s // G. Masks are over trained tokens; masked entries
-(tool output, padding, samples without a reward) come out as 0.
+Legend: N prompts, G samples of each, S = N * G sequences, C completion tokens. Sequence s answers prompt s // G. Masks
+are over trained tokens; masked entries (tool output, padding, samples without a reward) come out as 0.
 
-Arrays are numpy arrays on the host, float64 inside: a few kilobytes per step,
-computed once for the global batch and never inside a micro-batch.
+Arrays are numpy arrays on the host, float64 inside: a few kilobytes per step, computed once for the global batch and
+never inside a micro-batch.
 """
 
 import dataclasses
@@ -25,9 +24,8 @@ def group_relative(
 ) -> np.ndarray:
   """(r - mean) / (std + eps) within each group, over its valid samples.
 
-  GRPO (arXiv:2402.03300), section 4.1.2, with the unbiased std. Without
-  scaling it is Dr. GRPO (arXiv:2503.20783), eq. 5; with the std of the whole
-  batch it is "Lite PPO" (arXiv:2508.08221).
+  GRPO (arXiv:2402.03300), section 4.1.2, with the unbiased std. Without scaling it is Dr. GRPO (arXiv:2503.20783), eq.
+  5; with the std of the whole batch it is "Lite PPO" (arXiv:2508.08221).
 
   Args:
     rewards: [N, G] float; entries that are not valid are ignored.
@@ -74,8 +72,7 @@ def as_groups(rewards: ArrayLike, valid: ArrayLike) -> tuple[np.ndarray, np.ndar
 def centered_rewards(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> tuple[np.ndarray, np.ndarray]:
   """Returns (number of valid samples [N, 1], r - mean [N, G]).
 
-  Groups without variance give exactly 0: rounding would leave 1e-17 there, and
-  dividing by eps makes that matter.
+  Groups without variance give exactly 0: rounding would leave 1e-17 there, and dividing by eps makes that matter.
   """
   if singleton not in ('zero', 'raw'):
     raise ValueError(f"singleton {singleton!r}: want 'zero' or 'raw'")
@@ -100,8 +97,7 @@ def token_rewards(rewards: np.ndarray, mask: np.ndarray, kl: np.ndarray | float,
 def adaptive_kl(coef: float, kl: float, target: float, horizon: float, steps: int) -> float:
   """The KL coefficient after `steps` samples whose mean KL was `kl`.
 
-  coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon): Ziegler et al.
-  (arXiv:1909.08593), section 2.2.
+  coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon): Ziegler et al. (arXiv:1909.08593), section 2.2.
   """
   error = np.clip(kl / target - 1, -0.2, 0.2)
   return float(coef * (1 + error * steps / horizon))
@@ -114,9 +110,8 @@ class Estimator:
   Attributes:
     fn: (*takes, **reads) -> [N, G], or [S, C].
     takes: 'rewards' and 'valid' [N, G], 'lengths' [N, G] (trained tokens), 'mask'
-      and 'token_rewards' [S, C], 'greedy' [S] (reward of the prompt's greedy answer),
-      'turn_rewards', 'sampled' and 'completions' [S, C] (see turn_advantages.py),
-      'components' {name: (weight, [N, G])} (each reward by itself).
+      and 'token_rewards' [S, C], 'greedy' [S] (reward of the prompt's greedy answer), 'turn_rewards', 'sampled' and
+      'completions' [S, C] (see turn_advantages.py), 'components' {name: (weight, [N, G])} (each reward by itself).
     reads: {argument of fn: field of config.rl}.
     scales: what config.rl.scale_rewards may be; the first is the default.
     compares: whether it compares the samples of a group, and needs two.

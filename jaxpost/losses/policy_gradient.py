@@ -1,12 +1,11 @@
 """Surrogate losses and KL estimators for policy gradients.
 
 All arguments and results are per token, [B, T] float32, unreduced and
-elementwise in tokens, so that they may be called on chunks of tokens: the
-weights of the batch decide token-mean, sequence-mean or constant length.
+elementwise in tokens, so that they may be called on chunks of tokens: the weights of the batch decide token-mean,
+sequence-mean or constant length.
 
-r = pi / pi_old throughout, with |log r| held to at most 20. `LOSSES` holds the
-surrogates by name (most are in surrogates.py), `KL` the estimators. To add one,
-write the function and name it there and in the choices of `rl.loss` or
+r = pi / pi_old throughout, with |log r| held to at most 20. `LOSSES` holds the surrogates by name (most are in
+surrogates.py), `KL` the estimators. To add one, write the function and name it there and in the choices of `rl.loss` or
 `rl.kl_estimator` (stage/schema_rl.py).
 """
 
@@ -30,8 +29,8 @@ class SurrogateOptions:
 
   Attributes:
     clip_low, clip_high: r is clipped to [1 - clip_low, 1 + clip_high]; usual values are 0.2 and 0.2 (PPO) or
-      0.28 (DAPO), 3e-4 and 4e-4 (GSPO). For 'geo_mean' they bound log r, for 'dppo_tv' and 'dppo_kl' a
-      divergence; for 'cispo' low 1 and high 4 is the one-sided bound r <= 5.
+      0.28 (DAPO), 3e-4 and 4e-4 (GSPO). For 'geo_mean' they bound log r, for 'dppo_tv' and 'dppo_kl' a divergence; for
+      'cispo' low 1 and high 4 is the one-sided bound r <= 5.
     dual_clip: c > 1 bounds the loss of tokens of negative advantage by -c A; 0 is off.
     tau_pos, tau_neg: temperatures of 'sapo' for positive and other advantages.
     dro_beta: weight of the squared log r of 'dro'.
@@ -59,8 +58,8 @@ def clip(
 ) -> LossAndMetrics:
   """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): the clipped surrogate.
 
-  PPO (arXiv:1707.06347), eq. 7; asymmetric clip as in DAPO (arXiv:2503.14476),
-  eq. 8. With dual_clip = c > 1, at most -c A where A < 0 (arXiv:1912.09729).
+  PPO (arXiv:1707.06347), eq. 7; asymmetric clip as in DAPO (arXiv:2503.14476), eq. 8. With dual_clip = c > 1, at most
+  -c A where A < 0 (arXiv:1912.09729).
   """
   del sequence_mean
   check_shapes(logprobs, old_logprobs, advantages)
@@ -165,8 +164,8 @@ def clip_metrics(ratio: jax.Array, low: jax.Array, high: jax.Array) -> dict[str,
 def kl_k1(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
   """d = log pi - log ref: unbiased, of either sign, and of zero mean gradient.
 
-  k1, k2 and k3 are from Schulman, "Approximating KL divergence" (2020). As a
-  term of the loss k1 has no effect on average; use it in the reward.
+  k1, k2 and k3 are from Schulman, "Approximating KL divergence" (2020). As a term of the loss k1 has no effect on
+  average; use it in the reward.
   """
   same_shape('logprobs, ref_logprobs [B, T]', None, logprobs, ref_logprobs)
   return logprobs - ref_logprobs

@@ -2,10 +2,9 @@
 
 Legend: B rows, T tokens a row, N sequences a row at most (here T).
 
-`sequence_ids` [B, T] numbers the sequences of a row from 1; 0 is none. All
-reductions are segment sums inside a row, so their gradients cost nothing
-compared with those of the model. Also what the losses share: the bound of
-log-ratios, the check of shapes, and functions that are imported when called.
+`sequence_ids` [B, T] numbers the sequences of a row from 1; 0 is none. All reductions are segment sums inside a row, so
+their gradients cost nothing compared with those of the model. Also what the losses share: the bound of log-ratios, the
+check of shapes, and functions that are imported when called.
 """
 
 from __future__ import annotations

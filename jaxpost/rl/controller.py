@@ -5,8 +5,8 @@ passes records between them:
 
     Prompt -> Rollout -> GradedRollout -> Experience -> Credit -> Batch
 
-`loop.py` consumes its items like those of any data set. All processes of a run
-execute it on the same values, so they take the same decisions.
+`loop.py` consumes its items like those of any data set. All processes of a run execute it on the same values, so they
+take the same decisions.
 
 Legend: N sequences, C completion tokens, M micro-batches, B rows, T row length.
 """
@@ -94,8 +94,7 @@ class Controller:
   def sample(self, step: int, on_dispatch: OnDispatch | None = None) -> PendingRollout:
     """Samples the rollout of a step; the workers grade it when this returns.
 
-    One round of prompts or, with `config.rl.dynamic_sampling`, rounds until
-    enough groups have right and wrong answers.
+    One round of prompts or, with `config.rl.dynamic_sampling`, rounds until enough groups have right and wrong answers.
     """
     pending = self.sample_round(step, on_dispatch)
     wanted = self.config.rollout.prompts

@@ -1,11 +1,9 @@
 """Rewards of rollouts, from worker processes and from a reward model.
 
-Grading is asynchronous: `Grader.submit` sends groups to the workers and
-returns a `PendingRollout`; its `result` waits for them and returns a
-`GradedRollout`.
+Grading is asynchronous: `Grader.submit` sends groups to the workers and returns a `PendingRollout`; its `result` waits
+for them and returns a `GradedRollout`.
 
-Legend: N sequences, P prompts (groups), G samples a prompt, C completion
-tokens.
+Legend: N sequences, P prompts (groups), G samples a prompt, C completion tokens.
 """
 
 from __future__ import annotations
@@ -155,16 +153,15 @@ class PendingRollout:
   def varied_groups(self) -> np.ndarray:
     """[groups of all rounds] bool: the reward that decides what is correct differs within a group.
 
-    Waits for the reward functions. DAPO (arXiv:2503.14476, section 3.2) keeps
-    groups with 0 < right samples < G.
+    Waits for the reward functions. DAPO (arXiv:2503.14476, section 3.2) keeps groups with 0 < right samples < G.
     """
     return np.concatenate([varied(verdicts(r.results, r.rewards, self.grader.correct_by)) for r in self.rounds])
 
   def select_varied(self, num_groups: int) -> PendingRollout:
     """Selects the first `num_groups` varied groups, kept ones before others.
 
-    Others fill up where there are too few, as all steps have the same shape;
-    the controller takes these out of the mask.
+    Others fill up where there are too few, as all steps have the same shape; the controller takes these out of the
+    mask.
     """
     kept = self.varied_groups()
     old = np.repeat([r.kept for r in self.rounds], [len(r.rewards) for r in self.rounds])

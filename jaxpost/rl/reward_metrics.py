@@ -1,7 +1,6 @@
 """Metrics of rewards and completions, under the names that TRL logs.
 
-Legend: N sequences, P prompts (groups), G samples a prompt, C completion
-tokens.
+Legend: N sequences, P prompts (groups), G samples a prompt, C completion tokens.
 """
 
 from __future__ import annotations
@@ -121,8 +120,8 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
 def surprisal_metrics(experience: Experience) -> dict:
   """entropy/quarter_N: mean of -log p of the sampled tokens in each quarter of their completion.
 
-  Under sampling without truncation its mean is the entropy of the sampler, and needs no
-  further pass. A quarter without a trained token is left out.
+  Under sampling without truncation its mean is the entropy of the sampler, and needs no further pass. A quarter without
+  a trained token is left out.
   """
   rollout, mask = experience.rollout, experience.mask > 0
   quarters = 4 * np.arange(mask.shape[1]) // np.maximum(rollout.lengths[:, None], 1)

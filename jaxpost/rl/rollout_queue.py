@@ -8,8 +8,8 @@ devices run it, and copies its weights afterwards, so training and sampling
 overlap where they have devices of their own. The order never depends on the
 clock: runs repeat bit for bit.
 
-A checkpoint holds the rollouts in the queue. Rollouts that need weights which
-no checkpoint holds are sampled before it is written.
+A checkpoint holds the rollouts in the queue. Rollouts that need weights which no checkpoint holds are sampled before it
+is written.
 """
 
 from __future__ import annotations
