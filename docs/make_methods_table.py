@@ -35,18 +35,20 @@ HEAD = """# What each method learns
 Written by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.15 M parameters) has
 been trained on sums of numbers up to 99, half of them with wrong answers. Each method continues
 from this one start on two CPU cores, and is evaluated on held-out data: the mean and the standard
-deviation of seeds 0, 1 and 2, which draw other batches and samples; rows that say so are of one
-seed. Most differences between methods are smaller than that deviation: the task shows that a
+deviation of seeds 0, 1 and 2, which draw other batches and samples; rows that say so have fewer
+seeds. Most differences between methods are smaller than that deviation: the task shows that a
 method learns, and not which one is better.
 
-`tests/test_learning.py` requires these gains with seed 0 for the rows above `gmpo`. On-policy rows have a learning
-rate of 8e-4 there (`opd` and `gkd` 1e-3), and of 4e-4 from `gmpo` on.
+`tests/test_learning.py` requires these gains with seed 0 for the rows above `gmpo`.
 pass@1 is measured on 256 sums with 4 samples each, the others on 256 pairs or labels.
 Before training, policy and reference are equal, so all pairs tie, which counts as 0.5. ORPO, CPO
 and SimPO start from a model with a quarter of that training. SimPO, which has no term for good
 answers alone, widens the margins of such a model and leaves its ranking of pairs as it is.
 OPSD and SDPO start from a model that has also seen prompts with a hint, which says the sum, and whose
 answers were right. They have no reward: the teacher is that model with the hint.
+`mt_grpo` and `gigpo` start from a model that plays the game of [environments.md](environments.md) at
+random, with a reward for each move in the right direction; pass@1 is the share of 64 games, four times each,
+that it wins by the first move.
 Rows without backticks are options of the algorithm in parentheses
 ([options](rl_options.md)).
 
@@ -80,6 +82,7 @@ def choices(case: dict) -> tuple[str, str]:
       if field.name in own.get(section, ()) and value != field.metadata['auto']:
         brought.append(say(section, field.name, value))
   chosen = [say(s, f, value) for s in SECTIONS for f, value in case[s].items() if value != plain[s][f]]
+  chosen.append(say('optim', 'lr', case['optim']['lr']))
   if case['rollout']['staleness']:
     chosen.append(say('rollout', 'staleness', case['rollout']['staleness']))
   if case['reward'] not in ('', 'exact_match'):
@@ -121,7 +124,8 @@ def write(figures: dict):
       found, algorithm = figures[name], case.config['algorithm']
       label = f'`{name}`' if name == algorithm else f'{name} (`{algorithm}`)'
       after = f'{statistics.mean(found["after"]):.3f}'
-      after += f' ± {statistics.stdev(found["after"]):.3f}' if len(found['after']) > 1 else ' (seed 0)'
+      after += f' ± {statistics.stdev(found["after"]):.3f}' if len(found['after']) > 1 else ''
+      after += {1: ' (seed 0)', 2: ' (seeds 0, 1)'}.get(len(found['after']), '')
       cells = label, found['metric'], f'{statistics.mean(found["before"]):.3f}', after, str(found['steps'])
       rows.append(f'| {" | ".join((*cells, *choices(case.config)))} |')
   PAGE.write_text(HEAD + '\n'.join(rows) + '\n' + TAIL + '\n' + KEPT + json.dumps(figures) + ' -->\n')

@@ -2,7 +2,7 @@
 
 `tests/test_learning.py` holds the gains; `docs/make_methods_table.py` writes
 them into docs/methods.md. The task: sums of numbers up to 99, of which a tiny
-model has seen worked examples, half of them right.
+model has seen worked examples, half of them right. Methods for turns play a game.
 """
 
 import dataclasses
@@ -72,8 +72,23 @@ def hinted_start_config() -> dict:
   return tiny.merged(start_config(), over)
 
 
+def game(kind: str, **over) -> dict:
+  """The config of games; `kind` of rows ('treasure_played', ...)."""
+  rows = dict(path='generated:arithmetic:max=99,ops=+,correct=1,size=4000', map=f'jaxpost.environments.examples:{kind}')
+  played = dict(
+    environment=f'{pathlib.Path(__file__).parent / "game.py"}:Game', tools=dict(max_turns=2, workers=2), data=rows
+  )
+  played |= dict(rollout=dict(max_prompt_length=80, max_new_tokens=160), train=dict(batch_size=8, row_length=256))
+  return tiny.merged(tiny.merged(base(), played), over)
+
+
+def game_start_config() -> dict:
+  """SFT on games with moves in random directions."""
+  return game('treasure_played', algorithm='sft', train=dict(steps=300), optim=dict(lr=3e-3, schedule='cosine'))
+
+
 # The starts of some variants. The first of them that is measured makes its start.
-STARTS = {'hinted': hinted_start_config}
+STARTS = {'hinted': hinted_start_config, 'game': game_start_config}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +135,15 @@ def hinted(**over) -> Case:
   over = tiny.merged(dict(rl=dict(privileged='hint'), reward_weights=(0.0,)), over)
   over = tiny.merged(over, dict(data=dict(map=f'{__file__}:with_hint'), rollout=dict(max_prompt_length=64)))
   return dataclasses.replace(online('opd', lr=1e-3, **over), start='hinted')
+
+
+def playing(algorithm, steps=60) -> Case:
+  """In an environment: the share of games in which the treasure is found by the first move."""
+  fields = dict(train=dict(steps=steps, row_length=0), optim=dict(lr=3e-4), rollout=dict(prompts=8, group_size=8))
+  held_out = dict(path='generated:arithmetic:max=99,ops=+,correct=1,size=64,split=test')
+  held_out |= dict(map='jaxpost.environments.examples:treasure')
+  fields |= dict(eval=dict(samples=4, temperature=1.0, size=64, data=held_out))
+  return Case(game('treasure', algorithm=algorithm, **fields), start='game')
 
 
 def pairs(algorithm, lr=3e-4, steps=60, start='start', **over) -> Case:
@@ -191,6 +215,8 @@ VARIANTS = {
   'wpo': pairs('wpo'),
   'OPSD': hinted(),
   'SDPO': hinted(reference=dict(every=1, mix=0.05)),
+  'mt_grpo': playing('mt_grpo'),
+  'gigpo': playing('gigpo'),
   'reset of the reference': variant('grpo', rl=dict(kl_coef=0.05), reference=dict(every=20, reset_optimizer=True)),
 }
 
