@@ -705,7 +705,7 @@ def test_launcher(case, model, place):
 
 
 @pytest.mark.parametrize('name', ['config.json', 'summary.json', 'metrics.jsonl', 'plan.json'])
-@pytest.mark.parametrize('text', [b'', b'{', b'[1]', b'\xff\xfe', b'{"stages": 3}\n{}\n', b'null'])
+@pytest.mark.parametrize('text', [b'', b'{', b'[1]', b'[' * 5000, b'\xff\xfe', b'{"stages": 3}\n{}\n', b'null'])
 def test_a_damaged_file_of_a_run(name, text, begun, tmp_path, caplog):
   """Found in one line, or made anew where nothing depends on it."""
   config, finished = begun

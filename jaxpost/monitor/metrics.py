@@ -76,7 +76,7 @@ def read_growing(path: epath.PathLike, what: str = 'JSON', keys: Sequence[str] =
       for key in keys:
         row[key]
       rows.append(row)
-    except (ValueError, KeyError, TypeError) as e:
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
       if number < len(lines):
         raise InputError(f'{path}:{number}: not {what}; remove the line or move the file away') from e
   return rows

@@ -195,7 +195,7 @@ def _fields(text: bytes | None) -> dict:
   """Returns the fields of a lock file; {} where there is none, or it is damaged or was just created."""
   try:
     found = json.loads(text or b'')
-  except ValueError:
+  except (ValueError, RecursionError):
     return {}
   return found if isinstance(found, dict) else {}
 
