@@ -1,4 +1,4 @@
-"""What preferences and PPO learn on average, on the policy of test_exact_gradients.py.
+"""Expected gradients of preference losses and PPO, on the policy of test_exact_gradients.py.
 
 All 16 completions of 2 tokens and all 256 pairs of them are listed, each with its
 probability. The formulas here are written down from the papers, and share no code with
@@ -42,19 +42,19 @@ def logps(kind):
 
 
 def chance():
-  """Of each completion under the policy, [16]."""
+  """Returns the probability of each completion under the policy, [16]."""
   return np.exp(logps('policy').sum(axis=1))
 
 
 def gradient(algorithm, config, batch):
-  """Of the weights, as an update computes it."""
+  """Returns the gradient of the weights, as an update computes it."""
   loss = programs.make_loss(exact.model(), algorithm.objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
   return jax.jit(lambda p, b: programs.accumulate(loss, p, b)[1])(exact.params('policy'), split)
 
 
 def gradient_of_logprobs(algorithm, config, batch, answers):
-  """Of the log-probs of all completions [16, 2]; `answers` [rows, sequences] says which ones are in the batch."""
+  """Returns that of the log-probs of all completions [16, 2]; `answers` [rows, sequences] are those of the batch."""
   fn = algorithm.objective(config).fn
 
   def loss(table):

@@ -66,7 +66,7 @@ def needed(p, where, found):
 
 @pytest.mark.parametrize('name', RECIPES)
 def test_a_recipe_fits(name):
-  """With nothing set; devices of 80 GB are what all docstrings name."""
+  """Nothing is set in addition; all docstrings name devices of 80 GB."""
   assert '80 GB' in ' '.join(importlib.import_module(f'configs.{name}').__doc__.split())
   too_large = set()
   for device in DEVICES:
@@ -85,7 +85,7 @@ def test_what_fits_stays_as_it_is():
 
 
 def test_less_memory_means_less_at_a_time():
-  """As many sequences and rows as fit, never more on the smaller device."""
+  """The smaller device never gets more sequences or rows at a time."""
   p, before = stage('grpo_gsm8k'), (10**9, 10**9)
   for gib in (80, 40, 24, 20):
     where = machine('H100', memory=gib * GIB)
@@ -98,7 +98,7 @@ def test_less_memory_means_less_at_a_time():
 
 
 def test_recomputing_all_is_chosen_only_where_it_is_needed():
-  """Of one row with its results kept, and one without, memory between the two."""
+  """The memory lies between what one row takes with its results kept, and without."""
   p = stage('sft_gsm8k', 'model=qwen3_1_7b', train__batch_size=1, train__row_length=16384, eval__samples=0)
   kept, (less, _) = (needed(p, machine('H100'), {'model.remat': remat}) for remat in ('dots', 'full'))
   assert kept[0] > 1.2 * less
@@ -208,7 +208,7 @@ def test_programs_that_do_not_fit_are_refused_with_the_nearest_that_do():
 
 
 def test_optimizer_states_leave_before_few_sequences_are_sampled_at_a_time():
-  """Where 8 sequences do not fit beside them, and never where something else reads them meanwhile."""
+  """They leave where 8 sequences do not fit beside them, and never where something else reads them meanwhile."""
   for gib in range(32, 12, -2):
     where, p = machine('H100', memory=gib * GIB), stage('ppo_gsm8k')
     found = defaults.choose(p, where)

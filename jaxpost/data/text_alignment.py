@@ -122,7 +122,7 @@ def spans(mine: Example, theirs: Example, texts: tuple[Bytes, Bytes]) -> Iterato
     pieces, stopped = zip(*(_pieces(example.tokens[slice(*run)].tolist(), known) for run, example, known in sides))
     _drop_leading_space(pieces)
     common = _common_length(*(b''.join(some) for some in pieces))
-    # Of each: {length of the text so far: number of tokens}.
+    # {length of the text so far: number of tokens}, for the student and for the teacher.
     ends = [dict(zip(itertools.accumulate(map(len, some)), range(1, len(some) + 1))) for some in pieces]
     begin = (0, 0)
     for cut in sorted(set(ends[0]) & set(ends[1])):

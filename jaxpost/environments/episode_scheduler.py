@@ -53,7 +53,7 @@ class EpisodeScheduler:
   def __init__(self, owner: Episodes, episodes: Sequence[Episode], sampling: dict) -> None:
     self.owner, self.episodes, self.sampling = owner, episodes, sampling
     self.waiting = collections.deque(e for e in episodes if owner.pool.of(e.prompt))
-    # Of sources without an environment: one turn each, and no tool.
+    # Prompts of sources without an environment have one turn and no tool.
     self.single = [self.begin(e, None) for e in episodes if not owner.pool.of(e.prompt)]
     # The environments of each pool that are free.
     self.free = {pool: list(range(len(pool.all) * coordination.process_count())) for pool in owner.pool.each()}

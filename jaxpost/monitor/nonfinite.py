@@ -37,7 +37,7 @@ def check_states(states: dict, where: str) -> None:
   """Raises DivergedError with the paths of arrays that hold NaN or infinity; called before a state is saved."""
 
   def is_finite(x: jax.Array) -> Any:
-    # Of integers, isfinite is a constant of this process, which `to_host` would wait for others to send.
+    # isfinite of integers is a constant of this process alone; `to_host` would wait for the others to send it.
     return jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.inexact) else True
 
   finite = to_host(jax.tree.map(is_finite, states))

@@ -95,7 +95,7 @@ def program(machine: str) -> bytes:
     code += _of_call(known.pop(name), [(_LOAD, 0, 0, _ARGUMENT), *allowed, (_RETURN, 0, 0, _REFUSE)])
   flags = [(_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
   code += _of_call(known.pop('clone'), [(_LOAD, 0, 0, _ARGUMENT), *flags])
-  # Of this process only (0): the jail may belong to the same user, and has no limits that it could not do without.
+  # Limits of this process (0) only: process 1 of the jail may belong to the same user, and must keep its own.
   itself = [(_EQUAL, 0, 1, 0), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
   code += _of_call(known.pop('prlimit64'), [(_LOAD, 0, 0, _ARGUMENT), *itself])
   for number in sorted(known.values()):
