@@ -399,7 +399,9 @@ def gradients(cases: dict[str, Case], make: Callable | None = None) -> dict[str,
   critic = None
   if several[0].algorithm.critic(several[0].config):
     critic = trainable(several[0].algorithm.critic(several[0].config), critic=True)
-  roles = Roles(policy, critic, shared()['reference'], None, (shared()['teacher'],))
+  # Distillation alone has a teacher: log-probs of teachers, where there are any, take the place of the reference's.
+  teachers = (shared()['teacher'],) if objective.divergence else ()
+  roles = Roles(policy, critic, shared()['reference'], None, teachers)
   found = {}
   for number, (name, case) in enumerate(cases.items()):
     controller = make_controller(case.algorithm, case.config, roles)
