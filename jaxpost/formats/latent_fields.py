@@ -60,6 +60,8 @@ def _check_combinations(raw: dict[str, Any], cfg: ModelConfig, where: str) -> No
   share = (raw.get('rope_parameters') or {}).get('partial_rotary_factor', 1)
   if share not in (1, raw['qk_rope_head_dim'] / size):
     refuse(f'partial_rotary_factor={share!r} beside qk_rope_head_dim={raw["qk_rope_head_dim"]} of {size}')
+  if raw['qk_rope_head_dim'] % 2:
+    raise InputError(f'{where}: qk_rope_head_dim={raw["qk_rope_head_dim"]} must be even')
   if cfg.num_kv_heads != cfg.num_heads:
     refuse(f'num_key_value_heads={cfg.num_kv_heads} of {cfg.num_heads} heads')
 
