@@ -161,10 +161,8 @@ def test_what_does_not_go_together_is_refused(over, message):
   ],
 )
 def test_wrong_teachers_of_a_source_are_refused(entry, weights, kl_in, message):
-  config = types.SimpleNamespace(
-    rl=types.SimpleNamespace(sources=(entry,), kl_in=kl_in),
-    distill=types.SimpleNamespace(teachers=('x', 'y', 'z'), weights=weights),
-  )
+  fields = dict(rl=dict(sources=(entry,), kl_in=kl_in), distill=dict(teachers=('x', 'y', 'z'), weights=weights))
+  (config,) = config_lib.parse(dict(algorithm='opd', reward='x') | fields).values()
   with pytest.raises(InputError) as error:
     mixture.parse(config, (), types.SimpleNamespace(name='a', sizes=(3,)))
   assert message in str(error.value) and 'config.rl.sources' in str(error.value)
