@@ -199,7 +199,7 @@ class PromptStream:
     for key, mine in self._identity.items():
       if state.get(key) != mine:
         raise InputError(
-          f'prompts: saved at {key}={state.get(key)}, but this run has {mine}; go back to that, or start a new run'
+          f'prompts: saved at {key}={state.get(key)}, but this run has {key}={mine}; go back, or start a new run'
         )
     self._index = state['index']
     if self.curriculum and 'curriculum' in state:
