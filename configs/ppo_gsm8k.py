@@ -40,7 +40,7 @@ def get_config(arg=None):
   config.rollout.update(max_prompt_length=320, max_new_tokens=512)
   config.rollout.update(prompts=256, group_size=1)
   if arg.method == 'vapo':  # arXiv:2504.05118, section 5.1; its own lambdas
-    config.critic.warmup_steps = 50
+    config.critic.update(lr=2e-6, warmup_steps=50)
     config.rl.update(kl_coef=0.0, lam=0.95)
     config.rollout.update(prompts=16, group_size=16)
   config.eval.data.path = DATA.format('test')

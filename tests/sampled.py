@@ -32,6 +32,7 @@ from jaxpost.programs import score
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.rewards.pool import RewardPool
+from jaxpost.rl import batching
 from jaxpost.rl.controller import Controller
 from jaxpost.rl.grading import GradedRollout, Grader
 from jaxpost.roles import Frozen, Policy, Roles, Trainable
@@ -55,11 +56,15 @@ LENGTHS = np.array([len(a) for a in ANSWERS])
 MASK = (np.arange(C) < LENGTHS[:, None]).astype(np.float64)  # [Y, C]
 FINISHED = np.array([a[-1] == STOP for a in ANSWERS])
 _PADDED = np.array([(*a, *(0,) * (C - len(a))) for a in ANSWERS], np.int32)
-# Two rewards of each answer, of which the sum is 'one' + 0.5 'two'.
+# Two rewards of each answer, of which the sum is 'one' + 0.5 'two'. A third one says which answers are right.
 REWARDS = np.random.RandomState(3).standard_normal((2, len(PROMPTS), len(ANSWERS)))
 WEIGHTS = (1.0, 0.5)
+RIGHT = (REWARDS[0] > 0.2).astype(np.float64)
+# Of the first turn, by its token; see `with_turns`.
+FIRST = np.array([[0, 1, 2, 0.5], [1.5, 0, 0.3, 2]])[:, [a[0] for a in ANSWERS]]
 
-BLOCKS, GROUPS, SIZE = 48, 64, 2  # a step of the controller samples GROUPS x SIZE answers
+BLOCKS, SIZE = 48, 2  # of a group, unless a case has another
+GROUPS = {2: 64, 3: 42}  # of a step of the controller, by the size of a group
 SHAPE = RowShape(36, 20)  # rows of a batch; two micro-batches
 PAIRS = RowShape(48, 16)
 
@@ -134,9 +139,22 @@ def entropies(kind: str) -> np.ndarray:
   return np.asarray(_outputs(params(kind))[1], np.float64)
 
 
-def chance(kind: str) -> np.ndarray:
-  """The probability of each answer to its prompt, [P, Y]."""
-  return np.exp(logprobs(kind).sum(axis=2))
+def chance(kind: str, top_k: int = 0) -> np.ndarray:
+  """The probability of each answer to its prompt, [P, Y]; with `top_k`, where only so many tokens can be drawn."""
+  drawn = logprobs(kind)
+  if top_k:
+    logp = np.asarray(jax.nn.log_softmax(logits(params(kind)) / TEMPERATURE), np.float64)
+    bound = np.sort(logp)[..., -top_k, None]
+    kept = np.where(logp >= bound, logp, -np.inf)
+    mass = np.log(np.exp(kept).sum(axis=-1))
+    drawn = np.where(drawn >= bound[..., 0], drawn - mass, -np.inf) * np.where(MASK > 0, 1, np.nan)
+  return np.exp(np.nansum(drawn, axis=2))
+
+
+def greedy(kind: str) -> np.ndarray:
+  """The index of the answer that has the most probable token everywhere, [P]."""
+  best = np.asarray(logits(params(kind))).argmax(axis=-1)
+  return ((best == _PADDED) | (MASK == 0)).all(axis=2).argmax(axis=1)
 
 
 @jax.jit
@@ -171,30 +189,33 @@ def rewards() -> np.ndarray:
 
 
 @functools.lru_cache
-def members() -> tuple[np.ndarray, np.ndarray]:
-  """The prompt [K] and the answers [K, SIZE] of all groups."""
-  pairs = np.array(list(itertools.product(range(len(ANSWERS)), repeat=SIZE)))
-  return np.repeat(np.arange(len(PROMPTS)), len(pairs)), np.tile(pairs, (len(PROMPTS), 1))
+def members(size: int = SIZE) -> tuple[np.ndarray, np.ndarray]:
+  """The prompt [K] and the answers [K, size] of all groups."""
+  found = np.array(list(itertools.product(range(len(ANSWERS)), repeat=size)))
+  return np.repeat(np.arange(len(PROMPTS)), len(found)), np.tile(found, (len(PROMPTS), 1))
 
 
-def groups(sampler: str, present: str, old: str, reference: str = 'reference') -> formulas.Groups:
-  """All groups that can be drawn; the arguments say which policy is which."""
-  prompt, answers = members()
+def groups(sampler: str, present: str, old: str, size: int = SIZE, top_k: int = 0, right: bool = False) -> Any:
+  """All groups that can be drawn, as `formulas.Groups`; the first arguments say which policy is which."""
+  prompt, answers = members(size)
   p = prompt[:, None]
-  kinds = dict(present=present, old=old, sampler=sampler, reference=reference)
+  kinds = dict(present=present, old=old, sampler=sampler, reference='reference')
+  graded = RIGHT if right else rewards()
   return formulas.Groups(
-    chance=chance(sampler)[p, answers].prod(axis=1) / len(PROMPTS),
+    chance=chance(sampler, top_k)[p, answers].prod(axis=1) / len(PROMPTS),
     mask=MASK[answers],
     finished=FINISHED[answers],
-    rewards=rewards()[p, answers],
+    rewards=graded[p, answers],
     **{name: logprobs(kind)[p, answers] for name, kind in kinds.items()},
     entropy=entropies(old)[p, answers],
+    components={name: (w, x[p, answers]) for name, w, x in zip(('one', 'two'), WEIGHTS, REWARDS)},
+    greedy=graded[prompt, greedy(sampler)[prompt]],
   )
 
 
 def of_answers(x: np.ndarray) -> np.ndarray:
   """Sums over groups: [K, SIZE, C] -> [P, Y, C]."""
-  prompt, answers = members()
+  prompt, answers = members(x.shape[1])
   out = np.zeros((len(PROMPTS), len(ANSWERS), C))
   np.add.at(out, (prompt[:, None], answers), x)
   return out
@@ -207,28 +228,33 @@ _TEXTS = [' '.join(map(str, tokens)) for tokens in PROMPTS]
 _PLACES = {answer: i for i, answer in enumerate(ANSWERS)}
 
 
-def _graded(number, prompts, completion_ids):
-  return [float(REWARDS[number, _TEXTS.index(p), _PLACES[tuple(ids)]]) for p, ids in zip(prompts, completion_ids)]
+def _graded(table, prompts, completion_ids):
+  return [float(table[_TEXTS.index(p), _PLACES[tuple(ids)]]) for p, ids in zip(prompts, completion_ids)]
 
 
 def one(prompts, completion_ids, **columns):
   """A reward function in the form of TRL's."""
-  return _graded(0, prompts, completion_ids)
+  return _graded(REWARDS[0], prompts, completion_ids)
 
 
 def two(prompts, completion_ids, **columns):
   """Another one."""
-  return _graded(1, prompts, completion_ids)
+  return _graded(REWARDS[1], prompts, completion_ids)
+
+
+def right(prompts, completion_ids, **columns):
+  """1 or 0."""
+  return _graded(RIGHT, prompts, completion_ids)
 
 
 class Prompts:
   """Both prompts in turn, endlessly, like `PromptStream`."""
 
-  def __init__(self):
-    self.index = 0
+  def __init__(self, count: int):
+    self.index, self.count = 0, count
 
   def __next__(self):
-    start, self.index = self.index, self.index + GROUPS
+    start, self.index = self.index, self.index + self.count
     return tuple(Prompt(i, PROMPTS[i % 2], _TEXTS[i % 2], {}) for i in range(start, self.index)), {}
 
 
@@ -236,7 +262,7 @@ def config_of(algorithm: str, **over: Any) -> config_lib.Config:
   base = dict(
     algorithm=algorithm,
     reward='x' if algorithms.load_algorithm(algorithm).rewards else '',
-    rollout=dict(prompts=GROUPS, group_size=SIZE, max_new_tokens=C, max_prompt_length=2, temperature=TEMPERATURE),
+    rollout=dict(prompts=GROUPS[SIZE], group_size=SIZE, max_new_tokens=C, max_prompt_length=2, temperature=TEMPERATURE),
     model=dict(dtype='float32'),
   )
   found = algorithms.load_algorithm(algorithm)
@@ -250,10 +276,10 @@ def shared() -> dict[str, Any]:
   """Returns what all cases share: engine, grader, scoring programs, frozen roles."""
   layout, ledger = tiny.one_device(), Ledger()
   settings = native.SamplerConfig(
-    slots=GROUPS * SIZE, max_prompt=2, max_new_tokens=C, stop_ids=(STOP,), temperature=TEMPERATURE
+    slots=GROUPS[SIZE] * SIZE, max_prompt=2, max_new_tokens=C, stop_ids=(STOP,), temperature=TEMPERATURE
   )
   engine = native.NativeEngine(model(), settings, tiny.one_device('rollout'), tiny.EXACT, ledger)
-  pool = RewardPool((one, two), weights=WEIGHTS)
+  tokenizer = IntTokenizer(SYMBOLS, stop_ids=(STOP,))
   scored = score.make_score(model(), layout, tiny.EXACT, ledger, temperature=TEMPERATURE)
   hidden = score.make_hidden(model(), layout, tiny.EXACT, ledger)
   return dict(
@@ -261,7 +287,7 @@ def shared() -> dict[str, Any]:
     ledger=ledger,
     engine=engine,
     sampler=Sampler(engine, np.array([1, 2], np.uint32)),
-    grader=Grader(pool, IntTokenizer(SYMBOLS, stop_ids=(STOP,))),
+    graders=(Grader(RewardPool((one, two), weights=WEIGHTS), tokenizer), Grader(RewardPool((right,)), tokenizer)),
     score=scored,
     reference=Frozen(params('reference'), scored, layout, model()),
     teacher=Frozen(params('reference'), hidden, layout, model()),
@@ -307,8 +333,8 @@ def make_controller(algorithm: Any, config: Any, roles: Roles) -> Controller:
     config=config,
     roles=roles,
     sampler=common['sampler'],
-    grader=common['grader'],
-    prompts=Prompts(),
+    grader=common['graders'][0],
+    prompts=Prompts(config.rollout.prompts),
     timer=Timeline(collections.defaultdict(str)),
     step_shape=SHAPE,
     update_shape=PAIRS if algorithm.pack else SHAPE,
@@ -316,14 +342,23 @@ def make_controller(algorithm: Any, config: Any, roles: Roles) -> Controller:
 
 
 @functools.lru_cache
-def blocks(sampler: str) -> list[tuple[GradedRollout, Scores]]:
-  """Returns what steps of the controller sampled from these weights, graded, and scored by policy and reference."""
-  config = config_of('grpo')
+def blocks(sampler: str, size: int = SIZE, top_k: int = 0, right: bool = False) -> list[tuple[GradedRollout, Scores]]:
+  """Returns what steps of the controller sampled from these weights, graded, and scored by policy and reference.
+
+  Args:
+    size, top_k, right: see `Case`. Answers that are right or wrong are graded beside a greedy one.
+  """
+  config = config_of('grpo', rollout=dict(prompts=GROUPS[size], group_size=size))
   algorithm = dataclasses.replace(
-    algorithms.load_algorithm('grpo'), scores=lambda config: ('old_logprobs', 'ref_logprobs', 'entropy')
+    algorithms.load_algorithm('grpo'),
+    scores=lambda config: ('old_logprobs', 'ref_logprobs', 'entropy'),
+    greedy_baseline=lambda config: right,
   )
   policy = trainable(algorithm.objective(config))
   controller = make_controller(algorithm, config, Roles(policy, reference=shared()['reference']))
+  controller.grader = shared()['graders'][right]
+  if top_k:
+    controller.sampler = functools.partial(controller.sampler, top_k=top_k)
   shared()['engine'].load(params(sampler), 0)
   found = []
   for step in range(BLOCKS):
@@ -341,6 +376,8 @@ class Case:
   Attributes:
     sampler, present: that samples, and from which the update starts.
     role: 'policy' or 'critic', whose gradient is compared.
+    size: of groups; top_k: tokens that can be drawn, 0: all; right: rewards are 0 and 1.
+    turns: the second token of an answer counts as one of an environment, see `with_turns`.
   """
 
   algorithm: Any
@@ -348,6 +385,24 @@ class Case:
   sampler: str = 'policy'
   present: str = 'policy'
   role: str = 'policy'
+  size: int = SIZE
+  top_k: int = 0
+  right: bool = False
+  turns: bool = False
+
+
+def with_turns(graded: GradedRollout) -> GradedRollout:
+  """Makes turns of answers: the first token, what the environment says, and the third token.
+
+  The first turn has a reward of its own, and the outcome is that of the answer.
+  """
+  rollout = graded.rollout
+  of_turns = np.zeros(rollout.completions.shape)
+  prompt = np.arange(len(of_turns)) // batching.group_size(rollout) % 2
+  of_turns[:, 0] = FIRST[prompt, [_PLACES[tuple(a[:n])] for a, n in zip(rollout.completions.tolist(), rollout.lengths)]]
+  sampled = np.tile(np.arange(C) != 1, (len(of_turns), 1))
+  rollout = rollout.replace(mask=sampled, turn_rewards=of_turns)
+  return dataclasses.replace(graded, rollout=rollout, rewards=graded.rewards + of_turns.sum(axis=1))
 
 
 def objective_of(cases: Sequence[Case]) -> Objective:
@@ -406,8 +461,9 @@ def gradients(cases: dict[str, Case], make: Callable | None = None) -> dict[str,
   for number, (name, case) in enumerate(cases.items()):
     controller = make_controller(case.algorithm, case.config, roles)
     rows = []
-    for step, (graded, scores) in enumerate(blocks(case.sampler)):
+    for step, (graded, scores) in enumerate(blocks(case.sampler, case.size, case.top_k, case.right)):
       count = 1.0
+      graded = with_turns(graded) if case.turns else graded
       if make or critic:
         set_params(policy, 'policy')  # which scores
       if make:

@@ -49,6 +49,7 @@ def test_the_critic_is_not_slower_than_the_policy():
   assert resolved('ppo', optim=dict(lr=3e-3)).critic.lr == 3e-3
   assert resolved('ppo', optim=dict(lr=3e-3), critic=dict(lr=1e-4)).critic.lr == 1e-4
   assert resolved('ppo', critic=dict(value_head=True)).critic.lr == 0
+  assert resolved('vapo', optim=dict(lr=3e-6)).critic.lr == pytest.approx(6e-6)
 
 
 @pytest.mark.parametrize('path', sorted((CLONE / 'configs').glob('[!_]*.py')), ids=lambda path: path.stem)

@@ -25,13 +25,19 @@ pytestmark = pytest.mark.long
 BETA = 0.7  # of preferences
 OLDER = dict(sampler='behavior')  # an older policy has sampled
 LATER = dict(present='later')  # the second update of a rollout
+RIGHT = dict(size=3, right=True)  # rewards of 0 and 1
+TURNS = dict(size=3, turns=True)
 
 
 def case(algorithm='grpo', where=None, **rl):
   """A method of the family of GRPO."""
   advantage = dict(advantage='leave_one_out') if algorithm == 'grpo' else {}
-  config = sampled.config_of(algorithm, rl=advantage | rl)
-  return Case(algorithms.load_algorithm(algorithm), config, **where or {})
+  where = where or {}
+  size = where.get('size', sampled.SIZE)
+  drawn = dict(prompts=sampled.GROUPS[size], group_size=size)
+  environment = 'x' if 'turns' in where else ''
+  config = sampled.config_of(algorithm, rl=advantage | rl, rollout=drawn, environment=environment)
+  return Case(algorithms.load_algorithm(algorithm), config, **where)
 
 
 def losses():
@@ -50,6 +56,12 @@ def estimators():
   yield from ((name, case(aggregate=name)) for name in ('token', 'sequence', 'constant'))
   yield 'truncated answers are masked', case(mask_truncated=True)
   yield 'entropy bonus', case(entropy_coef=1.0)
+  yield 'gpg', case('gpg', where=RIGHT)
+  yield 'gdpo', case(advantage='gdpo')
+  yield 'maxrl', case('maxrl', where=RIGHT)
+  yield 'pass_at_k', case('pass_at_k', where=RIGHT, pass_k=2)
+  yield 'remax', case('remax', where=RIGHT)
+  yield 'truncated sampling', case(where=dict(top_k=2))
 
 
 def divergences():
@@ -90,7 +102,7 @@ def measured(coupled):
 
 def exact(x):
   """The gradient of the weights [D], by formulas.py."""
-  groups = sampled.groups(x.sampler, x.present, old='policy')
+  groups = sampled.groups(x.sampler, x.present, 'policy', x.size, x.top_k, x.right)
   parts = formulas.gradient(groups, x.config.rl, sampled.C)
   return sampled.of_weights(x.present, *(sampled.of_answers(part) for part in parts))
 
@@ -106,6 +118,63 @@ def agree(found, wanted):
 def test_policy_gradients(name):
   x = CASES[name]
   agree(measured(x.algorithm.objective(x.config).coupled)[name], exact(x))
+
+
+# --------------------------------------------------------------------- turns
+
+BY_TURN = {
+  'mt_grpo': case('mt_grpo', where=TURNS, turn_gamma=0.6),
+  'mt_grpo, without the std': case('mt_grpo', where=TURNS, scale_rewards='none'),
+  'gigpo': case('gigpo', where=TURNS, turn_gamma=0.6, step_weight=1.5),
+}
+
+
+@functools.lru_cache
+def of_turns():
+  return sampled.gradients(BY_TURN)
+
+
+def within(x, alike):
+  """(x - mean) / std of each sample among those of its group that are alike [K, G, G], itself included; 0 if alone."""
+  count = alike.sum(axis=2)
+  mean = (alike * x[:, None]).sum(axis=2) / np.maximum(count, 1)
+  variance = (alike * (x[:, None] - mean[..., None]) ** 2).sum(axis=2) / np.maximum(count - 1, 1)
+  return np.where(variance > 1e-12, (x - mean) / (np.sqrt(variance) + formulas.EPS), 0)
+
+
+def advantages_of_turns(rl, first, outcome, second, state):
+  """[K, G, 2] from rewards of first turns and outcomes, where there is a `second` turn, and what it has seen."""
+  every = np.ones((*first.shape, first.shape[1]), bool)
+  both = second[:, None] & second[..., None]
+
+  def normalized(x, alike):
+    centered = x - (alike * x[:, None]).sum(axis=2) / np.maximum(alike.sum(axis=2), 1)
+    return within(x, alike) if rl.scale_rewards == 'group' else centered
+
+  if rl.advantage == 'mt_grpo':  # arXiv:2505.11821: A_1 + gamma A_2 and A_2; the last turn has the outcome
+    end = normalized(outcome, every)
+    late = np.where(second, end, 0)
+    return np.stack([normalized(first, every) + np.where(second, rl.turn_gamma * late, end), late], axis=2)
+  # GiGPO (arXiv:2505.10978), eqs. 3, 7 and 8: returns are compared where the states are the same.
+  returns = first + np.where(second, rl.turn_gamma, 1) * outcome
+  same = both & (state[:, None] == state[..., None])
+  gains = np.stack([normalized(returns, every), np.where(second, normalized(outcome, same), 0)], axis=2)
+  return normalized(first + outcome, every)[..., None] + rl.step_weight * gains
+
+
+@pytest.mark.parametrize('name', BY_TURN)
+def test_rewards_of_turns(name):
+  prompt, answers = sampled.members(3)
+  p, rl = prompt[:, None], BY_TURN[name].config.rl
+  groups = sampled.groups('policy', 'policy', 'policy', 3)
+  turns = sampled.MASK[answers][..., [0, 2]]
+  seen = np.array([a[1] if len(a) > 1 else -1 for a in sampled.ANSWERS])[answers]
+  first = sampled.FIRST[p, answers]
+  gains = advantages_of_turns(rl, first, groups.rewards, turns[..., 1] > 0, seen)
+  weight = groups.chance[:, None, None] * turns
+  slope = np.zeros((*answers.shape, sampled.C))
+  slope[..., [0, 2]] = -weight / weight.sum() * gains
+  agree(of_turns()[name], sampled.of_weights('policy', sampled.of_answers(slope)))
 
 
 def test_batches_are_those_of_the_controller():

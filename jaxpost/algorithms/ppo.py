@@ -11,6 +11,7 @@ the critic's output at the token before it: the state in which it was sampled.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -148,19 +149,25 @@ def check(config: Config) -> None:
   rl_fields.check_terms(config)
 
 
-def critic_lr(config: Config) -> float:
-  """Returns the default of `config.critic.lr`: verl's, or that of the policy if it is larger."""
-  return 0.0 if config.critic.value_head else max(1e-5, config.optim.lr)
+def method(
+  critic_lam: float = -1.0, critic_lr: Callable[[float], float] = lambda lr: max(1e-5, lr), **choices: Any
+) -> Algorithm:
+  """Returns PPO with other defaults in `config.rl` and `config.critic`.
 
+  Args:
+    critic_lam: lambda of the targets of the critic.
+    critic_lr: its learning rate by that of the policy: verl's, or the same if that is larger.
+  """
 
-def method(critic_lam: float = -1.0, **choices: Any) -> Algorithm:
-  """Returns PPO with other defaults in `config.rl`, and lambda of the targets of the critic."""
+  def rate(config: Config) -> float:
+    return 0.0 if config.critic.value_head else critic_lr(config.optim.lr)
+
   return Algorithm(
     objective,
     {
       'rl': {**rl_fields.defaults({'kl_in': 'reward', **choices}), 'advantage': 'gae', 'scale_rewards': 'none'},
       'optim': {'lr': learning_rate(1e-6)},
-      'critic': {'lr': critic_lr, 'lam': critic_lam},
+      'critic': {'lr': rate, 'lam': critic_lam},
     },
     critic=critic,
     value_head=value_head,
@@ -174,4 +181,6 @@ def method(critic_lam: float = -1.0, **choices: Any) -> Algorithm:
 
 
 PPO = ALGORITHM = method()
-VAPO = method(critic_lam=1.0, length_alpha=0.05, clip_high=0.28, correct_nll_coef=0.1)  # arXiv:2504.05118
+VAPO = method(  # arXiv:2504.05118, section 5.1
+  critic_lam=1.0, critic_lr=lambda lr: 2 * lr, length_alpha=0.05, clip_high=0.28, correct_nll_coef=0.1
+)
