@@ -54,15 +54,14 @@ def step_of(placed: PlacedStage) -> Step:
   for name, held in (('score', 'reference'), ('values', 'reward_model')):
     calls[name] = int(held in placed.inputs.sources)
   teachers = sum(k.startswith('teacher_') for k in placed.inputs.sources)
-  distilled = placed.objectives['policy'].divergence is not None
-  calls['hidden'] = teachers if distilled else 0
+  calls['hidden'] = teachers if placed.distills else 0
   if not on_policy:
     return Step(calls, placed.shape.rows * placed.shape.row_length, 0)
   r, rl = config.rollout, config.rl
   scores = placed.algorithm.scores(config)
   calls['update'] = rl.epochs * rl.minibatches
   critic = 'critic' in placed.inputs.sources
-  calls['score'] = ('ref_logprobs' in scores) * (1 if distilled else max(teachers, 1)) + (
+  calls['score'] = ('ref_logprobs' in scores) * (1 if placed.distills else max(teachers, 1)) + (
     'old_logprobs' in scores or 'entropy' in scores or 'values' in scores and not critic
   )
   calls['values'] += 'values' in scores and critic

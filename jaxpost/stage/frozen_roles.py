@@ -59,9 +59,8 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
     )
   params = join(shared, score.frozen_copy(part, params, placed.compute, part.shardings(layout), ledger))
   make, options = score.make_score, {}
-  objective = placed.objectives['policy']
-  if name == 'reference' or (name.startswith('teacher_') and not objective.divergence):  # opd reads log-probs
-    options = dict(temperature=objective.temperature)
+  if name == 'reference' or (name.startswith('teacher_') and not placed.distills):
+    options = dict(temperature=placed.objectives['policy'].temperature)
   elif name.startswith('teacher_'):
     make = score.make_hidden
     distill = config.distill

@@ -73,6 +73,11 @@ class PlacedStage:
     return self.inputs.model
 
   @property
+  def distills(self) -> bool:
+    """True if the loss reads the logits of teachers; if not, they are scored as a reference is."""
+    return self.objectives['policy'].divergence is not None
+
+  @property
   def decode_block(self) -> int:
     """Tokens that the sampler decodes in each slot per dispatch."""
     return self.config.rollout.block or self.compute.decode_block

@@ -73,7 +73,7 @@ def compile_all(
   whole = batch(shape.rows)  # of a step
   per_token = described(np.zeros((1, length), np.float32), shape.update_rows)
   names = {k for o in placed.objectives.values() for k in o.arrays}
-  distilled = roles.teachers if placed.objectives['policy'].divergence else ()  # others are scored like a reference
+  distilled, scored = (roles.teachers, ()) if placed.distills else ((), roles.teachers)
   full = plain.replace(
     arrays={**dict.fromkeys(names, per_token), **plain.arrays},
     teacher_hidden=tuple(
@@ -83,8 +83,7 @@ def compile_all(
   )
   jobs = [functools.partial(r.update_program.compile, r.state, full, r.frozen) for r in roles.trainable.values()]
   reading = without_signal(whole)
-  others = (roles.reference, roles.reward_model, *(() if distilled else roles.teachers))
-  jobs += [functools.partial(role.compile, reading) for role in others if role]
+  jobs += [functools.partial(x.compile, reading) for x in (roles.reference, roles.reward_model, *scored) if x]
   jobs += [functools.partial(role.compile, without_signal(plain)) for role in distilled]
   scores = algorithm.scores(config)
   readers = {'old_logprobs': 'policy', 'values': 'critic' if roles.critic else 'policy'}
