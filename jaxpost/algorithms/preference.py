@@ -239,7 +239,8 @@ def check_name(name: str, known: Collection[str]) -> None:
 
 
 _UNPAIRED = ('kto', 'apo_zero_unpaired')  # losses of single completions
-_READ_BY_UNPAIRED = ('desirable_weight', 'undesirable_weight')
+# Fields that are read whatever the options of a loss are: by losses of single completions, or by all of pairs.
+_READERS = dict.fromkeys(('desirable_weight', 'undesirable_weight'), _UNPAIRED) | {'weighting': tuple(LOSSES)}
 
 
 def check_fields(config: Config) -> None:
@@ -257,8 +258,7 @@ def check_fields(config: Config) -> None:
   )
   for field in dataclasses.fields(p):
     # No loss in particular reads `beta` and the like: there are no readers, and nothing to refuse.
-    readers = _UNPAIRED if field.name in _READ_BY_UNPAIRED else preferences.readers(field.name)
-    readers = tuple(LOSSES) if field.name == 'weighting' else readers
+    readers = _READERS.get(field.name) or preferences.readers(field.name)
     ignored = bool(readers) and not set(readers) & set(p.losses)
     refuse(
       ignored and vars(p)[field.name] not in (field.default, field.metadata['auto']),

@@ -166,7 +166,7 @@ def fields_read(rl: RlSection) -> set[str]:
     'std_eps': 'std_eps' in read and (rl.scale_rewards != 'none' or 'scale_rewards' not in read),
     'gamma': 'gamma' in read or rl.advantage == 'gae',
     **dict.fromkeys(('lam', 'length_alpha'), rl.advantage == 'gae'),
-    'old_policy': rl.loss != 'reinforce' or rl.kl_weighted,
+    'old_policy': policy_gradient.LOSSES[rl.loss].reads_old or rl.kl_weighted,
     **dict.fromkeys(('reference', 'privileged'), False),
     'kl_weighted': rl.kl_coef > 0 and rl.kl_in == 'loss',
     'kl_target': rl.kl_coef > 0 and rl.kl_in == 'reward',

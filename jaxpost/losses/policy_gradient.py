@@ -87,18 +87,20 @@ class Surrogate:
     fn: (logprobs, old_logprobs, advantages, options, sequence_mean) -> (loss [B, T], {metric: [B, T]}).
     reads: fields of `SurrogateOptions` that it reads.
     sets: {field of config.rl: value} that belong to the loss; a config that names the loss gets them, too.
+    reads_old: whether the log-probs of the old policy count.
     per_sequence: what `sequence_mean` computes: `reduce.sequence_mean` or `sequence_total`; None if it is not called.
   """
 
   fn: Callable[..., LossAndMetrics]
   reads: tuple[str, ...] = ('clip_low', 'clip_high')
   sets: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  reads_old: bool = True
   per_sequence: Callable[..., jax.Array] | None = None
 
 
 LOSSES: dict[str, Surrogate] = {
   'clip': Surrogate(clip, reads=('clip_low', 'clip_high', 'dual_clip')),
-  'reinforce': Surrogate(reinforce, reads=()),
+  'reinforce': Surrogate(reinforce, reads=(), reads_old=False),
   'cispo': Surrogate(by_name('surrogates:cispo'), sets=dict(clip_low=1.0, clip_high=4.0)),
   'sapo': Surrogate(by_name('surrogates:sapo'), reads=('tau_pos', 'tau_neg'), sets=dict(aggregate='sequence')),
   'gspo': Surrogate(
