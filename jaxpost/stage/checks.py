@@ -24,7 +24,6 @@ if TYPE_CHECKING:
   from jaxpost.stage.sources import Source
 
 _HOST_BYTES = 24  # of a token of a batch on the host: ids, positions, segments, weights and masks
-_PAIRS = 'dpo', 'ld_dpo', 'wpo', 'orpo', 'cpo', 'simpo', 'kto', 'online_dpo'
 
 
 def samples_held_out(config: Config) -> bool:
@@ -99,12 +98,13 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
   )
 
 
-def check_custom(config: Config, cfg: ModelConfig) -> None:
+def check_custom(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None:
   """InputError for what a custom model (`models/custom.py`) lacks."""
   if not isinstance(cfg, CustomConfig):
     return
+  branches = algorithm.per in ('pair', 'label') or algorithm.pack is not None
   asked = {
-    'preference.share_prompt=False': config.algorithm in _PAIRS and (config.preference.share_prompt),
+    'preference.share_prompt=False': branches and config.preference.share_prompt,
     'nll.neftune_alpha=0': config.nll.neftune_alpha,
     'rollout.page_size=0': config.rollout.page_size,
     'rollout.share_base=False': config.rollout.share_base,

@@ -81,7 +81,7 @@ def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> 
   source = model_source(config.model)
   found = find_weights(config, algorithm, source, {p.name: sources_lib.outcome(p.inputs) for p in before})
   tokenizer = load_tokenizer(config, source)
-  checks.check_custom(config, found['policy'].config)
+  checks.check_custom(config, algorithm, found['policy'].config)
   checks.check_replay(config, algorithm, found)
   algorithm.check_roles(config, found, tokenizer)
   inputs = make_inputs(name, config, algorithm, found, tokenizer)
