@@ -19,8 +19,6 @@ import urllib.parse
 import numpy as np
 
 from jaxpost.errors import InputError, refuse
-from jaxpost.rewards import builtin
-from jaxpost.rl.reward_metrics import REWARD_MODEL
 
 if typing.TYPE_CHECKING:
   from collections.abc import Collection, Sequence
@@ -200,11 +198,10 @@ def _check(source: dict, config: typing.Any) -> None:
 
 
 def of_prompts(
-  config: typing.Any, rows: Rows | Chain, tools: list[dict] | dict | None, held_out: bool
+  config: typing.Any, names: Sequence[str], rows: Rows | Chain, tools: list[dict] | dict | None, held_out: bool
 ) -> tuple[tuple[dict, ...], typing.Any]:
   """Returns (`Prompt.source` of each source, see `parse`; the argument `tools` of `PromptStream`)."""
-  functions = [spec for spec in config.rewards_tuple() if spec != REWARD_MODEL]
-  sources = parse(config, builtin.short_names(functions), rows, held_out)
+  sources = parse(config, names, rows, held_out)
   return sources, tools_by_row(tools, sources, rows) if isinstance(tools, dict) else tools
 
 

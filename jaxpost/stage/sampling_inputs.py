@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError, refuse
+from jaxpost.rewards import builtin
+from jaxpost.rl.reward_metrics import REWARD_MODEL
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.checks import samples_held_out
@@ -25,9 +27,6 @@ if TYPE_CHECKING:
   from jaxpost.stage.config import Config
   from jaxpost.stage.records import Inputs
   from jaxpost.stage.sources import Source
-
-REWARD_MODEL = 'reward_model'  # in config.reward: a role, not a function
-REWARD_MODEL_KEY = 'config.reward_model.path'
 
 
 def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> None:
@@ -75,10 +74,8 @@ def check_reward_tokens(
     found: {role: Source}.
     earlier: {stage: tokenizer} of the stages that run first.
   """
-  for role, key, path in (
-    (REWARD_MODEL, REWARD_MODEL_KEY, config.reward_model.path),
-    ('critic', 'config.critic.path', config.critic.path),
-  ):
+  for role in (REWARD_MODEL, 'critic'):
+    key, path = f'config.{role}.path', vars(config)[role].path
     if role not in found or not path:
       continue
     theirs = tokenizer_of(found[role], earlier)
@@ -128,7 +125,7 @@ def prompt_stream(
   if inputs.config.rl.sources:
     from jaxpost.rl import mixture
 
-    sources, tools = mixture.of_prompts(inputs.config, rows, tools, held_out=not shuffle)
+    sources, tools = mixture.of_prompts(inputs.config, reward_names(inputs.config), rows, tools, held_out=not shuffle)
   return PromptStream(
     rows,
     inputs.tokenizer,
@@ -216,15 +213,18 @@ def check_reward_model(config: Config, algorithm: Algorithm) -> None:
 
 def find_reward_model(config: Config, earlier: Mapping[str, Source], find_source: Callable) -> Source:
   """Finds its weights by `find_source`, see `sources.find`; `earlier` is {stage: Source}."""
-  path = config.reward_model.path
+  key, path = 'config.reward_model.path', config.reward_model.path
   if not path:
-    raise InputError(
-      f'{REWARD_MODEL_KEY}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME'
-    )
-  source = find_source(path, REWARD_MODEL_KEY, earlier)
+    raise InputError(f'{key}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME')
+  source = find_source(path, key, earlier)
   if not source.config.num_labels:
-    raise InputError(f'{REWARD_MODEL_KEY}: {path} is a language model, it has no head that gives a reward')
+    raise InputError(f'{key}: {path} is a language model, it has no head that gives a reward')
   return source
+
+
+def reward_names(config: Config) -> list[str]:
+  """Returns the names of the reward functions, without that of a reward model."""
+  return list(builtin.short_names([spec for spec in config.rewards_tuple() if spec != REWARD_MODEL]))
 
 
 def correct_by(config: Config, model_grades: bool) -> str:
@@ -236,8 +236,5 @@ def correct_by(config: Config, model_grades: bool) -> str:
   Raises:
     InputError: config.rl.correct_by is no reward of the stage.
   """
-  from jaxpost.rewards import builtin
-
-  names = list(builtin.short_names([spec for spec in config.rewards_tuple() if spec != REWARD_MODEL]))
-  names += ['environment'] * bool(config.environment) + [REWARD_MODEL] * model_grades
+  names = reward_names(config) + ['environment'] * bool(config.environment) + [REWARD_MODEL] * model_grades
   return builtin.pick(names, config.rl.correct_by, 'config.rl.correct_by')
