@@ -34,7 +34,7 @@ class ModelSection:
     'and updates are rounded stochastically.',
     choices=('float32', 'bfloat16'),
   )
-  quantize: str = option('', 'Format of frozen matrices, as the base of adapters (QLoRA).', choices=('', 'int8', 'nf4'))
+  quantize: str = option('', 'Format of frozen matrices, such as the base of QLoRA.', choices=('', 'int8', 'nf4'))
   remat: str = option(
     'auto',
     'What the backward pass recomputes instead of storing it: none; dots, all but the results of projections and '
@@ -56,9 +56,9 @@ class DataSection:
   weights: tuple = option(
     (), 'Fraction of documents from each of several sources; (): in proportion to their sizes.', each=float
   )
-  columns: Any = option('', "Columns to rename, as 'prompt=question,completion=answer'; for all sources, or a tuple.")
+  columns: Any = option('', "Columns to rename: 'prompt=question,completion=answer'; one for all sources, or a tuple.")
   map: Any = option(
-    '', 'Function pkg.module:fn or ./file.py:fn that is applied to each row; one for all sources, or a tuple.'
+    '', 'Function pkg.module:fn or ./file.py:fn that is applied to each row; one one for all sources, or a tuple.'
   )
   max_samples: int = option(
     0, 'Rows that are used, from the first on; of several sources in proportion to their sizes; 0: all.', lo=0

@@ -47,7 +47,7 @@ class RolloutSection:
     0, 'Blocks after which a running rollout switches to the newest weights; 0: the next rollout does.', lo=0
   )
   share_base: bool = option(False, 'Sample from the frozen base weights of training, not a copy: less memory, slower.')
-  offload: bool = option(False, 'Optimizer states, critic and reference wait on the host while sampling; also to fit.')
+  offload: bool = option(False, 'Keep optimizer, critic and reference on the host while sampling; automatic if needed.')
 
 
 @dataclasses.dataclass(frozen=True)
