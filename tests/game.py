@@ -1,5 +1,7 @@
 """An environment of learning.py, in a file of its own: its workers import it."""
 
+import functools
+
 from jaxpost.environments import examples
 
 
@@ -8,16 +10,8 @@ class Game(examples.Treasure):
 
   turn_reward = 0.0
 
-  def move(self, direction: str) -> str:
-    """
-    Goes to the next room.
-
-    Args:
-      direction: Either left or right.
-
-    Returns:
-      What there is to see.
-    """
+  @functools.wraps(examples.Treasure.move)  # whose signature and docstring are the schema of the tool
+  def move(self, direction):
     distance = abs(self.treasure - self.room)
     seen = super().move(direction)
     self.turn_reward = 0.5 * (abs(self.treasure - self.room) < distance)

@@ -10,19 +10,16 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import proofs
 import pytest
 import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf, peft
-from jaxpost.models import convolution, partition, quantization, recurrence, saved_config, transformer
+from jaxpost.formats import config_json, hf
+from jaxpost.models import convolution, recurrence, saved_config, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
-from jaxpost.monitor import metrics
-from jaxpost.programs.compile import Ledger
-from jaxpost.rollout import native
-from jaxpost.types import Prompt
 
 # One family for each mixer -> what a layer keeps of a sequence, and the matrices of its mixer.
 MIXERS = {
@@ -127,119 +124,53 @@ def test_chunks_compute_what_tokens_in_a_row_do(corrected):
   )
 
 
-def make_engine(model, **fields):
-  settings = dict(slots=3, max_prompt=9, max_new_tokens=64, stop_ids=(-2,), block=4, temperature=0.0)
-  return native.NativeEngine(
-    model, native.SamplerConfig(**settings | fields), tiny.one_device('rollout'), tiny.EXACT, Ledger()
-  )
-
-
 @pytest.mark.parametrize('family', MIXERS)
 def test_slots_carry_states_and_keys(family):
-  """Prompts of several lengths, forked, and more of them than slots: each as the whole text alone."""
   model, params = made(family)
-  engine = make_engine(model, max_new_tokens=24)
+  engine = proofs.engine(model, max_new_tokens=24)
   engine.load(params, version=0)
   cache = engine.programs.init.outputs().cache
   assert len(cache.k) == 1 and cache.k[0].shape[:2] == (3, 2)
   assert [[x.shape[1:] for x in layer] for layer in cache.states] == [MIXERS[family][0]] * 2
   assert engine.cache_bytes() == 4 * sum(x.size for x in jax.tree.leaves(cache))
-  ids, lengths = tiny.tokens((3, 9)), (9, 2, 5)
-  prompts = [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate(lengths)]
-  rollout = engine(prompts, group_size=2, step=0, run_key=np.zeros(2, np.uint32), sampling=dict(temperature=1.0))
-  assert len({tuple(x) for x in rollout.completions}) == 6  # draws differ
-  texts = [np.r_[ids[i // 2, : lengths[i // 2]], rollout.completions[i]] for i in range(6)]
-  padded = np.stack([np.pad(x, (0, 33 - len(x))) for x in texts])
-  logp = jax.nn.log_softmax(tiny.logits(model, params, padded))
-  for i, text in enumerate(texts):
-    n = lengths[i // 2]
-    own = np.take_along_axis(np.asarray(logp[i, n - 1 : len(text) - 1]), text[n:, None], 1)[:, 0]
-    np.testing.assert_allclose(own, rollout.logprobs[i], atol=1e-5)
+  proofs.check_slots(model, params, engine)
 
 
 @pytest.mark.parametrize('family', MIXERS)
 def test_64_greedy_tokens_are_those_of_transformers(tmp_path, family):
-  torch = pytest.importorskip('torch')
-  from transformers import AutoModelForCausalLM
+  proofs.check_greedy_text(tiny.hybrid(family, tie_embeddings=False), tmp_path)
 
-  model = model_lib.build(tiny.hybrid(family, tie_embeddings=False))
-  params = tiny.params(model)
-  hf.save(tmp_path, model, params)
-  network = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation='eager').eval()
-  engine = make_engine(model)
-  engine.load(params, version=0)
-  ids = tiny.tokens((2, 9), seed=3)
-  rollout = engine(
-    [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate((9, 4))], group_size=1, step=0, run_key=np.zeros(2, np.uint32)
-  )
-  for i, n in enumerate((9, 4)):
-    text = network.generate(torch.tensor(ids[i : i + 1, :n]).long(), max_new_tokens=64, do_sample=False)[0, n:]
-    assert len(set(text.tolist())) > 4  # no loop over a few tokens
-    np.testing.assert_array_equal(rollout.completions[i], text.numpy())
+
+@pytest.fixture
+def folder(family, tmp_path):
+  return tiny.folder(tmp_path / 'model', family=family, num_layers=3)
 
 
 @pytest.mark.parametrize('family', MIXERS)
-def test_grpo(tmp_path, family):
-  """Its first step holds the sampler's log-probs against the trainer's; with adapters they share the stacks."""
-  import jaxpost
-
-  path = tiny.folder(tmp_path / 'model', family=family, num_layers=3)
-  lora = dict(rank=2, targets='.*/in_.*|.*/o|layers/q')
-  jaxpost.run(tiny.grpo_config(path, lora=lora, rl=dict(kl_coef=0.01), train=dict(steps=1)), tmp_path / 'run')
-  row = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')[0]
-  assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
-  assert row['grad_norm'] > 0
+def test_grpo(folder, tmp_path):
+  proofs.check_grpo(folder, tmp_path / 'run', targets='.*/in_.*|.*/o|layers/q')
 
 
 @pytest.mark.parametrize('quantized', ['', 'int8'])
 @pytest.mark.parametrize('family', MIXERS)
 def test_adapters_and_quantized_bases(tmp_path, family, quantized):
-  """Adapters beside the matrices of both kinds of layers compute what merged ones do, and come back from PEFT."""
-  matrices = MIXERS[family][1].split()
-  model = partition.build(tiny.hybrid(family, lora=(2, 5.0, False, '.*/in_.*|.*/o|layers/q|gate|up')))
-  mixer = model.config.mixer
+  config = tiny.hybrid(family, lora=(2, 5.0, False, '.*/in_.*|.*/o|layers/q|gate|up'))
+  params, matrices = proofs.check_adapters(config, quantized, tmp_path), {*MIXERS[family][1].split(), 'gate', 'up'}
+  assert {*params['lora'][config.mixer]} == matrices
   if quantized:
-    model = quantization.quantize_model(partition.freeze(model, ''), quantized)
-  params = model.init(jax.random.key(0))
-  random = np.random.RandomState(0)
-  for stack in params['lora'].values():
-    for pair in stack.values():
-      pair['b'] = jnp.asarray(0.2 * random.standard_normal(pair['b'].shape).astype('f'))
-  assert {*params['lora'][mixer]} == {*matrices, 'gate', 'up'}
-  ids = tiny.tokens((2, 12))
-  at = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
-
-  def run(m, p):
-    return jax.jit(lambda p: m.forward(p, ids, at, np.ones_like(ids), compute=tiny.EXACT))(p)
-
-  adapted, merged = run(model, params), run(model.base, model.merge(params))
-  assert tiny.largest(adapted - merged) <= 1e-5 * tiny.largest(merged)
-  if quantized:
-    assert {name for name, x in params[mixer].items() if isinstance(x, dict)} == {*matrices, 'gate', 'up', 'down'}
-    return
-  peft.writer(model, params, 'base')(tmp_path)
-  loaded = peft.load(tmp_path, model, partition.trained_part(model).shardings(tiny.one_device()))
-  jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
+    assert {name for name, x in params[config.mixer].items() if isinstance(x, dict)} == {*matrices, 'down'}
 
 
 @pytest.mark.parametrize('family', MIXERS)
-def test_a_resumed_run_is_the_same_to_the_bit(tmp_path, family):
-  import jaxpost
-
-  path = tiny.folder(tmp_path / 'model', family=family, num_layers=3)
-  config = tiny.run_config(path, train=dict(steps=4), save=dict(every=2, export=True))
-  jaxpost.run(config, tmp_path / 'whole')
-  jaxpost.run(tiny.merged(config, dict(train=dict(steps=2))), tmp_path / 'parts')
-  jaxpost.run(config, tmp_path / 'parts')
-  one, two = (safetensors.numpy.load_file(tmp_path / name / 'export/model.safetensors') for name in ('whole', 'parts'))
-  jax.tree.map(np.testing.assert_array_equal, one, two)
+def test_a_resumed_run_is_the_same_to_the_bit(folder, tmp_path):
+  proofs.check_resume(folder, tmp_path)
 
 
 def test_pages_branches_and_split_rows_are_refused():
   model, params = made('qwen3_5_text')
   with pytest.raises(InputError, match='^config.rollout.page_size: .*set it to 0$'):
-    make_engine(model, page_size=4)
-  assert not make_engine(model).can_reuse_cache
+    proofs.engine(model, page_size=4)
+  assert not proofs.engine(model).can_reuse_cache
   ids = tiny.tokens((1, 8))
   with pytest.raises(InputError, match='^config.preference.share_prompt: .*set it to False$'):
     model.forward(params, ids, np.arange(8)[None], np.ones((1, 8), int), compute=tiny.EXACT, branch_ids=ids)

@@ -6,19 +6,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import proofs
 import pytest
 import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf, peft
-from jaxpost.models import mixed_attention, partition, quantization, transformer
+from jaxpost.formats import config_json, hf
+from jaxpost.models import mixed_attention, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
-from jaxpost.monitor import metrics
-from jaxpost.programs.compile import Ledger
-from jaxpost.rollout import native
-from jaxpost.types import Prompt
 
 FULL, LOCAL = 'full_attention', 'sliding_attention'
 EXPERTS = dict(shared_layers=0, wide_shared_mlp=False, values_are_keys=True, full_kv_heads=1) | dict(
@@ -31,13 +28,6 @@ VARIANTS = {'e': {}, 'experts': EXPERTS}
 def made(variant):
   model = model_lib.build(tiny.mixed(**VARIANTS[variant]))
   return model, tiny.params(model)
-
-
-def make_engine(model, **fields):
-  settings = dict(slots=3, max_prompt=9, max_new_tokens=24, stop_ids=(-2,), block=4, temperature=0.0)
-  return native.NativeEngine(
-    model, native.SamplerConfig(**settings | fields), tiny.one_device('rollout'), tiny.EXACT, Ledger()
-  )
 
 
 @pytest.mark.parametrize('fields', [dict(attention_scale=0.5), dict(layer_windows=(3, 0, 3, 0))], ids=str)
@@ -76,93 +66,37 @@ def test_layers_under_remat_are_those_in_a_row(variant):
 
 @pytest.mark.parametrize('variant, pages', [('e', 4), ('experts', 0)])
 def test_slots_have_caches_of_two_sizes(variant, pages):
-  """Prompts of several lengths, forked, and more of them than slots: each as the whole text alone."""
   model, params = made(variant)
-  engine = make_engine(model, page_size=pages)
+  engine = proofs.engine(model, max_new_tokens=24, page_size=pages)
   engine.load(params, version=0)
   cache = engine.programs.init.outputs().cache
   assert [(x.shape[1], x.shape[3]) for x in cache.k] == [(h, sizes[0]) for h, sizes in model.config.layer_caches]
   assert len(cache.k) == 4 - model.config.shared_layers
-  ids, lengths = tiny.tokens((3, 9)), (9, 2, 5)
-  prompts = [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate(lengths)]
-  rollout = engine(prompts, group_size=2, step=0, run_key=np.zeros(2, np.uint32), sampling=dict(temperature=1.0))
-  texts = [np.r_[ids[i // 2, : lengths[i // 2]], rollout.completions[i]] for i in range(6)]
-  logp = jax.nn.log_softmax(tiny.logits(model, params, np.stack([np.pad(x, (0, 33 - len(x))) for x in texts])))
-  for i, text in enumerate(texts):
-    n = lengths[i // 2]
-    own = np.take_along_axis(np.asarray(logp[i, n - 1 : len(text) - 1]), text[n:, None], 1)[:, 0]
-    np.testing.assert_allclose(own, rollout.logprobs[i], atol=1e-5)
+  proofs.check_slots(model, params, engine)
 
 
 def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
-  torch = pytest.importorskip('torch')
-  from transformers import AutoModelForCausalLM
-
-  model = model_lib.build(tiny.mixed(tie_embeddings=False))
-  params = tiny.params(model)
-  hf.save(tmp_path, model, params)
-  network = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation='eager').eval()
-  engine = make_engine(model, max_new_tokens=64)
-  engine.load(params, version=0)
-  ids = tiny.tokens((2, 9), seed=3)
-  prompts = [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate((9, 4))]
-  rollout = engine(prompts, group_size=1, step=0, run_key=np.zeros(2, np.uint32))
-  for i, n in enumerate((9, 4)):
-    text = network.generate(torch.tensor(ids[i : i + 1, :n]).long(), max_new_tokens=64, do_sample=False)[0, n:]
-    assert len(set(text.tolist())) > 4  # no loop over a few tokens
-    np.testing.assert_array_equal(rollout.completions[i], text.numpy())
+  proofs.check_greedy_text(tiny.mixed(tie_embeddings=False), tmp_path)
 
 
-def test_grpo(tmp_path):
-  """Its first step holds the sampler's log-probs against the trainer's, with whom it shares the stacks."""
-  import jaxpost
+@pytest.fixture
+def folder(tmp_path):
+  return tiny.folder(tmp_path / 'model', family='gemma4_text', num_layers=4, num_kv_heads=2)
 
-  lora = dict(rank=2, targets='q|o|side_gate')
 
-  path = tiny.folder(tmp_path / 'model', family='gemma4_text', num_layers=4, num_kv_heads=2)
-  jaxpost.run(tiny.grpo_config(path, lora=lora, rl=dict(kl_coef=0.01), train=dict(steps=1)), tmp_path / 'run')
-  row = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')[0]
-  assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
-  assert row['grad_norm'] > 0
+def test_grpo(folder, tmp_path):
+  proofs.check_grpo(folder, tmp_path / 'run', targets='q|o|side_gate')
 
 
 @pytest.mark.parametrize('quantized', ['', 'int8'])
 def test_adapters_and_quantized_bases(tmp_path, quantized):
-  """Adapters of all kinds of layers compute what merged ones do, and come back from PEFT."""
-  model = partition.build(tiny.mixed(lora=(2, 5.0, False, 'q|k|o|gate|up|side_gate|side_out')))
-  if quantized:
-    model = quantization.quantize_model(partition.freeze(model, ''), quantized)
-  params = model.init(jax.random.key(0))
-  random = np.random.RandomState(0)
-  for stack in params['lora'].values():
-    for pair in stack.values():
-      pair['b'] = jnp.asarray(0.2 * random.standard_normal(pair['b'].shape).astype('f'))
+  targets = 'q|k|o|gate|up|side_gate|side_out'
+  params = proofs.check_adapters(tiny.mixed(lora=(2, 5.0, False, targets)), quantized, tmp_path)
   assert 'k' in params['lora']['local'] and 'k' not in params['lora']['local_shared']
-  ids = tiny.tokens((2, 12))
-  at = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
-
-  def run(m, p):
-    return jax.jit(lambda p: m.forward(p, ids, at, np.ones_like(ids), compute=tiny.EXACT))(p)
-
-  adapted, merged = run(model, params), run(model.base, model.merge(params))
-  assert tiny.largest(adapted - merged) <= 1e-5 * tiny.largest(merged)
-  if quantized:
-    return
-  peft.writer(model, params, 'base')(tmp_path)
-  loaded = peft.load(tmp_path, model, partition.trained_part(model).shardings(tiny.one_device()))
-  jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(tmp_path):
-  import jaxpost
-
-  path = tiny.folder(tmp_path / 'model', family='gemma4_text', num_layers=4, num_kv_heads=2)
-  config = tiny.run_config(path, train=dict(steps=4), save=dict(every=2, export=True))
-  jaxpost.run(config, tmp_path / 'whole')
-  jaxpost.run(tiny.merged(config, dict(train=dict(steps=2))), tmp_path / 'parts')
-  jaxpost.run(config, tmp_path / 'parts')
-  one, two = (safetensors.numpy.load_file(tmp_path / name / 'export/model.safetensors') for name in ('whole', 'parts'))
-  jax.tree.map(np.testing.assert_array_equal, one, two)
+def test_a_resumed_run_is_the_same_to_the_bit(folder, tmp_path):
+  proofs.check_resume(folder, tmp_path)
 
 
 RAW = dict(

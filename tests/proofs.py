@@ -1,0 +1,117 @@
+"""What every model with layers of its own has to pass: sampling, adapters, runs.
+
+`test_hybrid.py` and `test_mixed.py` call these; families of plain attention are in `test_families.py`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny
+
+from jaxpost.formats import hf, peft
+from jaxpost.models import model as model_lib
+from jaxpost.models import partition, quantization
+from jaxpost.monitor import metrics
+from jaxpost.programs.compile import Ledger
+from jaxpost.rollout import native
+from jaxpost.types import Prompt
+
+
+def engine(model, **fields) -> native.NativeEngine:
+  """Returns a greedy engine of three slots; `fields` are of `native.SamplerConfig`."""
+  settings = dict(slots=3, max_prompt=9, max_new_tokens=64, stop_ids=(-2,), block=4, temperature=0.0)
+  return native.NativeEngine(
+    model, native.SamplerConfig(**settings | fields), tiny.one_device('rollout'), tiny.EXACT, Ledger()
+  )
+
+
+def check_slots(model, params, sampler) -> None:
+  """Prompts of several lengths, forked, and more of them than slots: each as the whole text alone.
+
+  sampler: an `engine` for 24 new tokens, with the parameters loaded.
+  """
+  ids, lengths = tiny.tokens((3, 9)), (9, 2, 5)
+  prompts = [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate(lengths)]
+  rollout = sampler(prompts, group_size=2, step=0, run_key=np.zeros(2, np.uint32), sampling=dict(temperature=1.0))
+  assert len({tuple(x) for x in rollout.completions}) == 6  # draws differ
+  texts = [np.r_[ids[i // 2, : lengths[i // 2]], rollout.completions[i]] for i in range(6)]
+  padded = np.stack([np.pad(x, (0, 33 - len(x))) for x in texts])
+  logp = jax.nn.log_softmax(tiny.logits(model, params, padded))
+  for i, text in enumerate(texts):
+    n = lengths[i // 2]
+    own = np.take_along_axis(np.asarray(logp[i, n - 1 : len(text) - 1]), text[n:, None], 1)[:, 0]
+    np.testing.assert_allclose(own, rollout.logprobs[i], atol=1e-5)
+
+
+def check_greedy_text(config, folder) -> None:
+  """64 greedy tokens are those of transformers; `config` has an output layer of its own."""
+  torch = pytest.importorskip('torch')
+  from transformers import AutoModelForCausalLM
+
+  model = model_lib.build(config)
+  params = tiny.params(model)
+  hf.save(folder, model, params)
+  network = AutoModelForCausalLM.from_pretrained(folder, attn_implementation='eager').eval()
+  sampler = engine(model)
+  sampler.load(params, version=0)
+  ids = tiny.tokens((2, 9), seed=3)
+  prompts = [Prompt(i, ids[i, :n], '', {}) for i, n in enumerate((9, 4))]
+  rollout = sampler(prompts, group_size=1, step=0, run_key=np.zeros(2, np.uint32))
+  for i, n in enumerate((9, 4)):
+    text = network.generate(torch.tensor(ids[i : i + 1, :n]).long(), max_new_tokens=64, do_sample=False)[0, n:]
+    assert len(set(text.tolist())) > 4  # no loop over a few tokens
+    np.testing.assert_array_equal(rollout.completions[i], text.numpy())
+
+
+def check_grpo(model_folder: str, workdir, targets: str) -> None:
+  """The first step holds the sampler's log-probs against the trainer's; with adapters they share the stacks."""
+  import jaxpost
+
+  lora = dict(rank=2, targets=targets)
+  jaxpost.run(tiny.grpo_config(model_folder, lora=lora, rl=dict(kl_coef=0.01), train=dict(steps=1)), workdir)
+  row = metrics.read_rows(workdir / 'metrics.jsonl')[0]
+  assert abs(row['sampler_mismatch'] - 1) < 1e-5 and row['kl'] < 1e-9
+  assert row['grad_norm'] > 0
+
+
+def check_adapters(config, quantized: str, folder) -> dict:
+  """Adapters compute what merged ones do and, on plain bases, come back from PEFT; returns the parameters.
+
+  config: with `lora`.
+  quantized: format of the base, or ''.
+  """
+  model = partition.build(config)
+  if quantized:
+    model = quantization.quantize_model(partition.freeze(model, ''), quantized)
+  params = model.init(jax.random.key(0))
+  random = np.random.RandomState(0)
+  for stack in params['lora'].values():
+    for pair in stack.values():
+      pair['b'] = jnp.asarray(0.2 * random.standard_normal(pair['b'].shape).astype('f'))
+  ids = tiny.tokens((2, 12))
+  at = np.broadcast_to(np.arange(12, dtype=np.int32), ids.shape)
+
+  def run(m, p):
+    return jax.jit(lambda p: m.forward(p, ids, at, np.ones_like(ids), compute=tiny.EXACT))(p)
+
+  adapted, merged = run(model, params), run(model.base, model.merge(params))
+  assert tiny.largest(adapted - merged) <= 1e-5 * tiny.largest(merged)
+  if not quantized:
+    peft.writer(model, params, 'base')(folder)
+    loaded = peft.load(folder, model, partition.trained_part(model).shardings(tiny.one_device()))
+    jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
+  return params
+
+
+def check_resume(model_folder: str, folder) -> None:
+  """A run that is stopped at its middle and resumed exports the same bits."""
+  import jaxpost
+
+  config = tiny.run_config(model_folder, train=dict(steps=4), save=dict(every=2, export=True))
+  jaxpost.run(config, folder / 'whole')
+  jaxpost.run(tiny.merged(config, dict(train=dict(steps=2))), folder / 'parts')
+  jaxpost.run(config, folder / 'parts')
+  one, two = (safetensors.numpy.load_file(folder / name / 'export/model.safetensors') for name in ('whole', 'parts'))
+  jax.tree.map(np.testing.assert_array_equal, one, two)
