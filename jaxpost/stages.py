@@ -77,7 +77,7 @@ def run(
       _leave(code, message)
 
     stop.end = end
-    activity = activity_lib.Activity(console or rich.console.Console(), verbose)
+    activity = activity_lib.Activity(console or activity_lib.Console(), verbose)
     return _run(prepare.as_dict(config), workdir, activity, choose_mesh, stop, lock=lock)
 
 

@@ -32,7 +32,7 @@ def main(argv):
   for run in runs[1:]:
     found = compare_runs.compare(runs[0], run)
     heads = [markup.escape(name) for name in found.names]
-    table = rich.table.Table('config', *heads)
+    table = rich.table.Table(*(rich.table.Column(name, overflow='fold') for name in ('config', *heads)))
     for key, values in found.fields.items():
       table.add_row(markup.escape(key), *(markup.escape(repr(value)) for value in values))
     console.print(table if found.fields else 'config: no field that decides what is computed differs')

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import os
+import select
+import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterable
 from types import ModuleType
 
@@ -51,22 +52,39 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
   try:
     with disk_errors.explained():
       app.run(main, argv=argv, flags_parser=functools.partial(parse, words=words))
+  except BrokenPipeError:
+    end_if_unread()
+    raise
   except errors.KNOWN as error:
     sys.exit(watchdog.print_reason(str(error), error.exit_code, sys.stderr))
+
+
+def end_if_unread():
+  """Ends the process as SIGPIPE would if nobody reads its output any more, as in `| head`."""
+  output = select.poll()
+  output.register(sys.stdout.fileno(), 0)
+  if any(event & select.POLLERR for _, event in output.poll(0)):
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
+    sys.exit(128 + signal.SIGPIPE)
 
 
 def parse(argv: list[str], words: int = 0) -> list[str]:
   """Parses flags as absl does; InputError if they, or the config file, are wrong."""
   try:
     rest = config_flag.parse(argv)
-  except errors.InputError:
+  except (errors.InputError, BrokenPipeError):
     raise
   except SystemExit as end:
-    if where := _line_of_config(end, argv):  # it also ends --help
+    from . import flag_errors
+
+    if where := flag_errors.line_of_config(end, argv):
       raise errors.InputError(f'{where}the config file ends the process ({end!r}); return a config instead') from end
-    raise
+    end_if_unread()
+    sys.exit(0)  # of --help, which absl ends with 1
   except CONFIG_ERRORS as error:
-    raise errors.InputError(_one_line(error, argv)) from error
+    from . import flag_errors
+
+    raise errors.InputError(flag_errors.one_line(error, argv)) from error
   if len(rest) > 1 + words:
     raise errors.InputError(f'{rest[1 + words]!r} is no flag; flags are written --name=value')
   return rest
@@ -92,33 +110,3 @@ def refuse(names: Iterable[str], when: str):
 def flag_help(module: ModuleType) -> str:
   """Returns the docstring and the flags of a command."""
   return f'{(module.__doc__ or "").strip()}\n\n' + flags.FLAGS.module_help(module).strip()
-
-
-def _one_line(error: Exception, argv: list[str]) -> str:
-  """The message of an error, with its line in the config file."""
-  text = str(error)
-  if '\\n' in text:  # ml_collections gives the repr of its message
-    text = text.strip('\'"').replace('\\n', '\n').replace("\\'", "'")
-  lines = [line.strip() for line in text.splitlines() if line.strip()]
-  if any(line.startswith('Traceback') for line in lines):
-    # absl puts the traceback of a config file's ValueError in the message.
-    lines = [lines[0].split(': Traceback')[0].rstrip(':'), lines[-1]]
-  text = ': '.join(dict.fromkeys(lines)) or type(error).__name__
-  if isinstance(error, flags.Error):
-    return text
-  return f'{_line_of_config(error, argv)}{type(error).__name__}: {text}'
-
-
-def _line_of_config(error: BaseException, argv: list[str]) -> str:
-  """Returns 'FILE:LINE: ' of the line in the config file that raised; '' if none did."""
-  configs = {
-    os.path.abspath(arg.partition('=')[2].partition(':')[0])
-    for arg in argv
-    if arg.startswith(('--config=', '-config='))
-  }
-  where = [
-    f'{frame.filename}:{frame.lineno}: '
-    for frame in traceback.extract_tb(error.__traceback__)
-    if os.path.abspath(frame.filename) in configs
-  ]
-  return where[-1] if where else ''

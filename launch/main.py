@@ -51,7 +51,10 @@ def main(argv=None):
   module = importlib.import_module(f'{__package__}.{verb}')
   exits = importlib.import_module(f'{__package__}.exits')
   if {'-h', '--help'} & set(rest):
-    print(exits.flag_help(module))
+    try:
+      print(exits.flag_help(module), flush=True)
+    except BrokenPipeError:
+      exits.end_if_unread()
     sys.exit(0)
   # launch.plan prints the command line that it was given.
   sys.argv = [f'jaxpost {verb}', *rest]

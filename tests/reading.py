@@ -51,6 +51,7 @@ OPTIONS = {
   'jaxpost.losses.importance': 'rl.importance',
   'jaxpost.hardware.kernel_check': 'model.attention',
   'jaxpost.losses.sampling_mask': 'rl.sampling_mask',
+  'jaxpost.monitor.trackers': 'log.trackers',
   'jaxpost.losses.top_tokens': 'distill.top_k',
   'jaxpost.programs.topk': 'distill.top_k',
   'jaxpost.programs.reported': 'rollout.top_logprobs',
@@ -103,7 +104,7 @@ ENTRIES = (
   Entry(
     'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (71, 13_435, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (140, 25_600, 11)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (140, 25_510, 11)),
 )
 
 

@@ -51,6 +51,18 @@ def test_an_activity_ends_with_an_error():
   assert not shown._thread.is_alive()
 
 
+def test_a_run_goes_on_when_nobody_reads_its_output():
+  code = (
+    'import sys; from jaxpost.monitor import activity; c = activity.Console(); c.out("a"); c.out("b")\n'
+    'print("c", flush=True); print("went on", file=sys.stderr)'
+  )
+  read, write = os.pipe()
+  os.close(read)
+  done = subprocess.run([sys.executable, '-c', code], cwd=CLONE, stdout=write, stderr=-1, text=True)
+  os.close(write)
+  assert (done.returncode, done.stderr) == (0, 'went on\n')
+
+
 def test_epochs_are_steps_of_the_data():
   (stage,) = prepare.prepare_all(SMALL)
   per_epoch = epochs.steps_of(stage.inputs, stage.data)

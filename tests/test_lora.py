@@ -626,6 +626,7 @@ def adapter(folder, base, cfg=None, **changes):
   'over, text',
   [
     (dict(lora=dict(targets='query')), "targets: 'query' matches none of layers/q, "),
+    (dict(lora=dict(targets='q_proj,foo_proj')), "targets: 'foo_proj' matches none of layers/q, "),
     (dict(lora=dict(targets='(q')), 'targets: .* is no regular expression'),
     (dict(lora=dict(rank=9)), r'rank: 9 is larger than layers/k, .* at most 8'),
     (dict(lora=dict(dropout=0.1), algorithm='grpo', reward='exact_match'), 'lora.dropout: what is trained on policy'),

@@ -200,12 +200,21 @@ def test_pipe_gets_plain_lines(tmp_path):
         },
       )
     writer.write(25, 'eval', {'completions/clipped_ratio': 0.5, 'pass@1': 0.75, '[red]odd': 2.0})
+    writer.write(
+      25,
+      'eval',
+      {'reward': 0.5, 'pass@1': 0.75, 'pass@1/a': 0.75, 'pass@1/b': 0.5, 'ungraded_prompts': 0}
+      | {'rewards/a/mean': 0.5, 'rewards/a/std': 0.1, 'rewards/b/mean': 0.25},
+    )
   lines = out.getvalue().splitlines()
   assert '\x1b' not in out.getvalue() and '\r' not in out.getvalue()
   assert lines[0] == ('grpo 1/25  loss 0.5  reward 0.25  kl 1e-05  len 31  tok/s 12.35k')
   assert re.fullmatch(r'grpo 11/25 .* left \d:\d\d:\d\d', lines[1])
   assert [s.split('/')[0] for s in lines[:4]] == ['grpo 1', 'grpo 11', 'grpo 21', 'grpo 25']
-  assert lines[4:] == ['grpo 25 eval  pass@1 0.75  Cut completions 0.5  [red]odd 2']
+  assert lines[4:] == [
+    'grpo 25 eval  pass@1 0.75  Cut completions 0.5  [red]odd 2',
+    'grpo 25 eval  reward 0.5  pass@1 0.75  Pass@1 by b 0.5  Reward b 0.25',  # a says what the first two say
+  ]
 
 
 def test_terminal_gets_a_bar_that_closes_on_errors(tmp_path):

@@ -153,6 +153,7 @@ def test_what_stands_behind_two_dashes_is_left_alone():
 
 MEANT = {
   'optim.learning_rate': 'config.optim.lr',
+  'output_dir': '--workdir',
   'lr': 'config.optim.lr',
   'train.num_train_epochs': 'config.train.epochs',
   'grpo.optim.lrr': 'config.grpo.optim.lr',
@@ -185,7 +186,7 @@ def test_unknown_names_in_a_file_are_told_alike():
 def test_names_of_others_lead_to_fields_and_are_none():
   for name, paths in field_names.SYNONYMS.items():
     assert not field_names.field_type(name), name
-    assert all(field_names.field_type(path) for path in paths), name
+    assert all(path == '--workdir' or field_names.field_type(path) for path in paths), name
 
 
 def test_names_of_others_are_those_of_the_docs():
@@ -260,3 +261,30 @@ def test_every_command_refuses_with_one_line(verb, case):
 def test_overrides_without_a_config_are_refused():
   code, _, err = command('evaluate', '--run=x', '--config.seed=1')
   assert code == 2 and '--config.seed: there is no config to change; give --config=FILE, too' in err
+
+
+LINES = {
+  'none': ((), 'needs --config and --workdir: --config is the config file .*; --workdir is the folder of the run: .*'),
+  'a word': (('configs/quickstart.py',), "'configs/quickstart.py' is no flag; write --config=configs/quickstart.py"),
+  'near': (
+    ('--config=configs/quickstart.py', '--confg.optim.lr=1'),
+    '--confg.optim.lr: there is no such flag; did you mean --config.optim.lr.',
+  ),
+  'argument': (('--config=configs/quickstart.py:shrot',), "--config: no argument 'shrot'; did you mean 'short'."),
+}
+
+
+@pytest.mark.parametrize('case', LINES)
+def test_wrong_flags_are_said_in_words(case):
+  words, wanted = LINES[case]
+  code, out, err = command('train', *words)
+  assert code == 2 and re.fullmatch(f'jaxpost: {wanted}\n', err), err
+
+
+@pytest.mark.parametrize('words', [('train', '--help'), ('main', 'train', '--help')])
+def test_help_into_a_pipe_that_nobody_reads(words):
+  read, write = os.pipe()
+  os.close(read)
+  verb = subprocess.run([sys.executable, '-m', f'launch.{words[0]}', *words[1:]], cwd=CLONE, stdout=write, stderr=-1)
+  os.close(write)
+  assert verb.returncode == 141 and not verb.stderr, verb.stderr

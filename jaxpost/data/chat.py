@@ -63,7 +63,7 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
   raise InputError(
     f'{where}: needs the columns messages, or prompt and completion, or'
     f' text; it has {messages_lib.columns_of(row)} (rename with'
-    ' columns=, e.g. prompt=question,completion=answer)'
+    ' config.data.columns, e.g. prompt=question,completion=answer)'
   )
 
 
@@ -92,7 +92,7 @@ def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Messa
   else:
     raise InputError(
       f'{where}: needs the column prompt or messages; it has'
-      f' {messages_lib.columns_of(row)} (rename with columns=, e.g.'
+      f' {messages_lib.columns_of(row)} (rename with config.data.columns, e.g.'
       ' prompt=question)'
     )
   if system_prompt:

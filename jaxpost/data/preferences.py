@@ -209,7 +209,7 @@ def _shared(chosen: Answer, rejected: Answer, where: str) -> tuple[Answer, Answe
     if cut < len(_ASKED):
       raise InputError(
         f'{where}: needs the column prompt: chosen and rejected are texts'
-        f' that share no {_ASKED!r} (rename with columns=, e.g.'
+        f' that share no {_ASKED!r} (rename with config.data.columns, e.g.'
         ' prompt=question)'
       )
     return same[:cut], chosen[cut:], rejected[cut:]
@@ -267,7 +267,7 @@ def _needs(row: Row, columns: Sequence[str], where: str) -> None:
     if column not in row:
       raise InputError(
         f'{where}: needs the column {column}; it has'
-        f' {messages_lib.columns_of(row)} (rename with columns=, e.g.'
+        f' {messages_lib.columns_of(row)} (rename with config.data.columns, e.g.'
         f' {column}=...)'
       )
     if row[column] is None:

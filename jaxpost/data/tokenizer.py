@@ -295,7 +295,7 @@ def _folder(path: str | pathlib.Path) -> pathlib.Path:
 
   named = hub.parse(str(path))
   if named is None:
-    raise InputError(f"{path}: no such folder; a tokenizer is a Hugging Face folder, 'org/name' or 'bytes'")
+    raise InputError(f"{path}: no such folder; config.model.tokenizer is a Hugging Face folder, 'org/name' or 'bytes'")
   repo, revision, file = named
   if file:
     raise InputError(f'{path}: name the repository of a tokenizer, no file')

@@ -65,9 +65,11 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   names = {target_name(p, s): p for p, s in table.items() if s.matrix and s.stacked}
   # 'q' also matches any path that ends in /q, except for experts: those are
   # selected by 'experts/q'.
-  for path in map(
-    names.get, match_paths(names, pattern, 'config.lora.targets', '(?:(?!.*experts/).*/|layers/(?=experts/))?(?:{})')
-  ):
+  expression = '(?:(?!.*experts/).*/|layers/(?=experts/))?(?:{})'
+  if pattern != _LINEAR and re.fullmatch(r'[\w/|]+', pattern):  # a list of names, each of which is meant
+    for name in pattern.split('|'):
+      match_paths(names, name, 'config.lora.targets', expression)
+  for path in map(names.get, match_paths(names, pattern, 'config.lora.targets', expression)):
     spec = table[path]
     if path not in targets(table):
       raise InputError(
@@ -113,7 +115,7 @@ def target_pattern(text: str) -> str:
     return _LINEAR
   names = [name.strip() for name in text.split(',')]
   if len(names) > 1 or re.fullmatch(r'[\w|]*_proj[\w|]*', text):
-    return '|'.join(re.sub(r'([qkvo]|gate|up|down)_proj\b', r'\1', name) for name in names)
+    return '|'.join(re.sub(r'\b([qkvo]|gate|up|down)_proj\b', r'\1', name) for name in names)
   return text
 
 

@@ -19,6 +19,14 @@ import rich.console
 PERIOD_S = 4.5  # between two lines about the same work: no more than five seconds pass in silence
 
 
+class Console(rich.console.Console):
+  """A console whose reader may leave, as in `| head`: the run goes on, and metrics.jsonl has what is not printed."""
+
+  def on_broken_pipe(self) -> None:
+    with contextlib.suppress(SystemExit):  # by rich, after it has turned the output off
+      super().on_broken_pipe()
+
+
 class Activity:
   """Shows what is being done: `with activity('reading data'): ...`.
 
@@ -51,12 +59,7 @@ class Activity:
         self._stop()
 
   def compiling(self, name: str, number: int, planned: int) -> None:
-    """Says inside an activity that the compilation of a program has begun; for `Ledger.announce`.
-
-    Args:
-      number: of the program, from 1.
-      planned: how many there will be, as far as is known; 0: not known yet.
-    """
+    """Says that compiling program `number` (from 1) of `planned` (0: unknown) begins; for `Ledger.announce`."""
     with self._lock:
       if self._open:
         self._open[-1][:] = f'compiling {f"{number}/{planned}: " if planned else ""}{name}', time.monotonic()

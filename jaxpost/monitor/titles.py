@@ -6,6 +6,7 @@ import functools
 import pathlib
 import re
 import tomllib
+from collections.abc import Mapping
 
 # Headline metrics of a stage, most important first: key -> title.
 HEADLINES = {
@@ -50,6 +51,18 @@ def title(key: str) -> str:
       return text.replace('@N', f'@{found[1]}')
   words = key.replace('_', ' ').replace('/', ', ')
   return words[:1].upper() + words[1:]
+
+
+def says_nothing_new(key: str, values: Mapping[str, float]) -> bool:
+  """Whether a line with all other values can do without this one.
+
+  With one reward its mean is the reward, and pass@k by it is pass@k; the NLL is the loss of SFT; spreads, and a count
+  of what went wrong where nothing did, are in metrics.jsonl.
+  """
+  if key.endswith('/std') or (key == 'ungraded_prompts' and not values[key]):
+    return True
+  whole = 'reward' if key.startswith('rewards/') else 'loss' if key == 'nll' else key.partition('/')[0]
+  return whole != key and values.get(whole) == values[key]
 
 
 @functools.cache

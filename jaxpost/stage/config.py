@@ -173,7 +173,7 @@ def _check(name: str, value: Any, kind: type, meta: Mapping) -> Any:
   if kind is float and not math.isfinite(value):
     raise InputError(f'{name}: {value!r} is not a finite number')
   if meta['choices'] and value not in meta['choices']:
-    near = difflib.get_close_matches(str(value), meta['choices'], 1)
+    near = difflib.get_close_matches(str(value), meta['choices'], 1, 0.5)  # fp16 is float16
     hint = f'; did you mean {near[0]!r}?' if near else ''
     raise InputError(f'{name}: {_shown(value)} is not one of {", ".join(meta["choices"])}{hint}')
   if kind in (int, float):

@@ -59,7 +59,7 @@ def unknown_key(where: str, path: str) -> InputError:
   if not near:
     known = ', '.join(name.rpartition('.')[2] for name in _members(_known_section(parts)))
     return InputError(f'{where}.{path}: unknown key; known: {known}')
-  *names, last = [f'{where}.{name}' for name in near]
+  *names, last = [name if name.startswith('--') else f'{where}.{name}' for name in near]
   hint = f'{", ".join(names)} or {last}' if names else last
   return InputError(f'{where}.{path}: unknown key; did you mean {hint}?')
 
