@@ -60,7 +60,7 @@ _PADDED = np.array([(*a, *(0,) * (C - len(a))) for a in ANSWERS], np.int32)
 REWARDS = np.random.RandomState(3).standard_normal((2, len(PROMPTS), len(ANSWERS)))
 WEIGHTS = (1.0, 0.5)
 RIGHT = (REWARDS[0] > 0.2).astype(np.float64)
-# Of the first turn, by its token; see `with_turns`.
+# Rewards of first turns, by their token; see `with_turns`.
 FIRST = np.array([[0, 1, 2, 0.5], [1.5, 0, 0.3, 2]])[:, [a[0] for a in ANSWERS]]
 
 BLOCKS, SIZE = 48, 2  # of a group, unless a case has another

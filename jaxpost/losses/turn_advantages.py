@@ -26,7 +26,7 @@ def mt_grpo(
   """sum over l >= k of gamma^(l - k) A_l for the tokens of turn k; the outcome counts in the last turn.
 
   MT-GRPO (arXiv:2505.11821): A_l is the reward of turn l, and A_K that of the outcome,
-  each normalized within the group as in GRPO. The paper has two turns, A_1 + gamma A_2 and A_2;
+  each normalized within the group as in GRPO. The paper has two turns with A_1 + A_2 and A_2;
   with more of them the sum goes on, and turn l is compared in the samples that have one.
 
   Args:

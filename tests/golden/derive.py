@@ -43,11 +43,11 @@ def mt_grpo(gamma, scale):
   """MT-GRPO, arXiv:2505.11821.
 
   With turn reward R^T and outcome reward R^O, each normalized over the group to A^T and
-  A^O, the tokens of the first turn get A^T + lambda A^O, those of the second A^O. Written
-  for any number of turns: A_k = sum over l >= k of lambda^(l - k) a_l, with a_l the
-  normalized reward of turn l among the episodes that have a turn l, and the normalized
+  A^O, the tokens of the first turn get A^O + lambda A^T with lambda = 1, those of the second
+  A^O. Written for any number of turns: A_k = sum over l >= k of gamma^(l - k) a_l, with a_l
+  the normalized reward of turn l among the episodes that have a turn l, and the normalized
   outcome added to the a of the last turn. For two turns, of which the last has no reward
-  of its own, this is the paper's.
+  of its own, and gamma = 1, this is the paper's.
   """
   out = []
   for group in EPISODES:
