@@ -414,7 +414,7 @@ def test_terminal_summary(tmp_path):
   text = out.getvalue()
   for part in ('sft', 'grpo', 'Reward', '0.8875', 'Pass@1', 'update 1 s', f'{tmp_path}/report.html', '▁▁▂', '▇▇█'):
     assert part in text, part
-  assert re.search('loss over time *│ [█▇]+[▂-▆]*▁+ ', text)
+  assert re.search('Loss over time *│ [█▇]+[▂-▆]*▁+ ', text)
 
 
 def test_where_it_ran_and_what_it_changed(tmp_path):

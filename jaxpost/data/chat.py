@@ -61,9 +61,8 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
   if empty:
     raise InputError(f'{where}: {empty[0]}: is null')
   raise InputError(
-    f'{where}: needs the columns messages, or prompt and completion, or'
-    f' text; it has {messages_lib.columns_of(row)} (rename with'
-    ' config.data.columns, e.g. prompt=question,completion=answer)'
+    f'{where}: needs the columns messages, or prompt and completion, or text; it has {messages_lib.columns_of(row)}'
+    ' (rename with config.data.columns, e.g. prompt=question,completion=answer)'
   )
 
 
@@ -91,9 +90,8 @@ def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Messa
       raise InputError(f'{where}: messages: nothing stands before the last assistant turn')
   else:
     raise InputError(
-      f'{where}: needs the column prompt or messages; it has'
-      f' {messages_lib.columns_of(row)} (rename with config.data.columns, e.g.'
-      ' prompt=question)'
+      f'{where}: needs the column prompt or messages; it has {messages_lib.columns_of(row)}'
+      ' (rename with config.data.columns, e.g. prompt=question)'
     )
   if system_prompt:
     if messages[0]['role'] in ('system', 'developer'):
@@ -131,10 +129,8 @@ def check_length(text: str, where: str, most: int | None) -> None:
 def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:
   prompt, completion = row['prompt'], row['completion']
   if isinstance(prompt, str) != isinstance(completion, str):
-    raise InputError(
-      f'{where}: prompt is a {type(prompt).__name__} and completion a'
-      f' {type(completion).__name__}; both text or both lists of messages'
-    )
+    kinds = f'prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}'
+    raise InputError(f'{where}: {kinds}; both text or both lists of messages')
   if not isinstance(prompt, str):
     prompt = messages_lib.check_messages(prompt, f'{where}: prompt')
     completion = messages_lib.check_messages(completion, f'{where}: completion')

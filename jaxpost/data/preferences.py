@@ -208,9 +208,8 @@ def _shared(chosen: Answer, rejected: Answer, where: str) -> tuple[Answer, Answe
     cut = same.rfind(_ASKED) + len(_ASKED)
     if cut < len(_ASKED):
       raise InputError(
-        f'{where}: needs the column prompt: chosen and rejected are texts'
-        f' that share no {_ASKED!r} (rename with config.data.columns, e.g.'
-        ' prompt=question)'
+        f'{where}: needs the column prompt: chosen and rejected are texts that share no {_ASKED!r}'
+        ' (rename with config.data.columns, e.g. prompt=question)'
       )
     return same[:cut], chosen[cut:], rejected[cut:]
   size = min(len(chosen), len(rejected))
@@ -245,10 +244,8 @@ def _answer_of(row: Row, where: str) -> tuple[Answer, Answer]:
 
 def _prompt(prompt: Any, answer: Answer, name: str, where: str) -> Answer:
   if isinstance(prompt, str) != isinstance(answer, str):
-    raise InputError(
-      f'{where}: prompt is a {type(prompt).__name__} and {name} a'
-      f' {type(answer).__name__}; both text or both lists of messages'
-    )
+    kinds = f'prompt is a {type(prompt).__name__} and {name} a {type(answer).__name__}'
+    raise InputError(f'{where}: {kinds}; both text or both lists of messages')
   check = messages_lib.check_text if isinstance(prompt, str) else messages_lib.check_messages
   return check(prompt, f'{where}: prompt')
 
@@ -265,11 +262,8 @@ def _not_empty(answer: Answer, where: str) -> None:
 def _needs(row: Row, columns: Sequence[str], where: str) -> None:
   for column in columns:
     if column not in row:
-      raise InputError(
-        f'{where}: needs the column {column}; it has'
-        f' {messages_lib.columns_of(row)} (rename with config.data.columns, e.g.'
-        f' {column}=...)'
-      )
+      has = f'it has {messages_lib.columns_of(row)}'
+      raise InputError(f'{where}: needs the column {column}; {has} (rename with config.data.columns, {column}=...)')
     if row[column] is None:
       raise InputError(f'{where}: {column}: is null')
 

@@ -172,7 +172,7 @@ def _shown(key: str, value: Any) -> Any:
 
 
 def _charts(splits: Mapping[str, list[dict]], budget: int) -> list[dict[str, Any]]:
-  """Charts of a stage; `folded`: a train metric without a label, or one that is 0 throughout."""
+  """Charts of a stage; `folded`: a train metric without a label, one that is 0 throughout, or shown already."""
   in_train = {key for row in splits['train'] for key in row}
   keys = in_train.union(*_held_out(splits)).difference(ROW_KEYS)
   keys = {key for key in keys if not key.startswith('time/')}
@@ -183,8 +183,9 @@ def _charts(splits: Mapping[str, list[dict]], budget: int) -> list[dict[str, Any
       split: [(row['step'], _shown(key, row[key])) for row in rows if key in row] for split, rows in splits.items()
     }
     zero = all(value == 0 for points in series.values() for _, value in points)
+    known = all(titles.says_nothing_new(key, row) for rows in splits.values() for row in rows if key in row)
     if made := chart(key, series, most):
-      charts.append(made | {'folded': zero or key in in_train and key not in titles.HEADLINES})
+      charts.append(made | {'folded': zero or known or key in in_train and key not in titles.HEADLINES})
   return charts
 
 
@@ -249,17 +250,32 @@ def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> 
   workdir = epath.Path(workdir)
   values, stages = figures(workdir), _stages(read_rows(workdir / 'metrics.jsonl'))
   table = rich.table.Table('', *map(markup.escape, stages))
-  for key in dict.fromkeys(k.rpartition('/')[0] for k in values):
+  for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not _repeated(k, values)):
     table.add_row(markup.escape(titles.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
   for key in ('reward', 'loss'):
-    table.add_row(f'{key} over time', *(_sparkline(_values(splits['train'], key)) for splits in stages.values()))
+    table.add_row(
+      f'{key.capitalize()} over time', *(_sparkline(_values(splits['train'], key)) for splits in stages.values())
+    )
   means = [phases(splits['train']) for splits in stages.values()]
   times = ['\n'.join(f'{markup.escape(name)} {_seconds(s)}' for name, s in mean.items()) for mean in means]
-  table.add_row('time of a step', *times)
+  table.add_row('Time of a step', *times)
   console.print(table)
   for name in ('report.html', 'metrics.jsonl', 'summary.json', 'samples', 'tensorboard', 'checkpoints', 'export'):
     if (workdir / name).exists():
       console.out(workdir / name, highlight=False)
+
+
+def _repeated(name: str, values: Mapping[str, Any]) -> bool:
+  """Whether the table can do without METRIC/STAGE: a time of an evaluation, or what another figure says."""
+  key, _, stage = name.rpartition('/')
+  measured, mine = (
+    key.removeprefix('eval_'),
+    {k.rpartition('/')[0]: v for k, v in values.items() if k.endswith(f'/{stage}')},
+  )
+  if measured != key:
+    mine |= {k.removeprefix('eval_'): v for k, v in mine.items() if k.startswith('eval_')}
+    return measured.startswith('time/') or titles.says_nothing_new(measured, mine)
+  return titles.says_nothing_new(key, mine)
 
 
 def _sparkline(values: list[float]) -> str:
