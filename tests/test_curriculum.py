@@ -26,8 +26,8 @@ class Stream:
     return index % ROWS
 
 
-def make(kind, rates):
-  return curriculum.Curriculum(kind, 0, 1.0, Stream(), dict(enumerate(rates)))
+def make(kind, rates, **fields):
+  return curriculum.Curriculum(kind, 0, 1.0, Stream(), dict(enumerate(rates)), **fields)
 
 
 def test_solved_rows_are_retired():
@@ -48,8 +48,19 @@ def test_rows_are_drawn_in_proportion_to_what_is_missing():
 
 def test_all_are_drawn_again_when_all_are_solved(caplog):
   chosen = make('retire', [1.0] * ROWS)
-  assert not any(chosen.draws(n, n) for n in range(ROWS)) and 'drawn again' in caplog.text
-  assert chosen.draws(0, ROWS)
+  assert not any(chosen.draws(n, n) for n in range(ROWS))
+  assert chosen.draws(0, ROWS) and 'drawn again' in caplog.text
+
+
+@pytest.mark.parametrize('kind', ['retire', 'prioritized'])
+def test_a_step_does_not_repeat_a_few_prompts(kind, caplog):
+  """One row of six is not solved, and a step takes three."""
+  chosen = make(kind, [1.0, 1.0, 0.0, 1.0, 1.0, 1.0], per_step=3)
+  steps = np.array([n % ROWS for n in range(8 * ROWS) if chosen.draws(n % ROWS, n)][:12]).reshape(4, 3)
+  assert max(np.bincount(step).max() for step in steps) == 1 and '1 of 6 prompts' in caplog.text
+  again = make(kind, [], per_step=3)
+  again.restore(chosen.state())
+  assert again.state() == chosen.state()
 
 
 def test_what_dynamic_sampling_left_out_is_observed():

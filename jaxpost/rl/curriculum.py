@@ -33,6 +33,7 @@ class Curriculum:
     passes: verdict from which a completion is right.
     rates: row -> pass rate of its last group; rows that were never sampled are drawn.
     passed_over: rows that were not drawn so far.
+    per_step: prompts of a step; drawn: rows drawn in the present pass over the data.
   """
 
   kind: str
@@ -41,23 +42,32 @@ class Curriculum:
   stream: PromptStream
   rates: dict[int, float] = dataclasses.field(default_factory=dict)
   passed_over: int = 0
-  in_a_row: int = 0
+  per_step: int = 1
+  drawn: int = 0
 
   def draws(self, row: int, index: int) -> bool:
     """Returns whether `row`, in place `index` of the endless order of prompts, is drawn.
 
-    If a whole epoch is passed over, all rows are drawn again.
+    After a pass that draws fewer rows than a step takes, all are drawn again: steps would train on
+    the same few prompts over and over.
     """
+    if index % len(self.stream) == 0:
+      if index and self.drawn < min(self.per_step, len(self.stream)):
+        logging.warning(
+          '%d of %d prompts are left to draw, and a step takes %d; all are drawn again (config.rl.curriculum)',
+          self.drawn,
+          len(self.stream),
+          self.per_step,
+        )
+        self.rates.clear()
+      self.drawn = 0
     rate = self.rates.get(row, 0.0)
     if self.kind == 'retire':
       drawn = rate < 1
     else:
       drawn = np.random.default_rng((self.seed, index, 0xC0)).random() >= rate
-    self.in_a_row = 0 if drawn else self.in_a_row + 1
+    self.drawn += drawn
     self.passed_over += not drawn
-    if self.in_a_row == len(self.stream):
-      logging.warning('all %d prompts are solved; they are drawn again (config.rl.curriculum)', self.in_a_row)
-      self.rates.clear()
     return drawn
 
   def observe(self, pending: PendingRollout, graded: GradedRollout) -> None:
@@ -81,9 +91,11 @@ class Curriculum:
 
   def state(self) -> dict:
     """JSON values for a checkpoint."""
-    return {'rates': {str(row): rate for row, rate in self.rates.items()}, 'passed_over': self.passed_over}
+    rates = {str(row): rate for row, rate in self.rates.items()}
+    return {'rates': rates, 'passed_over': self.passed_over, 'drawn': self.drawn}
 
   def restore(self, state: dict) -> None:
     """Continues from `state`."""
     self.rates = {int(row): rate for row, rate in state['rates'].items()}
     self.passed_over = state['passed_over']
+    self.drawn = state.get('drawn', len(self.stream))  # of earlier versions: as if the pass had drawn all

@@ -130,7 +130,9 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
   if config.rl.curriculum:
     from jaxpost.rl import curriculum
 
-    stream.curriculum = curriculum.Curriculum(config.rl.curriculum, config.seed, config.eval.pass_reward, stream)
+    stream.curriculum = curriculum.Curriculum(
+      config.rl.curriculum, config.seed, config.eval.pass_reward, stream, per_step=config.rollout.prompts
+    )
     observers.append(stream.curriculum.observe)
   if config.rl.sources:
     from jaxpost.rl import mixture
