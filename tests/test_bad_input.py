@@ -21,8 +21,9 @@ import tiny
 
 from jaxpost import errors, stages
 from jaxpost.errors import InputError
-from jaxpost.stage import assemble
+from jaxpost.stage import assemble, consistency
 from jaxpost.stage import place as place_lib
+from jaxpost.storage import disk_errors
 from launch import exits
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -702,6 +703,24 @@ def test_launcher(case, model, place):
   assert re.fullmatch('jaxpost: .*\n', err), err
   assert wanted in err
   assert not (place / 'run').exists()
+
+
+@pytest.mark.parametrize(
+  'link, target', [('checkpoints', 'checkpoints'), ('checkpoints/sft', 'sft'), ('checkpoints', 'none')]
+)
+def test_checkpoints_behind_a_link_to_nowhere(link, target, tmp_path):
+  """Such a run used to train to its end, and then could save nothing."""
+  path = tmp_path / link
+  path.parent.mkdir(exist_ok=True)
+  path.symlink_to(target)
+  with pytest.raises(InputError, match=f'{path}: is a link that leads nowhere'):
+    consistency.check_workdir(str(tmp_path))
+
+
+def test_a_folder_in_whose_place_something_is(tmp_path):
+  (tmp_path / 'timeline').symlink_to('timeline')
+  with pytest.raises(InputError, match='timeline: File exists; name another path'), disk_errors.explained():
+    (tmp_path / 'timeline').mkdir(exist_ok=True)
 
 
 @pytest.mark.parametrize('name', ['config.json', 'summary.json', 'metrics.jsonl', 'plan.json'])

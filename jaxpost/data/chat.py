@@ -170,10 +170,8 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
   weights = [messages[n].get('weight', 1) for n in turns]
   if train_on == 'all':
     if any('weight' in m for m in messages):
-      raise InputError(
-        f"{where}: messages with a weight, and train_on='all' trains every"
-        " token alike; use 'assistant', or drop the weights"
-      )
+      why = "messages with a weight, and train_on='all' trains every token alike"
+      raise InputError(f"{where}: {why}; use 'assistant', or drop the weights")
     spans, weights = [(0, len(text))], [1]
   elif tokenizer.has_markers:
     assistant = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
@@ -205,10 +203,8 @@ def _span(tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Mes
   replaced = {'role': 'assistant', 'content': sentinel}
   changed, _ = text_of(messages[:n] + [replaced] + messages[n + 1 :])
   if sentinel not in changed:
-    raise InputError(
-      f'{where}: the chat template leaves out message {n}, so its tokens'
-      ' cannot be told apart; train on text, or give another template'
-    )
+    why = f'the chat template leaves out message {n}, so its tokens cannot be told apart'
+    raise InputError(f'{where}: {why}; train on text, or give another template')
   start = len(os.path.commonprefix([text, changed]))
   end = len(text) - len(os.path.commonprefix([text[start:][::-1], changed[start:][::-1]]))
   start = _begin(_header(text_of, messages[:n]), text, start)[0]

@@ -90,10 +90,8 @@ def make_unpaired_example(
   label = _label(row, where)
   _, other = _answer_of(other_row, f'{where}: the row paired with it')
   if isinstance(other, str) != isinstance(prompt, str):
-    raise InputError(
-      f'{where}: is text where another row has messages, or the other way'
-      ' round; KTO pairs each prompt with the completion of another row'
-    )
+    kinds = 'is text where another row has messages, or the other way round'
+    raise InputError(f'{where}: {kinds}; KTO pairs each prompt with the completion of another row')
   answer = _side(tokenizer, prompt, completion, row, where)
   kl = _side(tokenizer, prompt, other, row, where)
   answer = _with(answer, label=(2 * label - 1) * answer.scored, kl_mask=0 * answer.loss)

@@ -48,6 +48,9 @@ def check_workdir(text: epath.PathLike) -> epath.Path:
     raise InputError(f'--workdir: {there} is a file, and a run needs a folder; name another')
   with disk_errors.explained(), contextlib.suppress(FileNotFoundError):
     os.stat(workdir)
+  for path in (workdir / 'checkpoints', *workdir.glob('checkpoints/*')):
+    if os.path.islink(path) and not path.exists():
+      raise InputError(f'{path}: is a link that leads nowhere; remove it, or name another --workdir')
   if not os.access(there, os.W_OK):
     raise InputError(f'--workdir: {there} cannot be written; name another, or change its permissions')
   return workdir

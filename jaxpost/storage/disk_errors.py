@@ -11,7 +11,7 @@ from jaxpost.errors import InputError, NoRoomError
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_ROOM_TEXTS = ('No space left on device', 'Disk quota exceeded')  # in what C++ libraries raise
 # A path that cannot be what it is used for.
-_PATH = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
+_PATH = {getattr(errno, e) for e in 'EACCES EPERM EROFS ENOTDIR EISDIR ENAMETOOLONG ELOOP EEXIST'.split()}
 
 
 @contextlib.contextmanager
