@@ -49,11 +49,12 @@ def told(cfg) -> str:
     'rotates a part of a head': cfg.rotary_dim,
     'sliding window': any(cfg.layer_windows),
     'of some layers': len(set(cfg.layer_windows)) > 1,
-    f'norms {cfg.norms}': cfg.norms != 'pre',
+    f'norms {cfg.norms}': cfg.norms != 'pre' and not cfg.state_shapes,
     'norm scale + 1': cfg.norm_offset,
     f'q and k norms ({cfg.qk_norm})': cfg.qk_norm,
     f'biases of {" ".join(cfg.biases)}': cfg.biases,
-    cfg.activation: cfg.activation != 'silu',
+    cfg.activation: cfg.activation not in ('silu', 'relu2'),
+    'MLPs without a gate (relu2)': cfg.activation == 'relu2',
     'scaled embeddings': cfg.embed_scale != 1,
     'residual multiplier': cfg.residual_scale != 1,
     'attention scale': cfg.attention_scale,
@@ -72,6 +73,8 @@ def told(cfg) -> str:
   if cfg.state_shapes:
     name = {'delta': 'gated delta rule', 'convolution': 'short convolution', 'state_space': 'Mamba-2'}[cfg.mixer]
     words |= {f'{name} in {cfg.mixers.count(cfg.mixer)} of {cfg.num_layers} layers': True, 'gated attention': cfg.gated}
+    words |= {'one part for each layer': cfg.single, 'negative eigenvalues': cfg.beta_scale > 1}
+    words |= {'norms post in layers with attention': cfg.norms == 'post', 'a least step': cfg.step_min}
   if cfg.experts:
     e = cfg.experts
     words |= {
@@ -84,6 +87,7 @@ def told(cfg) -> str:
       'shared experts': e.shared and not e.shared_gate,
       'a gated shared expert': e.shared_gate,
       'dense layers first': e.first_dense,
+      f'latents of {e.latent}': e.latent,
     }
   return ', '.join(word for word, said in words.items() if said)
 

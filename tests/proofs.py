@@ -105,13 +105,20 @@ def check_adapters(config, quantized: str, folder) -> dict:
   return params
 
 
-def check_resume(model_folder: str, folder) -> None:
-  """A run that is stopped at its middle and resumed exports the same bits."""
+def check_resume(model_folder: str, folder) -> dict[str, np.ndarray]:
+  """A run that is stopped at its middle and resumed exports the same bits; returns these."""
   import jaxpost
 
   config = tiny.run_config(model_folder, train=dict(steps=4), save=dict(every=2, export=True))
   jaxpost.run(config, folder / 'whole')
   jaxpost.run(tiny.merged(config, dict(train=dict(steps=2))), folder / 'parts')
   jaxpost.run(config, folder / 'parts')
-  one, two = (safetensors.numpy.load_file(folder / name / 'export/model.safetensors') for name in ('whole', 'parts'))
+  one, two = map(exported, (folder / 'whole', folder / 'parts'))
   jax.tree.map(np.testing.assert_array_equal, one, two)
+  return one
+
+
+def exported(run) -> dict[str, np.ndarray]:
+  """Returns the tensors that a run exported."""
+  files = sorted((run / 'export').glob('*.safetensors'))
+  return {name: x for file in files for name, x in safetensors.numpy.load_file(file).items()}

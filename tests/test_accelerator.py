@@ -17,7 +17,7 @@ from jaxpost.tools import bench
 from jaxpost.tools.accelerator import decoding, training, workload
 
 pytestmark = pytest.mark.accelerator
-WIDE = [name for name in presets.PRESETS if not name.startswith(('tiny', 'xs'))]
+WIDE = [name for name in presets.every() if not name.startswith(('tiny', 'xs'))]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length):
   name = compute.attention
   if name not in attention_kernels.REFUSALS:
     pytest.skip(f'XLA computes attention on {accelerator.platform}')
-  shape = attention_kernels.attention_shape(presets.PRESETS[preset], length, 1)
+  shape = attention_kernels.attention_shape(presets.every()[preset], length, 1)
   refused = attention_kernels.REFUSALS[name](
     shape.head_dim, shape.value_dim, compute.dtype, shape.attention_softcap, shape.sinks
   )

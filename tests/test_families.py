@@ -20,7 +20,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_fields, config_json, families, hf, tensor_layout
+from jaxpost.formats import config_fields, config_json, families, hf, not_built, tensor_layout
 from jaxpost.losses import head_chunk
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
@@ -130,7 +130,27 @@ SPACE = dict(
   attention_multiplier=0.2,
   logits_scaling=2.5,
 )
-NOT_TRAINED = ('correction_bias', 'layer_scalar')  # tensors without a gradient
+SINGLE = dict(
+  num_hidden_layers=4,
+  layers_block_type=[LINEAR, 'moe', FULL, 'mlp'],
+  ssm_state_size=10,
+  mamba_num_heads=6,
+  mamba_head_dim=16,
+  n_groups=3,
+  conv_kernel=3,
+  time_step_min=0.3,
+  layer_norm_epsilon=0.05,
+  n_routed_experts=8,
+  num_experts_per_tok=3,
+  n_group=4,
+  topk_group=2,
+  moe_intermediate_size=20,
+  moe_shared_expert_intermediate_size=28,
+  moe_latent_size=20,
+  routed_scaling_factor=1.7,
+)
+NOT_TRAINED = ('correction_bias', 'expert_bias', 'layer_scalar')  # tensors without a gradient
+OTHER_DECODE = ('nemotron_h',)  # transformers' decode has no least step, unlike its forward
 # Name -> (class of transformers, fields of its config).
 CASES = {
   'llama2': ('Llama', dict(num_key_value_heads=4)),
@@ -180,6 +200,28 @@ CASES = {
       tie_word_embeddings=True,
     ),
   ),
+  'lfm2_moe': (
+    'Lfm2Moe',
+    dict(
+      layer_types=['conv', FULL, 'conv'],
+      num_hidden_layers=3,
+      conv_L_cache=4,
+      norm_eps=0.05,
+      num_dense_layers=1,
+      num_experts=6,
+      num_experts_per_tok=3,
+      moe_intermediate_size=20,
+      routed_scaling_factor=1.7,
+    ),
+  ),
+  'olmo_hybrid': (
+    'OlmoHybrid',
+    # transformers writes the convolutions of queries, keys and values in three tensors of one size.
+    HYBRID
+    | dict(linear_num_value_heads=3, linear_value_head_dim=14, head_dim=8, num_hidden_layers=3)
+    | dict(layer_types=[LINEAR, FULL, LINEAR], rope_parameters=rope()),
+  ),
+  'nemotron_h': ('NemotronH', SINGLE),
   'granite_hybrid': ('GraniteMoeHybrid', SPACE),
   'granite_hybrid_rope': (
     'GraniteMoeHybrid',
@@ -519,9 +561,8 @@ def test_decode_and_packing_are_the_forward_of_one_text(reference, case):
   whole, ends = np.full((2, 30), 130, np.int32), lengths + steps
   for row, n in enumerate(lengths):
     whole[row, : ends[row]] = [*ids[row, :n], *tokens[row]]
-    text = network.generate(torch.tensor(ids[row : row + 1, :n]).long(), max_new_tokens=steps, do_sample=False)[
-      0, n:
-    ].numpy()
+    given, options = torch.tensor(ids[row : row + 1, :n]).long(), dict(max_new_tokens=steps, do_sample=False)
+    text = network.generate(given, **options, use_cache=case not in OTHER_DECODE)[0, n:].numpy()
     np.testing.assert_array_equal(tokens[row], text)
   real = np.arange(30) < ends[:, None]
   at = np.where(real, np.arange(30), 0)
@@ -617,7 +658,8 @@ def test_every_field_that_is_read_counts(reference, case):
   if family.activation_field != 'hidden_act':
     read = read - {'hidden_act'} | {family.activation_field}
   if family.hybrid == 'state_space' and not right.experts:
-    read.discard('intermediate_size')  # of experts
+    of_experts = {'moe_latent_size', 'moe_shared_expert_intermediate_size'}
+    read -= of_experts if family.single else {'intermediate_size'}
   if family.hybrid == 'state_space' and not right.state_shapes:
     read = {field for field in read if not field.startswith('mamba_')}
   if family.mixed and not right.side_size:
@@ -750,6 +792,16 @@ def test_what_is_not_built_is_refused_by_name(family, fields, word):
   assert str(e.value).startswith('config.json: ') and '\n' not in str(e.value)
 
 
+@pytest.mark.parametrize('family, what', not_built.NEEDED.items())
+def test_families_that_are_not_built_are_refused_with_what_they_need(family, what):
+  from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+  assert family in CONFIG_MAPPING and family not in families.every()
+  with pytest.raises(InputError, match=f"^here: model_type '{family}' is not supported: it needs ") as e:
+    config_json.from_hf(BASE | dict(model_type=family), 'here')
+  assert str(e.value).endswith(what)
+
+
 def test_unknown_fields_and_keys_are_reported():
   def read(**fields):
     return config_json.from_hf(BASE | fields, 'here')[1]
@@ -790,9 +842,9 @@ def test_older_spellings_are_read():
   assert read(model_type='smollm3', no_rope_layer_interval=2).layer_ropes == (0, -1)
 
 
-@pytest.mark.parametrize('name', presets.PRESETS)
+@pytest.mark.parametrize('name', presets.every())
 def test_presets_are_what_their_config_json_says(name):
-  cfg = presets.PRESETS[name]
+  cfg = presets.every()[name]
   raw = json.loads(json.dumps(config_json.to_hf(cfg)))
   assert config_json.from_hf(raw, 'here') == (cfg, [])
 
@@ -881,8 +933,14 @@ def test_classes_that_an_export_names_exist(family):
   with_labels = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
   assert {'llama', 'gemma3_text'} <= {*with_labels}
   kind = families.every()[family].hybrid or families.every()[family].latent
-  own = {True: LATENT, 'apart': HYBRID, 'joined': HYBRID, 'state_space': SPACE}
-  own |= {'convolution': dict(layer_types=['conv', FULL])}
+  own = {
+    True: LATENT,
+    'delta': dict(HYBRID),
+    'state_space': SPACE,
+    'convolution': dict(layer_types=['conv', FULL], num_dense_layers=1),
+  }
+  own['delta'] |= {} if 'partial_rotary_factor' in families.every()[family].reads else dict(rope_parameters=rope())
+  own |= {'state_space': SINGLE} if families.every()[family].single else {}
   own = GEMMA_4 if families.every()[family].mixed else own.get(kind, {})
   raw = BASE | own | dict(model_type=family)
   cfg = config_json.from_hf(raw, 'here')[0]

@@ -21,12 +21,13 @@ from jaxpost.models import convolution, recurrence, saved_config, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 
-# One family for each mixer -> what a layer keeps of a sequence, and the matrices of its mixer.
+# A family for each mixer -> what a layer keeps of a sequence, and the matrices of its mixer.
 MIXERS = {
   'qwen3_5_text': ([(3, 2, 14), (3, 2, 14), (6, 2, 6), (6, 14, 6)], 'in_q in_k in_v in_z in_a in_b o'),
-  'lfm2': ([(4, 3, 8)], 'in_b in_c in_x o'),
-  'granitemoehybrid': ([(6, 2, 16), (2, 2, 10), (2, 2, 10), (6, 10, 16)], 'in_z in_x in_b in_c in_step o'),
+  'lfm2_moe': ([(4, 3, 8)], 'in_b in_c in_x o'),
+  'nemotron_h': ([(6, 2, 16), (2, 2, 10), (2, 2, 10), (6, 10, 16)], 'in_z in_x in_b in_c in_step o'),
 }
+SAMPLED = MIXERS | {'olmo_hybrid': ([(3, 2, 14)] * 3 + [(3, 14, 14)], '')}
 
 
 @functools.cache
@@ -124,26 +125,26 @@ def test_chunks_compute_what_tokens_in_a_row_do(corrected):
   )
 
 
-@pytest.mark.parametrize('family', MIXERS)
+@pytest.mark.parametrize('family', SAMPLED)
 def test_slots_carry_states_and_keys(family):
   model, params = made(family)
   engine = proofs.engine(model, max_new_tokens=24)
   engine.load(params, version=0)
   cache = engine.programs.init.outputs().cache
   assert len(cache.k) == 1 and cache.k[0].shape[:2] == (3, 2)
-  assert [[x.shape[1:] for x in layer] for layer in cache.states] == [MIXERS[family][0]] * 2
+  assert [[x.shape[1:] for x in layer] for layer in cache.states] == [SAMPLED[family][0]] * 2
   assert engine.cache_bytes() == 4 * sum(x.size for x in jax.tree.leaves(cache))
   proofs.check_slots(model, params, engine)
 
 
-@pytest.mark.parametrize('family', MIXERS)
+@pytest.mark.parametrize('family', SAMPLED)
 def test_64_greedy_tokens_are_those_of_transformers(tmp_path, family):
   proofs.check_greedy_text(tiny.hybrid(family, tie_embeddings=False), tmp_path)
 
 
 @pytest.fixture
 def folder(family, tmp_path):
-  return tiny.folder(tmp_path / 'model', family=family, num_layers=3)
+  return tiny.folder(tmp_path / 'model', family=family, num_layers=len(tiny.HYBRIDS[family]['mixers']))
 
 
 @pytest.mark.parametrize('family', MIXERS)
@@ -154,16 +155,27 @@ def test_grpo(folder, tmp_path):
 @pytest.mark.parametrize('quantized', ['', 'int8'])
 @pytest.mark.parametrize('family', MIXERS)
 def test_adapters_and_quantized_bases(tmp_path, family, quantized):
-  config = tiny.hybrid(family, lora=(2, 5.0, False, '.*/in_.*|.*/o|layers/q|gate|up'))
-  params, matrices = proofs.check_adapters(config, quantized, tmp_path), {*MIXERS[family][1].split(), 'gate', 'up'}
-  assert {*params['lora'][config.mixer]} == matrices
+  targets = '.*/in_.*|.*/o|layers/q|gate|up|latent_.*' + '|experts/(gate|up)' * bool(quantized)
+  config = tiny.hybrid(family, lora=(2, 5.0, False, targets))
+  params, stack = proofs.check_adapters(config, quantized, tmp_path), config.layer_stacks[0]
+  matrices = {*MIXERS[family][1].split(), *(() if config.single else ('gate', 'up'))}
+  assert {*params['lora'][stack]} == matrices
   if quantized:
-    assert {name for name, x in params[config.mixer].items() if isinstance(x, dict)} == {*matrices, 'down'}
+    mlp = set() if config.single else {'down'}
+    assert {name for name, x in params[stack].items() if isinstance(x, dict)} == matrices | mlp
+  if quantized and config.experts:
+    assert 'up' in params['lora']['moe' if config.single else 'convolution']
 
 
 @pytest.mark.parametrize('family', MIXERS)
 def test_a_resumed_run_is_the_same_to_the_bit(folder, tmp_path):
-  proofs.check_resume(folder, tmp_path)
+  """And exports the modules of the folder that predict several tokens at once."""
+  file, more = tmp_path / 'model/model.safetensors', np.arange(12, dtype=np.float32).reshape(3, 4)
+  tensors = safetensors.numpy.load_file(file) | {'mtp.fc.weight': more}
+  safetensors.numpy.save_file(tensors, file, metadata={'format': 'pt'})
+  exported = proofs.check_resume(folder, tmp_path)
+  assert exported.keys() == tensors.keys()
+  np.testing.assert_array_equal(exported['mtp.fc.weight'], more)
 
 
 def test_pages_branches_and_split_rows_are_refused():

@@ -15,8 +15,8 @@ MOE = ['moe:expert=8', 'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2', 'm
 LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2']
 HYBRID = [
   'qwen3_5_moe_text:expert=2,fsdp=2,tensor=2',
-  'lfm2:data=2,fsdp=2,tensor=2',
-  'granitemoehybrid:expert=2,fsdp=2,tensor=2',
+  'lfm2_moe:expert=2,fsdp=2,tensor=2',
+  'nemotron_h:expert=2,fsdp=2,tensor=2',
 ]
 MIXED = ['mixed:context=2,data=2,fsdp=2', 'mixed_moe:expert=2,fsdp=2,tensor=2']
 # Policy gradients on a saved rollout, by token and by sequence; `test_ppo`
@@ -168,14 +168,17 @@ def main():
     compare(low, right, text)
   gated = Experts(8, 3, 16, shared=1, shared_size=24, shared_gate=True)
   shared = dataclasses.replace(gated, shared_gate=False)
+  behind = Experts(8, 3, 16, first_dense=1, sigmoid=True, choice_bias=True)
+  latent = dataclasses.replace(shared, latent=24, sigmoid=True, choice_bias=True)
+  blocks = ('state_space', 'moe', 'layers', 'mlp')
   hybrids = {
     'qwen3_5_moe_text': dict(mixers=('delta', 'layers'), key_heads=4, value_heads=8, experts=gated),
-    'lfm2': dict(mixers=('convolution', 'layers')),
-    'granitemoehybrid': dict(mixers=('state_space', 'layers'), layer_ropes=(), experts=shared),
+    'lfm2_moe': dict(mixers=('convolution', 'layers'), experts=behind),
+    'nemotron_h': dict(mixers=blocks, num_layers=4, layer_ropes=(-1,) * 4, experts=latent),
   }
   for text in HYBRID:
     family = text.partition(':')[0]
-    hybrid = saved(model_lib.build(tiny.hybrid(family, **shapes, num_layers=2, **hybrids[family])))
+    hybrid = saved(model_lib.build(tiny.hybrid(family, **shapes | dict(num_layers=2) | hybrids[family])))
     compare(hybrid, gradient(tiny.one_device(), hybrid), text)
   alone = dict(shared_layers=0, wide_shared_mlp=False, values_are_keys=True, full_kv_heads=2, attention_scale=0.3)
   alone |= dict(num_layers=2, layer_windows=(6, 0), layer_ropes=(1, 0), experts=shared)

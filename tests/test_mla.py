@@ -22,6 +22,7 @@ from jaxpost.models import parameters, partition, saved_config, transformer
 from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
+from jaxpost.stage import model_folders, schema
 from jaxpost.types import Prompt
 
 ALL = 'q_a|q_b|kv_a|kv_b|o|shared_up'
@@ -226,7 +227,7 @@ def test_kimi_is_read_and_written_as_deepseek():
   assert saved_config.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
-def test_layers_after_the_last_are_not_read(model, params, tmp_path, caplog):
+def test_layers_after_the_last_are_not_read_but_exported(model, params, tmp_path, caplog):
   hf.save(tmp_path / 'model', model, params)
   (tmp_path / 'model/checksums.json').unlink()  # what follows is another writer
   file = tmp_path / 'model/model.safetensors'
@@ -245,6 +246,12 @@ def test_layers_after_the_last_are_not_read(model, params, tmp_path, caplog):
   hf.check(tmp_path / 'model', cfg)
   loaded = hf.load_params(tmp_path / 'model', model, model.shardings(tiny.one_device()), 'float32')
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
+  with model_folders.origin(schema.ModelSection(path=str(tmp_path / 'model')), cfg) as origin:
+    hf.save(tmp_path / 'export', model, params, origin=origin)
+  files = (tmp_path / 'export').glob('*.safetensors')
+  exported = {name: x for path in files for name, x in safetensors.numpy.load_file(path).items()}
+  jax.tree.map(np.testing.assert_array_equal, exported, safetensors.numpy.load_file(file))
+  assert json.loads((tmp_path / 'export/config.json').read_text())['num_nextn_predict_layers'] == 1
 
 
 @pytest.mark.parametrize('targets', ['dense/.*', 'layers/o', 'q_b|o'])

@@ -263,5 +263,5 @@ def test_presets_have_the_size_in_their_name():
     'lfm2_1_2b': 1.17,
   }
   for name, size in billions.items():
-    count = transformer.num_params(presets.PRESETS[name]) / 1e9
+    count = transformer.num_params(presets.every()[name]) / 1e9
     assert abs(count - size) < 0.01 * size, (name, count)

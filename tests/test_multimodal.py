@@ -195,4 +195,4 @@ def test_models_without_other_parts_are_exported_as_text_models(path, tmp_path):
     json.dumps(dict(peft_type='LORA', base_model_name_or_path=str(tmp_path / 'text')))
   )
   section = schema.ModelSection(path=path and str(tmp_path / path), text_only=True)
-  assert model_folders.origin(section) is None
+  assert model_folders.origin(section, tiny.config()) is None

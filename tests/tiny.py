@@ -71,6 +71,15 @@ HYBRIDS = {
   'qwen3_5_text': _DELTA,
   'qwen3_5_moe_text': _DELTA,
   'lfm2': dict(mixers=('convolution', 'layers', 'convolution'), taps=4, gated=False, qk_norm='head'),
+  'lfm2_moe': dict(mixers=('convolution', 'layers', 'convolution'), taps=4, gated=False, qk_norm='head')
+  | dict(experts=Experts(5, 2, 20, first_dense=1, sigmoid=True, choice_bias=True, epsilon=1e-6, scale=1.7)),
+  'olmo_hybrid': dict(mixers=('delta', 'layers', 'delta'), norms='post', qk_norm='wide', gated=False)
+  | dict(beta_scale=2.0, out_norm_eps=1e-5, layer_ropes=(-1, -1, -1))
+  | dict(key_heads=3, value_heads=3, key_size=14, value_size=14, taps=3),
+  'nemotron_h': dict(mixers=('state_space', 'moe', 'layers', 'mlp', 'state_space'), num_layers=5, qk_norm='')
+  | dict(gated=False, biases=('conv',), activation='relu2', layer_ropes=(-1,) * 5)
+  | dict(experts=Experts(6, 2, 12, shared=1, shared_size=20, latent=24, sigmoid=True, choice_bias=True))
+  | dict(key_heads=2, value_heads=6, key_size=10, value_size=16, taps=3),
   'granitemoehybrid': dict(qk_norm='', mixers=('state_space', 'layers', 'state_space'), gated=False, biases=('conv',))
   | dict(attention_scale=0.3)
   | dict(key_heads=2, value_heads=6, key_size=10, value_size=16, taps=3, layer_ropes=(-1, -1, -1)),

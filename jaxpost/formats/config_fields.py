@@ -123,6 +123,7 @@ _BOOLEANS = (
   'attention_out_bias',
   'use_bias',
   'mamba_conv_bias',
+  'linear_allow_neg_eigval',
   *BIASES,
 )
 
@@ -265,7 +266,7 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   has_windows = LOCAL in types
   # Reversed: of several spellings the first is written.
   spelling = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
-  out = {family.activation_field: spelling[cfg.activation], **write_rope(cfg, family)}
+  out = {family.activation_field: spelling.get(cfg.activation, cfg.activation), **write_rope(cfg, family)}
   for field in family.fields:
     if field in _SCALARS:
       scalar = _SCALARS[field]

@@ -54,7 +54,9 @@ def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[M
 
 
 def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig, list[str]]:
-  known = {**_DEFAULTS, **family.defaults, **raw}
+  known, own = {**_DEFAULTS, **family.defaults, **raw}, _own_fields(family)
+  if family.hybrid:
+    known = own.completed(known, family, where)
   config_fields.check(known, family, where)
   hidden = known['hidden_size']
   heads = known['num_attention_heads']
@@ -89,7 +91,7 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
     **config_fields.scalars(known, family),
     **fixed,
   )
-  if own := _own_fields(family):
+  if own:
     cfg = own.read(known, cfg, where, family)
   unknown = [field for field in unknown if field not in family.ignored]
   return cfg, sorted([*config_fields.unread(raw, family), *unknown])

@@ -31,7 +31,7 @@ def read(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
   if fields.limit:
     clipping = dict(limit=float(raw[fields.limit]), alpha=float(raw[fields.alpha]))
   if fields.grouped:
-    groups = dict(groups=raw['n_group'], top_groups=raw['topk_group'], scale=float(raw['routed_scaling_factor']))
+    groups = dict(groups=raw['n_group'], top_groups=raw['topk_group'])
   found = Experts(
     num=raw[fields.num],
     top_k=raw['num_experts_per_tok'],
@@ -41,6 +41,8 @@ def read(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
     first_dense=raw[fields.first_dense] if fields.first_dense else 0,
     sigmoid=fields.sigmoid,
     choice_bias=fields.choice_bias,
+    epsilon=fields.epsilon,
+    scale=float(raw['routed_scaling_factor']) if fields.scaled else 1.0,
     **clipping,
     **groups,
   )
@@ -56,7 +58,7 @@ def _check(raw: dict[str, Any], family: Family, where: str) -> None:
   for name, least in lowest.items():
     if type(raw[name]) is not int or raw[name] < least:
       raise InputError(f'{where}: {name}={raw[name]!r} must be a whole number above {least - 1}')
-  scale = raw['routed_scaling_factor'] if fields.grouped else 1
+  scale = raw['routed_scaling_factor'] if fields.scaled else 1
   if type(scale) not in (int, float) or not scale > 0:
     raise InputError(f'{where}: routed_scaling_factor={scale!r} must be above 0')
   last = raw['num_hidden_layers'] - 1

@@ -335,7 +335,11 @@ def find(model_type: object, where: str) -> Family:
   if isinstance(model_type, str):
     if found := FAMILIES.get(model_type) or every().get(model_type):
       return found
-  if model_type == 'custom':
+  from jaxpost.formats.not_built import NEEDED
+
+  if isinstance(model_type, str) and model_type in NEEDED:
+    hint = f': it needs {NEEDED[model_type]}'
+  elif model_type == 'custom':
     hint = '; name the code of your own model in config.model.preset, too'
   else:
     hint = f'; supported: {", ".join(every())}'

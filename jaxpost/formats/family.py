@@ -28,9 +28,11 @@ class ExpertFields:
   alpha: str = ''  # slope of its gate
   shared: str = ''  # number of shared experts
   first_dense: str = ''  # number of leading layers with a dense MLP
-  grouped: bool = False  # `n_group`, `topk_group` and `routed_scaling_factor` say more of the router
+  grouped: bool = False  # `n_group` and `topk_group` say more of the router
+  scaled: bool = False  # weights are multiplied by `routed_scaling_factor`
   sigmoid: bool = False  # scores are sigmoids instead of a softmax
   choice_bias: bool = False  # a bias per expert counts in the choice only
+  epsilon: float = 1e-20  # added to the sum of the chosen sigmoids
   optional: bool = False  # 0 experts: all layers are dense
   switch: str = ''  # a field that is false where all layers are dense
 
@@ -40,9 +42,10 @@ class ExpertFields:
     size = () if self.size == 'intermediate_size' else (self.size,)
     normalize = ('norm_topk_prob',) if self.normalize is None else ()
     clipping = (self.limit, self.alpha) if self.limit else ()
-    groups = ('n_group', 'topk_group', 'routed_scaling_factor') if self.grouped else ()
+    groups = ('n_group', 'topk_group') if self.grouped else ()
+    scale = ('routed_scaling_factor',) if self.scaled else ()
     optional = [name for name in (self.shared, self.first_dense, self.switch) if name]
-    return (self.num, 'num_experts_per_tok', *size, *normalize, *clipping, *optional, *groups)
+    return (self.num, 'num_experts_per_tok', *size, *normalize, *clipping, *optional, *groups, *scale)
 
 
 MULTIPLIERS = ('embedding_multiplier', 'residual_multiplier', 'attention_multiplier', 'logits_scaling')  # of Granite
@@ -52,6 +55,7 @@ DEEPSEEK_ROUTER = ExpertFields(
   shared='n_shared_experts',
   first_dense='first_k_dense_replace',
   grouped=True,
+  scaled=True,
   sigmoid=True,
   choice_bias=True,
 )
@@ -81,9 +85,11 @@ class Family:
   biases: Mapping[str, tuple[str, ...]] = _mapping()  # projections of a field, where `config_fields.BIASES` has others
   experts: ExpertFields | None = None
   latent: bool = False  # multi-head latent attention (models/mla.py, latent_fields.py)
-  # Layers with another mixer than attention (models/hybrid.py, hybrid_fields.py): 'convolution'; 'state_space'; or the
-  # gated delta rule, 'joined' where one tensor holds queries, keys, values and gates by key head, else 'apart'.
+  # The mixer that some layers have instead of attention: 'delta', 'convolution' or 'state_space' (models/hybrid.py,
+  # hybrid_fields.py), and fields of `HybridConfig` alike in all models.
   hybrid: str = ''
+  mixer: Mapping[str, Any] = _mapping()
+  single: bool = False  # a layer is attention, another mixer, an MLP or experts
   mixed: bool = False  # attention layers of two sizes (models/mixed_attention.py, mixed_fields.py)
 
   # Layers that differ. `window` is the rule for the layers that see `sliding_window`
@@ -92,9 +98,12 @@ class Family:
   window: str | int | None = None
   local_rope: str = ''  # field with the rope base of sliding-window layers, which is never scaled
   rope_types: Mapping[str, str] = _mapping()  # other names of rope types
+  rope_optional: bool = False  # a rope_theta of null turns rotary embeddings off
   interleaved: bool = False  # rotated pairs are adjacent entries, where `rope_interleave` does not say
 
   # Tensors.
+  prefix: str = 'model'  # how the names of all but the head begin
+  spellings: Mapping[str, str] = _mapping()  # other spelling of a part of a name -> the one that is read
   names: Mapping[str, str] = _mapping()  # Llama's module -> the family's; parameters of one name are its rows
   # Parameter -> (tensor, first, step): all experts are in one tensor, which is not
   # transposed, and the parameter is every `step`-th entry of its last dimension; -1: each

@@ -113,6 +113,8 @@ def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: conte
     from jaxpost.formats import multimodal
 
     found = multimodal.text_tensors(found)
+  for theirs, ours in families.of_model(cfg.family).spellings.items():
+    found = {name.replace(theirs, ours): place for name, place in found.items()}
   wanted = {name: kept.shape for kept in table.values() for name in kept.names}
   for name, shape in wanted.items():
     if name not in found:
@@ -147,8 +149,7 @@ def _check_extra(folder: Path, found: dict, wanted: dict, cfg: ModelConfig) -> N
     if name not in wanted
     and not name.endswith('rotary_emb.inv_freq')
     and not (family.unused and re.fullmatch(family.unused, name))
-    and not tensor_layout.is_extra_layer(name, cfg, extra_layers)
-    and not (family.hybrid and name.startswith('mtp.'))  # modules that predict several tokens at once
+    and not tensor_layout.is_predictor(name, cfg, extra_layers)
     and not (name == _HEAD and tuple(tensor.get_shape()) == tied)
   ]
   if extra:
@@ -194,7 +195,7 @@ def save(
     tokenizer_save: tokenizer_save(folder) writes the tokenizer's files.
     max_shard_bytes: size of a file of weights, at most.
     merge: maps `params` to those of `model`, e.g. merging adapters; called for each layer.
-    origin: the multimodal folder that `model` is the text model of: its other parts are copied.
+    origin: the folder that `model` is from, where an export copies other parts of it (`multimodal`, `predictors`).
   """
   writes = jax.process_index() == 0
   if writes:
@@ -339,7 +340,7 @@ def _write_configs(
 ) -> None:
   # transformers 5 reads `dtype`, older releases and vLLM `torch_dtype`.
   config |= {'torch_dtype': dtype.name, 'dtype': dtype.name}
-  object_store.write_json(staged / 'config.json', origin.config if origin else config)
+  object_store.write_json(staged / 'config.json', origin.completed(config) if origin else config)
   ids = {k: config[k] for k in ('bos_token_id', 'eos_token_id', 'pad_token_id') if config[k] is not None}
   object_store.write_json(staged / _GENERATION, generation | ids)
 

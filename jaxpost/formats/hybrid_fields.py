@@ -1,12 +1,13 @@
 """Fields of config.json of models with mixers beside attention <-> fields of HybridConfig.
 
-`Family.hybrid` says which fields those are: of Qwen3-Next and its relatives ('joined', 'apart'),
-of LFM2 ('convolution'), or of Granite 4 ('state_space').
+`Family.hybrid` says which fields those are: of Qwen3-Next, Qwen3.5 and OLMo Hybrid ('delta'), of LFM2
+('convolution'), or of Granite 4 ('state_space') and, where layers have one part each (`Family.single`), Nemotron-H.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
@@ -34,10 +35,41 @@ _SPACE_SIZES = {
 # Fields of config.json -> those of HybridConfig, for each mixer.
 _SIZES = {'delta': _DELTA_SIZES, 'convolution': {'conv_L_cache': 'taps'}, 'state_space': _SPACE_SIZES}
 _INFINITY = {'__float__': 'Infinity'}  # as transformers writes it
+_NEGATIVE = 'linear_allow_neg_eigval'  # steps of up to 2 (Grazzi et al., arXiv:2411.12537)
+_SHARED_SINGLE = 'moe_shared_expert_intermediate_size'
 _SHARED, _INTERVAL = 'shared_expert_intermediate_size', 'full_attention_interval'
 # Name of the other mixer in `layer_types`, beside FULL, and other spellings of both.
 _TYPES = {'delta': 'linear_attention', 'convolution': 'conv', 'state_space': 'linear_attention'}
 _SPELLINGS = {'mamba': 'linear_attention', 'attention': FULL}
+_PARTS = {'mlp': 'mlp', 'moe': 'moe'}  # layers without a mixer, where a layer has one part
+_PATTERN, _BLOCKS = 'hybrid_override_pattern', 'layers_block_type'
+_LETTERS = {'M': 'mamba', '*': 'attention', '-': 'mlp', 'E': 'moe'}  # of the pattern of all layers
+
+
+def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+  """Returns a config.json with the fields that follow from others.
+
+  Raises:
+    InputError: for a pattern of layers that is impossible; it names the field.
+  """
+  raw = dict(raw)
+  if family.single:
+    pattern = raw.get(_PATTERN)
+    if pattern is not None and (not isinstance(pattern, str) or {*pattern} - {*_LETTERS}):
+      raise InputError(f'{where}: {_PATTERN}={pattern!r} must be a name of letters among {" ".join(_LETTERS)}')
+    types = raw.get(_BLOCKS) or raw.get('layer_types') or [_LETTERS[x] for x in pattern or '']
+    if not isinstance(types, list) or not types or not all(isinstance(x, str) for x in types):
+      raise InputError(f'{where}: {_BLOCKS}={types!r} must be a list of names')
+    raw |= {_BLOCKS: types, 'num_hidden_layers': raw.get('num_hidden_layers', len(types))}
+  if family.hybrid == 'delta':
+    heads = raw['num_attention_heads']
+    for field in ('linear_num_key_heads', 'linear_num_value_heads'):
+      raw[field] = heads if raw[field] is None else raw[field]
+    if raw['linear_key_head_dim'] is None:
+      raw['linear_key_head_dim'] = int(0.75 * raw['hidden_size'] / raw['linear_num_key_heads'])
+    if raw['linear_value_head_dim'] is None:
+      raw['linear_value_head_dim'] = 2 * raw['linear_key_head_dim']
+  return raw
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> ModelConfig:
@@ -48,12 +80,14 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> M
   Raises:
     InputError: for values that are impossible or not supported; it names the field.
   """
-  if cfg.activation != 'silu':
-    raise InputError(f'{where}: hidden_act={raw["hidden_act"]!r} is not supported (only silu)')
-  own = {'convolution': _convolution, 'state_space': _state_space}.get(family.hybrid, _delta)(raw, cfg, where)
+  field, only = family.activation_field, next(iter(family.activations), 'silu')
+  if cfg.activation != only:
+    raise InputError(f'{where}: {field}={raw[field]!r} is not supported (only {only})')
+  readers = {'delta': _delta, 'convolution': _convolution, 'state_space': _single if family.single else _state_space}
+  own = readers[family.hybrid](raw, cfg, where)
   if not own['mixers']:
     return dataclasses.replace(cfg, **{k: own[k] for k in own.keys() & vars(cfg)})
-  return HybridConfig(**vars(cfg) | own | dict(joined=family.hybrid == 'joined'))
+  return HybridConfig(**vars(cfg) | own | dict(family.mixer))
 
 
 def _delta(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
@@ -61,8 +95,6 @@ def _delta(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
   sizes = _sizes(raw, 'delta', where)
   for field in (_INTERVAL, *((_SHARED,) if cfg.experts else ())):
     _check_whole(raw[field], field, 1, where)
-  if raw.get('attn_output_gate', True) is not True:
-    raise InputError(f'{where}: attn_output_gate={raw["attn_output_gate"]!r} is not supported (only True)')
   if sizes['value_heads'] % sizes['key_heads']:
     raise InputError(
       f'{where}: linear_num_key_heads={sizes["key_heads"]} must divide linear_num_value_heads={sizes["value_heads"]}'
@@ -71,7 +103,8 @@ def _delta(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
   if types is None:
     types = [_TYPES['delta'] if (i + 1) % raw[_INTERVAL] else FULL for i in range(cfg.num_layers)]
   experts = cfg.experts and dataclasses.replace(cfg.experts, shared=1, shared_size=raw[_SHARED], shared_gate=True)
-  return sizes | dict(experts=experts, mixers=_mixers(types, 'delta', cfg, where))
+  own = dict(experts=experts, mixers=_mixers(types, 'delta', cfg, where))
+  return sizes | own | dict(beta_scale=2.0 if raw.get(_NEGATIVE) else 1.0)
 
 
 def _convolution(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
@@ -91,7 +124,10 @@ def _convolution(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str,
       'heads, into which the channels of convolutions are split)'
     )
   size = _inner_size(raw, where)
-  return _sizes(raw, 'convolution', where) | dict(mixers=mixers, gated=False, intermediate_size=size)
+  first = cfg.experts.first_dense if cfg.experts else 0
+  if 'layers' not in mixers[first:]:
+    raise InputError(f'{where}: num_dense_layers={first} leaves no layer with attention and experts, which is needed')
+  return _sizes(raw, 'convolution', where) | dict(mixers=mixers, intermediate_size=size)
 
 
 def _inner_size(raw: dict[str, Any], where: str) -> int:
@@ -120,7 +156,7 @@ def _state_space(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str,
     raise InputError(f'{where}: position_embedding_type={position!r} is not supported (only rope, nope)')
   size = raw['shared_intermediate_size']  # beside experts
   experts = cfg.experts and dataclasses.replace(cfg.experts, shared=1, shared_size=size)
-  own = dict(intermediate_size=cfg.intermediate_size if experts else size, gated=False, experts=experts)
+  own = dict(intermediate_size=cfg.intermediate_size if experts else size, experts=experts)
   own |= dict(layer_ropes=() if position == 'rope' else (-1,) * cfg.num_layers)
   types = raw.get('layer_types') or raw.get('layers_block_type') or ['mamba'] * cfg.num_layers
   if not {*types} - {FULL, 'attention'}:
@@ -134,16 +170,36 @@ def _state_space(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str,
       f'{where}: mamba_n_heads={sizes["value_heads"]} of mamba_d_head={sizes["value_size"]} are not '
       f'mamba_expand={raw["mamba_expand"]!r} times the hidden_size of {cfg.hidden_size}'
     )
-  if sizes['value_heads'] % sizes['key_heads']:
-    raise InputError(f'{where}: mamba_n_groups={sizes["key_heads"]} must divide mamba_n_heads={sizes["value_heads"]}')
   return own | sizes | dict(mixers=_mixers(types, 'state_space', cfg, where))
+
+
+def _single(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
+  """Reads what models with state spaces have whose layers have one part each."""
+  mixers = _mixers(raw[_BLOCKS], 'state_space', cfg, where, _PARTS)
+  if {'mlp', 'moe'}.isdisjoint(mixers):
+    raise InputError(f'{where}: {_BLOCKS}={raw[_BLOCKS]!r} without an MLP or experts is not supported')
+  least, latent = raw['time_step_min'], raw['moe_latent_size']
+  if type(least) not in (int, float) or least < 0:
+    raise InputError(f'{where}: time_step_min={least!r} must not be below 0')
+  if latent is not None:
+    _check_whole(latent, 'moe_latent_size', 1, where)
+  _check_whole(raw[_SHARED_SINGLE], _SHARED_SINGLE, 1, where)
+  experts = None
+  if 'moe' in mixers:
+    _check_whole(raw['n_routed_experts'], 'n_routed_experts', 1, where)
+    experts = dataclasses.replace(cfg.experts, shared=1, shared_size=raw[_SHARED_SINGLE], latent=latent or 0)
+  own = dict(mixers=mixers, experts=experts, step_min=float(least), layer_ropes=(-1,) * cfg.num_layers)
+  return own | _sizes(raw, 'state_space', where)
 
 
 def _sizes(raw: dict[str, Any], mixer: str, where: str) -> dict[str, int]:
   """Returns {name in HybridConfig: value} of whole numbers."""
   for field, ours in _SIZES[mixer].items():
     _check_whole(raw[field], field, 2 if ours == 'taps' else 1, where)
-  return {ours: raw[field] for field, ours in _SIZES[mixer].items()}
+  sizes = {ours: raw[field] for field, ours in _SIZES[mixer].items()}
+  if mixer == 'state_space' and sizes['value_heads'] % sizes['key_heads']:
+    raise InputError(f'{where}: mamba_n_groups={sizes["key_heads"]} must divide mamba_n_heads={sizes["value_heads"]}')
+  return sizes
 
 
 def _check_whole(value: Any, field: str, lowest: int, where: str) -> None:
@@ -151,26 +207,39 @@ def _check_whole(value: Any, field: str, lowest: int, where: str) -> None:
     raise InputError(f'{where}: {field}={value!r} must be a whole number above {lowest - 1}')
 
 
-def _mixers(types: Any, mixer: str, cfg: ModelConfig, where: str) -> tuple[str, ...]:
-  """Returns `HybridConfig.mixers`."""
+def _mixers(
+  types: Any, mixer: str, cfg: ModelConfig, where: str, parts: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+  """Returns `HybridConfig.mixers`; `parts` are layers without a mixer."""
   other, types = _TYPES[mixer], [_SPELLINGS.get(name, name) for name in types]
-  if len(types) != cfg.num_layers or not set(types) <= {FULL, other}:
-    raise InputError(f'{where}: layer_types={types!r} must be {cfg.num_layers} times {FULL} or {other}')
+  known = {FULL: 'layers', other: mixer, **(parts or {})}
+  if len(types) != cfg.num_layers or not {*types} <= {*known}:
+    raise InputError(f'{where}: layer_types={types!r} must be {cfg.num_layers} times {" or ".join(known)}')
   if FULL not in types or other not in types:
     raise InputError(f'{where}: layer_types={types[0]!r} alone is not supported; a model needs layers of both kinds')
-  return tuple('layers' if kind == FULL else mixer for kind in types)
+  return tuple(known[kind] for kind in types)
 
 
 def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   """Returns the fields of config.json; the inverse of `read`."""
-  mixers = cfg.layer_stacks
-  out = {'layer_types': [FULL if name == 'layers' else _TYPES[name] for name in mixers]}
-  if isinstance(cfg, HybridConfig):
+  hybrid = isinstance(cfg, HybridConfig)
+  names = {'layers': FULL, family.hybrid: _TYPES[family.hybrid]} | {ours: theirs for theirs, ours in _PARTS.items()}
+  out = {'layer_types': [names[name] for name in (cfg.mixers if hybrid else cfg.layer_stacks)]}
+  if hybrid:
     out |= {field: vars(cfg)[ours] for field, ours in _SIZES[cfg.mixer].items()}
+    out |= {_NEGATIVE: cfg.beta_scale > 1} if _NEGATIVE in family.fields else {}
   if family.hybrid == 'convolution':
     # The size of an MLP is written as it is.
-    out |= dict(norm_eps=cfg.norm_eps, block_auto_adjust_ff_dim=False)
-  if family.hybrid == 'state_space':
+    adjust = dict(block_auto_adjust_ff_dim=False) if 'block_auto_adjust_ff_dim' in family.fields else {}
+    out |= dict(norm_eps=cfg.norm_eps) | adjust
+  if family.single:
+    out[_BLOCKS] = out['layer_types']
+    out |= {ours: out[name] for ours, name in family.aliases.items() if name in out}
+    out |= dict(layer_norm_epsilon=cfg.norm_eps, time_step_min=cfg.step_min)
+    out |= (
+      {'moe_latent_size': cfg.experts.latent or None, _SHARED_SINGLE: cfg.experts.shared_size} if cfg.experts else {}
+    )
+  elif family.hybrid == 'state_space':
     position = None if -1 in cfg.layer_ropes else 'rope'
     shared = cfg.experts.shared_size if cfg.experts else cfg.intermediate_size
     out |= dict(shared_intermediate_size=shared, position_embedding_type=position)

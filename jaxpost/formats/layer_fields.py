@@ -51,11 +51,15 @@ def ropes(
   if nested and not family.local_rope:
     raise InputError(f'{where}: rope_parameters of {sorted(nested)} not supported')
   main = {**{k: v for k, v in params.items() if k not in nested}, **(params.get(FULL) or {})}
+  off = family.rope_optional and main.get('rope_theta', raw['rope_theta']) is None
+  main |= dict(rope_theta=1.0) if off else {}
   # In the type 'proportional' the part that turns is no matter of shapes; in latent attention it has a size of its own.
   whole = family.latent or main.get('rope_type') == 'proportional'
   dim = head_dim if whole else _rotary_dim(main, raw, family, head_dim, where)
   first, unknown = _rope(main, raw['rope_theta'], raw, family, dim, where=where)
   out = dict(ropes=(first,), layer_ropes=(), rotary_dim=0 if dim == head_dim else dim)
+  if off:
+    out['layer_ropes'] = (-1,) * layers
   if 'no_rope_layers' in family.fields:
     out['layer_ropes'] = _no_rope(raw, layers, where)
   if family.local_rope:
@@ -182,6 +186,8 @@ def write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     out['partial_rotary_factor'] = main['partial_rotary_factor']
   if 'rotary_dim' in family.fields:
     out['rotary_dim'] = cfg.rotary_dim or cfg.head_dim
+  if family.rope_optional and -1 in cfg.layer_ropes:
+    out |= dict(rope_theta=None, rope_parameters=main | dict(rope_theta=None))
   if 'rope_interleave' in family.fields:
     out['rope_interleave'] = cfg.ropes[0].interleaved
   if ORIGINAL in family.fields and ORIGINAL in main:

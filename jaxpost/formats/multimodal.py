@@ -84,15 +84,11 @@ def text_tensors(found: dict[str, tuple]) -> dict[str, tuple]:
 
 
 class Origin:
-  """A multimodal folder that an export of its text model takes the other parts from; closes its files as a context.
-
-  Attributes:
-    config: its config.json.
-  """
+  """A multimodal folder that an export of its text model takes the other parts from; closes its files as a context."""
 
   def __init__(self, folder: model_folder.Path):
     self._folder = folder
-    self.config = object_store.read_json(folder / 'config.json')
+    self._config = object_store.read_json(folder / 'config.json')
     self._stack = contextlib.ExitStack()
     files, _ = model_folder.weight_files(folder)
     self._found = {k: v for file in files for k, v in model_folder.open_file(file, self._stack).items()}
@@ -103,6 +99,11 @@ class Origin:
 
   def __exit__(self, *error: Any) -> None:
     self._stack.close()
+
+  def completed(self, config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of an export: that of the folder, in place of that of the text model."""
+    del config
+    return self._config
 
   def name(self, text: str) -> str:
     """Returns the name of a tensor of the text model in this folder; 'lm_head.weight' need not be in it."""

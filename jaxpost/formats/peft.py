@@ -27,7 +27,7 @@ from etils import epath
 from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
 from jaxpost.formats import families, hf, model_folder, tensor_layout
-from jaxpost.models import lora, parameters, transformer
+from jaxpost.models import layers, lora, parameters, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.storage import object_store, seals
 
@@ -262,6 +262,8 @@ def _check_written(model: Model, kept: dict):
   taken = {_module(k) for k in paths.values() if k.spec.stack > 1}
   if not experts:
     return
+  if model.config.activation in layers.UNGATED:
+    raise InputError('adapters of experts without a gate are in the merged export only')
   if len(experts & {'gate', 'up'}) == 1:
     raise InputError('experts/gate and experts/up are one matrix in `peft`: both need adapters, or neither')
   if families.of_model(model.config.family).fused or any(

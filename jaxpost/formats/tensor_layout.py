@@ -65,10 +65,10 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
       else:
         out[path] = Stored(spec, names, (*outer, last * step), first, step)
       continue
-    name = f'{spec.hf}.'
+    name = f'.{re.sub("^model(?=[.])", family.prefix, spec.hf)}.'
     for ours, theirs in family.names.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
-    names = _names(name.removesuffix('.'), spec)
+    names = _names(name.strip('.'), spec)
     if path in family.rows:
       out[path] = Stored(spec, names, (1, *_shape(spec, cfg)))
       continue
@@ -92,14 +92,14 @@ def _names(name: str, spec: Param) -> tuple[str, ...]:
   return tuple(name.format(spec.number(i), *rest) for i, *rest in np.ndindex(spec.shape[: spec.stack]))
 
 
-def is_extra_layer(name: str, cfg: ModelConfig, count: int) -> bool:
-  """True for tensors of the `count` layers after the last.
-
-  They are for multi-token prediction, and are not read.
-  """
-  found = re.match(r'model\.layers\.(\d+)\.', name)
+def is_predictor(name: str, cfg: ModelConfig, count: int) -> bool:
+  """True for tensors of modules that predict several tokens at once: the `count` layers after the last, or 'mtp'."""
+  family = families.of_model(cfg.family)
+  if family.hybrid and name.startswith('mtp.'):
+    return True
+  found = family.extra_layers and re.match(r'model\.layers\.(\d+)\.', name)
   behind = bool(found) and 0 <= int(found[1]) - cfg.num_layers < count
-  return behind or bool(count) and name.startswith('model.mtp_')
+  return behind or family.extra_layers and bool(count) and name.startswith('model.mtp_')
 
 
 def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:

@@ -41,6 +41,8 @@ class Experts:
   groups: int = 1
   top_groups: int = 1
   scale: float = 1.0
+  epsilon: float = 1e-20  # added to the sum of the chosen sigmoids
+  latent: int = 0  # size of what experts read and write, projected from and to the hidden size; 0: no projections
 
   def share(self, devices: int) -> float:
     """Expected fraction of tokens that are routed to a device, for a uniform router."""
@@ -80,7 +82,7 @@ class ModelConfig:
   norm_offset: float = 0.0  # added to every norm scale
   qk_norm: str = ''  # '', 'head' (per head), 'rotated' (the same after RoPE) or 'wide' (over all heads)
   biases: tuple[str, ...] = ()  # those present, of q k v o gate up down router sinks
-  activation: str = 'silu'  # or 'gelu', 'gelu_tanh'
+  activation: str = 'silu'  # or 'gelu', 'gelu_tanh'; 'relu2' in MLPs without a gate
   tie_embeddings: bool = True
   embed_scale: float = 1.0
   residual_scale: float = 1.0  # multiplies the outputs of attention and MLP
@@ -133,7 +135,7 @@ class ModelConfig:
 
   @property
   def sparse_layers(self) -> int:
-    """Number of layers with experts, if the model has any; they come last."""
+    """Number of layers with experts, if the model has any."""
     return self.num_layers - (self.experts.first_dense if self.experts else 0)
 
   @property
@@ -164,6 +166,11 @@ class ModelConfig:
   def place_in_cache(self, layer: int) -> int:
     """Index of a layer among those whose cache is of the same kind."""
     return layer
+
+  def place_of_experts(self, layer: int) -> int | None:
+    """Index of a layer among those with experts, if the model has any; None for dense layers."""
+    place = layer - self.num_layers + self.sparse_layers
+    return None if place < 0 else place
 
   @property
   def layer_kinds(self) -> list[LayerKind]:

@@ -106,7 +106,7 @@ def decode(
     x, _, routing = transformer.layer(p, x, rope.pick(tables, kind.rope), attend, cfg, **rest)
     x = constrain(x, 'batch', None, None)
     if experts and routing:
-      j = i - cfg.num_layers + cfg.sparse_layers
+      j = cfg.place_of_experts(i)
       new = routing.chosen[:, None].astype(experts[j].dtype)
       experts[j] = jax.lax.dynamic_update_slice_in_dim(experts[j], new, step, axis=2)
   x = layers.rms_norm(x, weights['norm'], cfg)

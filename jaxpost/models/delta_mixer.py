@@ -1,4 +1,4 @@
-"""The mixer of the gated delta rule (Qwen3-Next, Qwen3.5): projections, convolutions, gates.
+"""The mixer of the gated delta rule (Qwen3-Next, Qwen3.5, OLMo Hybrid): projections, convolutions, gates.
 
 Legend: B rows, T tokens, D hidden size, K key heads, G value heads for each of them,
 H = K G value heads, d size of keys, e size of values.
@@ -48,11 +48,11 @@ def rows(cfg: HybridConfig) -> dict[str, Param]:
       'in_ba': matrix('in_proj_ba', cfg.key_heads, 2 * groups),
     }
   else:
-    inputs = {f'in_{name}': matrix('in_proj_qkv', *shape) for name, shape in zip('qkv', cfg.convolved)}
+    inputs = {f'in_{name}': matrix(f'in_proj_{name}', *shape) for name, shape in zip('qkv', cfg.convolved)}
     inputs |= {'in_z': matrix('in_proj_z', h, e), 'in_b': matrix('in_proj_b', h), 'in_a': matrix('in_proj_a', h)}
   taken = {
     f'conv_{name}': Param(
-      (1, heads * size, 1, taps), ('layers', 'heads', None, None), f'{_BLOCK}conv1d.weight', exact=True
+      (1, heads * size, 1, taps), ('layers', 'heads', None, None), f'{_BLOCK}{name}_conv1d.weight', exact=True
     )
     for name, (heads, size) in zip('qkv', cfg.convolved)
   }
@@ -78,11 +78,12 @@ def mix(
   mixed, tails = convolution.over_row(qkv, [p[f'conv_{name}'] for name in 'qkv'], segment_ids, tails)
   q, k, v = map(jax.nn.silu, mixed)
   q, k = _normed(q) * cfg.key_size**-0.5, _normed(k)
-  beta = real * jax.nn.sigmoid(b.astype(jnp.float32))
+  beta = real * cfg.beta_scale * jax.nn.sigmoid(b.astype(jnp.float32))
   log_decay = -real * jnp.exp(p['log_decay']) * jax.nn.softplus(a.astype(jnp.float32) + p['decay_bias'])
   terms, runs = (q, k, v, log_decay, beta), convolution.runs_of(segment_ids)
   out, state = recurrence.over_row(terms, runs, dtype=compute.dtype, corrected=True, state=state)
-  out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + cfg.norm_eps) * p['out_norm']
+  eps = cfg.out_norm_eps or cfg.norm_eps
+  out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps) * p['out_norm']
   out = out * jax.nn.silu(z.astype(jnp.float32))
   return checkpoint_name(out.astype(compute.residual), 'dots'), (*tails, state)
 

@@ -49,7 +49,7 @@ def apply_experts(
   Returns:
     [N, D] float32.
   """
-  num_local = len(p['gate'])
+  num_local = len(p['up'])
   top_k = chosen.shape[1]
   expert = chosen.reshape(-1) - first
   # Rows of other devices' experts get the number e, and so are sorted last.
@@ -77,7 +77,7 @@ def _mlp_by_expert(p: dict, x: jax.Array, expert: jax.Array, cfg: ModelConfig, c
   Returns:
     [M, D] float32.
   """
-  sizes = jnp.sum(expert[:, None] == jnp.arange(len(p['gate'])), axis=0, dtype=jnp.int32)
+  sizes = jnp.sum(expert[:, None] == jnp.arange(len(p['up'])), axis=0, dtype=jnp.int32)
 
   def dot(x, name):
     y = grouped(x, p[name], sizes, compute)
@@ -88,7 +88,10 @@ def _mlp_by_expert(p: dict, x: jax.Array, expert: jax.Array, cfg: ModelConfig, c
     bias = p.get(f'{name}_bias')
     return y if bias is None else y + bias.at[expert].get(mode='fill', fill_value=0, indices_are_sorted=True)
 
-  x = _gated(dot(x, 'gate').astype(jnp.float32), dot(x, 'up'), cfg)
+  if 'gate' in p:
+    x = _gated(dot(x, 'gate').astype(jnp.float32), dot(x, 'up'), cfg)
+  else:
+    x = layers.UNGATED[cfg.activation](dot(x, 'up').astype(jnp.float32))
   return dot(x.astype(compute.residual), 'down')
 
 
@@ -143,7 +146,7 @@ def _in_rounds(p, x, weights, order, expert, cfg, compute, room):
 
 
 def _loop_rounds(p, expert, room, one_round, carry):
-  rounds = -(-jnp.sum(expert < len(p['gate'])) // room)
+  rounds = -(-jnp.sum(expert < len(p['up'])) // room)
   with jax.named_scope('rounds'):  # planning finds the loop by this name
     return jax.lax.fori_loop(0, rounds, one_round, carry)
 

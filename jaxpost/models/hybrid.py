@@ -5,7 +5,8 @@ Legend: B rows, T tokens, D hidden size, H heads of a mixer, e size of its outpu
 A mixer is a module of `MIXERS`, named after its stack of layers. It declares its parameters
 (`rows`) and mixes the tokens of rows, or continues them (`mix`). What it keeps of a sequence
 has a fixed size: the last inputs of each convolution and, with most, a state
-(`HybridConfig.state_shapes`). A model has one such mixer.
+(`HybridConfig.state_shapes`). A model has one such mixer. The layers of some models have one part
+each: attention, another mixer, an MLP or experts.
 """
 
 from __future__ import annotations
@@ -26,31 +27,48 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.hybrid_config import HybridConfig
 
-MIXERS = {'delta': delta_mixer, 'convolution': convolution, 'state_space': state_space}  # keys: `parameters.STATEFUL`
+MIXERS = {'delta': delta_mixer, 'convolution': convolution, 'state_space': state_space}
 # Rows that other mixers replace.
 _ATTENTION = {*'qkvo', 'sinks', *(f'{name}_{kind}' for name in 'qkvo' for kind in ('norm', 'bias'))}
 
 
-def table(plain: dict[str, Param], cfg: HybridConfig) -> dict[str, Param]:
+def table(plain: dict[str, Param], dense: dict[str, Param], cfg: HybridConfig) -> dict[str, Param]:
   """Returns the parameter table, with a stack for each kind of layers.
 
-  plain: the table of the same model with attention in all layers.
+  Args:
+    plain: the table of the same model with attention in all layers.
+    dense: the rows of a dense MLP.
   """
-  common = {k.split('/')[1]: v for k, v in plain.items() if v.stacked}
+  common, dense = ({k.split('/')[1]: v for k, v in x.items() if v.stacked} for x in (plain, dense))
   rows = {}
-  for stack in (name for name in STACKS if name in cfg.mixers):
-    numbers = tuple(i for i, name in enumerate(cfg.mixers) if name == stack)
-    mixer = {name: spec for name, spec in common.items() if name in _ATTENTION}
-    if stack in MIXERS:
-      mixer = MIXERS[stack].rows(cfg)
-    elif cfg.gated:  # queries, and gates of the output
-      *shape, size = mixer['q'].shape
-      mixer['q'] = dataclasses.replace(mixer['q'], shape=(*shape, 2 * size))
-    rest = {name: spec for name, spec in common.items() if name not in _ATTENTION}
-    for name, spec in (mixer | rest).items():
+  for stack in (name for name in STACKS if name in cfg.layer_stacks):
+    numbers = tuple(i for i, name in enumerate(cfg.layer_stacks) if name == stack)
+    for name, spec in _of_stack(common, dense, stack, cfg).items():
       rows[f'{stack}/{name}'] = dataclasses.replace(spec, shape=(len(numbers), *spec.shape[1:]), numbers=numbers)
   outside = {path: spec for path, spec in plain.items() if not spec.stacked}
   return {'embed': outside.pop('embed')} | rows | outside
+
+
+def _of_stack(common: dict[str, Param], dense: dict[str, Param], stack: str, cfg: HybridConfig) -> dict[str, Param]:
+  """Returns the rows of the layers of a stack."""
+  own = MIXERS.get(stack.removeprefix('dense_'))
+  mixer = {name: spec for name, spec in common.items() if name in _ATTENTION}
+  rest = {name: spec for name, spec in common.items() if name not in _ATTENTION}
+  if own:
+    mixer = own.rows(cfg)
+  elif cfg.gated:  # queries, and gates of the output
+    *shape, size = mixer['q'].shape
+    mixer['q'] = dataclasses.replace(mixer['q'], shape=(*shape, 2 * size))
+  if stack.startswith('dense') or stack == 'mlp':
+    rest = {name: spec for name, spec in rest.items() if name.endswith('_norm')} | dense
+  if own and cfg.norms == 'post':
+    scale, rest = rest['attention_post_norm'], {k: v for k, v in rest.items() if not k.endswith('_post_norm')}
+    first = scale.hf.replace('post_attention', 'input')
+    rest |= {'attention_norm': dataclasses.replace(scale, hf=first), 'mlp_norm': scale}
+  if not cfg.single:
+    return mixer | rest
+  norm = rest.pop('attention_norm')
+  return rest if stack in ('mlp', 'moe') else mixer | {'attention_norm': norm}
 
 
 def over_rows(
@@ -124,10 +142,12 @@ def scan_periods(
     stacks, chosen = xs
     kept = []
     for i, p in enumerate(unstack_layers(stacks, cfg.layer_stacks[:period])['layers']):
-      x, kept_l = alike(order[i][1])(p, x, None if chosen is None else chosen[i])
+      place = cfg.place_of_experts(i)
+      x, kept_l = alike(order[i][1])(p, x, None if chosen is None or place is None else chosen[place])
       kept.append(kept_l)
     kept, routing = zip(*kept)
-    return x, (kept, jax.tree.map(lambda *y: jnp.stack(y), *routing))
+    routing = [y for y in routing if y is not None]
+    return x, (kept, jax.tree.map(lambda *y: jnp.stack(y), *routing) if routing else None)
 
   def split_layers(x):
     return x.reshape(count // period, -1, *x.shape[1:])
@@ -135,4 +155,4 @@ def scan_periods(
   stacks = {name: params[name] for name in STACKS if name in params}
   x, (kept, routing) = jax.lax.scan(one, x, jax.tree.map(split_layers, (stacks, chosen)))
   kept = [jax.tree.map(lambda y, i=i: y[i // period], kept[i % period]) for i in range(count)]
-  return x, kept, jax.tree.map(lambda y: y.reshape(count, *y.shape[2:]), routing)
+  return x, kept, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), routing)

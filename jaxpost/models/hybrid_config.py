@@ -3,17 +3,22 @@
 import dataclasses
 
 from jaxpost.models.config import ModelConfig
+from jaxpost.models.parameters import STATEFUL
 
 
 @dataclasses.dataclass(frozen=True)
 class HybridConfig(ModelConfig):
   """A decoder whose layers have either attention or one other mixer of tokens (`hybrid.py`).
 
+  With `norms='post'` only layers with attention have their norms behind; others have them in front.
+
   The sizes are those of the other mixer. The convolution has taps alone. In the terms of Mamba-2, the queries of a
   state space are C, its keys B, its values x, and the key heads are groups.
   """
 
-  mixers: tuple[str, ...] = ()  # of each layer: 'layers' (attention), or 'delta' (the gated delta rule), ...
+  # Of each layer: 'layers' (attention), 'delta' (the gated delta rule), 'convolution' or 'state_space'. With 'mlp' or
+  # 'moe' for some, layers have one part each, and those with attention or another mixer have no MLP.
+  mixers: tuple[str, ...] = ()
   key_heads: int = 0  # of queries and keys
   value_heads: int = 0  # a multiple of it
   key_size: int = 0
@@ -21,15 +26,34 @@ class HybridConfig(ModelConfig):
   taps: int = 0  # tokens that a convolution sees
   joined: bool = False  # one projection makes queries, keys, values and gates, by key head
   gated: bool = True  # the outputs of attention have gates, whose projection is joined to that of the queries
+  beta_scale: float = 1.0  # multiplies the steps of the delta rule; 2: its eigenvalues may be negative
+  out_norm_eps: float = 0.0  # of the norm behind the delta rule; 0: `norm_eps`
+  step_min: float = 0.0  # least step of a state space
 
   @property
   def layer_stacks(self) -> tuple[str, ...]:
-    return self.mixers
+    first = self.num_layers - self.sparse_layers if self.experts and not self.single else 0
+    dense = ('dense' if name == 'layers' else f'dense_{name}' for name in self.mixers[:first])
+    return (*dense, *self.mixers[first:])
+
+  @property
+  def single(self) -> bool:
+    """True if each layer has one part: attention, another mixer, an MLP or experts."""
+    return not {'mlp', 'moe'}.isdisjoint(self.mixers)
+
+  @property
+  def sparse_layers(self) -> int:
+    return self.mixers.count('moe') if self.single else super().sparse_layers
+
+  @property
+  def layer_widths(self) -> tuple[int, ...]:
+    width = self.head_dim + self.value_dim
+    return tuple(width * (name == 'layers') for name in self.mixers)
 
   @property
   def mixer(self) -> str:
     """The mixer of the layers without attention."""
-    return next(name for name in self.mixers if name != 'layers')
+    return next(name for name in self.mixers if name in STATEFUL)
 
   @property
   def state_shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -53,6 +77,11 @@ class HybridConfig(ModelConfig):
     # A state is read by the query and added to; the gated delta rule reads it by the key, too.
     passes = 2.0 * self.mixers.count('state_space') + 3.0 * self.mixers.count('delta')
     return 2 * passes * self.value_heads * self.key_size * self.value_size
+
+  def place_of_experts(self, layer: int) -> int | None:
+    if not self.single:
+      return super().place_of_experts(layer)
+    return self.mixers[:layer].count('moe') if self.mixers[layer] == 'moe' else None
 
   def place_in_cache(self, layer: int) -> int:
     return self.mixers[:layer].count(self.mixers[layer])

@@ -25,6 +25,7 @@ ACTIVATIONS = {
   'gelu': functools.partial(jax.nn.gelu, approximate=False),
   'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
 }
+UNGATED = {'relu2': lambda x: jnp.square(jax.nn.relu(x))}  # of MLPs without a gate
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -164,10 +165,20 @@ def project_all(spec: str, x, p, name: str, compute: Compute, cfg, layout) -> li
 
 
 def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):
-  """SwiGLU and its like (Shazeer, 2020): [B, T, D] -> [B, T, D]."""
-  gate, up = project_all('btd,df->btf', x, p, 'gate_up', compute, cfg=cfg, layout=layout)
-  hidden = ACTIVATIONS[cfg.activation](gate.astype(jnp.float32)) * up
+  """SwiGLU and its like (Shazeer, 2020), or an MLP without a gate: [B, T, D] -> [B, T, D]."""
+  if cfg.activation in UNGATED:
+    hidden = UNGATED[cfg.activation](project('btd,df->btf', x, p, 'up', compute, layout=layout).astype(jnp.float32))
+  else:
+    gate, up = project_all('btd,df->btf', x, p, 'gate_up', compute, cfg=cfg, layout=layout)
+    hidden = ACTIVATIONS[cfg.activation](gate.astype(jnp.float32)) * up
   return project('btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute, layout=layout)
+
+
+def add(x, out, cfg):
+  """Adds the output of attention or MLP to the residual stream [B, T, D]."""
+  if cfg.residual_scale != 1:
+    out = out * cfg.residual_scale
+  return x + out.astype(x.dtype)
 
 
 _POLICIES = {

@@ -65,7 +65,7 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   names = {target_name(p, s): p for p, s in table.items() if s.matrix and s.stacked}
   # 'q' also matches any path that ends in /q, except for experts: those are
   # selected by 'experts/q'.
-  expression = '(?:(?!.*experts/).*/|layers/(?=experts/))?(?:{})'
+  expression = r'(?:(?!.*experts/).*/|\w+/(?=experts/))?(?:{})'
   if pattern != _LINEAR and re.fullmatch(r'[\w/|]+', pattern):  # a list of names, each of which is meant
     for name in pattern.split('|'):
       match_paths(names, name, 'config.lora.targets', expression)

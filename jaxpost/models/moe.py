@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import Compute
-from jaxpost.models import expert_mlp, expert_parallel
+from jaxpost.models import expert_mlp, expert_parallel, layers
 from jaxpost.models.parameters import Param
 from jaxpost.models.routing import Routing, route
 
@@ -48,6 +48,23 @@ class _Sharding(NamedTuple):
   size: int
   tokens_split: bool
   exact: bool
+
+
+def with_shared(
+  p: dict, y: jax.Array, cfg: ModelConfig, compute: Compute, layout, chosen: jax.Array | None = None
+) -> tuple[jax.Array, Routing]:
+  """`mlp` between the projections of its experts, if they have such, plus the output of shared experts."""
+  if cfg.experts.latent:
+    x = layers.project('btd,dl->btl', y, p, 'latent_in', compute, layout=layout)
+    out, routing = mlp(p, x, cfg, compute, layout, chosen=chosen, seen=y)
+    out = layers.project('btl,ld->btd', out, p, 'latent_out', compute, layout=layout)
+  else:
+    out, routing = mlp(p, y, cfg, compute, layout, chosen=chosen)
+  if cfg.experts.shared:
+    shared = {k.removeprefix(SHARED_PREFIX): v for k, v in p.items() if k.startswith(SHARED_PREFIX)}
+    more = layers.mlp(shared, y, cfg, compute, layout)
+    out = out + (gate_shared(p, y, more) if cfg.experts.shared_gate else more)
+  return out, routing
 
 
 def mlp(
@@ -103,7 +120,7 @@ def _dense_params(p: dict, compute: Compute) -> dict[str, jax.Array]:
 
   The adapter of a matrix `gate` becomes `gate_a` and `gate_b`.
   """
-  names = ['router', *_MATRICES]
+  names = ['router', *(name for name in _MATRICES if name in p)]
   names += [f'{name}_bias' for name in names if f'{name}_bias' in p]
   names += [name for name in ('router_choice', 'router_scale') if name in p]
   params = {}
@@ -159,7 +176,7 @@ def _mlp_on_device(
   if sharding.tokens_split:
     # Twice the work of a device where the experts share it evenly.
     room = 2 * routing.chosen.size
-  tensor_shards = jax.lax.axis_size('tensor') if 'tensor' in sharding.specs['gate'] else 1
+  tensor_shards = jax.lax.axis_size('tensor') if 'tensor' in sharding.specs['up'] else 1
   if 'down_bias' in p:  # each tensor shard adds its share
     p = p | {'down_bias': p['down_bias'] / tensor_shards}
   out = expert_mlp.apply_experts(p, *rows, first=first, cfg=cfg, compute=compute, room=room).astype(compute.residual)
@@ -225,7 +242,7 @@ def param_rows(cfg: ModelConfig) -> dict[str, Param]:
   """Returns the rows of the parameter table that replace those of a dense MLP."""
   n, d = cfg.sparse_layers, cfg.hidden_size
   e, f = cfg.experts.num, cfg.experts.size
-  shared_f = cfg.experts.shared_size or cfg.experts.shared * f
+  shared_f, inner = cfg.experts.shared_size or cfg.experts.shared * f, cfg.experts.latent or d
   first = cfg.num_layers - n
   block = 'model.layers.{}.mlp.'
 
@@ -237,8 +254,8 @@ def param_rows(cfg: ModelConfig) -> dict[str, Param]:
   def bias(name, shape, axes):
     return Param((n, *shape), ('layers', *axes), f'{block}{name}.bias', 'zeros', exact=True, first=first)
 
-  def shared(name, shape, axes):
-    return Param((n, *shape), ('layers', *axes), f'{block}shared_experts.{name}_proj.weight', matrix=True, first=first)
+  def outside(name, shape, axes):
+    return Param((n, *shape), ('layers', *axes), f'{block}{name}.weight', matrix=True, first=first)
 
   biases = {
     'router': bias('gate', (e,), (None,)),
@@ -250,9 +267,9 @@ def param_rows(cfg: ModelConfig) -> dict[str, Param]:
     'layers/router': Param(
       (n, d, e), ('layers', 'embed', None), f'{block}gate.weight', matrix=True, exact=True, first=first
     ),
-    'layers/gate': matrix('gate', (d, f), ('embed', 'mlp')),
-    'layers/up': matrix('up', (d, f), ('embed', 'mlp')),
-    'layers/down': matrix('down', (f, d), ('mlp', 'embed')),
+    'layers/gate': matrix('gate', (inner, f), ('embed', 'mlp')),
+    'layers/up': matrix('up', (inner, f), ('embed', 'mlp')),
+    'layers/down': matrix('down', (f, inner), ('mlp', 'embed')),
   }
   for name, spec in biases.items():
     if name in cfg.biases:
@@ -263,10 +280,17 @@ def param_rows(cfg: ModelConfig) -> dict[str, Param]:
     )
   if shared_f:
     table |= {
-      f'layers/{SHARED_PREFIX}gate': shared('gate', (d, shared_f), ('embed', 'mlp')),
-      f'layers/{SHARED_PREFIX}up': shared('up', (d, shared_f), ('embed', 'mlp')),
-      f'layers/{SHARED_PREFIX}down': shared('down', (shared_f, d), ('mlp', 'embed')),
+      f'layers/{SHARED_PREFIX}gate': outside('shared_experts.gate_proj', (d, shared_f), ('embed', 'mlp')),
+      f'layers/{SHARED_PREFIX}up': outside('shared_experts.up_proj', (d, shared_f), ('embed', 'mlp')),
+      f'layers/{SHARED_PREFIX}down': outside('shared_experts.down_proj', (shared_f, d), ('mlp', 'embed')),
     }
+  if cfg.experts.latent:
+    table |= {
+      'layers/latent_in': outside('fc1_latent_proj', (d, inner), ('embed', None)),
+      'layers/latent_out': outside('fc2_latent_proj', (inner, d), (None, 'embed')),
+    }
+  if cfg.activation in layers.UNGATED:
+    table = {k: v for k, v in table.items() if not k.endswith('gate')}
   if cfg.experts.shared_gate:
     table[f'layers/{SHARED_PREFIX}weight'] = Param(
       (n, d, 1), ('layers', 'embed', None), f'{block}shared_expert_gate.weight', matrix=True, exact=True, first=first

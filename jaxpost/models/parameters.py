@@ -17,12 +17,9 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
 
 ADAPTER_ROOT = 'lora'  # path prefix of adapters: lora/layers/q/a is A of layers/q
-STATEFUL = (
-  'delta',
-  'convolution',
-  'state_space',
-)  # stacks whose layers have a state of fixed size instead of attention
-STACKS = ('dense', *STATEFUL, 'local', 'local_shared', 'shared', 'layers')  # names of the stacks of layers
+# Stacks whose layers have a state of fixed size instead of attention; those of 'dense' layers have no experts.
+STATEFUL = ('dense_delta', 'dense_convolution', 'dense_state_space', 'delta', 'convolution', 'state_space')
+STACKS = ('dense', *STATEFUL, 'mlp', 'moe', 'local', 'local_shared', 'shared', 'layers')  # names of all stacks
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import dataclasses
 
 from jaxpost.models.config import Experts, ModelConfig, Rope
-from jaxpost.models.hybrid_config import HybridConfig
 
 
 def _model(family: str, sizes: tuple[int, ...], **fields) -> ModelConfig:
@@ -26,13 +25,6 @@ def _qwen3(hidden, mlp, layers, heads, kv_heads, head_dim=128, vocab=151_936, ti
 def _with_experts(dense: ModelConfig, *sizes: int) -> ModelConfig:
   """Returns the Qwen3 with `Experts(*sizes)` in place of its MLP."""
   return dataclasses.replace(dense, family='qwen3_moe', experts=Experts(*sizes))
-
-
-def _lfm2(sizes: tuple[int, ...], attention: tuple[int, ...]) -> HybridConfig:
-  """Returns a config; `attention` has the numbers of the layers with attention."""
-  plain = _model('lfm2', sizes, ropes=(Rope(1e6),), qk_norm='head', norm_eps=1e-5, max_position=128_000)
-  mixers = tuple('layers' if i in attention else 'convolution' for i in range(plain.num_layers))
-  return HybridConfig(**vars(plain), mixers=mixers, taps=3, gated=False)
 
 
 def _gpt_oss(layers, experts) -> ModelConfig:
@@ -111,13 +103,6 @@ PRESETS = {
   'qwen3_14b': _qwen3(5120, 17_408, 40, 40, 8, tied=False),
   'qwen3_32b': _qwen3(5120, 25_600, 64, 64, 8, tied=False),
   'tiny_moe': _with_experts(_TINY, 8, 2, 96),
-  'tiny_hybrid': HybridConfig(
-    **vars(_TINY)
-    | dict(family='qwen3_5_text', norm_offset=1.0, rotary_dim=8, mixers=('delta', 'layers', 'delta'))
-    | dict(key_heads=4, value_heads=8, key_size=16, value_size=24, taps=4)
-  ),
-  'tiny_lfm2': _lfm2((259, 128, 384, 3, 4, 2, 32), attention=(1,)),
-  'lfm2_1_2b': _lfm2((65_536, 2048, 8192, 16, 32, 8, 64), attention=(2, 5, 8, 10, 12, 14)),
   'qwen3_30b_a3b': _with_experts(_qwen3(2048, 6144, 48, 32, 4, tied=False), 128, 8, 768),
   'qwen3_235b_a22b': _with_experts(_qwen3(4096, 12_288, 94, 64, 4, tied=False), 128, 8, 1536),
   'mixtral_8x7b': _model(
@@ -166,3 +151,10 @@ PRESETS = {
     'mistral', (32_000, 4096, 14_336, 32, 32, 8, 128), layer_windows=(4096,) * 32, norm_eps=1e-5, tie_embeddings=False
   ),
 }
+
+
+def every() -> dict[str, ModelConfig]:
+  """Returns `PRESETS` and those with other layers than a Llama's, which are imported now."""
+  from jaxpost.models import hybrid_presets
+
+  return PRESETS | hybrid_presets.PRESETS

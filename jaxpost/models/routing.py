@@ -64,7 +64,7 @@ def route(p: dict, x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None = No
   chosen = chosen.astype(jnp.int32)
   weights = jnp.take_along_axis(scores, chosen, axis=-1)
   if e.normalize:
-    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (1e-20 if e.sigmoid else 0))
+    weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (e.epsilon if e.sigmoid else 0))
   if 'router_scale' in p:  # a factor of each expert
     weights = weights * p['router_scale'][chosen]
   return weights * e.scale, Routing(chosen, logits)

@@ -1,4 +1,4 @@
-"""The mixer of a selective state space (Mamba-2; Dao and Gu, arXiv:2405.21060), as in Granite 4 hybrids.
+"""The mixer of a selective state space (Mamba-2; Dao and Gu, arXiv:2405.21060), as in Granite 4 and Nemotron-H.
 
 Legend: B rows, T tokens, D hidden size, K groups, H heads, d size of the state, e size of a head.
 
@@ -65,7 +65,7 @@ def mix(
   if 'conv' in cfg.biases:
     mixed = [out + p[f'conv_{name}_bias'].reshape(out.shape[2:]) for name, out in zip('xbc', mixed)]
   x, b, c = map(jax.nn.silu, mixed)
-  dt = real * jax.nn.softplus(dt.astype(jnp.float32) + p['step_bias'])
+  dt = real * jnp.maximum(jax.nn.softplus(dt.astype(jnp.float32) + p['step_bias']), cfg.step_min)
   terms, runs = (c, b, x, -dt * jnp.exp(p['log_decay']), dt), convolution.runs_of(segment_ids)
   out, state = recurrence.over_row(terms, runs, dtype=compute.dtype, corrected=False, state=state)
   out = (out + p['skip'][:, None] * x) * jax.nn.silu(z.astype(jnp.float32))

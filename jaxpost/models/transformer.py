@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.models import attention, layers, rope
 from jaxpost.models.config import CustomConfig, LatentConfig, ModelConfig
-from jaxpost.models.parameters import STATEFUL, Param, unstack_layers
+from jaxpost.models.parameters import Param, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -76,7 +76,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
   if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = tokens('lm_head')
   table = _other_layers(table, cfg)
-  if dense := cfg.num_layers - cfg.sparse_layers:
+  if not cfg.state_shapes and (dense := cfg.num_layers - cfg.sparse_layers):
     from jaxpost.models import moe
 
     table = moe.behind(param_table(dataclasses.replace(cfg, experts=None, num_layers=dense)), table, cfg)
@@ -92,7 +92,7 @@ def _other_layers(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]
   if cfg.state_shapes:
     from jaxpost.models import hybrid
 
-    return hybrid.table(table, cfg)
+    return hybrid.table(table, _dense_rows(cfg), cfg)
   if cfg.mixed:
     from jaxpost.models import mixed_attention
 
@@ -106,13 +106,17 @@ def _stacked(layers: int, shape: tuple[int, ...], axes: tuple, hf: str) -> Param
 
 
 def _mlp_rows(cfg: ModelConfig) -> dict[str, Param]:
-  if cfg.experts:
-    from jaxpost.models import moe
+  if not cfg.experts:
+    return _dense_rows(cfg)
+  from jaxpost.models import moe
 
-    return moe.param_rows(cfg)
+  return moe.param_rows(cfg)
+
+
+def _dense_rows(cfg: ModelConfig) -> dict[str, Param]:
   d, f, stacked = cfg.hidden_size, cfg.intermediate_size, functools.partial(_stacked, cfg.num_layers)
-  return {
-    'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj'),
+  gate = {'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj')}
+  return ({} if cfg.activation in layers.UNGATED else gate) | {
     'layers/up': stacked((d, f), ('embed', 'mlp'), 'mlp.up_proj'),
     'layers/down': stacked((f, d), ('mlp', 'embed'), 'mlp.down_proj'),
   }
@@ -138,11 +142,8 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
   looked_up = sum(math.prod(p.shape) for path, p in param_table(cfg).items() if p.axes[0] == 'vocab' and path != 'head')
   embedding = cfg.padded_vocab_size * cfg.hidden_size
   matrices = num_active(cfg) - looked_up + (embedding if cfg.tie_embeddings else 0)
-  seen = sum(
-    min(context, kind.window or context) * width
-    for kind, stack, width in zip(cfg.layer_kinds, cfg.layer_stacks, cfg.layer_widths)
-    if stack not in STATEFUL
-  )
+  kinds = zip(cfg.layer_kinds, cfg.layer_widths)
+  seen = sum(min(context, kind.window or context) * width for kind, width in kinds)
   return cfg.state_flops + 2 * matrices + 2 * cfg.num_heads * seen
 
 
@@ -170,45 +171,44 @@ def layer(
   def norm(x, name):
     return layers.rms_norm(x, p[name], cfg) if name in p else x
 
-  y = norm(x, 'attention_norm')
-  if recur and p.keys().isdisjoint(('q', 'qkv')):
-    out, kept = recur(p, y)
-  elif isinstance(cfg, LatentConfig):
-    from jaxpost.models import mla
-
-    out, kept = mla.attend(p, y, table, attend, cfg, compute=compute, absorbed=absorbed, layout=layout)
-  else:
-    q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg=cfg, layout=layout)
-    q, *gate = jnp.split(q, 2, axis=-1) if cfg.gated else (q,)
-    if cfg.qk_norm in ('head', 'wide'):
-      q, k = layers.norm_heads(q, k, p, cfg)
-    q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
-    if cfg.qk_norm == 'rotated':
-      q, k = layers.norm_heads(q, k, p, cfg)
-    out, kept = attend(rope.scale_queries(q, table), k, v, (k, v))
-    for x_gate in gate:  # of hybrids
-      out = (out * jax.nn.sigmoid(x_gate.astype(jnp.float32))).astype(out.dtype)
-  out = layers.project('btnh,nhd->btd', out, p, 'o', compute, layout=layout)
-  x = _add(x, norm(out, 'attention_post_norm'), cfg)
-  y, routing = norm(x, 'mlp_norm'), None
+  kept, routing = None, None
+  if 'o' in p:
+    rest = dict(compute=compute, layout=layout, absorbed=absorbed, recur=recur)
+    out, kept = _mix(p, norm(x, 'attention_norm'), table, attend, cfg, **rest)
+    x = layers.add(
+      x, norm(layers.project('btnh,nhd->btd', out, p, 'o', compute, layout=layout), 'attention_post_norm'), cfg
+    )
+  if 'down' not in p:
+    return x, kept, routing
+  y = norm(x, 'mlp_norm')
   if 'router' in p:
     from jaxpost.models import moe
 
-    out, routing = moe.mlp(p, y, cfg, compute, layout, chosen=chosen)
-    if cfg.experts.shared:
-      shared = {k.removeprefix(moe.SHARED_PREFIX): v for k, v in p.items() if k.startswith(moe.SHARED_PREFIX)}
-      more = layers.mlp(shared, y, cfg, compute, layout)
-      out = out + (moe.gate_shared(p, y, more) if cfg.experts.shared_gate else more)
+    out, routing = moe.with_shared(p, y, cfg, compute, layout, chosen=chosen)
   else:
     out = layers.mlp(p, y, cfg, compute, layout)
-  return _add(x, norm(out, 'mlp_post_norm'), cfg), kept, routing
+  return layers.add(x, norm(out, 'mlp_post_norm'), cfg), kept, routing
 
 
-def _add(x, out, cfg):
-  """Adds the output of attention or MLP to the residual stream."""
-  if cfg.residual_scale != 1:
-    out = out * cfg.residual_scale
-  return x + out.astype(x.dtype)
+def _mix(p, y, table, attend, cfg, compute, layout, absorbed, recur):
+  """Mixes the tokens of y [B, T, D] by attention or `recur`: ([B, T, H, h], kept); see `layer`."""
+  if recur and p.keys().isdisjoint(('q', 'qkv')):
+    return recur(p, y)
+  if isinstance(cfg, LatentConfig):
+    from jaxpost.models import mla
+
+    return mla.attend(p, y, table, attend, cfg, compute=compute, absorbed=absorbed, layout=layout)
+  q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg=cfg, layout=layout)
+  q, *gate = jnp.split(q, 2, axis=-1) if cfg.gated else (q,)
+  if cfg.qk_norm in ('head', 'wide'):
+    q, k = layers.norm_heads(q, k, p, cfg)
+  q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
+  if cfg.qk_norm == 'rotated':
+    q, k = layers.norm_heads(q, k, p, cfg)
+  out, kept = attend(rope.scale_queries(q, table), k, v, (k, v))
+  for x_gate in gate:  # of hybrids
+    out = (out * jax.nn.sigmoid(x_gate.astype(jnp.float32))).astype(out.dtype)
+  return out, kept
 
 
 def run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None, recur=None):
@@ -254,12 +254,14 @@ def _in_a_row(alike, params, x, cfg, chosen):
   """`run_layers` as straight code."""
   if not isinstance(params['layers'], list):
     params = unstack_layers(params, cfg.layer_stacks)
-  kept, sparse = [], cfg.num_layers - cfg.sparse_layers  # the first layer with experts
+  kept = []
   for i, (p, kind) in enumerate(zip(params['layers'], cfg.layer_kinds)):
-    x, kept_l = alike(kind)(p, x, None if chosen is None or i < sparse else chosen[i - sparse])
+    place = cfg.place_of_experts(i)
+    x, kept_l = alike(kind)(p, x, None if chosen is None or place is None else chosen[place])
     kept.append(kept_l)
   kept, routing = zip(*kept)
-  return x, kept, jax.tree.map(lambda *y: jnp.stack(y), *routing[sparse:])
+  routing = [y for y in routing if y is not None]
+  return x, kept, jax.tree.map(lambda *y: jnp.stack(y), *routing) if routing else None
 
 
 def _scan(block, params, x, cfg, compute, chosen):
@@ -276,9 +278,7 @@ def _scan(block, params, x, cfg, compute, chosen):
   def same(p, x, chosen, varied):
     return block(p, x, chosen, kinds[0]._replace(**varied))
 
-  one = layers.rematerialized(same, compute)
-
-  first = []
+  one, first = layers.rematerialized(same, compute), []
   if sparse:  # dense layers first
     here, varied = ({k: v[s] for k, v in varied.items()} for s in (slice(sparse), slice(sparse, None)))
     x, (first, _) = jax.lax.scan(lambda x, xs: one(xs[0], x, None, xs[1]), x, (params['dense'], here))
@@ -289,15 +289,8 @@ def _scan(block, params, x, cfg, compute, chosen):
 
 def attention_over(segment_ids, positions, cfg: ModelConfig, compute: Compute, layout, branch_ids=None) -> Callable:
   """Returns (q, k, v, window=, sinks=) -> out, attention inside the documents of these rows."""
-  return functools.partial(
-    attention.attention,
-    segment_ids=segment_ids,
-    compute=compute,
-    branch_ids=branch_ids,
-    positions=positions,
-    cfg=cfg,
-    layout=layout,
-  )
+  rows = dict(segment_ids=segment_ids, branch_ids=branch_ids, positions=positions)
+  return functools.partial(attention.attention, **rows, compute=compute, cfg=cfg, layout=layout)
 
 
 def recurrence_over(segment_ids, cfg: ModelConfig, compute: Compute, layout, branch_ids=None, keep=False):
@@ -331,10 +324,6 @@ def unconstrained(x, *axes):
   return x
 
 
-def _unchanged(x):
-  return x
-
-
 def forward(
   params,
   tokens,
@@ -358,7 +347,7 @@ def forward(
     chosen: [B, T, L, k], experts to use, or None.
     routing: also return the `Routing` [L, B, T, ...].
   """
-  n, order = row_shards(constrain), _unchanged
+  n, order = row_shards(constrain), unconstrained
   if n > 1:
     from jaxpost.models import context_parallel
 
@@ -366,10 +355,7 @@ def forward(
   x = embed(params, order(tokens), cfg, compute, constrain, noise=noise if noise is None else order(noise))
   x = constrain(x, 'batch', 'time', None)
   params = with_inputs(params, order(tokens), x, cfg, compute=compute, layout=constrain)
-  lengths = None
-  if rope.by_length(cfg):
-    lengths = order(rope.document_lengths(positions, segment_ids))
-
+  lengths = order(rope.document_lengths(positions, segment_ids)) if rope.by_length(cfg) else None
   attention_of = attention_over(segment_ids, positions, cfg, compute, constrain, branch_ids=branch_ids)
 
   def attend(q, k, v, keep, window, sinks):

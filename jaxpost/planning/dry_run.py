@@ -38,7 +38,7 @@ def named_shape(name: str) -> ModelConfig | None:
     return re.sub('[^a-z0-9]', '', text.lower())
 
   wanted = plain(re.sub('(?i)-(instruct|base|it|hf|chat).*$', '', name.partition('@')[0].rpartition('/')[2]))
-  shapes = {plain(k): v for k, v in presets.PRESETS.items()}
+  shapes = {plain(k): v for k, v in presets.every().items()}
   return shapes.get(wanted.removeprefix('meta'))
 
 
@@ -49,11 +49,11 @@ def shape_of(text: str, key: str, text_only: bool = False) -> ModelConfig:
     return shape
   if text.startswith(('.', '/', '~')) or '://' in text:
     return model_folders.open_folder(text, key, text_only)[1]
-  near = difflib.get_close_matches(text.rpartition('/')[2].lower().replace('-', '_'), presets.PRESETS, 1)
+  near = difflib.get_close_matches(text.rpartition('/')[2].lower().replace('-', '_'), presets.every(), 1)
   raise InputError(
     f'{key}: no shape is called {text!r}; '
     + (f'did you mean {near[0]!r}? ' if near else '')
-    + f'known: {", ".join(presets.PRESETS)}, or the path of a folder'
+    + f'known: {", ".join(presets.every())}, or the path of a folder'
   )
 
 

@@ -12,7 +12,7 @@ import dataclasses
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_fields, hf, model_folder, multimodal, peft
+from jaxpost.formats import config_fields, families, hf, model_folder, multimodal, peft, predictors
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import ModelConfig
 from jaxpost.stage.schema import ModelSection
@@ -47,17 +47,23 @@ def local_folder(text: str, key: str) -> epath.Path:
   return folder
 
 
-def origin(section: ModelSection) -> multimodal.Origin | None:
-  """Returns the multimodal folder whose text model `config.model` asks for, also below an adapter; None without one."""
-  path = section.path
+def origin(section: ModelSection, cfg: ModelConfig) -> multimodal.Origin | None:
+  """Returns the folder of `config.model`, also below an adapter, if exports have parts of it that `cfg` lacks.
+
+  They are the other parts of a multimodal folder, and modules that predict several tokens at once.
+  """
+  path, family = section.path, families.of_model(cfg.family)
+  if not (section.text_only or family.hybrid or family.extra_layers):
+    return None
   is_run = (epath.Path(path.partition('@')[0]).expanduser() / 'checkpoints').exists()
   if not path or is_run:  # random weights, and checkpoints, are of text models alone
     return None
   path = adapter_base(epath.Path(path).expanduser()) or path
   folder = model_folder.opened(local_folder(path, 'config.model.path'))
-  if not config_fields.other_parts(object_store.read_json(folder / 'config.json')):
-    return None
-  return multimodal.Origin(folder)
+  if section.text_only and config_fields.other_parts(object_store.read_json(folder / 'config.json')):
+    return multimodal.Origin(folder)
+  found = predictors.Predictors(folder, cfg)
+  return found if found.others() else None
 
 
 def open_custom(path: str, model: model_lib.Model) -> epath.Path:

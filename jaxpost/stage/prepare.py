@@ -167,10 +167,10 @@ def model_source(section: ModelSection) -> Source:
   from jaxpost.models import presets
 
   refuse(
-    preset not in presets.PRESETS,
-    f'config.model.preset: no shape is called {preset!r}; known: {", ".join(presets.PRESETS)}',
+    preset not in presets.every(),
+    f'config.model.preset: no shape is called {preset!r}; known: {", ".join(presets.every())}',
   )
-  return Source(presets.PRESETS[preset])
+  return Source(presets.every()[preset])
 
 
 def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:

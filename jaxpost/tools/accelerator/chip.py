@@ -88,7 +88,7 @@ def kernels(kernel_length: int) -> dict[str, Any]:
   if name not in attention_kernels.REFUSALS:
     return dict(kernel=name, errors={}, note='XLA computes attention on this platform; there is no kernel to check')
   shapes = {}
-  for preset, cfg in presets.PRESETS.items():
+  for preset, cfg in presets.every().items():
     shape = attention_kernels.attention_shape(cfg, kernel_length, 1)
     shapes.setdefault(shape, preset)
   errors, refused = {}, {}

@@ -42,7 +42,7 @@ _SAMPLES = 10  # largest operations of a profile that are reported
 
 def shape_of(preset: str, layers: int) -> ModelConfig:
   """Returns the shape of a preset with its first `layers` layers; 0: all of them."""
-  cfg = presets.PRESETS[preset]
+  cfg = presets.every()[preset]
   if not layers:
     return cfg
   per_layer = {k: vars(cfg)[k][:layers] for k in ('layer_windows', 'layer_ropes') if vars(cfg)[k]}

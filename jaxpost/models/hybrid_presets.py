@@ -1,0 +1,63 @@
+"""Named configs of models with other layers than a Llama's, for `presets.every`."""
+
+from jaxpost.models.config import Rope
+from jaxpost.models.hybrid_config import HybridConfig
+from jaxpost.models.mixed_config import MixedConfig
+
+_ROPE = dict(ropes=(Rope(1e6),), qk_norm='head')
+_DELTA = dict(norm_offset=1.0, rotary_dim=8, mixers=('delta', 'layers', 'delta'), max_position=40_960)
+
+
+def _lfm2(sizes: tuple[int, ...], attention: tuple[int, ...]) -> HybridConfig:
+  """Returns a config.
+
+  Args:
+    sizes: vocabulary, hidden size, MLP size, layers, heads, kv heads, head size.
+    attention: the numbers of the layers with attention.
+  """
+  mixers = tuple('layers' if i in attention else 'convolution' for i in range(sizes[3]))
+  return HybridConfig('lfm2', *sizes, **_ROPE, mixers=mixers, norm_eps=1e-5, max_position=128_000, taps=3, gated=False)
+
+
+def _gemma4(sizes: tuple[int, ...], period: int, full_size: int, shared: int, side: int, window: int) -> MixedConfig:
+  """Returns a config of a Gemma 4 whose layers each have an embedding, with full attention in every `period`-th."""
+  _, hidden, _, layers, _, kv_heads, size = sizes
+  local = [(i + 1) % period > 0 for i in range(layers)]
+  full = Rope(1e6, (('rope_type', 'proportional'), ('partial_rotary_factor', 0.25)), size=full_size)
+  return MixedConfig(
+    'gemma4_text',
+    *sizes,
+    ropes=(full, Rope(1e4, size=size)),
+    layer_ropes=tuple(map(int, local)),
+    layer_windows=tuple(window * x for x in local),
+    norms='both',
+    qk_norm='head',
+    activation='gelu_tanh',
+    embed_scale=hidden**0.5,
+    attention_scale=1.0,
+    max_position=131_072,
+    full_head_dim=full_size,
+    full_kv_heads=kv_heads,
+    shared_layers=shared,
+    wide_shared_mlp=True,
+    side_size=side,
+  )
+
+
+PRESETS = {
+  'tiny_hybrid': HybridConfig(
+    'qwen3_5_text',
+    *(259, 128, 384, 3, 4, 2, 32),
+    **_ROPE,
+    **_DELTA,
+    key_heads=4,
+    value_heads=8,
+    key_size=16,
+    value_size=24,
+    taps=4,
+  ),
+  'tiny_lfm2': _lfm2((259, 128, 384, 3, 4, 2, 32), attention=(1,)),
+  'lfm2_1_2b': _lfm2((65_536, 2048, 8192, 16, 32, 8, 64), attention=(2, 5, 8, 10, 12, 14)),
+  'tiny_gemma4': _gemma4((259, 128, 384, 4, 4, 2, 32), period=2, full_size=48, shared=2, side=16, window=64),
+  'gemma4_e2b': _gemma4((262_144, 1536, 6144, 35, 8, 1, 256), period=5, full_size=512, shared=20, side=256, window=512),
+}
