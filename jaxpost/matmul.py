@@ -98,10 +98,9 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto', 
 def einsum(spec: str, x, w, dtype: str, out: str = 'float32', layout=None):
   """`jnp.einsum(spec, x, w)` in float32 from operands of type `dtype`.
 
-  Forward and backward products take `dtype` operands and accumulate in
-  float32. JAX's own rule would feed float32 cotangents to the backward
-  products, which then run at half the speed on CPU and miss the matrix units
-  elsewhere. Every letter must occur in two of the three terms.
+  Forward and backward products take `dtype` operands and accumulate in float32. JAX's own rule would feed float32
+  cotangents to the backward products, which then run at half the speed on CPU and miss the matrix units elsewhere.
+  Every letter must occur in two of the three terms.
 
   Args:
     w: array, or a matrix with its own `product` method, such as `lora.Adapted`.
@@ -306,8 +305,7 @@ def _products(spec, x, ws, dtype, out, layout):
 def _gathered(spec, ws, dtype, mesh):
   """Gathers the matrices over all axes but `tensor`.
 
-  Constraints that are equal each time let XLA gather once where a layer is
-  recomputed and differentiated.
+  Constraints that are equal each time let XLA gather once where a layer is recomputed and differentiated.
   """
   inputs, _ = spec.split('->')
   x_term, w_term = inputs.split(',')

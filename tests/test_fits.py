@@ -86,6 +86,16 @@ def test_compute_is_the_model_s():
   assert found.tokens_per_s == pytest.approx(machine.chip.flops / (4 * per_token), rel=1e-6)
 
 
+@pytest.mark.parametrize('module, rows, compiled', [(sft_gsm8k, 16, 5.17), (dpo_hh, 32, 11.94), (dpo_hh, 56, 18.26)])
+def test_updates_on_a_v5e_take_what_its_compiler_counted(module, rows, compiled):
+  """The page has both figures; libtpu 0.0.42 counted for one chip of v5e-8. Pairs share their prompts."""
+  made = inputs(module, **{'model.remat': 'dots', 'train.micro_batch_size': rows, 'train.batch_size': rows})
+  machine, sizes = machines.parse('v5e:2x4'), (ONE | {'fsdp': 8}, ONE | {'data': 8})
+  said = sum(arithmetic.estimate(made, machine, *sizes, branches=module is dpo_hh).updating.values()) / GIB
+  assert 0.98 * compiled <= said <= 1.15 * compiled
+  assert f' | {said:.2f} | {compiled} |' in (CLONE / 'docs/fits.md').read_text('utf-8')
+
+
 def test_other_remat_is_refused():
   with pytest.raises(InputError, match='remat'):
     estimate(inputs(sft_gsm8k, **{'model.remat': 'none'}))

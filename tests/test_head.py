@@ -70,16 +70,24 @@ def dense(case, temperature, hidden, head):
   return total(loss), jax.tree.map(total, metrics), outputs
 
 
-def plan(elements=2**20, temperature=1.0, dtype='float32', fn=objective):
-  compute = dataclasses.replace(tiny.EXACT, head_elements=elements, dtype=dtype)
+def plan(elements=2**20, temperature=1.0, dtype='float32', fn=objective, platform='cpu'):
+  compute = dataclasses.replace(tiny.EXACT, head_elements=elements, dtype=dtype, platform=platform)
   return head_chunk.HeadConfig(fn, REAL, temperature, compute, tiny.one_device())
 
 
-@pytest.mark.parametrize('elements,temperature', [(2**20, 1.0), (B * V * 4, 0.7), (B * V * 3, 1.0), (1, 1.3)])
-def test_values_and_gradients_are_those_of_all_logits(case, elements, temperature):
+@pytest.mark.parametrize(
+  'elements,temperature,platform',
+  [(2**20, 1.0, 'cpu'), (B * V * 4, 0.7, 'tpu'), (B * V * 4, 0.7, 'cpu'), (B * V * 3, 1.0, 'cpu'), (1, 1.3, 'gpu')],
+)
+def test_values_and_gradients_are_those_of_all_logits(case, elements, temperature, platform):
   def fused(hidden, head):
     return head_lib.fused_loss(
-      plan(elements, temperature), hidden, head, case['labels'], case['weights'], arrays=case['arrays']
+      plan(elements, temperature, platform=platform),
+      hidden,
+      head,
+      case['labels'],
+      case['weights'],
+      arrays=case['arrays'],
     )
 
   def reference(hidden, head):

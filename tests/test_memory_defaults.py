@@ -14,7 +14,9 @@ import jaxpost
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.hardware.chips import CHIPS, Chip
-from jaxpost.planning import defaults, dry_run, machines, nearest, search
+from jaxpost.planning import aot, auto, defaults, dry_run, machines, nearest, search
+from jaxpost.planning import stage as plan_stage
+from jaxpost.programs.compile import Ledger
 from jaxpost.stage import prepare
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -71,8 +73,7 @@ def test_a_recipe_fits(name):
   too_large = set()
   for device in DEVICES:
     where = machine(device)
-    limit = where.chip.memory * (0.92 if where.gpu else 1)
-    if any(max(needed(p, where, defaults.choose(p, where))) > 0.9 * limit for p in planned(name)):
+    if any(max(needed(p, where, defaults.choose(p, where))) > 0.9 * where.memory for p in planned(name)):
       too_large.add((name, device))
   assert too_large == {x for x in TOO_LARGE if x[0] == name}
 
@@ -205,6 +206,34 @@ def test_programs_that_do_not_fit_are_refused_with_the_nearest_that_do():
   )
   with pytest.raises(InputError, match='take config.model.remat=full'):
     nearest.check_programs(p, machine('A100', memory=0.0), found, Device(70 * 2**30))
+
+
+def test_what_xla_for_tpu_does_not_compile_is_refused_with_the_nearest_that_fits(monkeypatch):
+  """It compiles no program whose temporaries are more than the memory; the wording is that of libtpu 0.0.42."""
+  said = (
+    'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (17.23G) exceeds '
+    'available HBM (15.75G).'
+  )
+
+  def compile_all(placed, *_):
+    placed.ledger.begin('update')
+    raise jax.errors.JaxRuntimeError(said if options.only else 'INTERNAL: another error')
+
+  monkeypatch.setattr(aot.precompile, 'compile_all', compile_all)
+  monkeypatch.setattr(machines, 'devices', lambda topology: jax.devices()[: topology.chips])
+  where = machines.parse('v5e:1x1')
+  p = defaults.fitted(stage('sft_gsm8k', model__dtype='bfloat16'), where)
+  options = plan_stage.Options(where, ('update',))
+  with pytest.raises(aot.TooLargeError, match='update does not fit: its temporaries alone take 17.23 GiB') as error:
+    plan_stage.plan(p, options)
+  advice = nearest.advice(p, where, error.value.program, error.value.needed)
+  assert advice.startswith('the nearest that fits, by arithmetic: --config.')
+  assert auto._plan(p, {}, where, 'update') == {'fits': False}
+  options = plan_stage.Options(where)
+  with pytest.raises(jax.errors.JaxRuntimeError, match='another error'):
+    plan_stage.plan(p, options)
+  ledger = Ledger(rows=[dict(program='update')], begun=['update', 'generate'])
+  assert ledger.refused(jax.errors.JaxRuntimeError(said)) == {'generate': int(17.23 * GIB)}
 
 
 def test_optimizer_states_leave_before_few_sequences_are_sampled_at_a_time():

@@ -486,15 +486,14 @@ def test_what_stays_on_the_devices_counts():
   update = given | dict(program='update', arguments=dict(parameters=10, optimizer=20), argument_bytes=30, temp_bytes=30)
   start = given | dict(program='init')
   predicted = memory.predict([given, update, start], held=35, sampler=10)
-  chip = chips.Chip('', 1.0, memory=50)
-  found = roofline.memory(given, chip)
+  found = roofline.memory(given, 50)
   assert found['fits'] and found['free_bytes'] == 50 - (10 + 1 + 2 + 35)
   assert found['bytes_per_chip']['elsewhere'] == 35
-  found = roofline.memory(update, chip)
+  found = roofline.memory(update, 50)
   assert not found['fits'] and found['free_bytes'] == 50 - (30 + 1 + 30 + 5)
   assert (
-    roofline.memory(start, chip)['bytes_per_chip'] | dict(total=13, elsewhere=0)
-    == (roofline.memory(start, chip)['bytes_per_chip'])
+    roofline.memory(start, 50)['bytes_per_chip'] | dict(total=13, elsewhere=0)
+    == (roofline.memory(start, 50)['bytes_per_chip'])
   )
   assert predicted == dict(generate=48, update=66, peak=66)  # as a run reports them
 

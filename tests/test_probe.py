@@ -27,6 +27,14 @@ def test_this_machine_is_measured_once(tmp_path, monkeypatch):
   assert f'bfloat16 {rates["bfloat16"]:g}' in why
   monkeypatch.setattr(probe, 'matmul_rate', None)  # the probe is not repeated
   assert probe.matmul_type(tmp_path / 'cpu.json') == (chosen, why)
+  # Another version of JAX, and other flags, have other kernels.
+  monkeypatch.setattr(probe, 'matmul_rate', lambda *_: 7e9)
+  monkeypatch.setenv('XLA_FLAGS', os.environ.get('XLA_FLAGS', '') + ' --xla_cpu_max_isa=AVX2')
+  assert probe.matmul_type(tmp_path / 'cpu.json') == ('float32', 'GFLOP/s: float32 7, bfloat16 7, float16 7')
+  monkeypatch.undo()
+  monkeypatch.setattr(probe, 'matmul_rate', lambda *_: 8e9)
+  monkeypatch.setattr(jax, '__version__', '0.0.1')
+  assert probe.matmul_type(tmp_path / 'cpu.json')[1].startswith('GFLOP/s: float32 8,')
 
 
 @pytest.mark.parametrize(

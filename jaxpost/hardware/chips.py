@@ -29,7 +29,7 @@ _GIB = 2**30
 CHIPS = {
   'v4': Chip('TPU v4', 275e12, 32 * _GIB, 1228e9, 90e9, network=6.2e9, clock=1.05e9, largest=(16, 16, 16)),
   'v5e': Chip('TPU v5 lite', 197e12, 16 * _GIB, 819e9, 90e9, network=3.1e9, clock=1.5e9, largest=(16, 16)),
-  'v5p': Chip('TPU v5', 459e12, 95 * _GIB, 2765e9, 180e9, network=6.2e9, clock=1.75e9, largest=(16, 20, 28)),
+  'v5p': Chip('TPU v5', 459e12, 95.74 * _GIB, 2765e9, 180e9, network=6.2e9, clock=1.75e9, largest=(16, 20, 28)),
   'v6e': Chip('TPU v6 lite', 918e12, 32 * _GIB, 1640e9, 180e9, network=12.5e9, clock=1.75e9, largest=(16, 16)),
   'tpu7x': Chip('TPU7x', 1153e12, 96 * _GIB, 3690e9, 180e9, network=12.5e9, devices=2, largest=(16, 24, 24)),
   'h100': Chip('H100', 989e12, 80e9, 3350e9, 450e9, network=50e9),

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import pathlib
 
+GPU_SHARE = 0.92  # of a GPU's memory, what JAX takes; plans count with it, too
 # glibc's mallopt parameters, from malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 
@@ -13,14 +14,14 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 def tune_host() -> bool:
   """Prepares the process for JAX; launchers call it before JAX starts, importing the library does not.
 
-  Of a GPU's memory JAX may take 0.92, not 0.75, unless the environment says. Where JAX
-  runs on the CPU, malloc keeps its pages until the process ends: without page faults for
-  XLA's temporaries, a training step is 1.3 x as fast. It changes nothing after the start.
+  Of a GPU's memory JAX may take GPU_SHARE, not 0.75, unless the environment says. Where JAX runs on the CPU, malloc
+  keeps its pages until the process ends: without page faults for XLA's temporaries, a training step is 1.3 x as fast.
+  It changes nothing after the start.
 
   Returns:
     Whether malloc keeps its pages (glibc only).
   """
-  os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')
+  os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', str(GPU_SHARE))
   if _expects_accelerator():
     return False
   try:

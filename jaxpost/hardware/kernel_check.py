@@ -42,9 +42,8 @@ _FAILURES = (AssertionError, AttributeError, ImportError, RuntimeError, TypeErro
 def settle(compute: Compute, uses: Iterable[tuple[ModelConfig, int, int]]) -> Compute:
   """Checks the attention kernel of a run and returns `compute` with the shapes that XLA has to compute.
 
-  A shape that the kernel gets wrong on any process goes to XLA on all. Each
-  shape is checked once in a process; correct ones are remembered in
-  ~/.cache/jaxpost/attention.json.
+  A shape that the kernel gets wrong on any process goes to XLA on all. Each shape is checked once in a process; correct
+  ones are remembered in ~/.cache/jaxpost/attention.json.
 
   Args:
     compute: with the kernel that the config or the platform chose.
@@ -137,9 +136,8 @@ def _packed_rows(count: int, length: int) -> tuple[jax.Array, jax.Array]:
 def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
   """Returns {'out', 'q', 'k', 'v', ('sinks')}: how far a kernel is from XLA in float32.
 
-  An error is the largest difference over the largest value: 'out' of the
-  forward pass, the others of gradients. Rows are packed; long ones are checked
-  with fewer heads. Stripes of a split row are computed one after the other.
+  An error is the largest difference over the largest value: 'out' of the forward pass, the others of gradients. Rows
+  are packed; long ones are checked with fewer heads. Stripes of a split row are computed one after the other.
   """
   length, size, values = work.length, work.head_dim, work.value_dim
   kv_heads, rows = min(work.kv_heads, _HEADS), 2

@@ -75,7 +75,8 @@ def matmul_type(cache: str | os.PathLike[str] | None = None) -> tuple[str, str]:
     before_ampere = device.platform == 'gpu' and float(device.compute_capability) < 8
     return 'float16' if before_ampere else 'bfloat16', f'of {device.device_kind}'
   path = pathlib.Path(cache or cache_file('cpu.json'))
-  key = ' '.join([_cpu(), str(os.cpu_count()), jax.__version__])
+  # XLA's flags change which kernels it uses.
+  key = ' '.join([_cpu(), str(os.cpu_count()), jax.__version__, os.environ.get('XLA_FLAGS', '')]).rstrip()
   rates = read_cache(path).get(key)
   if rates is None:
     rates = {name: round(matmul_rate(name, 512, 5) / 1e9, 1) for name in ('float32', 'bfloat16', 'float16')}

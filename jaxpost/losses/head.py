@@ -225,6 +225,7 @@ def _loop(config: HeadConfig, grad: bool, hidden, head, tokens: _Tokens) -> Chun
   rows, length, width = hidden.shape
   chunk = chunk_length(rows, length, head.shape[0], config.compute.head_elements)
   padding = -length % chunk
+  turned = config.compute.platform == 'cpu'  # the gradient of the head, see `chunk_loss`
 
   def pad(x):
     return jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
@@ -265,11 +266,11 @@ def _loop(config: HeadConfig, grad: bool, hidden, head, tokens: _Tokens) -> Chun
   acc = ()
   if grad:
     d_hidden = jnp.zeros((rows, length + padding, width), hidden.dtype)
-    d_head = jnp.zeros(head.shape[::-1], jnp.float32)
+    d_head = jnp.zeros(head.shape[::-1] if turned else head.shape, jnp.float32)
     acc = (d_hidden, d_head)
   total, sums, outs, acc = jax.lax.fori_loop(0, -(-longest // chunk), body, (jnp.zeros(()), sums, outs, acc))
   back = inverse(order[:, :length])
   outs = jax.tree.map(lambda x: reorder(x[:, :length], back), outs)
   if grad:
-    acc = (reorder(acc[0][:, :length], back), acc[1].T)
+    acc = (reorder(acc[0][:, :length], back), acc[1].T if turned else acc[1])
   return total, sums, outs, acc

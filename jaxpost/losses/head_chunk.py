@@ -16,7 +16,7 @@ from jaxpost.types import MASKED_LOGIT, Divergence, Outputs, TokenLoss
 
 # Hidden states [B, C, D'] of each teacher, and the head [V', D'] of each.
 Teachers = tuple[list[jax.Array], list[jax.Array]]
-# (loss [], {metric: []}, Outputs [B, C], (d hidden, d head [D, V]) or ()).
+# (loss [], {metric: []}, Outputs [B, C], (d hidden, d head [D, V] on CPUs, else [V, D]) or ()).
 ChunkResult = tuple[jax.Array, dict[str, jax.Array], Outputs, tuple]
 
 
@@ -155,8 +155,8 @@ def chunk_loss(
     d_logits += pull_divergence(jnp.where(weights != 0, slopes.divergence, 0))[0]
   d_logits = d_logits * _logits_slope(config, softmax.logits)
   d_hidden = einsum('bcv,vd->bcd', d_logits, head, dtype, hidden.dtype.name)
-  # [D, V]: the form that XLA:CPU contracts without copying d_logits.
-  d_head = einsum('bcd,bcv->dv', hidden, d_logits, dtype)
+  # [D, V] is the form that XLA:CPU contracts without copying d_logits; elsewhere, turning the sum would be a copy.
+  d_head = einsum('bcd,bcv->dv' if config.compute.platform == 'cpu' else 'bcd,bcv->vd', hidden, d_logits, dtype)
   return loss, metrics, outputs, (d_hidden, d_head)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxpost.distributed.mesh import row_shards
+from jaxpost.errors import InputError
 from jaxpost.hardware import memory
 from jaxpost.losses import head_chunk
 from jaxpost.planning import cost, machines, traffic_bound
@@ -38,6 +39,14 @@ class Compiled:
   rows: list[dict]
 
 
+class TooLargeError(InputError):
+  """XLA for TPU compiles no program for less memory than its temporaries take: `needed` bytes."""
+
+  def __init__(self, program: str, needed: int):
+    super().__init__(f'{program} does not fit: its temporaries alone take {needed / 2**30:.2f} GiB of a device')
+    self.program, self.needed = program, needed
+
+
 def compile_stage(prepared: PreparedStage, topology: machines.Topology, only: tuple[str, ...] = ()) -> Compiled:
   """Compiles what a run of this stage would compile before its first step.
 
@@ -45,6 +54,9 @@ def compile_stage(prepared: PreparedStage, topology: machines.Topology, only: tu
     prepared: a stage without data or weights; see `dry_run`.
     topology: the described machine.
     only: names of the programs to compile; (): all.
+
+  Raises:
+    TooLargeError: XLA refuses a program for its memory.
   """
   ledger = Ledger(dry=True, options=machines.compiler_options(topology), only=only)
   placed = place.place_stage(prepared, machines.devices(topology), ledger)
@@ -52,7 +64,12 @@ def compile_stage(prepared: PreparedStage, topology: machines.Topology, only: tu
   params = load_weights.described(placed.model, placed.train, placed.config.model.param_dtype)
   roles, _, engine = assemble.make_parts(placed, params)
   evaluator = assemble.make_evaluator(placed, engine)
-  precompile.compile_all(placed, roles, engine, evaluator)
+  try:
+    precompile.compile_all(placed, roles, engine, evaluator)
+  except jax.errors.JaxRuntimeError as error:
+    for program, needed in ledger.refused(error).items():
+      raise TooLargeError(program, needed) from error
+    raise
   return Compiled(placed, ledger.rows)
 
 

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
   from jaxpost.stage.batch_shape import BatchShape
   from jaxpost.stage.records import Inputs
 
+USABLE = 0.9  # of what JAX may take: the rest is for fragments, and for what is left out here
 _FLOAT = 4  # bytes
+# By how much XLA for TPU allocates more than is alive where layers keep several results, which leave gaps.
+_GAPS = 1.2
 # Arrays of a layer's widths that are alive while its gradient is computed: the values and their gradients.
 _ALIVE = 2
 _PREFETCHED = 2  # layers whose weights are gathered at a time
@@ -231,7 +234,10 @@ def _activations(case: _Case) -> dict[str, float]:
     weights + _ALIVE * case.tokens * _layer_width(cfg, tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
   )
   head = _chunk(case) * (_FLOAT + case.width) + case.tokens * cfg.hidden_size * _FLOAT + _gathered(case, 'vocab')
-  return dict(gradients=gradients, activations=kept + max(layer, head))
+  activations = kept + max(layer, head)
+  if case.compute.platform == 'tpu' and case.compute.remat != 'full':
+    activations *= _GAPS
+  return dict(gradients=gradients, activations=activations)
 
 
 def _gathered(case: _Case, axis: str) -> float:

@@ -14,7 +14,7 @@ import jax
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.planning import defaults, dry_run, machines, meshes, nearest, search, stage
+from jaxpost.planning import aot, defaults, dry_run, machines, meshes, nearest, search, stage
 from jaxpost.stage import batch_shape
 from jaxpost.stage.records import PreparedStage
 
@@ -109,4 +109,7 @@ def _rollout(p: PreparedStage, topology: machines.Topology) -> str:
 def _plan(p: PreparedStage, settings: dict, topology: machines.Topology, program: str) -> dict:
   p = search.vary(p, settings)
   # Each process compiles, so no process waits for another here.
-  return stage.plan(search.vary(p, defaults.choose(p, topology)), stage.Options(topology, (program,)))
+  try:
+    return stage.plan(search.vary(p, defaults.choose(p, topology)), stage.Options(topology, (program,)))
+  except aot.TooLargeError:
+    return {'fits': False}

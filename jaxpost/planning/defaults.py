@@ -28,8 +28,6 @@ from jaxpost.stage.records import PreparedStage
 if TYPE_CHECKING:
   from jaxpost.planning.machines import Topology
 
-_USABLE = 0.9  # of the memory: the rest is for fragments, and for what arithmetic leaves out
-_OF_A_GPU = 0.92  # that JAX takes of a described GPU; a real one says it itself
 _FEWEST = 8  # sequences at a time, before optimizer states leave the device
 _MICRO_TOKENS = compute_for('gpu', 'auto', 'auto').micro_tokens  # of any accelerator
 # Rates of a chip that is unknown: updates are only compared with each other, so ratios count.
@@ -91,14 +89,13 @@ class Needs(NamedTuple):
 
 def room(p: PreparedStage, topology: Topology) -> Room | None:
   """Returns the memory for a stage; None where that of the chip is unknown, or what its layers need."""
-  memory = topology.chip.memory
-  if topology.local or not memory or isinstance(p.inputs.model.config, CustomConfig):  # of unknown layers
+  if topology.local or not topology.memory or isinstance(p.inputs.model.config, CustomConfig):  # of unknown layers
     return None
   chip = topology.chip
   if not chip.flops:
     chip = dataclasses.replace(chip, **_UNKNOWN)
   machine = dataclasses.replace(topology, chip=chip)
-  return Room(machine, _USABLE * memory * (_OF_A_GPU if topology.gpu and not topology.owned else 1))
+  return Room(machine, arithmetic.USABLE * topology.memory)
 
 
 def fitted(p: PreparedStage, topology: Topology, note: Callable[[str], None] = str) -> PreparedStage:
@@ -114,9 +111,9 @@ def fitted(p: PreparedStage, topology: Topology, note: Callable[[str], None] = s
   less = {phase: x for phase, x in phases.items() if x[1] < x[0]}
   what = ', '.join(f'config.{k}={v}' for k, v in found.items())
   parts = [f'{phase} takes {gib(now)} GiB instead of {gib(was)}' for phase, (was, now) in less.items()]
-  note(f'{p.name}: {what}: {", ".join(parts)}, of {gib(topology.chip.memory)} a device (by arithmetic)')
+  note(f'{p.name}: {what}: {", ".join(parts)}, of {gib(topology.memory)} a device (by arithmetic)')
   most = gib(max(was for was, _ in less.values()))
-  why = f'memory: else {most} of {gib(topology.chip.memory)} GiB'
+  why = f'memory: else {most} of {gib(topology.memory)} GiB'
   return dataclasses.replace(search.vary(p, found), by_memory=dict.fromkeys(found, why))
 
 

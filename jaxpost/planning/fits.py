@@ -54,7 +54,6 @@ METHODS = {
   'GRPO': ('grpo_gsm8k', ''),
 }
 _WITHOUT_BFLOAT16 = ('t4',)
-_USABLE = 0.95  # of a device's memory: the rest is for fragments and the runtime
 _HOST = 8  # chips of the largest host; of v5p 4
 
 
@@ -72,11 +71,11 @@ class Cell(NamedTuple):
 
   @property
   def memory(self) -> float:
-    return self.machine.chip.memory
+    return self.machine.memory
 
   @property
   def fits(self) -> bool:
-    return self.estimate.total <= _USABLE * self.memory
+    return self.estimate.total <= arithmetic.USABLE * self.memory
 
   def dollars(self, price: float) -> float:
     """Returns USD for a million trained tokens at `price` USD per chip and hour."""

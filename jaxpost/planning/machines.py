@@ -8,10 +8,13 @@ import pathlib
 import re
 
 from jaxpost.errors import InputError
+from jaxpost.hardware import host
 from jaxpost.hardware.chips import CHIPS, Chip, of_kind
 
 # GPUs that a described cluster may have: those of one generation, whose compiler target is known.
 GPUS = ('h100', 'h200')
+# GiB of a TPU that programs do not get, as its compiler says.
+_RESERVED = {'v4': 1.25, 'v5e': 0.25, 'v6e': 0.75, 'tpu7x': 1.25}
 # Describes a GPU that is not there to the compiler (GpuTargetConfigProto); braces are doubled for str.format.
 _TARGET = pathlib.Path(__file__).with_name('gpu_target.pbtxt')
 EXAMPLES = 'v5p:8x8x8, v6e:16x16 (TPU), h200:1x8x8 (slices x hosts x GPUs), cpu'
@@ -44,6 +47,13 @@ class Topology:
   @property
   def gpu(self) -> bool:
     return not self.local and not self.chip.kind.startswith('TPU')
+
+  @property
+  def memory(self) -> float:
+    """Bytes of a device that JAX may take, which a device that is there says itself; 0 where they are unknown."""
+    if self.owned:
+      return self.chip.memory
+    return self.chip.memory * (host.GPU_SHARE if self.gpu else 1) - _RESERVED.get(self.name, 0) * 2**30
 
   @property
   def local(self) -> bool:

@@ -127,14 +127,14 @@ def _few(found: list) -> list:
 
 def _seconds_a_token(inputs: Inputs, topology: machines.Topology, sizes: dict, shape: tuple) -> float | None:
   """Seconds per token by the lower bound on the traffic of an update; None where its state does not fit."""
-  m, chip = inputs.config.model, topology.chip
+  m = inputs.config.model
   layout = Layout(AbstractMesh(tuple(sizes[a] for a in AXES), AXES))
   state = sum(
     math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape))
     * (jnp.dtype(m.param_dtype).itemsize + (0 if path in inputs.model.frozen else MOMENTS))
     for path, x in inputs.model.table.items()
   )
-  if chip.memory and state > chip.memory:
+  if topology.memory and state > topology.memory:
     return None
   platform = 'cpu' if topology.local else 'tpu'
   compute = compute_for('gpu' if topology.gpu else platform, m.dtype, 'full')

@@ -52,10 +52,10 @@ def check_state(p: PreparedStage, topology: Topology) -> None:
   if not limits:
     return
   held = limits.needs(p, {'model.remat': 'full'}).held
-  if held > topology.chip.memory:
+  if held > topology.memory:
     raise InputError(
       f'{p.name}: weights and optimizer states take {gib(held)} GiB of a device, which has '
-      f'{gib(topology.chip.memory)}; {advice(p, topology)}'
+      f'{gib(topology.memory)}; {advice(p, topology)}'
     )
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxpost.distributed import bridge
-from jaxpost.hardware import chips
 from jaxpost.planning import aot, cost, machines
 from jaxpost.stage import batch_shape
 
@@ -93,7 +92,7 @@ def programs(compiled: aot.Compiled, topology: machines.Topology) -> list[dict]:
         runs_on=_runs_on(placed, row['mesh']),
         calls=_calls(row, compiled.rows, step),
         compile_s=row['compile_s'],
-        **memory(row, topology.chip),
+        **memory(row, topology.memory),
         **work(
           row,
           row['mesh'],
@@ -137,10 +136,12 @@ def _shared(mesh: jax.sharding.Mesh, other: jax.sharding.Mesh) -> bool:
   return mesh.devices.flat[0] in set(other.devices.flat)
 
 
-def memory(row: dict, chip: chips.Chip) -> dict:
+def memory(row: dict, limit: float) -> dict:
   """Returns the memory in use while a program runs, by purpose, and whether it fits; `hardware.memory` has the sum.
 
-  row: of `aot.Compiled`.
+  Args:
+    row: of `aot.Compiled`.
+    limit: bytes of a device that may be in use; 0 where they are unknown.
   """
   given = row['arguments']
   out = dict(
@@ -155,8 +156,8 @@ def memory(row: dict, chip: chips.Chip) -> dict:
   own = row['argument_bytes'] + out['outputs'] + row['temp_bytes']
   out['elsewhere'] = max(0, row['in_use_bytes'] - own)
   out['total'] = own + out['elsewhere']
-  fits = out['total'] <= chip.memory if chip.memory else None
-  return dict(fits=fits, free_bytes=int(chip.memory - out['total']) if chip.memory else None, bytes_per_chip=out)
+  fits = out['total'] <= limit if limit else None
+  return dict(fits=fits, free_bytes=int(limit - out['total']) if limit else None, bytes_per_chip=out)
 
 
 def work(
@@ -226,10 +227,9 @@ def host_of(topology: machines.Topology, mesh: jax.sharding.Mesh) -> list[tuple[
 def step_seconds(rows: list[dict], name: str, staleness: int) -> float:
   """Returns seconds of a step: the sum of its programs, except that asynchronous ones overlap.
 
-  With a staleness of 1 sampling runs beside the update, with more also the
-  scores of the rollout before it. Weights move when sampling and the update
-  are done; both wait for them, and an update waits for the teachers' outputs
-  for its batch.
+  With a staleness of 1 sampling runs beside the update, with more also the scores of the rollout before it. Weights
+  move when sampling and the update are done; both wait for them, and an update waits for the teachers' outputs for its
+  batch.
 
   Args:
     rows: of `programs`.

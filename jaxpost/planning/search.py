@@ -19,6 +19,7 @@ import rich.table
 from jaxpost.errors import InputError
 from jaxpost.monitor.program_table import console_table
 from jaxpost.planning import dry_run, machines, meshes, stage, tables
+from jaxpost.planning.aot import TooLargeError
 
 if TYPE_CHECKING:
   from jaxpost.stage.records import PreparedStage
@@ -124,7 +125,12 @@ def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.
     settings = {'mesh.train': mesh, 'model.remat': remat, 'train.micro_batch_size': at_once}
     if not p.inputs.algorithm.on_policy and p.config.train.batch_size < at_once:
       settings['train.batch_size'] = at_once
-    plan = timed(stage.plan(vary(p, settings), dataclasses.replace(options, only=('update',))))
+    try:
+      plan = timed(stage.plan(vary(p, settings), dataclasses.replace(options, only=('update',))))
+    except TooLargeError as error:
+      console.print(f'{mesh} remat={remat} rows={at_once}: {error}')
+      tried.append(Candidate(settings, {'fits': False}))
+      return tried[-1]
     row = plan['programs'][0]
     candidate = Candidate(settings, plan)
     console.print(
@@ -169,7 +175,10 @@ def _with_rollout(
   """Returns the winner with the mesh that splits the sampler's weights least and fits, if one does."""
   for mesh in meshes.sampling(p.inputs, options.topology):
     settings = winner.settings | {'mesh.rollout': mesh}
-    whole = stage.plan(vary(p, settings), dataclasses.replace(options, only=()))
+    try:
+      whole = stage.plan(vary(p, settings), dataclasses.replace(options, only=()))
+    except TooLargeError:
+      whole = {'fits': False}
     console.print(f'mesh.rollout={mesh}: ' + ('fits' if whole['fits'] else 'does NOT fit'))
     if whole['fits'] is not False:
       return Candidate(settings, whole)

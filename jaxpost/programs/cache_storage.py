@@ -93,8 +93,7 @@ def where(new: jax.Array, value: jax.Array, old: jax.Array) -> jax.Array:
 def extend(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
   """Appends `recent` to the filled part of the cache, in place.
 
-  Entries past the end overwrite the last ones of their slot, or are dropped:
-  only finished slots get there.
+  Entries past the end overwrite the last ones of their slot, or are dropped: only finished slots get there.
 
   Args:
     cache: L x [S', K, length, h], of which the first S rows are extended; or

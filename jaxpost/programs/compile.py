@@ -1,8 +1,10 @@
 """Ahead-of-time compiled programs, and the ledger of what was compiled."""
 
+import collections
 import dataclasses
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,14 +26,14 @@ class Ledger:
   options: dict | None = None  # of the compiler
   only: tuple = ()  # names of programs; others are not compiled; (): all
   announce: Callable[[str, int, int], None] | None = None  # gets name, number and `planned` as a compilation begins
-  begun: int = 0  # compilations so far
+  begun: list[str] = dataclasses.field(default_factory=list)  # names of the compilations so far
   planned: int = 0  # how many there will be before the first step; 0: not known yet
 
   def begin(self, name: str) -> None:
     """Announces that the compilation of a program begins."""
-    self.begun += 1
+    self.begun.append(name)
     if self.announce:
-      self.announce(name, self.begun, self.planned and max(self.planned, self.begun))
+      self.announce(name, len(self.begun), self.planned and max(self.planned, len(self.begun)))
 
   def add(self, name: str, args: tuple, seconds: float, compiled: Any, flops: Any, calls_per_step: int) -> None:
     """Adds the row of a program that took `seconds` to compile; warns after the first step."""
@@ -55,13 +57,18 @@ class Ledger:
     if self.sealed:
       logging.warning('compiled %s for new shapes %s after the first step (%.1f s)', name, shapes, seconds)
 
+  def refused(self, error: Exception) -> dict[str, int]:
+    """Returns {program: its bytes} where XLA compiles none of this size for the device, as XLA for TPU says, or {}."""
+    said = re.search(r'RESOURCE_EXHAUSTED.*?(?:temporaries \(|Used )([\d.]+)G', str(error))
+    failed = collections.Counter(self.begun) - collections.Counter(row['program'] for row in self.rows)
+    return {name: int(float(said[1]) * 2**30) for name in failed} if said else {}
+
   def seal(self) -> None:
     """Ends the first step: compilations from now on are warned of."""
     self.sealed = True
 
 
-# Collectives overlap with products, and those of a layer are combined. Options that
-# XLA_FLAGS names are left alone.
+# Collectives overlap with products, and those of a layer are combined. Options that XLA_FLAGS names are left alone.
 GPU_OPTIONS = {
   'xla_gpu_enable_latency_hiding_scheduler': True,
   'xla_gpu_all_gather_combine_threshold_bytes': 128 << 20,
@@ -77,10 +84,8 @@ class Program:
     name: as in the plan table and in profiles.
     fn: function of arrays only; everything static is closed over.
     donate: positions of arguments whose buffers the outputs may reuse.
-    out_shardings: as for `jax.jit`, or a function from the shapes of the
-      outputs to their shardings.
-    flops: analytic FLOPs of a call, from its arguments (XLA's own count
-      takes the body of a loop once).
+    out_shardings: as for `jax.jit`, or a function from the shapes of the outputs to their shardings.
+    flops: analytic FLOPs of a call, from its arguments (XLA's own count takes the body of a loop once).
     calls_per_step: how often the enclosing operation calls this program.
   """
 

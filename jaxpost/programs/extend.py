@@ -36,9 +36,8 @@ class More:
 def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """Makes the program extend(weights, state, entry, more, run_key, step, table) -> state.
 
-  It continues sequences whose first entries are in the cache of their slot, or
-  in the pages of `table` [S, n]; attention reads `read` entries. It donates the
-  state.
+  It continues sequences whose first entries are in the cache of their slot, or in the pages of `table` [S, n];
+  attention reads `read` entries. It donates the state.
   """
   read_new = _one_by_one if compute.platform == 'cpu' and layout.batch_shards == 1 else _together
 

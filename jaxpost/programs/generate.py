@@ -2,8 +2,8 @@
 
 `extend.py` has the program that continues a cached prefix.
 
-Legend: S slots, R of them in a block, T steps of a block, N prompts, P prompt
-tokens (padded to a bucket), K kv heads, h head size, D hidden size, L layers.
+Legend: S slots, R of them in a block, T steps of a block, N prompts, P prompt tokens (padded to a bucket),
+K kv heads, h head size, D hidden size, L layers.
 """
 
 from __future__ import annotations
@@ -189,8 +189,7 @@ def enter(
 def make_move(layout: Layout, ledger: Ledger, *, paged: bool) -> Program:
   """move(state, source [S]) -> state, which is donated.
 
-  Slot s takes what is in slot source[s], where that is not -1, and slots
-  that were taken from are free.
+  Slot s takes what is in slot source[s], where that is not -1, and slots that were taken from are free.
   """
 
   def move(state, source):
@@ -217,9 +216,8 @@ def make_generate(
 ) -> Program:
   """Makes the program generate(weights, state, table) -> (state, Block): `steps` tokens per slot.
 
-  It decodes the first `rows` slots; attention reads the first `read` entries of
-  their caches, or the pages of `table` [rows, n]. The caller makes sure that no
-  other slot is in use, and that none grows past `read`. The state is donated;
+  It decodes the first `rows` slots; attention reads the first `read` entries of their caches, or the pages of `table`
+  [rows, n]. The caller makes sure that no other slot is in use, and that none grows past `read`. The state is donated;
   the host can read the block while the next call runs.
 
   Args:
@@ -233,9 +231,8 @@ def make_generate(
   def generate(weights, state, table=None):
     if not independent or table is not None or rows < len(state.active):
       return block(rows, layout, weights, state, table)
-    # Each device decodes its own slots, which are independent of each other.
-    # The partitioner would all-reduce the branch of every draw, and all-gather
-    # what is written to a cache.
+    # Each device decodes its own slots, which are independent of each other. The partitioner would all-reduce the
+    # branch of every draw, and all-gather what is written to a cache.
     split = layout.spec(('batch',))
     by_step = PartitionSpec(None, *split)
     return jax.shard_map(

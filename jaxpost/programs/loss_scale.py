@@ -10,9 +10,8 @@ import optax
 class LossScaled(NamedTuple):
   """The state of an optimizer whose gradients come from float16 products.
 
-  Multiplying the loss by `scale` keeps small gradients from becoming 0. The scale
-  is halved when gradients overflow, and doubled after `_PATIENCE` good steps
-  (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
+  Multiplying the loss by `scale` keeps small gradients from becoming 0. The scale is halved when gradients overflow,
+  and doubled after `_PATIENCE` good steps (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
   """
 
   scale: jax.Array  # [] float32

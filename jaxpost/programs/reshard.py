@@ -1,8 +1,7 @@
 """Reshard: the trainer's parameters become the sampler's weights.
 
-They are cast and resharded some layers at a time, which bounds the memory that is
-needed besides the two copies. A parameter outside the layers that has the sampler's
-type and sharding already is not copied.
+They are cast and resharded some layers at a time, which bounds the memory that is needed besides the two copies. A
+parameter outside the layers that has the sampler's type and sharding already is not copied.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ class WeightSource(NamedTuple):
 class Reshard:
   """The program reshard(params) -> weights, with one dict per layer.
 
-  Matrices that multiply the same activations are fused into one, unless they are
-  split over devices. Weights that need no copy share the parameters' buffers, so
-  they have to be freed before an update donates these.
+  Matrices that multiply the same activations are fused into one, unless they are split over devices. Weights that need
+  no copy share the parameters' buffers, so they have to be freed before an update donates these.
 
   Args:
     most: bytes of the layers that one program makes, on all devices together;

@@ -86,8 +86,7 @@ def draw(
 ) -> Drawn:
   """Samples from softmax(logits / T), without the tokens that `sampling` excludes.
 
-  Excluded are forbidden ids, stop ids before `min_tokens`, and of the rest
-  what top-k, top-p and min-p cut off.
+  Excluded are forbidden ids, stop ids before `min_tokens`, and of the rest what top-k, top-p and min-p cut off.
 
   Args:
     logits: [S, V] float32; uniform: [S]; counts: [S], tokens drawn before.
@@ -168,8 +167,7 @@ def _forbid(logits, ids):
 def _truncate(weights, sampling: Sampling, unroll: bool):
   """Sets weights [S, V] to 0 that top-k, top-p and min-p exclude.
 
-  Top-p takes its share of what top-k leaves, as in transformers and vLLM; of equal
-  weights all are kept.
+  Top-p takes its share of what top-k leaves, as in transformers and vLLM; of equal weights all are kept.
   """
 
   def by_count(kept):
@@ -186,8 +184,7 @@ def _truncate(weights, sampling: Sampling, unroll: bool):
 def _cut(weights, values, wanted, wants, unroll):
   """Keeps the smallest set of largest weights whose `values` sum up to `wanted` [S], in slots of `wants` [S].
 
-  The smallest weight in it is found bit by bit: a sort of the vocabulary costs
-  twenty times as much.
+  The smallest weight in it is found bit by bit: a sort of the vocabulary costs twenty times as much.
   """
 
   def halve(_, ends):

@@ -221,11 +221,10 @@ def make_update(
   `frozen` holds arrays that are the same for all micro-batches: 'params', the
   parameters that are not in the state, and 'teacher_heads'.
 
-  A step whose loss, gradient or new state is not finite changes nothing and is
-  counted in `skipped_updates`. A step that trains no token, because all are masked,
-  changes nothing either, as Adam's momentum would move the weights (`empty_updates`).
-  A step whose scaled gradient overflows float16 halves the loss scale
-  (`overflowed_updates`), and counts as skipped when the scale is at its minimum.
+  A step whose loss, gradient or new state is not finite changes nothing and is counted in `skipped_updates`. A step
+  that trains no token, because all are masked, changes nothing either, as Adam's momentum would move the weights
+  (`empty_updates`). A step whose scaled gradient overflows float16 halves the loss scale (`overflowed_updates`), and
+  counts as skipped when the scale is at its minimum.
   """
   loss_fn = make_loss(model, objective, layout, compute)
   scaling = None
@@ -290,9 +289,8 @@ def in_float32(tree: Any) -> Any:
 def apply_updates(params: Any, updates: Any, step: int | jax.Array) -> Any:
   """Returns params + updates; in bfloat16 the sum is rounded up or down at random, right on average.
 
-  Rounding to the nearest would drop every update below a 512th of a weight, which is
-  most of them (Zamirai et al. 2020, arXiv:2010.06192). The draws depend on the step and
-  the leaf alone, not on the mesh.
+  Rounding to the nearest would drop every update below a 512th of a weight, which is most of them (Zamirai et al. 2020,
+  arXiv:2010.06192). The draws depend on the step and the leaf alone, not on the mesh.
   """
   key = jax.random.fold_in(jax.random.key(0), step)
 

@@ -86,7 +86,12 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     flops_per_token=lambda context: model.passes / 3 * flops_per_token(model.config, context),
     peak_flops=program_table.peak_flops(jax.devices()),
   )
-  stage.memory_usage = precompile.compile_all(placed, roles, engine, stage.evaluate)
+  try:
+    stage.memory_usage = precompile.compile_all(placed, roles, engine, stage.evaluate)
+  except jax.errors.JaxRuntimeError as error:
+    if placed.check_fits and (needed := placed.ledger.refused(error)):
+      placed.check_fits(needed, jax.local_devices()[0])
+    raise
   placed.timer.begin(workdir / 'timeline' / f'{placed.name}.json', log.timeline_steps)
   return stage
 

@@ -1,8 +1,7 @@
 """Reads the config of a run and checks it against the schema.
 
-`defaults()` returns the nested dict that config files start from. `parse()` turns a
-user's config into one frozen `Config` per stage, or raises InputError with the key,
-the value and the fix.
+`defaults()` returns the nested dict that config files start from. `parse()` turns a user's config into one frozen
+`Config` per stage, or raises InputError with the key, the value and the fix.
 """
 
 from __future__ import annotations

@@ -38,9 +38,8 @@ def warn_without_stop(examples: Iterable[Example | None], tokenizer: Tokenizer) 
 class Documents:
   """A sequence of Examples that carry precomputed arrays (reference log-probs, teacher top-k).
 
-  Until `fill` the arrays are zeros of the right shapes, so that batches have
-  their final form before a device is used. This is the only place that holds
-  computed arrays.
+  Until `fill` the arrays are zeros of the right shapes, so that batches have their final form before a device is used.
+  This is the only place that holds computed arrays.
 
   Attributes:
     fields: {name: (shape after [T], dtype)} of the arrays.

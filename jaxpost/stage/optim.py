@@ -67,9 +67,8 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
 def _muon(schedule: optax.Schedule, options: dict, part: Model) -> optax.GradientTransformation:
   """Muon for the matrices of layers, AdamW for embeddings, heads, norms, biases and routers.
 
-  Each matrix of a stack is orthogonalized by itself. Updates are scaled to the size of
-  AdamW's, 0.2 sqrt(larger side), so that its learning rates and weight decay apply
-  (arXiv:2502.16982, section 2.2).
+  Each matrix of a stack is orthogonalized by itself. Updates are scaled to the size of AdamW's, 0.2 sqrt(larger side),
+  so that its learning rates and weight decay apply (arXiv:2502.16982, section 2.2).
   """
   sides, sizes = {}, {}
   for path, spec in part.table.items():

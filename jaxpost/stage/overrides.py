@@ -1,10 +1,8 @@
 """Overrides of a config with stages: which stages they reach, and which keep their value.
 
-An override changes one field from the command line, as in
-`--config.optim.lr=0.5`. A stage's block has precedence over the config around
-it, so an override at the top level reaches only the stages whose block does not
-name the field. `check_reach` reports the others, so that no override is lost
-silently.
+An override changes one field from the command line, as in `--config.optim.lr=0.5`. A stage's block has precedence over
+the config around it, so an override at the top level reaches only the stages whose block does not name the field.
+`check_reach` reports the others, so that no override is lost silently.
 """
 
 from __future__ import annotations

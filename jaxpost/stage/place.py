@@ -168,8 +168,7 @@ def _objectives(inputs: Inputs) -> dict[str, Objective]:
 def attended(prepared: PreparedStage, layouts: dict[str, Layout], length: int) -> list[tuple[ModelConfig, int, int]]:
   """Lists (model, tokens, context shards of a row) of all that attention kernels will see.
 
-  These are packed rows of `length` tokens, if they have no branches, and all
-  lengths that the sampler may prefill.
+  These are packed rows of `length` tokens, if they have no branches, and all lengths that the sampler may prefill.
   """
   from jaxpost.rollout import buckets
 

@@ -100,7 +100,7 @@ def compile_all(
   if engine and evaluator and evaluator.sampled:
     sampled = evaluator.sampled
     later += engine.jobs(roles.policy.params, [len(x.tokens) for x in sampled.prompts], sampled.samples, turns)
-  placed.ledger.planned = placed.ledger.begun + len(jobs) + len(later)
+  placed.ledger.planned = len(placed.ledger.begun) + len(jobs) + len(later)
   with concurrent.futures.ThreadPoolExecutor(2) as pool:
     for some in (jobs, later):
       for done in [pool.submit(job) for job in some]:

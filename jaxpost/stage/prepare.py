@@ -1,8 +1,7 @@
 """Config -> everything about a stage that needs no device.
 
-Data, tokenizer, headers of model files and reward functions are looked at for
-every stage before the first one starts, so that a mistake in the last one is
-found in seconds. `place.py` and `assemble.py` then put a stage on the devices.
+Data, tokenizer, headers of model files and reward functions are looked at for every stage before the first one starts,
+so that a mistake in the last one is found in seconds. `place.py` and `assemble.py` then put a stage on the devices.
 """
 
 from __future__ import annotations

@@ -221,9 +221,8 @@ def adapter_base(inputs: Inputs) -> str:
 def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bool = True) -> list:
   """Returns JSON that tells these weights from others, without reading them.
 
-  Files of a folder by name, size and samples of what they hold; a checkpoint
-  by its checksums. here: the shape and the times of the files, too, which a
-  copy or a later version may change.
+  Files of a folder by name, size and samples of what they hold; a checkpoint by its checksums. here: the shape and the
+  times of the files, too, which a copy or a later version may change.
   """
   shape = here and dataclasses.asdict(source.config)
   folder = checkpoints(source, workdir)
