@@ -112,7 +112,8 @@ print(stages.settle_dtype(raw, pathlib.Path(sys.argv[3]),
 
 def test_processes_agree_on_it(tmp_path):
   """The first one's machine decides: that of the other has measured else."""
-  address, key = free_address(), ' '.join([probe._cpu(), str(os.cpu_count()), jax.__version__])
+  address, flags = free_address(), environment(tmp_path).get('XLA_FLAGS', '')
+  key = ' '.join([probe._cpu(), str(os.cpu_count()), jax.__version__, flags]).rstrip()
   for rank, fast in enumerate(('float32', 'bfloat16')):
     file = tmp_path / str(rank) / '.cache/jaxpost/cpu.json'
     file.parent.mkdir(parents=True)

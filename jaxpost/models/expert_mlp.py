@@ -4,7 +4,7 @@ Legend: N tokens of the device, D hidden size, F size of an expert, e experts of
 the device, k experts of a token, M rows (a token counts once for each of its
 experts here).
 
-Rows are sorted by expert, and `matmul.grouped` multiplies each run of them by
+Rows are sorted by expert, and `grouped.grouped` multiplies each run of them by
 its matrices. With expert parallelism the number of rows of a device is known
 only at run time; `_in_rounds` processes them in rounds of a fixed number of
 rows, as many rounds as it takes, so that no token is dropped and no memory is
@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpost.matmul import Compute, grouped
+from jaxpost.matmul import Compute
 from jaxpost.models import expert_parallel, layers
+from jaxpost.models.grouped import grouped
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
