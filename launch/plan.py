@@ -54,7 +54,7 @@ def main(argv):
   import rich.console
 
   from jaxpost.monitor import program_table
-  from jaxpost.planning import aot, auto, defaults, dry_run, nearest, search, stage, tables
+  from jaxpost.planning import auto, defaults, dry_run, search, stage, tables
   from jaxpost.stage import prepare
 
   console = rich.console.Console(highlight=False, width=max(132, shutil.get_terminal_size().columns))
@@ -67,11 +67,7 @@ def main(argv):
     for p in dry_run.prepare_all(raw, options.stage):
       p = search.vary(p, auto.choose(p, topology, console.print))
       p = defaults.fitted(p, topology, console.print)
-      try:
-        plan = stage.plan(p, options)
-      except aot.TooLargeError as e:
-        raise InputError(f'{p.name}: {e}; {nearest.advice(p, topology, e.program, e.needed)}') from e
-      plans.append(nearest.of_plan(p, topology, plan))
+      plans.append(auto.planned(p, options))
       tables.show(plans[-1], console)
   if _OUT.value:
     program_table.write(_OUT.value, plans)

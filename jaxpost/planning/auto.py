@@ -41,6 +41,14 @@ def resolve(prepared: list[PreparedStage], raw: dict, note: Callable[[str], None
   return out
 
 
+def planned(p: PreparedStage, options: stage.Options) -> dict:
+  """Returns the plan of a stage with the nearest that fits; InputError with it where XLA refuses a program."""
+  try:
+    return nearest.of_plan(p, options.topology, stage.plan(p, options))
+  except aot.TooLargeError as e:
+    raise InputError(f'{p.name}: {e}; {nearest.advice(p, options.topology, e.program, e.needed)}') from e
+
+
 def choose(p: PreparedStage, topology: machines.Topology, note: Callable[[str], None]) -> dict[str, str]:
   """Returns {'mesh.train': mesh, 'mesh.rollout': mesh}, those of them that are 'auto' in the config.
 
