@@ -57,7 +57,7 @@ def _rows_by_groups(spec, x, w, sizes, compute):
     return jnp.where(real[:, None], y, 0)
   parts = _Parts(sizes, len(x), compute)
   if compute.platform == 'gpu' and len(parts.group) <= _COPIES * len(w):
-    return _all_blocks(spec, x, w, sizes, parts, dtype)
+    return _all_blocks(spec, x, w, sizes, parts, dtype=dtype)
   width = w.shape[2 if spec == 'nd,df->nf' else 1]
   x = jnp.pad(x, ((0, parts.block), (0, 0)))
 
