@@ -219,7 +219,7 @@ CASES = {
     # transformers writes the convolutions of queries, keys and values in three tensors of one size.
     HYBRID
     | dict(linear_num_value_heads=3, linear_value_head_dim=14, head_dim=8, num_hidden_layers=3)
-    | dict(layer_types=[LINEAR, FULL, LINEAR], rope_parameters=rope()),
+    | dict(layer_types=[LINEAR, FULL, LINEAR], rope_parameters=rope(theta=None)),
   ),
   'nemotron_h': ('NemotronH', SINGLE),
   'granite_hybrid': ('GraniteMoeHybrid', SPACE),

@@ -17,7 +17,7 @@ import tiny
 
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, hf
-from jaxpost.models import convolution, recurrence, saved_config, transformer
+from jaxpost.models import convolution, recurrence, routing, saved_config, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 
@@ -344,3 +344,66 @@ def test_sizes_are_those_that_are_published():
   shape = dict(vocab_size=65_536, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, block_ff_dim=12_288)
   cfg, _ = config_json.from_hf(dict(model_type='lfm2', full_attn_idxs=[2, 5, 8, 10, 12, 14]) | shape, 'here')
   assert transformer.num_params(cfg) / 1e9 == pytest.approx(1.17, rel=0.01)
+
+
+NEMOTRON = dict(
+  model_type='nemotron_h',
+  vocab_size=131_072,
+  hidden_size=2688,
+  hybrid_override_pattern='MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME',
+  num_attention_heads=32,
+  num_key_value_heads=2,
+  mamba_num_heads=64,
+  n_routed_experts=128,
+  num_experts_per_tok=6,
+  moe_intermediate_size=1856,
+  moe_shared_expert_intermediate_size=3712,
+)
+LFM2_MOE = dict(model_type='lfm2_moe', vocab_size=65_536, hidden_size=2048, num_hidden_layers=24) | dict(
+  num_attention_heads=32, intermediate_size=7168, full_attn_idxs=[2, 6, 10, 14, 18, 21]
+)
+OLMO = dict(model_type='olmo_hybrid', vocab_size=100_352, hidden_size=3840, num_hidden_layers=32) | dict(
+  num_attention_heads=30, intermediate_size=11_008, rope_parameters=dict(rope_type='default', rope_theta=None)
+)
+
+
+@pytest.mark.parametrize('raw, size, active', [(NEMOTRON, 31.6, 3.6), (LFM2_MOE, 8.3, 1.5), (OLMO, 7.4, 7.4)])
+def test_published_configs_are_read(raw, size, active):
+  cfg, unread = config_json.from_hf(raw, 'here')
+  assert not unread and config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
+  assert transformer.num_params(cfg) / 1e9 == pytest.approx(size, rel=0.01)
+  assert transformer.num_active(cfg) / 1e9 == pytest.approx(active, rel=0.05)
+
+
+@pytest.mark.parametrize(
+  'raw, fields, words',
+  [
+    (NEMOTRON, dict(hybrid_override_pattern='M*X'), "hybrid_override_pattern='M.X' must be"),
+    (NEMOTRON, dict(hybrid_override_pattern=None), 'layers_block_type'),
+    (NEMOTRON, dict(hybrid_override_pattern='M*'), 'without an MLP'),
+    (NEMOTRON, dict(num_hidden_layers=3), 'must be 3 times'),
+    (NEMOTRON, dict(time_step_min=-1), 'time_step_min=-1'),
+    (NEMOTRON, dict(moe_latent_size=0), 'moe_latent_size=0'),
+    (NEMOTRON, dict(n_routed_experts=0), 'n_routed_experts=0'),
+    (NEMOTRON, dict(n_shared_experts=2), 'n_shared_experts=2'),
+    (NEMOTRON, dict(mlp_hidden_act='silu'), 'only relu2'),
+    (NEMOTRON, dict(use_bias=True), 'use_bias'),
+    (LFM2_MOE, dict(num_dense_layers=22), 'num_dense_layers=22'),
+    (LFM2_MOE, dict(use_expert_bias=False), 'use_expert_bias'),
+    (OLMO, dict(linear_num_key_heads=4), 'linear_num_key_heads=4'),
+    (OLMO, dict(linear_allow_neg_eigval='no'), 'linear_allow_neg_eigval'),
+  ],
+)
+def test_what_these_lack_here_is_refused_by_name(raw, fields, words):
+  with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
+    config_json.from_hf(raw | fields, 'config.json')
+  assert '\n' not in str(e.value)
+
+
+def test_the_sum_of_chosen_sigmoids_is_kept_from_zero():
+  """By 1e-6 in LFM2-MoE, which shows where all experts are unlikely."""
+  cfg = tiny.hybrid('lfm2_moe')
+  router = np.full((2, 5), -6.0, np.float32)
+  weights, _ = routing.route({'router': router}, np.ones((1, 1, 2), np.float32), cfg)
+  one = 1 / (1 + np.exp(12.0))
+  np.testing.assert_allclose(weights[0, 0], 1.7 * one / (2 * one + 1e-6), rtol=1e-5)

@@ -187,7 +187,8 @@ def write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   if 'rotary_dim' in family.fields:
     out['rotary_dim'] = cfg.rotary_dim or cfg.head_dim
   if family.rope_optional and -1 in cfg.layer_ropes:
-    out |= dict(rope_theta=None, rope_parameters=main | dict(rope_theta=None))
+    del out['rope_theta']
+    out['rope_parameters'] = main | dict(rope_theta=None)
   if 'rope_interleave' in family.fields:
     out['rope_interleave'] = cfg.ropes[0].interleaved
   if ORIGINAL in family.fields and ORIGINAL in main:

@@ -1,4 +1,4 @@
-"""What families of `transformers` that are refused by name would need here."""
+"""What is missing here for families of `transformers` that are refused by name."""
 
 _CHOSEN = 'attention to the tokens that an indexer chooses'
 # model_type of a text model, or of the folder that holds it -> what is not built.
