@@ -3,12 +3,14 @@
   python docs/make_methods_table.py [METHOD ...]
 
 Runs the cases of tests/learning.py (all, or those named; the others keep
-their rows), on the machine it is started on, with seeds 0, 1 and 2.
+their rows), on the machine it is started on, with seeds 0, 1 and 2. Sources
+are those of docs/defaults.md, and below for options.
 """
 
 import dataclasses
 import json
 import pathlib
+import re
 import statistics
 import sys
 import tempfile
@@ -50,15 +52,52 @@ answers were right. They have no reward: the teacher is that model with the hint
 random, with a reward for each move in the right direction; pass@1 is the share of 64 games, four times each,
 that it wins by the first move.
 Rows without backticks are options of the algorithm in parentheses
-([options](rl_options.md)).
+([options](rl_options.md)). Replay and surplus groups have groups of two, which are often all right or all
+wrong, and six passes over 1,280 sums; curricula have three passes over 640. Process rewards grade the lines of
+sums in steps; their start writes half of these with a slip. Beside them, a verifier of the last line counts
+twice as much.
 
-| method | metric | before | after | steps | its own choices | set here |
-|---|---|---|---|---|---|---|
+| method | metric | before | after | steps | its own choices | default and source | set here |
+|---|---|---|---|---|---|---|---|
 """
 TAIL = """
 "Its own choices" replace the defaults of these fields. Values in a config or on the command line
-take precedence.
+take precedence. The next column has the learning rate that is the method's default, and where it and
+the choices come from ([defaults](defaults.md)); of an option, what its paper uses.
 """
+
+
+# The values that the papers of options use, and the papers.
+OPTIONS = {
+  'GDPO': 'arXiv:2601.05242',
+  'LUFFY': '`rl.expert_gamma=0.1`, one expert and 7 samples; arXiv:2504.14945',
+  'Clip-Cov': '`rl.clip_cov=0.0002`; arXiv:2505.22617',
+  'KL-Cov': '`rl.kl_cov=0.002` (7B), 0.0002 (32B), `rl.kl_cov_coef=1.0`; arXiv:2505.22617',
+  'top-entropy tokens': '`rl.top_entropy=0.2`; arXiv:2506.01939',
+  'bypass': 'arXiv:2602.04879',
+  'OPSD': 'a fixed teacher; arXiv:2601.18734',
+  'SDPO': '`reference.mix=0.05`; arXiv:2601.20802',
+  'rejection by k3': "verl's `rollout_rs`",
+  'product masks': "TRL's `sequence_mask`",
+  'kept sampling mask': 'top-p; arXiv:2512.02556',
+  'adaptive entropy bonus': '`rl.entropy_target=0.2`, `rl.entropy_step=0.005`; arXiv:2505.22312',
+  'KL weighted by the ratio': 'arXiv:2512.02556',
+  'std of the others': "NeMo-RL's leave-one-out",
+  'several teachers': 'equal weights; none',
+  'process rewards': 'arXiv:2402.03300, section 4.1.3',
+  'replay': 'arXiv:2505.16282',
+  'prioritized prompts': 'arXiv:2501.12599, section 2.3.4',
+  'retired prompts': 'the filter of arXiv:2503.14476, over steps',
+  'surplus groups': 'none; arXiv:2503.14476 drops them',
+  'moving average of the reference': '`reference.mix=0.6` (DPO); arXiv:2404.09656',
+  'reset of the reference': '`reference.every=512` (DPO), arXiv:2404.09656; when progress stalls, arXiv:2505.24864',
+}
+SOURCES = {
+  name: f'`optim.lr={lr}`; {source}'
+  for name, lr, source in re.findall(
+    r'^\| `(\w+)` \| (\S+) \| .*? ?\| (.+) \|$', (ROOT / 'docs' / 'defaults.md').read_text('utf-8'), re.M
+  )
+}
 
 
 SECTIONS = 'rl', 'reference', 'preference', 'critic', 'distill', 'reward_model'
@@ -83,10 +122,11 @@ def choices(case: dict) -> tuple[str, str]:
         brought.append(say(section, field.name, value))
   chosen = [say(s, f, value) for s in SECTIONS for f, value in case[s].items() if value != plain[s][f]]
   chosen.append(say('optim', 'lr', case['optim']['lr']))
-  if case['rollout']['staleness']:
-    chosen.append(say('rollout', 'staleness', case['rollout']['staleness']))
+  for field in ('staleness', 'top_k'):
+    if case['rollout'][field]:
+      chosen.append(say('rollout', field, case['rollout'][field]))
   if case['reward'] not in ('', 'exact_match'):
-    chosen.append(f'`reward={case["reward"]}`')
+    chosen.append(f'`reward={case["reward"].replace(learning.__file__, "learning.py")}`')
   return ', '.join(brought), ', '.join(chosen)
 
 
@@ -104,7 +144,6 @@ def main(names):
   figures = known() if names else {}
   with tempfile.TemporaryDirectory() as place:
     folder = pathlib.Path(place)
-    learning.make_start(folder)
     for name in names or CASES:
       runs = [learning.measure(name, folder, seed) for seed in SEEDS]
       figures[name] = dict(
@@ -127,7 +166,9 @@ def write(figures: dict):
       after += f' ± {statistics.stdev(found["after"]):.3f}' if len(found['after']) > 1 else ''
       after += {1: ' (seed 0)', 2: ' (seeds 0, 1)'}.get(len(found['after']), '')
       cells = label, found['metric'], f'{statistics.mean(found["before"]):.3f}', after, str(found['steps'])
-      rows.append(f'| {" | ".join((*cells, *choices(case.config)))} |')
+      brought, chosen = choices(case.config)
+      source = SOURCES[name] if name == algorithm else OPTIONS[name]
+      rows.append(f'| {" | ".join((*cells, brought, source, chosen))} |')
   PAGE.write_text(HEAD + '\n'.join(rows) + '\n' + TAIL + '\n' + KEPT + json.dumps(figures) + ' -->\n')
 
 

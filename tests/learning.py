@@ -87,8 +87,47 @@ def game_start_config() -> dict:
   return game('treasure_played', algorithm='sft', train=dict(steps=300), optim=dict(lr=3e-3, schedule='cosine'))
 
 
-# The starts of some variants. The first of them that is measured makes its start.
-STARTS = {'hinted': hinted_start_config, 'game': game_start_config}
+def teacher_config(**over) -> dict:
+  """SFT on right sums only, from the common start."""
+  right = dict(path=SUMS.format('', 'train') + ',size=6000,correct=1')
+  return tiny.merged(start_config(), dict(init_from='start', train=dict(steps=400), data=right) | over)
+
+
+def after_steps(row: dict) -> dict:
+  """Makes a row for supervised fine-tuning of one with steps: a step a line."""
+  return row | {'completion': [{'role': 'assistant', 'content': '\n'.join(row['completions'])}]}
+
+
+def last_line(completions, answer, **columns) -> list[float]:
+  """1 for completions whose last line is the answer."""
+  lines = [completion[-1]['content'].rpartition('\n')[2] for completion in completions]
+  return [float(line == right) for line, right in zip(lines, answer)]
+
+
+def steps_start_config() -> dict:
+  """SFT on sums in steps, half of them with a slip."""
+  rows = dict(path=SUMS.format('_steps', 'train') + ',size=6000', map=f'{__file__}:after_steps')
+  held_out = dict(data=dict(path=SUMS.format('_steps', 'test') + ',size=256'))
+  return tiny.merged(start_config(), dict(data=rows, eval=held_out, train=dict(steps=600)))
+
+
+def judge_config() -> dict:
+  """A process reward model, from the model that writes steps."""
+  chosen = dict(algorithm='reward_model', init_from='steps', reward_model=dict(loss='process'))
+  return base('_steps', **chosen, train=dict(steps=300), optim=dict(lr=2e-3, schedule='cosine'))
+
+
+# All models that cases begin with, learn from, or are graded by. The first case that needs one trains it.
+MODELS = {
+  'start': start_config,
+  'early': lambda: tiny.merged(start_config(), dict(train=dict(steps=250))),
+  'teacher': teacher_config,
+  'other teacher': lambda: teacher_config(seed=1),
+  'hinted': hinted_start_config,
+  'game': game_start_config,
+  'steps': steps_start_config,
+  'judge': judge_config,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +136,8 @@ class Case:
 
   metric: of evaluation.
   gain: the least change that the test asks for; below 0 where it must fall.
-  start: 'early' is a quarter of the way to 'start', whose rankings of pairs
-    leave nothing to learn where there is no reference to beat.
+  start: a model of `MODELS`. 'early' is a quarter of the way to 'start', whose rankings
+    of pairs leave nothing to learn where there is no reference to beat.
   """
 
   config: dict
@@ -135,6 +174,27 @@ def hinted(**over) -> Case:
   over = tiny.merged(dict(rl=dict(privileged='hint'), reward_weights=(0.0,)), over)
   over = tiny.merged(over, dict(data=dict(map=f'{__file__}:with_hint'), rollout=dict(max_prompt_length=64)))
   return dataclasses.replace(online('opd', lr=1e-3, **over), start='hinted')
+
+
+def again(**over) -> Case:
+  """On prompts that come again, for options that remember them."""
+  rows = dict(data=dict(path=SUMS.format('', 'train') + ',size=640,correct=1'))
+  return online('grpo', **tiny.merged(rows, over))
+
+
+def of_two(**over) -> Case:
+  """In groups of two, which are often all right or all wrong."""
+  groups = dict(rollout=dict(prompts=128, group_size=2))
+  return again(**tiny.merged(groups | dict(data=dict(path=SUMS.format('', 'train') + ',size=1280,correct=1')), over))
+
+
+def by_steps() -> Case:
+  """A process reward model grades each line, beside the answer in the last one, which counts in evaluation."""
+  graded = dict(reward=f'{__file__}:last_line,reward_model', reward_weights=(1.0, 0.5))
+  graded |= dict(reward_model=dict(path='judge', per_step=True), rollout=dict(max_new_tokens=28))
+  # Before the critic knows how much reward is left, late tokens, and the end first of all, seem worse than others.
+  graded |= dict(critic=dict(lr=2e-3, warmup_steps=20), rl=dict(minibatches=2))
+  return dataclasses.replace(online('ppo', steps=150, lr=3e-4, **graded), start='steps')
 
 
 def playing(algorithm, steps=60) -> Case:
@@ -188,13 +248,13 @@ CASES = {
       algorithm='distill',
       train=dict(steps=60),
       optim=dict(lr=1e-3, schedule='linear'),
-      distill=dict(teachers=('TEACHER',)),
+      distill=dict(teachers=('teacher',)),
     ),
     'divergence',
     -0.03,
   ),
-  'opd': online('opd', lr=1e-3, rl=dict(reference='TEACHER')),
-  'gkd': online('gkd', distill=dict(teachers=('TEACHER',)), lr=1e-3, rollout=dict(prompts=64, group_size=2)),
+  'opd': online('opd', lr=1e-3, rl=dict(reference='teacher')),
+  'gkd': online('gkd', distill=dict(teachers=('teacher',)), lr=1e-3, rollout=dict(prompts=64, group_size=2)),
 }
 
 
@@ -208,7 +268,7 @@ VARIANTS = {
   'LUFFY': variant('grpo', rl=dict(expert=True, scale_rewards='none')),
   'Clip-Cov': variant('grpo', rl=dict(minibatches=4, clip_cov=2e-4)),
   'KL-Cov': variant('grpo', rl=dict(minibatches=4, kl_cov=2e-3)),
-  'top-entropy tokens': variant('grpo', rl=dict(top_entropy=0.2)),
+  'top-entropy tokens': online('grpo', rl=dict(top_entropy=0.2)),
   'bypass': variant('grpo', rollout=dict(staleness=1), rl=dict(old_policy='sampler')),
   **{name: online(name) for name in ('luspo', 'vespo', 'dro')},
   'ld_dpo': pairs('ld_dpo'),
@@ -217,6 +277,19 @@ VARIANTS = {
   'SDPO': hinted(reference=dict(every=1, mix=0.05)),
   'mt_grpo': playing('mt_grpo'),
   'gigpo': playing('gigpo'),
+  'rejection by k3': variant('grpo', rollout=dict(staleness=1), rl=dict(importance=('sequence_k3',))),
+  'product masks': variant('grpo', rollout=dict(staleness=1), rl=dict(importance=('product_mask',))),
+  'kept sampling mask': variant('grpo', rollout=dict(top_k=8), rl=dict(sampling_mask=True, minibatches=2)),
+  'adaptive entropy bonus': variant('grpo', rl=dict(entropy_target=0.4)),
+  'KL weighted by the ratio': variant('grpo', rl=dict(kl_coef=0.05, kl_weighted=True, minibatches=4)),
+  'std of the others': variant('rloo', rl=dict(scale_rewards='leave_one_out')),
+  'several teachers': online('opd', lr=1e-3, distill=dict(teachers=('teacher', 'other teacher'))),
+  'process rewards': by_steps(),
+  'replay': of_two(rl=dict(replay=100)),
+  'prioritized prompts': again(rl=dict(curriculum='prioritized')),
+  'retired prompts': again(rl=dict(curriculum='retire')),
+  'surplus groups': of_two(rl=dict(dynamic_sampling=10, keep_surplus=4)),
+  'moving average of the reference': online('grpo', rl=dict(kl_coef=0.05), reference=dict(every=1, mix=0.1)),
   'reset of the reference': variant('grpo', rl=dict(kl_coef=0.05), reference=dict(every=20, reset_optimizer=True)),
 }
 
@@ -233,34 +306,28 @@ def train_rows(name: str, folder: pathlib.Path) -> list[dict]:
   return [row for row in metrics.read_rows(folder / name / 'metrics.jsonl') if row['split'] == 'train']
 
 
-def make_start(folder: pathlib.Path):
-  """The starts, and a teacher that has seen right sums only."""
-  run('start', start_config(), folder)
-  run('early', tiny.merged(start_config(), dict(train=dict(steps=250))), folder)
-  run(
-    'teacher',
-    tiny.merged(
-      start_config(),
-      dict(
-        init_from=str(folder / 'start'),
-        train=dict(steps=400),
-        data=dict(path=SUMS.format('', 'train') + ',size=6000,correct=1'),
-      ),
-    ),
-    folder,
+def model(name: str, folder: pathlib.Path) -> str:
+  """Returns the folder of a model of `MODELS`; trains it unless a case has."""
+  if name and not (folder / name / 'summary.json').exists():
+    run(name, located(MODELS[name](), folder), folder)
+  return str(folder / name) if name else ''
+
+
+def located(config: dict, folder: pathlib.Path) -> dict:
+  """Puts the folders of models in the place of their names."""
+  found = dict(
+    init_from=model(config['init_from'], folder),
+    distill=dict(teachers=tuple(model(name, folder) for name in config['distill']['teachers'])),
+    rl=dict(reference=model(config['rl']['reference'], folder)),
+    reward_model=dict(path=model(config['reward_model']['path'], folder)),
   )
+  return tiny.merged(config, found)
 
 
 def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
-  """{before, after, seconds} of a case, whose start is in `folder`."""
+  """{before, after, seconds} of a case; `folder` keeps its run and the models of all cases."""
   case, begun = (CASES | VARIANTS)[name], time.perf_counter()
-  if case.start in STARTS and not (folder / case.start).exists():
-    run(case.start, STARTS[case.start](), folder)
-  config = tiny.merged(case.config, dict(seed=seed, init_from=str(folder / case.start)))
-  if config['distill']['teachers']:
-    config = tiny.merged(config, dict(distill=dict(teachers=(str(folder / 'teacher'),))))
-  if config['rl']['reference']:
-    config = tiny.merged(config, dict(rl=dict(reference=str(folder / 'teacher'))))
+  config = located(tiny.merged(case.config, dict(seed=seed, init_from=case.start)), folder)
   rows = run(name, config, folder)
   before, after = (row[case.metric] for row in (rows[0], rows[-1]))
   if case.metric == 'rewards/accuracies' and not before:

@@ -1,7 +1,11 @@
 """Each method learns from one start, seeded: the cases of learning.py."""
 
 import concurrent.futures
+import json
 import multiprocessing
+import pathlib
+import re
+import statistics
 
 import learning
 import pytest
@@ -21,10 +25,8 @@ def child():
 
 
 @pytest.fixture(scope='module')
-def folder(child, tmp_path_factory):
-  path = tmp_path_factory.mktemp('learning')
-  child.submit(learning.make_start, path).result()
-  return path
+def folder(tmp_path_factory):
+  return tmp_path_factory.mktemp('learning')
 
 
 @pytest.mark.parametrize('name', learning.CASES)
@@ -32,6 +34,17 @@ def test_learns(name, child, folder):
   found, case = child.submit(learning.measure, name, folder).result(), learning.CASES[name]
   change = found['after'] - found['before']
   assert change > case.gain if case.gain > 0 else change < case.gain, found
+
+
+def test_the_page_has_all_cases_and_each_has_learned():
+  """docs/methods.md, also of those that no test trains."""
+  page = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'methods.md'
+  figures = json.loads(re.search('<!-- measured (.*) -->', page.read_text('utf-8')).group(1))
+  cases = learning.CASES | learning.VARIANTS
+  assert set(figures) == set(cases)
+  for name, case in cases.items():
+    change = statistics.mean(figures[name]['after']) - statistics.mean(figures[name]['before'])
+    assert change > case.gain if case.gain > 0 else change < case.gain, (name, change)
 
 
 def test_dynamic_sampling_leaves_no_group_without_variance(folder):
