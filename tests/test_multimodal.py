@@ -12,7 +12,7 @@ import transformers
 
 import jaxpost
 from jaxpost.errors import InputError
-from jaxpost.formats import hf
+from jaxpost.formats import hf, multimodal
 from jaxpost.models import model as model_lib
 from jaxpost.stage import model_folders, schema, sources
 
@@ -196,3 +196,14 @@ def test_models_without_other_parts_are_exported_as_text_models(path, tmp_path):
   )
   section = schema.ModelSection(path=path and str(tmp_path / path), text_only=True)
   assert model_folders.origin(section, tiny.config()) is None
+
+
+def test_the_export_of_a_quantized_folder_says_nothing_of_it(tmp_path):
+  """The text model is exported in floats, and `transformers` would take them for blocks of float8."""
+  quantized = dict(quantization_config=dict(quant_method='fp8', weight_block_size=[128, 128]))
+  config = dict(model_type='mistral3', vision_config=dict(depth=2), text_config=dict(hidden_size=8) | quantized)
+  (tmp_path / 'config.json').write_text(json.dumps(config | quantized))
+  safetensors.torch.save_file({'vision_tower.x.weight': torch.zeros(2)}, tmp_path / 'model.safetensors')
+  with multimodal.Origin(tmp_path) as origin:
+    assert origin.completed({}) == config | dict(text_config=dict(hidden_size=8))
+    assert [*origin.others((), '')] == ['vision_tower.x.weight']

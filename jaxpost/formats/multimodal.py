@@ -62,6 +62,10 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
   return {**_DEFAULTS.get(text['model_type'], {}), **text}
 
 
+def _unquantized(config: dict[str, Any]) -> dict[str, Any]:
+  return {k: v for k, v in config.items() if k != 'quantization_config'}
+
+
 def _plain_rope(block: dict[str, Any]) -> dict[str, Any]:
   kept = {k: v for k, v in block.items() if k not in _SECTIONS}
   for key in ('type', 'rope_type'):
@@ -101,9 +105,14 @@ class Origin:
     self._stack.close()
 
   def completed(self, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of an export: that of the folder, in place of that of the text model."""
+    """Returns the config.json of an export: that of the folder, in place of that of the text model.
+
+    It says nothing of a quantization, because the text model is exported without one.
+    """
     del config
-    return self._config
+    text = self._config.get('text_config')
+    nested = {'text_config': _unquantized(text)} if isinstance(text, dict) else {}
+    return _unquantized(self._config) | nested
 
   def name(self, text: str) -> str:
     """Returns the name of a tensor of the text model in this folder; 'lm_head.weight' need not be in it."""
