@@ -403,6 +403,7 @@ def test_what_these_lack_here_is_refused_by_name(raw, fields, words):
 def test_the_sum_of_chosen_sigmoids_is_kept_from_zero():
   """By 1e-6 in LFM2-MoE, which shows where all experts are unlikely."""
   cfg = tiny.hybrid('lfm2_moe')
+  assert config_json.from_hf(LFM2_MOE, 'here')[0].experts.epsilon == cfg.experts.epsilon == 1e-6
   router = np.full((2, 5), -6.0, np.float32)
   weights, _ = routing.route({'router': router}, np.ones((1, 1, 2), np.float32), cfg)
   one = 1 / (1 + np.exp(12.0))
