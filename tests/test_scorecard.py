@@ -23,6 +23,9 @@ def test_its_tests_are_there(row):
 def test_the_page_has_its_rows():
   numbers = re.findall(r'^\| (R\d+) \|', PAGE.read_text('utf-8'), re.M)
   assert numbers == [row.number for row in scorecard.ROWS]
+  cells = [line.split('|')[2].strip() for line in PAGE.read_text('utf-8').splitlines() if line.startswith('| R')]
+  stale = [row.number for row, cell in zip(scorecard.ROWS, cells) if cell != row.what]
+  assert not stale, 'run python -m tests.scorecard'
 
 
 def test_cases_are_counted_by_row():

@@ -69,6 +69,15 @@ def test_math_is_asked_for_a_box(tmp_path):
   assert r'\boxed{}' in row['prompt'][0]['content'] and row['answer'] == '2'
 
 
+def test_instructions_that_are_added_are_said(tmp_path, capsys):
+  (tmp_path / 'd.jsonl').write_text('{"question": "1+1=", "answer": "2"}\n')
+  path = str(tmp_path / 'd.jsonl')
+  assert '####' in score_dataset.read(path)[0]['prompt'][0]['content']
+  assert 'jaxpost.data.maps:gsm8k, which adds' in capsys.readouterr().err
+  assert score_dataset.read(path, 'prompt=question')[0]['prompt'] == '1+1='
+  assert not capsys.readouterr().err
+
+
 def log_prob(weights, text, answer):
   """By a whole forward pass in float32."""
   model, tokens = weights.inputs.model, weights.inputs.tokenizer

@@ -117,6 +117,13 @@ def test_it_follows_a_run(run):
   assert len(index.find(rollout_index.Query(step=3))) == GROUP
 
 
+def test_a_folder_of_no_run_is_refused(tmp_path):
+  with pytest.raises(InputError, match='not the folder of a run'):
+    rollout_view.Viewer(tmp_path)
+  (tmp_path / 'config.json').touch()  # before the first sample
+  assert not rollout_view.Viewer(tmp_path).index.episodes
+
+
 def test_a_hundred_thousand(tmp_path):
   line = row(1, 7, 3, completion='x' * 200)
   for step in range(1, 11):

@@ -57,11 +57,13 @@ class Index:
     """Reads the samples of a run's folder.
 
     Raises:
-      InputError: there is no such folder.
+      InputError: there is no such folder, or it is none of a run.
     """
     self.run = epath.Path(run).expanduser()
     if not self.run.is_dir():
       raise InputError(f'--run: {run}: no such folder')
+    if not any((self.run / name).exists() for name in ('config.json', 'samples')):
+      raise InputError(f'--run: {run}: not the folder of a run; name the folder that training was given as --workdir')
     self.episodes: list[dict[str, Any]] = []
     self._files: dict[str, tuple[int, int, list[int]]] = {}  # path -> (bytes, time, ids)
     self._places: list[tuple[str, int, int]] = []  # of an episode: file, begin and bytes of its line

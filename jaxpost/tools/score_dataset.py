@@ -9,6 +9,7 @@ import collections
 import itertools
 import json
 import pathlib
+import sys
 import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,11 @@ def read(path: str, columns: str = '', map_fn: str = '', size: int = 0) -> sourc
   if not map_fn:
     row = sources.read(path, columns, streaming=False)[0]
     map_fn = next((fn for names, fn in _MAPS.items() if set(names) <= set(row) and 'prompt' not in row), '')
+    if map_fn:
+      left = (
+        '--columns=prompt=question asks as it is' if 'question' in row else '--columns=prompt=problem asks as it is'
+      )
+      print(f'{path}: read by {map_fn}, which adds to each question how to answer; {left}', file=sys.stderr)
   rows = sources.read(path, columns, map_fn or None)
   return rows[:size] if size else rows
 
