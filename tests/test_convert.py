@@ -34,6 +34,8 @@ lora_target_modules: [q_proj, v_proj]
 bf16: true
 output_dir: out
 use_vllm: true
+loss_type: dr_grpo
+report_to: wandb
 """,
   ),
   'verl': (
@@ -49,6 +51,7 @@ python3 -m verl.trainer.main_ppo \\
     actor_rollout_ref.actor.optim.lr=1e-6 \\
     actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
     actor_rollout_ref.rollout.n=5 \\
+    actor_rollout_ref.actor.use_kl_loss=True \\
     +critic.optim.lr=1e-5 \\
     trainer.total_epochs=15 # a comment
 """,
@@ -92,6 +95,8 @@ WANTED = {
     'lora.rank': 32,
     'model.dtype': 'bfloat16',
     'model.remat': 'full',
+    'rl.aggregate': 'constant',
+    'log.trackers': ['wandb'],
   },
   'verl': {
     'algorithm': 'ppo',
@@ -100,6 +105,7 @@ WANTED = {
     'critic.lr': 1e-5,
     'train.epochs': 15.0,
     'rollout.group_size': 5,
+    'rl.kl_in': 'loss',
   },
   'tunix': {'train.steps': 3738, 'optim.lr': 3e-6, 'optim.schedule': 'cosine', 'rl.kl_coef': 0.08, 'lora.rank': 64},
   'maxtext': {'algorithm': 'gspo', 'rl.clip_high': 0.2, 'model.param_dtype': 'bfloat16', 'optim.clip_norm': 0.1},

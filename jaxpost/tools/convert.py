@@ -133,7 +133,8 @@ def _setting(library: str, name: str, value: Any, method: str) -> Setting:
       return Setting(name, value, (), f'stands for {", ".join(fields)}; choose')
     fields = chosen
   if value is None or isinstance(value, str) and '$' in value:
-    return Setting(name, value, (), f'is {fields[0]}, but has no value in this file')
+    why = 'has no value in this file' if value is None else 'holds a variable of the shell; write its value'
+    return Setting(name, value, (), f'is {fields[0]}, but {why}')
   for field in fields:
     try:
       nested: dict[str, Any] = {}
