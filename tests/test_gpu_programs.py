@@ -20,7 +20,7 @@ import pytest
 from jaxpost.distributed.mesh import AXES
 from jaxpost.hardware import host, probe
 from jaxpost.planning import arithmetic, defaults, dry_run, machines
-from jaxpost.programs.compile import GPU_OPTIONS, options
+from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, options
 from jaxpost.stage import prepare
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -69,6 +69,16 @@ def watch(kit, name, compiled, args, times):
   return look(kit, name, compiled, args, times)
 
 aot.look = watch
+
+def overlapped(text):
+  '''For each gather of a loop, whether a product or attention runs while it is under way.'''
+  found = []
+  for body in re.split(r'\\n}\\n', text):
+    for name, rest in re.findall(r'%(all-gather-start[\\w.]*) = (.*?)all-gather-done\\(%\\1\\)', body, re.S):
+      if 'while/body' in rest.split('\\n')[0]:
+        found.append(bool(re.search(r'gemm_fusion_dot\\S* =|custom_call_target="__cu', rest)))
+  return found
+
 compiled = aot.compile_stage(p, topology)
 kit, out = compiled.placed, {}
 for row in compiled.rows:
@@ -79,7 +89,7 @@ for row in compiled.rows:
       r'(?:f32|bf16)\\[([\\d,]+)\\]', text) if str(each) in dims.split(',')]
   said = out.setdefault(row['program'], [])
   said.append(dict(
-      shapes=row['shapes'], kernels=len(set(re.findall(
+      shapes=row['shapes'], overlapped=overlapped(text), kernels=len(set(re.findall(
           r'custom_call_target="(__cudnn.fmha\\w*)"', text))),
       wide=max(wide, default=0), most=max(
           p.inputs.model.config.hidden_size, kit.compute.head_elements // each),
@@ -97,6 +107,10 @@ def test_what_is_asked_of_the_compiler_for_gpus(monkeypatch):
 
   assert options(on('cpu')) is None and options([]) is None
   assert options(on('gpu'), {'x': 1}) == GPU_OPTIONS | {'x': 1}
+  split = on('gpu')
+  for fsdp, more in ((1, {}), (8, GATHER_OPTIONS)):
+    split[0].sharding.mesh = types.SimpleNamespace(shape=dict(data=1, fsdp=fsdp))
+    assert options(split) == GPU_OPTIONS | more
   name = 'xla_gpu_enable_latency_hiding_scheduler'
   monkeypatch.setenv('XLA_FLAGS', f'--{name}=false')
   assert GPU_OPTIONS.keys() - options(on('gpu')) == {name}
@@ -115,7 +129,7 @@ def test_an_option_that_the_compiler_does_not_know_is_left_out(caplog):
 def test_this_compiler_knows_what_is_asked():
   """For GPUs, an unknown option would end the run at its first program."""
   lowered = jax.jit(lambda x: x + 1).lower(1.0)
-  lowered.compile(GPU_OPTIONS)
+  lowered.compile(GPU_OPTIONS | GATHER_OPTIONS)
   with pytest.raises(jax.errors.JaxRuntimeError, match='No such compile opt'):
     lowered.compile({'xla_gpu_no_such_thing': True})
 
@@ -187,6 +201,8 @@ def test_programs_of_a_config_compile_for_gpus(name, gpus):
   for one in found['update']:
     sent, least = (one[k]['reduce-scatter']['fsdp'] for k in ('found', 'least'))
     assert 0 < sent <= 1.05 * least
+    if gpus == 8:
+      assert sum(one['overlapped']) > 0.5 * len(one['overlapped']) > 0
 
 
 def planned(tmp_path, *words, model='qwen3_1_7b', gpu='h200'):

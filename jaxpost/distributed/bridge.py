@@ -1,8 +1,7 @@
 """Copies weights to a phase that has devices of its own.
 
-A program lays them out on the training devices as the other mesh wants them,
-then each shard is copied to its device, inside one process or from one process
-to another.
+A program lays them out on the training devices as the other mesh wants them, then each shard is copied to its device,
+inside one process or from one process to another.
 """
 
 import dataclasses

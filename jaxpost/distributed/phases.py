@@ -1,7 +1,6 @@
 """Meshes of the phases (train, rollout, score), and the order of devices in them.
 
-Phases share all devices, or a phase has devices of its own: the last ones.
-Training has what is left.
+Phases share all devices, or a phase has devices of its own: the last ones. Training has what is left.
 """
 
 import collections

@@ -1,8 +1,7 @@
 """Ends a run in which a process hangs or dies, and says which one and where.
 
-Each process sends a heartbeat to JAX's coordination service every second, with
-the operation that it is in. A process without heartbeats is gone; one whose
-operation takes too long is stuck. JAX itself notices dead processes but never
+Each process sends a heartbeat to JAX's coordination service every second, with the operation that it is in. A process
+without heartbeats is gone; one whose operation takes too long is stuck. JAX itself notices dead processes but never
 stuck ones, and names neither.
 
   start_operation('step 3 of sft', 60.0)   the main thread: at most a minute
@@ -149,8 +148,7 @@ def who_is_gone() -> str:
 def place() -> tuple[str, bool]:
   """('FILE:LINE in FUNCTION' of the main thread, whether it waits for JAX).
 
-  Where it waits for a thread that runs a user's code (a reward), the place in
-  that thread.
+  Where it waits for a thread that runs a user's code (a reward), the place in that thread.
   """
   frames = sys._current_frames()
   inner, waits = _own(frames.pop(threading.main_thread().ident, None))
@@ -314,9 +312,8 @@ def _libc():
 def on_abort(explain: Callable[[], str], stacks: bool = True) -> None:
   """Prints `explain()` before JAX ends this process by abort(), as it does when another one died.
 
-  JAX's own callback cannot be used: it takes no Python function
-  (std::bad_cast). Should the aborting thread deadlock with Python here, the
-  limit of `start_operation` ends the process.
+  JAX's own callback cannot be used: it takes no Python function (std::bad_cast). Should the aborting thread deadlock
+  with Python here, the limit of `start_operation` ends the process.
   """
 
   def print_reason(signal_number):

@@ -75,6 +75,13 @@ GPU_OPTIONS = {
   'xla_gpu_reduce_scatter_combine_threshold_bytes': 128 << 20,
   'xla_gpu_all_reduce_combine_threshold_bytes': 128 << 20,
 }
+# Where weights are split over `fsdp`: a layer's are gathered while the one before it computes. Loops are unrolled once.
+_OLD = jax.__version_info__ < (0, 11)
+GATHER_OPTIONS = {
+  'xla_gpu_enable_while_loop_double_buffering': True,
+  'xla_gpu_enable_pipelined_all_gather' if _OLD else 'xla_gpu_pipeline_all_gather': _OLD
+  or 'COLLECTIVE_PIPELINING_MODE_ON',
+}
 
 
 class Program:
@@ -161,7 +168,8 @@ def options(arguments: Sequence[Any], more: dict | None = None) -> dict | None:
   found = {}
   if getattr(next(devices, None), 'platform', '') == 'gpu':
     given = os.environ.get('XLA_FLAGS', '')
-    found = {k: v for k, v in GPU_OPTIONS.items() if k not in given}
+    gathers = any(getattr(x.sharding, 'mesh', None) and x.sharding.mesh.shape.get('fsdp', 1) > 1 for x in arguments)
+    found = {k: v for k, v in (GPU_OPTIONS | (GATHER_OPTIONS if gathers else {})).items() if k not in given}
   return {k: v for k, v in (found | (more or {})).items() if v is not None} or None
 
 

@@ -1,8 +1,7 @@
 """Length and row buckets of the sampler: the finite set of shapes that it compiles.
 
-A prompt is padded to a power of two, attention reads a power of two of cache
-entries, and a block computes all slots or a part of them. So nothing is compiled
-while a run samples.
+A prompt is padded to a power of two, attention reads a power of two of cache entries, and a block computes all slots or
+a part of them. So nothing is compiled while a run samples.
 """
 
 import dataclasses

@@ -1,9 +1,7 @@
 """The interface of rollout engines, with the verbs of JetStream's Engine.
 
-`rollout.sampler.Sampler` needs `__call__`, conversations need `serve`; the
-verbs `prefill`, `insert`, `extend` and `generate` are for adapters and for
-drivers of a user. `native.py` is the engine that ships, `scheduler.py` drives
-it.
+`rollout.sampler.Sampler` needs `__call__`, conversations need `serve`; the verbs `prefill`, `insert`, `extend` and
+`generate` are for adapters and for drivers of a user. `native.py` is the engine that ships, `scheduler.py` drives it.
 
 Legend: S slots.
 """

@@ -1,12 +1,10 @@
 """Key-value cache management: pages, and the prefix cache of finished sequences.
 
-A page holds `size` cache entries of one sequence. Samples of one prompt share
-its full pages; each has a last page of its own, and takes more as it grows.
-Page 0 is reserved: free slots write there.
+A page holds `size` cache entries of one sequence. Samples of one prompt share its full pages; each has a last page of
+its own, and takes more as it grows. Page 0 is reserved: free slots write there.
 
-The prefix cache keeps the entries of finished sequences, so that the next turn
-of a conversation prefills only what is new. It holds nothing that is needed:
-when a slot or pages are wanted, the oldest sequence is evicted.
+The prefix cache keeps the entries of finished sequences, so that the next turn of a conversation prefills only what is
+new. It holds nothing that is needed: when a slot or pages are wanted, the oldest sequence is evicted.
 """
 
 import collections
@@ -115,8 +113,7 @@ class PageTable:
     """Allocates pages for a prompt of `length` entries, which is row `row` of a prefix.
 
     Returns:
-      The copies that fill the pages; None where the free pages do not hold the
-      prompt and `extra` entries more.
+      The copies that fill the pages; None where the free pages do not hold the prompt and `extra` entries more.
     """
     full = length // self.size
     total = self.needed(length + extra)

@@ -1,8 +1,7 @@
 """The native sampler: the trainer's own model, in the trainer's process.
 
-A prompt is prefilled once and forked into its samples; a block of decode steps
-draws tokens in every slot. `scheduler.py` has the loop, `programs/generate.py`
-the compiled programs.
+A prompt is prefilled once and forked into its samples; a block of decode steps draws tokens in every slot.
+`scheduler.py` has the loop, `programs/generate.py` the compiled programs.
 
 Legend: S slots, N prompts, P prompt tokens, C completion tokens, K kv heads.
 """

@@ -71,8 +71,7 @@ def to_rollout(
 class Sampler:
   """Samples completions from the weights that its engine has.
 
-  `Episodes` (of an environment), `DemonstrationSampler` and `RecordedSampler`
-  are called in the same way.
+  `Episodes` (of an environment), `DemonstrationSampler` and `RecordedSampler` are called in the same way.
   """
 
   engine: Engine

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 class Request:
   """A request to an engine to continue a text.
 
-  The random draws depend on (run key, step, `prompt`, `sample`, position in
-  the text) and on nothing else. The next turn of a conversation is a request
-  with the same `prompt` and `sample` and the longer text, so all turns together
+  The random draws depend on (run key, step, `prompt`, `sample`, position in the text) and on nothing else. The next
+  turn of a conversation is a request with the same `prompt` and `sample` and the longer text, so all turns together
   draw what one long sample would.
 
   Attributes:
@@ -138,8 +137,7 @@ class ActiveSequence:
   def cut_at_stop_string(self, strings: Collection[str], decode: Callable, min_tokens: int = 0) -> str:
     """Drops the tokens after the one that completes a stop string; returns that string, or ''.
 
-    Only the last block is searched. A string that the first `min_tokens` tokens
-    complete does not count.
+    Only the last block is searched. A string that the first `min_tokens` tokens complete does not count.
     """
     if not strings:
       return ''

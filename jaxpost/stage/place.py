@@ -12,7 +12,7 @@ from jaxpost.distributed.mesh import row_shards
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention
 from jaxpost.monitor.timeline import Timeline
-from jaxpost.programs.compile import GPU_OPTIONS, Ledger
+from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, Ledger
 from jaxpost.stage import batch_shape
 from jaxpost.stage.batch_shape import BatchShape
 from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
@@ -124,7 +124,7 @@ def place_stage(
   if platform == 'gpu':
     from jaxpost.hardware import probe
 
-    ledger.options = probe.refused_options(tuple(GPU_OPTIONS.items())) | (ledger.options or {})
+    ledger.options = probe.refused_options(tuple((GPU_OPTIONS | GATHER_OPTIONS).items())) | (ledger.options or {})
   compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention, memory)
   if attention.uses_kernel(compute):
     from jaxpost.hardware import kernel_check

@@ -12,7 +12,7 @@ import jax
 from jaxpost.hardware import chips, kernel_check, memory_rate, probe
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention_kernels, presets
-from jaxpost.programs.compile import GPU_OPTIONS
+from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS
 
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'flax', 'optax', 'numpy')
 _PLUGINS = ('jax-cuda13-plugin', 'jax-cuda12-plugin', 'nvidia-cudnn-cu13', 'nvidia-cudnn-cu12', 'nvidia-nccl-cu13')
@@ -71,7 +71,7 @@ def rates(size: int) -> dict[str, Any]:
 
 def compiler_options() -> dict[str, Any]:
   """Returns which of the options that runs set this compiler knows, and the reason where it does not."""
-  return dict(options=probe.try_options(jax.devices()[0], GPU_OPTIONS))
+  return dict(options=probe.try_options(jax.devices()[0], GPU_OPTIONS | GATHER_OPTIONS))
 
 
 def kernels(kernel_length: int) -> dict[str, Any]:
