@@ -201,7 +201,7 @@ def test_programs_of_a_config_compile_for_gpus(name, gpus):
   for one in found['update']:
     sent, least = (one[k]['reduce-scatter']['fsdp'] for k in ('found', 'least'))
     assert 0 < sent <= 1.05 * least
-    if gpus == 8:
+    if gpus == 8 and name in ('sft', 'lora', 'dpo', 'grpo'):
       assert sum(one['overlapped']) > 0.5 * len(one['overlapped']) > 0
 
 
