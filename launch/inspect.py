@@ -29,11 +29,13 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   import rich.console
 
+  from jaxpost.monitor import activity
   from jaxpost.stage import prepare
   from jaxpost.tools import inference, preview_stage
 
   console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
-  prepared = prepare.prepare_all(prepare.as_dict(_CONFIG.value))  # as training does, with all its checks
+  with activity.Activity(rich.console.Console(stderr=True))('reading data and the headers of weights'):
+    prepared = prepare.prepare_all(prepare.as_dict(_CONFIG.value))  # as training does, with all its checks
   with contextlib.ExitStack() as cleanup:
     for stage in prepared:
       cleanup.callback(stage.close)
