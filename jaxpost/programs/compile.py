@@ -76,12 +76,11 @@ GPU_OPTIONS = {
   'xla_gpu_all_reduce_combine_threshold_bytes': 128 << 20,
 }
 # Where weights are split over `fsdp`: a layer's are gathered while the one before it computes. Loops are unrolled once.
-_OLD = jax.__version_info__ < (0, 11)
-GATHER_OPTIONS = {
-  'xla_gpu_enable_while_loop_double_buffering': True,
-  'xla_gpu_enable_pipelined_all_gather' if _OLD else 'xla_gpu_pipeline_all_gather': _OLD
-  or 'COLLECTIVE_PIPELINING_MODE_ON',
-}
+GATHER_OPTIONS = {'xla_gpu_enable_while_loop_double_buffering': True}
+if jax.__version_info__ < (0, 11):
+  GATHER_OPTIONS['xla_gpu_enable_pipelined_all_gather'] = True
+else:
+  GATHER_OPTIONS['xla_gpu_pipeline_all_gather'] = 'COLLECTIVE_PIPELINING_MODE_ON'
 
 
 class Program:
