@@ -19,6 +19,7 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 OPTIONS = {
   'jaxpost.algorithms': 'algorithm',
   'jaxpost.algorithms.token_terms': 'rl.entropy_target',
+  'jaxpost.data.delimited': 'data.path',
   'jaxpost.data.generated': 'data.path',
   'jaxpost.data.maps': 'data.map',
   'jaxpost.environments': 'environment',

@@ -86,6 +86,16 @@ def test_text_files(tmp_path):
   assert [rows.where(i) for i in range(3)] == [f'{path}:1', f'{path}:4', f'{path}:8']
 
 
+@pytest.mark.parametrize('name, delimiter', [('a.csv', ','), ('a.tsv', '\t'), ('a.CSV.gz', ',')])
+def test_tables_of_text(tmp_path, name, delimiter):
+  cells = [['prompt', 'answer '], ['"1, 2\tor\n""3""?"', '4'], [], ['second', ''], ['x' * 200_000, 'long']]
+  path = write(tmp_path / name, '\ufeff' + '\r\n'.join(delimiter.join(row) for row in cells))
+  rows = sources.read(path)
+  assert [row['prompt'] for row in rows] == ['1, 2\tor\n"3"?', 'second', 'x' * 200_000]
+  assert [row['answer'] for row in rows] == ['4', '', 'long']
+  assert [rows.where(i) for i in range(3)] == [f'{path}:{line}' for line in (2, 5, 6)]
+
+
 def test_folders(tmp_path):
   (tmp_path / 'plain' / 'more').mkdir(parents=True)
   write(tmp_path / 'plain' / 'README.md', 'no data')
@@ -141,7 +151,14 @@ BAD_FILES = [
   ('a.json', b'[\n"\xe9"]', r'a.json:2:2: not UTF-8'),
   ('a.txt', '\n\n\n', 'a.txt: holds no rows'),
   ('a.txt', b'ok\n\n\xff', 'a.txt:3:1: not UTF-8'),
-  ('a.csv', 'a,b', 'a.csv: unknown format'),
+  ('a.xml', 'a,b', 'a.xml: unknown format'),
+  ('a.csv', '', 'a.csv: holds no rows'),
+  ('a.csv', 'a,b\n', 'a.csv: holds no rows'),
+  ('a.csv', 'a,b\n1,2\n1,2,3\n', "a.csv:3: has 3 values, and the first line names 2 columns; .*','"),
+  ('a.csv', 'a,b\n\n1,"2\n', 'a.csv:3: bad quotes: unexpected end of data'),
+  ('a.csv', 'a,,b\n1,2,3\n', 'a.csv:1: a column has no name'),
+  ('a.tsv', 'a\tb\ta\n1\t2\t3\n', "a.tsv:1: names the column 'a' twice"),
+  ('a.csv', b'a,b\n\xff,1\n', 'a.csv:2:1: not UTF-8'),
   ('a.parquet', 'PAR1 or not', 'a.parquet: damaged or unreadable parquet'),
   ('a.parquet', '', 'a.parquet: damaged or unreadable parquet'),
   ('a.arrow', 'x' * 50, 'a.arrow: damaged or unreadable arrow'),

@@ -5,6 +5,7 @@ That is `sources.read` of files, folders and hub data sets, whole or streaming.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,10 +25,18 @@ class Format(NamedTuple):
   random_access: Callable[[epath.Path, str, lazy.Caches], lazy.RandomAccess] | None = None  # for streaming
 
 
+def _delimited(delimiter: str, path: epath.Path, name: str) -> files.NumberedRows:
+  from jaxpost.data import delimited
+
+  return delimited.read(path, name, delimiter)
+
+
 FORMATS = {
   '.jsonl': Format(files.jsonl, ':', gzip=True, random_access=lazy.Lines),
   '.json': Format(files.json_list, '[', gzip=True),
   '.txt': Format(files.txt, ':', gzip=True),
+  '.csv': Format(functools.partial(_delimited, ','), ':', gzip=True),
+  '.tsv': Format(functools.partial(_delimited, '\t'), ':', gzip=True),
   '.parquet': Format(files.parquet, '[', random_access=lazy.Parquet),
   '.array_record': Format(files.array_record, '[', random_access=lazy.ArrayRecord),
   '.arrow': Format(files.arrow, '['),

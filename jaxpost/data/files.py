@@ -1,10 +1,8 @@
 """Readers of whole files: numbered rows, with errors that name file, line and column.
 
-A row's place is (prefix, number): ('a.jsonl:', 12) reads 'a.jsonl:12', a line
-counted from 1; ('a.parquet[', 12) reads 'a.parquet[12]', counted from 0.
-
-Each reader takes a path and the name of the file in errors. Which reader a file gets is
-decided in `file_formats.FORMATS`.
+A row's place is (prefix, number): ('a.jsonl:', 12) reads 'a.jsonl:12', a line counted from 1; ('a.parquet[', 12) reads
+'a.parquet[12]', counted from 0. Each reader takes a path and the name of the file in errors; `file_formats.FORMATS` has
+the reader of each suffix.
 """
 
 from __future__ import annotations
@@ -51,8 +49,9 @@ def _lines(path: epath.Path, name: str) -> Iterator[tuple[int, bytes]]:
     raise InputError(f'{name}: unreadable: {error.strerror or error}') from error
 
 
-def _bytes(path: epath.Path, name: str) -> bytes:
-  return b''.join(line for _, line in _lines(path, name))
+def whole_text(path: epath.Path, name: str) -> str:
+  """Returns the text of a file that may be gzipped."""
+  return decode(b''.join(line for _, line in _lines(path, name)), name, 1)
 
 
 def decode(data: bytes, name: str, first_line: int) -> str:
@@ -99,10 +98,10 @@ def jsonl(path: epath.Path, name: str) -> NumberedRows:
 
 def json_list(path: epath.Path, name: str) -> NumberedRows:
   """Yields the elements of a file that is one JSON list."""
-  data = _bytes(path, name)
-  if not data.strip():
+  text = whole_text(path, name)
+  if not text.strip():
     raise InputError(f'{name}: is empty')
-  rows = parse(decode(data, name, 1), name)
+  rows = parse(text, name)
   if not isinstance(rows, list):
     raise InputError(f'{name}: holds one {type(rows).__name__}, must be a list of objects')
   yield from enumerate(rows)
@@ -110,7 +109,7 @@ def json_list(path: epath.Path, name: str) -> NumberedRows:
 
 def txt(path: epath.Path, name: str) -> NumberedRows:
   """Yields the documents between <|endoftext|>, else the paragraphs between blank lines."""
-  text = decode(_bytes(path, name), name, 1).replace('\r\n', '\n')
+  text = whole_text(path, name).replace('\r\n', '\n')
   separator = _SEPARATOR if _SEPARATOR in text else '\n\n'
   line = 1
   for part in text.split(separator):

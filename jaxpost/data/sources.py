@@ -209,16 +209,13 @@ def read(
   """Reads the rows of one source.
 
   Args:
-    path: a file (.jsonl .json .txt, each also .gz; .parquet .array_record
-      .arrow), a folder of them or one saved by `datasets` (':split' picks one), 'generated:NAME[:key=value,...]', or
-      'org/name[@revision][:file or split]' on the hub. What exists locally is local.
-    columns: 'prompt=question,completion=answer' renames, target=source; other
-      columns are kept.
-    map_fn: row -> row or None (drop it), or its import path; sees the renamed
-      columns.
+    path: a file (see `file_formats.FORMATS`), a folder of them or one saved by `datasets` (':split' picks one),
+      'generated:NAME[:key=value,...]', or 'org/name[@revision][:file or split]' on the hub. What exists locally is
+      local.
+    columns: 'prompt=question,completion=answer' renames, target=source; other columns are kept.
+    map_fn: row -> row or None (drop it), or its import path; sees the renamed columns.
     fake_rows: rows to use instead of reading the path, which only names them.
-    streaming: read each row when it is asked for, from .jsonl, .parquet or
-      .array_record, for data larger than memory.
+    streaming: read each row when it is asked for, for data larger than memory; not from all formats.
   """
   renames = _parse_columns(columns)
   if map_fn is not None:

@@ -1,0 +1,52 @@
+"""Tables of text, .csv and .tsv: the first line names the columns, and all values are text.
+
+Values in double quotes may hold line breaks and the delimiter, and a quote as two (RFC 4180).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import TYPE_CHECKING
+
+from jaxpost.data import files
+from jaxpost.errors import InputError
+
+if TYPE_CHECKING:
+  from etils import epath
+
+_LONGEST = 1 << 30  # characters of a value; the default of `csv` is shorter than some documents
+
+
+def read(path: epath.Path, name: str, delimiter: str) -> files.NumberedRows:
+  """Yields (first line, {column: text}) of each row; InputError for other than the header's number of values."""
+  csv.field_size_limit(max(csv.field_size_limit(), _LONGEST))
+  reader = csv.reader(io.StringIO(files.whole_text(path, name), newline=''), delimiter=delimiter, strict=True)
+  header: list[str] = []
+  line = 1
+  try:
+    for values in reader:
+      first, line = line, reader.line_num + 1
+      if not values:  # a blank line
+        continue
+      if not header:
+        header = _checked_header(values, f'{name}:{first}')
+      elif len(values) != len(header):
+        raise InputError(
+          f'{name}:{first}: has {len(values)} values, and the first line names {len(header)} columns; a value that '
+          f'holds {delimiter!r} has to stand in double quotes'
+        )
+      else:
+        yield first, dict(zip(header, values))
+  except csv.Error as error:
+    raise InputError(f'{name}:{line}: bad quotes: {error}') from error
+
+
+def _checked_header(names: list[str], where: str) -> list[str]:
+  """Returns the names of the columns without spaces around them; each has to stand there once."""
+  names = [name.strip() for name in names]
+  if not all(names):
+    raise InputError(f'{where}: a column has no name; the first line names all columns')
+  if twice := [name for name in names if names.count(name) > 1]:
+    raise InputError(f'{where}: names the column {twice[0]!r} twice')
+  return names
