@@ -341,6 +341,13 @@ def test_one_of_fused_matrices_is_not_written(tmp_path, caplog, targets):
   assert 'keeps in one tensor: all need adapters' in caplog.text
 
 
+def test_without_a_named_base_no_adapter_is_written(tmp_path, caplog):
+  """As after weights drawn at random."""
+  model = partition.build(tiny.config(lora=(2, 4.0, False, 'q')))
+  peft.writer(model, {}, '')(tmp_path / 'adapter')
+  assert not (tmp_path / 'adapter').exists() and 'no base with a name' in caplog.text
+
+
 # ------------------------------------------------------------------------ runs
 
 

@@ -320,9 +320,12 @@ def writer(model: Model, params: dict, base: str) -> Callable:
   Every process calls this, which is a collective; one writes.
 
   Args:
-    base: name or folder of the model below the adapter; '' writes nothing.
+    base: name or folder of the model below the adapter; '' writes nothing, and warns.
   """
-  if not model.config.lora or not base:
+  if not model.config.lora:
+    return lambda folder: None
+  if not base:  # the merged folder is whole without it
+    logging.warning('no adapter/ is written: it has no base with a name, or more than the adapter was trained')
     return lambda folder: None
   rank, alpha, rslora, _ = model.config.lora
   try:

@@ -26,12 +26,12 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
   inputs, data, config = stage.inputs, stage.data, stage.config
   tokenizer, per_epoch = inputs.tokenizer, epochs.steps_of(inputs, data)
   count = transformer.num_params(inputs.model.config)
-  passes = f'{config.train.steps / per_epoch:.3g} epochs of {per_epoch:.3g} steps'
+  passes = f'{config.train.steps / per_epoch:.3g} epochs' + (f' of {per_epoch:.3g} steps' if per_epoch >= 1 else '')
   out = [
     rich_text.Text(f'{stage.name}: {config.algorithm}, {config.train.steps} steps, {passes}', 'bold'),
     f'model: {config.model.path or config.model.preset}, {count:,} '
     f'parameters, {tokenizer.vocab_size} tokens of {tokenizer.source}',
-    f'data: {len(data.rows)} rows of {config.data.path}',
+    f'data: {len(data.rows)} row{"s" * (len(data.rows) > 1)} of {config.data.path}',
   ]
   if data.rows.dropped:
     out[-1] += f', {data.rows.dropped} more dropped by config.data.map'
