@@ -60,7 +60,7 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
 
 
 def end_if_unread():
-  """Ends the process as SIGPIPE would if nobody reads its output any more, as in `| head`."""
+  """Ends the process as SIGPIPE would if its output has no reader any more, as in `| head`."""
   output = select.poll()
   output.register(sys.stdout.fileno(), 0)
   if any(event & select.POLLERR for _, event in output.poll(0)):

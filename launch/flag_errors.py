@@ -1,4 +1,4 @@
-"""What is wrong with a command line or a config file, in one line. Imported only where something is."""
+"""Says in one line what is wrong with a command line or a config file; imported only where something is."""
 
 from __future__ import annotations
 

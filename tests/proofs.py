@@ -1,4 +1,4 @@
-"""What every model with layers of its own has to pass: sampling, adapters, runs.
+"""Checks that every model with layers of its own has to pass: sampling, adapters, runs.
 
 `test_hybrid.py` and `test_mixed.py` call these; families of plain attention are in `test_families.py`.
 """

@@ -342,7 +342,7 @@ def test_one_of_fused_matrices_is_not_written(tmp_path, caplog, targets):
 
 
 def test_without_a_named_base_no_adapter_is_written(tmp_path, caplog):
-  """As after weights drawn at random."""
+  """Weights that were drawn at random have no name that peft could load them by."""
   model = partition.build(tiny.config(lora=(2, 4.0, False, 'q')))
   peft.writer(model, {}, '')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists() and 'no base with a name' in caplog.text

@@ -1,4 +1,4 @@
-"""What is missing here for families of `transformers` that are refused by name."""
+"""The table of families of `transformers` that are refused by name, with what they need and is not built here."""
 
 _CHOSEN = 'attention to the tokens that an indexer chooses'
 # model_type of a text model, or of the folder that holds it -> what is not built.

@@ -266,7 +266,7 @@ def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> 
 
 
 def _repeated(name: str, values: Mapping[str, Any]) -> bool:
-  """Whether the table can do without METRIC/STAGE: a time of an evaluation, or what another figure says."""
+  """Returns whether the table can do without METRIC/STAGE: a time of an evaluation, or what another figure says."""
   key, _, stage = name.rpartition('/')
   measured, mine = (
     key.removeprefix('eval_'),

@@ -54,7 +54,7 @@ def title(key: str) -> str:
 
 
 def says_nothing_new(key: str, values: Mapping[str, float]) -> bool:
-  """Whether a line with all other values can do without this one.
+  """Returns whether a line with all other values can do without this one.
 
   With one reward its mean is the reward, and pass@k by it is pass@k; the NLL is the loss of SFT; spreads, and a count
   of what went wrong where nothing did, are in metrics.jsonl.
