@@ -268,14 +268,12 @@ def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> 
 def _repeated(name: str, values: Mapping[str, Any]) -> bool:
   """Returns whether the table can do without METRIC/STAGE: a time of an evaluation, or what another figure says."""
   key, _, stage = name.rpartition('/')
-  measured, mine = (
-    key.removeprefix('eval_'),
-    {k.rpartition('/')[0]: v for k, v in values.items() if k.endswith(f'/{stage}')},
-  )
-  if measured != key:
-    mine |= {k.removeprefix('eval_'): v for k, v in mine.items() if k.startswith('eval_')}
-    return measured.startswith('time/') or titles.says_nothing_new(measured, mine)
-  return titles.says_nothing_new(key, mine)
+  of_stage = {k.rpartition('/')[0]: v for k, v in values.items() if k.endswith(f'/{stage}')}
+  if not key.startswith('eval_'):
+    return titles.says_nothing_new(key, of_stage)
+  key = key.removeprefix('eval_')
+  of_stage |= {k.removeprefix('eval_'): v for k, v in of_stage.items() if k.startswith('eval_')}
+  return key.startswith('time/') or titles.says_nothing_new(key, of_stage)
 
 
 def _sparkline(values: list[float]) -> str:
