@@ -24,7 +24,8 @@ from jaxpost.models import lora, parameters, partition
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import leaf
 from jaxpost.monitor import metrics
-from jaxpost.programs import train
+from jaxpost.programs import reshard, train
+from jaxpost.programs.compile import Ledger
 from jaxpost.stage import assemble, place, prepare
 from jaxpost.stage import config as config_lib
 from jaxpost.storage.manifest import finished_steps
@@ -346,6 +347,16 @@ def test_without_a_named_base_no_adapter_is_written(tmp_path, caplog):
   model = partition.build(tiny.config(lora=(2, 4.0, False, 'q')))
   peft.writer(model, {}, '')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists() and 'no base with a name' in caplog.text
+
+
+def test_sampled_weights_are_not_rounded_to_the_type_of_the_base():
+  """The trainer adds adapters to a bfloat16 base in float32; so does the sampler that computes in float32."""
+  model = partition.build(tiny.config(lora=(2, 4.0, False, 'o')))
+  params = params_of(model)
+  base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), without(params)) | {'lora': params['lora']}
+  weights = reshard.Reshard(model, tiny.one_device('rollout'), tiny.EXACT, Ledger())(base)
+  want = model.merge(jax.tree.map(lambda x: x.astype(jnp.float32), base))['layers']['o']
+  np.testing.assert_array_equal(np.stack([layer['o'] for layer in weights['layers']]), want)
 
 
 # ------------------------------------------------------------------------ runs

@@ -132,7 +132,7 @@ class Reshard:
   def _cast(self, params):
     """Casts everything outside the layer stack; for a custom model, everything."""
     if not self.layers:
-      return jax.tree.map(lambda x, p: narrow(x, p, self._compute), self._merge(params), self._table)
+      return jax.tree.map(lambda x, p: narrow(x, p, self._compute), self._merged(params), self._table)
     # Without a copy, jit would return the parameter itself.
     copies = {name: (jnp.copy(x), self._sources[name].cast) for name, x in params.items()}
     return {name: x if row is None else narrow(x, row, self._compute) for name, (x, row) in copies.items()}
@@ -141,12 +141,18 @@ class Reshard:
     """Makes the weights of `group` layers from layer `start` on."""
     if self.group < self.layers:
       stacked = jax.tree.map(lambda x: _rows(x, start, self.group), stacked)
-    some = self._merge(stacked)
+    some = self._merged(stacked)
     cast = {
       name: jax.tree.map(lambda x, p: narrow(x, p, self._compute), some[name], self._table[name])
       for name in self._stacks
     }
     return [fuse(p, self._fused) for p in unstack_layers(cast, self._order[: self.group])['layers']]
+
+  def _merged(self, params):
+    """Merges adapters, in float32 where that is computed in: in bfloat16, the sum would not be the trainer's."""
+    if self._compute.dtype == 'float32':
+      params = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, params)
+    return self._merge(params)
 
 
 def _layers_of(model: Model, layout: Layout, compute: Compute, fused: dict) -> tuple[list[dict], int]:
