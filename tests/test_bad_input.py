@@ -339,7 +339,7 @@ DATA = {
   ),
   'broken gzip': ('x.jsonl.gz', b'\x1f\x8b\x08\x00nonsense', dict(path='x.jsonl.gz'), 'x.jsonl.gz'),
   'broken parquet': ('x.parquet', b'PAR1 and so on', dict(path='x.parquet'), 'x.parquet'),
-  'unknown kind': ('x.csv', b'a,b\n', dict(path='x.csv'), 'x.csv: .*jsonl'),
+  'unknown kind': ('x.xlsx', b'a,b\n', dict(path='x.xlsx'), 'x.xlsx: .*jsonl'),
   'folder without data': ('empty/notes.md', b'x', dict(path='empty'), 'empty: .*jsonl'),
   'only a prompt fits': (
     'x.jsonl',
