@@ -58,7 +58,7 @@ class DataSection:
   )
   columns: Any = option('', "Columns to rename: 'prompt=question,completion=answer'; one for all sources, or a tuple.")
   map: Any = option(
-    '', 'Function pkg.module:fn or ./file.py:fn that is applied to each row; one one for all sources, or a tuple.'
+    '', 'Function pkg.module:fn or ./file.py:fn that is applied to each row; one for all sources, or a tuple.'
   )
   max_samples: int = option(
     0, 'Rows that are used, from the first on; of several sources in proportion to their sizes; 0: all.', lo=0
