@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 import tiny
 
+import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, hf
 from jaxpost.models import convolution, recurrence, routing, saved_config, transformer
@@ -176,6 +177,19 @@ def test_a_resumed_run_is_the_same_to_the_bit(folder, tmp_path):
   exported = proofs.check_resume(folder, tmp_path)
   assert exported.keys() == tensors.keys()
   np.testing.assert_array_equal(exported['mtp.fc.weight'], more)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('family', ['qwen3_5_text'])
+def test_an_adapter_is_exported_beside_such_modules(folder, tmp_path):
+  """Also where the option for multimodal folders is set, which has no effect on this one."""
+  file = tmp_path / 'model/model.safetensors'
+  more = {'mtp.fc.weight': np.zeros((3, 4), np.float32)}
+  safetensors.numpy.save_file(safetensors.numpy.load_file(file) | more, file, metadata={'format': 'pt'})
+  config = tiny.run_config(folder, lora=dict(rank=2), train=dict(steps=1), save=dict(export=True))
+  jaxpost.run(tiny.merged(config, dict(model=dict(text_only=True))), tmp_path / 'run')
+  assert more.keys() < proofs.exported(tmp_path / 'run').keys()
+  assert (tmp_path / 'run/export/adapter/adapter_config.json').exists()
 
 
 def test_pages_branches_and_split_rows_are_refused():

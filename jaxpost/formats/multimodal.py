@@ -88,7 +88,13 @@ def text_tensors(found: dict[str, tuple]) -> dict[str, tuple]:
 
 
 class Origin:
-  """A multimodal folder that an export of its text model takes the other parts from; closes its files as a context."""
+  """A multimodal folder that an export of its text model takes the other parts from; closes its files as a context.
+
+  Attributes:
+    renames: tensors of the text model have other names in the folder.
+  """
+
+  renames = True
 
   def __init__(self, folder: model_folder.Path):
     self._folder = folder

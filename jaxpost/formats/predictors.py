@@ -25,6 +25,8 @@ _FIELDS = (
 class Predictors(multimodal.Origin):
   """A folder of a text model that an export takes such modules from; closes its files as a context."""
 
+  renames = False
+
   def __init__(self, folder: model_folder.Path, cfg: ModelConfig):
     super().__init__(folder)
     self._cfg = cfg

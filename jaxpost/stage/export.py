@@ -35,13 +35,13 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
 
     merge = after(functools.partial(quantization.convert_params, model=model.base), merge)
   origin = None
-  if section.path:
+  if section.path:  # random weights have no other parts
     from jaxpost.stage import model_folders
 
     origin = model_folders.origin(section, model.config)
   save_beside = save
   # The tensors of a multimodal base have other names than an adapter of the text model would ask for.
-  if model.config.lora and not (origin and section.text_only):
+  if model.config.lora and not (origin and origin.renames):
     from jaxpost.formats import peft
 
     save_adapter = peft.writer(model, params, sources.adapter_base(inputs))
