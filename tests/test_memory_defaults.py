@@ -17,10 +17,14 @@ from jaxpost.hardware.chips import CHIPS, Chip
 from jaxpost.planning import aot, auto, defaults, dry_run, machines, nearest, search
 from jaxpost.planning import stage as plan_stage
 from jaxpost.programs.compile import Ledger
-from jaxpost.stage import prepare
+from jaxpost.stage import precompile, prepare
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 GIB = 2**30
+NOT_COMPILED = (  # by libtpu 0.0.42
+  'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (17.23G) exceeds '
+  'available HBM (15.75G).'
+)
 CPU = ('quickstart', 'text_game')
 # The shape of Qwen 3.5 is in the config.json of its repository alone.
 WITHOUT_SHAPE = ('qwen3_5_gsm8k',)
@@ -183,6 +187,15 @@ def test_a_run_takes_what_fits_and_says_so(monkeypatch, tmp_path):
     jaxpost.run(config, tmp_path / 'run2')
   assert not (tmp_path / 'run2/metrics.jsonl').exists()
 
+  # And when it compiles nothing so large.
+  def compile_all(placed, *_):
+    placed.ledger.begin('update')
+    raise jax.errors.JaxRuntimeError(NOT_COMPILED)
+
+  monkeypatch.setattr(precompile, 'compile_all', compile_all)
+  with pytest.raises(InputError, match=r'update needs 17.2 GiB of memory, of which a device \(small\) has 0.0; '):
+    jaxpost.run(config, tmp_path / 'run3')
+
 
 class Device:
   """A device that says its memory, or nothing."""
@@ -209,15 +222,11 @@ def test_programs_that_do_not_fit_are_refused_with_the_nearest_that_do():
 
 
 def test_what_xla_for_tpu_does_not_compile_is_refused_with_the_nearest_that_fits(monkeypatch):
-  """It compiles no program whose temporaries are more than the memory; the wording is that of libtpu 0.0.42."""
-  said = (
-    'RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (17.23G) exceeds '
-    'available HBM (15.75G).'
-  )
+  """It compiles no program whose temporaries are more than the memory."""
 
   def compile_all(placed, *_):
     placed.ledger.begin('update')
-    raise jax.errors.JaxRuntimeError(said if options.only else 'INTERNAL: another error')
+    raise jax.errors.JaxRuntimeError(NOT_COMPILED if options.only else 'INTERNAL: another error')
 
   monkeypatch.setattr(aot.precompile, 'compile_all', compile_all)
   monkeypatch.setattr(machines, 'devices', lambda topology: jax.devices()[: topology.chips])
@@ -233,7 +242,7 @@ def test_what_xla_for_tpu_does_not_compile_is_refused_with_the_nearest_that_fits
   with pytest.raises(jax.errors.JaxRuntimeError, match='another error'):
     plan_stage.plan(p, options)
   ledger = Ledger(rows=[dict(program='update')], begun=['update', 'generate'])
-  assert ledger.refused(jax.errors.JaxRuntimeError(said)) == {'generate': int(17.23 * GIB)}
+  assert ledger.refused(jax.errors.JaxRuntimeError(NOT_COMPILED)) == {'generate': int(17.23 * GIB)}
 
 
 def test_optimizer_states_leave_before_few_sequences_are_sampled_at_a_time():
