@@ -227,18 +227,18 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   out = {'layer_types': [names[name] for name in (cfg.mixers if hybrid else cfg.layer_stacks)]}
   if hybrid:
     out |= {field: vars(cfg)[ours] for field, ours in _SIZES[cfg.mixer].items()}
-    out |= {_NEGATIVE: cfg.beta_scale > 1} if _NEGATIVE in family.fields else {}
+    if _NEGATIVE in family.fields:
+      out[_NEGATIVE] = cfg.beta_scale > 1
   if family.hybrid == 'convolution':
-    # The size of an MLP is written as it is.
-    adjust = dict(block_auto_adjust_ff_dim=False) if 'block_auto_adjust_ff_dim' in family.fields else {}
-    out |= dict(norm_eps=cfg.norm_eps) | adjust
+    out['norm_eps'] = cfg.norm_eps
+    if 'block_auto_adjust_ff_dim' in family.fields:  # the size of an MLP is written as it is
+      out['block_auto_adjust_ff_dim'] = False
   if family.single:
     out[_BLOCKS] = out['layer_types']
     out |= {ours: out[name] for ours, name in family.aliases.items() if name in out}
     out |= dict(layer_norm_epsilon=cfg.norm_eps, time_step_min=cfg.step_min)
-    out |= (
-      {'moe_latent_size': cfg.experts.latent or None, _SHARED_SINGLE: cfg.experts.shared_size} if cfg.experts else {}
-    )
+    if cfg.experts:
+      out |= {'moe_latent_size': cfg.experts.latent or None, _SHARED_SINGLE: cfg.experts.shared_size}
   elif family.hybrid == 'state_space':
     position = None if -1 in cfg.layer_ropes else 'rope'
     shared = cfg.experts.shared_size if cfg.experts else cfg.intermediate_size

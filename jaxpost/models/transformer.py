@@ -175,9 +175,8 @@ def layer(
   if 'o' in p:
     rest = dict(compute=compute, layout=layout, absorbed=absorbed, recur=recur)
     out, kept = _mix(p, norm(x, 'attention_norm'), table, attend, cfg, **rest)
-    x = layers.add(
-      x, norm(layers.project('btnh,nhd->btd', out, p, 'o', compute, layout=layout), 'attention_post_norm'), cfg
-    )
+    out = layers.project('btnh,nhd->btd', out, p, 'o', compute, layout=layout)
+    x = layers.add(x, norm(out, 'attention_post_norm'), cfg)
   if 'down' not in p:
     return x, kept, routing
   y = norm(x, 'mlp_norm')
@@ -278,7 +277,8 @@ def _scan(block, params, x, cfg, compute, chosen):
   def same(p, x, chosen, varied):
     return block(p, x, chosen, kinds[0]._replace(**varied))
 
-  one, first = layers.rematerialized(same, compute), []
+  one = layers.rematerialized(same, compute)
+  first = []
   if sparse:  # dense layers first
     here, varied = ({k: v[s] for k, v in varied.items()} for s in (slice(sparse), slice(sparse, None)))
     x, (first, _) = jax.lax.scan(lambda x, xs: one(xs[0], x, None, xs[1]), x, (params['dense'], here))
@@ -347,7 +347,7 @@ def forward(
     chosen: [B, T, L, k], experts to use, or None.
     routing: also return the `Routing` [L, B, T, ...].
   """
-  n, order = row_shards(constrain), unconstrained
+  n, order = row_shards(constrain), unconstrained  # which leaves tokens where they are
   if n > 1:
     from jaxpost.models import context_parallel
 

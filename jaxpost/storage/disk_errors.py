@@ -11,7 +11,8 @@ from jaxpost.errors import InputError, NoRoomError
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_ROOM_TEXTS = ('No space left on device', 'Disk quota exceeded')  # in what C++ libraries raise
 # A path that cannot be what it is used for.
-_PATH = {getattr(errno, e) for e in 'EACCES EPERM EROFS ENOTDIR EISDIR ENAMETOOLONG ELOOP EEXIST'.split()}
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
+_PATH = (*_NO_ACCESS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 @contextlib.contextmanager

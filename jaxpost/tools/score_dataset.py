@@ -43,10 +43,11 @@ def read(path: str, columns: str = '', map_fn: str = '', size: int = 0) -> sourc
     row = sources.read(path, columns, streaming=False)[0]
     map_fn = next((fn for names, fn in _MAPS.items() if set(names) <= set(row) and 'prompt' not in row), '')
     if map_fn:
-      left = (
-        '--columns=prompt=question asks as it is' if 'question' in row else '--columns=prompt=problem asks as it is'
+      column = 'question' if 'question' in row else 'problem'
+      print(
+        f'{path}: read by {map_fn}, which adds to each question how to answer; --columns=prompt={column} asks as it is',
+        file=sys.stderr,
       )
-      print(f'{path}: read by {map_fn}, which adds to each question how to answer; {left}', file=sys.stderr)
   rows = sources.read(path, columns, map_fn or None)
   return rows[:size] if size else rows
 
