@@ -94,7 +94,7 @@ def run_stage(stage: Stage, start: int, stop: StopSignal):
       if stage.wait_for_update:
         jax.block_until_ready(done)
     replica_check = stage.host_health.begin(step, stage.roles) if stage.host_health else None
-    run.pending = _PendingStep(step, item, done, stage.timer.pop(), replica_check)
+    run.pending = _PendingStep(step, item, done, stage.timer.pop() if stage.wait_for_update else {}, replica_check)
     if step == start + 1:
       run.after_first_step(step, done[0][1])
     preempted = stop.reached()
@@ -116,7 +116,7 @@ class _PendingStep(typing.NamedTuple):
   step: int
   item: Item
   done: list[tuple[str, dict]]  # (role, metrics) of each update
-  times: dict
+  times: dict  # empty where the next step is dispatched before this one is computed: it lasts until its metrics come
   replica_check: dict | None
 
 
@@ -143,13 +143,14 @@ class _Progress:
     stage, pending, self.pending = self.stage, self.pending, None
     step, item = pending.step, pending.item
     row = merge_metrics([(role, to_host(metrics)) for role, metrics in pending.done])
+    times = pending.times or stage.timer.pop()
     # A good step makes up for a tenth of a bad one.
     self.skipped = self.skipped + 1 if row['skipped_updates'] else max(0, self.skipped - 0.1)
     self.in_doubt = is_doubtful(row)
-    row |= item.info | pending.times | stage.memory_usage()
+    row |= item.info | times | stage.memory_usage()
     if stage.host_health:
-      row |= stage.host_health.finish(pending.replica_check, pending.times)
-    row['tokens_per_s'] = item.info['tokens'] / pending.times['time/step']
+      row |= stage.host_health.finish(pending.replica_check, times)
+    row['tokens_per_s'] = item.info['tokens'] / times['time/step']
     if stage.peak_flops:
       row['mfu'] = 3 * stage.flops_per_token(row['mean_context']) * row['tokens_per_s'] / stage.peak_flops
     stage.writer.write(step, 'train', row)

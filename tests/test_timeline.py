@@ -1,10 +1,15 @@
-"""A trace of the steps that were asked for, and of no others."""
+"""The time of each step, and a trace of the steps that were asked for and of no others."""
 
+import itertools
+import types
+
+import jax
 import pytest
 import tiny
 
 from jaxpost import loop, stages
-from jaxpost.monitor import timeline
+from jaxpost.monitor import metrics, timeline
+from jaxpost.types import Item
 
 
 def test_a_run_leaves_a_trace(tmp_path):
@@ -49,3 +54,58 @@ def test_an_error_leaves_no_trace_open(monkeypatch, tmp_path):
     stages.run(config, tmp_path / 'run')
   timeline.jax.profiler.start_trace(str(tmp_path / 'again'))
   timeline.jax.profiler.stop_trace()
+
+
+class Devices:
+  """A role whose updates take 10 s of devices that run beside the host, in which a dispatch takes 1 s."""
+
+  def __init__(self):
+    self.now, self.ready = 0.0, 0.0
+
+  def update(self, batch):
+    del batch
+    self.now += 1
+    self.ready = max(self.now, self.ready) + 10
+    return {'skipped_updates': 0.0, 'ready': self.ready}
+
+  def fetch(self, metrics):
+    self.now = max(self.now, metrics['ready'])
+    return metrics
+
+
+@pytest.mark.parametrize('wait', [False, True])
+def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
+  """Also the first one and the one after an evaluation, for which the host waits for nothing before it goes on."""
+  devices, rows = Devices(), []
+
+  def evaluate(roles, step):
+    devices.now += 5
+    return {}, []
+
+  monkeypatch.setattr('time.perf_counter', lambda: devices.now)
+  monkeypatch.setattr(loop, 'to_host', devices.fetch)
+  monkeypatch.setattr(loop, 'is_doubtful', lambda row: False)
+  monkeypatch.setattr(jax, 'block_until_ready', lambda done: devices.fetch(done[0][1]))
+  stage = loop.Stage(
+    name='x',
+    steps=7,
+    roles=types.SimpleNamespace(trainable={'policy': devices}),
+    stream=itertools.repeat(Item([('policy', None)], {'tokens': 11})),
+    evaluate=evaluate,
+    checkpointer=types.SimpleNamespace(check=list),
+    writer=types.SimpleNamespace(write=lambda *row: rows.append(row)),
+    timer=metrics.Chrono(),
+    meta={},
+    on_step_begin=id,
+    forbid_compiles=list,
+    check_first_step=id,
+    stop_profiler=list,
+    wait_for_update=wait,
+    eval_every=3,
+  )
+  stage.timer.watch = lambda phase, done: None
+  monkeypatch.setattr(loop._Progress, 'save', lambda self, step: None)
+  loop.run_stage(stage, 0, types.SimpleNamespace(reached=lambda: False))
+  found = [(split, step, row['time/step']) for step, split, row in rows]
+  assert [took for split, _, took in found if split == 'eval'] == [5, 5, 5, 5]
+  assert all(10 <= took <= 12 for split, _, took in found if split == 'train'), found
