@@ -127,7 +127,7 @@ class _Progress:
     self.stage = stage
     self.pending: _PendingStep | None = None
     self.skipped, self.in_doubt = 0, False
-    self.eval_step, self.eval_metrics = 0, {}
+    self.evaluated: dict[int, dict] = {}  # the step evaluated last: its finite metrics
     self.sample_step, self.sample_rows = -1, []
 
   def after_first_step(self, step: int, metrics: dict):
@@ -176,7 +176,7 @@ class _Progress:
       metrics, samples = self.stage.evaluate(self.stage.roles, step)
     metrics |= self.stage.timer.pop()
     self.stage.writer.write(step, 'eval', metrics)
-    self.eval_step, self.eval_metrics = step, metrics
+    self.evaluated = {step: {name: value for name, value in metrics.items() if math.isfinite(value)}}
     if samples:
       self.write_samples(step, 'eval', samples)
 
@@ -194,7 +194,5 @@ class _Progress:
     if self.in_doubt:
       check_states(states(stage), f'{stage.name}: at step {step}')
     stage.writer.flush()  # the rows of a step must be on disk before its checkpoint
-    metrics = None
-    if self.eval_step == step:
-      metrics = {name: value for name, value in self.eval_metrics.items() if math.isfinite(value)}
-    stage.checkpointer.save(step, states(stage), {**stage.meta, 'stream': stage.stream.state()}, metrics)
+    meta = {**stage.meta, 'stream': stage.stream.state()}
+    stage.checkpointer.save(step, states(stage), meta, self.evaluated.get(step))
