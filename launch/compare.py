@@ -25,7 +25,7 @@ def main(argv):
   import rich.table
   from rich import markup
 
-  from jaxpost.monitor import report
+  from jaxpost.monitor import report, titles
   from jaxpost.tools import compare_runs
 
   console = rich.console.Console(highlight=False)
@@ -36,9 +36,11 @@ def main(argv):
     for key, values in found.fields.items():
       table.add_row(markup.escape(key), *(markup.escape(repr(value)) for value in values))
     console.print(table if found.fields else 'config: no field that decides what is computed differs')
-    table = rich.table.Table('final figures', *heads)
+    table = rich.table.Table('final figures', 'stage', *heads)
     for key, values in found.figures.items():
-      table.add_row(markup.escape(key), *('' if value is None else report.number(value) for value in values))
+      key, _, stage = key.rpartition('/')
+      named = markup.escape(titles.title(key)), markup.escape(stage)
+      table.add_row(*named, *('' if value is None else report.number(value) for value in values))
     console.print(table)
     for p in found.paired[-_STEPS.value :]:
       console.out(

@@ -50,6 +50,22 @@ def test_a_stage_that_only_one_has_is_one_line(runs):
   assert len(compare_runs.compare(*runs).fields) == 2
 
 
+def test_figures_are_said_once_stage_by_stage(tmp_path):
+  """With one reward, its mean and pass@1 by it say nothing new; a spread is in metrics.jsonl."""
+  runs = [tmp_path / 'a', tmp_path / 'b']
+  for run in runs:
+    make_run(run, stages=('sft', 'grpo'), steps=4)
+    (run / 'config.json').write_text('{}')
+    with open(run / 'metrics.jsonl', 'a', encoding='utf-8') as file:
+      for stage in ('sft', 'grpo'):
+        more = {'pass@1/right': 0.5, 'rewards/right/std': 0.1, 'perplexity': 2.0}
+        file.write(json.dumps(dict(stage=stage, split='eval', step=4, time=0, **{'pass@1': 0.5}, **more)) + '\n')
+  found = list(compare_runs.compare(*runs).figures)
+  assert {'pass@1/sft', 'perplexity/sft', 'pass@1/grpo', 'perplexity/grpo'} <= set(found)
+  assert not {'pass@1/right/sft', 'rewards/right/std/sft'} & set(found)
+  assert [key.rpartition('/')[2] for key in found] == sorted((k.rpartition('/')[2] for k in found), reverse=True)
+
+
 def test_paired_difference(runs):
   first, second = compare_runs.compare(*runs).paired
   assert (first.step, second.step, first.prompts, first.samples) == (1, 2, 3, 12)

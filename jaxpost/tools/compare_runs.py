@@ -68,7 +68,10 @@ class Parting:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-  """Two runs side by side; `fields` is {stage.field: (first, second)}, `figures` {METRIC/STAGE: (first, second)}."""
+  """Two runs side by side; `fields` is {stage.field: (first, second)}, `figures` {METRIC/STAGE: (first, second)}.
+
+  Figures that others of their run repeat are left out.
+  """
 
   names: tuple[str, str]
   fields: dict[str, tuple]
@@ -86,7 +89,14 @@ def compare(first: epath.PathLike, second: epath.PathLike) -> Comparison:
   runs = [_run(first), _run(second)]
   names = labels([first, second])
   values = [report.figures(run) for run in runs]
-  keys = [k for k in values[0] | values[1] if not metrics.is_clock_key(k.rpartition('/')[0].removeprefix('eval_'))]
+  keys = [
+    key
+    for key in values[0] | values[1]
+    if not metrics.is_clock_key(key.rpartition('/')[0].removeprefix('eval_'))
+    and not all(report.says_nothing_new(key, of_run) for of_run in values if key in of_run)
+  ]
+  stages = list(dict.fromkeys(key.rpartition('/')[2] for key in keys))
+  keys.sort(key=lambda key: stages.index(key.rpartition('/')[2]))
   paired, parting = [], None
   for stage, step, rows in _shared_samples(*runs):
     paired += _pairs(stage, step, rows)
