@@ -217,9 +217,12 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
     ('chat/completions', dict(), 400, 'messages'),
     ('completions', dict(prompt=''), 400, 'empty'),
     ('completions', dict(prompt=[9999]), 400, 'token ids'),
-    ('completions', dict(prompt='a', max_tokens=999), 400, 'do not fit'),
+    ('completions', dict(prompt='a', max_tokens=999), 400, 'max_tokens: 999 tokens to draw'),
     ('completions', dict(prompt='a', temperature='hot'), 400, 'temperature'),
-    ('completions', dict(prompt='a', max_tokens=1, logprobs=6), 400, 'top_logprobs=6 of 5'),
+    ('completions', dict(prompt='a', max_tokens=1, logprobs=6), 400, 'top_logprobs: 6 are more than'),
+    ('completions', dict(prompt='a', temperature=-1), 400, 'temperature: -1.0 is not from 0'),
+    ('completions', dict(prompt='a', top_p=2), 400, 'top_p: 2.0 is not from 0 to 1'),
+    ('completions', dict(prompt='a', seed=-1), 400, 'seed: -1 is not from 0'),
     ('completions', dict(raw=b'{'), 400, 'Expecting'),
     ('completions', dict(raw=b'[]'), 400, 'JSON object'),
     ('nothing', dict(), 404, 'nothing'),
@@ -249,8 +252,8 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
     ('completions', dict(prompt='a', stop='b' * 1025), 400, 'stop: at most 64'),
     ('completions', dict(prompt='a' * 2000), 400, 'prompt: 2000 characters are more than 1664'),
     ('chat/completions', dict(messages=HELLO * 200), 400, 'characters are more than 1664'),
-    ('completions', dict(prompt='a', stream='yes'), 400, "stream: 'yes' is no bool"),
-    ('completions', dict(prompt='a', stream=True, stream_options=7), 400, 'stream_options: 7 is no dict'),
+    ('completions', dict(prompt='a', stream='yes'), 400, "stream: 'yes' is not true or false"),
+    ('completions', dict(prompt='a', stream=True, stream_options=7), 400, 'stream_options: 7 is not an object'),
     ('chat/completions', dict(messages=[*HELLO, {'role': 'assistant', 'tool_calls': 7}]), 400, 'tool_calls: is a int'),
   ],
 )
@@ -376,7 +379,12 @@ def test_requests_on_one_connection(server):
 
 
 def test_requests_share_a_limit(server, monkeypatch):
+  """Of what has arrived: a client that announces more and never sends it keeps no other out."""
   monkeypatch.setattr(http_connections, '_MAX_BODIES', 1000)
+  head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n{'
+  with connect(server) as half:
+    half.sendall(head)
+    assert post(server[0].url, 'completions', prompt='a', max_tokens=1)[0] == 200
   assert post(server[0].url, 'completions', raw=b' ' * 2000)[0] == 503
   monkeypatch.undo()
   deadline = time.monotonic() + 10

@@ -224,11 +224,12 @@ class _Connection:
     headers = {name.decode('latin-1'): value.decode('latin-1') for name, value in event.headers}
     call = Call(event.method.decode('ascii'), event.target.decode('ascii'), headers)
     self._owner.admit(call)
-    self._hold(_size(call))
-    if self._owner.held > _MAX_BODIES:
-      raise HttpError(503, f'the server holds requests of more than {_MAX_BODIES} bytes; try again later')
+    _check_size(call)
     body = bytearray()
     while not isinstance(event := await self._next(), h11.EndOfMessage):
+      self._hold(len(event.data))  # not what the headers announce: a client that never sends it would keep others out
+      if self._owner.held > _MAX_BODIES:
+        raise HttpError(503, f'the server holds requests of more than {_MAX_BODIES} bytes; try again later')
       body += event.data
     call.body = bytes(body)
     return call
@@ -301,8 +302,8 @@ class _Connection:
     self._owner.held += size
 
 
-def _size(call: Call) -> int:
-  """Returns the size of the body that the headers announce; HttpError for a method or body that is not taken."""
+def _check_size(call: Call) -> None:
+  """Raises HttpError for a method, or a body of an announced size, that is not taken."""
   if call.method not in ('GET', 'POST'):
     raise HttpError(501, f'the method {call.method} is not supported')
   size = call.headers.get('content-length', '0' if call.method == 'GET' else '')
@@ -310,4 +311,3 @@ def _size(call: Call) -> int:
     raise HttpError(411, 'a request needs a Content-Length, in bytes')
   if int(size) > MAX_BODY:
     raise HttpError(413, f'the body has more than {MAX_BODY} bytes')
-  return int(size)

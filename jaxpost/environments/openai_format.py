@@ -22,6 +22,7 @@ if TYPE_CHECKING:
   from jaxpost.rollout.sequence import Completion
 
 _LARGEST = 1e300  # no parameter is; NaN and infinity are no numbers of JSON, and Python reads them
+_KINDS = {int: 'an integer', float: 'a finite number', bool: 'true or false', dict: 'an object'}
 _INTEGERS = ('top_k', 'min_tokens', 'seed')
 # Parameters that are not supported, and their values that ask for nothing.
 _UNSUPPORTED = {
@@ -194,7 +195,7 @@ def check_supported(body: dict) -> None:
       raise InputError(f'{name}: is not supported here; leave it out')
   for name, kind in (('stream', bool), ('stream_options', dict)):
     if not isinstance(body.get(name), (kind, type(None))):
-      raise InputError(f'{name}: {messages_lib.shown(body[name])} is no {kind.__name__}')
+      raise InputError(f'{name}: {messages_lib.shown(body[name])} is not {_KINDS[kind]}')
 
 
 def number(body: dict, name: str, kind: type, default: Any) -> Any:
@@ -204,7 +205,7 @@ def number(body: dict, name: str, kind: type, default: Any) -> Any:
     return default
   is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
   if not is_number or (kind is int and value != value // 1):
-    raise InputError(f'{name}: {value!r} is no {kind.__name__}')
+    raise InputError(f'{name}: {value!r} is not {_KINDS[kind]}')
   return kind(value)
 
 

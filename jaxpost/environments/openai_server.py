@@ -96,7 +96,7 @@ class Endpoint:
     self.engines = {name: engine} | (other_engines or {})
     self.sessions: dict[str, Session] = {}
     self.counts = collections.Counter(answered=0, refused=0, cancelled=0)
-    self.hosts = (*_LOOPBACK, host) if host in _LOOPBACK else ()  # names it is called by; (): by any
+    self.hosts = _LOOPBACK if host in _LOOPBACK else ()  # names it is called by; (): by any
     self.api_key = api_key
     self._record = record or (lambda entry: None)
     self._translator = openai_format.Translator(tokenizer, engine.config.room)

@@ -165,7 +165,7 @@ def sampling(config: SamplerConfig, given: dict) -> Sampling:
 
 
 def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> None:
-  """Raises InputError if an engine with this config cannot serve a request."""
+  """Raises InputError if an engine with this config cannot serve a request; it begins with the parameter at fault."""
   size = len(request.tokens)
   given = request.sampling
   name = f'prompt {request.prompt}'
@@ -174,26 +174,23 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> N
   most = given.get('max_tokens', config.max_new_tokens)
   if most < 1 or size + most > config.room:
     raise InputError(
-      f'{name}: {size} tokens and {most} to draw do not fit the '
-      f'{config.room} of a slot; shorten it, or raise '
-      'config.rollout.max_prompt_length'
+      f'max_tokens: {most} tokens to draw and the {size} of {name} do not fit the {config.room} of a slot; shorten it, '
+      'or raise config.rollout.max_prompt_length'
     )
   for key, (low, high) in _RANGES.items():
     value = given.get(key, low)
     if not low <= value <= high:  # NaN is in no range
-      raise InputError(f'{name}: {key}={value} is not from {low} to {high}')
-  if given.get('top_logprobs', 0) > config.top_logprobs:
-    raise InputError(
-      f'{name}: top_logprobs={given["top_logprobs"]} of {config.top_logprobs} that config.rollout.top_logprobs allows'
-    )
+      raise InputError(f'{key}: {value} is not from {low} to {high} ({name})')
+  if (more := given.get('top_logprobs', 0)) > config.top_logprobs:
+    raise InputError(f'top_logprobs: {more} are more than config.rollout.top_logprobs={config.top_logprobs} ({name})')
   for string in given.get('stop_strings', ()):
     if not isinstance(string, str) or not string:
-      raise InputError(f'{name}: stop {string!r} must be a text, not empty')
+      raise InputError(f'stop: {string!r} must be a text, not empty ({name})')
   for key, width in widths(config).items():
     ids = given.get(key, ())
     if len(ids) > width:
-      raise InputError(f'{name}: {len(ids)} {key}, of {width} that fit; name as many in the config of the engine')
-    check_ids(ids, vocab_size, f'{name}: {key}')
+      raise InputError(f'{key}: {len(ids)}, of {width} that fit; name as many in the config of the engine ({name})')
+    check_ids(ids, vocab_size, f'{key} of {name}')
 
 
 # --------------------------------------------------------------------- memory
