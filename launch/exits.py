@@ -13,7 +13,6 @@ import select
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from types import ModuleType
 
 from absl import app, flags
 
@@ -21,7 +20,7 @@ from jaxpost import errors
 from jaxpost.distributed import watchdog
 from jaxpost.storage import disk_errors
 
-from . import config_flag
+from . import config_flag, flag_errors
 
 # Exceptions of reading a config file.
 CONFIG_ERRORS = (
@@ -48,8 +47,13 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     argv: the command line; None: sys.argv.
     words: largest number of arguments that are no flags.
   """
+  open_standard_streams()
   watchdog.forget_reason()
   try:
+    try:
+      os.getcwd()
+    except FileNotFoundError as error:
+      raise errors.InputError('the working directory has been deleted; change to one that exists') from error
     with disk_errors.explained():
       app.run(main, argv=argv, flags_parser=functools.partial(parse, words=words))
   except BrokenPipeError:
@@ -57,6 +61,14 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     raise
   except errors.KNOWN as error:
     sys.exit(watchdog.print_reason(str(error), error.exit_code, sys.stderr))
+
+
+def open_standard_streams():
+  """Opens /dev/null for each of stdin, stdout and stderr that is closed: a file would get its number, and output."""
+  for number, name in enumerate(('stdin', 'stdout', 'stderr')):
+    if getattr(sys, name) is None:
+      os.dup2(os.open(os.devnull, os.O_RDWR), number)
+      setattr(sys, name, open(number, 'w' if number else 'r', encoding='utf-8', closefd=False))
 
 
 def end_if_unread():
@@ -75,15 +87,11 @@ def parse(argv: list[str], words: int = 0) -> list[str]:
   except (errors.InputError, BrokenPipeError):
     raise
   except SystemExit as end:
-    from . import flag_errors
-
     if where := flag_errors.line_of_config(end, argv):
       raise errors.InputError(f'{where}the config file ends the process ({end!r}); return a config instead') from end
     end_if_unread()
     sys.exit(0)  # of --help, which absl ends with 1
   except CONFIG_ERRORS as error:
-    from . import flag_errors
-
     raise errors.InputError(flag_errors.one_line(error, argv)) from error
   if len(rest) > 1 + words:
     raise errors.InputError(f'{rest[1 + words]!r} is no flag; flags are written --name=value')
@@ -105,8 +113,3 @@ def refuse(names: Iterable[str], when: str):
   for name in names:
     if flags.FLAGS[name].present:
       raise errors.InputError(f'--{name} does nothing {when}; leave it out')
-
-
-def flag_help(module: ModuleType) -> str:
-  """Returns the docstring and the flags of a command."""
-  return f'{(module.__doc__ or "").strip()}\n\n' + flags.FLAGS.module_help(module).strip()

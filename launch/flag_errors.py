@@ -1,4 +1,4 @@
-"""Says in one line what is wrong with a command line or a config file; imported only where something is."""
+"""Says in one line what is wrong with a command line or a config file."""
 
 from __future__ import annotations
 

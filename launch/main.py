@@ -51,8 +51,10 @@ def main(argv=None):
   module = importlib.import_module(f'{__package__}.{verb}')
   exits = importlib.import_module(f'{__package__}.exits')
   if {'-h', '--help'} & set(rest):
+    from absl import flags
+
     try:
-      print(exits.flag_help(module), flush=True)
+      print((module.__doc__ or '').strip(), flags.FLAGS.module_help(module).strip(), sep='\n\n', flush=True)
     except BrokenPipeError:
       exits.end_if_unread()
     sys.exit(0)

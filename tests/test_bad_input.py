@@ -761,6 +761,33 @@ def test_the_worst_code(codes, worst):
   assert exits.worst(codes) == worst
 
 
+def test_closed_streams(tmp_path):
+  """Else a file of the run would get the number of stdout, and what is printed."""
+  script = """
+import os, sys
+from launch import exits
+
+def main(argv):
+  with open(sys.argv[1], 'w') as file:
+    os.write(1, b'of the runtime')
+    print('a line')
+    file.write(f'{file.fileno() > 2} {sys.stdout.isatty()}')
+
+exits.run(main, ['x'])
+"""
+  command = [sys.executable, '-c', script, str(tmp_path / 'file')]
+  done = subprocess.run(['sh', '-c', 'exec "$0" "$@" <&- >&- 2>&-', *command], env=children.environment(), cwd=ROOT)
+  assert done.returncode == 0 and (tmp_path / 'file').read_text() == 'True False'
+
+
+def test_a_deleted_working_directory(tmp_path):
+  script = (
+    f'mkdir {tmp_path}/x; cd {tmp_path}/x; rmdir {tmp_path}/x; {sys.executable} -m launch.train --config=a --workdir=b'
+  )
+  done = subprocess.run(script, shell=True, env=children.environment(), capture_output=True, text=True)
+  assert done.returncode == 2 and done.stderr.count('\n') == 1 and 'has been deleted' in done.stderr
+
+
 def test_a_disk_that_is_full(model, tmp_path):
   """Exit code 5 and one line; with room the same command goes on to the same weights."""
   config = tiny.run_config(model, train=dict(steps=40), save=dict(every=1, keep=30))
