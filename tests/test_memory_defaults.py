@@ -28,7 +28,10 @@ NOT_COMPILED = (  # by libtpu 0.0.42
 CPU = ('quickstart', 'text_game')
 # The shape of Qwen 3.5 is in the config.json of its repository alone.
 WITHOUT_SHAPE = ('qwen3_5_gsm8k',)
-RECIPES = sorted(p.stem for p in CLONE.glob('configs/*.py') if p.stem not in ('__init__', *CPU, *WITHOUT_SHAPE))
+FOR_EIGHT = ('glm_moe_gsm8k',)  # its meshes have eight devices
+RECIPES = sorted(
+  p.stem for p in CLONE.glob('configs/*.py') if p.stem not in ('__init__', *CPU, *WITHOUT_SHAPE, *FOR_EIGHT)
+)
 DEVICES = {
   'H100': ('h100', (1, 1, 1)),
   'A100': ('a100_80gb', (1, 1, 1)),
@@ -80,6 +83,14 @@ def test_a_recipe_fits(name):
     if any(max(needed(p, where, defaults.choose(p, where))) > 0.9 * where.memory for p in planned(name)):
       too_large.add((name, device))
   assert too_large == {x for x in TOO_LARGE if x[0] == name}
+
+
+def test_a_recipe_for_eight_devices_fits_eight_h100_and_no_v5e_8():
+  for name in FOR_EIGHT:
+    for device, fits in (('8xH100', True), ('v5e-8', False)):
+      where = machine(device)
+      needs = [max(needed(p, where, defaults.choose(p, where))) for p in planned(name)]
+      assert [x <= 0.9 * where.memory for x in needs] == [fits] * 2, (name, device)
 
 
 def test_what_fits_stays_as_it_is():

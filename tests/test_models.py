@@ -261,6 +261,7 @@ def test_presets_have_the_size_in_their_name():
     'smollm3_3b': 3.075,
     'mistral_7b': 7.242,
     'lfm2_1_2b': 1.17,
+    'glm4_5_air': 106.85,
   }
   for name, size in billions.items():
     count = transformer.num_params(presets.every()[name]) / 1e9

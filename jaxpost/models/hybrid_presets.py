@@ -1,6 +1,6 @@
 """Named configs of models with other layers than a Llama's, for `presets.every`."""
 
-from jaxpost.models.config import Rope
+from jaxpost.models.config import Experts, ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
 from jaxpost.models.mixed_config import MixedConfig
 
@@ -44,6 +44,26 @@ def _gemma4(sizes: tuple[int, ...], period: int, full_size: int, shared: int, si
   )
 
 
+def _glm_moe(sizes: tuple[int, ...], experts: tuple[int, int, int]) -> ModelConfig:
+  """Returns a config of a GLM-4.5 whose first layer is dense, and whose other layers have one shared expert.
+
+  Args:
+    sizes: vocabulary, hidden size, MLP size, layers, heads, kv heads, head size.
+    experts: their number, those of a token, and their size.
+  """
+  return ModelConfig(
+    'glm4_moe',
+    *sizes,
+    ropes=(Rope(1e6),),
+    rotary_dim=sizes[-1] // 2,
+    norm_eps=1e-5,
+    biases=('q', 'k', 'v'),
+    tie_embeddings=False,
+    max_position=131_072,
+    experts=Experts(*experts, shared=1, first_dense=1, sigmoid=True, choice_bias=True),
+  )
+
+
 PRESETS = {
   'tiny_hybrid': HybridConfig(
     'qwen3_5_text',
@@ -60,4 +80,6 @@ PRESETS = {
   'lfm2_1_2b': _lfm2((65_536, 2048, 8192, 16, 32, 8, 64), attention=(2, 5, 8, 10, 12, 14)),
   'tiny_gemma4': _gemma4((259, 128, 384, 4, 4, 2, 32), period=2, full_size=48, shared=2, side=16, window=64),
   'gemma4_e2b': _gemma4((262_144, 1536, 6144, 35, 8, 1, 256), period=5, full_size=512, shared=20, side=256, window=512),
+  'tiny_glm_moe': _glm_moe((259, 128, 384, 3, 4, 2, 32), (8, 2, 96)),
+  'glm4_5_air': _glm_moe((151_552, 4096, 10_944, 46, 96, 8, 128), (128, 8, 1408)),
 }
