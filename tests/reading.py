@@ -48,6 +48,7 @@ OPTIONS = {
   'jaxpost.models.mla': 'model.path',
   'jaxpost.models.moe': 'model.path',
   'jaxpost.models.recurrence': 'model.path',
+  'jaxpost.models.routing': 'model.path',
   'jaxpost.models.state_space': 'model.path',
   'jaxpost.models.quantization': 'model.quantize',
   'jaxpost.models.shared_weights': 'rollout.share_base',
@@ -102,12 +103,12 @@ class Entry:
 
 ENTRIES = (
   Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_500, 3)),
-  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (22, 3_790, 6)),
-  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (48, 8_880, 7)),
+  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (22, 3_770, 6)),
+  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (48, 8_740, 7)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (71, 13_340, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (71, 13_320, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (139, 25_360, 11)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (139, 25_200, 11)),
 )
 
 

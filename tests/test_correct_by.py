@@ -18,7 +18,7 @@ from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 from jaxpost.rewards.groups import Graded
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.rl import batching, grading
+from jaxpost.rl import batching, dynamic_sampling, grading
 from jaxpost.rl.reward_metrics import verdicts
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare, sampling_inputs
@@ -88,8 +88,8 @@ def test_lengths_do_not_make_an_all_wrong_group_varied():
     pool.check(['prompt', 'answer'])
     grader = grading.Grader(pool, tokenizer_lib.load('bytes'), correct_by=sampling_inputs.correct_by(config, False))
     pending = grader.submit(rollout)
-    assert pending.varied_groups().tolist() == [False, True, False]
-    assert pending.select_varied(1).selected == [[1]]
+    assert dynamic_sampling.varied_groups(pending).tolist() == [False, True, False]
+    assert dynamic_sampling.select_varied(pending, 1).selected == [[1]]
     assert grading.varied(pending.rounds[0].rewards).all()  # the penalty alone makes the sums of every group differ
 
 

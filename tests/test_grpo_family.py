@@ -22,7 +22,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rewards.groups import Graded
-from jaxpost.rl import batching, grading, merging
+from jaxpost.rl import batching, dynamic_sampling, grading, merging
 from jaxpost.stage import algorithms, sampling_inputs
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Experience, Prompt, Rollout
@@ -540,9 +540,9 @@ def test_select_varied_takes_the_first_groups_that_differ():
 
   grader = grading.Grader(None, None)
   pending = grading.PendingRollout(grader, [Round([[1, 1], [0, 1], [np.nan, 1]]), Round([[0, 0], [1, 0], [0, 1]])])
-  assert pending.select_varied(2).selected == [[1], [1]]
+  assert dynamic_sampling.select_varied(pending, 2).selected == [[1], [1]]
   short = grading.PendingRollout(grader, [Round([[1, 1], [0, 1], [1, 1]])])
-  assert short.select_varied(2).selected == [[0, 1]]
+  assert dynamic_sampling.select_varied(short, 2).selected == [[0, 1]]
 
 
 def test_a_missing_verdict_beside_a_reward_model_is_no_zero():

@@ -18,7 +18,7 @@ from jaxpost import matmul, types
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, tensor_layout
 from jaxpost.formats import mxfp4 as mxfp4_lib
-from jaxpost.models import expert_mlp, grouped, moe, presets, transformer
+from jaxpost.models import expert_mlp, grouped, moe, presets, routing_replay, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models import routing as routing_lib
 from jaxpost.models.config import Experts
@@ -330,7 +330,9 @@ def test_parts_of_fused_tensors_are_read_alone(tmp_path):
 def test_a_sampler_keeps_what_its_tokens_chose(model, params):
   """At every position, and it is what training chooses in exact float32."""
   settings = native.SamplerConfig(slots=2, max_prompt=8, max_new_tokens=6, stop_ids=(-2,), block=4)
-  engine = native.NativeEngine(routing_lib.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT, Ledger())
+  engine = native.NativeEngine(
+    routing_replay.recording(model), settings, tiny.one_device('rollout'), tiny.EXACT, Ledger()
+  )
   engine.load(params, version=0)
   ids = tiny.tokens((3, 8))
   rollout = engine(

@@ -43,9 +43,9 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
   experts = ()
   if routes is not None:
-    from jaxpost.models import routing
+    from jaxpost.models import routing_replay
 
-    experts = routing.record(routes, cfg)
+    experts = routing_replay.record(routes, cfg)
   states = tuple(tuple(x) for x, stack in zip(kept, cfg.layer_stacks) if stack in STATEFUL)
   # A layer that reads the keys and values of another one keeps none.
   k, *v = map(tuple, zip(*(x for x, stack in zip(kept, cfg.layer_stacks) if stack not in STATEFUL and x)))

@@ -1,19 +1,10 @@
-"""The router of a mixture of experts: top-k choice, load balance, routing replay.
+"""The router of a mixture of experts: top-k choice, load balance and its metrics.
 
-Legend: B rows, T tokens, D hidden size, E experts, k of them for a token, L layers, S slots.
-
-Routing replay: sampler and trainer round differently, and a token at the edge
-between two experts then takes different ones; its log-prob jumps, and importance
-ratios with it. So a sampler can record the experts that it used (`record`,
-`recorded`), for the update and the scores of that step to use again ("rollout
-routing replay", Ma et al., arXiv:2510.11370). The router still learns, through
-the weights of those experts.
+Legend: B rows, T tokens, D hidden size, E experts, k of them for a token, L layers.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -22,7 +13,6 @@ from flax import struct
 
 if TYPE_CHECKING:
   from jaxpost.models.config import Experts, ModelConfig
-  from jaxpost.models.model import Model
 
 
 @struct.dataclass
@@ -79,37 +69,6 @@ def _mask_groups(wanted: jax.Array, e: Experts) -> jax.Array:
   picked = jax.lax.top_k(best, e.top_groups)[1]
   kept = jnp.any(picked[..., None] == jnp.arange(e.groups), axis=-2)
   return jnp.where(kept[..., None], parts, -jnp.inf).reshape(wanted.shape)
-
-
-def record(routing: Routing | None, cfg: ModelConfig) -> tuple[jax.Array, ...]:
-  """Returns `Cache.experts` of a prefill, L x [S, 1, T, k]; () if not recorded."""
-  if not cfg.experts or not cfg.experts.record:
-    return ()
-  return tuple(y[:, None].astype(jnp.uint16) for y in routing.chosen)
-
-
-def recording(model: Model) -> Model:
-  """Returns the model for a sampler whose caches record the experts of its tokens."""
-  cfg = dataclasses.replace(model.config, experts=dataclasses.replace(model.config.experts, record=True))
-
-  def bind(fn):
-    return functools.partial(fn.func, **fn.keywords | {'cfg': cfg})
-
-  return dataclasses.replace(model, config=cfg, prefill=bind(model.prefill), decode=bind(model.decode))
-
-
-def no_record(cfg: ModelConfig, rows: int, steps: int) -> tuple[jax.Array, ...]:
-  """Returns an empty record, L x zeros [S, 1, T, k]; () if not recorded."""
-  if not cfg.experts or not cfg.experts.record:
-    return ()
-  return (jnp.zeros((rows, 1, steps, cfg.experts.top_k), jnp.uint16),) * cfg.sparse_layers
-
-
-def recorded(experts: tuple) -> tuple[jax.Array, ...]:
-  """Stacks a record L x [S, 1, T, k] to ([T, S, L, k],); () if there is none."""
-  if not experts:
-    return ()
-  return (jnp.stack([x[:, 0].swapaxes(0, 1) for x in experts], axis=2),)
 
 
 def totals(routing: Routing, real: jax.Array) -> dict[str, jax.Array]:

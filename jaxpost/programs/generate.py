@@ -18,7 +18,7 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxpost.losses import head_chunk
-from jaxpost.models import routing
+from jaxpost.models import routing_replay
 from jaxpost.models.config import CustomConfig
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.models.transformer import flops_per_token
@@ -311,7 +311,7 @@ def _block(
     broken=jnp.any(active & drawn.broken, axis=0),
     top=drawn.top,
     allowed=drawn.allowed,
-    experts=routing.recorded(recent.experts),
+    experts=routing_replay.recorded(recent.experts),
   )
   by_slot = compute.platform != 'gpu'
   cache = append(state.cache.replace(table=table), recent, filled, by_slot)

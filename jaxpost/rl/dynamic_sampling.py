@@ -26,11 +26,11 @@ def needs_more_groups(pending: PendingRollout, step: int, wanted: int, max_round
   Args:
     wanted: groups that have to have right and wrong samples.
   """
-  found = pending.varied_groups().sum()
+  found = varied_groups(pending).sum()
   own = dataclasses.replace(pending, rounds=[r for r in pending.rounds if not r.kept])
   num_rounds = len(own.rounds)
   pending.info['dynamic_sampling/rounds'] = num_rounds
-  pending.info['dynamic_sampling/kept_ratio'] = float(own.varied_groups().mean())
+  pending.info['dynamic_sampling/kept_ratio'] = float(varied_groups(own).mean())
   if found >= wanted:
     return False
   if num_rounds < max_rounds:
@@ -46,6 +46,30 @@ def needs_more_groups(pending: PendingRollout, step: int, wanted: int, max_round
     num_rounds,
   )
   return False
+
+
+def varied_groups(pending: PendingRollout) -> np.ndarray:
+  """[groups of all rounds] bool: the reward that decides what is correct differs within a group.
+
+  Waits for the reward functions.
+  """
+  correct_by = pending.grader.correct_by
+  return np.concatenate([varied(verdicts(r.results, r.rewards, correct_by)) for r in pending.rounds])
+
+
+def select_varied(pending: PendingRollout, num_groups: int) -> PendingRollout:
+  """Selects the first `num_groups` varied groups, kept ones before others.
+
+  Others fill up where there are too few, as all steps have the same shape; the controller takes these out of the
+  mask.
+  """
+  rounds, differs = pending.rounds, varied_groups(pending)
+  old = np.repeat([r.kept for r in rounds], [len(r.rewards) for r in rounds])
+  order = np.concatenate([np.flatnonzero(part) for part in (differs & old, differs & ~old, ~differs)])
+  picked = np.isin(np.arange(len(differs)), order[:num_groups])
+  ends = np.cumsum([len(r.rewards) for r in rounds])
+  selected = [np.flatnonzero(part).tolist() for part in np.split(picked, ends[:-1])]
+  return dataclasses.replace(pending, selected=selected)
 
 
 @dataclasses.dataclass
@@ -77,7 +101,7 @@ class Surplus:
 
   def select(self, pending: PendingRollout, wanted: int) -> PendingRollout:
     """Selects `wanted` groups to train on, and keeps the others that are varied."""
-    chosen = pending.select_varied(wanted)
+    chosen = select_varied(pending, wanted)
     if not self.max_steps:
       return chosen
     for one, taken in zip(pending.rounds, chosen.selected):

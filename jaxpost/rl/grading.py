@@ -150,27 +150,6 @@ class PendingRollout:
     """Returns the rounds of both; `other` was sampled later."""
     return PendingRollout(self.grader, self.rounds + other.rounds, self.info | other.info)
 
-  def varied_groups(self) -> np.ndarray:
-    """[groups of all rounds] bool: the reward that decides what is correct differs within a group.
-
-    Waits for the reward functions. DAPO (arXiv:2503.14476, section 3.2) keeps groups with 0 < right samples < G.
-    """
-    return np.concatenate([varied(verdicts(r.results, r.rewards, self.grader.correct_by)) for r in self.rounds])
-
-  def select_varied(self, num_groups: int) -> PendingRollout:
-    """Selects the first `num_groups` varied groups, kept ones before others.
-
-    Others fill up where there are too few, as all steps have the same shape; the controller takes these out of the
-    mask.
-    """
-    kept = self.varied_groups()
-    old = np.repeat([r.kept for r in self.rounds], [len(r.rewards) for r in self.rounds])
-    order = np.concatenate([np.flatnonzero(part) for part in (kept & old, kept & ~old, ~kept)])
-    picked = np.isin(np.arange(len(kept)), order[:num_groups])
-    ends = np.cumsum([len(r.rewards) for r in self.rounds])
-    selected = [np.flatnonzero(part).tolist() for part in np.split(picked, ends[:-1])]
-    return PendingRollout(self.grader, self.rounds, self.info, selected)
-
   def result(self, model_values: np.ndarray | None = None) -> GradedRollout:
     """Waits for the workers and adds up all rewards of the selected groups.
 

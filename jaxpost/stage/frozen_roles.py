@@ -17,8 +17,13 @@ if TYPE_CHECKING:
   from etils import epath
 
   from jaxpost.algorithms.base import Precompute
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.models.model import Model
+  from jaxpost.programs.compile import Ledger
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.precompute import Run
+  from jaxpost.stage.records import Inputs
+  from jaxpost.stage.sources import Source
   from jaxpost.types import Batch
 
 
@@ -50,8 +55,8 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
       part = partition.trained_part(model)
       params, shared = partition.split(params, model)
     params = load_weights.move(params, part.shardings(layout))
-  elif layout == placed.train and load_weights.shares_frozen_base(source, placed.inputs):
-    model, params, shared = load_weights.load_beside_policy(source, policy, params, layout, ledger)
+  elif layout == placed.train and _shares_frozen_base(source, placed.inputs):
+    model, params, shared = _load_beside_policy(source, policy, params, layout, ledger)
     part = partition.trained_part(model)
   else:
     params = load_weights.load(
@@ -72,3 +77,32 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
       if distill.align == 'text':
         options |= dict(vocab_size=source.config.vocab_size, own=True)
   return Frozen(params, make(model, layout, placed.compute, ledger, **options), layout, model)
+
+
+def _shares_frozen_base(source: Source, inputs: Inputs) -> bool:
+  """True if the source is an adapter folder on the policy's frozen base weights."""
+  policy = inputs.sources['policy']
+  base = _below_adapter(source)
+  policy_base = _below_adapter(policy)
+  is_adapter = base is not source and base.name and not base.config.lora
+  same_base = (base.name, base.config) == (policy_base.name, policy_base.config)
+  # Otherwise the policy's own adapter was merged into its base.
+  unmerged = policy.config.lora in ((), inputs.model.config.lora)
+  if not (is_adapter and same_base and unmerged):
+    return False
+  shared = partition.frozen_base_model(source.config, inputs.model.quantized).frozen
+  return shared <= inputs.model.frozen
+
+
+def _below_adapter(source: Source) -> Source:
+  """The base of an adapter folder; other sources as they are."""
+  return source.base if source.folder and source.base else source
+
+
+def _load_beside_policy(
+  source: Source, policy: Model, params: dict, layout: Layout, ledger: Ledger
+) -> tuple[Model, dict, dict]:
+  """Loads an adapter on the policy's frozen base: (model, its leaves, those shared with the policy)."""
+  model = partition.frozen_base_model(source.config, policy.quantized)
+  _, shared = partition.split(params, policy)
+  return model, load_weights.load_adapter(source, model, layout, ledger), shared

@@ -60,35 +60,6 @@ def load(
   return partition.adopt(params, stored, model, layout, jnp.dtype(dtype), seed=seed)
 
 
-def shares_frozen_base(source: Source, inputs: Inputs) -> bool:
-  """True if the source is an adapter folder on the policy's frozen base weights."""
-  policy = inputs.sources['policy']
-  base = _below_adapter(source)
-  policy_base = _below_adapter(policy)
-  is_adapter = base is not source and base.name and not base.config.lora
-  same_base = (base.name, base.config) == (policy_base.name, policy_base.config)
-  # Otherwise the policy's own adapter was merged into its base.
-  unmerged = policy.config.lora in ((), inputs.model.config.lora)
-  if not (is_adapter and same_base and unmerged):
-    return False
-  shared = partition.frozen_base_model(source.config, inputs.model.quantized).frozen
-  return shared <= inputs.model.frozen
-
-
-def _below_adapter(source: Source) -> Source:
-  """The base of an adapter folder; other sources as they are."""
-  return source.base if source.folder and source.base else source
-
-
-def load_beside_policy(
-  source: Source, policy: Model, params: dict, layout: Layout, ledger: Ledger
-) -> tuple[Model, dict, dict]:
-  """Loads an adapter on the policy's frozen base: (model, its leaves, those shared with the policy)."""
-  model = partition.frozen_base_model(source.config, policy.quantized)
-  _, shared = partition.split(params, policy)
-  return model, load_adapter(source, model, layout, ledger), shared
-
-
 def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | None) -> dict:
   """Loads the leaves of an adapter folder by themselves."""
   part = partition.trained_part(model)

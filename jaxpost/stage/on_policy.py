@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxpost.distributed import bridge, transfer
-from jaxpost.models import routing
+from jaxpost.models import routing_replay
 from jaxpost.rl import batching, grading
 from jaxpost.rl.controller import Controller
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
@@ -44,7 +44,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
   else:
     sequences = section.size * section.samples
   if placed.config.router.routing_replay:
-    model = routing.recording(model)
+    model = routing_replay.recording(model)
   reshard = None
   if rollout.share_base:
     from jaxpost.models import shared_weights

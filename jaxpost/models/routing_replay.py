@@ -1,0 +1,53 @@
+"""Routing replay: the experts that a sampler used, recorded for the update and the scores of that step to use again.
+
+Sampler and trainer round differently, and a token at the edge between two experts then takes different ones; its
+log-prob jumps, and importance ratios with it ("rollout routing replay", Ma et al., arXiv:2510.11370). The router still
+learns, through the weights of the recorded experts.
+
+Legend: T tokens, k experts of a token, L layers, S slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.model import Model
+  from jaxpost.models.routing import Routing
+
+
+def record(routing: Routing | None, cfg: ModelConfig) -> tuple[jax.Array, ...]:
+  """Returns `Cache.experts` of a prefill, L x [S, 1, T, k]; () if not recorded."""
+  if not cfg.experts or not cfg.experts.record:
+    return ()
+  return tuple(y[:, None].astype(jnp.uint16) for y in routing.chosen)
+
+
+def recording(model: Model) -> Model:
+  """Returns the model for a sampler whose caches record the experts of its tokens."""
+  cfg = dataclasses.replace(model.config, experts=dataclasses.replace(model.config.experts, record=True))
+
+  def bind(fn):
+    return functools.partial(fn.func, **fn.keywords | {'cfg': cfg})
+
+  return dataclasses.replace(model, config=cfg, prefill=bind(model.prefill), decode=bind(model.decode))
+
+
+def no_record(cfg: ModelConfig, rows: int, steps: int) -> tuple[jax.Array, ...]:
+  """Returns an empty record, L x zeros [S, 1, T, k]; () if not recorded."""
+  if not cfg.experts or not cfg.experts.record:
+    return ()
+  return (jnp.zeros((rows, 1, steps, cfg.experts.top_k), jnp.uint16),) * cfg.sparse_layers
+
+
+def recorded(experts: tuple) -> tuple[jax.Array, ...]:
+  """Stacks a record L x [S, 1, T, k] to ([T, S, L, k],); () if there is none."""
+  if not experts:
+    return ()
+  return (jnp.stack([x[:, 0].swapaxes(0, 1) for x in experts], axis=2),)
