@@ -1,5 +1,6 @@
 """metrics.jsonl survives kills and resumes; console, warnings, summary."""
 
+import errno
 import io
 import json
 import math
@@ -157,6 +158,24 @@ def test_secondary_process_writes_nothing(tmp_path, capsys):
     writer.flush()
   assert not (tmp_path / 'run').exists()
   assert capsys.readouterr().out == ''
+
+
+def test_tensorboard_is_left_out_where_its_queue_cannot_be(tmp_path, monkeypatch):
+  """Without a writable /dev/shm; an error about a file of the run is one."""
+  import tensorboardX
+
+  def fail(folder, **options):
+    raise OSError(errno.EROFS, 'Read-only file system', *filename)
+
+  monkeypatch.setattr(tensorboardX, 'SummaryWriter', fail)
+  filename = []
+  writer, console = make_writer(tmp_path, tensorboard=True)
+  writer.start_stage('sft', 2)
+  writer.write(1, 'train', {'loss': 1.0})
+  assert 'tensorboard: left out (Read-only file system' in console.getvalue()
+  filename.append(str(tmp_path / 'tensorboard'))
+  with pytest.raises(OSError):
+    writer.start_stage('sft', 2)
 
 
 def test_tensorboard_has_tags(tmp_path):

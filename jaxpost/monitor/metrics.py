@@ -286,11 +286,15 @@ class MetricsWriter:
     if self._tensorboard:
       import tensorboardX  # half a second, so only where it is used
 
-      self._tb = tensorboardX.SummaryWriter(
-        os.fspath(self._board_dir / 'tensorboard' / stage),
-        flush_secs=10,
-        purge_step=resume_step + 1 if resume_step else 0,
-      )
+      folder = os.fspath(self._board_dir / 'tensorboard' / stage)
+      purge_step = resume_step + 1 if resume_step else 0
+      try:
+        self._tb = tensorboardX.SummaryWriter(folder, flush_secs=10, purge_step=purge_step)
+      except OSError as error:
+        if error.filename:
+          raise
+        # Its queue takes a semaphore of the system; a container without a writable /dev/shm has none.
+        self._board.line(f'tensorboard: left out ({error.strerror}: /dev/shm); metrics.jsonl has all that it would get')
     if self._trackers is not None:
       self._trackers.start_stage(stage)
 

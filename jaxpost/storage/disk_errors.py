@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import sys
 from collections.abc import Iterator
 
 from jaxpost.errors import InputError, NoRoomError
@@ -13,6 +14,12 @@ _NO_ROOM_TEXTS = ('No space left on device', 'Disk quota exceeded')  # in what C
 # A path that cannot be what it is used for.
 _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _PATH = (*_NO_ACCESS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def print_unraisable(found: sys.UnraisableHookArgs) -> None:
+  """Prints what Python cannot raise, but for what threads of Orbax find after a write that failed: a closed loop."""
+  if str(found.exc_value) != 'Event loop is closed':
+    sys.__unraisablehook__(found)
 
 
 @contextlib.contextmanager
