@@ -36,26 +36,27 @@ HEAD = """# What each method learns
 
 Written by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.15 M parameters) has
 been trained on sums of numbers up to 99, half of them with wrong answers. Each method continues
-from this one start on two CPU cores, and is evaluated on held-out data: the mean and the standard
-deviation of seeds 0, 1 and 2, which draw other batches and samples; rows that say so have fewer
-seeds. Most differences between methods are smaller than that deviation: the task shows that a
-method learns, and not which one is better.
+from this start on two CPU cores, and is evaluated on held-out data: the mean and the standard
+deviation of seeds 0, 1 and 2, which draw other batches and samples. Most differences between methods
+are smaller than that deviation: the task shows that a method learns, and not which one is better.
 
-`tests/test_learning.py` requires these gains with seed 0 for the rows above `gmpo`.
-pass@1 is measured on 256 sums with 4 samples each, the others on 256 pairs or labels.
-Before training, policy and reference are equal, so all pairs tie, which counts as 0.5. ORPO, CPO
-and SimPO start from a model with a quarter of that training. SimPO, which has no term for good
-answers alone, widens the margins of such a model and leaves its ranking of pairs as it is.
-OPSD and SDPO start from a model that has also seen prompts with a hint, which says the sum, and whose
-answers were right. They have no reward: the teacher is that model with the hint.
-`mt_grpo` and `gigpo` start from a model that plays the game of [environments.md](environments.md) at
-random, with a reward for each move in the right direction; pass@1 is the share of 64 games, four times each,
-that it wins by the first move.
-Rows without backticks are options of the algorithm in parentheses
-([options](rl_options.md)). Replay and surplus groups have groups of two, which are often all right or all
-wrong, and six passes over 1,280 sums; curricula have three passes over 640. Process rewards grade the lines of
-sums in steps; their start writes half of these with a slip. Beside them, a verifier of the last line counts
-twice as much.
+* `tests/test_learning.py` requires these gains with seed 0 for the rows above `gmpo`.
+* pass@1 is measured on 256 sums with 4 samples each, the other metrics on 256 pairs or labels. Before
+  training, policy and reference are equal, so all pairs tie, which counts as 0.5.
+* ORPO, CPO and SimPO start from a model with a quarter of that training. SimPO, which has no term for
+  good answers alone, widens the margins of such a model and leaves its ranking of pairs as it is.
+* OPSD and SDPO start from a model that has also seen prompts with a hint, which says the sum, and whose
+  answers were right. They have no reward: the teacher is that model with the hint.
+* `mt_grpo` and `gigpo` start from a model that plays the game of [environments.md](environments.md) at
+  random, with a reward for each move in the right direction. pass@1 is the share of 64 games, four times
+  each, that it wins by the first move.
+* Rows without backticks are options of the algorithm in parentheses ([options](rl_options.md)).
+* Replay and surplus groups have groups of two, which are often all right or all wrong, and six passes over
+  1,280 sums; curricula have three passes over 640.
+* Process rewards grade the lines of sums in steps; their start writes half of these with a slip. A verifier
+  of the last line counts twice as much as they do.
+* A row is of one machine, and rows are not all of the same: the start, which is trained there, differs in the
+  third digit.
 
 | method | metric | before | after | steps | its own choices | default and source | set here |
 |---|---|---|---|---|---|---|---|
@@ -162,9 +163,7 @@ def write(figures: dict):
     if name in figures:
       found, algorithm = figures[name], case.config['algorithm']
       label = f'`{name}`' if name == algorithm else f'{name} (`{algorithm}`)'
-      after = f'{statistics.mean(found["after"]):.3f}'
-      after += f' ± {statistics.stdev(found["after"]):.3f}' if len(found['after']) > 1 else ''
-      after += {1: ' (seed 0)', 2: ' (seeds 0, 1)'}.get(len(found['after']), '')
+      after = f'{statistics.mean(found["after"]):.3f} ± {statistics.stdev(found["after"]):.3f}'
       cells = label, found['metric'], f'{statistics.mean(found["before"]):.3f}', after, str(found['steps'])
       brought, chosen = choices(case.config)
       source = SOURCES[name] if name == algorithm else OPTIONS[name]
