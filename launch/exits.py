@@ -48,7 +48,7 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     words: largest number of arguments that are no flags.
   """
   open_standard_streams()
-  sys.unraisablehook = disk_errors.print_unraisable
+  disk_errors.silence_orbax()
   watchdog.forget_reason()
   try:
     try:

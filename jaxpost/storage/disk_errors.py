@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import sys
 from collections.abc import Iterator
 
@@ -16,10 +17,19 @@ _NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _PATH = (*_NO_ACCESS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 
 
-def print_unraisable(found: sys.UnraisableHookArgs) -> None:
-  """Prints what Python cannot raise, but for what threads of Orbax find after a write that failed: a closed loop."""
-  if str(found.exc_value) != 'Event loop is closed':
-    sys.__unraisablehook__(found)
+def silence_orbax() -> None:
+  """Leaves out what threads and tasks of Orbax print after a write of theirs found no room; one line says it."""
+
+  def print_unraisable(found: sys.UnraisableHookArgs) -> None:
+    if str(found.exc_value) != 'Event loop is closed':
+      sys.__unraisablehook__(found)
+
+  sys.unraisablehook = print_unraisable
+  logging.getLogger('asyncio').addFilter(lambda record: not (record.exc_info and _no_room(record.exc_info[1])))
+
+
+def _no_room(error: BaseException | None) -> bool:
+  return getattr(error, 'errno', None) in _NO_ROOM or any(text in str(error) for text in _NO_ROOM_TEXTS)
 
 
 @contextlib.contextmanager
@@ -35,12 +45,11 @@ def explained(where: str = 'a file') -> Iterator[None]:
   except (OSError, RuntimeError, ValueError) as error:
     notes = ' '.join(getattr(error, '__notes__', ()))
     where = getattr(error, 'filename', None) or notes or where
-    number = getattr(error, 'errno', None)
-    if number in _NO_ROOM or any(text in str(error) for text in _NO_ROOM_TEXTS):
+    if _no_room(error):
       raise NoRoomError(
         f'{where}: no room on the disk, or in the quota; what was saved before is good: make room and run the '
         'same command again'
       ) from error
-    if number in _PATH and getattr(error, 'filename', None):
+    if getattr(error, 'errno', None) in _PATH and getattr(error, 'filename', None):
       raise InputError(f'{where}: {error.strerror}; name another path, or change its permissions') from error
     raise
