@@ -6,7 +6,7 @@ python -m launch.plan --fits --model=glm4_5_air --devices=8xH100,v5e-8
 SFT learns the worked answers; GRPO, from the model after it, is rewarded for the right '#### 42'.
 Meant for eight accelerators of 80 GB, on which LoRA fits and full training does not; the second command
 shows this for SFT by arithmetic, and that no method fits a v5e-8. Time and accuracy have not been
-measured yet, and no published figure is known. The metric is pass@1 of the greedy answers (split `eval`).
+measured yet. The metric is pass@1 of the greedy answers (split `eval`). No published figure is known for this recipe.
 `:model=NAME` is a hub id or a folder: another GLM whose model_type is glm4_moe.
 `:runlocal` uses a random model and generated data, without network: some minutes on 2 CPU cores.
 """
