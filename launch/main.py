@@ -35,7 +35,7 @@ def main(argv=None):
   """Entry point of the console script; ends the process with its exit code."""
   args = sys.argv[1:] if argv is None else list(argv)
   if not args or args[0] in ('-h', '--help', 'help'):
-    print(usage())
+    show(usage())
     sys.exit(0 if args else 2)
   if args[0] == '--version':
     print(f'jaxpost {jaxpost.__version__}')
@@ -53,14 +53,19 @@ def main(argv=None):
   if {'-h', '--help'} & set(rest):
     from absl import flags
 
-    try:
-      print((module.__doc__ or '').strip(), flags.FLAGS.module_help(module).strip(), sep='\n\n', flush=True)
-    except BrokenPipeError:
-      exits.end_if_unread()
+    show(f'{(module.__doc__ or "").strip()}\n\n{flags.FLAGS.module_help(module).strip()}')
     sys.exit(0)
   # launch.plan prints the command line that it was given.
   sys.argv = [f'jaxpost {verb}', *rest]
   exits.run(module.main, sys.argv, words=WORDS.get(verb, 0))
+
+
+def show(text):
+  """Prints a text, as a whole or as far as `| head` reads it."""
+  try:
+    print(text, flush=True)
+  except BrokenPipeError:
+    importlib.import_module(f'{__package__}.exits').end_if_unread()
 
 
 def usage():

@@ -379,3 +379,13 @@ def test_help_has_examples(call, verb):
   code, out, _ = call(verb, '--help')
   assert code == 0 and out.count(f'python -m launch.{verb} --') >= 2
   assert '  --step' in out or verb == 'inspect'
+
+
+def test_usage_into_a_closed_pipe():
+  """As in `| head`, which may have gone already."""
+  unread, output = os.pipe()
+  os.close(unread)
+  command = [sys.executable, '-m', 'launch.main', '--help']
+  done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, cwd=CLONE)
+  os.close(output)
+  assert (done.returncode, done.stderr) == (141, b'')
