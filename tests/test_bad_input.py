@@ -103,6 +103,11 @@ FIELDS = {
     dict(eval=dict(data=dict(paht='x'))),
     'config.eval.data.paht: .*config.eval.data.path',
   ),
+  'no held-out file': (
+    'sft',
+    dict(eval=dict(data=dict(path='./held.jsonl'))),
+    'config.eval.data: ./held.jsonl: no such file',
+  ),
   'unknown key in a stage': ('sft', dict(stages=('a',), a=dict(optim=dict(lrr=1.0))), 'config.a.optim.lrr: .*lr'),
   'text for a number': ('sft', dict(train=dict(steps='10')), "train.steps: want int, got '10'"),
   'float for an int': ('sft', dict(train=dict(steps=10.0)), 'train.steps: want int, got 10.0'),

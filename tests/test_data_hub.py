@@ -16,6 +16,7 @@ FILES = {
   'data/train-0.jsonl': b'{"text": "one"}\n{"text": "two"}\n',
   'data/test-0.jsonl': b'{"text": "three"}\n',
 }
+BUSY = ['data/test-0.jsonl', 'GET']  # answers 429 to the next such request
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -26,7 +27,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
   def do_GET(self):
     path = self.path.split('?')[0]
     base = f'/datasets/org/name/resolve/{SHA}/'
-    if path.startswith(base) and path.removeprefix(base) in FILES:
+    if BUSY and path.endswith(BUSY[0]) and self.command == BUSY[1]:
+      BUSY.clear()
+      self._send(429, b'')
+    elif path.startswith(base) and path.removeprefix(base) in FILES:
       self._send(200, FILES[path.removeprefix(base)])
     elif path.startswith('/api/datasets/org/name/revision/'):
       revision = path.rsplit('/', 1)[1]
@@ -106,6 +110,7 @@ def read(paths, home, **settings):
     cwd=os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
   )
   assert done.returncode == 0, done.stderr
+  assert 'Retrying' not in done.stderr
   return done.stdout.splitlines()
 
 
@@ -120,6 +125,7 @@ def test_rows_come_from_the_hub_and_then_from_its_cache(endpoint, tmp_path):
     'org/other',
   ]
   got = read(paths, tmp_path, HF_ENDPOINT=endpoint)
+  assert not BUSY
   assert got[0] == 'one|two org/name:data/train-0.jsonl:1'
   assert got[1].startswith('one|two ') and got[1].endswith('-0.jsonl:1')
   assert got[2].startswith('three ')

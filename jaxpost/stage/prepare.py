@@ -266,7 +266,10 @@ def read_held_out_rows(config: Config) -> Rows | None:
     return None
   # Held-out data has the columns and the map of the first source.
   columns = held_out.columns or _first(config.data.columns)
-  return sources.read_sources(held_out.path, columns, held_out.map or _first(config.data.map))
+  try:
+    return sources.read_sources(held_out.path, columns, held_out.map or _first(config.data.map))
+  except InputError as error:  # of a recipe's own held-out data, which a user of other data may never have named
+    raise InputError(f'config.eval.data: {error}') from error
 
 
 def _first(option: Any) -> Any:

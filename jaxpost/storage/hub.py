@@ -4,6 +4,7 @@ Respects HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN, as the library
 does. Never fetches pickled weights.
 """
 
+import os
 import pathlib
 import re
 from collections.abc import Sequence
@@ -43,6 +44,8 @@ def download(
     raise InputError(
       f"{repo}: no such local path, and reading from the hub needs huggingface_hub: pip install 'huggingface_hub'"
     ) from error
+  if 'HF_HUB_VERBOSITY' not in os.environ:
+    hf.logging.set_verbosity_error()  # else up to four lines for each try; the last is the InputError below
   named = f'{kind} {repo}' + (f'@{revision}' if revision else '')
   try:
     if file:
