@@ -8,6 +8,7 @@ docs/defaults.md has the figures that others report for GSM8K.
 `:method=NAME` takes dapo, dr_grpo, gspo, rloo and the rest of docs/methods.md.
 `:model=NAME` takes a name below, a hub id or a folder; data of your own:
 --config.data.path=FILE with question and answer, or prompt and answer.
+`:lora=16` trains adapters of that rank (docs/lora.md).
 `:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
 """
 
@@ -25,7 +26,7 @@ DATA = 'openai/gsm8k:main/{}-00000-of-00001.parquet'
 
 
 def get_config(arg=None):
-  arg = parse_arg(arg, method='grpo', model='qwen3_0_6b', runlocal=False)
+  arg = parse_arg(arg, method='grpo', model='qwen3_0_6b', lora=0, runlocal=False)
   config = ml_collections.ConfigDict(defaults())
   config.algorithm = arg.method
   config.model.path = MODELS.get(arg.model, arg.model)
@@ -35,12 +36,15 @@ def get_config(arg=None):
   if arg.method == 'dapo':  # and a penalty that grows from 384 tokens on
     config.reward = 'gsm8k,overlong?max=512&buffer=128'
   config.train.update(steps=200)
-  config.optim.update(lr=1e-6, warmup_steps=10)
+  config.optim.update(lr=1e-5 if arg.lora else 1e-6, warmup_steps=10)
   config.rollout.update(max_prompt_length=320, max_new_tokens=512)
   config.rollout.update(prompts=32, group_size=8)
   config.eval.data.path = DATA.format('test')
   config.eval.update(every=50, size=256, samples=1, temperature=0.0)
   config.save.every = 50
+  if arg.lora:
+    config.lora.update(rank=arg.lora, alpha=2.0 * arg.lora)
+    config.model.param_dtype = 'bfloat16'  # of the base; adapters are float32
 
   if arg.runlocal:
     made = 'generated:arithmetic:max=9,correct=1,split='

@@ -33,7 +33,7 @@ def get_config(arg=None):
   config.data.map = 'jaxpost.data.maps:gsm8k'
   config.reward = 'gsm8k'
   config.train.update(steps=400, batch_size=16, row_length=1024)
-  config.optim.update(lr=1e-5, schedule='cosine', warmup_steps=20)
+  config.optim.update(lr=1e-4 if arg.lora else 1e-5, schedule='cosine', warmup_steps=20)
   config.rollout.update(max_prompt_length=320, max_new_tokens=512)
   config.eval.data.path = DATA.format('test')
   config.eval.update(every=100, size=256, samples=1, temperature=0.0)
@@ -41,7 +41,6 @@ def get_config(arg=None):
   if arg.lora:
     config.lora.update(rank=arg.lora, alpha=2.0 * arg.lora)
     config.model.param_dtype = 'bfloat16'  # of the base; adapters are float32
-    config.optim.lr = 1e-4
 
   if arg.runlocal:
     made = 'generated:arithmetic:max=9,correct=1,split='

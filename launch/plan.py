@@ -7,7 +7,7 @@
   python -m launch.plan --config=my.py --topology=v5p:4x4x4 --search
   python -m launch.plan --fits --model=Qwen/Qwen3-8B --devices=H100,v5e-8 --price=H100=2.5
 
-The last one says by arithmetic, in seconds, what fits where: SFT, LoRA, DPO and GRPO on
+The last one says by arithmetic, in seconds, what fits where: SFT, DPO, GRPO, and LoRA, on
 common GPUs and TPU slices, with the command for each (docs/fits.md). Named models need no
 weights, tokenizer or data. No device is used. docs/planning.md explains the output.
 """

@@ -47,16 +47,18 @@ def test_state_is_exact():
     assert eight[name] == pytest.approx(one[name] / 8, rel=1e-3)  # norms are whole
 
 
-def test_adapters_are_all_that_has_moments():
-  """Rank 16: 16 (inputs + outputs) weights for each matrix of a layer."""
-  made = inputs(sft_gsm8k, f'model={NAME},lora=16')
+@pytest.mark.parametrize('module', [sft_gsm8k, grpo_gsm8k])
+def test_adapters_are_all_that_has_moments(module):
+  """Rank 16: 16 (inputs + outputs) weights for each matrix of a layer; GRPO samples from a copy of all weights."""
+  made = inputs(module, f'model={NAME},lora=16')
   cfg = presets.PRESETS[NAME]
   hidden, heads, kv = cfg.hidden_size, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
   sides = [hidden + heads, hidden + kv, hidden + kv, heads + hidden] + 3 * [hidden + cfg.intermediate_size]
   adapters = 16 * cfg.num_layers * sum(sides)
-  found = estimate(made).memory
-  assert found['optimizer'] == 8 * adapters
-  assert found['parameters'] == 2 * SIZE + 4 * adapters  # the base in bfloat16
+  found = estimate(made)
+  assert found.updating['optimizer'] == 8 * adapters
+  assert found.updating['parameters'] == 2 * SIZE + 4 * adapters  # the base in bfloat16
+  assert found.sampling['sampler'] == 2 * SIZE
 
 
 def test_cache_and_sampler():
@@ -188,7 +190,7 @@ def test_the_command(tmp_path):
   assert done.returncode == 0, done.stderr
   assert 'USD per million tokens' in done.stdout
   rows = json.loads(out.read_text())
-  assert len(rows) == 8
+  assert len(rows) == 2 * len(fits.METHODS)
   for row in rows:
     assert (row['usd_per_million_tokens'] is not None) == (row['device'] == 'H100')
     assert (row['command'] in done.stdout) == row['fits']

@@ -49,9 +49,10 @@ DEVICES = {
 # Method -> (recipe, its further arguments).
 METHODS = {
   'SFT': ('sft_gsm8k', ''),
-  'LoRA': ('sft_gsm8k', ',lora=16'),
+  'SFT LoRA': ('sft_gsm8k', ',lora=16'),
   'DPO': ('dpo_hh', ''),
   'GRPO': ('grpo_gsm8k', ''),
+  'GRPO LoRA': ('grpo_gsm8k', ',lora=16'),
 }
 _WITHOUT_BFLOAT16 = ('t4',)
 _HOST = 8  # chips of the largest host; of v5p 4
