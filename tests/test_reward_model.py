@@ -358,21 +358,24 @@ def test_reward_is_the_score_of_the_text_alone(nano, judge):
 
 @pytest.mark.parametrize('algorithm', ['reinforce_pp', pytest.param('grpo', marks=pytest.mark.long)])
 def test_steps_are_rewarded_where_they_end(nano, judge, algorithm):
-  """The mean probability of the steps, each after its line break or at the end; a function counts at the end."""
+  """The mean probability of the steps, each at its line break or stop token; a function counts at the end."""
   folder, model, params = judge
   over = dict(rollout=dict(max_new_tokens=24, prompts=16), reward=(tiny.low_share, 'reward_model'))
   over |= dict(algorithm=algorithm, reward_weights=(2.0, 0.5), reward_model=dict(per_step=True))
   found, item = graded(judged(nano, folder, **over))
   rollout, texts, places = found.rollout, [], []
+  steps = np.zeros((len(rollout.lengths), 1))
   for n, length in enumerate(rollout.lengths):
-    tokens = rollout.completions[n, :length].tolist()
-    ends = {i for i, t in enumerate(tokens) if t == ord('\n') and (not i or tokens[i - 1] != ord('\n'))}
-    for i in sorted(ends | {length - 1}):
+    # A line break follows the last step where the judge is trained; one that is cut off gets nothing.
+    tokens = [ord('\n') if t in TOKENIZER.stop_ids else t for t in rollout.completions[n, :length].tolist()]
+    ends = [i for i, t in enumerate(tokens) if t == ord('\n') and (not i or tokens[i - 1] != ord('\n'))]
+    steps[n] = len(ends) + (tokens[-1] != ord('\n'))
+    for i in ends:
       texts.append([*rollout.prompts[n // 4].tokens, *tokens[: i + 1]])
       places.append((n, i))
   wanted = np.zeros(rollout.completions.shape)
   wanted[tuple(zip(*places))] = 1 / (1 + np.exp(-np.array(scores(model, params, texts))))
-  steps = (wanted > 0).sum(axis=1, keepdims=True)
+  assert rollout.finished.any() and not rollout.finished.all()
   assert (steps > 1).sum() > 2
   np.testing.assert_allclose(found.turn_rewards, 0.5 * wanted / steps, rtol=1e-4, atol=1e-6)
   functions = tiny.low_share([rollout.completions[n, :length].tolist() for n, length in enumerate(rollout.lengths)])
@@ -391,11 +394,18 @@ def test_lines_in_a_row_end_one_step():
     lengths=np.array([5, 3]),
     logprobs=np.zeros(ids.shape, np.float32),
     behavior_logprobs=np.zeros(ids.shape, np.float32),
-    finished=np.ones(2, bool),
+    finished=np.array([True, False]),
   )
-  np.testing.assert_array_equal(process_rewards.step_ends(rollout, TOKENIZER), [[0, 1, 0, 0, 1], [1, 0, 1, 0, 0]])
-  values = np.array([[9, 0, 9, 9, 1e9], [-1e9, 9, 0, 9, 9]])
+  ends, cut_off = process_rewards.step_ends(rollout, TOKENIZER)
+  np.testing.assert_array_equal(ends, [[0, 1, 0, 0, 1], [1, 0, 1, 0, 0]])
+  np.testing.assert_array_equal(cut_off, [[0, 0, 0, 0, 0], [0, 0, 1, 0, 0]])
+  values = np.array([[9, 0, 9, 9, 1e9], [0, 9, 1e9, 9, 9]])
   np.testing.assert_allclose(process_rewards.grade(rollout, values, grading.Grader(None, TOKENIZER))[1], [0.75, 0.25])
+  stopped = np.array([[*b'a\n', TOKENIZER.eos_id, 0, 0], [*b'ab', TOKENIZER.eos_id, 0, 0]])
+  rollout = rollout.replace(completions=stopped, lengths=np.array([3, 3]), finished=np.ones(2, bool))
+  ends, cut_off = process_rewards.step_ends(rollout, TOKENIZER)
+  np.testing.assert_array_equal(ends, [[0, 1, 0, 0, 0], [0, 0, 1, 0, 0]])
+  assert not cut_off.any()
 
 
 @pytest.mark.parametrize(

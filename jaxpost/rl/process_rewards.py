@@ -1,47 +1,73 @@
 """Rewards of the steps of a completion, from a process reward model.
 
-It is read where it was trained (`data.preferences.make_steps_example`): at the line break after
-each step, and at the last token. A step's reward stands at that token, so that PPO, VAPO and
-REINFORCE++ credit it to the tokens before; methods that compare groups take the sum.
+It is read where it was trained (`data.preferences.make_steps_example`): at the line break after each step. The last
+step of a completion has a stop token in that place, of which the model knows nothing: it is shown a line break there.
+A step's reward stands at that token, so that PPO, VAPO and REINFORCE++ credit it to the tokens before; methods that
+compare groups take the sum.
 
 Legend: N sequences, C completion tokens.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.rl import batching
+from jaxpost.roles import Frozen
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.rl.grading import Grader
-  from jaxpost.types import Rollout
+  from jaxpost.types import Batch, Rollout
+
+
+@dataclasses.dataclass
+class StepJudge(Frozen):
+  """A process reward model that reads a line break in the place of each stop token of a completion."""
+
+  tokenizer: Tokenizer
+
+  def __call__(self, batch: Batch) -> Any:
+    """Runs the program on a placed batch whose `loss_weights` are those of completions, [M, B / M, T]."""
+    stopped = (batch.loss_weights > 0) & jnp.isin(batch.tokens, jnp.asarray(self.tokenizer.stop_ids))
+    tokens = jnp.where(stopped, self.tokenizer.encode('\n')[-1], batch.tokens)
+    return super().__call__(batch.replace(tokens=tokens))
 
 
 def grade(rollout: Rollout, values: np.ndarray, grader: Grader) -> tuple[Rollout, np.ndarray]:
   """Returns (the rollout with rewards of steps, rewards [N]).
 
-  A step gets the model's probability that it is right, divided by the number of steps: more steps earn no more.
-  A reward is the sum over the steps, from 0 to 1.
+  A step gets the model's probability that it is right, divided by the number of steps: more steps earn no more. One
+  that was cut off by the limit of tokens gets nothing, as the model has not been trained inside of steps. A reward is
+  the sum over the steps, from 0 to 1.
 
   Args:
     values: [N, C] log-odds.
     grader: has the weight of the reward in the sum of rewards, which the rewards of steps hold.
   """
-  ends = step_ends(rollout, grader.tokenizer)
+  ends, cut_off = step_ends(rollout, grader.tokenizer)
   # The clip keeps exp finite; the probability at 30 is 1 in float32.
   chance = 1 / (1 + np.exp(-np.clip(np.asarray(values, np.float64), -30, 30)))
-  share = np.where(ends, chance, 0) / np.maximum(ends.sum(axis=1, keepdims=True), 1)
+  share = np.where(ends & ~cut_off, chance, 0) / np.maximum(ends.sum(axis=1, keepdims=True), 1)
   return rollout.replace(turn_rewards=grader.model_weight * share), share.sum(axis=1)
 
 
-def step_ends(rollout: Rollout, tokenizer: Tokenizer) -> np.ndarray:
-  """Returns [N, C] bool: tokens with a line break, the first of several in a row, and the last token."""
+def step_ends(rollout: Rollout, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (ends, cut_off), both [N, C] bool.
+
+  ends: tokens with a line break and stop tokens, the first of several in a row, and the last token.
+  cut_off: those at which the limit of tokens ended a step.
+  """
   ids = np.unique(rollout.completions)
-  breaks = np.isin(rollout.completions, [i for i in ids.tolist() if '\n' in tokenizer.decode([i])])
-  breaks[:, 1:] &= ~breaks[:, :-1]
+  breaks = np.isin(
+    rollout.completions, [i for i in ids.tolist() if i in tokenizer.stop_ids or '\n' in tokenizer.decode([i])]
+  )
+  repeated = np.zeros_like(breaks)
+  repeated[:, 1:] = breaks[:, 1:] & breaks[:, :-1]
   last = np.arange(breaks.shape[1]) == np.maximum(rollout.lengths[:, None], 1) - 1
-  return (breaks | last) & (batching.completion_mask(rollout) > 0)
+  ends = (breaks & ~repeated | last & ~breaks) & (batching.completion_mask(rollout) > 0)
+  return ends, ends & ~breaks & ~np.asarray(rollout.finished, bool)[:, None]

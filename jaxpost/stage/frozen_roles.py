@@ -76,7 +76,12 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
       options = dict(k=distill.top_k, vocab_size=policy.config.vocab_size, temperature=distill.temperature)
       if distill.align == 'text':
         options |= dict(vocab_size=source.config.vocab_size, own=True)
-  return Frozen(params, make(model, layout, placed.compute, ledger, **options), layout, model)
+  role = Frozen(params, make(model, layout, placed.compute, ledger, **options), layout, model)
+  if name == 'reward_model' and config.reward_model.per_step:
+    from jaxpost.rl import process_rewards
+
+    return process_rewards.StepJudge(**vars(role), tokenizer=placed.inputs.tokenizer)
+  return role
 
 
 def _shares_frozen_base(source: Source, inputs: Inputs) -> bool:
