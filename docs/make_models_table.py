@@ -39,6 +39,8 @@ def rows(kept: dict) -> list[str]:
 
 def told(cfg) -> str:
   """The differences of a ModelConfig from a plain Llama, in words."""
+  from jaxpost.models.config import LatentConfig
+
   scaled = [dict(r.scaling)['rope_type'] for r in cfg.ropes if r.scaling]
   words = {
     f'rope {" ".join(scaled)}': scaled,
@@ -61,8 +63,11 @@ def told(cfg) -> str:
     'soft caps': cfg.attention_softcap or cfg.logit_softcap,
     'logit divisor': cfg.logit_divisor != 1,
   }
-  if cfg.cached[0] == 1 < cfg.num_heads and len(cfg.cached[1]) == 1:
+  if isinstance(cfg, LatentConfig):
     words |= {'latent attention': True}
+  if isinstance(cfg, LatentConfig) and cfg.index_topk:
+    words |= {f'to the {cfg.index_topk} tokens that an indexer of {cfg.index_heads} heads chooses': True}
+    words |= {'whose rope is interleaved': cfg.index_interleaved}
   if cfg.mixed:
     words |= {
       f'heads of {cfg.head_dim} and {cfg.full_head_dim}': True,

@@ -105,11 +105,11 @@ def check_adapters(config, quantized: str, folder) -> dict:
   return params
 
 
-def check_resume(model_folder: str, folder) -> dict[str, np.ndarray]:
+def check_resume(model_folder: str, folder, **over) -> dict[str, np.ndarray]:
   """A run that is stopped at its middle and resumed exports the same bits; returns these."""
   import jaxpost
 
-  config = tiny.run_config(model_folder, train=dict(steps=4), save=dict(every=2, export=True))
+  config = tiny.run_config(model_folder, train=dict(steps=4), save=dict(every=2, export=True), **over)
   jaxpost.run(config, folder / 'whole')
   jaxpost.run(tiny.merged(config, dict(train=dict(steps=2))), folder / 'parts')
   jaxpost.run(config, folder / 'parts')
@@ -120,5 +120,10 @@ def check_resume(model_folder: str, folder) -> dict[str, np.ndarray]:
 
 def exported(run) -> dict[str, np.ndarray]:
   """Returns the tensors that a run exported."""
-  files = sorted((run / 'export').glob('*.safetensors'))
+  return tensors(run / 'export')
+
+
+def tensors(folder) -> dict[str, np.ndarray]:
+  """Returns the tensors of a folder."""
+  files = sorted(folder.glob('*.safetensors'))
   return {name: x for file in files for name, x in safetensors.numpy.load_file(file).items()}

@@ -49,6 +49,7 @@ OPTIONS = {
   'jaxpost.models.moe': 'model.path',
   'jaxpost.models.recurrence': 'model.path',
   'jaxpost.models.routing': 'model.path',
+  'jaxpost.models.sparse_attention': 'model.path',
   'jaxpost.models.state_space': 'model.path',
   'jaxpost.models.quantization': 'model.quantize',
   'jaxpost.models.shared_weights': 'rollout.share_base',

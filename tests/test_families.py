@@ -97,6 +97,8 @@ LATENT = dict(
   norm_topk_prob=True,
   num_mtp_layers=0,
 )
+# Rows are longer than what a query attends to. With few heads, many scores would be 0, and torch.topk may choose any.
+SPARSE = LATENT | dict(index_n_heads=7, index_head_dim=6, index_topk=7)
 LINEAR = 'linear_attention'
 # Sizes at which transformers in float32 is as near to itself in float64 as the bar says: it takes differences of sums
 # of decays, so with other sizes of this order it is up to 4e-5 of the largest logit away (this library 1e-5).
@@ -267,6 +269,8 @@ CASES = {
       rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0),
     ),
   ),
+  'deepseek_v32': ('DeepseekV32', SPARSE | dict(rope_parameters=YARN | dict(mscale=0.8, mscale_all_dim=0.6))),
+  'glm_moe_dsa': ('GlmMoeDsa', SPARSE | dict(rope_parameters=rope(), n_group=1, topk_group=1, index_n_heads=9)),
   'mistral4': (
     'Mistral4',
     {k: v for k, v in LATENT.items() if k != 'num_mtp_layers'}

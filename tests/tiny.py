@@ -63,6 +63,12 @@ def latent(**fields) -> LatentConfig:
   return LatentConfig(**base | own | fields)
 
 
+def sparse(**fields) -> LatentConfig:
+  """`latent` with an indexer that chooses 5 tokens."""
+  own = dict(family='deepseek_v32', index_topk=5, index_heads=7, index_dim=6)
+  return latent(**own | fields)
+
+
 _DELTA = dict(norm_offset=1.0, rotary_dim=4, mixers=('delta', 'layers', 'delta')) | dict(
   key_heads=3, value_heads=6, key_size=14, value_size=6, taps=3
 )
@@ -164,9 +170,8 @@ def largest(x) -> float:
 def folder(path, **fields):
   """Writes a Hugging Face folder for the 'bytes' tokenizer, without checksums, as others write it; its path."""
   shape = dict(vocab_size=259, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
-  make = ({'deepseek_v3': latent} | dict.fromkeys(HYBRIDS, hybrid) | {'gemma4_text': mixed}).get(
-    fields.get('family'), config
-  )
+  makers = dict(deepseek_v3=latent, deepseek_v32=sparse, gemma4_text=mixed) | dict.fromkeys(HYBRIDS, hybrid)
+  make = makers.get(fields.get('family'), config)
   model = model_lib.build(make(**{**shape, **fields}))
   hf.save(path, model, params(model))
   (pathlib.Path(path) / seals.NAME).unlink()

@@ -55,7 +55,7 @@ def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[M
 
 def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig, list[str]]:
   known, own = {**_DEFAULTS, **family.defaults, **raw}, _own_fields(family)
-  if family.hybrid:
+  if hasattr(own, 'completed'):
     known = own.completed(known, family, where)
   config_fields.check(known, family, where)
   hidden = known['hidden_size']

@@ -6,6 +6,7 @@ from jaxpost.formats.family import DEEPSEEK_ROUTER, Family
 from jaxpost.formats.layer_fields import QUERY_SCALE
 
 SIZES = ('kv_lora_rank', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim')
+INDEX_SIZES = ('index_n_heads', 'index_head_dim', 'index_topk')
 
 DEEPSEEK = Family(
   architecture='DeepseekV3ForCausalLM',
@@ -54,8 +55,28 @@ MISTRAL4 = Family(
   | dict(routed_scaling_factor=1.0),
 )
 
+DEEPSEEK_SPARSE = dataclasses.replace(
+  DEEPSEEK,
+  architecture='DeepseekV32ForCausalLM',
+  interleaved=True,
+  reads=(*SIZES, 'q_lora_rank', *INDEX_SIZES, 'mlp_layer_types', 'indexer_types'),
+  only=DEEPSEEK.only | dict(rope_interleave=True, indexer_rope_interleave=False),
+  ignored=(*DEEPSEEK.ignored, 'index_topk_freq', 'index_skip_topk_offset', 'index_topk_pattern'),
+  defaults=DEEPSEEK.defaults
+  | dict(index_n_heads=64, index_head_dim=128, index_topk=2048, max_position_embeddings=163_840),
+)
+
 FAMILIES = {
   'deepseek_v3': DEEPSEEK,
+  'deepseek_v32': DEEPSEEK_SPARSE,
+  'glm_moe_dsa': dataclasses.replace(
+    DEEPSEEK_SPARSE,
+    architecture='GlmMoeDsaForCausalLM',
+    only=DEEPSEEK_SPARSE.only | dict(indexer_rope_interleave=True),
+    defaults=DEEPSEEK_SPARSE.defaults
+    | dict(index_n_heads=32, q_lora_rank=2048, qk_nope_head_dim=192, v_head_dim=256, n_group=1, topk_group=1)
+    | dict(max_position_embeddings=202_752, rms_norm_eps=1e-5),
+  ),
   'kimi_k2': dataclasses.replace(DEEPSEEK, written_as='deepseek_v3'),
   'mistral4': MISTRAL4,
 }

@@ -1,7 +1,7 @@
 """Fields of config.json of models with latent attention (MLA) <-> fields of LatentConfig.
 
 They are the fields of DeepSeek-V3 and its relatives (`Family.latent`): the sizes of the
-latents. Those of their experts are read by `expert_fields`.
+latents, and those of the indexer of sparse attention. Those of their experts are read by `expert_fields`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,44 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats.latent_families import SIZES
+from jaxpost.formats.latent_families import INDEX_SIZES, SIZES
 from jaxpost.models.config import LatentConfig, ModelConfig
 
 if TYPE_CHECKING:
   from jaxpost.formats.family import Family
+
+_INDEXED = 'indexed_attention'  # of `layer_types`
+
+
+def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
+  """Returns `raw` with the fields of layers, as `transformers` 5 writes them, in the older spelling.
+
+  Raises:
+    InputError: for lists of layers that are not supported.
+  """
+  if 'index_topk' not in family.fields:
+    return raw
+  layers, dense = raw['num_hidden_layers'], raw['first_k_dense_replace']
+  if (kinds := raw.get('mlp_layer_types')) is not None:  # it wins, and the other field may be a default
+    dense = kinds.index('sparse') if 'sparse' in kinds else len(kinds)
+    if kinds != ['dense'] * dense + ['sparse'] * (layers - dense):
+      raise InputError(f'{where}: mlp_layer_types={kinds!r} must be {layers} times dense or sparse, dense ones first')
+  if raw.get('layer_types') not in (None, [_INDEXED] * layers):
+    raise InputError(f'{where}: layer_types={raw["layer_types"]!r} must be {layers} times {_INDEXED}')
+  if (types := _indexers(raw)) != ['full'] * layers:
+    what = 'attention to the tokens that the indexer of another layer has chosen is not built'
+    raise InputError(f'{where}: indexers of layers={types!r} must be {layers} times full; {what}')
+  return raw | dict(first_k_dense_replace=dense, layer_types=None)
+
+
+def _indexers(raw: dict[str, Any]) -> list[str]:
+  """Returns 'full' for each layer with an indexer of its own and 'shared' for others, by any field that says so."""
+  if raw.get('indexer_types') is not None:
+    return raw['indexer_types']
+  if raw.get('index_topk_pattern') is not None:
+    return [{'F': 'full', 'S': 'shared'}.get(letter, letter) for letter in raw['index_topk_pattern']]
+  period, first = max(raw.get('index_topk_freq', 1), 1), raw.get('index_skip_topk_offset', 2)
+  return ['shared' if max(i - first + 1, 0) % period else 'full' for i in range(raw['num_hidden_layers'])]
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> LatentConfig:
@@ -23,7 +56,6 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> L
   Raises:
     InputError: for values that are impossible or not supported; it names the field.
   """
-  del family
   _check_types(raw, where)
   _check_combinations(raw, cfg, where)
   size = raw['qk_nope_head_dim'] + raw['qk_rope_head_dim']
@@ -35,7 +67,16 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> L
     rope_dim=raw['qk_rope_head_dim'],
     v_dim=raw['v_head_dim'],
   )
-  return LatentConfig(**vars(cfg) | latent)
+  if 'index_topk' not in family.fields:
+    return LatentConfig(**vars(cfg) | latent)
+  _check_indexer(raw, where)
+  indexer = dict(
+    index_heads=raw['index_n_heads'],
+    index_dim=raw['index_head_dim'],
+    index_topk=raw['index_topk'],
+    index_interleaved=family.only['indexer_rope_interleave'],
+  )
+  return LatentConfig(**vars(cfg) | latent | indexer)
 
 
 def _check_types(raw: dict[str, Any], where: str) -> None:
@@ -46,6 +87,15 @@ def _check_types(raw: dict[str, Any], where: str) -> None:
       raise InputError(f'{where}: {field}={raw[field]!r} must be a whole number above 0')
   if type(raw['rope_interleave']) is not bool:
     raise InputError(f'{where}: rope_interleave={raw["rope_interleave"]!r} must be true or false')
+
+
+def _check_indexer(raw: dict[str, Any], where: str) -> None:
+  for field in (*INDEX_SIZES, 'q_lora_rank'):  # whose queries are projected from the latent of the queries
+    if type(raw[field]) is not int or raw[field] < 1:
+      raise InputError(f'{where}: {field}={raw[field]!r} must be a whole number above 0')
+  size, rotated = raw['index_head_dim'], raw['qk_rope_head_dim']
+  if size < rotated:
+    raise InputError(f'{where}: index_head_dim={size} must be at least qk_rope_head_dim={rotated}')
 
 
 def _check_combinations(raw: dict[str, Any], cfg: ModelConfig, where: str) -> None:
@@ -78,7 +128,11 @@ def _attention_scale(cfg: ModelConfig, size: int) -> float:
 def write(cfg: LatentConfig, family: Family) -> dict[str, Any]:
   """Returns the fields of config.json; the inverse of `read`."""
   del family
-  return dict(
+  out: dict[str, Any] = {}
+  if cfg.index_topk:
+    indexer = cfg.index_heads, cfg.index_dim, cfg.index_topk
+    out = dict(zip(INDEX_SIZES, indexer)) | dict(indexer_types=['full'] * cfg.num_layers)
+  return out | dict(
     head_dim=cfg.rope_dim,
     kv_lora_rank=cfg.kv_rank,
     q_lora_rank=cfg.q_rank or None,

@@ -1,12 +1,9 @@
 """The table of families of `transformers` that are refused by name, with what they need and is not built here."""
 
-_CHOSEN = 'attention to the tokens that an indexer chooses'
 # model_type of a text model, or of the folder that holds it -> what is not built.
 NEEDED = {
   'llama4_text': 'attention in chunks, temperatures of queries by position, and experts whose inputs are weighted',
   'kimi_linear': 'a decay of each channel in the gated delta rule, and latent attention beside it',
-  'deepseek_v32': _CHOSEN,
-  'glm_moe_dsa': _CHOSEN,
   'deepseek_v2': 'groups of experts that are ranked by their best expert',
   'falcon_h1': 'attention and Mamba-2 side by side in each layer',
   'jamba': 'Mamba-1, whose decay differs by channel',

@@ -4,22 +4,15 @@ Legend: B rows, T queries, S keys, K kv heads, G queries per kv head, h head
 size, hv that of values.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jaxpost.distributed.mesh import row_shards
+from jaxpost.distributed.mesh import Layout, row_shards
 from jaxpost.matmul import Compute
 from jaxpost.models.attention_xla import attend_in_chunks, chunked
-
-if TYPE_CHECKING:
-  from jaxpost.distributed.mesh import Layout
-  from jaxpost.models.config import ModelConfig
+from jaxpost.models.config import ModelConfig
 
 
 def attention(
@@ -34,7 +27,7 @@ def attention(
 
   Args:
     q: [B, T, H, h]; k: [B, T, K, h]; v: [B, T, K, hv]; segment_ids,
-      positions: [B, T]; branch_ids: [B, T] or None.
+      positions: [B, T]; branch_ids: [B, T] or None. q and k may be `sparse_attention.Queries` and `Keys`.
     window: sliding window: a token attends to tokens of its document less than
       this far back; 0: all. An array in a scan over layers that differ.
     cfg: for the scale and the soft cap of the scores.
@@ -50,6 +43,10 @@ def attention(
   """
   rest = segment_ids, compute, branch_ids, positions, window, cfg, sinks
   parts = row_shards(layout)
+  if isinstance(q, tuple):
+    from jaxpost.models import sparse_attention
+
+    return sparse_attention.attend(q, k, v, *rest, parts)
   if uses_kernel(compute):
     from jaxpost.models import attention_kernels
 

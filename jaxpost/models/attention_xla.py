@@ -5,21 +5,16 @@ per kv head, h head size, hv that of values. Arguments are those of
 `attention.attention`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.matmul import Compute, einsum
+from jaxpost.models.config import ModelConfig
 from jaxpost.types import MASKED_LOGIT
-
-if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig
 
 _LONG = 2048  # rows longer than this trade time for memory
 
@@ -32,7 +27,7 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions, windo
   )
 
 
-def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, sinks, n: int = 1):
+def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, sinks, n: int = 1, choose=None):
   """Attends from the queries of one of n parts of a row to all earlier keys.
 
   Each chunk of queries uses only the keys up to its own end, so half of the
@@ -47,8 +42,9 @@ def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelCo
     q: [B, t, H, h], every nth of T = n t tokens.
     k, v: [B, T, K, h].
     mine: segments, positions, branches (or None) and places in the row, of the
-      queries, each [B or 1, t].
+      queries, each [B or 1, t]; more arrays [B, t, ...] go to `choose`.
     rows: segments, positions and branches of the keys, each [B, T].
+    choose: (mask [B, t, keys], first key, end, *more of these queries) -> mask.
   """
   batch, length, heads, size = q.shape
   kv_heads = k.shape[2]
@@ -58,7 +54,7 @@ def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelCo
 
   def attend(low, end, q, *mine):
     """Attends to the keys from `low` to `end`."""
-    here = [x if x is None else x[:, :, None] for x in mine]
+    here = [x if x is None else x[:, :, None] for x in mine[:4]]
     there = [x if x is None else x[:, None, low:end] for x in rows]
     mask = here[0] == there[0]
     mask &= here[3] >= jnp.arange(low, end)
@@ -66,6 +62,7 @@ def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelCo
       mask &= (here[1] - there[1] < window) | (window == 0)
     if there[2] is not None:
       mask &= (there[2] == 0) | (there[2] == here[2])
+    mask = choose(mask, low, end, *mine[4:]) if choose else mask
     scores = einsum('bktgh,bksh->bktgs', q, k[:, :, low:end], compute.dtype)
     weights = softmax(
       jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT),

@@ -5,21 +5,15 @@ Legend: B rows, T tokens, D hidden size, L layers, H heads, K kv heads, h head s
 Both passes run the layers of `transformer.py`; `decode` attends over the cache.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import Compute, einsum, from_bits
 from jaxpost.models import layers, rope, transformer
 from jaxpost.models.attention_xla import scale_queries, softcap, softmax
+from jaxpost.models.config import LatentConfig, ModelConfig
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.types import MASKED_LOGIT, Cache
-
-if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig
 
 
 def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constrain=transformer.unconstrained):
@@ -95,11 +89,11 @@ def decode(
         new = new.astype(compute.dtype).astype(kept[i].dtype)
         kept[i] = jax.lax.dynamic_update_slice_in_dim(kept[i], new.swapaxes(1, 2), step, axis=2)
       old, new = layer_entries(cache, i, step), [ks[i], *vs[i : i + 1]]
-      if len(new) == 1:  # latents
+      more = dict(window=window, cfg=cfg, sinks=p.get('sinks'))
+      if isinstance(cfg, LatentConfig):
         from jaxpost.models import mla
 
-        old, new = ((x[0], mla.values(x[0], cfg)) for x in (old, new))
-      more = dict(window=window, cfg=cfg, sinks=p.get('sinks'))
+        q, old, new, more['choose'] = mla.from_cache(q, old, new, cfg, compute)
       return cached_attention(q, old, new, filled, step, compute=compute, **more), None
 
     rest = dict(compute=compute, layout=constrain, absorbed=True, recur=_recurrence(states, i, cfg, compute, constrain))
@@ -146,7 +140,9 @@ def layer_entries(cache: Cache, layer: int, step):
   return [gather(pool) for pool in pair]
 
 
-def cached_attention(q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None):
+def cached_attention(
+  q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None, choose=None
+):
   """Attends from new tokens to the filled part of the KV cache.
 
   Args:
@@ -155,6 +151,7 @@ def cached_attention(q, cache, recent, filled, step, compute: Compute, window: i
     recent: keys and values [B, K, T, h] of the tokens after those. The first
       query is at `step` there; each query attends up to itself.
     window, cfg, sinks: see `attention`.
+    choose: (mask [B, T', S + T]) -> mask, of the entries that each query attends to, or None.
 
   Returns:
     [B, T', H, h].
@@ -181,6 +178,7 @@ def cached_attention(q, cache, recent, filled, step, compute: Compute, window: i
   if window:
     at = jnp.concatenate([jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
     mask &= at[:, None] > filled[:, None, None] + stands - window
+  mask = choose(mask) if choose else mask
   weights = softmax(
     jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT),
     sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1),

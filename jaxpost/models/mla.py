@@ -46,6 +46,10 @@ def table(plain: dict, cfg: LatentConfig) -> dict[str, Param]:
     'kv_b': matrix((r, h, cfg.head_dim - cfg.rope_dim + cfg.v_dim), heads, 'kv_b_proj'),
     'o': matrix((h, cfg.v_dim, d), ('heads', None, 'embed'), 'o_proj'),
   }
+  if cfg.index_topk:
+    from jaxpost.models import sparse_attention
+
+    rows |= sparse_attention.rows(cfg)
   return {
     'embed': plain['embed'],
     **{f'layers/{k}': v for k, v in rows.items()},
@@ -59,7 +63,8 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed
   Args:
     y: [B, T, D], the normed input.
     table: one of `rope.tables`.
-    attend_to: (q, k, v, (latents [B, T, 1, r + d],)) -> (out, kept).
+    attend_to: (q, k, v, (latents [B, T, 1, r + d], ...)) -> (out, kept). The last argument is what a cache keeps. Where
+      an indexer chooses keys, q and k are `sparse_attention.Queries` and `Keys`.
     absorbed: q and `out` are in the latent space; k and v are None.
 
   Returns:
@@ -73,7 +78,8 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed
     return layers.project(spec, x, p, name, compute, layout=layout)
 
   if cfg.q_rank:
-    q = project('btr,rnh->btnh', norm(project('btd,dr->btr', y, 'q_a'), 'q_a_norm'), 'q_b')
+    low_q = norm(project('btd,dr->btr', y, 'q_a'), 'q_a_norm')
+    q = project('btr,rnh->btnh', low_q, 'q_b')
   else:
     q = project('btd,dnh->btnh', y, 'q')
   q = rope.scale_queries(q, table)
@@ -83,6 +89,11 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed
   rotated = rope.rotate(low[:, :, None, cfg.kv_rank :], table, cfg)
   q_rotated = rope.rotate(q[..., plain:], table, cfg)
   keep = (jnp.concatenate([latent, rotated.astype(latent.dtype)], -1),)
+  if cfg.index_topk:
+    from jaxpost.models import sparse_attention
+
+    *index_q, index_k = sparse_attention.index(p, y, low_q, table, cfg, compute=compute)
+    keep = (*keep, index_k)
   if absorbed:
     w = p['kv_b']
     if hasattr(w, 'dense'):  # with an adapter, or in codes
@@ -90,14 +101,26 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed
     up, down = w[..., :plain], w[..., plain:]
     q = einsum('btnh,rnh->btnr', q[..., :plain], up, compute.dtype)
     q = jnp.concatenate([q, q_rotated.astype(q.dtype)], axis=-1)
-    out, kept = attend_to(q, None, None, keep)
+    out, kept = attend_to(sparse_attention.Queries(q, *index_q) if cfg.index_topk else q, None, None, keep)
     return einsum('btnr,rnh->btnh', out, down, compute.dtype), kept
   both = project('btr,rnh->btnh', latent[:, :, 0], 'kv_b')
   rotated = jnp.broadcast_to(rotated, q_rotated.shape)
   q, k = (jnp.concatenate([x[..., :plain], y.astype(x.dtype)], axis=-1) for x, y in ((q, q_rotated), (both, rotated)))
+  if 0 < cfg.index_topk < y.shape[1]:  # in shorter rows a query attends to all that it may see
+    q, k = sparse_attention.Queries(q, *index_q), sparse_attention.Keys(k, index_k)
   return attend_to(q, k, both[..., plain:], keep)
 
 
-def values(latents, cfg: LatentConfig):
-  """Returns the part [..., r] of cached latents [S, 1, length, r + d] that acts as values."""
-  return latents[..., : cfg.kv_rank]
+def from_cache(q, old, new, cfg: LatentConfig, compute: Compute) -> tuple:
+  """Returns the first arguments of `decoding.cached_attention`, and its `choose`.
+
+  q: queries in the latent space, or `sparse_attention.Queries`.
+  old, new: what the cache keeps of a layer, and of the tokens after it: latents [S, 1, length, r + d], and maybe keys
+    of an indexer. The first r entries of a latent act as values.
+  """
+  pairs = [(x[0], x[0][..., : cfg.kv_rank]) for x in (old, new)]
+  if not cfg.index_topk:
+    return q, *pairs, None
+  from jaxpost.models import sparse_attention
+
+  return q.heads, *pairs, sparse_attention.chooser(q, old[1], new[1], cfg, compute)

@@ -35,6 +35,7 @@ class Param:
     first: number of its first layer.
     numbers: of its layers, where they do not follow each other.
     dtype: type in memory; '' is the type of the other parameters.
+    frozen: has no gradient, and is never trained.
   """
 
   shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Param:
   first: int = 0
   numbers: tuple[int, ...] = ()
   dtype: str = ''
+  frozen: bool = False
 
   @property
   def stacked(self) -> bool:

@@ -37,12 +37,14 @@ def freeze(model: Model, pattern: str) -> Model:
   """Returns the model with `frozen` set: the paths that are not trained.
 
   Args:
-    pattern: regular expression of whole paths. '' freezes, in a model with
-      adapters, all but these and a scalar head, and nothing otherwise.
+    pattern: regular expression of whole paths. '' freezes, in a model with adapters, all but these and a scalar head.
+      `Param.frozen` are frozen in any case.
   """
-  frozen = {p for p in model.table if model.config.lora and not is_adapter(p) and p != 'score'}
   if pattern:
     frozen = set(match_paths(model.table, pattern, 'config.train.freeze'))
+  else:
+    frozen = {p for p in model.table if model.config.lora and not is_adapter(p) and p != 'score'}
+  frozen |= {p for p, spec in model.table.items() if spec.frozen}
   if len(frozen) == len(model.table):
     raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to train')
   # An update costs a forward pass, a backward pass through the activations, and

@@ -6,16 +6,11 @@ Frequencies are computed on the host: `pow` on an accelerator is less accurate, 
 are rounded where `transformers` rounds.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig, Rope
+from jaxpost.models.config import ModelConfig, Rope
 
 # Scalings whose frequencies depend on the length of the document: beyond the
 # limit, sampling used other frequencies for early tokens than training does.

@@ -108,7 +108,7 @@ class TrainSection:
   freeze: str = option(
     '',
     "Regex of whole parameter paths that are not trained, such as 'embed|.*norm'; with LoRA, '' trains "
-    'the adapters only.',
+    'the adapters only. Indexers of sparse attention are never trained.',
   )
 
 
