@@ -95,7 +95,8 @@ def test_slots_keep_the_keys_of_the_indexer(pages):
 
 
 def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
-  proofs.check_greedy_text(tiny.sparse(), tmp_path)
+  # With few heads, scores at the limit are often 0, of which torch.topk may choose any.
+  proofs.check_greedy_text(tiny.sparse(index_heads=16, attention_scale=10**-0.5), tmp_path)
 
 
 @pytest.fixture
