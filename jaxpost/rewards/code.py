@@ -26,6 +26,7 @@ _FENCE = re.compile(r'\s*+(`{3,}+|~{3,}+)\s*+(\S*+)\s*+$')
 _PYTHON = ('python', 'python3', 'py')
 _DEFINES_CHECK = re.compile(r'^def check\(', re.M)
 _CALLS_CHECK = re.compile(r'^check\(', re.M)
+_LONGEST = 1 << 22  # bytes of an expected output
 _SLACK = 1 << 16  # bytes to read beyond twice the length of the expected output
 
 
@@ -128,13 +129,17 @@ class Code:
     # Any program passes a blank test, so a row that has one is unreadable.
     has_tests = _is_texts(tests) and all(test.strip() for test in tests)
     lists = isinstance(inputs, list) and isinstance(outputs, list) and bool(inputs) and len(inputs) == len(outputs)
-    if not has_tests and not (lists and (entry_point or _is_texts(inputs) and _is_texts(outputs))):
+    # A program that does nothing prints what is blank.
+    prints = lists and _is_texts(inputs) and _is_texts(outputs) and any(text.strip() for text in outputs)
+    if not has_tests and not (lists and entry_point) and not prints:
       return None
     # Read before the program is looked at: whether a row can be judged must not depend on the completion.
     if has_tests:
       judged = [checks.read(_complete(test, setup, imports, entry_point)) for test in tests]
     elif entry_point:
       judged = [_example(entry_point, i, o) for i, o in zip(inputs, outputs)]
+    else:
+      output_bytes = 2 * _longest(inputs, outputs) + _SLACK
     text = text_of(completion)
     program = last_block(text) if self._fenced else text
     if not program.strip():
@@ -142,8 +147,7 @@ class Code:
     if has_tests or entry_point:
       passed = sandbox.run_tests(program, judged, self._limits)
     else:
-      most = max(len(o.encode(errors='replace')) for o in outputs)
-      given = sandbox.run_inputs(program, inputs, self._limits, 2 * most + _SLACK)
+      given = sandbox.run_inputs(program, inputs, self._limits, output_bytes)
       passed = [g is not None and _lines(g) == _lines(o) for g, o in zip(given, outputs, strict=True)]
     share = sum(passed) / len(passed)
     return share if self._share else float(share == 1)
@@ -193,6 +197,18 @@ def last_block(text: str) -> str:
   if fence and language in ('', *_PYTHON):
     blocks[language != ''] = '\n'.join(lines)
   return blocks[True] or blocks[False]
+
+
+def _longest(inputs: list[str], outputs: list[str]) -> int:
+  """Returns the bytes of the longest output; UnreadableTest if no program can read or print one of the texts."""
+  try:
+    sizes = [len(text.encode()) for text in (*inputs, *outputs)]
+  except UnicodeEncodeError as error:
+    raise checks.UnreadableTest(f'inputs or outputs hold what is no text: {error}') from error
+  longest = max(sizes[len(inputs) :])
+  if longest > _LONGEST:
+    raise checks.UnreadableTest(f'outputs hold a text of {longest} bytes, more than {_LONGEST}')
+  return longest
 
 
 def _is_texts(value: object) -> bool:

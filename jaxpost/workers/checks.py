@@ -10,6 +10,9 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
+import json
+
+from jaxpost.workers import runner
 
 MATH = (
   'acos asin atan atan2 ceil comb copysign cos degrees dist e exp fabs factorial floor fmod fsum gcd hypot inf'
@@ -22,15 +25,21 @@ FUNCTIONS = (
 ).split()
 KINDS = ('int', 'float', 'str', 'list', 'tuple', 'dict', 'set', 'frozenset', 'bool', 'bytes', 'complex')
 METHODS = {
-  str: 'capitalize count endswith find index isalnum isalpha isdigit islower isspace isupper join lower lstrip'
-  ' partition replace rfind rstrip split splitlines startswith strip swapcase title upper',
-  list: 'append copy count extend index pop reverse sort',
+  str: 'capitalize casefold center count encode endswith find index isalnum isalpha isascii isdecimal isdigit'
+  ' isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix'
+  ' removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title'
+  ' upper zfill',
+  list: 'append clear copy count extend index insert pop remove reverse sort',
   tuple: 'count index',
-  dict: 'copy get items keys values',
-  set: 'add copy difference intersection isdisjoint issubset issuperset symmetric_difference union',
-  frozenset: 'difference intersection isdisjoint issubset issuperset symmetric_difference union',
-  float: 'is_integer',
-  bytes: 'decode',
+  dict: 'clear copy get items keys pop popitem setdefault update values',
+  set: 'add clear copy difference discard intersection isdisjoint issubset issuperset pop remove symmetric_difference'
+  ' union update',
+  frozenset: 'copy difference intersection isdisjoint issubset issuperset symmetric_difference union',
+  int: 'bit_count bit_length conjugate',
+  float: 'as_integer_ratio conjugate hex is_integer',
+  complex: 'conjugate',
+  bytes: 'count decode endswith find hex index isdigit join lower lstrip replace rfind rstrip split startswith strip'
+  ' upper',
 }
 _STATEMENTS = (
   ast.Assert,
@@ -125,10 +134,28 @@ def example(entry_point: str, arguments: list, expected: object) -> Test:
     function = ast.parse(entry_point, mode='eval').body
   except (SyntaxError, ValueError) as error:
     raise UnreadableTest(f'entry_point={entry_point!r} is no name of a function') from error
+  _check_value(arguments, 'inputs')
+  _check_value(expected, 'outputs')
   call = ast.Call(function, [ast.Constant(value) for value in arguments], [])
   compared = ast.Compare(call, [ast.Eq()], [ast.Constant(expected)])
   own = entry_point if entry_point in FUNCTIONS else ''
   return Test(ast.Module([ast.Assert(compared, None)], []), own, exact=False)
+
+
+def _check_value(value: object, column: str) -> None:
+  """Refuses a value that no solution can get or return: its verdict would be 0 whatever the solution does."""
+  constants: list[str] = []
+  try:
+    text = json.dumps(runner.encode(value, lambda _: 0))
+    json.loads(text, parse_constant=constants.append)
+  except ValueError as error:
+    raise UnreadableTest(f'{column} has a value that is {error}') from None
+  if len(text) > runner.REPLY_BYTES and column == 'outputs':
+    raise UnreadableTest(
+      f'{column} has a value of {len(text)} bytes, more than an answer may have, {runner.REPLY_BYTES}'
+    )
+  if 'NaN' in constants and column == 'outputs':
+    raise UnreadableTest(f'{column} has NaN, which equals nothing; write a test with math.isnan')
 
 
 def calls_tests(tree: ast.Module) -> None:
@@ -155,6 +182,10 @@ def _check(node: ast.AST, skipped: set[ast.AST]) -> None:
     _refuse(node, f'uses `{_text(node)}`')
   if isinstance(node, (ast.LShift, ast.RShift, ast.MatMult)):
     raise UnreadableTest(f'uses the operator {type(node).__name__}, which cannot be judged from outside; {_PLAIN}')
+  if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and is_text(node.left):
+    _refuse(node, 'formats text with %', 'write the text')
+  if isinstance(node, ast.Attribute) and node.attr == 'format' and is_text(node.value):
+    _refuse(node, 'formats text', 'write the text')
   if isinstance(node, ast.FormattedValue) and (node.format_spec or node.conversion != -1):
     _refuse(node, 'formats a value', 'write the text')
   if isinstance(node, ast.expr) and not isinstance(node, _EXPRESSIONS):
@@ -236,6 +267,11 @@ def _own(tree: ast.Module) -> str:
   never = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
   hint = f'append `{never[0]}(NAME)` or name the function in a column entry_point' if never else _PLAIN
   raise UnreadableTest(f'it calls no function of the solution; {hint}')
+
+
+def is_text(node: ast.AST) -> bool:
+  """True if a node is a text or bytes of the test itself."""
+  return isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
 
 
 def is_name(node: ast.AST) -> bool:

@@ -36,6 +36,17 @@ from jaxpost.workers import namespaces, seccomp, supervisor
 
 WORK = '/sandbox'
 
+# A program is executed as a script, with the builtins `exit` and `quit`, which an interpreter without `site` lacks.
+_PROGRAM = """
+def read():
+  import builtins, sys
+  builtins.exit = builtins.quit = sys.exit
+  del sys.argv[0]
+  globals()['__file__'] = sys.argv[0]
+  with open(sys.argv[0], 'rb') as file:
+    return compile(file.read(), sys.argv[0], 'exec')
+exec((read(), globals().pop('read'))[0])
+"""
 # Read before the isolation, which hides the file.
 _RUNNER = pathlib.Path(__file__).with_name('runner.py').read_text(encoding='utf-8')
 
@@ -111,7 +122,7 @@ def run_input(job: dict, given: str, number: int, deadline: float, root: bool) -
   nothing = os.open(os.devnull, os.O_RDWR)
   pipes = {0: text_file(given, folder), 1: writes, 2: nothing}
   try:
-    pid = start(job, [f'{folder}/solution.py'], pipes, folder, deadline, root=root)
+    pid = start(job, ['-c', _PROGRAM, f'{folder}/solution.py'], pipes, folder, deadline, root=root)
     try:
       return read_output(pid, reads, job['output_bytes'], deadline)
     finally:
@@ -281,7 +292,7 @@ def receive_line(channel: socket.socket, limit: int, deadline: float) -> str | N
 
 def read_output(pid: int, pipe: int, limit: int, deadline: float) -> str | None:
   """Returns a program's stdout; None if it failed, took too long or printed more than `limit` bytes."""
-  data = b''
+  data = bytearray()
   open_ = True
   ended = None  # its exit status
   while ended is None or open_:

@@ -62,7 +62,9 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 def report(line: dict) -> None:
   """Writes a JSON line to stdout, the pipe to sandbox.py."""
-  os.write(1, json.dumps(line).encode() + b'\n')
+  data = memoryview(json.dumps(line).encode() + b'\n')
+  while data:  # A signal handler that runs meanwhile ends a write before all is written.
+    data = data[os.write(1, data) :]
 
 
 def check(result: int, what: str) -> None:

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from typing import Any
 
 DEPTH = 100  # of nested values
+BITS = 1 << 16  # of an integer
+REPLY_BYTES = 1 << 21  # of one answer
 _TAGS = {'l': list, 't': tuple, 's': set, 'f': frozenset}
 APPLY = {'len': len, 'str': str, 'repr': repr, 'list': list, 'next': next, 'int': int, 'float': float, 'abs': abs}
 
@@ -46,6 +48,8 @@ def encode(value: Any, keep: Callable[[Any], int], depth: int = 0) -> Any:
     raise ValueError(f'nested deeper than {DEPTH}')
   if value is None or isinstance(value, bool):
     return value
+  if isinstance(value, int) and int.bit_length(value) > 10_000:  # Python reads no decimal of more than 4,300 digits.
+    return ['i', hex(int.__index__(value))]
   for kind, plain in ((str, str.__str__), (int, int.__index__), (float, float.__float__)):
     if isinstance(value, kind):
       return plain(value)
@@ -86,6 +90,8 @@ def decode(data: Any, kept: Callable[[int, str], Any], depth: int = 0) -> Any:
     pairs = [(decode(k, kept, depth + 1), decode(v, kept, depth + 1)) for k, v in rest]
     distinct(set, [key for key, _ in pairs])
     return dict(pairs)
+  if tag == 'i' and len(rest) == 1 and isinstance(rest[0], str) and len(rest[0]) <= BITS // 4 + 3:
+    return int(rest[0], 16)
   if tag == 'b' and len(rest) == 1 and isinstance(rest[0], str):
     return bytes.fromhex(rest[0])
   if tag == 'c' and len(rest) == 2 and all(isinstance(v, (int, float)) for v in rest):

@@ -33,11 +33,12 @@ import time
 from collections.abc import Callable, Iterable
 
 from jaxpost.errors import InputError
-from jaxpost.workers import call, checks, dialog, supervisor
+from jaxpost.workers import call, checks, dialog, runner, supervisor
 
 _GRACE_S = 5.0  # seconds to start and end the sandbox, beyond the time limit of the programs
 _CGROUPS = '/sys/fs/cgroup'
-_OUTPUT = 1 << 20  # upper limit of `output_bytes`
+_EVALUATION_S = 2.0  # of these, left for the answers when the evaluation of tests ends
+_OUTPUT = 1 << 23  # upper limit of `output_bytes`
 _ALLOW = (
   'allow user namespaces (Ubuntu 24: sysctl'
   ' kernel.apparmor_restrict_unprivileged_userns=0; Docker: --security-opt'
@@ -82,8 +83,8 @@ def run_tests(solution: str, tests: Iterable[str | checks.Test], limits: Sandbox
     RewardError: if the sandbox cannot be created.
   """
   tests = [checks.read(test) if isinstance(test, str) else test for test in tests]
-  with _Jail(limits, solution=solution, inputs=None, output_bytes=dialog.REPLY_BYTES) as jail:
-    return [dialog.passed(test, jail.new_solution(), jail.deadline) for test in tests]
+  with _Jail(limits, solution=solution, inputs=None, output_bytes=runner.REPLY_BYTES) as jail:
+    return [dialog.passed(test, jail.new_solution(), jail.deadline - _EVALUATION_S) for test in tests]
 
 
 def run_inputs(
@@ -91,7 +92,7 @@ def run_inputs(
 ) -> list[str | None]:
   """Runs the solution once per input, as a program; returns what it wrote to stdout for each text on stdin.
 
-  The result is None where the program failed, took too long or printed more than `output_bytes` (at most 1 MiB). The
+  The result is None where the program failed, took too long or printed more than `output_bytes` (at most 8 MiB). The
   expected output never enters the sandbox, so it cannot be copied from there.
 
   Raises:
@@ -140,7 +141,7 @@ class _Jail:
     job['solution'] = job['solution'].encode(errors='replace').decode()
     self._folder = tempfile.mkdtemp() if limits.insecure else None
     self._limits = limits
-    self._received = b''
+    self._received = bytearray()
     self._lines = 0
     self._job = {
       **job,

@@ -19,7 +19,10 @@ from typing import Any, Protocol
 from jaxpost.workers import checks, runner
 
 _ITEMS = 1 << 20  # of a value that a test makes
-_BITS = 1 << 16  # of an integer that a test makes
+_BITS = runner.BITS  # of an integer that a test makes
+_TEXT = 1 << 24  # characters of a text that a test joins
+_POWER_BITS = 3 << 12  # of the three integers of pow
+_DIGITS = 4300  # of a rounded integer
 _BINARY = {
   ast.Add: operator.add,
   ast.Sub: operator.sub,
@@ -126,14 +129,17 @@ def compare(kind: ast.cmpop, a: Any, b: Any, exact: bool) -> bool:
   if isinstance(kind, ast.Is):
     return a is b or isinstance(a, Builtin) and a == b
   if isinstance(kind, ast.In):
-    return a in b if isinstance(b, (str, bytes, range)) else any(same(a, item, exact) for item in b)
+    if isinstance(b, range):  # Python would compare what is no int with each item.
+      return type(a) in (int, float) and a == a // 1 and int(a) in b
+    marked = _marked(a, exact)
+    return a in b if isinstance(b, (str, bytes)) else any(marked == _marked(item, exact) for item in b)
   return _ORDER[type(kind)](a, b)
 
 
 def binary(kind: ast.operator, a: Any, b: Any) -> Any:
   """Returns the result of an arithmetic operator; TooLarge before it would make a large value."""
-  if isinstance(kind, ast.Mod) and isinstance(a, (str, bytes)):
-    raise checks.UnreadableTest('it formats text with %; write the text')
+  if isinstance(kind, ast.Mod) and isinstance(a, (str, bytes)):  # checks.py refuses the texts of a test
+    raise TypeError('text where a number is wanted')
   if isinstance(kind, (ast.Mult, ast.Pow)) and isinstance(a, int) and isinstance(b, int):
     _limit(a.bit_length() + b.bit_length() if isinstance(kind, ast.Mult) else a.bit_length() * abs(b), _BITS)
   elif isinstance(kind, ast.Mult):
@@ -180,19 +186,32 @@ def call_builtin(builtin: Builtin, arguments: list, named: dict, outer: Evaluato
     if name in ('all', 'any'):
       for item in arguments[0]:
         plain(item)
-    if (
-      name == 'sum' and [*arguments[1:], *named.values()] and not isinstance([*arguments[1:], *named.values()][0], int)
-    ):
-      raise checks.UnreadableTest('it sums what are no numbers; write a comprehension')
+    if name == 'sum':
+      return _sum(arguments[0], *arguments[1:], *named.values())
   if name in ('set', 'frozenset'):
     return runner.distinct(_KINDS[name], *arguments or ([],))
   if name == 'pow':
-    return binary(ast.Pow(), *arguments) if len(arguments) == 2 else pow(*arguments)
+    if len(arguments) == 2:
+      return binary(ast.Pow(), *arguments)
+    _limit(sum(value.bit_length() for value in arguments), _POWER_BITS)
+    return pow(*arguments)
+  if name == 'round' and arguments[1:]:
+    _limit(abs(arguments[1]), _DIGITS)
   named = {k: _callable(v, outer) if k == 'key' else v for k, v in named.items()}
   for value in arguments:
     plain(value)
   result = getattr(builtins, name)(*arguments, **named)
   return list(result) if name in ('enumerate', 'reversed') else result
+
+
+def _sum(items: list, start: Any = 0) -> Any:
+  """sum, also of lists or tuples, which Python would copy for each of them."""
+  if type(start) not in (list, tuple):
+    return sum(items, start)
+  if any(type(item) is not type(start) for item in items):
+    raise TypeError(f'not all are a {type(start).__name__}')
+  _limit(sum(map(len, items)), _ITEMS)
+  return type(start)(part for item in (start, *items) for part in item)
 
 
 def _call_math(builtin: Builtin, arguments: list, named: dict) -> Any:
@@ -237,10 +256,16 @@ def call_method(owner: Any, name: str, arguments: list, named: dict, outer: Eval
   if name == 'replace':
     _limit(len(owner) + owner.count(arguments[0]) * len(arguments[1]), _ITEMS)
   elif name == 'join':
-    _limit(len(owner) * len(arguments[0]), _ITEMS)
+    _limit(len(owner) * len(arguments[0]) + sum(map(len, arguments[0])), _TEXT)
+  elif name in ('center', 'ljust', 'rjust', 'zfill'):
+    _limit(arguments[0], _ITEMS)
   elif name == 'extend':
     _limit(len(owner) + len(arguments[0]), _ITEMS)
-  if 'key' in named:
+  if isinstance(owner, (set, frozenset)) and name not in ('add', 'discard', 'remove'):
+    arguments = [runner.distinct(set, list(value)) for value in arguments]
+  elif isinstance(owner, dict) and name == 'update':
+    arguments = [_call_lazy('dict', arguments, {}, outer)]
+  if name == 'sort' and 'key' in named:
     named = {**named, 'key': _callable(named['key'], outer)}
   result = getattr(owner, name)(*arguments, **named)
   return list(result) if isinstance(owner, dict) and name in ('keys', 'values', 'items') else result

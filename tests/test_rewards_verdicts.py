@@ -1,0 +1,130 @@
+"""The verdict of the code reward at its edges: an answer of a completion decides 0 or 1, never that there is none."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from jaxpost.rewards import code
+from jaxpost.workers import call, checks, namespaces, runner, sandbox
+from tests.test_rewards_code import ALLOWED, WHY_NOT
+
+needs_sandbox = pytest.mark.skipif(not ALLOWED, reason=WHY_NOT)
+PATIENT = sandbox.SandboxLimits(timeout_s=60.0)
+
+# (solution, test, whether it passes): values whose kind or size is not the one that the test's author thought of
+CASES = [
+  ('def f(n): return "x"', 'assert f(10) % 2 == 0', False),
+  ('def f(n): return b"x"', 'assert f(10).title() == "x"', False),
+  ('def tree(): return []', 't = tree()\nt.insert(5)\nassert t.search(5)', False),
+  ('def f(n): return []', 'assert sum([1, 2], f(1)) == 3', False),
+  ('def f(n): return 0.5', 'assert f(1) in range(10**18)', False),
+  ('def f(n): return -10**12', 'assert round(12345, f(2)) == 3', False),
+  ('def f(n): return 10**4200', 'assert pow(f(1), f(2) - 1, f(3) - 3) == 3', False),
+  ('def f(n): return "a" * 2000000', 'assert "".join([f(1)] * 1000) == "a"', False),
+  ('import os\ndef f(n): os._exit(1)', 'def g():\n  try:\n    assert f(1) == 2\n  finally:\n    return\ng()', False),
+  ('import math\ndef f(n): return math.factorial(n)', 'import math\nassert f(2000) == math.factorial(2000)', True),
+  ('def f(n): return -n % 7', 'assert f(2 ** 20000) == -2 ** 20000 % 7', True),
+  ('def f(n): return [[n], [2]]', 'assert sum(f(1), []) == [1, 2]', True),
+  ('def f(n): return n', 'assert f(3) in range(2, 9) and f(3.0) in range(9) and f(9) not in range(9)', True),
+  ('def f(n): return 1.5', 'assert f(1).hex() == "0x1.8000000000000p+0" and f(1).real == 1.5', True),
+  ('def f(n): return n', 'assert type(f(1)).__name__ == "int" and f("a").__class__ == str', True),
+  (
+    'class S:\n  def __init__(s): s.n, s.l = 0, []\n  def get(s):\n    s.n += 1\n    return s.l',
+    's = S()\ns.get().append(1)\nassert s.n == 1',
+    True,
+  ),
+]
+
+
+@needs_sandbox
+def test_a_value_of_another_kind_or_size_fails_the_test_or_passes_it_and_never_hides_it():
+  solutions, tests, wanted = zip(*CASES)
+  reward = code.Code(fenced=False, timeout=60.0)
+  begin = time.process_time()
+  assert reward(list(solutions), tests=list(tests)) == list(map(float, wanted))
+  assert time.process_time() - begin < 10
+
+
+@needs_sandbox
+def test_a_slow_comparison_ends_with_the_time_of_the_test():
+  test = checks.read('r = f(1)\nassert [v for v in range(1, 1000) if v in r] == [7]')
+  begin = time.monotonic()
+  assert (
+    sandbox.run_tests('def f(n): return [0] * 500000', [test, test], sandbox.SandboxLimits(timeout_s=1)) == [False] * 2
+  )
+  assert time.monotonic() - begin < 30
+
+
+@needs_sandbox
+def test_programs_may_end_with_exit_and_see_no_name_that_they_have_not_made():
+  ends = 'print(4)\nif __name__ == "__main__": exit()\nprint(5)'
+  clean = 'import sys\nsys.stdout.write(" ".join(sorted(n for n in globals() if n[0] != "_")))\nquit(0)'
+  assert sandbox.run_inputs(ends, [''], PATIENT) == ['4\n']
+  assert sandbox.run_inputs(clean, [''], PATIENT) == ['sys']
+  assert sandbox.run_inputs('import sys\nprint(len(sys.argv), __file__)\nexit(3)', [''], PATIENT) == [None]
+
+
+@needs_sandbox
+def test_expected_outputs_that_are_long_blank_or_no_text():
+  reward = code.Code(fenced=False, timeout=60.0)
+  long = 'a\n' * 750_000
+  program = 'print("a \\n" * 750000)'
+  assert reward([program, 'pass'], inputs=[['']] * 2, outputs=[[long], [' \n']]) == [1.0, None]
+  for outputs, why in ((['\ud800'], 'no text'), (['a' * (1 << 22) + 'a'], '4194305 bytes')):
+    with pytest.raises(call.RewardError, match=why):
+      reward([program], inputs=[['']], outputs=[outputs])
+
+
+@pytest.mark.parametrize(
+  'arguments, expected, why',
+  [
+    ([eval('[' * 150 + ']' * 150)], 1, 'deeper than 100'),
+    ([1], eval('[' * 150 + ']' * 150), 'deeper than 100'),
+    ([1], list(range(500_000)), 'bytes, more than'),
+    ([1], [float('nan')], 'NaN'),
+  ],
+)
+def test_a_value_that_no_solution_can_get_or_return_is_refused(arguments, expected, why):
+  with pytest.raises(checks.UnreadableTest, match=why):
+    checks.example('f', arguments, expected)
+
+
+def test_integers_of_any_length_that_a_test_can_make_are_carried():
+  for value in (0, -1, 2**63, 10**4299, 2 ** (runner.BITS - 1), -(2 ** (runner.BITS - 1))):
+    assert runner.decode(runner.encode(value, len), len) == value
+  for text in ('0x' + 'f' * runner.BITS, 'x', '', 7):
+    with pytest.raises(ValueError):
+      runner.decode(['i', text], len)
+
+
+def test_a_signal_within_a_report_does_not_cut_it():
+  reads, writes = os.pipe()
+  out = os.dup(1)
+  parts = []
+
+  def read():
+    time.sleep(0.2)  # meanwhile the pipe is full, and signals come
+    while not parts or not parts[-1].endswith(b'\n'):
+      parts.append(os.read(reads, 1 << 12))
+      if not parts[-1]:
+        return
+
+  before = signal.signal(signal.SIGALRM, lambda *_: None)
+  thread = threading.Thread(target=read)
+  try:
+    os.dup2(writes, 1)
+    os.close(writes)
+    thread.start()
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.002)
+    namespaces.report({'answer': 'a' * (1 << 18)})
+  finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    os.dup2(out, 1)  # also closes the pipe
+    thread.join()
+    signal.signal(signal.SIGALRM, before)
+    os.close(out)
+    os.close(reads)
+  assert len(b''.join(parts)) == (1 << 18) + len('{"answer": ""}\n')
