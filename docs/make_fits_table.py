@@ -33,6 +33,9 @@ MODELS = (
   'gemma3_1b',
   'gpt_oss_20b',
   'mixtral_8x7b',
+  'qwen3_5_9b',
+  'qwen3_5_35b_a3b',
+  'glm4_5_air',
 )
 
 

@@ -26,12 +26,8 @@ NOT_COMPILED = (  # by libtpu 0.0.42
   'available HBM (15.75G).'
 )
 CPU = ('quickstart', 'text_game')
-# The shape of Qwen 3.5 is in the config.json of its repository alone.
-WITHOUT_SHAPE = ('qwen3_5_gsm8k',)
-FOR_EIGHT = ('glm_moe_gsm8k',)  # its meshes have eight devices
-RECIPES = sorted(
-  p.stem for p in CLONE.glob('configs/*.py') if p.stem not in ('__init__', *CPU, *WITHOUT_SHAPE, *FOR_EIGHT)
-)
+FOR_EIGHT = ('glm_moe_gsm8k', 'qwen3_5_moe_gsm8k')  # their meshes have eight devices
+RECIPES = sorted(p.stem for p in CLONE.glob('configs/*.py') if p.stem not in ('__init__', *CPU, *FOR_EIGHT))
 DEVICES = {
   'H100': ('h100', (1, 1, 1)),
   'A100': ('a100_80gb', (1, 1, 1)),

@@ -262,6 +262,9 @@ def test_presets_have_the_size_in_their_name():
     'mistral_7b': 7.242,
     'lfm2_1_2b': 1.17,
     'glm4_5_air': 106.85,
+    'qwen3_5_0_8b': 0.7524,
+    'qwen3_5_9b': 8.95,
+    'qwen3_5_35b_a3b': 34.66,
   }
   for name, size in billions.items():
     count = transformer.num_params(presets.every()[name]) / 1e9

@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 import safetensors.torch
@@ -13,8 +14,10 @@ import transformers
 import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, multimodal
+from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
 from jaxpost.stage import model_folders, schema, sources
+from jaxpost.storage import seals
 
 TEXT = dict(
   vocab_size=259,
@@ -177,6 +180,29 @@ def test_an_export_is_the_folder_with_another_text_model(made, tmp_path):
   params = hf.load_params(export, ours, ours.shardings(tiny.one_device()), np.float32)
   found = np.asarray(tiny.logits(ours, params, IDS))[..., : after.shape[-1]]
   assert np.abs(found - after).max() <= 3e-5 * np.abs(after).max()
+
+
+def test_experts_in_one_tensor_of_a_layer_are_read_apart(tmp_path):
+  """So is Qwen 3.5 published; an export has a tensor for each expert, as `transformers` writes it."""
+  experts = config_lib.Experts(5, 2, 6, shared=1, shared_size=6, shared_gate=True)
+  model = model_lib.build(tiny.hybrid('qwen3_5_moe_text', experts=experts))
+  params = tiny.params(model)
+  hf.save(tmp_path, model, params)
+  apart = {name.replace('model.', 'model.language_model.', 1): x for name, x in tensors(tmp_path).items()}
+  whole = {name: x for name, x in apart.items() if '.experts.' not in name}
+  for layer in range(3):
+    block = f'model.language_model.layers.{layer}.mlp.experts.'
+    gate, up, down = (
+      torch.stack([apart[f'{block}{i}.{side}_proj.weight'] for i in range(5)]) for side in ('gate', 'up', 'down')
+    )
+    whole |= {f'{block}gate_up_proj': torch.cat([gate, up], 1), f'{block}down_proj': down}
+  safetensors.torch.save_file(whole, tmp_path / 'model.safetensors', metadata={'format': 'pt'})
+  (tmp_path / seals.NAME).unlink()
+  found = hf.load_params(tmp_path, model, model.shardings(tiny.one_device()), np.float32)
+  jax.tree.map(np.testing.assert_array_equal, found, params)
+  with multimodal.Origin(tmp_path) as origin:
+    assert {origin.name(name.replace('language_model.', '', 1)) for name in apart} == apart.keys()
+    assert not origin.others((), '')
 
 
 def tensors(folder):

@@ -112,7 +112,7 @@ def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: conte
   if any(name.startswith(_MULTIMODAL) for name in found):
     from jaxpost.formats import multimodal
 
-    found = multimodal.text_tensors(found)
+    found = multimodal.text_tensors(found, apart=not families.of_model(cfg.family).fused)
   for theirs, ours in families.of_model(cfg.family).spellings.items():
     found = {name.replace(theirs, ours): place for name, place in found.items()}
   wanted = {name: kept.shape for kept in table.values() for name in kept.names}

@@ -9,6 +9,7 @@ folder loads as the multimodal model that it was.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import shutil
 from collections.abc import Collection
@@ -41,6 +42,8 @@ _FAMILIES = {
 }
 # Fields that a text_config may leave out, where its family alone asks for them.
 _DEFAULTS = {'gemma3_text': dict(vocab_size=262_208, num_attention_heads=8)}
+# All experts of a layer, as Qwen 3.5 is published.
+_EXPERTS = re.compile(r'(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj')
 # Positions along time, height and width, which are equal in text: plain rotary embeddings.
 _SECTIONS = ('mrope_section', 'mrope_interleaved')
 _NOT_COPIED = ('.safetensors', '.py', '.bin', '.pt', '.pth', '.ckpt', '.h5', '.msgpack')
@@ -82,9 +85,32 @@ def text_name(name: str) -> str | None:
   return None
 
 
-def text_tensors(found: dict[str, tuple]) -> dict[str, tuple]:
-  """Returns those tensors of a folder, {name: (file, slice)}, that are of the text model, by their own names."""
-  return {own: place for name, place in found.items() if (own := text_name(name)) is not None}
+def text_tensors(found: dict[str, tuple], apart: bool) -> dict[str, tuple]:
+  """Returns those tensors of a folder, {name: (file, slice)}, that are of the text model, by their own names.
+
+  apart: the family has a tensor for each expert, in whose place a folder may have one for all experts of a layer.
+  """
+  out = {}
+  for name, (file, tensor) in found.items():
+    if (own := text_name(name)) is not None:
+      out |= {k: (file, part) for k, part in (_experts(own, tensor) if apart else {own: tensor}).items()}
+  return out
+
+
+def _experts(name: str, tensor: Any) -> dict[str, Any]:
+  """Returns {name: tensor} of the experts [E, F, D] or [E, 2 F, D] of a layer, or the tensor itself."""
+  match = _EXPERTS.fullmatch(name)
+  if not match or not isinstance(tensor, safetensors_file.Tensor) or len(tensor.shape) != 3:
+    return {name: tensor}
+  sides = match[2].split('_')  # gate and up, whose rows are one behind the other, or down
+  number, rows, columns = tensor.shape
+  shape, size = (rows // len(sides), columns), tensor.size // number // len(sides)
+  return {
+    f'{match[1]}{i // len(sides)}.{sides[i % len(sides)]}_proj.weight': dataclasses.replace(
+      tensor, shape=shape, start=tensor.start + i * size, size=size
+    )
+    for i in range(number * len(sides))
+  }
 
 
 class Origin:
@@ -102,7 +128,11 @@ class Origin:
     self._stack = contextlib.ExitStack()
     files, _ = model_folder.weight_files(folder)
     self._found = {k: v for file in files for k, v in model_folder.open_file(file, self._stack).items()}
-    self._names = {text_name(name): name for name in self._found}
+    self._names = {own: name for name in self._found if (own := text_name(name)) is not None}
+    # An export has a tensor for each expert.
+    for own, name in [*self._names.items()]:
+      for part in _experts(own, self._found[name]):
+        self._names[part] = name.removesuffix(own.removeprefix('model.')) + part.removeprefix('model.')
 
   def __enter__(self) -> Origin:
     return self

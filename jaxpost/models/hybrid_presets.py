@@ -19,6 +19,34 @@ def _lfm2(sizes: tuple[int, ...], attention: tuple[int, ...]) -> HybridConfig:
   return HybridConfig('lfm2', *sizes, **_ROPE, mixers=mixers, norm_eps=1e-5, max_position=128_000, taps=3, gated=False)
 
 
+def _qwen3_5(
+  sizes: tuple[int, ...], heads: tuple[int, int], experts: Experts | None = None, tied: bool = False
+) -> HybridConfig:
+  """Returns a config of a Qwen 3.5, with attention in every fourth layer and the gated delta rule in the others.
+
+  Args:
+    sizes: vocabulary, hidden size, MLP size, layers, heads, kv heads, head size.
+    heads: those of keys and of values of the gated delta rule.
+  """
+  return HybridConfig(
+    'qwen3_5_moe_text' if experts else 'qwen3_5_text',
+    *sizes,
+    ropes=(Rope(1e7),),
+    rotary_dim=sizes[-1] // 4,
+    norm_offset=1.0,
+    qk_norm='head',
+    tie_embeddings=tied,
+    max_position=262_144,
+    experts=experts,
+    mixers=tuple('delta' if (i + 1) % 4 else 'layers' for i in range(sizes[3])),
+    key_heads=heads[0],
+    value_heads=heads[1],
+    key_size=128,
+    value_size=128,
+    taps=4,
+  )
+
+
 def _gemma4(sizes: tuple[int, ...], period: int, full_size: int, shared: int, side: int, window: int) -> MixedConfig:
   """Returns a config of a Gemma 4 whose layers each have an embedding, with full attention in every `period`-th."""
   _, hidden, _, layers, _, kv_heads, size = sizes
@@ -75,6 +103,14 @@ PRESETS = {
     key_size=16,
     value_size=24,
     taps=4,
+  ),
+  'qwen3_5_0_8b': _qwen3_5((248_320, 1024, 3584, 24, 8, 2, 256), (16, 16), tied=True),
+  'qwen3_5_9b': _qwen3_5((248_320, 4096, 12_288, 32, 16, 4, 256), (16, 32)),
+  'tiny_hybrid_moe': _qwen3_5(
+    (259, 128, 384, 4, 4, 2, 32), (2, 4), Experts(8, 2, 96, shared=1, shared_size=96, shared_gate=True)
+  ),
+  'qwen3_5_35b_a3b': _qwen3_5(
+    (248_320, 2048, 5632, 40, 16, 2, 256), (16, 32), Experts(256, 8, 512, shared=1, shared_size=512, shared_gate=True)
   ),
   'tiny_lfm2': _lfm2((259, 128, 384, 3, 4, 2, 32), attention=(1,)),
   'lfm2_1_2b': _lfm2((65_536, 2048, 8192, 16, 32, 8, 64), attention=(2, 5, 8, 10, 12, 14)),

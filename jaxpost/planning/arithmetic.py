@@ -23,6 +23,7 @@ from jaxpost.hardware import chips, memory
 from jaxpost.losses import head_chunk
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention, partition, transformer
+from jaxpost.models.parameters import STATEFUL
 from jaxpost.planning import meshes, traffic_bound
 from jaxpost.stage import batch_shape, checks, load_weights
 from jaxpost.types import max_documents
@@ -136,8 +137,7 @@ def estimate(
   updating = held | _activations(case)
   passes = shape.rows * inputs.config.rl.epochs if on_policy else shape.rows
   seconds = {'update': _update_seconds(case) * passes / shape.micro_rows}
-  scored = 'reference' in inputs.sources
-  if scored:
+  if 'reference' in inputs.sources:
     seconds['score'] = _score_seconds(case) * shape.rows / shape.micro_rows
   trained = shape.rows * shape.row_length
   sampling = held | _sampler(case) if checks.samples(inputs.config, inputs.algorithm) else {}
@@ -230,11 +230,9 @@ def _activations(case: _Case) -> dict[str, float]:
   width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
   kept = case.tokens * width * residual * cfg.num_layers
   weights = 0.0 if attention.uses_kernel(case.compute) else _ALIVE * _attention_weights(case)
-  layer = (
-    weights + _ALIVE * case.tokens * _layer_width(cfg, tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
-  )
+  layer = _ALIVE * case.tokens * _layer_width(cfg, tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
   head = _chunk(case) * (_FLOAT + case.width) + case.tokens * cfg.hidden_size * _FLOAT + _gathered(case, 'vocab')
-  activations = kept + max(layer, head)
+  activations = kept + max(weights + layer, head)
   if case.compute.platform == 'tpu' and case.compute.remat != 'full':
     activations *= _GAPS
   return dict(gradients=gradients, activations=activations)
@@ -317,23 +315,30 @@ def _entry(cfg: ModelConfig, tensor: int) -> float:
   return sum((heads / tensor if heads % tensor == 0 else heads) * sum(sizes) for heads, sizes in cfg.layer_caches)
 
 
+def _state(cfg: ModelConfig, tensor: int) -> float:
+  """Returns the bytes of a device that layers with a state instead of keys and values keep of a sequence."""
+  layers = sum(stack in STATEFUL for stack in cfg.layer_stacks)
+  sizes = (math.prod(shape) / (tensor if shape[0] % tensor == 0 else 1) for shape in cfg.state_shapes)
+  return layers * sum(sizes) * _FLOAT
+
+
 def _sampler(case: _Case) -> dict[str, float]:
   """Returns the bytes of the sampler's weights, cache, what a block copies of it, and logits."""
   cfg, rollout, shape = case.cfg, case.inputs.config.rollout, dict(case.rollout.mesh.shape)
-  model = case.inputs.model.base or case.inputs.model
-  mine = math.ceil(slots(case.inputs)[0] / case.rollout.batch_shards)
+  model, at_a_time = case.inputs.model.base or case.inputs.model, slots(case.inputs)[0]
+  mine = math.ceil(at_a_time / case.rollout.batch_shards)
   # A block of decoding may run past the last token that counts.
   length = rollout.max_prompt_length + rollout.max_new_tokens + (rollout.block or case.compute.decode_block)
   weights = memory.size(load_weights.described(model, case.rollout, case.compute.dtype))
   logits = 2 * mine * cfg.padded_vocab_size / shape['tensor'] * _FLOAT
-  some = (
-    rollout.prompts if case.inputs.algorithm.on_policy else slots(case.inputs)[0]
-  )  # whose prefixes are there at a time
-  prompts = math.ceil(some / case.rollout.batch_shards) * rollout.max_prompt_length
-  entry = _entry(cfg, shape['tensor']) * case.width
+  some = rollout.prompts if case.inputs.algorithm.on_policy else at_a_time  # whose prefixes are there at a time
+  prompts = math.ceil(some / case.rollout.batch_shards)
+  entry, state = _entry(cfg, shape['tensor']) * case.width, _state(cfg, shape['tensor'])
   # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all.
-  copied = mine * 2 ** int(math.log2(length - 1)) * entry
-  return dict(sampler=float(weights), cache=(mine * length + prompts) * entry, copied=copied, logits=logits)
+  # States are there before and after it.
+  copied = mine * (2 ** int(math.log2(length - 1)) * entry + state)
+  cache = (mine * length + prompts * rollout.max_prompt_length) * entry + (mine + prompts) * state
+  return dict(sampler=float(weights), cache=cache, copied=copied, logits=logits)
 
 
 def _sample_seconds(case: _Case) -> float:
