@@ -909,6 +909,7 @@ def shape(path, train=None, **over):
     ),
     ('qwen3_30b_a3b', 'v5p:4x4x4', dict(row_length=4096), {'fsdp=-1,expert=8': 64, 'data=4,fsdp=2,expert=8': 64}),
     ('llama3_8b', 'v5p:4x4x4', dict(row_length=32768), {'fsdp=-1,context=4': 16}),
+    ('qwen3_5_9b', 'v5p:4x4x4', dict(row_length=32768), {'fsdp=-1': 64}),
     ('llama3_8b', 'v5p:2x2x4', {}, {'fsdp=-1': 16, 'fsdp=-1,tensor=8': 2}),
   ],
 )

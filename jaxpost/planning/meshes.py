@@ -83,14 +83,9 @@ def every(inputs: Inputs, topology: machines.Topology, devices: int) -> Iterator
   cfg = inputs.model.config
   experts = [e for e in range(1, cfg.experts.num + 1) if cfg.experts.num % e == 0] if cfg.experts else [1]
   length = batch_shape.row_length(inputs.config, inputs.algorithm.on_policy)
-  contexts = [
-    1,
-    *(
-      c
-      for c in _CONTEXT
-      if length >= _LONG and length % c == 0 and inputs.config.model.attention not in attention.WHOLE_ROW_KERNELS
-    ),
-  ]
+  # States of a sequence are not passed on from part to part of a row.
+  splits = not cfg.state_shapes and inputs.config.model.attention not in attention.WHOLE_ROW_KERNELS
+  contexts = [1, *(c for c in _CONTEXT if splits and length >= _LONG and length % c == 0)]
   for t, e, c in itertools.product(tensors(inputs, devices), experts, contexts):
     left, odd = divmod(devices, t * e * c)
     if odd or not left:
