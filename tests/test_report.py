@@ -270,17 +270,28 @@ def test_phases_leave_out_the_compile():
 
 
 def test_time_of_a_step_is_counted_once():
-  """time/busy/* says when devices were busy, which the phases have counted."""
+  """Other times, and the number of a process, are no phases: busy devices, a pause of the sampler, a host's skew."""
   row = {'time/step': 4.0, 'time/update': 3.0, 'time/busy/devices': 3.5, 'time/busy/both': 1.0}
+  row |= {'time/dispatch_gap': 0.3, 'time/host_skew': 0.5, 'time/slowest_process': 7}
   assert report.phases([row] * 2) == {'update': 3.0, 'other': 1.0}
 
 
+def test_the_phases_are_those_of_the_timer():
+  """A phase that a step is timed by has its share in the report, and a share has a phase."""
+  timed = {
+    name
+    for path in (CLONE / 'jaxpost').rglob('*.py')
+    for name in re.findall(r"\btimer\('(\w+)'\)", path.read_text('utf-8'))
+  }
+  assert timed == set(metrics.PHASES)
+
+
 def test_every_phase_of_a_step_has_a_color_of_its_own(tmp_path):
-  names = 'data reshard wait sample pack score reward update eval dispatch_gap'.split()
+  names = metrics.PHASES
   write_rows(tmp_path, *(('train', step, {f'time/{n}': 1.0 for n in names} | {'time/step': 11.0}) for step in (1, 2)))
   text = report.write_report(tmp_path).read_text('utf-8')
   used = re.findall(r'class="key"><i style="background:var\(--(\w+)\)', text)
-  assert len(used) == len(set(used)) >= len(names) - 1 and 'other' in used
+  assert len(used) == len(set(used)) == len(names) + 1 and 'other' in used
   shades = [re.search(rf'--{name}:(#\w+)', text)[1] for name in used]
   assert len(set(shades)) == len(used)
 

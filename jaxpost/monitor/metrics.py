@@ -28,6 +28,8 @@ from jaxpost.monitor.alerts import Alerts, nonfinite
 from jaxpost.storage import object_store, seals
 
 ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
+# Phases of a step in its order; other `time/*` keys are no share of it: pauses within one, skew, busy devices.
+PHASES = ('data', 'reshard', 'wait', 'sample', 'pack', 'reward', 'score', 'update', 'eval')
 # Metrics that the console shows, where a row has them: key -> label.
 SHOWN = {
   'loss': 'loss',
@@ -107,7 +109,7 @@ def short_number(x: float | None, small_digits: int = 2) -> str:
 
 
 class Chrono:
-  """Host seconds per phase; a phase inside another is not counted twice."""
+  """Host seconds in each of PHASES; a phase inside another is not counted twice."""
 
   def __init__(self):
     self._open, self._spent = [], {}

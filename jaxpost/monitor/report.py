@@ -18,7 +18,7 @@ from rich import markup
 
 from jaxpost.errors import InputError
 from jaxpost.monitor import report_facts, titles
-from jaxpost.monitor.metrics import ROW_KEYS, is_clock_key, read_growing, read_rows, short_number
+from jaxpost.monitor.metrics import PHASES, ROW_KEYS, is_clock_key, read_growing, read_rows, short_number
 from jaxpost.storage import object_store
 
 
@@ -190,15 +190,11 @@ def _charts(splits: Mapping[str, list[dict]], budget: int) -> list[dict[str, Any
 
 
 def phases(train: Sequence[Mapping]) -> dict[str, float]:
-  """Mean seconds a step of each phase, without the first step's compile.
-
-  `time/busy/*` says when devices were busy, which is the same time counted
-  another way, so only keys of one level are phases.
-  """
+  """Mean seconds a step of each phase that the timer knows, and `other`; without the first step's compile."""
   rows = [row for row in train if row.get('time/step') is not None]
   rows = rows[1:] or rows
-  keys = dict.fromkeys(key for row in rows for key in row if key.startswith('time/') and key.count('/') == 1)
-  out = {key.removeprefix('time/'): sum(_values(rows, key)) / len(rows) for key in keys}
+  spent = {name: _values(rows, f'time/{name}') for name in (*PHASES, 'step')}
+  out = {name: sum(seconds) / len(rows) for name, seconds in spent.items() if seconds}
   other = out.pop('step', 0.0) - sum(out.values())
   return out | {'other': other} if other > 0 else out
 
