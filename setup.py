@@ -99,6 +99,7 @@ setuptools.setup(
       'data/templates/*.jinja',
       'planning/gpu_target.pbtxt',
       'monitor/report.css',
+      'monitor/curves.toml',
       'monitor/report.html.jinja',
       'monitor/titles.toml',
       'stage/field_names.toml',

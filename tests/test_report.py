@@ -15,6 +15,7 @@ import rich.console
 
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics, report, titles
+from jaxpost.stage import algorithms
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -393,8 +394,35 @@ def test_charts_that_are_0_throughout_are_folded_away(tmp_path):
     ('eval', 2, held_out | {'pass@4': 0.5}),
   )
   _, charts, folded = read_parts(tmp_path)
-  assert charts == ['loss', 'kl', 'entropy', 'pass@4']  # entropy was not finite once
+  assert charts == ['kl', 'entropy', 'loss', 'pass@4']  # entropy was not finite once
   assert folded == ['sampler_mismatch', 'odd', 'pass@2']
+
+
+@pytest.mark.parametrize(
+  'algorithm, wanted',
+  [
+    ('dpo', 'loss rewards/accuracies rewards/chosen logps/rejected reward'),
+    ('reward_model', 'loss rewards/accuracies rewards/chosen rewards/mean reward'),
+    ('ppo', 'reward rewards/exact/mean critic/explained_variance loss rewards/accuracies'),
+    ('distill', 'divergence reward rewards/exact/mean loss rewards/accuracies'),
+    ('./mine.py', 'loss reward rewards/accuracies'),
+  ],
+)
+def test_open_curves_are_those_of_the_method(tmp_path, algorithm, wanted):
+  keys = 'critic/explained_variance divergence logps/rejected loss reward rewards/accuracies rewards/chosen'.split()
+  keys += ['rewards/exact/mean', 'rewards/mean']
+  write_rows(tmp_path, ('train', 1, {key: 1.0 + i for i, key in enumerate(keys)}))
+  (tmp_path / 'config.json').write_text(json.dumps({'algorithm': 'sft', 'grpo': {'algorithm': algorithm}}))
+  _, charts, folded = read_parts(tmp_path)
+  assert charts == wanted.split() and folded == [key for key in keys if key not in charts]
+
+
+def test_every_method_has_its_curves():
+  methods = titles._CURVES['methods']
+  assert sorted(' '.join(methods).split()) == sorted(algorithms.ALGORITHMS)
+  exact, _ = titles._known()
+  known = {*exact, 'rewards/*/mean'}
+  assert not {key for keys in (titles.HEADLINES, *methods.values()) for key in keys} - known
 
 
 def test_the_page_is_made_in_any_locale_and_without_jax(tmp_path):
@@ -526,7 +554,7 @@ def documented():
 def test_every_metric_has_a_title():
   exact, patterns = titles._known()
   for key in documented():
-    known = key in titles.HEADLINES or key in exact or any(p.fullmatch(key) for p, *_ in patterns)
+    known = key in exact or any(p.fullmatch(key) for p, *_ in patterns)
     assert known or key.endswith('/unfiltered'), f'{key}: give it a title in jaxpost/monitor/titles.toml'
     title = titles.title(key)
     assert not re.search('[_/]', title) and title[0].isupper() and len(title) <= 48, title

@@ -171,21 +171,22 @@ def _shown(key: str, value: Any) -> Any:
   return value - 1 if key == 'sampler_mismatch' and value is not None else value
 
 
-def _charts(splits: Mapping[str, list[dict]], budget: int) -> list[dict[str, Any]]:
-  """Charts of a stage; `folded`: a train metric without a label, one that is 0 throughout, or shown already."""
+def _charts(splits: Mapping[str, list[dict]], algorithm: str, budget: int) -> list[dict[str, Any]]:
+  """Charts of a stage; `folded`: a train metric of less weight, one that is 0 throughout, or shown already."""
   in_train = {key for row in splits['train'] for key in row}
   keys = in_train.union(*_held_out(splits)).difference(ROW_KEYS)
   keys = {key for key in keys if not key.startswith('time/')}
   most = max(12, min(150, budget // max(1, len(keys))))
   charts = []
-  for key in [key for key in titles.HEADLINES if key in keys] + sorted(keys.difference(titles.HEADLINES)):
+  first = titles.curves(algorithm, keys)
+  for key in first + sorted(keys.difference(first)):
     series = {
       split: [(row['step'], _shown(key, row[key])) for row in rows if key in row] for split, rows in splits.items()
     }
     zero = all(value == 0 for points in series.values() for _, value in points)
     known = all(titles.says_nothing_new(key, row) for rows in splits.values() for row in rows if key in row)
     if made := chart(key, series, most):
-      charts.append(made | {'folded': zero or known or key in in_train and key not in titles.HEADLINES})
+      charts.append(made | {'folded': zero or known or key in in_train and key not in first})
   return charts
 
 
@@ -295,7 +296,7 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
         steps=max(row['step'] for rows in splits.values() for row in rows),
         seconds=sum(sum(_values(rows, 'time/step')) for rows in splits.values()),
         cards=_cards(values, stage, splits),
-        charts=_charts(splits, 2500 // len(stages)),
+        charts=_charts(splits, report_facts.algorithm(config, stage), 2500 // len(stages)),
         phases=phases(splits['train']),
         samples=_samples(workdir / 'samples' / stage),
       )

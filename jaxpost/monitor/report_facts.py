@@ -42,6 +42,12 @@ def start(workdir: epath.Path) -> dict[str, Any]:
   return dict(facts=shown, changes=changes, count=len(rows), recipe=recipe, overrides=overrides)
 
 
+def algorithm(config: dict, stage: str) -> str:
+  """Returns the algorithm of a stage by a run's config.json; the stage's name where that says nothing."""
+  own = config[stage] if isinstance(config.get(stage), dict) else {}
+  return own.get('algorithm') or config.get('algorithm') or stage
+
+
 def _given(words: list[str]) -> tuple[str, dict[str, str]]:
   """Returns (config file with its arguments, {field: text of its override}) of a command line."""
   recipe, overrides = '', {}

@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
+import itertools
 import pathlib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from typing import Any
 
-# Headline metrics of a stage, most important first: key -> title.
-HEADLINES = {
-  'steps': 'Steps',
-  'loss': 'Loss',
-  'reward': 'Reward',
-  'pass@1': 'Pass@1',
-  'rewards/accuracies': 'Preference accuracy',
-  'rewards/margins': 'Margin',
-  'mean_token_accuracy': 'Token accuracy',
-  'kl': 'KL to the reference',
-  'entropy': 'Entropy',
-  'completions/mean_length': 'Completion length',
-  'completions/clipped_ratio': 'Cut completions',
-  'frac_reward_zero_std': 'Groups without variance',
-  'sampler_mismatch': 'Sampler mismatch',
-  'lr': 'Learning rate',
-  'grad_norm': 'Gradient norm',
-  'mfu': 'MFU',
-  'tokens_per_s': 'Tokens per second',
-  'time/step': 'Seconds per step',
-}
 _PLACES = {'NAME': '([^/]+)', 'ROLE': '([^/]+)', 'N': r'(\d+)'}
+
+
+def _table(name: str) -> dict[str, Any]:
+  """The values of NAME.toml in this folder."""
+  return tomllib.loads(pathlib.Path(__file__).with_name(f'{name}.toml').read_text('utf-8'))
+
+
+_CURVES = _table('curves')
+HEADLINES: tuple[str, ...] = tuple(_CURVES['every'])
+
+
+def curves(algorithm: str, keys: Collection[str]) -> list[str]:
+  """Returns those of `keys` whose curves matter most: first what the algorithm is judged by, then HEADLINES."""
+  own = next((found for names, found in _CURVES['methods'].items() if algorithm in names.split()), ())
+  found = (fnmatch.filter(sorted(keys), pattern) for pattern in (*own, *HEADLINES))
+  return list(dict.fromkeys(itertools.chain(*found)))
 
 
 def title(key: str) -> str:
   """Returns the title of a metric; of a key that is not known, its words."""
-  if key in HEADLINES:
-    return HEADLINES[key]
   exact, patterns = _known()
   if key in exact:
     return exact[key]
@@ -68,9 +64,8 @@ def says_nothing_new(key: str, values: Mapping[str, float]) -> bool:
 @functools.cache
 def _known() -> tuple[dict[str, str], list[tuple[re.Pattern, list[str], str]]]:
   """Returns the titles of whole keys, and (pattern, places in it, title) of the others."""
-  table = tomllib.loads(pathlib.Path(__file__).with_name('titles.toml').read_text('utf-8'))
   exact, patterns = {}, []
-  for key, text in table.items():
+  for key, text in _table('titles').items():
     places = re.findall('NAME|ROLE|(?<![A-Za-z])N(?![A-Za-z])', key)
     if not places:
       exact[key] = text

@@ -211,21 +211,23 @@ def write_page(runs: Sequence[epath.PathLike], out: epath.PathLike) -> None:
   paths = [_run(run) for run in runs]
   names = labels(runs)
   rows = {name: metrics.read_rows(path / 'metrics.jsonl') for name, path in zip(names, paths)}
+  algorithms = {s: c.algorithm for path in paths for s, c in config_lib.parse_saved(path / 'config.json').items()}
   loader = jinja2.PackageLoader('jaxpost', 'tools')
   made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
   made.filters |= {'number': report.number, 'title': titles.title}
   text = made.get_template('compare.html.jinja').render(
-    names=names, comparisons=[compare(runs[0], run) for run in runs[1:]], charts=list(_charts(rows))
+    names=names, comparisons=[compare(runs[0], run) for run in runs[1:]], charts=list(_charts(rows, algorithms))
   )
   object_store.write(epath.Path(out), text.encode('utf-8', 'replace'))
 
 
-def _charts(rows: Mapping[str, list[dict]]) -> Iterator[dict[str, Any]]:
-  """Yields a chart for each stage, split and headline metric, with a line for each run."""
+def _charts(rows: Mapping[str, list[dict]], algorithms: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+  """Yields a chart for each stage, split and metric that matters to its method, with a line for each run."""
   places = dict.fromkeys((row['stage'], row['split']) for found in rows.values() for row in found)
   for stage, split in places:
     mine = {n: [r for r in found if (r['stage'], r['split']) == (stage, split)] for n, found in rows.items()}
-    for key in titles.HEADLINES:
+    keys = {key for found in mine.values() for r in found for key in r}
+    for key in titles.curves(algorithms.get(stage, stage), keys):
       series = {n: [(r['step'], r[key]) for r in found if key in r] for n, found in mine.items()}
       if chart := report.chart(key, {n: points for n, points in series.items() if points}, most=60):
         yield chart | {'where': f'{stage}, {split}'}
