@@ -4,9 +4,11 @@
   python -m launch.view --run=runs/quickstart --out=episodes.html
 
 Starts a server on this machine and prints its address; the page follows a run that goes on.
-With --out, writes one HTML file that needs no server. Failed and truncated episodes come first.
-Tokens are colored by log-prob, advantage or ratio to the sampler in steps of which the run kept
-the rollouts (`--config.log.rollouts_every=1`). Uses no device.
+With --out, writes one HTML file that needs no server, of the first --most episodes. Episodes without
+a reward and truncated ones come first. In steps of which the run kept the rollouts
+(`--config.log.rollouts_every=1`), tokens are colored by advantage and log-prob, and by what the method
+has computed: ratio to the sampler, entropy, KL to the reference; the page names the fields that save
+what is missing. Uses no device.
 """
 
 from absl import flags

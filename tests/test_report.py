@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 
+import browser
 import pytest
 import rich.console
 
@@ -423,6 +424,18 @@ def test_every_method_has_its_curves():
   exact, _ = titles._known()
   known = {*exact, 'rewards/*/mean'}
   assert not {key for keys in (titles.HEADLINES, *methods.values()) for key in keys} - known
+
+
+def test_the_report_in_a_browser(tmp_path):
+  """A browser reads the markup as it is written: it moves, drops and adds no element, whatever texts say."""
+  make_run(tmp_path, stages=('grpo',), steps=4)
+  (tmp_path / 'samples/grpo').mkdir(parents=True)
+  sample = {'prompt': HOSTILE, 'completion': '</div></section><script>document.title = "gone"</script>', 'reward': 1.0}
+  (tmp_path / 'samples/grpo/4.jsonl').write_text(json.dumps(sample) + '\n')
+  path = report.write_report(tmp_path)
+  written, seen = Page(path.read_text('utf-8')), Page(browser.rendered(path.as_uri(), tmp_path / 'profile'))
+  assert [tag for tag in seen.tags if tag != 'tbody'] == written.tags and seen.tags.count('figure') > 3
+  assert tmp_path.name in seen.text and 'Time of a step: 4 s' in seen.text and 'document.title = "gone"' in seen.text
 
 
 def test_the_page_is_made_in_any_locale_and_without_jax(tmp_path):

@@ -13,6 +13,7 @@ import types
 import urllib.error
 import urllib.request
 
+import browser
 import numpy as np
 import pytest
 
@@ -136,7 +137,11 @@ def test_a_hundred_thousand(tmp_path):
   assert len(json.dumps(answer)) < 100_000 and time.process_time() - start < 30
 
 
-def test_tokens_of_kept_rollouts(run):
+def keep_rollout(run, step, scored=()):
+  """Writes the rollout of a step of 2 prompts and returns its log-probs [2 * GROUP, 3].
+
+  scored: which of old_logprobs (the sampler's + log 2), ref_logprobs (the sampler's - 0.25) and entropy it has.
+  """
   completions = np.array([[72 + n, 105, 33] for n in range(2 * GROUP)], np.int32)
   logprobs = -np.arange(6 * GROUP, dtype=np.float32).reshape(2 * GROUP, 3)
   prompts = tuple(Prompt(n, np.array([65]), f'question {n} <b>', {}) for n in range(2))
@@ -151,14 +156,72 @@ def test_tokens_of_kept_rollouts(run):
     step=1,
     version=0,
   )
-  arrays = {'advantages': logprobs + 50, 'old_logprobs': logprobs + np.log(2.0).astype(np.float32)}
-  experience = types.SimpleNamespace(rollout=rollout, rewards=lengths * 1.0, verdicts=lengths * 1.0)
-  rollout_files.save(run / 'rollouts/grpo/2.npz', experience, Credit(arrays, np.ones_like(logprobs), {}))
+  scores = {'old_logprobs': logprobs + np.log(2.0).astype(np.float32), 'ref_logprobs': logprobs - 0.25}
+  scores |= {'entropy': -logprobs / 2, 'sampler_logprobs': logprobs}
+  of_step = {name: scores[name] for name in (*scored, 'sampler_logprobs')}
+  in_loss = {name: x for name, x in of_step.items() if name != 'entropy'}
+  experience = types.SimpleNamespace(rollout=rollout, rewards=lengths * 1.0, verdicts=lengths * 1.0, arrays=of_step)
+  credit = Credit({'advantages': logprobs + 50, **in_loss}, np.ones_like(logprobs), {})
+  rollout_files.save(run / f'rollouts/grpo/{step}.npz', experience, credit)
+  return logprobs
+
+
+def test_tokens_of_kept_rollouts(run):
+  logprobs = keep_rollout(run, 2, ('old_logprobs', 'ref_logprobs', 'entropy'))
   viewer = rollout_view.Viewer(run)
-  tokens = viewer.answer('/api/episode', {'id': '13'})['tokens']  # step 2, prompt 1, sample 1
+  found = viewer.answer('/api/episode', {'id': '13'})  # step 2, prompt 1, sample 1
+  tokens = found['tokens']
   assert tokens['text'] == ['M', 'i', '!'] and tokens['logprob'] == logprobs[5].tolist()
   assert tokens['ratio'] == pytest.approx([2, 2, 2]) and tokens['advantage'] == (logprobs[5] + 50).tolist()
-  assert viewer.answer('/api/episode', {'id': '2'})['tokens'] is None  # step 1 was not kept
+  assert tokens['entropy'] == (-logprobs[5] / 2).tolist() and not found['missing']
+  apart = 0.25 + np.log(2)  # of the policy above the reference
+  assert tokens['kl'] == pytest.approx([np.exp(-apart) - 1 + apart] * 3, rel=1e-5)
+  assert 'sampler_logprob' not in tokens  # which is `logprob`
+
+
+def test_the_fields_that_save_what_a_run_has_not(run):
+  keep_rollout(run, 2, ('ref_logprobs',))
+  viewer = rollout_view.Viewer(run)
+  found = viewer.answer('/api/episode', {'id': '13'})
+  # With one update of a rollout, the sampler's log-probs are those of the policy.
+  assert found['tokens']['kl'] == pytest.approx([np.exp(-0.25) - 0.75] * 3, rel=1e-4)
+  assert sorted(found['missing']) == ['entropy', 'ratio']
+  found = viewer.answer('/api/episode', {'id': '2'})  # step 1 was not kept
+  assert found['tokens'] is None and found['missing'] == {'tokens': 'log.rollouts_every=1'}
+  fields = re.findall(r'\b(\w+\.\w+)', ' '.join([*rollout_view.SAVED_BY.values(), 'log.rollouts_every=1']))
+  for section, _, field in (name.partition('.') for name in fields):
+    assert field in defaults()[section]
+
+
+def test_the_page_in_a_browser(run, tmp_path):
+  """The list by the filters of the address; an episode with its group, its tokens and what was not saved."""
+  keep_rollout(run, 2, ('ref_logprobs',))
+  rollout_view.write_file(run, tmp_path / 'a.html', most=99)
+  page = browser.rendered(f'{(tmp_path / "a.html").as_uri()}#only=wrong&step=2&id=13', tmp_path / 'profile')
+  index = rollout_index.Index(run)
+  rows = [int(number) for number in re.findall(r'class="row" data-id="(\d+)"', page.partition('id="detail"')[0])]
+  assert rows == index.find(rollout_index.Query(only='wrong', step=2)) and len(rows) == 5
+  assert '16 episodes, 1 without reward, 1 truncated' in page and '&lt;script&gt;alert(1)' in page
+  detail = page.partition('id="detail"')[2]
+  assert 'Group of 4' in detail and 'question 1 &lt;b&gt;' in detail
+  tokens = re.findall(r'<span class="tok" title="([^"]*)"[^>]*>(.*?)</span>', detail)
+  assert [text for _, text in tokens] == ['M', 'i', '!'] and 'KL to the reference 0.0288' in tokens[0][0]
+  chosen = re.findall(r'<option value="(\w+)">', detail[detail.index('id="by"') :])
+  assert chosen[:3] == ['advantage', 'kl', 'logprob']
+  assert 'rl.importance=token_truncated' in detail[detail.index('id="missing"') :]
+
+
+def test_the_page_of_the_server_in_a_browser(run, tmp_path):
+  server = rollout_view.make_server(run, 0)
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  try:
+    page = browser.rendered(f'http://localhost:{server.server_port}/#only=failed&id=2', tmp_path / 'profile')
+  finally:
+    server.shutdown()
+    server.server_close()
+  rows, _, detail = page.partition('id="detail"')
+  assert re.findall(r'class="row" data-id="(\d+)"', rows) == ['13'] and '1 to 1 of 1' in rows
+  assert 'said 1 0 2' in detail and 'log.rollouts_every=1' in detail[detail.index('id="missing"') :]
 
 
 def test_over_http(run):

@@ -50,7 +50,8 @@ class Scorer:
       if {'old_logprobs', 'entropy'} & {*wanted} or ('values' in wanted and not roles.critic):
         outputs = roles.policy.score(batch)
         found = {'old_logprobs': outputs.logprobs, 'entropy': outputs.entropy, 'values': outputs.values}
-        found = {name: x for name, x in found.items() if name in wanted}
+        saved = ('entropy',) if self.config.log.rollouts_every else ()  # the program has it, and launch.view shows it
+        found = {name: x for name, x in found.items() if name in (*wanted, *saved)}
       if 'ref_logprobs' in wanted:  # for the KL term
         found['ref_logprobs'] = [t(of_teacher).logprobs for t in roles.teachers] or roles.reference(of_teacher).logprobs
       if 'values' in wanted:
@@ -64,8 +65,7 @@ class Scorer:
 
   def fetch(self, rollout: Rollout, scores: Scores) -> Scores:
     """Waits for the scores: rows on the devices -> [N, C] on the host."""
-    arrays = scores.computed()
-    if arrays:
+    if arrays := scores.computed():
       with self.timer('score'):
         arrays = to_host(arrays)
     seen = self.seen_by_teacher(rollout) if self.config.rl.privileged and 'ref_logprobs' in arrays else rollout

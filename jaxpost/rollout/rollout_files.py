@@ -31,12 +31,14 @@ def make_saver(folder: epath.Path, every: int) -> Callable[[int, Experience, Cre
 
 
 def save(path: epath.PathLike, experience: Experience, credit: Credit):
-  """Writes a rollout, its rewards and advantages as arrays and JSON; no pickle."""
+  """Writes a rollout, its rewards, advantages and scores as arrays and JSON; no pickle."""
   rollout = experience.rollout
   arrays = {name: vars(rollout)[name] for name in _ARRAYS}
   arrays |= {name: vars(rollout)[name] for name in _OF_EPISODES if vars(rollout)[name] is not None}
   arrays |= {'rewards': experience.rewards, 'verdicts': experience.verdicts, 'trained': credit.mask}
   arrays |= {f'credit/{name}': x for name, x in credit.arrays.items()}
+  scores = {name: x for name, x in experience.arrays.items() if name not in {'sampler_logprobs', *credit.arrays}}
+  arrays |= {f'score/{name}': x for name, x in scores.items()}
   about = {
     'step': rollout.step,
     'version': rollout.version,

@@ -1,8 +1,9 @@
 """The viewer of a run's episodes: a local server that pages, or one HTML file.
 
 Both show the page view.html. The server answers /api/overview, /api/episodes, /api/episode,
-/api/group and /api/history in JSON; in a file the same answers stand in the page. Tokens can
-be colored where the run kept its rollouts (`log.rollouts_every`).
+/api/group and /api/history in JSON; in a file the same answers stand in the page. Tokens are
+colored by what the run kept of its rollouts (`log.rollouts_every`); the page names the fields
+that save the rest.
 
 Legend: C tokens of a completion.
 """
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 _PAGE_FILE = pathlib.Path(__file__).with_name('view.html')
 _MAX_PAGE = 500
+# Colors of tokens that not every run can show -> the config fields that save what they need.
+_SCORED = 'rl.importance=token_truncated, or several updates of a rollout (rl.minibatches, rl.epochs)'
+SAVED_BY = {'ratio': _SCORED, 'entropy': _SCORED, 'kl': 'rl.kl_coef above 0'}
 _LOCAL = ('localhost', '127.0.0.1', '[::1]')
 
 
@@ -74,14 +78,19 @@ class Viewer:
     raise InputError(f'{path}: there is no such request')
 
   def episode(self, number: int) -> dict[str, Any]:
-    """Returns an episode with `tokens`, {'text', 'logprob', 'advantage', ...} of [C] each, or None."""
+    """Returns an episode with `tokens`, {'text', 'logprob', 'advantage', ...} of [C] each, or None.
+
+    `missing`: {color that cannot be shown: the fields that save it}; without tokens, what keeps them.
+    """
     row = self.index.full(number)
     short = row['short']
     path = self.index.run / 'rollouts' / short['stage'] / f'{short["step"]}.npz'
-    tokens = None
-    if short['split'] == 'train' and path.exists():
-      tokens = self._tokens(path, short)
-    return row | {'tokens': tokens}
+    if short['split'] != 'train':
+      return row | {'tokens': None, 'missing': {}}
+    tokens = self._tokens(path, short) if path.exists() else None
+    if tokens is None:
+      return row | {'tokens': None, 'missing': {'tokens': 'log.rollouts_every=1'}}
+    return row | {'tokens': tokens, 'missing': {name: by for name, by in SAVED_BY.items() if name not in tokens}}
 
   def _tokens(self, path: epath.Path, short: dict) -> dict[str, list] | None:
     rollout, arrays = self._rollout(path)
@@ -95,10 +104,15 @@ class Viewer:
     out = {'text': [self.tokenizer.decode([i], skip_special=False) for i in ids]}
     out['logprob'] = rollout.logprobs[n, :length]
     for name, array in arrays.items():
-      if name.startswith('credit/') and array.ndim == 2 and array.shape == rollout.completions.shape:
-        out[name.removeprefix('credit/').removesuffix('s')] = array[n, :length]
+      kind, _, measured = name.partition('/')
+      of_tokens = kind in ('credit', 'score') and array.shape == rollout.completions.shape
+      if of_tokens and measured != 'sampler_logprobs':
+        out[measured.removesuffix('s')] = array[n, :length]
     if 'old_logprob' in out:
       out['ratio'] = np.exp(out['old_logprob'] - out['logprob'])
+    if 'ref_logprob' in out:  # k3, which is never negative; with one update of a rollout, the sampler is the policy
+      log_ratio = out['ref_logprob'] - out.get('old_logprob', out['logprob'])
+      out['kl'] = np.expm1(log_ratio) - log_ratio
     out['trained'] = arrays['trained'][n, :length]
     return plain(out)
 
