@@ -174,7 +174,7 @@ def measure(folder):
     start = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(at)
     found = [('start', '', at)]
-    for library in ('jaxpost', 'trl', 'trl_same_end', 'tunix'):
+    for library in ('jaxpost', 'trl', 'trl_same_end', 'tunix', 'tunix_same_end'):
       found += [(library, p.parent.name, p) for p in sorted(folder.glob(f'{library}/{name}/*/export'))]
     for library, seed, path in found:
       model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)

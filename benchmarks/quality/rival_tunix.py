@@ -1,8 +1,12 @@
-"""Trains with Tunix, in an environment that has google-tunix: `python rival_tunix.py FOLDER sft|dpo|grpo SEED`.
+"""Trains with Tunix, in an environment that has google-tunix.
 
-Writes FOLDER/tunix/METHOD/SEED: `export`, the trained model as a Hugging Face folder, and `log.jsonl`, a line for each
-step. Tunix takes token ids for SFT and DPO, so these are the tokens that jaxpost trains on. `grpo_default` is GRPO with
-the mean over tokens that Tunix takes by default.
+python rival_tunix.py FOLDER sft|dpo|grpo SEED     writes FOLDER/tunix/METHOD/SEED
+python rival_tunix.py FOLDER grpo SEED same_end    writes FOLDER/tunix_same_end/grpo/SEED
+
+A folder has `export`, the trained model as a Hugging Face folder, and `log.jsonl`, a line for each step. Tunix takes
+token ids for SFT and DPO, so these are the tokens that jaxpost trains on. The completions of its native sampler lack the
+token that ended them; `same_end` leaves it in, as jaxpost and TRL train on it. `grpo_default` is GRPO with the mean over
+tokens that Tunix takes by default.
 """
 
 import json
@@ -189,6 +193,14 @@ def grpo(folder, seed, given, model, start, default=False):
   return cluster.actor_trainer.model, log
 
 
+def keep_ends():
+  """Leaves the token that ended a completion in it; the native sampler returns what stands before it."""
+  from tunix.generate import utils
+
+  before = utils.np_find_first_eos_idx
+  utils.np_find_first_eos_idx = lambda ids, eos_id: min(before(ids, eos_id) + 1, len(ids))
+
+
 class Log(peft_trainer.hooks.TrainingHooks):
   """Keeps the loss of each step."""
 
@@ -207,10 +219,10 @@ class Log(peft_trainer.hooks.TrainingHooks):
     pass
 
 
-def train(folder, name, seed):
+def train(folder, name, seed, library='tunix'):
   method = name.removesuffix('_default')
   given = SETTINGS[method]
-  start, out = folder / given['start'] / 'export', folder / 'tunix' / name / str(seed)
+  start, out = folder / given['start'] / 'export', folder / library / name / str(seed)
   model = load(start)
   with mesh():
     if method == 'grpo':
@@ -227,4 +239,7 @@ def train(folder, name, seed):
 
 
 if __name__ == '__main__':
-  train(pathlib.Path(sys.argv[1]).resolve(), sys.argv[2], int(sys.argv[3]))
+  _, where, method_name, number, *end = sys.argv
+  if end:
+    keep_ends()
+  train(pathlib.Path(where).resolve(), method_name, int(number), '_'.join(['tunix', *end]))
