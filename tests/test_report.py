@@ -466,7 +466,14 @@ def test_terminal_summary(tmp_path):
   text = out.getvalue()
   for part in ('sft', 'grpo', 'Reward', '0.8875', 'Pass@1', 'update 1 s', f'{tmp_path}/report.html', '▁▁▂', '▇▇█'):
     assert part in text, part
-  assert re.search('Loss over time *│ [█▇]+[▂-▆]*▁+ ', text)
+  assert 'Reward over time' in text and re.search('Loss over time *│ [█▇]+[▂-▆]*▁+ ', text)
+  rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+  for row in rows:
+    row.pop('reward', None)
+  (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+  report.terminal_summary(tmp_path, rich.console.Console(file=out, width=100))
+  text = out.getvalue().removeprefix(text)
+  assert 'Reward over time' not in text and 'Loss over time' in text
 
 
 def test_where_it_ran_and_what_it_changed(tmp_path):

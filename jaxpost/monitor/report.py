@@ -250,9 +250,9 @@ def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> 
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not says_nothing_new(k, values)):
     table.add_row(markup.escape(titles.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
   for key in ('reward', 'loss'):
-    table.add_row(
-      f'{key.capitalize()} over time', *(_sparkline(_values(splits['train'], key)) for splits in stages.values())
-    )
+    lines = [_sparkline(_values(splits['train'], key)) for splits in stages.values()]
+    if any(lines):
+      table.add_row(f'{key.capitalize()} over time', *lines)
   means = [phases(splits['train']) for splits in stages.values()]
   times = ['\n'.join(f'{markup.escape(name)} {_seconds(s)}' for name, s in mean.items()) for mean in means]
   table.add_row('Time of a step', *times)
