@@ -96,7 +96,7 @@ def test_a_run_of_epochs_is_known_again(tmp_path):
 
 
 def test_what_a_run_starts_with(tmp_path):
-  facts = start.describe(['train']) | {
+  facts = start.describe() | {
     'seed': 3,
     'stages': {'sft': dict(steps=9, rows=1200, tokens_per_epoch=5e4, batch='2 rows', epochs=1.5)},
   }

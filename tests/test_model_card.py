@@ -18,14 +18,16 @@ def run(tmp_path):
   config = defaults() | {'algorithm': 'grpo', 'reward': 'exact_match'}
   config['model'] |= {'path': 'some/base|model'}
   (run / 'config.json').write_text(json.dumps(config))
-  (run / 'starts.jsonl').write_text(json.dumps({'versions': {'jaxpost': '9.9'}, 'command': ['train', '--x=1']}) + '\n')
+  start = {'versions': {'jaxpost': '9.9'}, 'command': ['/home/me/jaxpost/launch/train.py', '--x=(1,)']}
+  (run / 'starts.jsonl').write_text(json.dumps(start) + '\n')
   return run
 
 
 def test_the_facts_of_the_run(run):
   text = model_card.describe(run, 'grpo', 15)
-  for fact in ('some/base\\|model', '| method | grpo |', 'exact_match', 'step 15 of 100', 'jaxpost 9.9', 'train --x=1'):
+  for fact in ('some/base\\|model', '| method | grpo |', 'exact_match', 'step 15 of 100', 'jaxpost 9.9'):
     assert fact in text, fact
+  assert "| python -m launch.train '--x=(1,)' |" in text  # a line that a shell runs, without the folder of the clone
   assert '| held-out metric, step 10 | |' in text and '| pass@1 | 0.5 |' in text
 
 

@@ -4,9 +4,9 @@ python rival_tunix.py FOLDER sft|dpo|grpo SEED     writes FOLDER/tunix/METHOD/SE
 python rival_tunix.py FOLDER grpo SEED same_end    writes FOLDER/tunix_same_end/grpo/SEED
 
 A folder has `export`, the trained model as a Hugging Face folder, and `log.jsonl`, a line for each step. Tunix takes
-token ids for SFT and DPO, so these are the tokens that jaxpost trains on. The completions of its native sampler lack the
-token that ended them; `same_end` leaves it in, as jaxpost and TRL train on it. `grpo_default` is GRPO with the mean over
-tokens that Tunix takes by default.
+token ids for SFT and DPO, so these are the tokens that jaxpost trains on. The completions of its native sampler lack
+the token that ended them; `same_end` leaves it in, as jaxpost and TRL train on it. `grpo_default` is GRPO with the
+mean over tokens that Tunix takes by default.
 """
 
 import json

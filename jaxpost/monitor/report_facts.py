@@ -6,6 +6,7 @@ Imports no JAX.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,22 +25,27 @@ def start(workdir: epath.Path) -> dict[str, Any]:
   if not rows:
     return {}
   last = rows[-1]
-  versions = last.get('versions') or {}
+  words = list(map(str, last.get('command') or ('',)))
   devices = f'{last.get("devices")} x {last.get("device_kind")}'
   facts = {
     'started': last.get('time'),
     'machine': f'{devices}, {last.get("processes")} processes, {last.get("host")}',
-    'versions': ', '.join(f'{name} {version}' for name, version in versions.items()),
+    'versions': ', '.join(f'{name} {version}' for name, version in (last.get('versions') or {}).items()),
     'commit': last.get('commit'),
-    'command': ' '.join(map(str, last.get('command') or ())),
+    'command': _command(words),
     'seed': last.get('seed'),
   }
   for name, stage in (last.get('stages') or {}).items():
     facts[name] = f'{stage.get("rows")} rows, {stage.get("steps")} steps of {stage.get("batch")}'
   shown = {label: str(value) for label, value in facts.items() if value not in (None, '')}
-  recipe, overrides = _given(list(map(str, last.get('command') or ())))
-  changes = last.get('changes') or {}
-  return dict(facts=shown, changes=changes, count=len(rows), recipe=recipe, overrides=overrides)
+  recipe, overrides = _given(words)
+  return dict(facts=shown, changes=last.get('changes') or {}, count=len(rows), recipe=recipe, overrides=overrides)
+
+
+def _command(words: list[str]) -> str:
+  """Returns a line to paste into a shell; a module of launch/ has its name there, and not the folder of a clone."""
+  program = re.sub(r'.*\blaunch[/\\](\w+)\.py', r'python -m launch.\1', words[0])
+  return ' '.join([program, *map(shlex.quote, words[1:])])
 
 
 def algorithm(config: dict, stage: str) -> str:

@@ -6,6 +6,7 @@ report shows. Nothing in a run depends on it.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
@@ -14,7 +15,7 @@ import pathlib
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,15 +28,11 @@ FILE = 'starts.jsonl'
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'transformers')
 
 
-def describe(command: Sequence[str] = ()) -> dict[str, Any]:
-  """Returns facts about this process and its machine, as JSON.
-
-  Args:
-    command: the command line; () for that of this process.
-  """
+def describe() -> dict[str, Any]:
+  """Returns facts about this process and its machine, as JSON."""
   return dict(
     time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
-    command=list(command or sys.argv),
+    command=list(sys.argv),
     versions=versions(),
     commit=commit(),
     python=platform.python_version(),
@@ -52,10 +49,8 @@ def versions() -> dict[str, str]:
   """Returns {package: version} of this library and those it computes with."""
   found = {'jaxpost': sys.modules['jaxpost'].__version__}  # a clone need not be installed
   for name in _PACKAGES:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
       found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      continue
   return found
 
 
@@ -81,9 +76,8 @@ def lines(facts: Mapping[str, Any], workdir: str) -> list[str]:
   """
   v = facts['versions']
   code = f'jaxpost {v["jaxpost"]}' + (f' ({facts["commit"]})' if facts['commit'] else '')
-  machine = f'{facts["devices"]} x {facts["device_kind"]}'
-  if facts['processes'] > 1:
-    machine += f' on {facts["processes"]} processes'
+  several = f' on {facts["processes"]} processes' if facts['processes'] > 1 else ''
+  machine = f'{facts["devices"]} x {facts["device_kind"]}{several}'
   out = [f'{code}, JAX {v["jax"]}, {machine}, seed {facts["seed"]}, workdir {workdir}']
   for name, stage in facts['stages'].items():
     text = f'{name}: {stage["steps"]} steps of {stage["batch"]}, {stage["rows"]:,} rows'
