@@ -111,16 +111,18 @@ def train(folder, out, name, seed):
 
 def logprobs(model, tokenizer, pairs):
   """Returns the log-prob of each completion after its prompt, end of turn included, and its tokens."""
-  out = []
+  found, out = [], []
   for prompt, completion in pairs:
     head = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
     first = tokenizer(head, add_special_tokens=False)['input_ids']
     rest = tokenizer(completion[0]['content'] + tokenizer.eos_token, add_special_tokens=False)['input_ids']
-    ids = torch.tensor([first + rest])
-    with torch.no_grad():
-      scores = model(ids).logits[0].log_softmax(-1)
-    chosen = scores[len(first) - 1 : -1].gather(1, torch.tensor(rest)[:, None])
-    out.append((float(chosen.sum()), len(rest)))
+    found.append((torch.tensor(first + rest), len(first)))
+  ids = torch.nn.utils.rnn.pad_sequence([x for x, _ in found], batch_first=True)  # on the right, where nobody looks
+  with torch.no_grad():
+    scores = model(ids).logits.log_softmax(-1)
+  for row, (x, start) in enumerate(found):
+    chosen = scores[row, start - 1 : len(x) - 1].gather(1, x[start:, None])
+    out.append((float(chosen.sum()), len(x) - start))
   return out
 
 
