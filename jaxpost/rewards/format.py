@@ -8,8 +8,10 @@ spec.
 import json
 import re
 import sys
+from collections.abc import Callable
 
 from jaxpost.errors import InputError
+from jaxpost.rewards import bounded
 from jaxpost.workers import call
 
 
@@ -74,6 +76,8 @@ class TagFormat:
 class RegexMatch:
   """1 if a pattern of Python's re is found in the completion, else 0.
 
+  A completion on which the pattern backtracks for seconds gets 0, and counts in `regex_match_late`.
+
   Args:
     pattern: the pattern. Without it each row has its own, in the column `pattern`; None for a row whose pattern is
       missing or invalid.
@@ -89,16 +93,23 @@ class RegexMatch:
         self._pattern = re.compile(pattern)
       except re.error as error:
         raise InputError(f'option pattern={pattern!r}: {error}') from error
+    self._bounded = bounded.Bounded(self._reward)
 
-  def __call__(self, completions: list, pattern: list | None = None, **columns) -> list[float | None]:
+  def __call__(
+    self,
+    completions: list,
+    pattern: list | None = None,
+    time_limit_s: float | None = None,
+    log_metric: Callable | None = None,
+    **columns,
+  ) -> list[float | None]:
     """Returns one reward per completion."""
-    if self._pattern is not None:
-      pattern = [self._pattern] * len(completions)
-    return [self._reward(p, text_of(c)) for c, p in zip(completions, pattern, strict=True)]
+    rows = [(text_of(c), p) for c, p in zip(completions, pattern or [None] * len(completions), strict=True)]
+    return bounded.scores(self._bounded, rows, 'regex_match_late', time_limit_s, log_metric)
 
-  def _reward(self, pattern, text: str) -> float | None:
+  def _reward(self, text: str, pattern: str) -> float | None:
     try:
-      return float(self._search(pattern, text) is not None)
+      return float(self._search(self._pattern or pattern, text) is not None)
     except (re.error, TypeError):  # The row's pattern is invalid; that is no verdict on the completion.
       return None
 
@@ -106,7 +117,8 @@ class RegexMatch:
 class JsonSchema:
   """1 if the completion is JSON that fits a JSON schema, else 0.
 
-  The completion must be the JSON alone, or one fenced block. References to other documents are never fetched.
+  The completion must be the JSON alone, or one fenced block. References to other documents are never fetched. A
+  completion that takes seconds to check gets 0, and counts in `json_schema_late`.
 
   Args:
     file: file of the schema. Without it each row has its own, in the column `schema` (an object or its text); None for
@@ -125,14 +137,22 @@ class JsonSchema:
         raise InputError(f'option file={file!r}: {error}') from error
       if self._validator is None:
         raise InputError(f'option file={file!r}: is no valid JSON schema')
+    self._bounded = bounded.Bounded(self._fits)
 
-  def __call__(self, completions: list, schema: list | None = None, **columns) -> list[float | None]:
+  def __call__(
+    self,
+    completions: list,
+    schema: list | None = None,
+    time_limit_s: float | None = None,
+    log_metric: Callable | None = None,
+    **columns,
+  ) -> list[float | None]:
     """Returns one reward per completion."""
-    if self._validator is not None:
-      return [self._fits(self._validator, text_of(c)) for c in completions]
-    return [self._fits(_validator(s), text_of(c)) for c, s in zip(completions, schema, strict=True)]
+    rows = [(text_of(c), s) for c, s in zip(completions, schema or [None] * len(completions), strict=True)]
+    return bounded.scores(self._bounded, rows, 'json_schema_late', time_limit_s, log_metric)
 
-  def _fits(self, validator, text: str) -> float | None:
+  def _fits(self, text: str, schema: object) -> float | None:
+    validator = _validator(schema) if self._validator is None else self._validator
     if validator is None:
       return None
     try:
@@ -141,7 +161,7 @@ class JsonSchema:
       return 0.0
     try:
       return float(validator.is_valid(value))
-    except RecursionError:  # The JSON is nested deeper than Python's stack.
+    except (RecursionError, OverflowError):  # nested deeper than Python's stack, or a number that is no float
       return 0.0
     except sys.modules['referencing'].exceptions.Unresolvable as error:
       raise call.RewardError(f'the schema refers to {error}') from error

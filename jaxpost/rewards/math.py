@@ -8,9 +8,10 @@ import dataclasses
 import fractions
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxpost.errors import InputError
+from jaxpost.rewards import bounded
 from jaxpost.rewards.format import text_of
 
 # A minus after a letter, digit or bracket is an operator: 10-5 ends in 5.
@@ -81,8 +82,8 @@ class MathVerify:
   """1 if the math-verify library finds the completion equal to the answer, else 0.
 
   The completion's answer must be LaTeX; a box takes precedence. None if the row's answer cannot be parsed. The settings
-  are those of TRL's accuracy_reward. math-verify's own timeouts are off, because their signals cannot interrupt C code;
-  the pool kills a worker that hangs.
+  are those of TRL's accuracy_reward. math-verify's own timeouts are off, because their signals cannot interrupt C code:
+  a completion such as 9^{9^{9}} is read in a process that can be killed, gets 0 and counts in `math_verify_late`.
   """
 
   def __init__(self) -> None:
@@ -99,10 +100,27 @@ class MathVerify:
       boxed_match_priority=0,
       try_extract_without_anchor=False,
     )
+    self._reward('$1$', '$1$')  # loads the parser, which the calls to come do not wait for
+    self._bounded = bounded.Bounded(self._reward)
 
-  def __call__(self, completions: list, answer: list, **columns) -> list[float | None]:
+  def __call__(
+    self,
+    completions: list,
+    answer: list,
+    time_limit_s: float | None = None,
+    log_metric: Callable | None = None,
+    **columns,
+  ) -> list[float | None]:
     """Returns one reward per completion."""
-    return [self._reward(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
+    rows = [(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
+    rewards = self._bounded.each(rows, time_limit_s)
+    late = [i for i, reward in enumerate(rewards) if reward is bounded.LATE]
+    for i in late:  # The row's own answer may be what takes so long.
+      alone = self._bounded.each([('$\\boxed{1}$', answer[i])], time_limit_s)
+      rewards[i] = None if alone == [bounded.LATE] else 0.0
+    if log_metric:
+      log_metric('math_verify_late', len(late) / len(rows))
+    return rewards
 
   def _reward(self, text: str, answer) -> float | None:
     gold = [] if answer is None else self._library.parse(str(answer), parsing_timeout=None)
