@@ -145,6 +145,41 @@ def test_a_session_of_its_own_does_not_outlive_the_owner(tmp_path, sign):
     assert time.monotonic() < deadline
 
 
+@pytest.mark.parametrize(
+  'acts',
+  [
+    'for _ in range(1100):\n  os.mkdir("d")\n  os.chdir("d")',
+    'os.makedirs("a/b")\nopen("a/b/c", "w").close()\nos.symlink("/", "a/l")\nos.chmod("a/b", 0)\nos.chmod("..", 0)',
+    'import shutil\nshutil.rmtree(os.path.dirname(os.getcwd()))',
+    'for i in range(5): os.makedirs(f"../{i}", exist_ok=True)',
+  ],
+  ids=['deep', 'closed', 'removed', 'planted'],
+)
+def test_a_program_without_isolation_cannot_keep_its_folder_or_fail_the_next(tmp_path, monkeypatch, acts):
+  monkeypatch.setattr(sandbox.tempfile, 'tempdir', str(tmp_path))
+  limits = dataclasses.replace(INSECURE, timeout_s=60.0)
+  program = (
+    f'import os\nwhich = input()\nprint(which)\nif which == "2": os._exit(print(end="", flush=True) or 0)\n{acts}'
+  )
+  assert sandbox.run_inputs(program, ['1', '2'], limits) == ['1\n', '2\n']
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_group_whose_owner_was_killed_is_removed_and_others_are_not():
+  if why := supervisor.why_no_cgroup(sandbox._CGROUPS):
+    pytest.skip(f'no control group can be made here: {why}')
+  group = supervisor.Cgroup(64, sandbox._CGROUPS)
+  ended = subprocess.Popen(['true'])
+  ended.wait()
+  stale = group._folder.with_name(f'jaxpost-{ended.pid}')
+  stale.mkdir()
+  try:
+    group.remove_stale()
+    assert not stale.exists() and group._folder.exists()
+  finally:
+    group.remove()
+
+
 def test_no_group_is_left(tmp_path):
   if why := supervisor.why_no_cgroup(sandbox._CGROUPS):
     pytest.skip(f'no control group can be made here: {why}')

@@ -172,10 +172,9 @@ def start(job: dict, command: list[str], pipes: dict[int, int], folder: str, dea
 
 def new_folder(job: dict, number: int) -> str:
   """Makes an empty working directory; inside the namespaces it replaces that of the program before."""
-  if job['insecure']:
-    folder = f'{job["folder"]}/{number}'
-    os.mkdir(folder)
-    return folder
+  if job['insecure']:  # The program before may have removed this folder, or made others in it.
+    os.makedirs(job['folder'], exist_ok=True)
+    return tempfile.mkdtemp(dir=job['folder'])
   if number:
     namespaces.unmount(WORK)
   namespaces.mount_tmpfs(WORK, f'size={job["disk_mb"]}m,nr_inodes=4096,mode=777')

@@ -20,12 +20,12 @@ standard library is imported here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import select
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -184,7 +184,8 @@ class _Jail:
     for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
       pipe.close()
     if self._folder:
-      shutil.rmtree(self._folder, ignore_errors=True)
+      with contextlib.suppress(OSError):
+        _remove(self._folder)
 
   def new_solution(self) -> Callable[[str], str | None]:
     """Starts the solution in a new process; returns a function that sends it a line and returns its answer."""
@@ -224,6 +225,36 @@ class _Jail:
       raise call.RewardError(f'the sandbox cannot be set up: {report["setup"]}')
     self._lines += 1
     return report
+
+
+def _remove(folder: str) -> None:
+  """Removes a folder, whatever its depth and permissions; shutil.rmtree calls itself for each level."""
+  if os.path.islink(folder):
+    return os.unlink(folder)
+  os.chmod(folder, 0o700)
+  here = os.open(folder, os.O_DIRECTORY)
+  names: list[str] = []  # of the folders between `folder` and `here`
+  while True:
+    name = ''
+    with os.scandir(here) as entries:
+      for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+          name = entry.name
+          break
+        os.unlink(entry.name, dir_fd=here)
+    if not name and not names:
+      break
+    if name:
+      os.chmod(name, 0o700, dir_fd=here)
+    other = os.open(name or '..', os.O_DIRECTORY, dir_fd=here)
+    os.close(here)
+    here = other
+    if name:
+      names.append(name)
+    else:
+      os.rmdir(names.pop(), dir_fd=here)
+  os.close(here)
+  os.rmdir(folder)
 
 
 def _read_stderr(process: subprocess.Popen) -> str:

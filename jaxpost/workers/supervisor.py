@@ -58,6 +58,13 @@ class Cgroup:
         errors.append(f'{error.filename}: {error.strerror}')
     raise OSError('; '.join(errors) or 'this system has none')
 
+  def remove_stale(self) -> None:
+    """Removes the empty groups beside this one whose process has ended without doing so."""
+    for folder in self._folder.parent.glob('jaxpost-*'):
+      if not os.path.exists(f'/proc/{folder.name.rpartition("-")[2]}'):
+        with contextlib.suppress(OSError):
+          folder.rmdir()
+
   def remove(self) -> None:
     """Removes the group, which must be empty; a process that has just ended may still be in it."""
     os.close(self.entrance)
@@ -88,9 +95,11 @@ def candidates(text: str, root: pathlib.Path) -> Iterator[tuple[pathlib.Path, tu
 
 
 def why_no_cgroup(root: str) -> str:
-  """Returns why no control group can be made here, '' if one can."""
+  """Returns why no control group can be made here, '' if one can; removes those whose owner was killed."""
   try:
-    Cgroup(64, root).remove()
+    group = Cgroup(64, root)
+    group.remove_stale()
+    group.remove()
   except OSError as error:
     return str(error)
   return ''
