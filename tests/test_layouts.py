@@ -12,7 +12,7 @@ LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2', 'data=2,fsdp=2,ten
 RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2', 'rich:fsdp=2,context=2,tensor=2']
 # A model with experts, with the losses of their router.
 MOE = ['moe:expert=8', 'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2', 'moe:expert=2,context=2,fsdp=2']
-LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2']
+LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2', 'sparse:expert=2,fsdp=2,tensor=2']
 HYBRID = [
   'qwen3_5_moe_text:expert=2,fsdp=2,tensor=2',
   'lfm2_moe:expert=2,fsdp=2,tensor=2',
@@ -162,10 +162,12 @@ def main():
     print(text, wrong or 'ok', flush=True)
 
   given, full, experts = saved(plain), saved(rich), saved(sparse)
-  low = saved(model_lib.build(tiny.latent(**shapes | dict(num_kv_heads=8))))
-  right = gradient(tiny.one_device(), low)
-  for text in LATENT:
-    compare(low, right, text)
+  for name, make in dict(latent=tiny.latent, sparse=tiny.sparse).items():
+    low = saved(model_lib.build(make(**shapes | dict(num_kv_heads=8))))
+    right = gradient(tiny.one_device(), low)
+    for text in LATENT:
+      if text.startswith(name):
+        compare(low, right, text)
   gated = Experts(8, 3, 16, shared=1, shared_size=24, shared_gate=True)
   shared = dataclasses.replace(gated, shared_gate=False)
   behind = Experts(8, 3, 16, first_dense=1, sigmoid=True, choice_bias=True)
