@@ -94,7 +94,9 @@ def run_stage(stage: Stage, start: int, stop: StopSignal):
       if stage.wait_for_update:
         jax.block_until_ready(done)
     replica_check = stage.host_health.begin(step, stage.roles) if stage.host_health else None
-    run.pending = _PendingStep(step, item, done, stage.timer.pop() if stage.wait_for_update else {}, replica_check)
+    # Where the host goes on before the devices have computed this step, it lasts until its metrics are read.
+    times = stage.timer.pop() if stage.wait_for_update else {}
+    run.pending = _PendingStep(step, item, done, times, replica_check)
     if step == start + 1:
       run.after_first_step(step, done[0][1])
     preempted = stop.reached()
@@ -116,7 +118,7 @@ class _PendingStep(typing.NamedTuple):
   step: int
   item: Item
   done: list[tuple[str, dict]]  # (role, metrics) of each update
-  times: dict  # empty where the next step is dispatched before this one is computed: it lasts until its metrics come
+  times: dict  # empty until the metrics are read, where the host did not wait for them
   replica_check: dict | None
 
 
