@@ -51,10 +51,7 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
   disk_errors.silence_orbax()
   watchdog.forget_reason()
   try:
-    try:
-      os.getcwd()
-    except FileNotFoundError as error:
-      raise errors.InputError('the working directory has been deleted; change to one that exists') from error
+    check_working_directory()
     with disk_errors.explained():
       app.run(main, argv=argv, flags_parser=functools.partial(parse, words=words))
   except BrokenPipeError:
@@ -64,12 +61,20 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     sys.exit(watchdog.print_reason(str(error), error.exit_code, sys.stderr))
 
 
+def check_working_directory():
+  """Raises InputError if the working directory has been deleted."""
+  try:
+    os.getcwd()
+  except FileNotFoundError as error:
+    raise errors.InputError('the working directory has been deleted; change to one that exists') from error
+
+
 def open_standard_streams():
   """Opens /dev/null for each of stdin, stdout and stderr that is closed: a file would get its number, and output."""
-  for number, name in enumerate(('stdin', 'stdout', 'stderr')):
+  for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
     if getattr(sys, name) is None:
-      os.dup2(os.open(os.devnull, os.O_RDWR), number)
-      setattr(sys, name, open(number, 'w' if number else 'r', encoding='utf-8', closefd=False))
+      setattr(sys, name, open(os.devnull, mode, encoding='utf-8'))  # with the lowest number that is free
+      os.set_inheritable(getattr(sys, name).fileno(), True)  # for child processes, which would lack it likewise
 
 
 def end_if_unread():

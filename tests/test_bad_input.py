@@ -769,13 +769,14 @@ def test_the_worst_code(codes, worst):
 def test_closed_streams(tmp_path):
   """Else a file of the run would get the number of stdout, and what is printed."""
   script = """
-import os, sys
+import os, subprocess, sys
 from launch import exits
 
 def main(argv):
   with open(sys.argv[1], 'w') as file:
     os.write(1, b'of the runtime')
     print('a line')
+    subprocess.run(['sh', '-c', 'echo of a child'], check=True)
     file.write(f'{file.fileno() > 2} {sys.stdout.isatty()}')
 
 exits.run(main, ['x'])
