@@ -296,7 +296,9 @@ class MetricsWriter:
         if error.filename:
           raise
         # Its queue takes a semaphore of the system; a container without a writable /dev/shm has none.
-        self._board.line(f'tensorboard: left out ({error.strerror}: /dev/shm); metrics.jsonl has all that it would get')
+        self._board.line(
+          f'tensorboard: left out ({error.strerror}; is /dev/shm writable?); metrics.jsonl has all of it'
+        )
     if self._trackers is not None:
       self._trackers.start_stage(stage)
 

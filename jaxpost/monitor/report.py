@@ -247,7 +247,7 @@ def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> 
   workdir = epath.Path(workdir)
   values, stages = figures(workdir), _stages(read_rows(workdir / 'metrics.jsonl'))
   table = rich.table.Table('', *map(markup.escape, stages))
-  for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not says_nothing_new(k, values)):
+  for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not is_repeated(k, values)):
     table.add_row(markup.escape(titles.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
   for key in ('reward', 'loss'):
     lines = [_sparkline(_values(splits['train'], key)) for splits in stages.values()]
@@ -262,7 +262,7 @@ def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> 
       console.out(workdir / name, highlight=False)
 
 
-def says_nothing_new(name: str, values: Mapping[str, Any]) -> bool:
+def is_repeated(name: str, values: Mapping[str, Any]) -> bool:
   """Returns whether the table can do without METRIC/STAGE: a time of an evaluation, or what another figure says."""
   key, _, stage = name.rpartition('/')
   of_stage = {k.rpartition('/')[0]: v for k, v in values.items() if k.endswith(f'/{stage}')}

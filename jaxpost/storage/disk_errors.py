@@ -18,14 +18,18 @@ _PATH = (*_NO_ACCESS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOL
 
 
 def silence_orbax() -> None:
-  """Leaves out what threads and tasks of Orbax print after a write of theirs found no room; one line says it."""
+  """Leaves out what threads and tasks of Orbax print after a write that failed; the save raises its error."""
+  sys.unraisablehook = _print_unraisable
+  logging.getLogger('asyncio').addFilter(_is_news)  # once, however often this is called
 
-  def print_unraisable(found: sys.UnraisableHookArgs) -> None:
-    if str(found.exc_value) != 'Event loop is closed':
-      sys.__unraisablehook__(found)
 
-  sys.unraisablehook = print_unraisable
-  logging.getLogger('asyncio').addFilter(lambda record: not (record.exc_info and _no_room(record.exc_info[1])))
+def _print_unraisable(found: sys.UnraisableHookArgs) -> None:
+  if str(found.exc_value) != 'Event loop is closed':
+    sys.__unraisablehook__(found)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  return not (record.exc_info and _no_room(record.exc_info[1]))
 
 
 def _no_room(error: BaseException | None) -> bool:

@@ -93,7 +93,7 @@ def compare(first: epath.PathLike, second: epath.PathLike) -> Comparison:
     key
     for key in values[0] | values[1]
     if not metrics.is_clock_key(key.rpartition('/')[0].removeprefix('eval_'))
-    and not all(report.says_nothing_new(key, of_run) for of_run in values if key in of_run)
+    and not all(report.is_repeated(key, of_run) for of_run in values if key in of_run)
   ]
   stages = list(dict.fromkeys(key.rpartition('/')[2] for key in keys))
   keys.sort(key=lambda key: stages.index(key.rpartition('/')[2]))
