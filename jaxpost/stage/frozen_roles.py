@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from jaxpost.distributed.transfer import to_host
 from jaxpost.models import partition
 from jaxpost.models.parameters import join
-from jaxpost.programs import score
+from jaxpost.programs import score, train
 from jaxpost.roles import Frozen, place
 from jaxpost.stage import load_weights
 
@@ -110,4 +110,14 @@ def _load_beside_policy(
   """Loads an adapter on the policy's frozen base: (model, its leaves, those shared with the policy)."""
   model = partition.frozen_base_model(source.config, policy.quantized)
   _, shared = partition.split(params, policy)
-  return model, load_weights.load_adapter(source, model, layout, ledger), shared
+  return model, load_adapter(source, model, layout, ledger), shared
+
+
+def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | None) -> dict:
+  """Loads the leaves of an adapter folder by themselves."""
+  part = partition.trained_part(model)
+  if ledger and ledger.dry:
+    return load_weights.described(part, layout, 'float32')
+  from jaxpost.formats import peft
+
+  return peft.load(source.folder, model, part.shardings(layout), train.write)

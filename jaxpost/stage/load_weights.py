@@ -60,16 +60,6 @@ def load(
   return partition.adopt(params, stored, model, layout, jnp.dtype(dtype), seed=seed)
 
 
-def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | None) -> dict:
-  """Loads the leaves of an adapter folder by themselves."""
-  part = partition.trained_part(model)
-  if ledger and ledger.dry:
-    return described(part, layout, 'float32')
-  from jaxpost.formats import peft
-
-  return peft.load(source.folder, model, part.shardings(layout), programs.write)
-
-
 def _load_without_base(
   source: Source, model: Model, layout: Layout, dtype: str, workdir: Any, seed: int, ledger: Ledger | None
 ) -> dict:

@@ -24,7 +24,7 @@ from jaxpost.errors import InputError, NoCheckpointError
 from jaxpost.models import partition
 from jaxpost.models.parameters import join
 from jaxpost.roles import Policy, Roles
-from jaxpost.stage import algorithms, assemble, on_policy, place, prepare, sampling_inputs, schema
+from jaxpost.stage import algorithms, assemble, frozen_roles, on_policy, place, prepare, sampling_inputs, schema
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import export as export_lib
 from jaxpost.stage import load_weights as weights_lib
@@ -156,7 +156,7 @@ def adapters(base: Weights, values: Sequence[str]) -> dict[str, Weights]:
   for name, _, folder in pairs:
     source = sources_lib.with_adapter(folder, below)
     model = partition.frozen_base_model(source.config)
-    adapter = weights_lib.load_adapter(source, model, base.layout, None)
+    adapter = frozen_roles.load_adapter(source, model, base.layout, None)
     inputs = dataclasses.replace(base.inputs, model=model, sources={'policy': source})
     out[name] = dataclasses.replace(base, params=join(params, adapter), inputs=inputs)
   return out or {'': base}
