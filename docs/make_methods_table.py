@@ -57,8 +57,8 @@ are smaller than that deviation: the task shows that a method learns, and not wh
   of the last line counts twice as much as they do. Their row is of seed 0 alone, and does not show that they
   help: on a second machine, three seeds changed pass@1 by 0.041, 0.021 and -0.018. The judge had hardly learned
   its task: it told right from wrong in 62 % of held-out lines, and the place of a line alone does in 58 %.
-* A row is of one machine, and rows are not all of the same: the start, which is trained there, differs in the
-  third digit.
+* A row is of one machine, and rows are not all of the same: the starts, which are trained there, differ (column
+  "before").
 
 | method | metric | before | after | steps | its own choices | default and source | set here |
 |---|---|---|---|---|---|---|---|

@@ -251,7 +251,10 @@ def test_waiting_ends_when_nothing_comes(engine):
   [
     (Request(np.zeros(0, np.int32), 4), 'prompt 4: is empty'),
     (Request(np.zeros(50, np.int32), 4), 'max_tokens: 12 tokens to draw and the 50 of prompt 4'),
-    (Request(np.zeros(3, np.int32), 4, 0, dict(stop_ids=(131,))), 'stop_ids of prompt 4: 131 is outside'),
+    (
+      Request(np.zeros(3, np.int32), 4, 0, dict(stop_ids=(131,))),
+      'stop_ids of prompt 4: 131 is outside the vocabulary of 131',
+    ),
     (Request(np.zeros(3, np.int32), 4, 0, dict(forbidden_ids=range(9))), 'forbidden_ids: 9, of 8 that fit'),
   ],
 )
