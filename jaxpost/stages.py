@@ -104,7 +104,7 @@ def _run(
   consistency.check_same_run(workdir, configs, console)
   consistency.check_same_start(workdir, configs)
   if consistency.is_finished(workdir, configs):
-    console.out(f'{workdir}: was finished before', highlight=False)
+    console.out(f'{workdir}: was finished before; another --workdir starts a new run', highlight=False)
     for name in seals.damaged(workdir):
       console.out(f'{workdir / name}: differs from its checksum: it was damaged or changed', highlight=False)
     return object_store.read_json(workdir / 'summary.json')
@@ -259,12 +259,14 @@ def _run_stages(
       del stage
       gc.collect()  # frees the optimizer state before the next stage makes its own
     if last.config.save.export:
-      from jaxpost.stage import export
+      from jaxpost.stage import export, model_card
 
       stop.check('the export')
       with activity('writing export/'):
         params = final_params(last, workdir) if params is None else params
         export.export(last.inputs, workdir / 'export', params)
+        if coordination.process_index() == 0:
+          model_card.write(workdir / 'export', workdir, last.name, last.config.train.steps)
     if done == len(placed):  # no step has passed the rows to the alerts
       for row in metrics.read_rows(writer.path):
         if row['split'] == 'train':

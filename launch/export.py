@@ -34,7 +34,9 @@ def main(argv):
   host.tune_host()
   host.use_compile_cache()
   from jaxpost.formats import hf
-  from jaxpost.tools import inference, model_card
+  from jaxpost.stage import model_card
+  from jaxpost.storage import hub
+  from jaxpost.tools import inference
 
   hf.check_target(_OUT.value)  # before minutes of reading
   weights = inference.load(**_WEIGHTS.arguments())
@@ -44,7 +46,7 @@ def main(argv):
   if _WEIGHTS.run.value:
     model_card.write(_OUT.value, _WEIGHTS.run.value, name, weights.step)
   if _PUSH.value:
-    model_card.push(_OUT.value, _PUSH.value, _PUBLIC.value, inference.to_stderr)
+    hub.push(_OUT.value, _PUSH.value, _PUBLIC.value, inference.to_stderr)
   inference.to_stderr(f'step {weights.step} of stage {weights.inputs.name}')
   print(_OUT.value)
 

@@ -23,6 +23,7 @@ OPTIONS = {
   'jaxpost.data.generated': 'data.path',
   'jaxpost.data.maps': 'data.map',
   'jaxpost.environments': 'environment',
+  'jaxpost.distributed.bridge': 'mesh.rollout_devices',
   'jaxpost.formats.fp8': 'model.path',
   'jaxpost.formats.hybrid_families': 'model.path',
   'jaxpost.formats.hybrid_fields': 'model.path',

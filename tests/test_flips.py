@@ -97,7 +97,7 @@ def read(config, run, name):
       program_table.read(run / 'plan.json', ['dpo', 'grpo']),
       metrics.read_rows(run / 'metrics.jsonl'),
     ]
-  return value, console.file.getvalue().replace(f'{run}: was finished before\n', '')
+  return value, console.file.getvalue().replace(f'{run}: was finished before; another --workdir starts a new run\n', '')
 
 
 def flip(path, draw):

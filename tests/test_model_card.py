@@ -6,9 +6,9 @@ import pytest
 from test_report import make_run
 
 from jaxpost.errors import InputError
+from jaxpost.stage import model_card
 from jaxpost.stage.config import defaults
 from jaxpost.storage import hub
-from jaxpost.tools import model_card
 
 
 @pytest.fixture
@@ -43,15 +43,33 @@ def test_never_over_another_stage(run, tmp_path):
     model_card.check_stage(out, 'sft')
 
 
+def test_the_header_names_base_model_and_license(run, tmp_path):
+  out, base = tmp_path / 'out', tmp_path / 'base'
+  out.mkdir()
+  base.mkdir()
+  config = json.loads((run / 'config.json').read_text())
+
+  def header(path):
+    (run / 'config.json').write_text(json.dumps(config | {'model': config['model'] | {'path': path}}))
+    (out / 'README.md').write_text('---\ntags:\n- jaxpost\n---\n')
+    model_card.write(out, run, 'grpo', 15)
+    return (out / 'README.md').read_text().split('---\n')[1]
+
+  assert header('org/name') == 'tags:\n- jaxpost\nbase_model: org/name\n'
+  assert header(str(base)) == 'tags:\n- jaxpost\n'
+  (base / 'README.md').write_text('---\nlicense: apache-2.0\n---\nlicense: of the text\n')
+  assert header(str(base)) == 'tags:\n- jaxpost\nlicense: apache-2.0\n'
+
+
 def test_push_without_a_token_sends_nothing(tmp_path, monkeypatch):
   (tmp_path / 'config.json').write_text('{}')
   monkeypatch.setattr(hub, 'has_token', lambda: False)
   monkeypatch.setattr(hub, 'upload', lambda *args, **kwargs: pytest.fail('sent'))
   said = []
-  model_card.push(str(tmp_path), 'org/name', False, said.append)
+  hub.push(str(tmp_path), 'org/name', False, said.append)
   assert said[0] == 'would send config.json, 2 bytes' and 'nothing was sent' in said[1]
   with pytest.raises(InputError, match='ORG/NAME'):
-    model_card.push(str(tmp_path), 'name', False, said.append)
+    hub.push(str(tmp_path), 'name', False, said.append)
 
 
 def test_push_with_a_token(tmp_path, monkeypatch):
@@ -71,11 +89,11 @@ def test_push_with_a_token(tmp_path, monkeypatch):
   monkeypatch.setattr(hub, 'has_token', lambda: True)
   monkeypatch.setattr(huggingface_hub, 'HfApi', Api)
   said = []
-  model_card.push(str(tmp_path), 'org/name', False, said.append)
+  hub.push(str(tmp_path), 'org/name', False, said.append)
   assert calls == [
     ('org/name', {'private': True, 'exist_ok': True}),
     {'repo_id': 'org/name', 'folder_path': str(tmp_path)},
   ]
   assert said == ['https://huggingface.co/org/name']
   with pytest.raises(InputError, match='no way'):
-    model_card.push(str(tmp_path), 'org/refused', True, said.append)
+    hub.push(str(tmp_path), 'org/refused', True, said.append)

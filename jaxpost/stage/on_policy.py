@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxpost.distributed import bridge, transfer
+from jaxpost.distributed import transfer
 from jaxpost.models import routing_replay
 from jaxpost.rl import batching, grading
 from jaxpost.rl.controller import Controller
@@ -45,11 +45,15 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     sequences = section.size * section.samples
   if placed.config.router.routing_replay:
     model = routing_replay.recording(model)
-  reshard = None
+  reshard = bridge = None
   if rollout.share_base:
     from jaxpost.models import shared_weights
 
     reshard, model = shared_weights.share(model, placed.rollout)
+  if placed.config.mesh.rollout_devices:
+    from jaxpost.distributed.bridge import make_bridge
+
+    bridge = make_bridge(placed.train, placed.rollout, 'config.mesh.rollout')
   return NativeEngine(
     model,
     SamplerConfig(
@@ -74,7 +78,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     placed.compute,
     placed.ledger,
     decode=functools.partial(tokenizer.decode, skip_special=False),
-    bridge=bridge.make_bridge(placed.train, placed.rollout, 'config.mesh.rollout'),
+    bridge=bridge,
     reshard=reshard,
     asynchronous=rollout.staleness > 0,
   )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
 from etils import epath
@@ -14,7 +12,7 @@ from jaxpost.errors import InputError
 from jaxpost.monitor import metrics, report_facts
 from jaxpost.monitor.report import number
 from jaxpost.stage import config as config_lib
-from jaxpost.storage import hub, object_store
+from jaxpost.storage import object_store
 
 _FILE = 'README.md'
 _ORIGIN = re.compile(r'<!-- jaxpost: (\{.*\}) -->')
@@ -29,9 +27,24 @@ def check_stage(folder: epath.PathLike, stage: str) -> None:
 
 
 def write(folder: epath.PathLike, run: epath.PathLike, stage: str, step: int) -> None:
-  """Adds the facts of a run to the card of its export, below the header that the export has written."""
+  """Adds the facts of a run to the card of its export: to the header that the export has written, and below it."""
   card = epath.Path(folder) / _FILE
-  object_store.write_text(card, card.read_text().rstrip('\n') + '\n\n' + describe(run, stage, step))
+  config = config_lib.parse_saved(epath.Path(run).expanduser() / 'config.json')[stage]
+  header, end, title = card.read_text().partition('\n---\n')
+  facts = ''.join(f'\n{name}: {value}' for name, value in _header(config.model.path).items())
+  object_store.write_text(card, header + facts + end + title.rstrip('\n') + '\n\n' + describe(run, stage, step))
+
+
+def _header(base: str) -> dict[str, str]:
+  """Returns what the header of a card says of the base model: its name on the hub, its license as its card has it."""
+  found = {}
+  card = epath.Path(base) / _FILE if base else None
+  if card and card.exists():
+    named = re.search(r'^license: *(\S.*)$', card.read_text().partition('\n---\n')[0], re.MULTILINE)
+    found = {'license': named[1]} if named else {}
+  elif re.fullmatch(r'[\w.-]+/[\w.-]+', base):
+    found = {'base_model': base}
+  return found
 
 
 def describe(run: epath.PathLike, stage: str, step: int) -> str:
@@ -57,10 +70,11 @@ def describe(run: epath.PathLike, stage: str, step: int) -> str:
     lines += [f'| {name} | {number(value)} |' for name, value in measured[1].items()]
   lines += [
     '',
-    'The license is that of the base model and the data, which are not named here; add it before you publish.',
+    'The licenses of the base model and the data hold for these weights, too; name them before you publish.',
     '',
     '    vllm serve FOLDER',
-    '    python llama.cpp/convert_hf_to_gguf.py FOLDER --outfile model.gguf  # then: FROM ./model.gguf in a Modelfile',
+    '    python llama.cpp/convert_hf_to_gguf.py FOLDER --outfile model.gguf',
+    '    echo "FROM ./model.gguf" > Modelfile && ollama create NAME -f Modelfile',
   ]
   return '\n'.join(lines) + '\n'
 
@@ -80,21 +94,3 @@ def _text(value: Any) -> str:
 
 def _cell(value: Any) -> str:
   return ' '.join(str(value).split()).replace('|', '\\|')
-
-
-def push(folder: str, repo: str, public: bool, say: Callable[[str], None]) -> None:
-  """Uploads a folder to the hub; without a token says what would be sent.
-
-  Raises:
-    InputError: `repo` is not org/name, or the hub refuses it.
-  """
-  if not re.fullmatch(r'[\w.-]+/[\w.-]+', repo):
-    raise InputError(f'--push={repo}: name a model of the hub, as ORG/NAME')
-  if object_store.is_remote(folder):
-    raise InputError(f'--push: {folder} is no local folder; export to one')
-  if not hub.has_token():
-    for path in sorted(p for p in pathlib.Path(folder).rglob('*') if p.is_file()):
-      say(f'would send {path.relative_to(folder)}, {path.stat().st_size:,} bytes')
-    say(f'--push={repo}: nothing was sent, there is no token of the hub; run `hf auth login`, or set HF_TOKEN')
-    return
-  say(hub.upload(folder, repo, private=not public))
