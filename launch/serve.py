@@ -9,10 +9,12 @@ Answers /v1/chat/completions and /v1/completions until Ctrl-C. Responses have
 the token ids and log-probs of each to a file. Requests share the decoding slots;
 a client that disconnects gives up its own.
 Adapters share the base but have their own slots; `model` in a request names one.
-Prints the URL, and at the end how many requests were answered, refused and cancelled.
+Prints the URL, a curl command to try, and at the end how many requests were answered, refused and cancelled.
 """
 
+import json
 import logging
+import shlex
 import signal
 
 from absl import flags
@@ -72,6 +74,11 @@ def main(argv):
   for sign in signal.SIGINT, signal.SIGTERM:
     signal.signal(sign, lambda *_: endpoint.stop())
   print(endpoint.url, flush=True)
+  body = json.dumps({'model': name, 'messages': [{'role': 'user', 'content': 'Hello'}]})
+  token = f' -H "Authorization: Bearer $(cat {shlex.quote(_KEY.value)})"' if key else ''
+  inference.to_stderr(
+    f"try: curl {endpoint.url}/chat/completions -H 'Content-Type: application/json'{token} -d {shlex.quote(body)}"
+  )
   endpoint.serve(on_policy.run_key(_SEED.value, 3))
   print('requests', ', '.join(f'{what}: {count}' for what, count in endpoint.counts.items()))
 

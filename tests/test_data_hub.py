@@ -129,7 +129,7 @@ def test_rows_come_from_the_hub_and_then_from_its_cache(endpoint, tmp_path):
   assert got[0] == 'one|two org/name:data/train-0.jsonl:1'
   assert got[1].startswith('one|two ') and got[1].endswith('-0.jsonl:1')
   assert got[2].startswith('three ')
-  assert 'has the splits test, train' in got[3]
+  assert 'has the splits test, train; name one, e.g. org/name:train' in got[3]
   assert "has no file 'data/none.jsonl'" in got[4]
   assert "org/name has no revision 'v9'" in got[5]
   assert 'there is no dataset org/other' in got[6]

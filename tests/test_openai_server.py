@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import random
+import shlex
 import signal
 import socket
 import subprocess
@@ -493,11 +494,14 @@ def test_the_command(folder, several, tmp_path):
     cwd=CLONE,
     env=os.environ,
     stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
     text=True,
   )
   try:
     url = child.stdout.readline().strip()
-    code, _ = post(url, 'chat/completions', messages=HELLO, max_tokens=3, model='two')
+    words = shlex.split(next(line for line in child.stderr if line.startswith('try: curl')))
+    assert words[2] == f'{url}/chat/completions' and json.loads(words[-1])['model'] == 'nano'
+    code, _ = post(url, 'chat/completions', **json.loads(words[-1]) | dict(max_tokens=3, model='two'))
     with urllib.request.urlopen(f'{url}/models') as reply:
       assert [m['id'] for m in json.load(reply)['data']] == ['nano', 'two']  # no path
     child.send_signal(signal.SIGTERM)
@@ -505,6 +509,7 @@ def test_the_command(folder, several, tmp_path):
   finally:
     child.kill()
     child.stdout.close()
+    child.stderr.close()
   row = json.loads((tmp_path / 'asked.jsonl').read_text())
   assert len(row['ids']) == len(row['logprobs']) <= 3
   assert row['model'] == 'two'

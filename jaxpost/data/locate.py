@@ -79,7 +79,9 @@ def _choose(split: str, names: list[str], path: str) -> str:
     raise InputError(f'{path}: has no split {split!r}; it has {listed}')
   if not names:
     raise InputError(f'{path}: has no splits')
-  raise InputError(f'{path}: has the splits {listed}; name one, e.g. {path}:{names[0]}')
+  raise InputError(
+    f'{path}: has the splits {listed}; name one, e.g. {path}:{"train" if "train" in names else names[0]}'
+  )
 
 
 def _split_of(parts: Sequence[str]) -> str:

@@ -104,7 +104,7 @@ def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
     raise InputError(
       f'{workdir}: config.{key} of {stage} differs from the run that is '
       f'being resumed ({was!r}, now {now!r}); set it back or choose another '
-      '--workdir'
+      f'--workdir, where init_from={workdir} starts from its weights'
     )
 
 
