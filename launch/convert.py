@@ -37,6 +37,8 @@ def main(argv):
     pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
   else:
     print(text, end='')
+  if not _ALGORITHM.value and not any('algorithm' in s.fields for s in settings):
+    print(f'{argv[2]} names no method; taken for {config["algorithm"]}, or give --algorithm', file=sys.stderr)
   missing = [s.name for s in settings if not s.fields]
   print(f'{len(settings) - len(missing)} settings mapped; not mapped: {", ".join(missing) or "none"}', file=sys.stderr)
 

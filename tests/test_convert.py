@@ -52,6 +52,9 @@ python3 -m verl.trainer.main_ppo \\
     actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
     actor_rollout_ref.rollout.n=5 \\
     actor_rollout_ref.actor.use_kl_loss=True \\
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \\
+    actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm \\
+    algorithm.use_kl_in_reward=False \\
     +critic.optim.lr=1e-5 \\
     trainer.total_epochs=15 # a comment
 """,
@@ -62,6 +65,7 @@ python3 -m verl.trainer.main_ppo \\
 actor_model_config: {lora_config: {rank: 64, alpha: 64.0}}
 rl_training_config:
   max_steps: 3738
+  num_train_epochs: 2
   actor_optimizer_config: {opt_type: adamw, peak_value: 3e-6, schedule_type: warmup_cosine_decay_schedule, b2: 0.99}
   checkpointing_options: {save_interval_steps: 500, max_to_keep: 4}
 rollout_config: {total_generation_steps: 768, max_prompt_length: 256, temperature: 0.9, top_k: 50}
@@ -81,6 +85,8 @@ decode_sampling_temperature: 0.9
 checkpoint_period: 50
 remat_policy: custom
 use_pathways: true
+ici_fsdp_parallelism: -1
+num_epoch: 3
 """,
   ),
 }
@@ -106,15 +112,18 @@ WANTED = {
     'train.epochs': 15.0,
     'rollout.group_size': 5,
     'rl.kl_in': 'loss',
+    'rl.kl_estimator': 'k3',
+    'rl.aggregate': 'constant',
+    'rl.minibatches': 4,
   },
   'tunix': {'train.steps': 3738, 'optim.lr': 3e-6, 'optim.schedule': 'cosine', 'rl.kl_coef': 0.08, 'lora.rank': 64},
   'maxtext': {'algorithm': 'gspo', 'rl.clip_high': 0.2, 'model.param_dtype': 'bfloat16', 'optim.clip_norm': 0.1},
 }
 LOST = {
   'trl': {'per_device_train_batch_size', 'use_vllm', 'use_peft', 'output_dir'},
-  'verl': {'data.train_files', 'actor_rollout_ref.actor.ppo_mini_batch_size'},
-  'tunix': {'rollout_engine'},
-  'maxtext': {'remat_policy', 'use_pathways'},
+  'verl': {'data.train_files', 'algorithm.use_kl_in_reward'},
+  'tunix': {'rollout_engine', 'rl_training_config.num_train_epochs'},
+  'maxtext': {'remat_policy', 'use_pathways', 'ici_fsdp_parallelism', 'num_epoch'},
 }
 
 
@@ -176,7 +185,8 @@ def test_the_command(tmp_path):
   command = [sys.executable, '-m', 'launch.convert']
   out = tmp_path / 'ours.yaml'
   done = subprocess.run([*command, 'tunix', tmp_path / name, f'--out={out}'], cwd=CLONE, text=True, capture_output=True)
-  assert done.returncode == 0 and 'not mapped: rollout_engine' in done.stderr, done.stderr
+  assert done.returncode == 0 and 'rollout_engine' in done.stderr.split('not mapped: ')[1], done.stderr
+  assert 'names no method; taken for grpo' in done.stderr
   assert yaml.safe_load(out.read_text())['rollout']['max_new_tokens'] == 768
   done = subprocess.run([*command, 'axolotl', tmp_path / name], cwd=CLONE, text=True, capture_output=True)
   assert done.returncode == 2 and 'maxtext' in done.stderr

@@ -93,26 +93,45 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
   config['algorithm'] = method
   for name, value in given.items():
     settings.append(_setting(library, name, value, method))
-    for field in settings[-1].fields:
-      _put(config, field, _ours(name, field, value))
+  settings = [_computed(setting, given) for setting in _without_epochs(settings)]
+  for setting in settings:
+    for field in setting.fields:
+      _put(config, field, _ours(setting.name, field, setting.value))
   config['algorithm'] = method
   return config, settings
 
 
+def _without_epochs(settings: list[Setting]) -> list[Setting]:
+  """Leaves out the epochs where there is a number of steps, too, which ends a run in all of these libraries."""
+  if not any('train.steps' in s.fields for s in settings):
+    return settings
+  why = 'the number of steps ends the run, and is mapped'
+  return [Setting(s.name, s.value, (), why) if s.fields == ('train.epochs',) else s for s in settings]
+
+
+def _computed(setting: Setting, given: dict[str, Any]) -> Setting:
+  """Maps verl's size of a minibatch, in prompts, to how many minibatches a step has."""
+  whole = next((v for name, v in given.items() if name.rpartition('.')[2] == 'train_batch_size'), None)
+  part = setting.value
+  if setting.name.rpartition('.')[2] != 'ppo_mini_batch_size' or not (isinstance(whole, int) and isinstance(part, int)):
+    return setting
+  return setting if part < 1 or whole % part else Setting(setting.name, whole // part, ('rl.minibatches',))
+
+
 def _method(library: str, given: dict[str, Any]) -> str:
   for name, value in given.items():
-    if _fields(library, name, '') == ('algorithm',):
+    if _fields(library, name, value, '') == ('algorithm',):
       return str(_ours(name, 'algorithm', value))
   return 'grpo'
 
 
-def _fields(library: str, name: str, method: str) -> tuple[str, ...] | str:
+def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...] | str:
   """The fields that a name stands for, or the reason why there are none."""
   parts = name.replace('/', '.').split('.')
   table = _EVERY | _TABLES[library]
   tails = ['.'.join(parts[i:]) for i in range(len(parts))]
   for tail in tails:
-    for key in (f'{tail}@{method}', tail):
+    for key in (f'{tail}={_spelled(value)}', f'{tail}@{method}', tail):
       if key in table:
         return table[key][1:] if table[key].startswith('!') else tuple(table[key].split()) or 'is not needed here'
   for tail in tails:
@@ -123,7 +142,7 @@ def _fields(library: str, name: str, method: str) -> tuple[str, ...] | str:
 
 
 def _setting(library: str, name: str, value: Any, method: str) -> Setting:
-  fields = _fields(library, name, method)
+  fields = _fields(library, name, value, method)
   if isinstance(fields, str):
     return Setting(name, value, (), fields)
   both_clips = set(fields) == {'rl.clip_low', 'rl.clip_high'}
@@ -148,9 +167,8 @@ def _setting(library: str, name: str, value: Any, method: str) -> Setting:
 def _ours(name: str, field: str, value: Any) -> Any:
   """A value as our field has it: other words for it, text for numbers, one path for a list of one."""
   words = _VALUES.get(field, {}) | _VALUES.get(name.rpartition('.')[2], {})
-  spelled = str(value).lower() if isinstance(value, bool) else str(value)
-  if spelled in words:
-    return words[spelled]
+  if _spelled(value) in words:
+    return words[_spelled(value)]
   if isinstance(value, list) and len(value) == 1:
     value = value[0]
   kind = field_names.FIELDS[field]
@@ -163,6 +181,10 @@ def _ours(name: str, field: str, value: Any) -> Any:
   if kind is str and isinstance(value, list):
     return '|'.join(map(str, value))
   return value
+
+
+def _spelled(value: Any) -> str:
+  return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _put(config: dict, field: str, value: Any) -> None:
