@@ -56,7 +56,7 @@ EXTRAS = {
   # Needs TensorFlow. The PyPI name `jetstream` is another project.
   'jetstream': ['google-jetstream==0.2.2'],
   'pathways': ['pathwaysutils>=0.1'],
-  'docs': ['furo>=2025.9', 'myst-nb>=1.4', 'sphinx>=8.2'],  # the site
+  'docs': ['furo>=2025.9', 'myst-nb>=1.4', 'sphinx>=8.2', 'sphinx-design>=0.6'],  # the site
   'gcs': ['gcsfs>=2024.6'],  # gs:// folders
   's3': ['s3fs>=2024.6'],  # s3:// folders
   'wandb': ['wandb>=0.19,<1'],

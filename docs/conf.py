@@ -20,11 +20,12 @@ import jaxpost  # noqa: E402
 
 project, author, copyright = 'jaxpost', 'the jaxpost authors', 'the jaxpost authors'
 release = version = jaxpost.__version__
-extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
+extensions = ['myst_nb', 'sphinx_design', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
 html_theme, html_title = 'furo', f'jaxpost {release}'
 
 smartquotes = False  # '' is a value
 myst_heading_anchors = 4
+myst_enable_extensions = ['colon_fence']  # of the tabs
 nb_execution_mode = 'off'
 
 default_role = 'py:obj'  # `name` is code, and a link where the name is documented
