@@ -2,9 +2,11 @@
 
   python -m launch.doctor
   python -m launch.doctor --workdir=/mnt/runs
+  python -m launch.doctor --distributed     # on each host
 
 Versions, devices and their memory, the attention kernel checked against XLA's attention, memory of
-the host, disks, limits. Lines that begin with `fix` say what to do. Ends with 2 if there are any.
+the host, disks, limits; of several hosts also whether they are alike, and the network between them.
+Lines that begin with `fix` say what to do. Ends with 2 if there are any.
 """
 
 import logging
@@ -12,6 +14,9 @@ import sys
 
 from absl import flags
 
+from . import cluster_flags
+
+_CLUSTER = cluster_flags.define()
 _WORKDIR = flags.DEFINE_string('workdir', 'runs', 'Folder in which runs are to be written.')
 
 
@@ -19,6 +24,7 @@ def main(argv):
   """Prints the findings."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
+  _CLUSTER.connect()
   from jaxpost.tools import doctor
 
   findings = doctor.examine(_WORKDIR.value)

@@ -4,8 +4,11 @@ import collections
 import io
 import pathlib
 import resource
+import socket
 import subprocess
 import sys
+
+import pytest
 
 from jaxpost.tools import chat, doctor
 
@@ -40,6 +43,29 @@ def test_the_command(tmp_path):
   done = subprocess.run(command, cwd=CLONE, text=True, capture_output=True, timeout=100)
   assert (done.returncode == 2) == ('\nfix' in f'\n{done.stdout}'), done.stderr
   assert 'versions: jaxpost' in done.stdout
+
+
+@pytest.mark.long
+def test_two_hosts(tmp_path):
+  with socket.socket() as probe:
+    probe.bind(('localhost', 0))
+    port = probe.getsockname()[1]
+  command = [sys.executable, '-m', 'launch.doctor', f'--workdir={tmp_path}', f'--coordinator=localhost:{port}']
+  both = [
+    subprocess.Popen([*command, '--num_processes=2', f'--process_id={i}'], cwd=CLONE, text=True, stdout=subprocess.PIPE)
+    for i in (0, 1)
+  ]
+  for child in both:
+    out = child.communicate(timeout=200)[0]
+    assert 'hosts: 0: ' in out and '1 devices), 1: ' in out and 'all-reduce of 16 MiB a device: ' in out
+    assert float(out.split('and back: ')[1].split(' ms')[0]) > 0
+
+
+def test_hosts_that_differ_are_named():
+  alike = {'host': 'a', 'devices': 4, 'versions': {'jax': '1'}}
+  assert not doctor._unlike([alike, alike | {'host': 'b'}])
+  assert 'devices of process 1 are 8, and of process 0 4' in doctor._unlike([alike, alike | {'devices': 8}])
+  assert 'versions of process 2' in doctor._unlike([alike, alike, alike | {'versions': {'jax': '2'}}])
 
 
 def test_commands_of_a_chat():

@@ -8,10 +8,15 @@ import importlib.util
 import pathlib
 import resource
 import shutil
+import socket
 import sys
+import time
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from jaxpost.distributed import coordination
 from jaxpost.hardware import chips, host
 from jaxpost.monitor import start
 
@@ -25,6 +30,7 @@ _OPTIONAL = {
   'mlflow': ('mlflow', 'config.log.trackers=mlflow'),
 }
 _GIB = 2**30
+_REDUCED = 2**24  # bytes a device
 _FEW_FILES = 1024  # a run with many workers has more files open
 
 
@@ -38,12 +44,14 @@ class Finding:
 
 
 def examine(workdir: str) -> list[Finding]:
-  """Returns what was found on this machine; runs small programs on its devices.
+  """Returns what was found on this machine, and between hosts; runs small programs on the devices.
+
+  Where several processes are connected, all must call this.
 
   Args:
     workdir: where runs are to be written; it need not be there yet.
   """
-  return [*_software(), *_devices(), *_kernels(), *_host(workdir)]
+  return [*_software(), *_devices(), *_kernels(), *_host(workdir), *_network()]
 
 
 def _software() -> list[Finding]:
@@ -104,3 +112,41 @@ def _host(workdir: str) -> list[Finding]:
   files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
   fix = f'raise it: ulimit -n {min(most, 65536) if most > 0 else 65536}' if 0 < files < _FEW_FILES else ''
   return [*out, Finding('open files', str(files), fix)]
+
+
+def _network() -> list[Finding]:
+  """What the hosts have in common, and how fast messages and reductions between them are."""
+  if coordination.process_count() == 1:
+    return [Finding('hosts', 'one; give --distributed or --coordinator on each to examine several')]
+  mine = {'host': socket.gethostname(), 'devices': len(jax.local_devices()), 'versions': start.versions()}
+  hosts = coordination.all_gather(mine)
+  names = ', '.join(f'{i}: {host["host"]} ({host["devices"]} devices)' for i, host in enumerate(hosts))
+  out = [Finding('hosts', names, _unlike(hosts))]
+  begun = time.perf_counter()
+  coordination.all_gather(0)
+  out.append(Finding('message to all hosts and back', f'{1e3 * (time.perf_counter() - begun):.1f} ms'))
+  seconds = _reduce_seconds()
+  speed = f'{seconds * 1e3:.1f} ms, {_REDUCED / seconds / 1e9:.2f} GB/s a device'
+  return [*out, Finding(f'all-reduce of {_REDUCED >> 20} MiB a device', speed)]
+
+
+def _unlike(hosts: list[dict]) -> str:
+  """What to do where hosts differ in what a run needs to be equal; '' where none does."""
+  for i, other in enumerate(hosts):
+    for key in 'versions', 'devices':
+      if other[key] != hosts[0][key]:
+        return f'{key} of process {i} are {other[key]}, and of process 0 {hosts[0][key]}; make them equal'
+  return ''
+
+
+def _reduce_seconds() -> float:
+  """Seconds of a sum over all devices of all hosts, compiled before."""
+  mesh = jax.make_mesh((jax.device_count(),), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+  part, whole = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (('data',), ()))
+  add = jax.jit(lambda x: jnp.sum(x, axis=0), out_shardings=whole)
+  shape = (jax.device_count(), _REDUCED // 4)
+  values = jax.make_array_from_callback(shape, part, lambda index: np.ones((1, shape[1]), np.float32))
+  jax.block_until_ready(add(values))
+  begun = time.perf_counter()
+  jax.block_until_ready(add(values))
+  return time.perf_counter() - begun
