@@ -2,6 +2,7 @@
 
   python -m launch.chat --run=runs/quickstart
   python -m launch.chat --model=FOLDER_OR_ADAPTER --system='Answer in one sentence.'
+  python -m launch.chat --run=runs/quickstart --beside_model=FOLDER    # both answer
 
 Needs a tokenizer with a chat template. /reset begins anew, /system TEXT begins anew with a system
 message, /exit or Ctrl-D ends.
@@ -18,6 +19,8 @@ from . import model_flags, sampling_flags
 
 _WEIGHTS = model_flags.define()
 _ADAPTER = flags.DEFINE_string('adapter', '', 'PEFT adapter on the weights, as NAME=FOLDER.')
+_BESIDE_RUN = flags.DEFINE_string('beside_run', '', 'Folder of another run, whose model answers, too.')
+_BESIDE_MODEL = flags.DEFINE_string('beside_model', '', 'Another model folder, org/name or adapter that answers, too.')
 _SYSTEM = flags.DEFINE_string('system', '', 'System message of the chat.')
 _SAMPLING = sampling_flags.define(max_new_tokens=512)
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'Device mesh, written as config.mesh.rollout.')
@@ -33,10 +36,15 @@ def main(argv):
 
   each = inference.adapters(inference.load(**_WEIGHTS.arguments()), [_ADAPTER.value] if _ADAPTER.value else [])
   weights = completions.only(each, '--adapter')
+  models = {_WEIGHTS.name: weights}
+  beside = _BESIDE_RUN.value or _BESIDE_MODEL.value
+  if beside:
+    other = inference.load(run=_BESIDE_RUN.value, model=_BESIDE_MODEL.value)
+    models[beside if beside not in models else f'{beside} (beside)'] = other
   print(f'{_WEIGHTS.name}, step {weights.step}. {chat.HELP}', file=sys.stderr)
   draws = completions.Draws(**_SAMPLING.arguments())
   first = [f'/system {_SYSTEM.value}'] if _SYSTEM.value else []
-  chat.chat_loop(weights, draws, _MESH.value, first, sys.stdin, out=sys.stdout)
+  chat.chat_loop(models, draws, _MESH.value, first, sys.stdin, out=sys.stdout)
 
 
 if __name__ == '__main__':

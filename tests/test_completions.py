@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -167,12 +168,27 @@ def test_chat_streams_answers_and_remembers(weights, monkeypatch):
     return stream(engine, prompt, draws, tell)
 
   monkeypatch.setattr(chat, 'stream', spy)
-  chat.chat_loop(weights, completions.Draws(max_new_tokens=20), 'data=-1', ['hello'], asked, out=out)
+  chat.chat_loop({'nano': weights}, completions.Draws(max_new_tokens=20), 'data=-1', ['hello'], asked, out=out)
   turns = [text.count('<|im_start|>user') for text in seen]
   assert turns == [1, 2, 3] and seen[2].count('<|im_start|>assistant') == 3
   assert out.getvalue().count('> ') >= 3
   answer = seen[1].split('<|im_start|>assistant\n')[1].split('<|im_end|>')[0]
   assert answer and out.getvalue().startswith(answer)
+
+
+def test_two_models_answer_side_by_side(weights):
+  """Each has its own chat; a command holds for both, and is answered once."""
+  other = dataclasses.replace(weights, params=jax.tree.map(lambda x: -x, weights.params))
+  draws, shown = completions.Draws(max_new_tokens=12), []
+  for models in ({'one': weights, 'two': other}, {'one': weights}, {'two': other}):
+    out = io.StringIO()
+    chat.chat_loop(models, draws, 'data=-1', [], io.StringIO('hello\n/reset\nbye\n'), out=out)
+    shown.append(out.getvalue().split('> '))
+  both, *alone = shown
+  assert both == [
+    f'one: {one}two: {two}' if said else one for said, (one, two) in zip((0, 1, 0, 1, 0), zip(*alone, strict=True))
+  ]
+  assert alone[0][1] != alone[1][1]
 
 
 def test_no_more_slots_than_fit(weights, monkeypatch):

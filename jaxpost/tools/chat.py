@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from jaxpost.data import chat
@@ -20,21 +22,48 @@ if TYPE_CHECKING:
 _CONTEXT = 4096  # tokens of a chat at most
 
 
-def chat_loop(weights: Weights, draws: Draws, mesh: str, first: Iterable[str], asked: TextIO, out: TextIO) -> None:
+@dataclasses.dataclass
+class Speaker:
+  """A model that answers, with its own side of the chat.
+
+  name: shown before its answers; '' where it is the only one.
+  """
+
+  name: str
+  engine: NativeEngine
+  tokenizer: Tokenizer
+  messages: list[dict]
+
+
+def chat_loop(
+  models: Mapping[str, Weights], draws: Draws, mesh: str, first: Iterable[str], asked: TextIO, out: TextIO
+) -> None:
   """Answers messages of a user, line by line, until the end of `asked`.
 
   Args:
-    weights: of the model that answers.
+    models: {name: weights} of the models that answer, one after the other, each with its own chat.
     draws: how to sample.
     mesh: as config.mesh.rollout.
     first: messages before those of `asked`.
     asked: lines, such as sys.stdin.
     out: gets the answers as they are decoded.
   """
-  tokenizer = weights.inputs.tokenizer
-  messages = begin(weights.inputs.config.data.system_prompt)
-  # A template that cannot render a chat is reported before a model is loaded.
-  chat.encode_prompt(tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
+  for weights in models.values():  # a template that cannot render a chat is reported before an engine is made
+    chat.encode_prompt(weights.inputs.tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
+  speakers = [_speaker(name if len(models) > 1 else '', weights, draws, mesh) for name, weights in models.items()]
+  for turn, text in enumerate(itertools.chain(first, _lines(asked, out))):
+    if not text.startswith('/'):
+      for speaker in speakers:
+        _reply(speaker, text, turn, draws, out)
+      continue
+    left = [command(text, speaker.messages, out if speaker is speakers[0] else io.StringIO()) for speaker in speakers]
+    for speaker, messages in zip(speakers, left):
+      if messages is None:
+        return
+      speaker.messages = messages
+
+
+def _speaker(name: str, weights: Weights, draws: Draws, mesh: str) -> Speaker:
   engine = make_engine(
     weights,
     slots=1,
@@ -43,21 +72,21 @@ def chat_loop(weights: Weights, draws: Draws, mesh: str, first: Iterable[str], a
     mesh=mesh,
     top_logprobs=draws.top_logprobs,
   )
-  for turn, text in enumerate(itertools.chain(first, _lines(asked, out))):
-    if text.startswith('/'):
-      left = command(text, messages, out)
-      if left is None:
-        return
-      messages = left
-      continue
-    messages.append({'role': 'user', 'content': text})
-    ids = chat.encode_prompt(tokenizer, messages, {}, '--chat')
-    if len(ids) > _CONTEXT:
-      messages.pop()
-      out.write(f'{len(ids)} tokens are more than the {_CONTEXT} that a chat may have; /reset begins a new one\n')
-      continue
-    answer = _answer(engine, tokenizer, Prompt(turn, ids, messages, {}), draws, out)
-    messages.append({'role': 'assistant', 'content': answer})
+  return Speaker(name, engine, weights.inputs.tokenizer, begin(weights.inputs.config.data.system_prompt))
+
+
+def _reply(speaker: Speaker, text: str, turn: int, draws: Draws, out: TextIO) -> None:
+  """Adds a message and the answer to the chat of one model."""
+  messages, prefix = speaker.messages, f'{speaker.name}: ' if speaker.name else ''
+  messages.append({'role': 'user', 'content': text})
+  ids = chat.encode_prompt(speaker.tokenizer, messages, {}, '--chat')
+  if len(ids) > _CONTEXT:
+    messages.pop()
+    out.write(f'{prefix}{len(ids)} tokens are more than the {_CONTEXT} of a chat; /reset begins a new one\n')
+    return
+  out.write(prefix)
+  answer = _answer(speaker.engine, speaker.tokenizer, Prompt(turn, ids, messages, {}), draws, out)
+  messages.append({'role': 'assistant', 'content': answer})
 
 
 HELP = '/reset: begin anew; /system TEXT: begin anew with this system message; /exit or Ctrl-D: end'
