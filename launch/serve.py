@@ -4,17 +4,14 @@
   python -m launch.serve --run=runs/quickstart --record=requests.jsonl
   python -m launch.serve --model=BASE --adapter=sft=DIR --adapter=dpo=DIR
 
-Answers /v1/chat/completions and /v1/completions until Ctrl-C. Responses have
-`token_ids` and `prompt_token_ids` in addition to OpenAI's fields; --record appends
-the token ids and log-probs of each to a file. Requests share the decoding slots;
-a client that disconnects gives up its own.
-Adapters share the base but have their own slots; `model` in a request names one.
-Prints the URL, a curl command to try, and at the end how many requests were answered, refused and cancelled.
+Answers /v1/chat/completions and /v1/completions until Ctrl-C. Responses have `token_ids` and
+`prompt_token_ids` in addition to OpenAI's fields; --record appends the token ids and log-probs of each
+to a file. Requests share the decoding slots; a client that disconnects gives up its own. Adapters share
+the base but have their own slots; `model` in a request names one. Prints the URL, a curl command to
+try, and at the end how many requests were answered, refused and cancelled.
 """
 
-import json
 import logging
-import shlex
 import signal
 
 from absl import flags
@@ -74,11 +71,7 @@ def main(argv):
   for sign in signal.SIGINT, signal.SIGTERM:
     signal.signal(sign, lambda *_: endpoint.stop())
   print(endpoint.url, flush=True)
-  body = json.dumps({'model': name, 'messages': [{'role': 'user', 'content': 'Hello'}]})
-  token = f' -H "Authorization: Bearer $(cat {shlex.quote(_KEY.value)})"' if key else ''
-  inference.to_stderr(
-    f"try: curl {endpoint.url}/chat/completions -H 'Content-Type: application/json'{token} -d {shlex.quote(body)}"
-  )
+  inference.to_stderr(f'try: {server_files.request(endpoint.url, name, _KEY.value)}')
   endpoint.serve(on_policy.run_key(_SEED.value, 3))
   print('requests', ', '.join(f'{what}: {count}' for what, count in endpoint.counts.items()))
 

@@ -1,10 +1,11 @@
-"""Reads and writes the files of launch.serve: the API key, and a record of all answers."""
+"""Files of launch.serve, the API key and a record of all answers, and a request to try."""
 
 from __future__ import annotations
 
 import json
 import os
 import pathlib
+import shlex
 from collections.abc import Callable
 
 from jaxpost.errors import InputError
@@ -46,3 +47,10 @@ def recorder(path: str) -> Callable[[dict], None] | None:
 def public_name(model: str) -> str:
   """Returns the name under which a model is served: the last part of a path, so that clients see no folders."""
   return pathlib.PurePath(model).name if os.path.exists(model) else model
+
+
+def request(url: str, name: str, key_file: str) -> str:
+  """Returns a curl command that asks a model of a server for an answer."""
+  body = json.dumps({'model': name, 'messages': [{'role': 'user', 'content': 'Hello'}]})
+  token = f' -H "Authorization: Bearer $(cat {shlex.quote(key_file)})"' if key_file else ''
+  return f"curl {url}/chat/completions -H 'Content-Type: application/json'{token} -d {shlex.quote(body)}"
