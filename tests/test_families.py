@@ -151,6 +151,20 @@ SINGLE = dict(
   moe_latent_size=20,
   routed_scaling_factor=1.7,
 )
+CHUNKED = dict(
+  hidden_size=36,
+  head_dim=10,
+  num_hidden_layers=6,
+  num_attention_heads=6,
+  intermediate_size=20,
+  intermediate_size_mlp=44,
+  attention_chunk_size=6,
+  no_rope_layer_interval=3,
+  floor_scale=5,
+  attn_scale=0.3,
+  num_local_experts=5,
+  num_experts_per_tok=2,
+)
 NOT_TRAINED = ('correction_bias', 'expert_bias', 'layer_scalar')  # tensors without a gradient
 OTHER_DECODE = ('nemotron_h',)  # transformers' decode has no least step, unlike its forward
 # Name -> (class of transformers, fields of its config).
@@ -275,6 +289,20 @@ CASES = {
     'Mistral4',
     {k: v for k, v in LATENT.items() if k != 'num_mtp_layers'}
     | dict(head_dim=10, rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.3)),
+  ),
+  'llama4': (
+    'Llama4Text',
+    CHUNKED
+    | dict(interleave_moe_layer_step=2)
+    | dict(
+      rope_parameters=rope(
+        'llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=32
+      )
+    ),
+  ),
+  'llama4_untuned': (
+    'Llama4Text',
+    CHUNKED | dict(num_hidden_layers=3, use_qk_norm=False, attn_temperature_tuning=False, num_experts_per_tok=1),
   ),
   'gemma': ('Gemma', dict(hidden_act='gelu')),
   'gemma2': ('Gemma2', GEMMA_2),
@@ -656,7 +684,7 @@ def test_every_field_that_is_read_counts(reference, case):
   right, unknown = config_json.from_hf(raw, 'here')
   assert {*unknown} == {k for k in family.reported if raw.get(k)}
   # A list of all layers wins over the rules that make one.
-  over = ('layer_types', 'max_window_layers', 'sliding_window_pattern')
+  over = ('layer_types', 'max_window_layers', 'sliding_window_pattern', 'interleave_moe_layer_step')
   read = {*config_fields.READ, *family.reads} & set(raw) - {*over, 'no_rope_layer_interval', 'use_sliding_window'}
   if 'longrope' not in str(raw):
     read.discard('original_max_position_embeddings')
@@ -669,6 +697,8 @@ def test_every_field_that_is_read_counts(reference, case):
     read = {field for field in read if not field.startswith('mamba_')}
   if family.mixed and not right.side_size:
     read.discard('vocab_size_per_layer_input')
+  if not raw.get('attn_temperature_tuning', True):
+    read -= {'floor_scale', 'attn_scale'}
   assert len(read) >= 12
   for field in sorted(read):
     for value in changed(raw[field]):
@@ -744,8 +774,8 @@ REFUSED = [
   ),
   (
     'llama',
-    dict(rope_parameters=rope('llama3', factor=4.0, low_freq_factor=2.0, high_freq_factor=2.0)),
-    'low_freq_factor must be below',
+    dict(rope_parameters=rope('llama3', factor=4.0, low_freq_factor=2.0, high_freq_factor=1.0)),
+    'low_freq_factor must not be above',
   ),
   ('qwen3', dict(layer_types=[['a'], ['b']]), 'layer_types=.* must be'),
   ('smollm3', dict(no_rope_layers=[[1], [0]]), 'no_rope_layers=.* must'),
@@ -898,7 +928,7 @@ def test_what_is_fixed_is_known():
   for name, family in families.every().items():
     assert set(family.fixed) <= known, name
     assert family.fixed.get('norms', 'pre') in ('pre', 'post', 'both'), name
-    assert family.fixed.get('qk_norm', '') in ('', 'head', 'rotated', 'wide'), name
+    assert family.fixed.get('qk_norm', '') in ('', 'head', 'rotated', 'wide', 'unscaled'), name
     assert set(family.fixed.get('biases', ())) <= set('q k v o gate up down router sinks'.split()), name
 
 

@@ -18,7 +18,7 @@ HYBRID = [
   'lfm2_moe:expert=2,fsdp=2,tensor=2',
   'nemotron_h:expert=2,fsdp=2,tensor=2',
 ]
-MIXED = ['mixed:context=2,data=2,fsdp=2', 'mixed_moe:expert=2,fsdp=2,tensor=2']
+MIXED = ['mixed:context=2,data=2,fsdp=2', 'mixed_moe:expert=2,fsdp=2,tensor=2', 'chunked:context=2,expert=2,fsdp=2']
 # Policy gradients on a saved rollout, by token and by sequence; `test_ppo`
 # and `test_preference_layouts` have the others.
 RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + ['gspo:fsdp=4,tensor=2', 'gspo:context=4,data=2']
@@ -187,7 +187,15 @@ def main():
   # With a scale of 1 and an eps of 0.05, rounding alone makes a gradient of queries differ by 1.1e-5 on some CPUs.
   mixed = {'mixed': dict(full_kv_heads=4, attention_scale=0.3, norm_eps=0.2), 'mixed_moe': alone}
   for text in MIXED:
-    made = saved(model_lib.build(tiny.mixed(**shapes | mixed[text.partition(':')[0]])))
+    name = text.partition(':')[0]
+    if name == 'chunked':
+      experts_of = dataclasses.replace(
+        shared, shared_size=0, normalize=False, sigmoid=True, layers=(1,), on_inputs=True
+      )
+      kinds = dict(num_layers=2, layer_ropes=(0, 1), layer_windows=(5, 0), experts=experts_of)
+      made = saved(model_lib.build(tiny.chunked(**shapes | kinds)))
+    else:
+      made = saved(model_lib.build(tiny.mixed(**shapes | mixed[name])))
     compare(made, gradient(tiny.one_device(), made), text)
   right = gradient(tiny.one_device(), full)
   for text in RICH:

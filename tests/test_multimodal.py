@@ -103,7 +103,17 @@ def gemma4():
   return transformers.Gemma4ForConditionalGeneration(config)
 
 
-MAKERS = {f.__name__: f for f in (gemma3, gemma4, qwen3_vl, mistral3, qwen2_5_vl, qwen3_5)}
+def llama4():
+  text = TEXT | dict(intermediate_size_mlp=28, num_local_experts=3, interleave_moe_layer_step=2, attention_chunk_size=5)
+  config = transformers.Llama4Config(
+    text_config=text | dict(no_rope_layer_interval=2, floor_scale=5, pad_token_id=0),
+    vision_config=VISION | dict(patch_size=14, projector_input_dim=16, projector_output_dim=16, vision_output_dim=16),
+    image_token_index=258,
+  )
+  return transformers.Llama4ForConditionalGeneration(config)
+
+
+MAKERS = {f.__name__: f for f in (gemma3, gemma4, llama4, qwen3_vl, mistral3, qwen2_5_vl, qwen3_5)}
 IDS = np.random.RandomState(0).randint(0, 250, (2, 13))
 
 

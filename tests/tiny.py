@@ -16,6 +16,7 @@ from jaxpost.losses import head_chunk
 from jaxpost.matmul import Compute
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
+from jaxpost.models.chunked_config import ChunkedConfig
 from jaxpost.models.config import Experts, LatentConfig, ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
 from jaxpost.models.mixed_config import MixedConfig
@@ -119,6 +120,16 @@ def mixed(**fields) -> MixedConfig:
   )
 
 
+def chunked(**fields) -> ChunkedConfig:
+  """Attention in chunks of 5 tokens in every other layer, and experts in the layers without: as in Llama 4."""
+  scaling = (('llama_4_scaling_beta', 0.3), ('original_max_position_embeddings', 5), ('query_offset', 1))
+  ropes = Rope(500.0, interleaved=True), Rope(scaling=(('rope_type', 'none'), *scaling))
+  own = dict(ropes=ropes, layer_ropes=(0, 1, 0, 1), layer_windows=(5, 0, 5, 0), head_dim=10)
+  own |= dict(qk_norm='unscaled', tie_embeddings=False, norm_eps=0.02, num_layers=4)
+  own |= dict(experts=Experts(5, 2, 20, normalize=False, shared=1, sigmoid=True, on_inputs=True))
+  return ChunkedConfig(**vars(config(family='llama4_text')) | own | dict(sparse=(1, 3)) | fields)
+
+
 def one_device(phase='train'):
   return make_layout('data=1', phase, devices=jax.devices()[:1])
 
@@ -170,8 +181,8 @@ def largest(x) -> float:
 def folder(path, **fields):
   """Writes a Hugging Face folder for the 'bytes' tokenizer, without checksums, as others write it; its path."""
   shape = dict(vocab_size=259, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
-  makers = dict(deepseek_v3=latent, deepseek_v32=sparse, gemma4_text=mixed) | dict.fromkeys(HYBRIDS, hybrid)
-  make = makers.get(fields.get('family'), config)
+  makers = dict(deepseek_v3=latent, deepseek_v32=sparse, gemma4_text=mixed, llama4_text=chunked)
+  make = (makers | dict.fromkeys(HYBRIDS, hybrid)).get(fields.get('family'), config)
   model = model_lib.build(make(**{**shape, **fields}))
   hf.save(path, model, params(model))
   (pathlib.Path(path) / seals.NAME).unlink()

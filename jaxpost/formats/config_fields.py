@@ -31,19 +31,13 @@ class _Scalar(NamedTuple):
   write: Callable = float
 
 
-def _zero_if_off(value: float | None) -> float:
-  return value or 0.0
-
-
-def _none_if_off(value: float) -> float | None:
-  return value or None
-
+_OFF = (lambda x: x or 0.0), (lambda y: y or None)  # null in config.json, where 0 is none here
 
 _SCALARS = {
   'query_pre_attn_scalar': _Scalar('attention_scale', lambda x: x**-0.5, lambda y: _rounded(y**-2)),
   'attention_multiplier': _Scalar('attention_scale'),
-  'attn_logit_softcapping': _Scalar('attention_softcap', _zero_if_off, _none_if_off),
-  'final_logit_softcapping': _Scalar('logit_softcap', _zero_if_off, _none_if_off),
+  'attn_logit_softcapping': _Scalar('attention_softcap', *_OFF),
+  'final_logit_softcapping': _Scalar('logit_softcap', *_OFF),
   'logits_scaling': _Scalar('logit_divisor'),
   'embedding_multiplier': _Scalar('embed_scale'),
   'residual_multiplier': _Scalar('residual_scale'),

@@ -3,7 +3,8 @@
 `config_fields` reads and writes the fields that hold for a whole model, `layer_fields`
 those that differ by layer (rotary embeddings, sliding windows), `expert_fields` those of
 experts, `latent_fields` those of multi-head latent attention, `hybrid_fields` those
-of layers with other mixers, and `mixed_fields` those of attention layers of two sizes.
+of layers with other mixers, `mixed_fields` those of attention layers of two sizes, and
+`chunked_fields` those of attention in chunks.
 """
 
 from collections.abc import Sequence
@@ -29,13 +30,12 @@ def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[M
   Raises:
     InputError: where the folder asks for something that is not implemented.
   """
-  for part in config_fields.other_parts(raw):
+  if parts := config_fields.other_parts(raw):
     if not text_only:
       raise InputError(
-        f'{where}: {part} of model_type {raw.get("model_type")!r} is not supported; set config.model.text_only=True '
-        'to train its text model and to export it among the other parts as they are'
+        f'{where}: {parts[0]} of model_type {raw.get("model_type")!r} is not supported; set '
+        'config.model.text_only=True to train its text model and to export it among the other parts as they are'
       )
-  if config_fields.other_parts(raw):
     from jaxpost.formats import multimodal
 
     raw = multimodal.text_config(raw)
@@ -85,7 +85,7 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
     tie_embeddings=known['tie_word_embeddings'],
     max_position=known['max_position_embeddings'],
     num_labels=_num_labels(raw, where),
-    layer_windows=() if family.hybrid else layer_fields.windows(known, family, layers, rope['layer_ropes'], where),
+    layer_windows=layer_fields.windows(known, family, layers, rope['layer_ropes'], where),
     experts=expert_fields.read(known, family, where),
     **rope,
     **config_fields.scalars(known, family),
@@ -99,19 +99,16 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
 
 def _own_fields(family: Family) -> Any:
   """Returns the module that reads and writes what models with other layers than a Llama's have; None for others."""
+  own: Any = None
   if family.latent:
-    from jaxpost.formats import latent_fields
-
-    return latent_fields
-  if family.hybrid:
-    from jaxpost.formats import hybrid_fields
-
-    return hybrid_fields
-  if family.mixed:
-    from jaxpost.formats import mixed_fields
-
-    return mixed_fields
-  return None
+    from jaxpost.formats import latent_fields as own
+  elif family.hybrid:
+    from jaxpost.formats import hybrid_fields as own
+  elif family.mixed:
+    from jaxpost.formats import mixed_fields as own
+  elif family.chunked:
+    from jaxpost.formats import chunked_fields as own
+  return own
 
 
 def _num_labels(raw: dict, where: str) -> int:

@@ -91,6 +91,7 @@ class Family:
   mixer: Mapping[str, Any] = _mapping()
   single: bool = False  # a layer is attention, another mixer, an MLP or experts
   mixed: bool = False  # attention layers of two sizes (models/mixed_attention.py, mixed_fields.py)
+  chunked: bool = False  # attention in chunks, and dense layers among those with experts (chunked_fields.py)
 
   # Layers that differ. `window` is the rule for the layers that see `sliding_window`
   # tokens where no `layer_types` is given: 'all', 'upper' (from `max_window_layers`
@@ -106,8 +107,8 @@ class Family:
   spellings: Mapping[str, str] = _mapping()  # other spelling of a part of a name -> the one that is read
   names: Mapping[str, str] = _mapping()  # Llama's module -> the family's; parameters of one name are its rows
   # Parameter -> (tensor, first, step): all experts are in one tensor, which is not
-  # transposed, and the parameter is every `step`-th entry of its last dimension; -1: each
-  # expert is transposed, and its rows are those of the parameters in this order.
+  # transposed, and the parameter is every `step`-th entry of its last dimension; 0: the entries
+  # are those of the parameters in this order; -1: the same, and each expert is transposed.
   fused: Mapping[str, tuple[str, int, int]] = _mapping()
   rows: tuple[str, ...] = ()  # parameters that are matrices of one row in a folder
   quantized: str = ''  # a `quant_method` that can be read, besides 'fp8'

@@ -137,8 +137,8 @@ def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where
     values[ORIGINAL] = original
   for name, value in values.items():
     _check_scaling(name, value, dim, where)
-  if kind == 'llama3' and (values['low_freq_factor'] >= values['high_freq_factor']):
-    raise InputError(f'{where}: rope_parameters.low_freq_factor must be below the high one')
+  if kind == 'llama3' and values['low_freq_factor'] > values['high_freq_factor']:
+    raise InputError(f'{where}: rope_parameters.low_freq_factor must not be above the high one')
   pairs = [(k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(values.items())]
   known |= {*required, *optional, ORIGINAL, 'factor'}
   return Rope(float(theta), (('rope_type', kind), *pairs), interleaved), _extra(params, known)
@@ -204,7 +204,7 @@ def windows(
   raw: dict[str, Any], family: Family, layers: int, layer_ropes: Sequence[int], where: str
 ) -> tuple[int, ...]:
   """Returns `ModelConfig.layer_windows`: tokens that each layer sees, 0 for all; () if all do."""
-  types = layer_types(raw, family, layers, layer_ropes, where)
+  types = [] if family.hybrid or family.chunked else layer_types(raw, family, layers, layer_ropes, where)
   size = _window(raw, family)
   if LOCAL not in types:
     return ()

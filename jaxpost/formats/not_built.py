@@ -2,7 +2,6 @@
 
 # model_type of a text model, or of the folder that holds it -> what is not built.
 NEEDED = {
-  'llama4_text': 'attention in chunks, temperatures of queries by position, and experts whose inputs are weighted',
   'kimi_linear': 'a decay of each channel in the gated delta rule, and latent attention beside it',
   'deepseek_v2': 'groups of experts that are ranked by their best expert',
   'falcon_h1': 'attention and Mamba-2 side by side in each layer',
@@ -12,4 +11,4 @@ NEEDED = {
   'gemma3n_text': 'several residual streams (AltUp) and low-rank layers beside attention (LAuReL)',
   'apertus': 'an activation with trained parameters (xIELU)',
 }
-NEEDED |= {'llama4': NEEDED['llama4_text'], 'gemma3n': NEEDED['gemma3n_text']}
+NEEDED |= {'gemma3n': NEEDED['gemma3n_text']}

@@ -26,6 +26,7 @@ from jaxpost.models.parameters import Param, input_dims
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
+_JOINED = {-1: 1, 0: 2}  # step -> the dimension of a tensor in which parameters follow each other, where it is not 0
 _PIECE = 16 << 20  # bytes that are read at a time
 
 
@@ -35,7 +36,8 @@ class Stored:
 
   names: of the tensors. shape: of each tensor. first: the first row in each.
   step: above 1, the parameter is every `step`-th entry of the last dimension,
-    from `first` on; -1, all experts are in a tensor, each transposed. column: the first
+    from `first` on; 0 or -1, all experts are in a tensor, and the parameter is
+    entries of the last dimension that follow each other; with -1, each expert is transposed. column: the first
     column of a matrix.
   """
 
@@ -58,12 +60,11 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
       spec = dataclasses.replace(spec, hf=name, matrix=False)
       *outer, last = spec.shape[spec.stack :]
       names = _names(spec.hf, spec)
-      if step < 0:
+      if step < 1:
         first = ends.get(names, 0)
         ends[names] = first + last
-        out[path] = Stored(spec, names, (outer[0], last, outer[1]), first, step)
-      else:
-        out[path] = Stored(spec, names, (*outer, last * step), first, step)
+      shape = (outer[0], last, outer[1]) if step < 0 else (*outer, last * max(step, 1))
+      out[path] = Stored(spec, names, shape, first, step)
       continue
     name = f'.{re.sub("^model(?=[.])", family.prefix, spec.hf)}.'
     for ours, theirs in family.names.items():
@@ -82,7 +83,7 @@ def _whole(stored: Stored, rows: int | None) -> tuple[int, ...]:
   """Returns the shape of the tensors of a parameter, which have `rows` rows of all their parameters, if several."""
   if rows is None:
     return stored.shape
-  at = 1 if stored.step < 0 else 0
+  at = _JOINED.get(stored.step, 0)
   return (*stored.shape[:at], rows, *stored.shape[at + 1 :])
 
 
@@ -275,9 +276,11 @@ def _read(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tu
     end = min(end, tensor.get_shape()[0])
     if start >= end:  # only padding; safetensors refuses empty slices
       return np.zeros((0, *(b - a for a, b in rest)))
-    if stored.step < 0:
+    if stored.step < 1:
       inputs, (low, high) = rest
       rows = slice(stored.first + low, stored.first + high)
+      if stored.step == 0:
+        return tensor[(slice(start, end), slice(*inputs), rows)]
       return tensor[(slice(start, end), rows, slice(*inputs))].swapaxes(1, 2)
     if stored.step > 1:
       rest[-1] = tuple(stored.step * x for x in rest[-1])
@@ -310,4 +313,4 @@ def together(stored: Stored, parts: list[np.ndarray]) -> np.ndarray:
   """Joins the `rows` of all parameters in a tensor."""
   if stored.step > 1:
     return np.stack(parts, axis=-1).reshape(stored.shape)
-  return np.concatenate(parts, axis=1 if stored.step < 0 else 0) if len(parts) > 1 else parts[0]
+  return np.concatenate(parts, axis=_JOINED.get(stored.step, 0)) if len(parts) > 1 else parts[0]

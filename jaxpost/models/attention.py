@@ -41,6 +41,8 @@ def attention(
   Raises:
     InputError: the requested implementation does not support the arguments.
   """
+  if cfg.chunked and window:  # as if each chunk were a document
+    segment_ids = segment_ids * (1 + q.shape[1] // window) + positions // window
   rest = segment_ids, compute, branch_ids, positions, window, cfg, sinks
   parts = row_shards(layout)
   if isinstance(q, tuple):

@@ -242,13 +242,14 @@ def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int, cfg: ModelConf
   Its memory grows with the number of documents that a row may have, so packing
   bounds it by `types.max_documents`. The result of a row with more of them is NaN.
   """
-  del positions, cfg, compute
+  del positions, compute
   if jax.__version_info__ < (0, 11, 2):
     # Offsets of keys are scaled by the number of query heads there.
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
   length = q.shape[1]
-  most = max_documents(length) + 2  # and the padding of a row, and that of `_padded`
+  chunks = length // window if cfg.chunked and window else 0  # beyond the first of each document
+  most = max_documents(length) + chunks + 2  # and the padding of a row, and that of `_padded`
   segments, q, k, v = _padded(64, segment_ids, q, k, v)
   starts, sizes = documents(segments, most)
   count = 1 + jnp.sum(segments[:, 1:] != segments[:, :-1], axis=1)

@@ -43,6 +43,7 @@ class Experts:
   scale: float = 1.0
   epsilon: float = 1e-20  # added to the sum of the chosen sigmoids
   latent: int = 0  # size of what experts read and write, projected from and to the hidden size; 0: no projections
+  on_inputs: bool = False  # the router's weights multiply what experts read instead of what they write
 
   def share(self, devices: int) -> float:
     """Expected fraction of tokens that are routed to a device, for a uniform router."""
@@ -80,7 +81,7 @@ class ModelConfig:
   norms: str = 'pre'  # norm before ('pre'), after ('post') or 'both' of attention and MLP
   norm_eps: float = 1e-6
   norm_offset: float = 0.0  # added to every norm scale
-  qk_norm: str = ''  # '', 'head' (per head), 'rotated' (the same after RoPE) or 'wide' (over all heads)
+  qk_norm: str = ''  # '', 'wide' (over all heads) or per head: 'head', 'rotated' (after RoPE), 'unscaled' (no scale)
   biases: tuple[str, ...] = ()  # those present, of q k v o gate up down router sinks
   activation: str = 'silu'  # or 'gelu', 'gelu_tanh'; 'relu2' in MLPs without a gate
   tie_embeddings: bool = True
@@ -97,6 +98,8 @@ class ModelConfig:
   value_head: bool = False  # a scalar head beside the language-model head
   lora: tuple = ()  # (rank, alpha, rslora, targets): `lora.py`
   vocab_multiple: int = 64  # the vocabulary is padded to a multiple of it
+
+  chunked = False  # windows are chunks of a document (`chunked_config.py`)
 
   @property
   def padded_vocab_size(self) -> int:

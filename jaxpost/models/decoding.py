@@ -177,7 +177,8 @@ def cached_attention(
   )
   if window:
     at = jnp.concatenate([jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
-    mask &= at[:, None] > filled[:, None, None] + stands - window
+    now = filled[:, None, None] + stands
+    mask &= at[:, None] > (now - now % window - 1 if cfg.chunked else now - window)
   mask = choose(mask) if choose else mask
   weights = softmax(
     jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT),

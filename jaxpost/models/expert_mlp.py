@@ -62,10 +62,22 @@ def apply_experts(
     expert = jnp.pad(expert, fill, constant_values=num_local)
     return _in_rounds(p, x, weights, order, expert, cfg=cfg, compute=compute, room=room)
   inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
-  y = _permute(jnp.repeat(x, top_k, axis=0), order, inverse)
-  y = _mlp_by_expert(p, y, expert, cfg, compute)
-  y = _permute(y, inverse, order).reshape(*weights.shape, -1)
-  return jnp.sum(y * weights[..., None], axis=1)
+  y, weights = jnp.repeat(x, top_k, axis=0), weights.reshape(-1, 1)
+  if cfg.experts.on_inputs:
+    y, weights = (y * weights).astype(y.dtype), 1.0
+  y = _mlp_by_expert(p, _permute(y, order, inverse), expert, cfg, compute)
+  y = _permute(y, inverse, order) * weights
+  return jnp.sum(y.reshape(*chosen.shape, -1), axis=1)
+
+
+def _weighted_mlp(
+  p: dict, x: jax.Array, weights: jax.Array, expert: jax.Array, cfg: ModelConfig, compute: Compute
+) -> jax.Array:
+  """Returns `_mlp_by_expert` times the weights [M] of the rows, which multiply its input with `Experts.on_inputs`."""
+  weights = weights[:, None]
+  if cfg.experts.on_inputs:
+    return _mlp_by_expert(p, (x * weights).astype(x.dtype), expert, cfg, compute)
+  return _mlp_by_expert(p, x, expert, cfg, compute) * weights
 
 
 def _mlp_by_expert(p: dict, x: jax.Array, expert: jax.Array, cfg: ModelConfig, compute: Compute) -> jax.Array:
@@ -140,8 +152,7 @@ def _in_rounds(p, x, weights, order, expert, cfg, compute, room):
 
   def one_round(i, out):
     pick, token, local = _rows_of_round(i, order, expert, weights, room)
-    y = _mlp_by_expert(p, x[token], local, cfg, compute)
-    return out.at[token].add(y * weights.reshape(-1)[pick][:, None])
+    return out.at[token].add(_weighted_mlp(p, x[token], weights.reshape(-1)[pick], local, cfg, compute))
 
   return _loop_rounds(p, expert, room, one_round, jnp.zeros(x.shape, jnp.float32))
 
@@ -170,7 +181,7 @@ def _in_rounds_backward(cfg, compute, room, saved, g):
     pick, token, local = _rows_of_round(i, order, expert, weights, room)
 
     def run(p, x, w):
-      return _mlp_by_expert(p, x, local, cfg, compute) * w[:, None]
+      return _weighted_mlp(p, x, w, local, cfg, compute)
 
     _, pull = jax.vjp(run, p, x[token], weights.reshape(-1)[pick])
     d_p, d_x, d_w = pull(g[token])

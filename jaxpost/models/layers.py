@@ -106,7 +106,7 @@ def norm_heads(q, k, p, cfg: ModelConfig):
     wide = x.reshape(*x.shape[:2], -1) if cfg.qk_norm == 'wide' else x
     return rms_norm(wide, scale, cfg).reshape(x.shape)
 
-  return norm(q, p['q_norm']), norm(k, p['k_norm'])
+  return norm(q, p.get('q_norm', 1.0)), norm(k, p.get('k_norm', 1.0))
 
 
 def project(spec: str, x, p, name: str, compute: Compute, layout=None):

@@ -87,7 +87,6 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
       'uniform',
       matrix=True,
       dtype='float32',
-      first=spec.first,
       numbers=spec.numbers,
     )
     rows[f'{ADAPTER_ROOT}/{path}/b'] = Param(
@@ -97,7 +96,6 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
       'zeros',
       matrix=True,
       dtype='float32',
-      first=spec.first,
       numbers=spec.numbers,
     )
   return rows

@@ -231,10 +231,14 @@ def gate_shared(p: dict, x: jax.Array, out: jax.Array) -> jax.Array:
 
 
 def behind(dense: dict[str, Param], table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
-  """Returns the table of a model whose first layers are dense: those of the table `dense`."""
-  n, first = cfg.sparse_layers, cfg.experts.first_dense
-  rows = {k: dataclasses.replace(v, shape=(n, *v.shape[1:]), first=first) for k, v in table.items() if v.stacked}
-  rows = {f'dense/{k.partition("/")[2]}': v for k, v in dense.items() if v.stacked} | rows
+  """Returns the table of a model that has layers with experts and others: those of the table `dense`."""
+  rows = {}
+  for stack, common in ('dense', dense), ('layers', table):
+    numbers = tuple(i for i, name in enumerate(cfg.layer_stacks) if name == stack)
+    for path, spec in common.items():
+      if spec.stacked:
+        shape = (len(numbers), *spec.shape[1:])
+        rows[f'{stack}/{path.partition("/")[2]}'] = dataclasses.replace(spec, shape=shape, numbers=numbers)
   return {'embed': table['embed'], **rows, **{k: v for k, v in table.items() if not v.stacked and k != 'embed'}}
 
 
@@ -243,19 +247,16 @@ def param_rows(cfg: ModelConfig) -> dict[str, Param]:
   n, d = cfg.sparse_layers, cfg.hidden_size
   e, f = cfg.experts.num, cfg.experts.size
   shared_f, inner = cfg.experts.shared_size or cfg.experts.shared * f, cfg.experts.latent or d
-  first = cfg.num_layers - n
   block = 'model.layers.{}.mlp.'
 
   def matrix(name, shape, axes):
-    return Param(
-      (n, e, *shape), ('layers', 'expert', *axes), f'{block}experts.{{}}.{name}_proj.weight', matrix=True, first=first
-    )
+    return Param((n, e, *shape), ('layers', 'expert', *axes), f'{block}experts.{{}}.{name}_proj.weight', matrix=True)
 
   def bias(name, shape, axes):
-    return Param((n, *shape), ('layers', *axes), f'{block}{name}.bias', 'zeros', exact=True, first=first)
+    return Param((n, *shape), ('layers', *axes), f'{block}{name}.bias', 'zeros', exact=True)
 
   def outside(name, shape, axes):
-    return Param((n, *shape), ('layers', *axes), f'{block}{name}.weight', matrix=True, first=first)
+    return Param((n, *shape), ('layers', *axes), f'{block}{name}.weight', matrix=True)
 
   biases = {
     'router': bias('gate', (e,), (None,)),
@@ -264,9 +265,7 @@ def param_rows(cfg: ModelConfig) -> dict[str, Param]:
     'down': bias('experts.{}.down_proj', (e, d), ('expert', None)),
   }
   table = {
-    'layers/router': Param(
-      (n, d, e), ('layers', 'embed', None), f'{block}gate.weight', matrix=True, exact=True, first=first
-    ),
+    'layers/router': Param((n, d, e), ('layers', 'embed', None), f'{block}gate.weight', matrix=True, exact=True),
     'layers/gate': matrix('gate', (inner, f), ('embed', 'mlp')),
     'layers/up': matrix('up', (inner, f), ('embed', 'mlp')),
     'layers/down': matrix('down', (f, inner), ('mlp', 'embed')),
@@ -293,6 +292,6 @@ def param_rows(cfg: ModelConfig) -> dict[str, Param]:
     table = {k: v for k, v in table.items() if not k.endswith('gate')}
   if cfg.experts.shared_gate:
     table[f'layers/{SHARED_PREFIX}weight'] = Param(
-      (n, d, 1), ('layers', 'embed', None), f'{block}shared_expert_gate.weight', matrix=True, exact=True, first=first
+      (n, d, 1), ('layers', 'embed', None), f'{block}shared_expert_gate.weight', matrix=True, exact=True
     )
   return table

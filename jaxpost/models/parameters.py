@@ -32,8 +32,7 @@ class Param:
       the expert if each has a tensor; formats/ has the names of other families.
     matrix: an operand of matrix products, stored transposed by HF ([out, in]).
     exact: never rounded: a norm scale, a bias or a router.
-    first: number of its first layer.
-    numbers: of its layers, where they do not follow each other.
+    numbers: of its layers; (): all.
     dtype: type in memory; '' is the type of the other parameters.
     frozen: has no gradient, and is never trained.
   """
@@ -44,7 +43,6 @@ class Param:
   init: str = 'normal'  # normal | ones | zeros
   matrix: bool = False
   exact: bool = False
-  first: int = 0
   numbers: tuple[int, ...] = ()
   dtype: str = ''
   frozen: bool = False
@@ -56,7 +54,7 @@ class Param:
 
   def number(self, i: int) -> int:
     """Returns the number of the layer whose entry is the i-th."""
-    return self.numbers[i] if self.numbers else self.first + i
+    return self.numbers[i] if self.numbers else i
 
   @property
   def stack(self) -> int:

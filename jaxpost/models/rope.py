@@ -61,7 +61,7 @@ def rotate(x, table, cfg: ModelConfig):
   Interleaved pairs are separated into halves first: the order of the entries does not matter to the products of queries
   and keys.
   """
-  if table is None:
+  if table is None or table[0] is None:
     return x
   cos, sin, *_ = table
   x = x.astype(jnp.float32)
@@ -76,8 +76,7 @@ def rotate(x, table, cfg: ModelConfig):
 def scale_queries(q, table):
   """Multiplies queries [B, T, N, h] by the factors of their positions, where the table has some.
 
-  1 + beta log(1 + floor(position / original length)), as in Llama 4: attention stays sharp far beyond the length of
-  pre-training (Nakanishi, arXiv:2501.19399).
+  Attention stays sharp far beyond the length of pre-training (Nakanishi, arXiv:2501.19399).
   """
   return q if table is None or len(table) == 2 else q * table[2].astype(q.dtype)
 
@@ -91,11 +90,15 @@ def _table(positions, lengths, rope, cfg):
   dim = cfg.rotary_dim or size
   p, scale = dict(rope.scaling), 1.0
   kind = _kind(rope)
+  factors = ()
   if kind == 'default':
     freq = np.float32(1) / _periods(rope.theta, dim)
   else:
     from jaxpost.models import rope_scalings
 
+    factors = rope_scalings.query_factors(positions, p)
+    if kind == 'none':
+      return None, None, *factors
     freq, scale = rope_scalings.frequencies(rope.theta, dim, p, lengths, _periods)
   angle = positions[..., None].astype(jnp.float32) * freq
   angle = jnp.concatenate([angle, angle], axis=-1)[..., None, :]
@@ -105,10 +108,7 @@ def _table(positions, lengths, rope, cfg):
   rest = ((0, 0),) * 3 + ((0, size - dim),)
   if dim < size:
     cos, sin = jnp.pad(cos, rest, constant_values=1), jnp.pad(sin, rest)
-  if beta := p.get('llama_4_scaling_beta'):
-    far = jnp.floor(positions.astype(jnp.float32) / p['original_max_position_embeddings'])
-    return cos, sin, 1 + beta * jnp.log1p(far)[..., None, None]
-  return cos, sin
+  return cos, sin, *factors
 
 
 def _periods(theta: float, dim: int):

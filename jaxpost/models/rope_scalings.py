@@ -35,6 +35,23 @@ def frequencies(
   return _SCALINGS[kind](theta, dim, p, periods)
 
 
+def query_factors(positions: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, ...]:
+  """Returns what queries are multiplied by, one array [B, T, 1, 1]; nothing for types without such factors.
+
+  It is 1 + beta log(1 + floor((position + offset) / length)), as in Llama 4, whose layers without rotary
+  embeddings (rope_type 'none') count positions from 1 (`query_offset`).
+
+  Args:
+    positions: [B, T].
+    p: `Rope.scaling` as a dict.
+  """
+  beta = p.get('llama_4_scaling_beta')
+  if not beta:
+    return ()
+  far = (positions + p.get('query_offset', 0)).astype(jnp.float32) / p['original_max_position_embeddings']
+  return (1 + beta * jnp.log1p(jnp.floor(far))[..., None, None],)
+
+
 def _linear(theta, dim, p, periods):
   """Chen et al., arXiv:2306.15595: positions interpolated."""
   return np.float32(1) / periods(theta, dim) / np.float32(p['factor']), 1.0
@@ -58,7 +75,7 @@ def _llama3(theta, dim, p, periods):
   low, high = p['low_freq_factor'], p['high_freq_factor']
   factor, original = p['factor'], p['original_max_position_embeddings']
   wavelength = 2 * math.pi / freq
-  smooth = (original / wavelength - low) / (high - low)
+  smooth = (original / wavelength - low) / (high - low or 1)  # with equal factors, nothing is in between
   blend = (1 - smooth) * freq / factor + smooth * freq
   scaled = np.where(wavelength > original / low, freq / factor, blend)
   return np.where(wavelength < original / high, freq, scaled).astype(np.float32), 1.0

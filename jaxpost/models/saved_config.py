@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from jaxpost.models.chunked_config import ChunkedConfig
 from jaxpost.models.config import CustomConfig, Experts, LatentConfig, ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
 from jaxpost.models.mixed_config import MixedConfig
@@ -13,7 +14,7 @@ def from_json(fields: dict) -> ModelConfig | CustomConfig:
     return CustomConfig(**{k: _tuples(v) for k, v in fields.items()})
   fields = {k: _tuples(v) for k, v in fields.items()}
   experts = fields.get('experts')
-  kinds = {'kv_rank': LatentConfig, 'mixers': HybridConfig, 'full_head_dim': MixedConfig}
+  kinds = {'kv_rank': LatentConfig, 'mixers': HybridConfig, 'full_head_dim': MixedConfig, 'sparse': ChunkedConfig}
   kind = next((kind for field, kind in kinds.items() if field in fields), ModelConfig)
   return kind(
     **fields | {'ropes': tuple(Rope(**rope) for rope in fields['ropes']), 'experts': experts and Experts(**experts)}

@@ -60,7 +60,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
   gone = {'pre': 'post_norm', 'post': ('attention_norm', 'mlp_norm')}
   if cfg.norms != 'both':
     table = {k: v for k, v in table.items() if not k.endswith(gone[cfg.norms])}
-  for name, heads in (('q', h), ('k', k)) if cfg.qk_norm else ():
+  for name, heads in (('q', h), ('k', k)) if cfg.qk_norm not in ('', 'unscaled') else ():
     width = size * (heads if cfg.qk_norm == 'wide' else 1)
     table[f'layers/{name}_norm'] = vector(width, f'self_attn.{name}_norm.weight', scale)
   widths = dict(q=h * size, k=k * size, v=k * size, o=d, gate=f, up=f, down=d)
@@ -143,7 +143,7 @@ def flops_per_token(cfg: ModelConfig, context: float) -> float:
   embedding = cfg.padded_vocab_size * cfg.hidden_size
   matrices = num_active(cfg) - looked_up + (embedding if cfg.tie_embeddings else 0)
   kinds = zip(cfg.layer_kinds, cfg.layer_widths)
-  seen = sum(min(context, kind.window or context) * width for kind, width in kinds)
+  seen = sum(min(context, kind.window / (1 + cfg.chunked) or context) * width for kind, width in kinds)
   return cfg.state_flops + 2 * matrices + 2 * cfg.num_heads * seen
 
 
@@ -202,7 +202,7 @@ def _mix(p, y, table, attend, cfg, compute, layout, absorbed, recur):
   if cfg.qk_norm in ('head', 'wide'):
     q, k = layers.norm_heads(q, k, p, cfg)
   q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
-  if cfg.qk_norm == 'rotated':
+  if cfg.qk_norm == 'rotated' or cfg.qk_norm == 'unscaled' and table and table[0] is not None:
     q, k = layers.norm_heads(q, k, p, cfg)
   out, kept = attend(rope.scale_queries(q, table), k, v, (k, v))
   for x_gate in gate:  # of hybrids
@@ -240,7 +240,7 @@ def run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None, 
     x, kept, routing = mixed_attention.in_a_row(alike, params, x, cfg, chosen)
   elif compute.unroll or isinstance(params['layers'], list):  # a sampler's weights are a list
     x, kept, routing = _in_a_row(alike, params, x, cfg, chosen)
-  elif cfg.state_shapes or cfg.mixed:
+  elif cfg.state_shapes or cfg.mixed or cfg.chunked:
     from jaxpost.models import hybrid
 
     x, kept, routing = hybrid.scan_periods(alike, params, x, cfg, chosen)
