@@ -41,15 +41,16 @@ def told(cfg) -> str:
   """The differences of a ModelConfig from a plain Llama, in words."""
   from jaxpost.models.config import LatentConfig
 
-  scaled = [dict(r.scaling)['rope_type'] for r in cfg.ropes if r.scaling]
+  turning = [r for r in cfg.ropes if dict(r.scaling).get('rope_type') != 'none']
+  scaled = [dict(r.scaling)['rope_type'] for r in turning if r.scaling]
   words = {
     f'rope {" ".join(scaled)}': scaled,
     'interleaved rope': cfg.ropes[0].interleaved,
     'queries scaled by position': any('llama_4_scaling_beta' in dict(r.scaling) for r in cfg.ropes),
-    'two rope bases': len(cfg.ropes) > 1,
-    'layers without rope': -1 in cfg.layer_ropes,
+    'two rope bases': len(turning) > 1,
+    'layers without rope': -1 in cfg.layer_ropes or turning != [*cfg.ropes],
     'rotates a part of a head': cfg.rotary_dim,
-    'sliding window': any(cfg.layer_windows),
+    'attention in chunks' if cfg.chunked else 'sliding window': any(cfg.layer_windows),
     'of some layers': len(set(cfg.layer_windows)) > 1,
     f'norms {cfg.norms}': cfg.norms != 'pre' and not cfg.state_shapes,
     'norm scale + 1': cfg.norm_offset,
@@ -92,6 +93,8 @@ def told(cfg) -> str:
       'shared experts': e.shared and not e.shared_gate,
       'a gated shared expert': e.shared_gate,
       'dense layers first': e.first_dense,
+      'dense layers between': cfg.chunked and 'dense' in cfg.layer_stacks,
+      'weighted inputs of experts': e.on_inputs,
       f'latents of {e.latent}': e.latent,
     }
   return ', '.join(word for word, said in words.items() if said)

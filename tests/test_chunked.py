@@ -111,7 +111,7 @@ def test_published_fields_are_read():
   assert seen[1] - seen[0] == 2 * 40 * 4096 * 256 * 48 and seen[2] - seen[1] == 2 * 40 * (65_536 - 4096) * 256 * 12
   maverick = SCOUT | dict(num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False, rope_scaling=None)
   cfg, _ = config_json.from_hf(maverick, 'config.json')
-  assert not cfg.qk_norm and cfg.experts.layers == tuple(range(1, 48, 2))
+  assert not cfg.qk_norm and cfg.sparse == tuple(range(1, 48, 2))
   assert transformer.num_params(cfg) == pytest.approx(400.7e9, rel=0.005)
 
 

@@ -189,10 +189,8 @@ def main():
   for text in MIXED:
     name = text.partition(':')[0]
     if name == 'chunked':
-      experts_of = dataclasses.replace(
-        shared, shared_size=0, normalize=False, sigmoid=True, layers=(1,), on_inputs=True
-      )
-      kinds = dict(num_layers=2, layer_ropes=(0, 1), layer_windows=(5, 0), experts=experts_of)
+      experts_of = dataclasses.replace(shared, shared_size=0, normalize=False, sigmoid=True, on_inputs=True)
+      kinds = dict(num_layers=2, layer_ropes=(0, 1), layer_windows=(5, 0), sparse=(1,), experts=experts_of)
       made = saved(model_lib.build(tiny.chunked(**shapes | kinds)))
     else:
       made = saved(model_lib.build(tiny.mixed(**shapes | mixed[name])))

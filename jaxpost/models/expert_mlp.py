@@ -152,7 +152,7 @@ def _in_rounds(p, x, weights, order, expert, cfg, compute, room):
 
   def one_round(i, out):
     pick, token, local = _rows_of_round(i, order, expert, weights, room)
-    return out.at[token].add(_weighted_mlp(p, x[token], weights.reshape(-1)[pick], local, cfg, compute))
+    return out.at[token].add(_weighted_mlp(p, x[token], weights.reshape(-1)[pick], local, cfg=cfg, compute=compute))
 
   return _loop_rounds(p, expert, room, one_round, jnp.zeros(x.shape, jnp.float32))
 
@@ -181,7 +181,7 @@ def _in_rounds_backward(cfg, compute, room, saved, g):
     pick, token, local = _rows_of_round(i, order, expert, weights, room)
 
     def run(p, x, w):
-      return _weighted_mlp(p, x, w, local, cfg, compute)
+      return _weighted_mlp(p, x, w, local, cfg=cfg, compute=compute)
 
     _, pull = jax.vjp(run, p, x[token], weights.reshape(-1)[pick])
     d_p, d_x, d_w = pull(g[token])
