@@ -2,9 +2,7 @@
 
 `config_fields` reads and writes the fields that hold for a whole model, `layer_fields`
 those that differ by layer (rotary embeddings, sliding windows), `expert_fields` those of
-experts, `latent_fields` those of multi-head latent attention, `hybrid_fields` those
-of layers with other mixers, `mixed_fields` those of attention layers of two sizes, and
-`chunked_fields` those of attention in chunks.
+experts, and the modules of `_own_fields` those of other layers than a Llama's.
 """
 
 from collections.abc import Sequence
