@@ -16,7 +16,7 @@ import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 from jaxpost.rollout import rollout_files
-from jaxpost.tools import reproduce
+from jaxpost.tools import reproduce, rollout_index, rollout_view
 
 GRADE = """
 def low(completion_ids, **_):
@@ -71,6 +71,16 @@ def test_a_sample_is_drawn_again(run, step, row):
   assert found['advantage'] == pytest.approx(arrays['credit/advantages'][row, 0])
   assert len(found['texts']) == len(found['trained']) == length
   assert found['version'] == 2 * (step - 1)
+
+
+def test_the_viewer_has_every_color_of_a_run_that_scores(run):
+  viewer = rollout_view.Viewer(run)
+  found = viewer.episode(viewer.index.find(rollout_index.Query(step=4))[5])
+  tokens = found['tokens']
+  assert not found['missing'] and {*rollout_view.SAVED_BY} < {*tokens}
+  assert 0 < min(tokens['entropy']) and max(tokens['entropy']) <= np.log(512)
+  assert min(tokens['kl']) >= 0 and max(tokens['kl']) > 0  # three updates away from the reference
+  assert tokens['ratio'] == pytest.approx([1] * len(tokens['text']), rel=1e-3)  # on policy
 
 
 def test_losses_of_the_samples_add_up(run):
