@@ -113,6 +113,7 @@ ROWS = (
     'samples and tests',
     (
       'test_lost_samples.py',
+      'test_rewards_bounded.py',
       'test_rewards_pool.py::',
       'test_environments.py::test_lost_episodes',
       'test_environments.py::test_a_lost_process',
@@ -125,6 +126,7 @@ ROWS = (
     'programs',
     (
       'test_rewards_forgeries.py::test_a_forgery_runs_and_scores_nothing',
+      'test_rewards_verdicts.py',
       'test_rewards_code.py::test_cheats_pass_nothing',
       'test_rewards_code.py::test_what_a_program_can_reach',
       'test_seccomp.py::test_dangerous_calls_do_not_exist',

@@ -246,7 +246,7 @@ def test_a_row_that_cannot_be_judged_is_counted_and_never_scored():
   reward, logged = code.Code(fenced=False), []
   bad, good = ['import numpy as np\nassert np.all(f(1))'], ['assert f(1) == 1']
   rewards = reward(['def f(x): return x'] * 2, tests=[bad, good], log_metric=lambda *pair: logged.append(pair))
-  assert rewards == [None, 1.0] and logged == [('code_unreadable', 0.5)]
+  assert rewards == [None, 1.0] and logged == [('code_unreadable', 0.5), ('code_late', 0.0)]
   with pytest.raises(call.RewardError, match='line 1 imports numpy.*a test may import'):
     reward(['def f(x): return x'], tests=[bad])
   with pytest.raises(call.RewardError, match='imports numpy'):  # An empty completion does not hide it.

@@ -59,6 +59,15 @@ def test_a_slow_comparison_ends_with_the_time_of_the_test():
 
 
 @needs_sandbox
+def test_programs_that_exceed_their_time_are_counted():
+  logged = {}
+  rewards = code.Code(fenced=False, timeout=1.0)(
+    ['while True: pass', 'raise ValueError'], inputs=[['']] * 2, outputs=[['4']] * 2, log_metric=logged.__setitem__
+  )
+  assert rewards == [0.0, 0.0] and logged['code_late'] >= 0.5  # the other may be late on a busy machine
+
+
+@needs_sandbox
 def test_programs_may_end_with_exit_and_see_no_name_that_they_have_not_made():
   ends = 'print(4)\nif __name__ == "__main__": exit()\nprint(5)'
   clean = 'import sys\nsys.stdout.write(" ".join(sorted(n for n in globals() if n[0] != "_")))\nquit(0)'

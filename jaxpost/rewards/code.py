@@ -15,6 +15,7 @@ import concurrent.futures
 import json
 import math
 import re
+import time
 from collections.abc import Callable
 
 from jaxpost.errors import InputError
@@ -94,19 +95,24 @@ class Code:
     self._check_time(size, time_limit_s)
     given = (tests or test_list, inputs, outputs, test_setup_code, test_imports, entry_point)
     columns = [c or [None] * size for c in given]
-    refused = {}
+    refused, late = {}, []
 
     def grade(i: int) -> float | None:
+      begin = time.monotonic()
       try:
-        return self._grade(completions[i], *(column[i] for column in columns))
+        reward = self._grade(completions[i], *(column[i] for column in columns))
       except checks.UnreadableTest as error:
         refused[i] = str(error)
         return None
+      if reward != 1 and time.monotonic() - begin > self._limits.timeout_s:
+        late.append(i)
+      return reward
 
     with concurrent.futures.ThreadPoolExecutor(self._parallel) as threads:
       rewards = list(threads.map(grade, range(size)))
     if log_metric:
       log_metric('code_unreadable', len(refused) / size)
+      log_metric('code_late', len(late) / size)
     if refused and len(refused) == size:
       raise call.RewardError(f'a test of this row cannot be judged: {next(iter(refused.values()))}')
     for text in sorted(set(refused.values())):
