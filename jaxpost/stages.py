@@ -325,9 +325,11 @@ def _run_stage(
         activity.console.out(program_table.one_line(plans[-1]), highlight=False)
     if stage.evaluate:
       stage.evaluate = activity.during(f'evaluating {stage.name}', stage.evaluate)
-    done = loop.resume(stage)
+    with activity(f'resuming {stage.name}'):
+      done = loop.resume(stage)
     stage.writer.start_stage(stage.name, stage.steps, done)
-    loop.run_stage(stage, done, stop)
+    with activity.following(placed.timer.doing):
+      loop.run_stage(stage, done, stop)
     placed.timer.flush()
     _watch(f'the end of {stage.name}', placed.config)
 

@@ -44,6 +44,25 @@ def test_no_silence_while_something_lasts():
   assert activity.PERIOD_S < 5
 
 
+def test_a_long_phase_of_a_step_is_named():
+  """Only one that has gone on for seconds; an evaluation inside of the steps says what it is."""
+  out, doing = io.StringIO(), ['']
+  shown = activity.Activity(rich.console.Console(file=out), period_s=0.05)
+  with shown.following(lambda: doing[0]):
+    time.sleep(0.2)
+    assert not out.getvalue()
+    doing[0] = 'sample (9 s)'
+    time.sleep(0.2)
+    shown.during('evaluating', time.sleep)(0.2)
+  assert set(out.getvalue().splitlines()) == {'sample (9 s)', 'evaluating'}
+  chrono = metrics.Chrono()
+  with chrono('sample'):
+    assert not chrono.doing()
+    chrono._mark -= 9
+    assert chrono.doing() == 'sample (9 s)'
+  assert not chrono.doing()
+
+
 def test_an_activity_ends_with_an_error():
   shown = activity.Activity(rich.console.Console(file=io.StringIO()), period_s=0.05)
   with pytest.raises(KeyError), shown('looking'):

@@ -201,6 +201,19 @@ def test_object_stores_get_whole_files(tmp_path):
   assert [s for _, _, s in keys(path)] == list(range(1, 54))
 
 
+def test_slow_steps_have_a_line_each(tmp_path, monkeypatch):
+  clock = iter(range(1000))
+  monkeypatch.setattr(metrics.time, 'monotonic', lambda: next(clock))
+  writer, out = make_writer(tmp_path, print_every=10)
+  with writer:
+    writer.start_stage('sft', 40)
+    for step in range(1, 41):
+      writer.write(step, 'train', {'loss': 1.0})
+  steps = [int(line.split()[1].split('/')[0]) for line in out.getvalue().splitlines()]
+  assert steps[0] == 1 and steps[-1] == 40
+  assert len(steps) < 40 and all(after - before <= 5 for before, after in zip(steps, steps[1:]))
+
+
 def test_pipe_gets_plain_lines(tmp_path):
   writer, out = make_writer(tmp_path, print_every=10)
   with writer:

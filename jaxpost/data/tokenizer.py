@@ -32,8 +32,7 @@ CHATML = (
   '{%- for message in messages %}'
   "{{- '<|im_start|>' + message.role + '\\n' + message.content"
   " + '<|im_end|>\\n' }}"
-  '{%- endfor %}'
-  '{%- if add_generation_prompt %}'
+  '{%- endfor %}{%- if add_generation_prompt %}'
   "{{- '<|im_start|>assistant\\n' }}"
   '{%- endif %}'
 )

@@ -96,6 +96,5 @@ def order_devices(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
   except (AssertionError, ValueError) as e:  # chips are missing there
     raise InputError(
       f'config.mesh: {len(devices)} devices of a phase, {[*held.values()]} '
-      'by slice, have no order in a mesh (do they fill equal blocks?): '
-      f'{" ".join(str(e).split())[:100]}'
+      f'by slice, have no order in a mesh (do they fill equal blocks?): {" ".join(str(e).split())[:100]}'
     ) from e

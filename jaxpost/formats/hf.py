@@ -155,8 +155,7 @@ def _check_extra(folder: Path, found: dict, wanted: dict, cfg: ModelConfig) -> N
   if extra:
     file, tensor = found[extra[0]]
     raise InputError(
-      f'{file}: tensor {extra[0]} '
-      f'{list(tensor.get_shape())} and {len(extra) - 1} more '
+      f'{file}: tensor {extra[0]} {list(tensor.get_shape())} and {len(extra) - 1} more '
       f'have no place in a {cfg.family} model of {cfg.num_layers} layers; '
       'config.json and weights are of different models'
     )

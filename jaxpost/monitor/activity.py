@@ -43,7 +43,7 @@ class Activity:
     self._wake = threading.Event()
 
   @contextlib.contextmanager
-  def __call__(self, text: str) -> Iterator[None]:
+  def __call__(self, text: str | Callable[[], str]) -> Iterator[None]:
     with self._lock:
       self._open.append([text, time.monotonic()])
       first = len(self._open) == 1
@@ -74,6 +74,10 @@ class Activity:
 
     return fn if self._live else shown
 
+  def following(self, doing: Callable[[], str]) -> contextlib.AbstractContextManager:
+    """Prints what `doing` returns, '' for nothing, in each period; on a terminal nothing, as a bar is shown there."""
+    return contextlib.nullcontext() if self._live else self(doing)
+
   def _start(self) -> None:
     self._wake.clear()
     if self._live:
@@ -103,5 +107,7 @@ class Activity:
       if not self._open:
         return ''
       text, start = self._open[-1]
+      if callable(text):
+        return text()
     seconds = time.monotonic() - start
     return f'{text} ({seconds:.0f} s)' if seconds >= 1 else text

@@ -107,8 +107,7 @@ class HostHealth:
     raise RuntimeError(
       f'replicas of the parameters differ: {path} on {place} on host '
       f'{hosts[device.process_index]} (and {len(wrong) - 1} more shards); '
-      'memory or a device is faulty, or programs differ: take that host out '
-      'and start again from the last checkpoint'
+      'memory or a device is faulty, or programs differ: take that host out and start again from the last checkpoint'
     )
 
 

@@ -131,6 +131,11 @@ class Chrono:
       self._settle()
       self._open.pop()
 
+  def doing(self) -> str:
+    """The phase that has gone on for seconds, such as 'sample (9 s)'; '' for none. Called by another thread."""
+    seconds = time.perf_counter() - self._mark
+    return next((f'{phase} ({seconds:.0f} s)' for phase in self._open[-1:] if seconds > 4), '')
+
   def pop(self) -> dict[str, float]:
     """{'time/PHASE': seconds, ..., 'time/step': all} since the last pop."""
     self._settle()
@@ -147,6 +152,7 @@ class _Board:
     self._console, self._every, self._bar = console, every, None
     if console.is_terminal and not console.is_dumb_terminal:
       self._bar = progress.Progress(
+        progress.SpinnerColumn(),
         progress.TextColumn('[bold]{task.description}'),
         progress.BarColumn(bar_width=16),
         progress.MofNCompleteColumn(),
@@ -158,7 +164,7 @@ class _Board:
       )
 
   def start(self, stage: str, total: int, done: int) -> None:
-    self._stage, self._total, self._mark, self._next = stage, total, None, 0
+    self._stage, self._total, self._mark, self._next, self._due = stage, total, None, 0, 0.0
     if self._bar is not None:
       self._bar.start()
       self._task = self._bar.add_task(stage, total=total, completed=done, eta='', shown='')
@@ -182,8 +188,8 @@ class _Board:
       self.line(f'{self._stage} {step} {split}  {shown}', 'bold')
     elif self._bar is not None:
       self._bar.update(self._task, completed=step, eta=self._eta(step), shown=shown)
-    elif step >= min(self._next, self._total):
-      self._next = step + self._every
+    elif step >= min(self._next, self._total) or time.monotonic() > self._due:
+      self._next, self._due = step + self._every, time.monotonic() + 4.5  # five seconds of silence are long
       self.line(f'{self._stage} {step}/{self._total}  {shown}  {self._eta(step)}'.rstrip())
 
   def line(self, text: str, style: str | None = None) -> None:

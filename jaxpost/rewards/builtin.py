@@ -53,8 +53,7 @@ def locate(spec: str) -> str:
     if '=' in base:
       hint = 'options are written name?key=value&key=value, a comma as %2C; '
     raise InputError(
-      f'reward: no built-in reward {base!r}; {hint}there are {", ".join(BUILTIN)}'
-      ' (docs/rewards.md);'
+      f'reward: no built-in reward {base!r}; {hint}there are {", ".join(BUILTIN)} (docs/rewards.md);'
       ' write a custom reward as pkg.module:function or ./file.py:function'
     )
   return f'{PACKAGE}{BUILTIN[base][0]}{mark}{options}'

@@ -343,11 +343,9 @@ class Scheduler:
     self.harvested_at = time.perf_counter()
     if block.broken.any():
       raise DivergedError(
-        f'sampling at step {self.step}: logits of the weights after '
-        f'{version} updates are not finite (the run has '
+        f'sampling at step {self.step}: logits of the weights after {version} updates are not finite (the run has '
         'diverged: lower the learning rate and restart from an earlier '
-        'checkpoint), or forbidden_ids and min_new_tokens leave no token to '
-        'draw'
+        'checkpoint), or forbidden_ids and min_new_tokens leave no token to draw'
       )
     finished = []
     for slot, sequence in slots.items():

@@ -113,8 +113,7 @@ def check_custom(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None
     if wrong:
       raise InputError(
         f'config.{fix.partition("=")[0]}: {cfg.code}, a model of your own, '
-        'is called with parameters, tokens, positions and segments only, '
-        f'and samples from a copy; set config.{fix}'
+        f'is called with parameters, tokens, positions and segments only, and samples from a copy; set config.{fix}'
       )
 
 
@@ -137,8 +136,7 @@ def check_model(config: Config, model: Model) -> None:
   if config.rollout.share_base and config.mesh.rollout_devices:
     raise InputError(
       'config.rollout.share_base: the sampler has devices of its own '
-      '(config.mesh.rollout_devices), which have no leaves of training; '
-      'leave it False'
+      '(config.mesh.rollout_devices), which have no leaves of training; leave it False'
     )
 
 
@@ -147,8 +145,7 @@ def check_replay(config: Config, algorithm: Algorithm, found: Mapping[str, Sourc
   if config.train_on_rollouts and (config.router.routing_replay or (config.environment and config.reward)):
     raise InputError(
       'config.train_on_rollouts: what is kept of a rollout has neither its experts '
-      '(config.router.routing_replay) nor the parts of a reward (config.environment '
-      'with config.reward); sample again'
+      '(config.router.routing_replay) nor the parts of a reward (config.environment with config.reward); sample again'
     )
   if config.router.routing_replay and (
     not algorithm.on_policy

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 # Changing these does not change what a run computes, or only from here on.
 _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
 
-
 # Rows that processes compare at the start: all of most data sets.
 _HASHED, _HASHED_LAZY = 20_000, 100
 
@@ -78,8 +77,7 @@ def check_same_run(workdir: epath.Path, configs: dict, console: rich.console.Con
   if begun != list(configs)[: len(begun)]:
     raise InputError(
       f'config.stages: {", ".join(begun)} of {workdir} have begun and must '
-      f'stay the first, not {", ".join(configs)}; set them back or choose '
-      'another --workdir'
+      f'stay the first, not {", ".join(configs)}; set them back or choose another --workdir'
     )
   for name, config in configs.items():
     changes = difference(spelled(vars(old[name])), spelled(vars(config))) if name in old else {}
@@ -95,16 +93,14 @@ def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
   free = key == 'stages' or any(key == f or key.startswith(f + '.') for f in _FREE)
   if key == 'train.steps' and (not newest or now < done):
     raise InputError(
-      f'config.train.steps: {now} of {stage}, but {workdir} holds its step '
-      f'{done}'
+      f'config.train.steps: {now} of {stage}, but {workdir} holds its step {done}'
       + ('' if newest else ' and a later stage has begun from it')
       + f'; set it back to {was} or choose another --workdir'
     )
   if not free:
     raise InputError(
-      f'{workdir}: config.{key} of {stage} differs from the run that is '
-      f'being resumed ({was!r}, now {now!r}); set it back or choose another '
-      f'--workdir, where init_from={workdir} starts from its weights'
+      f'{workdir}: config.{key} of {stage} differs from the run that is being resumed ({was!r}, now {now!r}); '
+      f'set it back or choose another --workdir, where init_from={workdir} starts from its weights'
     )
 
 

@@ -246,8 +246,7 @@ def load_tokenizer(config: Config, source: Source) -> Tokenizer:
   if tokenizer.vocab_size > source.config.padded_vocab_size:
     raise InputError(
       f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more '
-      f'than the {source.config.vocab_size} rows of the embedding of '
-      f'{section.path or section.preset}'
+      f'than the {source.config.vocab_size} rows of the embedding of {section.path or section.preset}'
     )
   return tokenizer
 
