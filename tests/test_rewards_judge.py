@@ -1,5 +1,7 @@
 """A judge behind a URL that answers, fails, is slow, or talks nonsense."""
 
+import pathlib
+import re
 import time
 
 import judge_double
@@ -73,6 +75,18 @@ def test_what_is_filled_in_stays_as_it_is(double, tmp_path):
   assert reward.needs_columns == ('answer',)
   assert reward(['p'], ['{answer} {min}'], answer=[4], other=['x']) == [0.5]
   assert list(server.seen) == ['{"json": 1} {{answer} {min}} 4: {answer} {min}']
+
+
+def test_the_rubric_of_the_docs(double, tmp_path):
+  text = (pathlib.Path(__file__).parents[1] / 'docs/rewards.md').read_text('utf-8')
+  path = tmp_path / 'rubric.txt'
+  path.write_text(re.search(r'### A rubric.*?```text\n(.*?)```', text, re.S)[1], 'utf-8')
+  server = double(lambda text, attempt: 'Line 1: yes. Line 2: no.\nScore: 1')
+  reward = judge.Judge(server.url, 'm', template=str(path), max=2.0)
+  assert reward.needs_columns == ('rubric',)
+  assert reward(['2+2?'], ['4'], rubric=['says 4\nis a sentence']) == [0.5]
+  (seen,) = server.seen
+  assert 'says 4\nis a sentence\n' in seen and 'from 0 to 2.' in seen
 
 
 @pytest.mark.parametrize(
