@@ -90,7 +90,7 @@ def text_tensors(found: dict[str, tuple], apart: bool) -> dict[str, tuple]:
 
   apart: the family has a tensor for each expert, in whose place a folder may have one for all experts of a layer.
   """
-  out = {}
+  out: dict[str, tuple] = {}
   for name, (file, tensor) in found.items():
     if (own := text_name(name)) is not None:
       out |= {k: (file, part) for k, part in (_experts(own, tensor) if apart else {own: tensor}).items()}
