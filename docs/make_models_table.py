@@ -79,6 +79,7 @@ def told(cfg) -> str:
   if cfg.state_shapes:
     name = {'delta': 'gated delta rule', 'convolution': 'short convolution', 'state_space': 'Mamba-2'}[cfg.mixer]
     words |= {f'{name} in {cfg.mixers.count(cfg.mixer)} of {cfg.num_layers} layers': True, 'gated attention': cfg.gated}
+    words |= {'a decay for each channel': cfg.gate_rank}
     words |= {'one part for each layer': cfg.single, 'negative eigenvalues': cfg.beta_scale > 1}
     words |= {'norms post in layers with attention': cfg.norms == 'post', 'a least step': cfg.step_min}
   if cfg.experts:

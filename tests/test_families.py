@@ -8,6 +8,7 @@ windows and than the context that a rope scaling starts from.
 
 import copy
 import dataclasses
+import functools
 import json
 import pathlib
 import tempfile
@@ -115,6 +116,28 @@ HYBRID = dict(
 )
 HYBRID_EXPERTS = dict(
   num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20, shared_expert_intermediate_size=28
+)
+KIMI = dict(
+  num_hidden_layers=4,
+  hidden_size=36,
+  layer_types=[LINEAR, LINEAR, FULL, LINEAR],
+  linear_num_heads=3,
+  linear_head_dim=14,
+  linear_conv_kernel_dim=3,
+  num_key_value_heads=4,
+  head_dim=6,
+  kv_lora_rank=12,
+  q_lora_rank=None,
+  qk_rope_head_dim=6,
+  qk_nope_head_dim=8,
+  v_head_dim=10,
+  num_local_experts=8,
+  num_experts_per_tok=3,
+  n_shared_experts=2,
+  n_group=4,
+  topk_group=2,
+  moe_intermediate_size=20,
+  routed_scaling_factor=1.7,
 )
 SPACE = dict(
   num_hidden_layers=4,
@@ -238,6 +261,7 @@ CASES = {
     | dict(linear_num_value_heads=3, linear_value_head_dim=14, head_dim=8, num_hidden_layers=3)
     | dict(layer_types=[LINEAR, FULL, LINEAR], rope_parameters=rope(theta=None), rms_norm_eps=1e-3),
   ),
+  'kimi_linear': ('KimiLinear', KIMI),
   'nemotron_h': ('NemotronH', SINGLE),
   'granite_hybrid': ('GraniteMoeHybrid', SPACE),
   'granite_hybrid_rope': (
@@ -517,8 +541,14 @@ def test_gradients_equal_those_of_torch(reference, case):
 
 
 def tensors(folder):
+  """Returns name -> value of a folder, where names have the spelling of published folders."""
+  family = families.every()[json.loads((folder / 'config.json').read_text())['model_type']]
+
+  def published(name):
+    return functools.reduce(lambda x, pair: x.replace(*pair), family.spellings.items(), name)
+
   return {
-    name: value
+    published(name): value
     for path in sorted(folder.glob('*.safetensors'))
     for name, value in safetensors.numpy.load_file(path).items()
   }
@@ -976,6 +1006,7 @@ def test_classes_that_an_export_names_exist(family):
   }
   own['delta'] |= {} if 'partial_rotary_factor' in families.every()[family].reads else dict(rope_parameters=rope())
   own |= {'state_space': SINGLE} if families.every()[family].single else {}
+  own |= {'delta': KIMI} if families.every()[family].latent else {}
   own = GEMMA_4 if families.every()[family].mixed else own.get(kind, {})
   raw = BASE | own | dict(model_type=family)
   cfg = config_json.from_hf(raw, 'here')[0]

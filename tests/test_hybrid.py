@@ -17,15 +17,17 @@ import tiny
 
 import jaxpost
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf
+from jaxpost.formats import config_json, hf, tensor_layout
 from jaxpost.models import convolution, recurrence, routing, saved_config, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 
+KDA = 'kimi_linear'  # the gated delta rule with decays of channels, beside latent attention
 # A family for each mixer -> what a layer keeps of a sequence, and the matrices of its mixer.
 MIXERS = {
   'qwen3_5_text': ([(3, 2, 14), (3, 2, 14), (6, 2, 6), (6, 14, 6)], 'in_q in_k in_v in_z in_a in_b o'),
   'lfm2_moe': ([(4, 3, 8)], 'in_b in_c in_x o'),
+  KDA: ([(3, 2, 14)] * 3 + [(3, 14, 14)], 'in_q in_k in_v in_b in_a_down in_a_up in_z_down in_z_up o'),
   'nemotron_h': ([(6, 2, 16), (2, 2, 10), (2, 2, 10), (6, 10, 16)], 'in_z in_x in_b in_c in_step o'),
 }
 SAMPLED = MIXERS | {'olmo_hybrid': ([(3, 2, 14)] * 3 + [(3, 14, 14)], '')}
@@ -45,6 +47,8 @@ def made(family):
     ('qwen3_5_text', dict(norm_eps=0.5)),
     ('qwen3_5_text', dict(mixers=('layers', 'delta', 'delta'))),
     ('qwen3_5_text', dict(joined=True)),
+    (KDA, dict(gate_rank=0)),
+    (KDA, dict(layer_ropes=())),
     ('lfm2', dict(gated=True)),
     ('granitemoehybrid', dict(norm_eps=0.5)),
     ('granitemoehybrid', dict(layer_ropes=())),
@@ -89,12 +93,16 @@ def test_layers_under_a_scan_are_those_in_a_row(family, mixers):
   jax.tree.map(lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b)), again, grads)
 
 
-@pytest.mark.parametrize('corrected', [True, False])
-def test_chunks_compute_what_tokens_in_a_row_do(corrected):
-  """Output, state, and gradient, of documents that begin and end inside of chunks, after a state."""
+@pytest.mark.parametrize('corrected, channels', [(True, 1), (False, 1), (True, 5)])
+def test_chunks_compute_what_tokens_in_a_row_do(corrected, channels):
+  """Output, state, and gradient, of documents that begin and end inside of chunks, after a state.
+
+  Some channels forget all at once: exponentials of differences of sums would overflow or lose what follows.
+  """
   random = np.random.RandomState(0)
   q, k = random.standard_normal((2, 2, 21, 2, 5)).astype('f')
-  v, steps = random.standard_normal((2, 21, 6, 3)).astype('f'), random.uniform(0, 1, (2, 2, 21, 6)).astype('f')
+  v, beta = random.standard_normal((2, 21, 6, 3)).astype('f'), random.uniform(0, 1, (2, 21, 6)).astype('f')
+  decay = random.uniform(0, 2, (2, 21, 6, channels)).astype('f') * 10 ** random.choice([-2.0, 0.0, 2.0], (1, 21, 1, 1))
   k /= np.linalg.norm(k, axis=-1, keepdims=True)
   segments = np.repeat([[1, 2, 3, 0], [4, 5, 6, 6]], (6, 10, 3, 2), axis=1)
   real = (segments > 0)[..., None]
@@ -119,7 +127,7 @@ def test_chunks_compute_what_tokens_in_a_row_do(corrected):
       out, state = fn(*args)
       return jnp.sum(jnp.cos(out) * real[..., None]) + jnp.sum(jnp.sin(state)), (out, state)
 
-    return jax.jit(jax.grad(loss, has_aux=True))((q, k, v, -2 * steps[0] * real, steps[1] * real, first))
+    return jax.jit(jax.grad(loss, has_aux=True))((q, k, v, -decay.astype('f') * real[..., None], beta * real, first))
 
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * tiny.largest(b)), both(in_chunks), both(in_a_row)
@@ -132,7 +140,7 @@ def test_slots_carry_states_and_keys(family):
   engine = proofs.engine(model, max_new_tokens=24)
   engine.load(params, version=0)
   cache = engine.programs.init.outputs().cache
-  assert len(cache.k) == 1 and cache.k[0].shape[:2] == (3, 2)
+  assert len(cache.k) == 1 and cache.k[0].shape[:2] == ((3, 1) if family == KDA else (3, 2))
   assert [[x.shape[1:] for x in layer] for layer in cache.states] == [SAMPLED[family][0]] * 2
   assert engine.cache_bytes() == 4 * sum(x.size for x in jax.tree.leaves(cache))
   proofs.check_slots(model, params, engine)
@@ -145,7 +153,8 @@ def test_64_greedy_tokens_are_those_of_transformers(tmp_path, family):
 
 @pytest.fixture
 def folder(family, tmp_path):
-  return tiny.folder(tmp_path / 'model', family=family, num_layers=len(tiny.HYBRIDS[family]['mixers']))
+  heads = dict(num_kv_heads=2) if family == KDA else {}
+  return tiny.folder(tmp_path / 'model', family=family, num_layers=len(tiny.HYBRIDS[family]['mixers']), **heads)
 
 
 @pytest.mark.parametrize('family', MIXERS)
@@ -165,10 +174,10 @@ def test_adapters_and_quantized_bases(tmp_path, family, quantized):
     mlp = set() if config.single else {'down'}
     assert {name for name, x in params[stack].items() if isinstance(x, dict)} == matrices | mlp
   if quantized and config.experts:
-    assert 'up' in params['lora']['moe' if config.single else 'convolution']
+    assert 'up' in params['lora']['moe' if config.single else config.mixer]
 
 
-@pytest.mark.parametrize('family', MIXERS)
+@pytest.mark.parametrize('family', [name for name in MIXERS if name != KDA])
 def test_a_resumed_run_is_the_same_to_the_bit(folder, tmp_path):
   """And exports the modules of the folder that predict several tokens at once."""
   file, more = tmp_path / 'model/model.safetensors', np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -200,6 +209,63 @@ def test_pages_branches_and_split_rows_are_refused():
   ids = tiny.tokens((1, 8))
   with pytest.raises(InputError, match='^config.preference.share_prompt: .*set it to False$'):
     model.forward(params, ids, np.arange(8)[None], np.ones((1, 8), int), compute=tiny.EXACT, branch_ids=ids)
+
+
+KIMI = dict(
+  model_type=KDA,
+  vocab_size=163_840,
+  hidden_size=2304,
+  intermediate_size=9216,
+  num_hidden_layers=27,
+  num_attention_heads=32,
+  num_expert_group=1,
+  num_experts_per_token=8,
+  head_dim=72,
+  rope_theta=10_000.0,
+  first_k_dense_replace=1,
+  mla_use_nope=True,
+  linear_attn_config=dict(
+    full_attn_layers=[4, 8, 12, 16, 20, 24, 27],
+    kda_layers=[i for i in range(1, 27) if i % 4],
+    num_heads=32,
+    head_dim=128,
+    short_conv_kernel_size=4,
+  ),
+)
+
+
+@pytest.mark.parametrize(
+  'fields, words',
+  [
+    (dict(linear_head_dim=64), 'linear_head_dim=64 beside linear_attn_config.head_dim=128'),
+    (dict(linear_num_heads=0, linear_attn_config={}), 'linear_num_heads=0 must be'),
+    (dict(linear_attn_config=dict(gate_lower_bound=-5.0)), 'linear_attn_config.gate_lower_bound'),
+    (dict(linear_attn_config=[4]), 'linear_attn_config=.* must be an object'),
+    (dict(linear_attn_config=dict(kda_layers=[1], full_attn_layers=[2])), 'each of the 27 layers once'),
+    (dict(layer_types=['linear_attention'] * 27), 'layer_types=.* beside linear_attn_config'),
+    (dict(mlp_layer_types=['sparse'] * 26 + ['dense']), 'mlp_layer_types'),
+    (dict(mlp_layer_types=['dense'] * 2 + ['sparse'] * 25), 'first_k_dense_replace=1 beside dense layers'),
+    (dict(first_k_dense_replace=27), 'first_k_dense_replace=27'),
+    (dict(mla_use_nope=False), 'mla_use_nope'),
+    (dict(head_dim=64, qk_rope_head_dim=32), 'head_dim=64'),
+    (dict(num_key_value_heads=8), 'num_key_value_heads=8'),
+    (dict(kv_lora_rank=None), 'kv_lora_rank'),
+  ],
+)
+def test_what_kimi_linear_lacks_here_is_refused_by_name(fields, words):
+  with pytest.raises(InputError, match=f'^config.json: .*{words}') as e:
+    config_json.from_hf(KIMI | fields, 'config.json')
+  assert '\n' not in str(e.value)
+
+
+def test_kimi_linear_is_written_as_it_is_published():
+  """For readers that know the layers only from `linear_attn_config`, and dense layers only as `mlp`."""
+  cfg, _ = config_json.from_hf(KIMI, 'here')
+  written = config_json.to_hf(cfg)
+  assert written['linear_attn_config'] == KIMI['linear_attn_config']
+  assert {written[name] for name in ('num_experts', 'n_routed_experts')} == {256} and written['mla_use_nope']
+  (name,) = tensor_layout.table(cfg)['dense_delta/gate'].names
+  assert name == 'model.layers.0.mlp.gate_proj.weight'
 
 
 RAW = dict(
@@ -381,7 +447,9 @@ OLMO = dict(model_type='olmo_hybrid', vocab_size=100_352, hidden_size=3840, num_
 )
 
 
-@pytest.mark.parametrize('raw, size, active', [(NEMOTRON, 31.6, 3.6), (LFM2_MOE, 8.3, 1.5), (OLMO, 7.4, 7.4)])
+@pytest.mark.parametrize(
+  'raw, size, active', [(NEMOTRON, 31.6, 3.6), (LFM2_MOE, 8.3, 1.5), (OLMO, 7.4, 7.4), (KIMI, 49.1, 3.5)]
+)
 def test_published_configs_are_read(raw, size, active):
   cfg, unread = config_json.from_hf(raw, 'here')
   assert not unread and config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])

@@ -16,6 +16,7 @@ LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2', 'sparse:e
 HYBRID = [
   'qwen3_5_moe_text:expert=2,fsdp=2,tensor=2',
   'lfm2_moe:expert=2,fsdp=2,tensor=2',
+  'kimi_linear:expert=2,fsdp=2,tensor=2',
   'nemotron_h:expert=2,fsdp=2,tensor=2',
 ]
 MIXED = ['mixed:context=2,data=2,fsdp=2', 'mixed_moe:expert=2,fsdp=2,tensor=2', 'chunked:context=2,expert=2,fsdp=2']
@@ -176,6 +177,8 @@ def main():
   hybrids = {
     'qwen3_5_moe_text': dict(mixers=('delta', 'layers'), key_heads=4, value_heads=8, experts=gated),
     'lfm2_moe': dict(mixers=('convolution', 'layers'), experts=behind),
+    'kimi_linear': dict(mixers=('delta', 'layers'), num_kv_heads=8, key_heads=4, value_heads=4, layer_ropes=(-1, -1))
+    | dict(experts=behind),
     'nemotron_h': dict(mixers=blocks, num_layers=4, layer_ropes=(-1,) * 4, experts=latent),
   }
   for text in HYBRID:

@@ -83,6 +83,10 @@ HYBRIDS = {
   'olmo_hybrid': dict(mixers=('delta', 'layers', 'delta'), norms='post', qk_norm='wide', gated=False)
   | dict(beta_scale=2.0, out_norm_eps=1e-5, layer_ropes=(-1, -1, -1))
   | dict(key_heads=3, value_heads=3, key_size=14, value_size=14, taps=3),
+  'kimi_linear': dict(mixers=('delta', 'layers', 'delta'), qk_norm='', gated=False, num_kv_heads=4, head_dim=14)
+  | dict(q_rank=10, kv_rank=12, rope_dim=6, v_dim=10, attention_scale=14**-0.5, layer_ropes=(-1, -1, -1))
+  | dict(key_heads=3, value_heads=3, key_size=14, value_size=14, taps=3, gate_rank=14)
+  | dict(experts=Experts(6, 2, 12, shared=1, first_dense=1, sigmoid=True, choice_bias=True, scale=1.7)),
   'nemotron_h': dict(mixers=('state_space', 'moe', 'layers', 'mlp', 'state_space'), num_layers=5, qk_norm='')
   | dict(gated=False, biases=('conv',), activation='relu2', layer_ropes=(-1,) * 5)
   | dict(experts=Experts(6, 2, 12, shared=1, shared_size=20, latent=24, sigmoid=True, choice_bias=True))

@@ -98,10 +98,10 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
 def _own_fields(family: Family) -> Any:
   """Returns the module that reads and writes what models with other layers than a Llama's have; None for others."""
   own: Any = None
-  if family.latent:
-    from jaxpost.formats import latent_fields as own
-  elif family.hybrid:
+  if family.hybrid:
     from jaxpost.formats import hybrid_fields as own
+  elif family.latent:
+    from jaxpost.formats import latent_fields as own
   elif family.mixed:
     from jaxpost.formats import mixed_fields as own
   elif family.chunked:

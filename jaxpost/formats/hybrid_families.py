@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, ExpertFields, Family
+from jaxpost.formats.latent_families import SIZES
 
 _DELTA = dict(
   linear_num_key_heads=16,
@@ -66,6 +67,35 @@ OLMO = Family(
   defaults={name: None for name in _DELTA if name.endswith(('heads', 'head_dim'))}
   | dict(linear_conv_kernel_dim=4, full_attention_interval=4, linear_allow_neg_eigval=True)
   | dict(max_position_embeddings=65_536),
+)
+
+_MOE, _W = 'block_sparse_moe', {'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}
+KIMI = Family(
+  architecture='KimiLinearForCausalLM',
+  hybrid='delta',
+  latent=True,
+  mixer=dict(gated=False),
+  extra_layers=True,
+  experts=DEEPSEEK_ROUTER,
+  names={f'in_proj_{name}': f'{name}_proj' for name in 'qkvb'}
+  | {'linear_attn.out_proj': 'self_attn.o_proj', 'linear_attn.norm': 'self_attn.o_norm', 'linear_attn': 'self_attn'}
+  | {f'mlp.experts.{{}}.{ours}': f'{_MOE}.experts.{{}}.{theirs}' for ours, theirs in _W.items()}
+  | {f'mlp.{name}': f'{_MOE}.{name}' for name in ('gate', 'shared_experts')},
+  # `transformers` reads both, and writes the names of experts in dense layers, too.
+  spellings={f'{_MOE}.{name}': f'mlp.{name}' for name in _W},
+  aliases={'model_max_length': 'max_position_embeddings', 'moe_renormalize': 'norm_topk_prob'}
+  | {'num_expert_group': 'n_group', 'num_experts': 'n_routed_experts', 'num_local_experts': 'n_routed_experts'}
+  | {'num_experts_per_token': 'num_experts_per_tok', 'num_shared_experts': 'n_shared_experts'},
+  reads=(*SIZES, 'q_lora_rank', 'layer_types', 'mlp_layer_types', 'linear_attn_config')
+  + ('linear_num_heads', 'linear_head_dim', 'linear_conv_kernel_dim'),
+  only=dict(mla_use_nope=True, moe_layer_freq=1, moe_router_activation_func='sigmoid', topk_method='noaux_tc')
+  | dict(use_grouped_topk=True),
+  ignored=('qk_head_dim',),
+  reported=('num_nextn_predict_layers', 'auto_map'),
+  defaults=dict(kv_lora_rank=512, q_lora_rank=None, qk_rope_head_dim=64, qk_nope_head_dim=128, v_head_dim=128)
+  | dict(n_routed_experts=256, num_experts_per_tok=8, n_shared_experts=1, moe_intermediate_size=1024, n_group=1)
+  | dict(topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.446, rms_norm_eps=1e-5)
+  | dict(max_position_embeddings=1_048_576),
 )
 
 LFM2 = Family(
@@ -179,6 +209,7 @@ FAMILIES = {
   'qwen3_5_text': QWEN3_5,
   'qwen3_5_moe_text': QWEN3_5_MOE,
   'olmo_hybrid': OLMO,
+  'kimi_linear': KIMI,
   'lfm2': LFM2,
   'lfm2_moe': LFM2_MOE,
   'granitemoehybrid': GRANITE_HYBRID,

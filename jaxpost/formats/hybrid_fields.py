@@ -1,7 +1,8 @@
 """Fields of config.json of models with mixers beside attention <-> fields of HybridConfig.
 
-`Family.hybrid` says which fields those are: of Qwen3-Next, Qwen3.5 and OLMo Hybrid ('delta'), of LFM2
-('convolution'), or of Granite 4 ('state_space') and, where layers have one part each (`Family.single`), Nemotron-H.
+`Family.hybrid` says which fields those are: of Qwen3-Next, Qwen3.5 and OLMo Hybrid ('delta') and, with latent attention
+(`Family.latent`), Kimi Linear; of LFM2 ('convolution'); or of Granite 4 ('state_space') and, where layers have one part
+each (`Family.single`), Nemotron-H.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
+from jaxpost.formats import latent_fields
 from jaxpost.formats.layer_fields import FULL
-from jaxpost.models.config import ModelConfig
+from jaxpost.models.config import ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
 
 if TYPE_CHECKING:
@@ -32,8 +34,20 @@ _SPACE_SIZES = {
   'mamba_d_head': 'value_size',
   'mamba_d_conv': 'taps',
 }
+# Of Kimi Linear: the same field in the object `linear_attn_config`, and the default.
+_KIMI_SIZES = {
+  'linear_num_heads': ('num_heads', 32),
+  'linear_head_dim': ('head_dim', 128),
+  'linear_conv_kernel_dim': ('short_conv_kernel_size', 4),
+}
+_NESTED, _MLPS, _DENSE = 'linear_attn_config', 'mlp_layer_types', 'first_k_dense_replace'
 # Fields of config.json -> those of HybridConfig, for each mixer.
-_SIZES = {'delta': _DELTA_SIZES, 'convolution': {'conv_L_cache': 'taps'}, 'state_space': _SPACE_SIZES}
+_SIZES = {
+  'delta': _DELTA_SIZES,
+  'latent': {'linear_num_heads': 'value_heads', 'linear_head_dim': 'key_size', 'linear_conv_kernel_dim': 'taps'},
+  'convolution': {'conv_L_cache': 'taps'},
+  'state_space': _SPACE_SIZES,
+}
 _INFINITY = {'__float__': 'Infinity'}  # as transformers writes it
 _NEGATIVE = 'linear_allow_neg_eigval'  # steps of up to 2 (Grazzi et al., arXiv:2411.12537)
 _SHARED_SINGLE = 'moe_shared_expert_intermediate_size'
@@ -61,6 +75,8 @@ def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]
     if not isinstance(types, list) or not types or not all(isinstance(x, str) for x in types):
       raise InputError(f'{where}: {_BLOCKS}={types!r} must be a list of names')
     raw |= {_BLOCKS: types, 'num_hidden_layers': raw.get('num_hidden_layers', len(types))}
+  if family.latent:
+    return _completed_latent(raw, where)
   if family.hybrid == 'delta':
     heads = raw['num_attention_heads']
     for field in ('linear_num_key_heads', 'linear_num_value_heads'):
@@ -69,6 +85,45 @@ def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]
       raw['linear_key_head_dim'] = int(0.75 * raw['hidden_size'] / raw['linear_num_key_heads'])
     if raw['linear_value_head_dim'] is None:
       raw['linear_value_head_dim'] = 2 * raw['linear_key_head_dim']
+  return raw
+
+
+def _completed_latent(raw: dict[str, Any], where: str) -> dict[str, Any]:
+  """Returns the config.json of a Kimi Linear with what it says in one of two ways, or in both alike."""
+
+  def agreed(field, value, other, name):
+    if None not in (value, other) and value != other:
+      raise InputError(f'{where}: {field}={value!r} beside {name}={other!r}')
+    return other if value is None else value
+
+  count, nested = raw['num_hidden_layers'], raw.get(_NESTED) or {}
+  if not isinstance(nested, dict):
+    raise InputError(f'{where}: {_NESTED}={nested!r} must be an object')
+  for name in nested.keys() - {'full_attn_layers', 'kda_layers', *(inner for inner, _ in _KIMI_SIZES.values())}:
+    raise InputError(f'{where}: {_NESTED}.{name} is not supported')
+  for field, (inner, default) in _KIMI_SIZES.items():
+    found = agreed(field, raw.get(field), nested.get(inner), f'{_NESTED}.{inner}')
+    raw[field] = default if found is None else found
+  full, linear = nested.get('full_attn_layers'), nested.get('kda_layers')  # numbers from 1 on
+  types = None
+  if full is not None or linear is not None:
+    if not all(isinstance(x, list) for x in (full, linear)) or sorted([*full, *linear]) != [*range(1, count + 1)]:
+      raise InputError(
+        f'{where}: {_NESTED} with full_attn_layers={full!r} and kda_layers={linear!r} must name each of the '
+        f'{count} layers once'
+      )
+    types = [FULL if i + 1 in full else _TYPES['delta'] for i in range(count)]
+  types = agreed('layer_types', raw.get('layer_types'), types, _NESTED)
+  raw['layer_types'] = types or [FULL if i and i % 4 == 0 else _TYPES['delta'] for i in range(count)]
+  mlps, dense = raw.get(_MLPS), None
+  if mlps is not None:
+    dense = mlps.count('dense') if isinstance(mlps, list) else 0
+    if mlps != ['dense'] * dense + ['sparse'] * (count - dense):
+      raise InputError(f'{where}: {_MLPS}={mlps!r} is not supported (only dense layers first, then sparse ones)')
+  dense = agreed(_DENSE, raw.get(_DENSE), dense, f'dense layers in {_MLPS}')
+  raw[_DENSE] = 1 if dense is None else dense
+  if raw.get('head_dim') and raw['head_dim'] * raw['num_attention_heads'] == raw['hidden_size']:
+    raw['head_dim'] = None  # as published, of no effect
   return raw
 
 
@@ -83,7 +138,8 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> M
   field, only = family.activation_field, next(iter(family.activations), 'silu')
   if cfg.activation != only:
     raise InputError(f'{where}: {field}={raw[field]!r} is not supported (only {only})')
-  readers = {'delta': _delta, 'convolution': _convolution, 'state_space': _single if family.single else _state_space}
+  delta = _latent_delta if family.latent else _delta
+  readers = {'delta': delta, 'convolution': _convolution, 'state_space': _single if family.single else _state_space}
   own = readers[family.hybrid](raw, cfg, where)
   if not own['mixers']:
     return dataclasses.replace(cfg, **{k: own[k] for k in own.keys() & vars(cfg)})
@@ -107,6 +163,16 @@ def _delta(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
   return sizes | own | dict(beta_scale=2.0 if raw.get(_NEGATIVE) else 1.0)
 
 
+def _latent_delta(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
+  """Reads what models have with latent attention, without rotation, beside the gated delta rule of Kimi Linear."""
+  sizes = _sizes(raw, 'latent', where)
+  size, still = sizes['key_size'], dict(ropes=(Rope(),), layer_ropes=(-1,) * cfg.num_layers)
+  own = dict(key_heads=sizes['value_heads'], value_size=size, gate_rank=size)
+  mixers = _mixers(raw['layer_types'], 'delta', cfg, where)
+  _check_sparse(mixers, cfg, _DENSE, where)
+  return latent_fields.sizes(raw, dataclasses.replace(cfg, **still), where) | sizes | own | still | dict(mixers=mixers)
+
+
 def _convolution(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
   """Reads what models with short convolutions have."""
   types, attending = raw.get('layer_types'), raw.get('full_attn_idxs')
@@ -124,10 +190,14 @@ def _convolution(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str,
       'heads, into which the channels of convolutions are split)'
     )
   size = _inner_size(raw, where)
+  _check_sparse(mixers, cfg, 'num_dense_layers', where)
+  return _sizes(raw, 'convolution', where) | dict(mixers=mixers, intermediate_size=size)
+
+
+def _check_sparse(mixers: tuple[str, ...], cfg: ModelConfig, field: str, where: str) -> None:
   first = cfg.experts.first_dense if cfg.experts else 0
   if 'layers' not in mixers[first:]:
-    raise InputError(f'{where}: num_dense_layers={first} leaves no layer with attention and experts, which is needed')
-  return _sizes(raw, 'convolution', where) | dict(mixers=mixers, intermediate_size=size)
+    raise InputError(f'{where}: {field}={first} leaves no layer with attention and experts, which is needed')
 
 
 def _inner_size(raw: dict[str, Any], where: str) -> int:
@@ -226,9 +296,15 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   names = {'layers': FULL, family.hybrid: _TYPES[family.hybrid]} | {ours: theirs for theirs, ours in _PARTS.items()}
   out = {'layer_types': [names[name] for name in (cfg.mixers if hybrid else cfg.layer_stacks)]}
   if hybrid:
-    out |= {field: vars(cfg)[ours] for field, ours in _SIZES[cfg.mixer].items()}
+    out |= {field: vars(cfg)[ours] for field, ours in _SIZES['latent' if family.latent else cfg.mixer].items()}
     if _NEGATIVE in family.fields:
       out[_NEGATIVE] = cfg.beta_scale > 1
+  if isinstance(cfg, HybridConfig) and family.latent and cfg.experts:
+    dense = cfg.experts.first_dense
+    places = {name: [i + 1 for i, x in enumerate(cfg.mixers) if x == name] for name in ('layers', 'delta')}
+    nested = {inner: out[field] for field, (inner, _) in _KIMI_SIZES.items()}
+    out |= latent_fields.write(cfg, family) | {_MLPS: ['dense'] * dense + ['sparse'] * (cfg.num_layers - dense)}
+    out[_NESTED] = nested | dict(full_attn_layers=places['layers'], kda_layers=places['delta'])
   if family.hybrid == 'convolution':
     out['norm_eps'] = cfg.norm_eps
     if 'block_auto_adjust_ff_dim' in family.fields:  # the size of an MLP is written as it is

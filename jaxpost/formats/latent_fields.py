@@ -15,6 +15,7 @@ from jaxpost.models.config import LatentConfig, ModelConfig
 
 if TYPE_CHECKING:
   from jaxpost.formats.family import Family
+  from jaxpost.models.hybrid_config import HybridConfig
 
 _INDEXED = 'indexed_attention'  # of `layer_types`
 
@@ -56,17 +57,7 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> L
   Raises:
     InputError: for values that are impossible or not supported; it names the field.
   """
-  _check_types(raw, where)
-  _check_combinations(raw, cfg, where)
-  size = raw['qk_nope_head_dim'] + raw['qk_rope_head_dim']
-  latent = dict(
-    head_dim=size,
-    attention_scale=_attention_scale(cfg, size),
-    q_rank=raw['q_lora_rank'] or 0,
-    kv_rank=raw['kv_lora_rank'],
-    rope_dim=raw['qk_rope_head_dim'],
-    v_dim=raw['v_head_dim'],
-  )
+  latent = sizes(raw, cfg, where)
   if 'index_topk' not in family.fields:
     return LatentConfig(**vars(cfg) | latent)
   _check_indexer(raw, where)
@@ -79,13 +70,28 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> L
   return LatentConfig(**vars(cfg) | latent | indexer)
 
 
+def sizes(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
+  """Returns the sizes of latent attention, fields of LatentConfig and of HybridConfig; see `read`."""
+  _check_types(raw, where)
+  _check_combinations(raw, cfg, where)
+  size = raw['qk_nope_head_dim'] + raw['qk_rope_head_dim']
+  return dict(
+    head_dim=size,
+    attention_scale=_attention_scale(cfg, size),
+    q_rank=raw['q_lora_rank'] or 0,
+    kv_rank=raw['kv_lora_rank'],
+    rope_dim=raw['qk_rope_head_dim'],
+    v_dim=raw['v_head_dim'],
+  )
+
+
 def _check_types(raw: dict[str, Any], where: str) -> None:
   for field in (*SIZES, 'q_lora_rank'):
     # Without a rank, queries are projected in one step.
     is_off = field == 'q_lora_rank' and raw[field] is None
     if not is_off and (type(raw[field]) is not int or raw[field] < 1):
       raise InputError(f'{where}: {field}={raw[field]!r} must be a whole number above 0')
-  if type(raw['rope_interleave']) is not bool:
+  if type(raw.get('rope_interleave', True)) is not bool:
     raise InputError(f'{where}: rope_interleave={raw["rope_interleave"]!r} must be true or false')
 
 
@@ -125,11 +131,11 @@ def _attention_scale(cfg: ModelConfig, size: int) -> float:
   return size**-0.5 * grown * grown  # for the queries and for the keys
 
 
-def write(cfg: LatentConfig, family: Family) -> dict[str, Any]:
+def write(cfg: LatentConfig | HybridConfig, family: Family) -> dict[str, Any]:
   """Returns the fields of config.json; the inverse of `read`."""
   del family
   out: dict[str, Any] = {}
-  if cfg.index_topk:
+  if isinstance(cfg, LatentConfig) and cfg.index_topk:
     indexer = cfg.index_heads, cfg.index_dim, cfg.index_topk
     out = dict(zip(INDEX_SIZES, indexer)) | dict(indexer_types=['full'] * cfg.num_layers)
   return out | dict(

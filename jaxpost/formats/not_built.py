@@ -2,7 +2,6 @@
 
 # model_type of a text model, or of the folder that holds it -> what is not built.
 NEEDED = {
-  'kimi_linear': 'a decay of each channel in the gated delta rule, and latent attention beside it',
   'deepseek_v2': 'groups of experts that are ranked by their best expert',
   'falcon_h1': 'attention and Mamba-2 side by side in each layer',
   'jamba': 'Mamba-1, whose decay differs by channel',

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxpost.matmul import Compute, einsum, from_bits
 from jaxpost.models import layers, rope, transformer
 from jaxpost.models.attention_xla import scale_queries, softcap, softmax
-from jaxpost.models.config import LatentConfig, ModelConfig
+from jaxpost.models.config import ModelConfig
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.types import MASKED_LOGIT, Cache
 
@@ -90,7 +90,7 @@ def decode(
         kept[i] = jax.lax.dynamic_update_slice_in_dim(kept[i], new.swapaxes(1, 2), step, axis=2)
       old, new = layer_entries(cache, i, step), [ks[i], *vs[i : i + 1]]
       more = dict(window=window, cfg=cfg, sinks=p.get('sinks'))
-      if isinstance(cfg, LatentConfig):
+      if 'kv_a' in p:
         from jaxpost.models import mla
 
         q, old, new, more['choose'] = mla.from_cache(q, old, new, cfg, compute)

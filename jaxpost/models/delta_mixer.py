@@ -1,14 +1,17 @@
-"""The mixer of the gated delta rule (Qwen3-Next, Qwen3.5, OLMo Hybrid): projections, convolutions, gates.
+"""The mixer of the gated delta rule (Qwen3-Next, Qwen3.5, OLMo Hybrid, Kimi Linear): projections, convolutions, gates.
 
 Legend: B rows, T tokens, D hidden size, K key heads, G value heads for each of them,
 H = K G value heads, d size of keys, e size of values.
 
 A layer projects its input to queries, keys, values, gates, steps and decays; convolves the
-first three over time (`convolution.py`); and mixes tokens by `recurrence.py`.
+first three over time (`convolution.py`); and mixes tokens by `recurrence.py`. In Kimi Delta
+Attention (arXiv:2510.26692; `gate_rank`) each channel of a key has a decay of its own,
+decays and gates have low-rank projections, and gates are sigmoids instead of SiLUs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -37,8 +40,8 @@ def rows(cfg: HybridConfig) -> dict[str, Param]:
       (1, d, *shape), ('layers', 'embed', 'heads', None)[: 2 + len(shape)], f'{_BLOCK}{hf}.weight', matrix=True
     )
 
-  def of_heads(hf, init):
-    return Param((1, h), ('layers', 'heads'), f'{_BLOCK}{hf}', init, exact=True)
+  def of_heads(hf, init, count=h):
+    return Param((1, count), ('layers', 'heads'), f'{_BLOCK}{hf}', init, exact=True)
 
   if cfg.joined:
     groups = h // cfg.key_heads
@@ -49,23 +52,37 @@ def rows(cfg: HybridConfig) -> dict[str, Param]:
     }
   else:
     inputs = {f'in_{name}': matrix(f'in_proj_{name}', *shape) for name, shape in zip('qkv', cfg.convolved)}
-    inputs |= {'in_z': matrix('in_proj_z', h, e), 'in_b': matrix('in_proj_b', h), 'in_a': matrix('in_proj_a', h)}
+    inputs |= {'in_b': matrix('in_proj_b', h)} | (_low_rank(cfg) if cfg.gate_rank else {})
+    inputs |= {} if cfg.gate_rank else {'in_z': matrix('in_proj_z', h, e), 'in_a': matrix('in_proj_a', h)}
   taken = {
     f'conv_{name}': Param(
       (1, heads * size, 1, taps), ('layers', 'heads', None, None), f'{_BLOCK}{name}_conv1d.weight', exact=True
     )
     for name, (heads, size) in zip('qkv', cfg.convolved)
   }
+  decay = of_heads('A_log', 'zeros')
+  if cfg.gate_rank:
+    decay = dataclasses.replace(decay, shape=(1, 1, 1, h, 1), axes=('layers', None, None, 'heads', None))
   return (
     inputs
     | taken
     | {
-      'log_decay': of_heads('A_log', 'zeros'),
-      'decay_bias': of_heads('dt_bias', 'ones'),
+      'log_decay': decay,
+      'decay_bias': of_heads('dt_bias', 'ones', h * cfg.key_size if cfg.gate_rank else h),
       'out_norm': Param((1, e), ('layers', None), f'{_BLOCK}norm.weight', 'ones', exact=True),
       'o': Param((1, h, e, d), ('layers', 'heads', None, 'embed'), f'{_BLOCK}out_proj.weight', matrix=True),
     }
   )
+
+
+def _low_rank(cfg: HybridConfig) -> dict[str, Param]:
+  """Returns the projections of decays (a) and gates (z) to `gate_rank` numbers, and from these to all channels."""
+  table, down, up = {}, ('layers', 'embed', None), ('layers', 'embed', 'heads', None)
+  for name, hf, size in (('a', 'f', cfg.key_size), ('z', 'g', cfg.value_size)):
+    inner, outer = (1, cfg.hidden_size, cfg.gate_rank), (1, cfg.gate_rank, cfg.value_heads, size)
+    table[f'in_{name}_down'] = Param(inner, down, f'{_BLOCK}{hf}_a_proj.weight', matrix=True)
+    table[f'in_{name}_up'] = Param(outer, up, f'{_BLOCK}{hf}_b_proj.weight', matrix=True)
+  return table
 
 
 def mix(
@@ -79,17 +96,18 @@ def mix(
   q, k, v = map(jax.nn.silu, mixed)
   q, k = _normed(q) * cfg.key_size**-0.5, _normed(k)
   beta = real * cfg.beta_scale * jax.nn.sigmoid(b.astype(jnp.float32))
-  log_decay = -real * jnp.exp(p['log_decay']) * jax.nn.softplus(a.astype(jnp.float32) + p['decay_bias'])
+  decay = jnp.exp(p['log_decay']) * jax.nn.softplus(a.astype(jnp.float32) + p['decay_bias'].reshape(a.shape[2:]))
+  log_decay = -real[..., None] * (decay if cfg.gate_rank else decay[..., None])
   terms, runs = (q, k, v, log_decay, beta), convolution.runs_of(segment_ids)
   out, state = recurrence.over_row(terms, runs, dtype=compute.dtype, corrected=True, state=state)
   eps = cfg.out_norm_eps or cfg.norm_eps
   out = out * jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + eps) * p['out_norm']
-  out = out * jax.nn.silu(z.astype(jnp.float32))
+  out = out * (jax.nn.sigmoid if cfg.gate_rank else jax.nn.silu)(z.astype(jnp.float32))
   return checkpoint_name(out.astype(compute.residual), 'dots'), (*tails, state)
 
 
 def _inputs(p: dict, y: jax.Array, cfg: HybridConfig, project: Callable) -> tuple[jax.Array, ...]:
-  """Projects [B, T, D] to q, k [B, T, K, d], v, z [B, T, H, e] and b, a [B, T, H]."""
+  """Projects [B, T, D] to q, k [B, T, K, d], v, z [B, T, H, e], b [B, T, H] and a, [B, T, H] or [B, T, H, d]."""
 
   def by_value_head(x, *size):
     return x.reshape(*x.shape[:2], cfg.value_heads, *size)
@@ -100,8 +118,13 @@ def _inputs(p: dict, y: jax.Array, cfg: HybridConfig, project: Callable) -> tupl
     q, k, v, z = jnp.split(both, (d, 2 * d, 2 * d + values), axis=-1)
     b, a = jnp.split(project('btd,dnh->btnh', y, p, 'in_ba'), 2, axis=-1)
     return q, k, *(by_value_head(x, cfg.value_size) for x in (v, z)), by_value_head(b), by_value_head(a)
-  of_heads = (project('btd,dnh->btnh', y, p, f'in_{name}') for name in 'qkvz')
-  return *of_heads, *(project('btd,dn->btn', y, p, f'in_{name}') for name in 'ba')
+  q, k, v = (project('btd,dnh->btnh', y, p, f'in_{name}') for name in 'qkv')
+  b = project('btd,dn->btn', y, p, 'in_b')
+  if cfg.gate_rank:
+    low = (project('btd,dr->btr', y, p, f'in_{name}_down') for name in 'za')
+    z, a = (project('btr,rnh->btnh', x, p, f'in_{name}_up') for name, x in zip('za', low))
+    return q, k, v, z, b, a
+  return q, k, v, project('btd,dnh->btnh', y, p, 'in_z'), b, project('btd,dn->btn', y, p, 'in_a')
 
 
 def _normed(x: jax.Array) -> jax.Array:

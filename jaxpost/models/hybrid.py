@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +25,13 @@ from jaxpost.models.parameters import STACKS, Param, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
+  from jaxpost.models.config import LatentConfig
   from jaxpost.models.hybrid_config import HybridConfig
 
 MIXERS = {'delta': delta_mixer, 'convolution': convolution, 'state_space': state_space}
 # Rows that other mixers replace.
 _ATTENTION = {*'qkvo', 'sinks', *(f'{name}_{kind}' for name in 'qkvo' for kind in ('norm', 'bias'))}
+_ATTENTION |= {'q_a', 'q_a_norm', 'q_b', 'kv_a', 'kv_a_norm', 'kv_b'}
 
 
 def table(plain: dict[str, Param], dense: dict[str, Param], cfg: HybridConfig) -> dict[str, Param]:
@@ -39,6 +41,10 @@ def table(plain: dict[str, Param], dense: dict[str, Param], cfg: HybridConfig) -
     plain: the table of the same model with attention in all layers.
     dense: the rows of a dense MLP.
   """
+  if cfg.kv_rank:
+    from jaxpost.models import mla
+
+    plain = mla.table(plain, cast('LatentConfig', cfg))  # whose sizes it has
   common, dense = ({k.split('/')[1]: v for k, v in x.items() if v.stacked} for x in (plain, dense))
   rows = {}
   for stack in (name for name in STACKS if name in cfg.layer_stacks):

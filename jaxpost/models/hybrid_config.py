@@ -27,8 +27,29 @@ class HybridConfig(ModelConfig):
   joined: bool = False  # one projection makes queries, keys, values and gates, by key head
   gated: bool = True  # the outputs of attention have gates, whose projection is joined to that of the queries
   beta_scale: float = 1.0  # multiplies the steps of the delta rule; 2: its eigenvalues may be negative
+  # Rank of the projections of gates and decays in Kimi Delta Attention, where each channel of a key decays by itself;
+  # 0: they have full ranks, and a head has one decay.
+  gate_rank: int = 0
   out_norm_eps: float = 0.0  # of the norm behind the delta rule; 0: `norm_eps`
   step_min: float = 0.0  # least step of a state space
+  # Sizes of multi-head latent attention, as in `LatentConfig`; kv_rank 0: attention is not of this kind.
+  q_rank: int = 0
+  kv_rank: int = 0
+  rope_dim: int = 0
+  v_dim: int = 0
+  index_topk = 0  # no indexer chooses keys
+
+  @property
+  def value_dim(self) -> int:
+    return self.v_dim or super().value_dim
+
+  @property
+  def rope_size(self) -> int:
+    return self.rope_dim or super().rope_size
+
+  @property
+  def cached(self) -> tuple[int, tuple[int, ...]]:
+    return (1, (self.kv_rank + self.rope_dim,)) if self.kv_rank else super().cached
 
   @property
   def layer_stacks(self) -> tuple[str, ...]:

@@ -11,6 +11,9 @@ gated delta rule (Yang et al., arXiv:2412.06464, eq. 10) corrects it, with step 
   S_t = a_t S_{t-1} + k_t b_t (v_t - (a_t S_{t-1})^T k_t)^T      corrected=True
   o_t = S_t^T q_t
 
+The decay is one number or, in Kimi Delta Attention (Kimi Linear, arXiv:2510.26692), a
+diagonal matrix with one for each of the d channels of queries and keys.
+
 `chunked` computes whole rows, `step` one token, and `over_row` the one of them that a row needs.
 A row has runs of tokens (`convolution.runs_of`); a new run starts from an empty state.
 """
@@ -51,7 +54,8 @@ def chunked(
   Args:
     q, k: [B, T, K, d].
     v: [B, T, H, e].
-    log_decay, beta: [B, T, H]; 0 in both leaves the state as it is.
+    log_decay: [B, T, H, 1] or, of each channel, [B, T, H, d]; never positive.
+    beta: [B, T, H]; 0 here and in the decay leaves the state as it is.
     runs: [B, T], see `convolution.runs_of`.
     dtype: type of the operands of products; states, decays and the solution of the
       triangular system are float32.
@@ -68,21 +72,18 @@ def chunked(
   chunk = chunk or min(CHUNK, 1 << (length - 1).bit_length())
   q, k = (_chunks(x, chunk, heads, size) for x in (q, k))  # [B, N, K, C, d]
   v = _chunks(v, chunk, heads, groups, width)  # [B, N, K, G, C, e]
-  log_decay, beta = (_chunks(x, chunk, heads, groups) for x in (log_decay, beta))  # [B, N, K, G, C]
+  log_decay = _chunks(log_decay, chunk, heads, groups, log_decay.shape[-1])  # [B, N, K, G, C, 1 or d]
+  beta = _chunks(beta[..., None], chunk, heads, groups, 1)  # [B, N, K, G, C, 1]
   runs = jnp.pad(runs, ((0, 0), (0, -length % chunk)), mode='edge').reshape(rows, -1, chunk)
 
-  decay = _decays(log_decay, runs)  # of j at i: [B, N, K, G, C, C]
-  before = jnp.pad(runs[:, :-1, -1], ((0, 0), (1, 0)))
-  continues = (runs == before[..., None])[:, :, None, None]
-  start = jnp.exp(jnp.cumsum(log_decay, -1)) * continues  # of the state before the chunk: [B, N, K, G, C]
-  last = decay[..., -1, :]  # of each token at the end of the chunk
-  own, carried = beta[..., None] * v, None
+  similar = _similarity(k, log_decay, runs, product)
+  start, last = _to_borders(log_decay, runs)
+  own, carried = beta * v, None
   if corrected:
-    similar = product('bnkid,bnkjd->bnkij', k, k)[:, :, :, None]
-    inverse = _inverse(jnp.tril(similar * decay * beta[..., None], -1))
+    inverse = _inverse(jnp.tril(similar(k) * beta, -1))
     own = product('bnkgij,bnkgje->bnkgie', inverse, own)
-    carried = product('bnkgij,bnkgjd->bnkgid', inverse, (beta * start)[..., None] * k[:, :, :, None])
-  scores = product('bnkid,bnkjd->bnkij', q, k)[:, :, :, None] * decay
+    carried = product('bnkgij,bnkgjd->bnkgid', inverse, beta * start * k[:, :, :, None])
+  scores = similar(q)
 
   shape = rows, heads, groups, size, width
   state = jnp.zeros(shape, jnp.float32) if state is None else state.astype(jnp.float32).reshape(shape)
@@ -98,9 +99,9 @@ def _over_chunks(terms: tuple, state: jax.Array, product: Callable) -> tuple[jax
     q, k, u, carried, scores, start, last = terms
     if carried is not None:
       u = u - product('bkgid,bkgde->bkgie', carried, state)
-    out = start[..., None] * product('bkid,bkgde->bkgie', q, state) + product('bkgij,bkgje->bkgie', scores, u)
-    kept = start[..., -1]
-    return kept[..., None, None] * state + product('bkjd,bkgje->bkgde', k, last[..., None] * u), out
+    out = product('bkgid,bkgde->bkgie', start * q[:, :, None], state) + product('bkgij,bkgje->bkgie', scores, u)
+    kept = start[..., -1, :, None]
+    return kept * state + product('bkgjd,bkgje->bkgde', last * k[:, :, None], u), out
 
   return jax.lax.scan(one, state, jax.tree.map(lambda x: x.swapaxes(0, 1), terms))
 
@@ -113,7 +114,8 @@ def step(
   Args:
     q, k: [B, K, d].
     v: [B, H, e].
-    log_decay, beta: [B, H].
+    log_decay: [B, H, 1 or d].
+    beta: [B, H].
     state: [B, H, d, e].
 
   Returns:
@@ -122,7 +124,7 @@ def step(
   groups = v.shape[1] // k.shape[1]
   q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
   q, k = (jnp.repeat(x, groups, axis=1)[..., None] for x in (q, k))
-  state = jnp.exp(log_decay)[..., None, None] * state
+  state = jnp.exp(log_decay)[..., None] * state
   u = beta[..., None] * (v - jnp.sum(k * state, axis=2) if corrected else v)
   state = state + k * u[:, :, None]
   return jnp.sum(q * state, axis=2), state
@@ -143,29 +145,71 @@ def over_row(
 
 
 def _chunks(x: jax.Array, chunk: int, *shape: int) -> jax.Array:
-  """[B, T, ...] -> float32 [B, N, K, C, d], [B, N, K, G, C, e] or [B, N, K, G, C]: time behind the heads.
+  """[B, T, H, d] -> float32 [B, N, K, C, d] or [B, N, K, G, C, d]: time behind the heads.
 
-  shape: the dimensions after time; the last one stays behind time where `x` has a size of heads.
+  shape: the dimensions after time.
   """
   x = x.astype(jnp.float32)
-  x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk), *((0, 0),) * (x.ndim - 2)))
-  with_size = x.ndim == 4
+  x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % chunk), (0, 0), (0, 0)))
   x = x.reshape(x.shape[0], -1, chunk, *shape)
-  return jnp.moveaxis(x, 2, x.ndim - 1 - with_size)
+  return jnp.moveaxis(x, 2, x.ndim - 2)
 
 
-def _decays(log_decay: jax.Array, runs: jax.Array) -> jax.Array:
-  """Returns exp(sum of log_decay over (j, i]) for tokens j <= i of one run, else 0: [..., C, C].
+def _to_borders(log_decay: jax.Array, runs: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the decays of the state before a chunk at each token, and of each token at its end.
 
-  Each sum is a sum of its own: a difference of two cumulative sums would lose the bits of
-  a slow decay after a fast one.
+  Both are [B, N, K, G, C, 1 or d]. Each is a sum of its own, see `_similarity`, and 0 across the border of two runs.
+  """
+  before = jnp.pad(runs[:, :-1, -1], ((0, 0), (1, 0)))
+  same = [(runs == x[..., None])[:, :, None, None, :, None] for x in (before, runs[..., -1])]
+  later = jnp.pad(log_decay[..., 1:, :], ((0, 0),) * 4 + ((0, 1), (0, 0)))
+  sums = jnp.cumsum(log_decay, axis=4), jax.lax.cumsum(later, axis=4, reverse=True)
+  return jnp.exp(sums[0]) * same[0], jnp.exp(sums[1]) * same[1]
+
+
+def _similarity(k: jax.Array, log_decay: jax.Array, runs: jax.Array, product: Callable) -> Callable:
+  """Returns x [B, N, K, C, d] -> [B, N, K, G, C, C]: the products of x_i with keys as they have decayed at i.
+
+  These are 0 unless j <= i are tokens of one run. Each decay is the exponential of a sum of
+  its own over (j, i], never of a difference of two cumulative sums: that would lose the bits
+  of a slow decay after a fast one, and overflow where it is split into factors.
   """
   chunk = runs.shape[-1]
   causal = jnp.tril(jnp.ones((chunk, chunk), bool))
   visible = (causal & (runs[..., :, None] == runs[..., None, :]))[:, :, None, None]
+  if log_decay.shape[-1] > 1:
+    return lambda x: jnp.where(visible, _by_channel(x, k, log_decay, product), 0)
   # Summed over l: token i sees l, and j is before it.
-  sums = _EXACT('...il,lj->...ij', jnp.where(visible, log_decay[..., None, :], 0), jnp.tril(causal, -1).astype('f'))
-  return jnp.where(visible, jnp.exp(sums), 0)
+  seen = jnp.where(visible, log_decay.swapaxes(-1, -2), 0)
+  decay = jnp.where(visible, jnp.exp(_EXACT('...il,lj->...ij', seen, jnp.tril(causal, -1).astype('f'))), 0)
+  return lambda x: product('bnkid,bnkjd->bnkij', x, k)[:, :, :, None] * decay
+
+
+def _by_channel(x: jax.Array, k: jax.Array, log_decay: jax.Array, product: Callable) -> jax.Array:
+  """Returns sum_c x_ic k_jc exp(sum of log_decay_c over (j, i]) for j <= i: [B, N, K, G, C, C].
+
+  By doubling blocks, as `_inverse`: the decay between tokens of two neighboring blocks is that
+  from j to the border times that from the border to i, and neither exceeds 1.
+  """
+  index = jnp.arange(x.shape[-2])
+  x, k = x[:, :, :, None], k[:, :, :, None]
+
+  @functools.partial(jax.checkpoint, static_argnums=3)  # recomputes what has the size of x
+  def between(x, k, log_decay, size):
+    block = index // size
+    upper = (block % 2 == 1)[:, None]  # tokens i, whose block is behind the border
+    # Of token l in the sum to the border of the pair of blocks: up to i, or after j.
+    order = jnp.where(upper, index <= index[:, None], index > index[:, None])
+    terms = order & (block[:, None] == block)
+    factor = jnp.exp(_EXACT('il,...ld->...id', terms.astype('f'), log_decay))
+    some = product('bnkgid,bnkgjd->bnkgij', x * factor, k * factor)
+    return jnp.where(upper & (block == block[:, None] - 1), some, 0)
+
+  out, size = jnp.sum(x * k, -1, keepdims=True) * jnp.eye(len(index)), 1
+  while size < len(index):
+    out = out + between(x, k, log_decay, size)
+    size *= 2
+  return out
 
 
 @jax.custom_vjp

@@ -14,7 +14,7 @@ def from_json(fields: dict) -> ModelConfig | CustomConfig:
     return CustomConfig(**{k: _tuples(v) for k, v in fields.items()})
   fields = {k: _tuples(v) for k, v in fields.items()}
   experts = fields.get('experts')
-  kinds = {'kv_rank': LatentConfig, 'mixers': HybridConfig, 'full_head_dim': MixedConfig, 'sparse': ChunkedConfig}
+  kinds = {'mixers': HybridConfig, 'kv_rank': LatentConfig, 'full_head_dim': MixedConfig, 'sparse': ChunkedConfig}
   kind = next((kind for field, kind in kinds.items() if field in fields), ModelConfig)
   return kind(
     **fields | {'ropes': tuple(Rope(**rope) for rope in fields['ropes']), 'experts': experts and Experts(**experts)}

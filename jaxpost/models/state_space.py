@@ -66,7 +66,8 @@ def mix(
     mixed = [out + p[f'conv_{name}_bias'].reshape(out.shape[2:]) for name, out in zip('xbc', mixed)]
   x, b, c = map(jax.nn.silu, mixed)
   dt = real * jnp.maximum(jax.nn.softplus(dt.astype(jnp.float32) + p['step_bias']), cfg.step_min)
-  terms, runs = (c, b, x, -dt * jnp.exp(p['log_decay']), dt), convolution.runs_of(segment_ids)
+  log_decay = -dt * jnp.exp(p['log_decay'])
+  terms, runs = (c, b, x, log_decay[..., None], dt), convolution.runs_of(segment_ids)
   out, state = recurrence.over_row(terms, runs, dtype=compute.dtype, corrected=False, state=state)
   out = (out + p['skip'][:, None] * x) * jax.nn.silu(z.astype(jnp.float32))
   shape, out = out.shape, out.reshape(*out.shape[:2], cfg.key_heads, -1)

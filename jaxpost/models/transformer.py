@@ -191,9 +191,9 @@ def layer(
 
 def _mix(p, y, table, attend, cfg, compute, layout, absorbed, recur):
   """Mixes the tokens of y [B, T, D] by attention or `recur`: ([B, T, H, h], kept); see `layer`."""
-  if recur and p.keys().isdisjoint(('q', 'qkv')):
+  if recur and p.keys().isdisjoint(('q', 'qkv', 'kv_a')):
     return recur(p, y)
-  if isinstance(cfg, LatentConfig):
+  if 'kv_a' in p:
     from jaxpost.models import mla
 
     return mla.attend(p, y, table, attend, cfg, compute=compute, absorbed=absorbed, layout=layout)
