@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jaxpost.rewards import bounded, format, math
+from jaxpost.rewards import bounded, format, length, math
 from jaxpost.workers import call
 
 ITEMS = ','.join(f'{{"a": {i}}}' for i in range(20_000))
@@ -32,6 +32,9 @@ def test_powers_of_powers():
   pytest.importorskip('math_verify')
   texts, answers = ['$\\boxed{9^{9^{9^{9}}}}$', '$\\boxed{5}$', '$\\boxed{5}$'], ['5', '5', '$9^{9^{9^{9}}}$']
   assert graded(math.MathVerify(), texts, answer=answers) == ([0.0, 1.0, None], [('math_verify_late', 2 / 3)])
+  cosine = length.CosineLength(max=4)
+  rewards, logged = graded(cosine, texts[:2], answer=answers[:2], completion_ids=[[1] * 4, []])
+  assert rewards == pytest.approx([-0.5, 1.0]) and logged == [('math_verify_late', 0.5)]
 
 
 def test_a_process_that_ends_or_fails_is_replaced_and_leaves_nothing():

@@ -4,6 +4,7 @@ Lengths are numbers of tokens in `completion_ids`, including the stop token.
 """
 
 import math
+from collections.abc import Callable
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import math as answers
@@ -119,9 +120,18 @@ class CosineLength:
     self._is_right = _BY[by]()
     self._ends = {True: (max_right, min_right), False: (min_wrong, max_wrong)}  # at 0 and at `max` tokens
 
-  def __call__(self, completions: list, completion_ids: list[list[int]], answer: list, **columns) -> list[float | None]:
+  def __call__(
+    self,
+    completions: list,
+    completion_ids: list[list[int]],
+    answer: list,
+    time_limit_s: float | None = None,
+    log_metric: Callable | None = None,
+    **columns,
+  ) -> list[float | None]:
     """Returns one reward per completion."""
-    rights = self._is_right(completions=completions, answer=answer)
+    given = dict(time_limit_s=time_limit_s, log_metric=log_metric)  # what takes no such argument ignores it
+    rights = self._is_right(completions=completions, answer=answer, **given)
     return [
       None if right is None else self._reward(right == 1, len(ids))
       for right, ids in zip(rights, completion_ids, strict=True)
