@@ -4,9 +4,10 @@ python -m launch.train --config=configs/qwen3_5_moe_gsm8k.py --workdir=runs/qwen
 python -m launch.plan --fits --model=Qwen/Qwen3.5-35B-A3B --devices=8xH100,v5e-8,v6e-8
 
 SFT learns the worked answers; GRPO, from the model after it, is rewarded for the right '#### 42'.
-Meant for eight accelerators of 80 GB, on which LoRA fits and full training does not; the second command
-shows this by arithmetic, that a v6e-8 has room for it, too, and a v5e-8 for SFT alone (eval.samples=0). Time and
-accuracy have not been measured yet. The metric is pass@1 (split `eval`). No published figure is known for this recipe.
+Meant for eight accelerators of 80 GB, on which LoRA fits and full training does not. The second command plans
+LoRA of the same model on other machines by arithmetic: a v6e-8 has room with mesh.rollout=data=-1,tensor=8, and
+a v5e-8 for SFT alone, with eval.samples=0. Time and accuracy have not been measured yet. The metric is pass@1
+(split `eval`). No published figure is known for this recipe.
 `:model=NAME` is a hub id or a folder with towers, which are not trained (model.text_only), as of Qwen 3.6.
 `:runlocal` uses a random model and generated data, without network: some minutes on 2 CPU cores.
 """

@@ -13,13 +13,14 @@ import sys
 
 from absl import flags
 
+from jaxpost.errors import InputError
 from jaxpost.hardware import host
 
 from . import model_flags, sampling_flags
 
 _WEIGHTS = model_flags.define()
 _ADAPTER = flags.DEFINE_string('adapter', '', 'PEFT adapter on the weights, as NAME=FOLDER.')
-_BESIDE_RUN = flags.DEFINE_string('beside_run', '', 'Folder of another run, whose model answers, too.')
+_BESIDE_RUN = flags.DEFINE_string('beside_run', '', 'Folder of another run, whose newest model answers, too.')
 _BESIDE_MODEL = flags.DEFINE_string('beside_model', '', 'Another model folder, org/name or adapter that answers, too.')
 _SYSTEM = flags.DEFINE_string('system', '', 'System message of the chat.')
 _SAMPLING = sampling_flags.define(max_new_tokens=512)
@@ -38,8 +39,11 @@ def main(argv):
   weights = completions.only(each, '--adapter')
   models = {_WEIGHTS.name: weights}
   beside = _BESIDE_RUN.value or _BESIDE_MODEL.value
+  if _BESIDE_RUN.value and _BESIDE_MODEL.value:
+    raise InputError('--beside_run, --beside_model: two models are shown side by side; give one of these flags')
   if beside:
-    other = inference.load(run=_BESIDE_RUN.value, model=_BESIDE_MODEL.value)
+    kwargs = _WEIGHTS.template_kwargs.value
+    other = inference.load(run=_BESIDE_RUN.value, model=_BESIDE_MODEL.value, template_kwargs=kwargs)
     models[beside if beside not in models else f'{beside} (beside)'] = other
   print(f'{_WEIGHTS.name}, step {weights.step}. {chat.HELP}', file=sys.stderr)
   draws = completions.Draws(**_SAMPLING.arguments())

@@ -38,7 +38,10 @@ def main(argv):
   else:
     print(text, end='')
   if not _ALGORITHM.value and not any('algorithm' in s.fields for s in settings):
-    print(f'{argv[2]} names no method; taken for {config["algorithm"]}, or give --algorithm', file=sys.stderr)
+    print(
+      f'{argv[2]} names no method, so this is a config of {config["algorithm"]}; --algorithm chooses another',
+      file=sys.stderr,
+    )
   missing = [s.name for s in settings if not s.fields]
   print(f'{len(settings) - len(missing)} settings mapped; not mapped: {", ".join(missing) or "none"}', file=sys.stderr)
 

@@ -52,6 +52,7 @@ def test_a_long_phase_of_a_step_is_named():
     time.sleep(0.2)
     assert not out.getvalue()
     doing[0] = 'sample (9 s)'
+    shown.compiling('prefill', 12, 11)  # a new shape
     time.sleep(0.2)
     shown.during('evaluating', time.sleep)(0.2)
   assert set(out.getvalue().splitlines()) == {'sample (9 s)', 'evaluating'}

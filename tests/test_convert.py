@@ -186,7 +186,7 @@ def test_the_command(tmp_path):
   out = tmp_path / 'ours.yaml'
   done = subprocess.run([*command, 'tunix', tmp_path / name, f'--out={out}'], cwd=CLONE, text=True, capture_output=True)
   assert done.returncode == 0 and 'rollout_engine' in done.stderr.split('not mapped: ')[1], done.stderr
-  assert 'names no method; taken for grpo' in done.stderr
+  assert 'names no method, so this is a config of grpo' in done.stderr
   assert yaml.safe_load(out.read_text())['rollout']['max_new_tokens'] == 768
   done = subprocess.run([*command, 'axolotl', tmp_path / name], cwd=CLONE, text=True, capture_output=True)
   assert done.returncode == 2 and 'maxtext' in done.stderr

@@ -48,7 +48,7 @@ def test_experts_are_targets_where_they_are_named():
 
 
 def test_what_cannot_be_is_refused():
-  with pytest.raises(InputError, match='routers have no adapters'):
+  with pytest.raises(InputError, match='routers and indexers have no adapters'):
     partition.build(config('router'))
   with pytest.raises(InputError, match='rank: 25 is larger than layers/gate'):
     partition.build(config('experts/gate', rank=25))

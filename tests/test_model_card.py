@@ -43,7 +43,7 @@ def test_never_over_another_stage(run, tmp_path):
     model_card.check_stage(out, 'sft')
 
 
-def test_the_header_names_base_model_and_license(run, tmp_path):
+def test_the_header_names_base_model_and_license(run, tmp_path, monkeypatch):
   out, base = tmp_path / 'out', tmp_path / 'base'
   out.mkdir()
   base.mkdir()
@@ -59,6 +59,11 @@ def test_the_header_names_base_model_and_license(run, tmp_path):
   assert header(str(base)) == 'tags:\n- jaxpost\n'
   (base / 'README.md').write_text('---\nlicense: apache-2.0\n---\nlicense: of the text\n')
   assert header(str(base)) == 'tags:\n- jaxpost\nlicense: apache-2.0\n'
+  monkeypatch.chdir(tmp_path.parent)  # where the folder has the form of a name on the hub
+  assert header(f'{tmp_path.name}/base') == 'tags:\n- jaxpost\nlicense: apache-2.0\n'
+  for text in (b'license: of a text without a header', b'---\nlicense: see "LICENSE": all\n---\n', b'---\n\xff\n---\n'):
+    (base / 'README.md').write_bytes(text)
+    assert header(f'{tmp_path.name}/base') == 'tags:\n- jaxpost\n'
 
 
 def test_push_without_a_token_sends_nothing(tmp_path, monkeypatch):

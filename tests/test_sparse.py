@@ -114,7 +114,7 @@ def test_adapters_and_quantized_bases(tmp_path, quantized):
 
 
 def test_adapters_of_the_indexer_are_refused():
-  with pytest.raises(InputError, match='index_q'):
+  with pytest.raises(InputError, match='matches dense/index_q; routers and indexers have no adapters'):
     partition.build(tiny.sparse(lora=(2, 5.0, False, 'index_q|o')))
 
 

@@ -31,7 +31,7 @@ class _Scalar(NamedTuple):
   write: Callable = float
 
 
-_OFF = (lambda x: x or 0.0), (lambda y: y or None)  # null in config.json, where 0 is none here
+_OFF = (lambda x: x or 0.0), (lambda y: y or None)  # 0 here is null in config.json
 
 _SCALARS = {
   'query_pre_attn_scalar': _Scalar('attention_scale', lambda x: x**-0.5, lambda y: _rounded(y**-2)),

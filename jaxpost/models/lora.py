@@ -73,7 +73,8 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
     spec = table[path]
     if path not in targets(table):
       raise InputError(
-        f'config.lora.targets: {pattern!r} matches {path}; routers have no adapters here, leave them out: "q|k|v|o"'
+        f'config.lora.targets: {pattern!r} matches {path}; routers and indexers have no adapters here, '
+        'leave them out: "q|k|v|o"'
       )
     cut = spec.stack + input_dims(spec)
     full_rank = min(math.prod(spec.shape[spec.stack : cut]), math.prod(spec.shape[cut:]))

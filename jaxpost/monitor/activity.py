@@ -61,7 +61,7 @@ class Activity:
   def compiling(self, name: str, number: int, planned: int) -> None:
     """Says that compiling program `number` (from 1) of `planned` (0: unknown) begins; for `Ledger.announce`."""
     with self._lock:
-      if self._open:
+      if self._open and not callable(self._open[-1][0]):  # the steps of a stage go on after a compilation
         self._open[-1][:] = f'compiling {f"{number}/{planned}: " if planned else ""}{name}', time.monotonic()
 
   def during(self, text: str, fn: Callable) -> Callable:

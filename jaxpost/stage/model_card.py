@@ -36,15 +36,14 @@ def write(folder: epath.PathLike, run: epath.PathLike, stage: str, step: int) ->
 
 
 def _header(base: str) -> dict[str, str]:
-  """Returns what the header of a card says of the base model: its name on the hub, its license as its card has it."""
-  found = {}
-  card = epath.Path(base) / _FILE if base else None
-  if card and card.exists():
-    named = re.search(r'^license: *(\S.*)$', card.read_text().partition('\n---\n')[0], re.MULTILINE)
-    found = {'license': named[1]} if named else {}
-  elif re.fullmatch(r'[\w.-]+/[\w.-]+', base):
-    found = {'base_model': base}
-  return found
+  """Returns what the header of a card says of the base model: its name on the hub, or the license in its folder."""
+  if not base or not epath.Path(base).exists():
+    return {'base_model': base} if re.fullmatch(r'[\w.-]+/[\w.-]+', base) else {}
+  card = epath.Path(base) / _FILE
+  text = card.read_bytes().decode('utf-8', 'replace') if card.exists() else ''
+  header = text.partition('\n---\n')[0] if text.startswith('---\n') else ''
+  named = re.search(r'^license: *([\w.+-]+) *$', header, re.MULTILINE)
+  return {'license': named[1]} if named else {}
 
 
 def describe(run: epath.PathLike, stage: str, step: int) -> str:

@@ -18,7 +18,7 @@ _PATH = (*_NO_ACCESS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOL
 
 
 def silence_orbax() -> None:
-  """Leaves out what threads and tasks of Orbax print after a write that failed; the save raises its error."""
+  """Leaves out what Orbax's threads print after a failed save, and its tasks on a full disk; the save raises that."""
   sys.unraisablehook = _print_unraisable
   logging.getLogger('asyncio').addFilter(_is_news)  # once, however often this is called
 
@@ -29,7 +29,7 @@ def _print_unraisable(found: sys.UnraisableHookArgs) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-  return not (record.exc_info and _no_room(record.exc_info[1]))
+  return not (record.exc_info and _no_room(record.exc_info[1]))  # the save says that the disk is full
 
 
 def _no_room(error: BaseException | None) -> bool:

@@ -105,7 +105,7 @@ def _without_epochs(settings: list[Setting]) -> list[Setting]:
   """Leaves out the epochs where there is a number of steps, too, which ends a run in all of these libraries."""
   if not any('train.steps' in s.fields for s in settings):
     return settings
-  why = 'the number of steps ends the run, and is mapped'
+  why = 'is not needed beside the number of steps, which ends the run'
   return [Setting(s.name, s.value, (), why) if s.fields == ('train.epochs',) else s for s in settings]
 
 

@@ -49,7 +49,7 @@ def public_name(model: str) -> str:
   return pathlib.PurePath(model).name if os.path.exists(model) else model
 
 
-def request(url: str, name: str, key_file: str) -> str:
+def curl_command(url: str, name: str, key_file: str) -> str:
   """Returns a curl command that asks a model of a server for an answer."""
   body = json.dumps({'model': name, 'messages': [{'role': 'user', 'content': 'Hello'}]})
   token = f' -H "Authorization: Bearer $(cat {shlex.quote(key_file)})"' if key_file else ''
