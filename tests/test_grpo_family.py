@@ -251,6 +251,33 @@ def test_teachers_that_would_be_ignored_are_refused(algorithm, rl, message):
     algorithms.load_algorithm(algorithm).check(config_of(algorithm, rl=rl))
 
 
+@pytest.mark.parametrize(
+  'rl',
+  [
+    dict(dynamic_sampling=2),
+    dict(correct_nll_coef=0.1),
+    dict(advantage='remax'),
+    dict(advantage='maxrl'),
+    dict(scale_rewards='batch'),
+    dict(singleton='raw'),
+  ],
+)
+def test_distillation_without_a_reward_refuses_what_needs_one(rl):
+  (name,) = rl
+  with pytest.raises(InputError, match=f'config.rl.{name}: opd without a reward would ignore it'):
+    opd.check(config_of('opd', reward='', rl=dict(reference='teacher') | rl))
+  if name != 'advantage':
+    opd.check(config_of('opd', rl=dict(reference='teacher') | rl))
+
+
+def test_kl_cov_in_the_only_update_needs_the_sampler_as_an_older_policy():
+  for over in (dict(rollout=dict(staleness=1)), dict(rl=dict(old_policy='sampler'))):
+    with pytest.raises(InputError, match='config.rl.kl_cov: holds tokens to the old policy'):
+      rl_fields.check(config_of('grpo', **tiny.merged(dict(rl=dict(kl_cov=0.1)), over)))
+  rl_fields.check(config_of('grpo', rl=dict(kl_cov=0.1, old_policy='sampler'), rollout=dict(staleness=1)))
+  rl_fields.check(config_of('grpo', rl=dict(kl_cov=0.1, minibatches=2)))
+
+
 def test_a_method_of_ones_own_keeps_its_choices():
   """Until a config names another loss, whose settings then come with it."""
   own = grpo.method(loss='gspo', clip_low=0.01, kl_estimator='k2', importance=('icepop',)).defaults

@@ -28,6 +28,11 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 
+# Fields of `config.rl` that need rewards; without any, all advantages of groups are 0.
+_OF_REWARDS = ('advantage', 'scale_rewards', 'std_eps', 'singleton', 'pass_k', 'gamma', 'turn_gamma', 'step_weight')
+_OF_REWARDS += ('dynamic_sampling', 'keep_surplus', 'replay', 'correct_nll_coef', 'keep_reward', 'correct_by')
+
+
 def needs(config: Config) -> tuple[str, ...]:
   """Returns the frozen roles: the teachers, or the one reference."""
   return ('teachers',) if config.distill.teachers else ('reference',)
@@ -60,6 +65,9 @@ def check(config: Config) -> None:
     bool(config.rl.curriculum) and not is_graded,
     'config.rl.curriculum: without a reward no prompt is right or wrong; leave it out',
   )
+  if not (is_graded or config.train_on_rollouts):
+    read = {field.name for field in dataclasses.fields(config.rl)} - {*_OF_REWARDS}
+    refuse_unread(config.rl, read, 'opd without a reward')
   (rl_fields.check if is_graded else rl_fields.check_terms)(config)
 
 

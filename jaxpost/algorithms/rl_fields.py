@@ -133,10 +133,11 @@ def check_terms(config: Config) -> None:
   for name in ('length_alpha', 'correct_nll_coef', 'turn_gamma'):
     refuse(vars(rl)[name] < 0, f'config.rl.{name}: must not be below 0, but for -1')
   refuse(0 < rl.dual_clip <= 1, f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
+  older = rl.old_policy == 'sampler' and (config.rollout.staleness or rl.keep_surplus or rl.replay)
   refuse(
-    rl.kl_cov > 0 and rl.epochs * rl.minibatches == 1 and not config.rollout.staleness,
+    rl.kl_cov > 0 and rl.epochs * rl.minibatches == 1 and not older,
     'config.rl.kl_cov: holds tokens to the old policy, which they have not left in the only update of a rollout; '
-    'use rl.clip_cov, or more config.rl.minibatches',
+    'use rl.clip_cov, more config.rl.minibatches, or rl.old_policy=sampler with config.rollout.staleness',
   )
   refuse(
     rl.clip_cov > 0 and rl.cov_low >= rl.cov_high,
@@ -166,7 +167,7 @@ def fields_read(rl: RlSection) -> set[str]:
     'std_eps': 'std_eps' in read and (rl.scale_rewards != 'none' or 'scale_rewards' not in read),
     'gamma': 'gamma' in read or rl.advantage == 'gae',
     **dict.fromkeys(('lam', 'length_alpha'), rl.advantage == 'gae'),
-    'old_policy': policy_gradient.LOSSES[rl.loss].reads_old or rl.kl_weighted,
+    'old_policy': policy_gradient.LOSSES[rl.loss].reads_old or rl.kl_weighted or rl.kl_cov > 0,
     **dict.fromkeys(('reference', 'privileged'), False),
     'kl_weighted': rl.kl_coef > 0 and rl.kl_in == 'loss',
     'kl_target': rl.kl_coef > 0 and rl.kl_in == 'reward',
