@@ -13,7 +13,7 @@ from jaxpost.losses import policy_gradient
 from jaxpost.losses.reduce import MAX_LOG_RATIO, same_shape
 
 _MAX_LOG_SEQUENCE_RATIO = 10.0
-_MAX_WEIGHT = 20.0  # of a token in DPPO, section 5.4
+_MAX_WEIGHT = 20.0  # of a token in DPPO
 # Shape k and rate lambda of the weights of VESPO, for advantages of at least 0 and below.
 _VESPO_SHAPE, _VESPO_RATE = (2.0, 3.0), (3.0, 2.0)
 
@@ -172,7 +172,7 @@ def dppo_tv(
 
   DPPO (arXiv:2602.04879): a token of positive advantage is left out if pi - pi_old
   exceeds clip_high, one of negative advantage if pi_old - pi exceeds clip_low. The
-  old policy is the one that sampled; the paper takes 0.15 for both bounds.
+  old policy is the one that sampled; 0.15 is verl's value of both bounds.
   """
   del sequence_mean
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
@@ -190,7 +190,7 @@ def dppo_kl(
   """DPPO with the binary KL divergence: `dppo_tv` with another measure of how far a token has moved.
 
   KL(pi_old, pi) of the two events "this token" and "another one". A token is left out
-  only if pi has moved in the direction of its advantage; the paper's bound is 0.05.
+  only if pi has moved in the direction of its advantage; verl's bound is 0.05.
   """
   del sequence_mean
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
