@@ -90,11 +90,14 @@ def point_into_site(app, docname, source):
 
 
 def write_llms_txt(app, error):
-  """Writes llms.txt: what the landing page and the API reference list; a page that is made of others by itself."""
+  """Writes llms.txt: what the landing page and the lists below list; a page that is made of others by itself."""
   if error or app.builder.name != 'html':
     return
-  index, api = ((ROOT / 'docs' / name).read_text('utf-8') for name in ('index.md', 'api/index.md'))
-  text = index + '\n## API\n\n' + re.sub(r'^\| \[(.*)\]\((.*)\) \| (.*) \|$', r'* [\1](api/\2): \3', api, flags=re.M)
+  text = (ROOT / 'docs/index.md').read_text('utf-8')
+  for title, folder in (('API', 'api'), ('Methods, one by one', 'methods')):
+    listed = (ROOT / 'docs' / folder / 'index.md').read_text('utf-8')
+    rows = re.findall(r'^\| \[(.*)\]\((.*)\) \| (.*) \|$', listed, re.M)
+    text += '\n'.join([f'\n## {title}\n', *(f'* [{name}]({folder}/{page}): {about}' for name, page, about in rows), ''])
   lines = ['# jaxpost', '', '> Post-training of large language models, native to JAX.']
   for section, title, page, about in re.findall(r'^(?:## (.*)|\* \[(.*)\]\((?:\.\./)?(.*)\): (.*))$', text, re.M):
     made = '```{' in (ROOT / 'docs' / page).read_text('utf-8') if page else False

@@ -7,16 +7,14 @@ their rows), on the machine it is started on, with seeds 0, 1 and 2. Sources
 are those of docs/defaults.md, and below for options.
 """
 
-import dataclasses
 import json
 import pathlib
-import re
 import statistics
 import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / 'tests')]
+sys.path[:0] = [str(ROOT), str(ROOT / 'tests'), str(ROOT / 'docs')]
 
 import jaxpost  # noqa: E402
 
@@ -24,14 +22,12 @@ jaxpost.tune_host()
 jaxpost.use_compile_cache()
 
 import learning  # noqa: E402
+import method_facts as facts  # noqa: E402
 
-from jaxpost.stage import algorithms  # noqa: E402
 from jaxpost.stage import config as config_lib  # noqa: E402
 
 CASES = learning.CASES | learning.VARIANTS
 SEEDS = 0, 1, 2
-PAGE = ROOT / 'docs' / 'methods.md'
-KEPT = '<!-- measured '
 HEAD = """# What each method learns
 
 Written by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.15 M parameters) has
@@ -60,6 +56,9 @@ are smaller than that deviation: the task shows that a method learns, and not wh
   these runs it also read stop tokens, of which it knew nothing; it is shown line breaks there now.
 * A row is of one machine, and rows are not all of the same: the starts, which are trained there, differ (column
   "before").
+
+[One page for each method](methods/index.md) has its formula, its defaults beside those of the paper, when to use it and
+what goes wrong.
 
 | method | metric | before | after | steps | its own choices | default and source | set here |
 |---|---|---|---|---|---|---|---|
@@ -96,35 +95,17 @@ OPTIONS = {
   'moving average of the reference': '`reference.mix=0.6` (DPO); arXiv:2404.09656',
   'reset of the reference': '`reference.every=512` (DPO), arXiv:2404.09656; when progress stalls, arXiv:2505.24864',
 }
-SOURCES = {
-  name: f'`optim.lr={lr}`; {source}'
-  for name, lr, source in re.findall(
-    r'^\| `(\w+)` \| (\S+) \| .*? ?\| (.+) \|$', (ROOT / 'docs' / 'defaults.md').read_text('utf-8'), re.M
-  )
-}
-
-
-SECTIONS = 'rl', 'reference', 'preference', 'critic', 'distill', 'reward_model'
 
 
 def choices(case: dict) -> tuple[str, str]:
   """(what the method brings along, what the case sets beside it)."""
   plain = config_lib.defaults()
-  name = case['algorithm']
-  (config,) = config_lib.parse(dict(algorithm=name, reward='x')).values()
-  own = algorithms.load_algorithm(name).defaults
-  resolved = config_lib.resolve(config, own)
 
   def say(section, field, value):
     return f'`{section}.{field}={value}`'
 
-  brought = []
-  for section in SECTIONS:
-    for field in dataclasses.fields(vars(resolved)[section]):
-      value = vars(vars(resolved)[section])[field.name]
-      if field.name in own.get(section, ()) and value != field.metadata['auto']:
-        brought.append(say(section, field.name, value))
-  chosen = [say(s, f, value) for s in SECTIONS for f, value in case[s].items() if value != plain[s][f]]
+  brought = [f'`{path}={value}`' for path, value in facts.brought(case['algorithm']).items()]
+  chosen = [say(s, f, value) for s in facts.SECTIONS for f, value in case[s].items() if value != plain[s][f]]
   chosen.append(say('optim', 'lr', case['optim']['lr']))
   for field in ('staleness', 'top_k'):
     if case['rollout'][field]:
@@ -134,18 +115,8 @@ def choices(case: dict) -> tuple[str, str]:
   return ', '.join(brought), ', '.join(chosen)
 
 
-def known() -> dict:
-  """The figures that the page holds."""
-  if not PAGE.exists():
-    return {}
-  for line in PAGE.read_text().splitlines():
-    if line.startswith(KEPT):
-      return json.loads(line[len(KEPT) : -len(' -->')])
-  return {}
-
-
 def main(names):
-  figures = known() if names else {}
+  figures = facts.measured() if names else {}
   with tempfile.TemporaryDirectory() as place:
     folder = pathlib.Path(place)
     for name in names or CASES:
@@ -170,9 +141,9 @@ def write(figures: dict):
       after += f' ± {statistics.stdev(found["after"]):.3f}' if len(found['after']) > 1 else ' (seed 0)'
       cells = label, found['metric'], f'{statistics.mean(found["before"]):.3f}', after, str(found['steps'])
       brought, chosen = choices(case.config)
-      source = SOURCES[name] if name == algorithm else OPTIONS[name]
+      source = '`optim.lr={}`; {}'.format(*facts.SOURCES[name]) if name == algorithm else OPTIONS[name]
       rows.append(f'| {" | ".join((*cells, brought, source, chosen))} |')
-  PAGE.write_text(HEAD + '\n'.join(rows) + '\n' + TAIL + '\n' + KEPT + json.dumps(figures) + ' -->\n')
+  facts.TABLE.write_text(HEAD + '\n'.join(rows) + '\n' + TAIL + '\n' + facts.KEPT + json.dumps(figures) + ' -->\n')
 
 
 if __name__ == '__main__':

@@ -1,19 +1,27 @@
 """The documentation is true: its table, its example, the files it names."""
 
 import ast
+import importlib
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
 
+from jaxpost.algorithms import kto
 from jaxpost.errors import InputError
+from jaxpost.losses import preferences
 from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
+from jaxpost.stage import algorithms
+from jaxpost.stage import config as config_lib
+from launch import config_flag
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
-PAGES = sorted((CLONE / 'docs').glob('*.md'))
+METHODS = sorted((CLONE / 'docs/methods').glob('*.md'))
+PAGES = [*sorted((CLONE / 'docs').glob('*.md')), *METHODS]
 LONGEST = {'concepts.md': 80, 'your_reward.md': 60}
 
 
@@ -70,6 +78,52 @@ def test_links_lead_somewhere(page):
   for target in re.findall(r'\]\(([^)#]+)', page.read_text('utf-8')):
     if '://' not in target:
       assert (page.parent / target).exists(), target
+
+
+def test_method_pages_are_up_to_date(monkeypatch):
+  monkeypatch.syspath_prepend(str(CLONE / 'docs'))
+  made = importlib.import_module('make_method_pages').pages()
+  kept = {page.name: page.read_text('utf-8') for page in METHODS}
+  assert kept == made, 'run python docs/make_method_pages.py'
+
+
+def test_every_method_has_a_heading():
+  found = [name for page in METHODS for name in re.findall(r'^##? ([a-z_]+)$', page.read_text('utf-8'), re.M)]
+  assert sorted(found) == sorted(algorithms.ALGORITHMS)
+
+
+def in_code(text):
+  """What a page has between backticks, outside of blocks."""
+  return set(re.findall(r'`([^`\n]+)`', re.sub(r'^```$.*?^```$', '', text, flags=re.M | re.S)))
+
+
+@pytest.mark.parametrize('page', METHODS, ids=lambda page: page.name)
+def test_method_pages_name_fields_and_metrics(page):
+  config, metrics, rewards = (
+    (CLONE / f'docs/{name}.md').read_text('utf-8') for name in ('config', 'metrics', 'rewards')
+  )
+  known = {*algorithms.ALGORITHMS, *preferences.LOSSES, *kto.LOSSES, 'pass@1', 'samples/', 'turn_reward'}
+  known |= set(re.findall(r'^\| `([\w.]+)`', config, re.M))
+  known |= in_code('\n'.join(re.findall(r'^\| (`.*?) \|', metrics + rewards, re.M)))
+  for text in in_code(page.read_text('utf-8')):
+    name = re.sub(r'^(?:--)?config\.|(?<=^reward)/unfiltered$', '', text)
+    name = re.sub(r'^rewards/\w+/', 'rewards/NAME/', name)
+    others = text.endswith('.py') or text.startswith('python -m ')  # in test_what_a_page_names_is_there
+    assert others or name in known or name.partition('=')[0] in known, text
+
+
+@pytest.mark.parametrize('name', algorithms.ALGORITHMS)
+def test_commands_of_methods_are_accepted(name):
+  text = '\n'.join(page.read_text('utf-8') for page in METHODS)
+  (command,) = re.findall(rf'^python -m launch\.train (--config=.* --workdir=runs/{name}(?: \\\n.*)?)$', text, re.M)
+  (file, *_), given = config_flag.split(shlex.split(command))
+  path, _, argument = file.removeprefix('--config=').partition(':')
+  config = importlib.import_module(path.removesuffix('.py').replace('/', '.')).get_config(argument or None)
+  config_flag.apply(config, given)
+  stage = list(config_lib.parse(config.to_dict()).values())[-1]
+  assert stage.algorithm == name
+  algorithm = algorithms.load_algorithm(name)
+  algorithm.check(config_lib.resolve(stage, algorithm.defaults))
 
 
 @pytest.fixture

@@ -1,0 +1,186 @@
+"""Writes docs/methods/: a page for each method, and the list of them.
+
+python docs/make_method_pages.py
+
+Formulas, advice and the papers' values are in docs/method_texts.toml. Defaults are those of the code, papers and
+differences those of docs/defaults.md, and what was measured is in docs/methods.md: nothing is trained here.
+"""
+
+import os
+import pathlib
+import re
+import sys
+import textwrap
+import tomllib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / 'docs')]
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+import method_facts as facts  # noqa: E402
+
+from jaxpost.stage import algorithms  # noqa: E402
+
+FOLDER = ROOT / 'docs/methods'
+TEXTS = tomllib.loads((ROOT / 'docs/method_texts.toml').read_text('utf-8'))
+CURVES = {
+  name: keys
+  for names, keys in tomllib.loads((ROOT / 'jaxpost/monitor/curves.toml').read_text('utf-8'))['methods'].items()
+  for name in names.split()
+}
+MADE = '<!-- Written by docs/make_method_pages.py from docs/method_texts.toml. -->'
+FAMILIES = {
+  'On data': 'No rewards, or rewards that only select what is learned.',
+  'Preferences': 'Pairs, labels and scores of given answers.',
+  'Teachers': 'Another model says what is likely.',
+  'Groups of samples': 'Rewards of several samples of a prompt are compared. The surrogate loss differs.',
+  'Baselines': 'What is subtracted from a reward, or divides it, differs.',
+  'Off policy': 'Surrogates for samples that are older than the policy.',
+  'Turns': 'Episodes in an environment, with advantages of turns.',
+  'With a critic': 'A model of values in place of a group.',
+}
+HEAD = f"""# One page for each method
+
+{MADE}
+
+`config.algorithm` names a method. Each page has its formula as it is computed here, where that differs from the paper,
+its defaults, a command, what was measured, when to use it and what goes wrong, with the metric to look at.
+[Which choices go together](../combinations.md) has the parts of policy gradients that can be mixed.
+
+## Notation
+
+```
+y, y_t       an answer, and its token t; sums and means over tokens count the trained ones
+pi           the policy that is trained
+pi_old       the policy before the updates of a rollout, or the sampler (rl.old_policy)
+mu           the policy that sampled, as the sampler computed it
+ref          the reference model
+r_t          pi(y_t) / pi_old(y_t); |log r_t| is held to at most 20
+R_i          sum of the rewards of sample i, each times its weight (reward_weights)
+mean, std    over the samples of a group that have a reward; std is unbiased; a group without variance gives exactly 0
+A, H_t       the advantage, and the entropy of the next token
+sg           no gradient flows through it
+clip_low     and other names with an underscore are fields of the config, in the sections that the tables name
+```
+
+All log-probs of methods that sample are at `rollout.temperature`. Every policy gradient may also have the terms of
+[options](../rl_options.md): a KL in the loss (`rl.kl_coef`), an entropy bonus (`rl.entropy_coef`), weights for old
+samples (`rl.importance`). Pages other than that of `grpo` leave out those that are off by default.
+"""
+
+
+def pages() -> dict[str, str]:
+  """Returns {file below docs/methods: text}."""
+  shared = {}
+  for name in TEXTS:
+    shared.setdefault(TEXTS[name]['page'], []).append(name)
+  return {'index.md': index(shared)} | {f'{file}.md': page(names) for file, names in shared.items()}
+
+
+def index(shared: dict[str, list[str]]) -> str:
+  """Returns the list of pages; `shared` is {page: its methods}."""
+  lines = [HEAD]
+  for family, about in FAMILIES.items():
+    lines += [f'## {family}', '', about, '', '| page | what it does |', '|---|---|']
+    for file, names in shared.items():
+      if TEXTS[names[0]]['family'] == family:
+        lines.append(f'| [{", ".join(names)}]({file}.md) | {TEXTS[names[0]]["about"]} |')
+    lines.append('')
+  return '\n'.join([*lines, '```{toctree}', ':hidden:', *shared, '```', ''])
+
+
+def page(names: list[str]) -> str:
+  """Returns the page of one method, or of several with a heading each."""
+  lines = [f'# {", ".join(names)}', '', MADE, '']
+  for name in names:
+    alone = len(names) == 1
+    lines += [] if alone else [f'## {name}', '']
+    lines += sections(name, '##' if alone else '###')
+  return '\n'.join(lines).rstrip() + '\n'
+
+
+def sections(name: str, mark: str) -> list[str]:
+  """Returns the lines of one method below its heading; `mark` begins its own headings."""
+  text = TEXTS[name]
+  files = [f'algorithms/{algorithms.ALGORITHMS[name].partition(":")[0]}.py', *text.get('code', ())]
+  about = [f'**{text["title"]}**: {text["about"]}.']
+  about += [', '.join(f'[arXiv:{paper}](https://arxiv.org/abs/{paper})' for paper in papers(name)) + '.']
+  about += [f'Code: {", ".join(f"`{file}`" for file in files)}. Data: [columns](../data_formats.md#{text["data"]}).']
+  file, _, rest = text['command'].partition(' ')
+  command = f'python -m launch.train --config={file} --workdir=runs/{name}' + (f' \\\n  {rest}' if rest else '')
+  curves = ', '.join(f'`{key.replace("*", "NAME")}`' for key in CURVES[name])
+  return [
+    *(wrapped(part) for part in about),
+    '',
+    *(f'{mark} Formula', '', '```', text['formula'].strip('\n'), '```', ''),
+    *(wrapped(f'[Notation](index.md#notation). {text.get("note", "")}'), '', *differences(name)),
+    *(f'{mark} Config', '', '```', command, '```', '', *defaults(name)),
+    *(f'{mark} What was measured', '', *measured(name)),
+    *(f'{mark} When to use it', '', *(wrapped(item, '* ') for item in text['when']), ''),
+    *(f'{mark} Pitfalls', '', *(wrapped(item, '* ') for item in text['pitfalls']), ''),
+    *(wrapped(f'The report shows first, of those that a run has: {curves} ([metrics](../metrics.md)).'), ''),
+  ]
+
+
+def papers(name: str) -> list[str]:
+  """Returns arXiv numbers: that of the method, then those of its parts."""
+  first = re.findall(r'arXiv:(\d+\.\d+)', facts.SOURCES[name][1])[:1]
+  return list(dict.fromkeys([*first, *TEXTS[name].get('papers', ())]))
+
+
+def differences(name: str) -> list[str]:
+  """Returns the table of what docs/defaults.md says of code and paper; [] if that is nothing."""
+  found = []
+  for names, here, there in facts.DIFFERENCES:
+    if f'`{name}`' in names:
+      case = re.sub(r'^`\w+`(?:, `\w+`)* ?', '', names)  # such as: with `rl.privileged`
+      found.append(f'| {case}{": " if case else ""}{here} | {there} |')
+  title = 'Where it differs from the paper ([all differences](../defaults.md#where-a-method-differs-from-its-paper)):'
+  return [title, '', '| here | in the paper |', '|---|---|', *found, ''] if found else []
+
+
+def defaults(name: str) -> list[str]:
+  """Returns the table of a method's defaults, beside those of its paper."""
+  paper, config = TEXTS[name].get('paper', {}), facts.resolved(name)
+  lines = ['| field | default | in the paper |', '|---|---|---|']
+  for path in dict.fromkeys(['optim.lr', *facts.brought(name), *paper]):
+    shown = str(facts.value(config, path)).replace('e-0', 'e-')
+    lines.append(f'| `{path}` | {shown} | {paper.get(path, "")} |')
+  return [*lines, '', 'Adapters have ten times that rate. [Defaults](../defaults.md) has the source of each value.', '']
+
+
+def measured(name: str) -> list[str]:
+  """Returns what docs/methods.md has of a method, and of options that were measured with it."""
+  found = re.findall(r'^\| (.*) \|$', facts.TABLE.read_text('utf-8'), re.M)
+  rows = {cells[0]: cells for cells in (line.split(' | ') for line in found)}
+  lines = [wrapped(TEXTS[name]['measured']), ''] if 'measured' in TEXTS[name] else []
+  if f'`{name}`' in rows:
+    _, metric, before, after, steps, *_, chosen = rows[f'`{name}`']
+    seeds = ', '.join(f'{x:.3f}' for x in facts.measured()[name]['after'])
+    text = (
+      f'On the small task of [methods.md](../methods.md), `{metric}` goes from {before} to {after} in {steps} steps, '
+    )
+    text += (
+      f'with {chosen} and a model of 0.15 M parameters, which needs such a rate. Seeds 0, 1 and 2 end at {seeds}. '
+    )
+    lines += [wrapped(text + 'Most differences between methods are smaller than those between seeds.'), '']
+  options = [cells for label, cells in rows.items() if label.endswith(f'(`{name}`)')]
+  if options:
+    lines += ['Options that were measured with it ([what they are](../rl_options.md)):', '']
+    lines += ['| option | metric | before | after | set here |', '|---|---|---|---|---|']
+    for label, metric, before, after, *_, chosen in options:
+      lines.append(f'| {label.rpartition(" (")[0]} | {metric} | {before} | {after} | {chosen} |')
+    lines.append('')
+  return lines
+
+
+def wrapped(text: str, bullet: str = '') -> str:
+  """Returns text in lines of at most 120 characters."""
+  options = dict(subsequent_indent=' ' * len(bullet), break_on_hyphens=False, break_long_words=False)
+  return textwrap.fill(bullet + text.strip(), 120, **options)
+
+
+if __name__ == '__main__':
+  FOLDER.mkdir(exist_ok=True)
+  for file, text in pages().items():
+    (FOLDER / file).write_text(text, encoding='utf-8')
