@@ -146,7 +146,13 @@ def defaults(name: str) -> list[str]:
   for path in dict.fromkeys(['optim.lr', *facts.brought(name), *paper]):
     shown = str(facts.value(config, path)).replace('e-0', 'e-')
     lines.append(f'| `{path}` | {shown} | {paper.get(path, "")} |')
-  return [*lines, '', 'Adapters have ten times that rate. [Defaults](../defaults.md) has the source of each value.', '']
+  rate = f'{facts.resolved(name, lora=dict(rank=8)).optim.lr:.0e}'.replace('e-0', 'e-')
+  return [
+    *lines,
+    '',
+    f'With `lora.rank`, `optim.lr` is {rate}. [Defaults](../defaults.md) has the source of each value.',
+    '',
+  ]
 
 
 def measured(name: str) -> list[str]:

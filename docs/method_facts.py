@@ -35,9 +35,9 @@ def measured() -> dict:
   return {}
 
 
-def resolved(name: str) -> Any:
-  """Returns the config of a method with all of its defaults."""
-  (config,) = config_lib.parse(dict(algorithm=name, reward='x')).values()
+def resolved(name: str, **over: Any) -> Any:
+  """Returns the config of a method with all of its defaults; `over` has fields that are set."""
+  (config,) = config_lib.parse(dict(algorithm=name, reward='x', **over)).values()
   return config_lib.resolve(config, algorithms.load_algorithm(name).defaults)
 
 
