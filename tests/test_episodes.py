@@ -183,6 +183,7 @@ def test_inspect_and_evaluate_know_the_environment(folder, run):
   with contextlib.closing(prepared):
     shown = [str(x) for x in preview_stage.show_stage(prepared, 1)]
   assert any('tool: nth' in line for line in shown)
+  assert any(line.startswith('method: ') and 'rl.aggregate token' in line for line in shown)
   found = inference.evaluate(inference.from_run(run), stage)
   assert found['rows'] == 2 and found['reward'] > 0
 

@@ -69,6 +69,13 @@ def test_it_is_predicted_and_reported(model, tmp_path, monkeypatch):
     'model.remat': 'none (cpu)',
     'train.micro_batch_size': '32 (cpu)',
     'rollout.block': '8 (cpu)',
+    'rl.importance': '()',
+    'rl.kl_estimator': 'k3',
+    'rl.aggregate': 'token',
+    'rl.clip_low': '0.2',
+    'rl.clip_high': '0.2',
+    'rl.old_policy': 'recomputed',
+    'rl.scale_rewards': 'group',
   }
   found = plan['memory']
   assert {'reshard', 'prefill', 'generate', 'update', 'peak'} <= set(found)

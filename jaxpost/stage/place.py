@@ -84,19 +84,19 @@ class PlacedStage:
 
   @property
   def choices(self) -> dict[str, str]:
-    """Returns {field: value, and what chose it: config, platform or memory} of fields that may be `auto`."""
+    """Returns {field: value, and what chose it: config, platform, memory or the method} of fields that may be left."""
     config, compute = self.config, self.compute
     used = {
       'model.attention': (config.model.attention != 'auto', compute.attention),
       'model.remat': (config.model.remat != 'auto', compute.remat),
       'train.micro_batch_size': (config.train.micro_batch_size, self.shape.micro_rows),
     }
-    if self.algorithm.on_policy:
-      used['rollout.block'] = (config.rollout.block, self.decode_block)
+    used |= {'rollout.block': (config.rollout.block, self.decode_block)} if self.algorithm.on_policy else {}
     out = {k: f'{x} ({"config" if given else compute.platform})' for k, (given, x) in used.items()}
     out |= {k: f'{functools.reduce(getattr, k.split("."), config)} ({why})' for k, why in self.by_memory.items()}
     if compute.rejected_shapes:
       out['model.attention'] += f', by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
+    out |= {f'rl.{name}': str(vars(config.rl)[name]) for name in self.algorithm.defaults.get('rl', ())}
     return {'model.dtype': compute.dtype} | out
 
 

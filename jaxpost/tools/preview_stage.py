@@ -38,6 +38,8 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
   if data.held_out:
     read = data.held_out.rows
     out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} rows of {config.eval.data.path}')
+  if of_method := inputs.algorithm.defaults.get('rl', ()):
+    out.append('method: ' + ', '.join(f'rl.{name} {vars(config.rl)[name]}' for name in of_method))
   tools = None
   if stage.workers.environment:
     tools = stage.workers.environment.tools
