@@ -93,28 +93,53 @@ def teacher_config(**over) -> dict:
   return tiny.merged(start_config(), dict(init_from='start', train=dict(steps=400), data=right) | over)
 
 
-def after_steps(row: dict) -> dict:
-  """Makes a row for supervised fine-tuning of one with steps: a step a line."""
-  return row | {'completion': [{'role': 'assistant', 'content': '\n'.join(row['completions'])}]}
+def in_steps(row: dict) -> dict:
+  """Makes two small additions of the four digits of a sum, with a line for each.
+
+  A wrong sum makes a slip by one of a line or of both, whose labels are false. All terms are even, so slips are odd: a
+  judge learns to tell them in 100 steps, where of sums up to 99 it learns in 300 only that slips come with time.
+  """
+  terms = [int(digit) % 3 * 2 for digit in '{:>02}{:>02}'.format(*row['prompt'][-1]['content'].strip('=').split('+'))]
+  shown = int(row['completion'][0]['content'])
+  slips = 0 if shown == int(row['answer']) else shown % 3 + 1  # a bit for each line
+  pairs = [(f'{terms[n]}+{terms[n + 1]}=', terms[n] + terms[n + 1], slips >> n // 2 & 1) for n in (0, 2)]
+  lines = [f'{sum_}{right + slip}' for sum_, right, slip in pairs]
+  return dict(
+    prompt=[{'role': 'user', 'content': '+'.join(map(str, terms))}],
+    answer='\n'.join(f'{sum_}{right}' for sum_, right, _ in pairs),
+    completions=lines,
+    labels=[not slip for *_, slip in pairs],
+    completion=[{'role': 'assistant', 'content': '\n'.join(lines)}],
+  )
 
 
-def last_line(completions, answer, **columns) -> list[float]:
-  """1 for completions whose last line is the answer."""
-  lines = [completion[-1]['content'].rpartition('\n')[2] for completion in completions]
-  return [float(line == right) for line, right in zip(lines, answer)]
+def all_lines(completions, answer, **columns) -> list[float]:
+  """1 for completions that are right in all lines."""
+  return [float(completion[-1]['content'] == right) for completion, right in zip(completions, answer)]
+
+
+def to_solve(row: dict) -> dict:
+  """Makes the prompt and the answer of `in_steps`, without a solution."""
+  made = in_steps(row)
+  return dict(prompt=made['prompt'], answer=made['answer'])
+
+
+def steps_data(map_: str) -> dict:
+  """Sums by a map of this file; half of the solutions have slips."""
+  rows = dict(path=SUMS.format('', 'train') + ',size=6000,correct=0.5', map=f'{__file__}:{map_}')
+  return dict(data=rows, eval=dict(data=dict(map=rows['map'])))
 
 
 def steps_start_config() -> dict:
-  """SFT on sums in steps, half of them with a slip."""
-  rows = dict(path=SUMS.format('_steps', 'train') + ',size=6000', map=f'{__file__}:after_steps')
-  held_out = dict(data=dict(path=SUMS.format('_steps', 'test') + ',size=256'))
-  return tiny.merged(start_config(), dict(data=rows, eval=held_out, train=dict(steps=600)))
+  """SFT on solutions in steps."""
+  return tiny.merged(start_config(), steps_data('in_steps') | dict(train=dict(steps=400, batch_size=8, row_length=192)))
 
 
 def judge_config() -> dict:
   """A process reward model, from the model that writes steps."""
   chosen = dict(algorithm='reward_model', init_from='steps', reward_model=dict(loss='process'))
-  return base('_steps', **chosen, train=dict(steps=300), optim=dict(lr=2e-3, schedule='cosine'))
+  chosen |= steps_data('in_steps') | dict(train=dict(steps=100, batch_size=8, row_length=192))
+  return base(**chosen, optim=dict(lr=2e-3, schedule='cosine'))
 
 
 # All models that cases begin with, learn from, or are graded by. The first case that needs one trains it.
@@ -189,12 +214,13 @@ def of_two(**over) -> Case:
 
 
 def by_steps() -> Case:
-  """A process reward model grades each line, beside the answer in the last one, which counts in evaluation."""
-  graded = dict(reward=f'{__file__}:last_line,reward_model', reward_weights=(1.0, 0.5))
-  graded |= dict(reward_model=dict(path='judge', per_step=True), rollout=dict(max_new_tokens=28))
+  """A process reward model grades each line, beside a verifier of all lines, which counts in evaluation."""
+  graded = dict(reward=f'{__file__}:all_lines,reward_model', reward_weights=(1.0, 0.5))
+  graded |= dict(reward_model=dict(path='judge', per_step=True), rollout=dict(max_new_tokens=24, prompts=16))
+  graded |= steps_data('to_solve')
   # Before the critic knows how much reward is left, late tokens, and the end first of all, seem worse than others.
   graded |= dict(critic=dict(lr=2e-3, warmup_steps=20), rl=dict(minibatches=2))
-  return dataclasses.replace(online('ppo', steps=150, lr=3e-4, **graded), start='steps')
+  return dataclasses.replace(online('ppo', **graded), start='steps')
 
 
 def playing(algorithm, steps=60) -> Case:
