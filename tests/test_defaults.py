@@ -38,6 +38,8 @@ def test_rows_are_true(name):
 def test_adapters_learn_ten_times_as_fast():
   assert resolved('grpo', lora=dict(rank=4)).optim.lr == pytest.approx(1e-5)
   assert resolved('sft', lora=dict(path='adapter')).optim.lr == pytest.approx(2e-4)
+  for name in algorithms.ALGORITHMS:
+    assert resolved(name, lora=dict(rank=4)).optim.lr == pytest.approx(10 * resolved(name).optim.lr), name
 
 
 @pytest.mark.parametrize('lr', [0.0, 1e-5, 3e-3])

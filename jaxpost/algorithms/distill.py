@@ -283,7 +283,7 @@ DISTILL = ALGORITHM = Algorithm(
 )
 GKD = Algorithm(
   objective_on_policy,
-  {'rl': {'aggregate': 'token', 'dynamic_sampling': 0}},
+  {'optim': {'lr': learning_rate(1e-5)}, 'rl': {'aggregate': 'token', 'dynamic_sampling': 0}},
   needs=needs,
   prepare=prepare,
   check=check_on_policy,

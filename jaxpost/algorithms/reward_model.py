@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxpost.algorithms.base import Algorithm, Config, expect
+from jaxpost.algorithms.base import Algorithm, Config, expect, learning_rate
 from jaxpost.data import preferences
 from jaxpost.losses import pairs, reduce, values
 from jaxpost.types import Objective
@@ -134,5 +134,10 @@ def check_first_step(metrics: dict, config: Config) -> None:
 
 
 REWARD_MODEL = ALGORITHM = Algorithm(
-  objective, render=render, check_first_step=check_first_step, per=mean_per, scalar_head=True
+  objective,
+  {'optim': {'lr': learning_rate(1e-5)}},
+  render=render,
+  check_first_step=check_first_step,
+  per=mean_per,
+  scalar_head=True,
 )
