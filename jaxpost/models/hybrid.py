@@ -25,7 +25,7 @@ from jaxpost.models.parameters import STACKS, Param, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
-  from jaxpost.models.config import LatentConfig
+  from jaxpost.models.config import LatentConfig, ModelConfig
   from jaxpost.models.hybrid_config import HybridConfig
 
 MIXERS = {'delta': delta_mixer, 'convolution': convolution, 'state_space': state_space}
@@ -130,9 +130,11 @@ def mix(
 
 
 def scan_periods(
-  alike: Callable, params: dict, x: jax.Array, cfg: HybridConfig, chosen: jax.Array | None
+  alike: Callable, params: dict, x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None
 ) -> tuple[jax.Array, list, Any]:
-  """Runs all layers under a scan over the shortest sequence of them that repeats, itself straight code.
+  """Runs layers of several kinds under a scan over the shortest sequence that repeats, itself straight code.
+
+  Also of models whose layers differ in their attention alone.
 
   Args:
     alike: kind -> ((parameters of a layer, x, chosen experts) -> (x, (kept, routing))).
