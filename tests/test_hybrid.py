@@ -34,8 +34,8 @@ SAMPLED = MIXERS | {'olmo_hybrid': ([(3, 2, 14)] * 3 + [(3, 14, 14)], '')}
 
 
 @functools.cache
-def made(family):
-  model = model_lib.build(tiny.hybrid(family))
+def made(family, **fields):
+  model = model_lib.build(tiny.hybrid(family, **fields))
   return model, tiny.params(model)
 
 
@@ -136,7 +136,8 @@ def test_chunks_compute_what_tokens_in_a_row_do(corrected, channels):
 
 @pytest.mark.parametrize('family', SAMPLED)
 def test_slots_carry_states_and_keys(family):
-  model, params = made(family)
+  # The norm behind OLMo's delta rule divides rounding by outputs near 0; with its eps of 1e-5 to 1.6e-5 of a log-prob.
+  model, params = made(family, **(dict(out_norm_eps=1e-3) if family == 'olmo_hybrid' else {}))
   engine = proofs.engine(model, max_new_tokens=24)
   engine.load(params, version=0)
   cache = engine.programs.init.outputs().cache
