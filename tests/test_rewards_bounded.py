@@ -1,6 +1,9 @@
 """A completion that its verifier would compute on without end gets 0 and is counted; the others are judged."""
 
+import concurrent.futures
 import os
+import signal
+import sys
 import time
 
 import pytest
@@ -12,8 +15,10 @@ ITEMS = ','.join(f'{{"a": {i}}}' for i in range(20_000))
 
 
 def graded(reward, completions, **columns):
-  logged = []
-  return reward(completions, time_limit_s=2.0, log_metric=lambda *pair: logged.append(pair), **columns), logged
+  logged, begin = [], time.monotonic()
+  rewards = reward(completions, time_limit_s=2.0, log_metric=lambda *pair: logged.append(pair), **columns)
+  assert time.monotonic() - begin < 2
+  return rewards, logged
 
 
 def test_a_pattern_that_backtracks_without_end():
@@ -28,16 +33,28 @@ def test_json_that_takes_quadratic_time_or_has_numbers_beyond_floats():
   assert graded(format.JsonSchema(), texts, schema=schemas) == ([0.0, 1.0, 0.0, 0.0, 1.0], [('json_schema_late', 0.2)])
 
 
+@pytest.mark.parametrize('within, why', [({'type': 'foo'}, 'UnknownType'), ({'pattern': '('}, 'error: missing')])
+def test_a_schema_that_is_invalid_behind_a_reference_is_an_error_and_no_zero(within, why):
+  pytest.importorskip('jsonschema')
+  with pytest.raises(call.RewardError, match=why):
+    graded(format.JsonSchema(), ['"a"'], schema=[{'$ref': '#/x', 'x': within}])
+
+
 def test_powers_of_powers():
   pytest.importorskip('math_verify')
   texts, answers = ['$\\boxed{9^{9^{9^{9}}}}$', '$\\boxed{5}$', '$\\boxed{5}$'], ['5', '5', '$9^{9^{9^{9}}}$']
   assert graded(math.MathVerify(), texts, answer=answers) == ([0.0, 1.0, None], [('math_verify_late', 2 / 3)])
+  endless = dict(answer=['$9^{9^{9^{9}}}$'] * 8)
+  assert graded(math.MathVerify(), ['$\\boxed{5}$'] * 8, **endless) == ([None] * 8, [('math_verify_late', 1.0)])
   cosine = length.CosineLength(max=4)
   rewards, logged = graded(cosine, texts[:2], answer=answers[:2], completion_ids=[[1] * 4, []])
   assert rewards == pytest.approx([-0.5, 1.0]) and logged == [('math_verify_late', 0.5)]
 
 
 def test_a_process_that_ends_or_fails_is_replaced_and_leaves_nothing():
+  class OwnError(Exception):
+    """A class that no list of errors holds."""
+
   def act(what):
     if what == 'exit':
       os._exit(0)
@@ -46,15 +63,24 @@ def test_a_process_that_ends_or_fails_is_replaced_and_leaves_nothing():
     if what == 'refuse':
       raise call.RewardError('no verdict')
     if what == 'bug':
-      raise ValueError('odd')
+      raise OwnError('odd')
     return os.getpid()
 
   function = bounded.Bounded(act)
-  first, *others, last = function.each([('pid',), ('memory',), ('exit',), ('pid',)])
-  assert others == [bounded.LATE] * 2 and len({os.getpid(), first, last}) == 3
-  for what, text in (('refuse', 'no verdict'), ('bug', 'raised ValueError: odd at .*test_rewards_bounded.py')):
+  first, *others, second = function.each([('pid',), ('memory',), ('exit',), ('pid',)])
+  assert others == [bounded.LATE] * 2 and len({os.getpid(), first, second}) == 3
+  for what, text in (('refuse', 'no verdict'), ('bug', 'raised OwnError: odd at .*test_rewards_bounded.py')):
     with pytest.raises(call.RewardError, match=text):
       function.each([(what,)])
+  os.kill(second, signal.SIGKILL)  # between calls, or while it waits for the row
+  (third,) = function.each([('pid',)])
+  function.close()
+  with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    (fourth,) = thread.submit(function.each, [('pid',)]).result()
+  if sys.platform == 'linux':  # The process ends with the thread that has started it.
+    os.waitid(os.P_PID, fourth, os.WEXITED | os.WNOWAIT)
+  (last,) = function.each([('pid',)])
+  assert len({second, third, fourth, last} - {bounded.LATE}) == (4 if sys.platform == 'linux' else 3)
   begin = time.monotonic()
   function.close()
   with pytest.raises(ProcessLookupError):

@@ -22,11 +22,12 @@ LATE = object()  # the result of a call that took too long, or too much memory
 _LIMIT_S = 5.0  # of one call
 _LEAST_S = 0.1
 _MEMORY = 8 << 30  # bytes of address space
-_BUGS = ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError
 
 
 class Bounded:
   """A function whose calls end within their time; arguments and results are what JSON can carry.
+
+  Whatever the function raises is a RewardError here, except that a call without enough memory or stack is late.
 
   Args:
     function: raises RewardError where there is no verdict on any completion.
@@ -38,13 +39,26 @@ class Bounded:
     self._channel: socket.socket | None = None
 
   def each(self, rows: Sequence[tuple], time_limit_s: float | None = None) -> list[Any]:
-    """Returns the result of each row, or LATE: after 5 s, or its share of what is left of 0.8 `time_limit_s`."""
-    end = time.monotonic() + 0.8 * (time_limit_s or float('inf'))
-    results = []
-    for i, row in enumerate(rows):
-      share = (end - time.monotonic()) / (len(rows) - i)
-      results.append(self._call(row, max(min(_LIMIT_S, share), _LEAST_S)))
-    return results
+    """Calls the function on each row; returns the results, LATE where a call was ended.
+
+    All calls together get 80 % of `time_limit_s`. A call is ended after 5 s, or sooner: after an equal part of the time
+    that is left to it and the calls after it.
+    """
+    end = end_of(time_limit_s)
+    return [self.ask(row, share(end, len(rows) - i)) for i, row in enumerate(rows)]
+
+  def ask(self, row: tuple, limit_s: float) -> Any:
+    """Returns the result of one call, LATE if it was ended after `limit_s` seconds."""
+    deadline = time.monotonic() + limit_s
+    try:
+      answer = self._exchange(row, deadline)
+    except ConnectionError:  # The process had ended before it read the row, which is not the cause.
+      self.close()
+      answer = self._exchange(row, deadline)
+    kind, value = answer
+    if kind == 'error':
+      raise call.RewardError(value)
+    return LATE if kind == 'late' else value
 
   def close(self) -> None:
     """Ends the process; the next call starts one."""
@@ -56,26 +70,23 @@ class Bounded:
 
   __del__ = close
 
-  def _call(self, row: tuple, limit_s: float) -> Any:
+  def _exchange(self, row: tuple, deadline: float) -> list:
+    """Sends a row and returns the answer; ConnectionError if the process had ended before it read the row."""
     if not self._pid or self._owner != os.getpid():
       self._start()
-    deadline = time.monotonic() + limit_s
-    line = bytearray()
+    received = bytearray()  # an empty line when it has read the row, then the answer
     try:
-      self._channel.settimeout(limit_s)
+      self._channel.settimeout(max(deadline - time.monotonic(), 0.001))
       self._channel.sendall(json.dumps(row).encode() + b'\n')
-      while not line.endswith(b'\n'):
+      while received.count(b'\n') < 2:
         self._channel.settimeout(max(deadline - time.monotonic(), 0.001))
-        if not (part := self._channel.recv(1 << 16)):
-          raise ConnectionResetError  # The kernel has killed it.
-        line += part
-    except OSError:
+        if not (part := self._channel.recv(1 << 16)):  # If it has the row, the kernel has killed it for its memory.
+          raise TimeoutError if received else ConnectionResetError
+        received += part
+    except TimeoutError:
       self.close()
-      return LATE
-    kind, value = json.loads(line)
-    if kind == 'error':
-      raise call.RewardError(value)
-    return LATE if kind == 'late' else value
+      return ['late', None]
+    return json.loads(received)
 
   def _start(self) -> None:
     self._channel, theirs = socket.socketpair()
@@ -93,6 +104,7 @@ class Bounded:
       with contextlib.suppress(ValueError, OSError):  # The limit is lower already.
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
       for line in channel.makefile('rb'):
+        channel.sendall(b'\n')
         channel.sendall(json.dumps(self._answer(json.loads(line))).encode() + b'\n')
     finally:
       os._exit(1)
@@ -104,8 +116,18 @@ class Bounded:
       return 'error', str(error)
     except (MemoryError, RecursionError):
       return 'late', None
-    except _BUGS as error:
+    except BaseException as error:  # No error is a verdict: it must not become a reward of 0.
       return 'error', call.describe(error)
+
+
+def end_of(time_limit_s: float | None) -> float:
+  """Returns the time.monotonic() at which calls within a time limit have to end."""
+  return time.monotonic() + 0.8 * (time_limit_s or float('inf'))
+
+
+def share(end: float, calls: int) -> float:
+  """Returns the seconds of the next call, if as many calls have to end at `end`."""
+  return max(min(_LIMIT_S, (end - time.monotonic()) / calls), _LEAST_S)
 
 
 def scores(

@@ -83,7 +83,8 @@ class MathVerify:
 
   The completion's answer must be LaTeX; a box takes precedence. None if the row's answer cannot be parsed. The settings
   are those of TRL's accuracy_reward. math-verify's own timeouts are off, because their signals cannot interrupt C code:
-  a completion such as 9^{9^{9}} is read in a process that can be killed, gets 0 and counts in `math_verify_late`.
+  a completion such as 9^{9^{9}} is read in a process that can be killed, gets 0 and counts in `math_verify_late`. If it
+  is the row's answer that takes so long, the rewards are None.
   """
 
   def __init__(self) -> None:
@@ -112,14 +113,24 @@ class MathVerify:
     **columns,
   ) -> list[float | None]:
     """Returns one reward per completion."""
-    rows = [(text_of(c), a) for c, a in zip(completions, answer, strict=True)]
-    rewards = self._bounded.each(rows, time_limit_s)
-    late = [i for i, reward in enumerate(rewards) if reward is bounded.LATE]
-    for i in late:  # The row's own answer may be what takes so long.
-      alone = self._bounded.each([('$\\boxed{1}$', answer[i])], time_limit_s)
-      rewards[i] = None if alone == [bounded.LATE] else 0.0
+    end = bounded.end_of(time_limit_s)
+    rewards: list = []
+    late = 0
+    endless: dict[str, bool] = {}  # of answers whose completion was late: is it the answer that takes so long?
+    for i, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
+      calls = len(completions) - i + 1  # one more, of an answer alone
+      reward = bounded.LATE
+      if not endless.get(str(gold)):
+        reward = self._bounded.ask((text_of(completion), gold), bounded.share(end, calls))
+      if reward is bounded.LATE:
+        late += 1
+        if str(gold) not in endless:
+          alone = self._bounded.ask(('$\\boxed{1}$', gold), bounded.share(end, calls))
+          endless[str(gold)] = alone is bounded.LATE
+        reward = None if endless[str(gold)] else 0.0
+      rewards.append(reward)
     if log_metric:
-      log_metric('math_verify_late', len(late) / len(rows))
+      log_metric('math_verify_late', late / len(completions))
     return rewards
 
   def _reward(self, text: str, answer) -> float | None:
