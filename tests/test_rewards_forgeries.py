@@ -227,6 +227,11 @@ REFUSED = {
   'assert 1 == 1': 'calls no function of the solution',
   'while f(1): pass\nassert f(1)': 'for',
   'assert f(1': 'no Python',
+  "assert f(5).to_bytes(2, 'big') == b'..'": r'line 1 uses `f\(5\).to_bytes`',
+  "assert f('ab').translate({97: 'x'}) == 'xb'": 'translate',
+  "assert f('a').expandtabs(4) == 'a'": 'expandtabs',
+  "fmt = '{}'\nassert fmt.format(f(3)) == '3'": r'line 2 uses `fmt.format`',
+  "assert bin(f(5)) == '0b101'": 'the builtin bin',
   'x = eval("3")\nopen("x")\nassert (yield)': 'no Python',
 }
 
@@ -238,8 +243,22 @@ def test_a_test_that_cannot_be_judged_is_refused_by_name(source):
 
 
 def test_what_only_the_evaluation_shows_to_be_unreadable_is_no_failure():
-  with pytest.raises(checks.UnreadableTest, match='dict.fromkeys'):
-    sandbox.run_tests('def f(x): return x', ['assert dict.fromkeys(f("a")) == {"a": None}'], PATIENT)
+  with pytest.raises(checks.UnreadableTest, match='str.upper'):
+    sandbox.run_tests('def f(x): return x', ['assert str.upper(f("a")) == "A"'], PATIENT)
+
+
+def test_each_attribute_of_a_plain_value_is_judged_or_refused():
+  values_ = ('', [], (), {}, set(), frozenset(), 0, 0.0, 0j, b'', range(0), False)
+  for name in {name for value in values_ for name in dir(value)} - {'__class__'}:
+    try:
+      test = checks.read(f'assert f(1).{name}')
+    except checks.UnreadableTest:
+      continue
+    for value in values_:
+      evaluator = dialog._Evaluator(test, None, float('inf'))
+      evaluator.ask = lambda *parts, value=value: value
+      node = ast.parse(f'f.{name}', mode='eval').body
+      assert not hasattr(value, name) or evaluator._value(node, {}) is not None, (value, name)
 
 
 def test_a_row_that_cannot_be_judged_is_counted_and_never_scored():

@@ -8,6 +8,7 @@ imports, and that are no builtins, are the solution's.
 from __future__ import annotations
 
 import ast
+import builtins
 import dataclasses
 import functools
 import json
@@ -24,23 +25,20 @@ FUNCTIONS = (
   ' range repr reversed round set sorted str sum tuple type zip print'
 ).split()
 KINDS = ('int', 'float', 'str', 'list', 'tuple', 'dict', 'set', 'frozenset', 'bool', 'bytes', 'complex')
-METHODS = {
-  str: 'capitalize casefold center count encode endswith find index isalnum isalpha isascii isdecimal isdigit'
-  ' isidentifier islower isnumeric isprintable isspace istitle isupper join ljust lower lstrip partition removeprefix'
-  ' removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title'
-  ' upper zfill',
-  list: 'append clear copy count extend index insert pop remove reverse sort',
-  tuple: 'count index',
-  dict: 'clear copy get items keys pop popitem setdefault update values',
-  set: 'add clear copy difference discard intersection isdisjoint issubset issuperset pop remove symmetric_difference'
-  ' union update',
-  frozenset: 'copy difference intersection isdisjoint issubset issuperset symmetric_difference union',
-  int: 'bit_count bit_length conjugate',
-  float: 'as_integer_ratio conjugate hex is_integer',
-  complex: 'conjugate',
-  bytes: 'count decode endswith find hex index isdigit join lower lstrip replace rfind rstrip split startswith strip'
-  ' upper',
-}
+# Methods of plain values that dialog.py calls, of each kind that has them in Python. A test that names another
+# attribute of such values is refused: what the solution returns must not decide whether it can be judged.
+METHODS = frozenset(
+  'add append as_integer_ratio bit_count bit_length capitalize casefold center clear conjugate copy count decode'
+  ' difference difference_update discard encode endswith extend find get hex index insert intersection'
+  ' intersection_update is_integer isalnum isalpha isascii isdecimal isdigit isdisjoint isidentifier islower isnumeric'
+  ' isprintable isspace issubset issuperset istitle isupper items join keys ljust lower lstrip partition pop popitem'
+  ' remove removeprefix removesuffix replace reverse rfind rindex rjust rpartition rsplit rstrip setdefault sort split'
+  ' splitlines startswith strip swapcase symmetric_difference symmetric_difference_update title union update upper'
+  ' values zfill __len__ __repr__ __str__'.split()
+)
+FIELDS = ('real', 'imag', 'numerator', 'denominator', 'start', 'stop', 'step', '__doc__')
+PLAIN = (str, list, tuple, dict, set, frozenset, int, float, complex, bytes, range)  # a bool is an int
+_REFUSED = {name for kind in PLAIN for name in dir(kind)} - METHODS - {*FIELDS, '__class__'}
 _STATEMENTS = (
   ast.Assert,
   ast.Assign,
@@ -125,7 +123,7 @@ def read(source: str) -> Test:
   for node in ast.walk(tree):
     if node not in skipped:
       _check(node, skipped)
-  return Test(tree, _own(tree))
+  return Test(tree, _own(tree, skipped))
 
 
 def example(entry_point: str, arguments: list, expected: object) -> Test:
@@ -182,10 +180,8 @@ def _check(node: ast.AST, skipped: set[ast.AST]) -> None:
     _refuse(node, f'uses `{_text(node)}`')
   if isinstance(node, (ast.LShift, ast.RShift, ast.MatMult)):
     raise UnreadableTest(f'uses the operator {type(node).__name__}, which cannot be judged from outside; {_PLAIN}')
-  if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and is_text(node.left):
-    _refuse(node, 'formats text with %', 'write the text')
-  if isinstance(node, ast.Attribute) and node.attr == 'format' and is_text(node.value):
-    _refuse(node, 'formats text', 'write the text')
+  if isinstance(node, ast.Attribute) and node.attr in _REFUSED:
+    _refuse(node, f'uses `{_text(node)}`', 'write an operator, or the value')
   if isinstance(node, ast.FormattedValue) and (node.format_spec or node.conversion != -1):
     _refuse(node, 'formats a value', 'write the text')
   if isinstance(node, ast.expr) and not isinstance(node, _EXPRESSIONS):
@@ -244,9 +240,9 @@ def _check_with(node: ast.With) -> None:
     _refuse(node, 'reads the exception that was raised', 'name its class only: `with pytest.raises(NAME):`')
 
 
-def _own(tree: ast.Module) -> str:
+def _own(tree: ast.Module, skipped: set[ast.AST]) -> str:
   """Returns the name of a builtin that is the solution's, or ''; refuses tests that pass or fail on their own."""
-  nodes = list(ast.walk(tree))
+  nodes = [node for node in ast.walk(tree) if node not in skipped]
   checks = any(isinstance(n, (ast.Assert, ast.With)) for n in nodes)
   bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
   bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
@@ -258,8 +254,11 @@ def _own(tree: ast.Module) -> str:
   called = {n.func.id for n in nodes if isinstance(n, ast.Call) and is_name(n.func)} - bound
   functions = called & set(FUNCTIONS)
   free = loaded - set(FUNCTIONS) - set(KINDS) - {'__name__'}
+  unknown = sorted(free & set(dir(builtins)))
   if not checks:
     raise UnreadableTest('it asserts nothing: any program passes it')
+  if unknown and len(free) > len(unknown):  # Alone it would be the solution's.
+    raise UnreadableTest(f'it uses the builtin {unknown[0]}, which cannot be judged from outside; {_PLAIN}')
   if free:
     return ''
   if len(functions) == 1:
@@ -267,11 +266,6 @@ def _own(tree: ast.Module) -> str:
   never = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
   hint = f'append `{never[0]}(NAME)` or name the function in a column entry_point' if never else _PLAIN
   raise UnreadableTest(f'it calls no function of the solution; {hint}')
-
-
-def is_text(node: ast.AST) -> bool:
-  """True if a node is a text or bytes of the test itself."""
-  return isinstance(node, ast.JoinedStr) or isinstance(node, ast.Constant) and isinstance(node.value, (str, bytes))
 
 
 def is_name(node: ast.AST) -> bool:

@@ -242,15 +242,15 @@ class _Evaluator:
       return values.member(owner, node.attr)
     if isinstance(owner, values.Handle):
       return self.ask('attribute', owner, node.attr)
-    if node.attr in checks.METHODS.get(type(owner), '').split():
-      return _Method(owner, node.attr)
-    if node.attr in ('real', 'imag') and isinstance(owner, (int, float, complex)):
-      return getattr(owner, node.attr)
+    if isinstance(owner, checks.PLAIN) and hasattr(owner, node.attr):
+      if node.attr in checks.METHODS:
+        return _Method(owner, node.attr)
+      if node.attr in checks.FIELDS:
+        return getattr(owner, node.attr)
     if node.attr == '__class__':
       return values.call_builtin(values.Builtin('type'), [owner], {}, self)
     if node.attr == '__name__' and isinstance(owner, values.Builtin):
       return owner.name
-    # What the solution has returned must not decide whether the test can be judged: only a name of the test does.
     if isinstance(owner, values.Builtin):
       raise checks.UnreadableTest(f'line {node.lineno} uses {owner.name}.{node.attr}')
     raise AttributeError(node.attr)

@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import math
 import operator
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -20,9 +21,11 @@ from jaxpost.workers import checks, runner
 
 _ITEMS = 1 << 20  # of a value that a test makes
 _BITS = runner.BITS  # of an integer that a test makes
-_TEXT = 1 << 24  # characters of a text that a test joins
+_TEXT = 1 << 24  # characters of a text that a test joins or formats
 _POWER_BITS = 3 << 12  # of the three integers of pow
 _DIGITS = 4300  # of a rounded integer
+_FLOAT = 400  # characters of the longest float, written with %f
+_WIDTHS = re.compile(r'[%)][-+ #0]*(?:\*|(\d*))(?:\.(\d*))?')  # width and precision of %-8.3f and %(name)8d
 _BINARY = {
   ast.Add: operator.add,
   ast.Sub: operator.sub,
@@ -138,8 +141,8 @@ def compare(kind: ast.cmpop, a: Any, b: Any, exact: bool) -> bool:
 
 def binary(kind: ast.operator, a: Any, b: Any) -> Any:
   """Returns the result of an arithmetic operator; TooLarge before it would make a large value."""
-  if isinstance(kind, ast.Mod) and isinstance(a, (str, bytes)):  # checks.py refuses the texts of a test
-    raise TypeError('text where a number is wanted')
+  if isinstance(kind, ast.Mod) and isinstance(a, (str, bytes)):
+    _limit(_formatted(a, b), _TEXT)
   if isinstance(kind, (ast.Mult, ast.Pow)) and isinstance(a, int) and isinstance(b, int):
     _limit(a.bit_length() + b.bit_length() if isinstance(kind, ast.Mult) else a.bit_length() * abs(b), _BITS)
   elif isinstance(kind, ast.Mult):
@@ -149,6 +152,19 @@ def binary(kind: ast.operator, a: Any, b: Any) -> Any:
   elif isinstance(kind, ast.Add) and hasattr(a, '__len__') and hasattr(b, '__len__'):
     _limit(len(a) + len(b), _ITEMS)
   return _BINARY[type(kind)](a, b)
+
+
+def _formatted(text: str | bytes, given: Any) -> int:
+  """Returns a length that `text % given` does not exceed."""
+  parts = given if isinstance(given, tuple) else (given,)
+  for part in parts:
+    plain(part)
+  marks = text if isinstance(text, str) else text.decode('latin-1')
+  longest = len(ascii(given)) + _FLOAT
+  if '*' in marks:  # A value is a width.
+    longest += max((abs(part) for part in parts if isinstance(part, int)), default=0)
+  widths = (int(digits) for pair in _WIDTHS.findall(marks) for digits in pair if digits)
+  return len(marks) + marks.count('%') * longest + sum(widths)
 
 
 def _limit(size: int, most: int) -> None:
@@ -195,8 +211,11 @@ def call_builtin(builtin: Builtin, arguments: list, named: dict, outer: Evaluato
       return binary(ast.Pow(), *arguments)
     _limit(sum(value.bit_length() for value in arguments), _POWER_BITS)
     return pow(*arguments)
-  if name == 'round' and arguments[1:]:
-    _limit(abs(arguments[1]), _DIGITS)
+  if name == 'round':
+    for digits in (*arguments[1:], named.get('ndigits')):
+      _limit(abs(digits or 0), _DIGITS)
+  if name == 'bytes' and isinstance(first, int):
+    _limit(first, _ITEMS)
   named = {k: _callable(v, outer) if k == 'key' else v for k, v in named.items()}
   for value in arguments:
     plain(value)
@@ -252,6 +271,8 @@ def _callable(function: Any, outer: Evaluator) -> Callable:
 
 def call_method(owner: Any, name: str, arguments: list, named: dict, outer: Evaluator) -> Any:
   """Calls a method of a plain value; checks.METHODS lists them."""
+  if isinstance(owner, range):  # Python would compare what is no int with each item.
+    owner = outer.items(owner)
   arguments = [outer.items(v) if isinstance(v, Handle) and name in ('join', 'extend') else plain(v) for v in arguments]
   if name == 'replace':
     _limit(len(owner) + owner.count(arguments[0]) * len(arguments[1]), _ITEMS)
