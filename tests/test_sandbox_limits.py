@@ -53,6 +53,15 @@ while not os.path.exists({file!r}): time.sleep(0.01)
 {then}
 """
 
+# Runs a program to which the modes of files apply also as root: without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, which
+# the execve takes away.
+OBEDIENT = """
+import ctypes, os, sys
+for power in (1, 2):
+  ctypes.CDLL(None).prctl(24, power)
+os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])
+"""
+
 
 @pytest.fixture(params=['group', 'watched'])
 def counted(request, monkeypatch):
@@ -152,17 +161,48 @@ def test_a_session_of_its_own_does_not_outlive_the_owner(tmp_path, sign):
     'os.makedirs("a/b")\nopen("a/b/c", "w").close()\nos.symlink("/", "a/l")\nos.chmod("a/b", 0)\nos.chmod("..", 0)',
     'import shutil\nshutil.rmtree(os.path.dirname(os.getcwd()))',
     'for i in range(5): os.makedirs(f"../{i}", exist_ok=True)',
+    'import shutil\nhere = os.path.dirname(os.getcwd())\nshutil.rmtree(here)\nos.symlink("/proc", here)',
   ],
-  ids=['deep', 'closed', 'removed', 'planted'],
+  ids=['deep', 'closed', 'removed', 'planted', 'linked'],
 )
-def test_a_program_without_isolation_cannot_keep_its_folder_or_fail_the_next(tmp_path, monkeypatch, acts):
-  monkeypatch.setattr(sandbox.tempfile, 'tempdir', str(tmp_path))
-  limits = dataclasses.replace(INSECURE, timeout_s=60.0)
+def test_a_program_without_isolation_cannot_keep_its_folder_or_fail_the_next(tmp_path, acts):
   program = (
     f'import os\nwhich = input()\nprint(which)\nif which == "2": os._exit(print(end="", flush=True) or 0)\n{acts}'
   )
-  assert sandbox.run_inputs(program, ['1', '2'], limits) == ['1\n', '2\n']
+  run = f'from jaxpost.workers import sandbox as s\nprint(s.run_inputs({program!r}, ["1", "2"], s.{INSECURE!r}))'
+  environment = {**os.environ, 'PYTHONPATH': str(CLONE), 'TMPDIR': str(tmp_path)}
+  shown = subprocess.run([sys.executable, '-c', OBEDIENT, run], env=environment, capture_output=True, text=True)
+  assert shown.stdout == "['1\\n', '2\\n']\n", shown.stderr
   assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_removed_keeps_nothing_else_and_no_link_is_followed(tmp_path, monkeypatch):
+  unlink = os.unlink
+
+  def refuse(path, **options):
+    if path == 'kept':
+      raise PermissionError
+    unlink(path, **options)
+
+  outside = tmp_path / 'outside'
+  outside.mkdir(mode=0o500)
+  for name in ('a/b', 'c'):
+    (tmp_path / 'job' / name).mkdir(parents=True)
+    for file in ('kept', 'file'):
+      (tmp_path / 'job' / name / file).touch()
+  (tmp_path / 'job/link').symlink_to(outside)
+  monkeypatch.setattr(os, 'unlink', refuse)
+  sandbox._remove(str(tmp_path / 'job'))
+  left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob('*')}
+  assert left == {'outside', 'job', 'job/a', 'job/a/b', 'job/a/b/kept', 'job/c', 'job/c/kept'}
+  (tmp_path / 'link').symlink_to(outside)
+  at = os.open(tmp_path, os.O_DIRECTORY)
+  with pytest.raises(OSError):  # as where the program has put a link in the place of a folder that was listed
+    sandbox._open_folder('link', at)
+  os.close(at)
+  assert outside.stat().st_mode & 0o777 == 0o500
+  links = (pathlib.Path('/proc/self/fd') / number for number in os.listdir('/proc/self/fd'))
+  assert not [link for link in links if link.is_symlink() and str(tmp_path) in os.readlink(link)]
 
 
 def test_a_group_whose_owner_was_killed_is_removed_and_others_are_not():

@@ -172,8 +172,11 @@ def start(job: dict, command: list[str], pipes: dict[int, int], folder: str, dea
 
 def new_folder(job: dict, number: int) -> str:
   """Makes an empty working directory; inside the namespaces it replaces that of the program before."""
-  if job['insecure']:  # The program before may have removed this folder, or made others in it.
+  if job['insecure']:  # The program before may have removed, replaced or closed this folder, or made others in it.
+    if os.path.islink(job['folder']) or os.path.isfile(job['folder']):
+      os.unlink(job['folder'])
     os.makedirs(job['folder'], exist_ok=True)
+    os.chmod(job['folder'], 0o700)
     return tempfile.mkdtemp(dir=job['folder'])
   if number:
     namespaces.unmount(WORK)

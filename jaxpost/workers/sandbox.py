@@ -228,33 +228,71 @@ class _Jail:
 
 
 def _remove(folder: str) -> None:
-  """Removes a folder, whatever its depth and permissions; shutil.rmtree calls itself for each level."""
-  if os.path.islink(folder):
-    return os.unlink(folder)
-  os.chmod(folder, 0o700)
-  here = os.open(folder, os.O_DIRECTORY)
-  names: list[str] = []  # of the folders between `folder` and `here`
-  while True:
-    name = ''
-    with os.scandir(here) as entries:
-      for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-          name = entry.name
-          break
-        os.unlink(entry.name, dir_fd=here)
-    if not name and not names:
-      break
-    if name:
-      os.chmod(name, 0o700, dir_fd=here)
-    other = os.open(name or '..', os.O_DIRECTORY, dir_fd=here)
+  """Removes a folder of any depth and permissions but what cannot be removed; OSError if a part of it has moved.
+
+  A program without isolation may have put links in it: none is followed. shutil.rmtree calls itself for each level.
+  """
+  parent, name = os.path.split(folder)
+  here = os.open(parent, os.O_DIRECTORY)
+  left = [[name]]  # for `parent` and each folder below it down to `here`: names in it that are still to be removed
+  entered: list[tuple[str, tuple[int, int]]] = []  # these folders, and what identifies the one above each
+  try:
+    while left[0] or entered:
+      if left[-1]:
+        name = left[-1].pop()
+        try:
+          below = _open_folder(name, here)
+        except OSError:
+          with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=here)
+          continue
+        entered.append((name, _identity(here)))
+        os.close(here)
+        here = below
+        left.append(_unlink_files(here))
+        continue
+      left.pop()
+      name, above = entered.pop()
+      below, here = here, os.open('..', os.O_DIRECTORY, dir_fd=here)
+      os.close(below)
+      if _identity(here) != above:
+        raise OSError(f'{name} has moved')
+      with contextlib.suppress(OSError):
+        os.rmdir(name, dir_fd=here)
+  finally:
     os.close(here)
-    here = other
-    if name:
-      names.append(name)
-    else:
-      os.rmdir(names.pop(), dir_fd=here)
-  os.close(here)
-  os.rmdir(folder)
+
+
+def _open_folder(name: str, at: int) -> int:
+  """Opens a folder in the folder `at` and gives its owner all permissions; OSError for a link or a file."""
+  flags = os.O_DIRECTORY | os.O_NOFOLLOW
+  if sys.platform != 'linux':
+    os.chmod(name, 0o700, dir_fd=at, follow_symlinks=False)
+    return os.open(name, flags, dir_fd=at)
+  handle = os.open(name, os.O_PATH | flags, dir_fd=at)  # needs no permission; chmod cannot refuse links on Linux
+  try:
+    os.chmod(f'/proc/self/fd/{handle}', 0o700)
+    return os.open(f'/proc/self/fd/{handle}', os.O_DIRECTORY)
+  finally:
+    os.close(handle)
+
+
+def _identity(folder: int) -> tuple[int, int]:
+  stat = os.fstat(folder)
+  return stat.st_dev, stat.st_ino
+
+
+def _unlink_files(folder: int) -> list[str]:
+  """Removes what is no folder from a folder; returns the names of the folders in it."""
+  names = []
+  with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    for entry in entries:
+      if entry.is_dir(follow_symlinks=False):
+        names.append(entry.name)
+        continue
+      with contextlib.suppress(OSError):
+        os.unlink(entry.name, dir_fd=folder)
+  return names
 
 
 def _read_stderr(process: subprocess.Popen) -> str:
