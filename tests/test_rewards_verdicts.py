@@ -79,11 +79,12 @@ def test_a_slow_comparison_ends_with_the_time_of_the_test():
 
 @needs_sandbox
 def test_programs_that_exceed_their_time_are_counted():
+  programs = ['import time\ntime.sleep(100)', 'raise ValueError', 'print(4)', 'import time\ntime.sleep(100)']
   logged = {}
-  rewards = code.Code(fenced=False, timeout=1.0)(
-    ['while True: pass', 'raise ValueError'], inputs=[['']] * 2, outputs=[['4']] * 2, log_metric=logged.__setitem__
+  rewards = code.Code(fenced=False, timeout=5.0)(
+    programs, inputs=[['']] * 4, outputs=[['4']] * 4, log_metric=logged.__setitem__
   )
-  assert rewards == [0.0, 0.0] and logged['code_late'] >= 0.5  # the other may be late on a busy machine
+  assert rewards == [0.0, 0.0, 1.0, 0.0] and logged['code_late'] == 0.5
 
 
 @needs_sandbox
