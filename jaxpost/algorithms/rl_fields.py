@@ -151,8 +151,7 @@ def check_terms(config: Config) -> None:
     rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
     'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
   )
-  choices = f'advantage={rl.advantage!r}, loss={rl.loss!r}, importance={rl.importance!r}'
-  refuse_unread(rl, fields_read(rl), choices)
+  refuse_unread(rl, fields_read(rl), f'advantage={rl.advantage!r}, loss={rl.loss!r}, importance={rl.importance!r}')
 
 
 def fields_read(rl: RlSection) -> set[str]:
