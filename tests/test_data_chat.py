@@ -10,6 +10,7 @@ import pytest
 from jaxpost.data import chat
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
+from jaxpost.stage import documents
 
 USER = {'role': 'user', 'content': 'Q1'}
 ANSWER = {'role': 'assistant', 'content': 'A1'}
@@ -98,6 +99,26 @@ def test_a_context_that_sampling_never_sees_is_refused(qwen, tmp_path):
   marked_up = tokenizer_lib.load('bytes', str(template), {'enable_thinking': True})
   with pytest.raises(InputError, match="after 'assistant:', .* end in 'assistant:<think>'; .*enable_thinking=False"):
     chat.make_example(marked_up, {'messages': [USER, ANSWER]}, 'a.jsonl:1')
+
+
+def test_an_earlier_turn_after_a_text_that_sampling_never_sees_is_told_once(qwen, caplog):
+  def told(*chats, tokenizer=qwen, train_on='assistant'):
+    caplog.clear()
+    documents.warn_unseen(
+      [chat.make_example(tokenizer, {'messages': m}, 'a:1', train_on=train_on) for m in chats] + [None]
+    )
+    return [record.getMessage() for record in caplog.records]
+
+  earlier = [USER, ANSWER, USER_2, ANSWER_2]
+  (text,) = told(earlier, [USER, ANSWER], earlier)
+  why = f'a:1: message 1: is trained after {A!r}, which sampling never sees, as its prompts end in {A + EMPTY!r}'
+  assert text.startswith('config.data: 2 rows train a turn') and f'{why}; set config.data.train_on=' in text
+  assert told([USER, CALL, RESULT, ANSWER_2])  # the call is a turn as well
+  assert told([USER, ANSWER, USER_2])
+  untrained = [USER, ANSWER | {'weight': 0}, USER_2, ANSWER_2]
+  assert not told([USER, ANSWER], untrained)
+  assert not told(earlier, train_on='completion') and not told(earlier, train_on='all')
+  assert not told(earlier, tokenizer=thinking(qwen))
 
 
 def test_a_row_overrides_the_switches_of_the_template(qwen):

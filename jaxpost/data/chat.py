@@ -9,6 +9,8 @@ so that a prompt has the tokens here that a sampler is given.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -38,13 +40,11 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
   """Encodes one row as an Example.
 
   Args:
-    row: with `messages`, or `prompt` and `completion` (both text, joined as
-      they are, or both lists of messages), or `text`.
+    row: with `messages`, or `prompt` and `completion` (both text, joined, or both lists of messages), or `text`.
     where: names the row in errors.
-    train_on: 'assistant': every assistant turn with its end, or the
-      completion; 'completion': the last assistant turn only; 'all': every token. Rows of `text` are always trained
-      whole. A message may carry `weight` (a number >= 0, also called loss_weight), which scales the mask of its tokens;
-      0 leaves the turn out.
+    train_on: 'assistant': every assistant turn with its end, or the completion; 'completion': the last assistant turn
+      only; 'all': every token. Rows of `text` are always trained whole. A message may carry `weight` (a number >= 0,
+      also called loss_weight), which scales the mask of its tokens; 0 leaves the turn out.
   """
   if train_on not in TRAIN_ON:
     raise InputError(f'train_on={train_on!r} is none of {", ".join(TRAIN_ON)}')
@@ -166,6 +166,7 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
   def text_of(messages: list[Message], **options) -> tuple[str, list[Span]]:
     return tokenizer.render_chat(messages, row=row, where=where, **options)
 
+  header = functools.cache(lambda n: _header(text_of, messages[:n]))
   text, marked = text_of(messages)
   weights = [messages[n].get('weight', 1) for n in turns]
   if train_on == 'all':
@@ -176,22 +177,31 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
   elif tokenizer.has_markers:
     assistant = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
     if len(marked) != len(assistant):
-      raise InputError(
-        f'{where}: the chat template marks {len(marked)} generations for'
-        f' {len(assistant)} assistant turns; repair its generation markers'
-      )
+      why = f'the chat template marks {len(marked)} generations for {len(assistant)} assistant turns'
+      raise InputError(f'{where}: {why}; repair its generation markers')
     spans = [marked[assistant.index(n)] for n in turns]
   else:
-    spans = [_span(tokenizer, text_of, text, messages, n, where=where) for n in turns]
-  for n, (start, end) in zip(turns, spans):
+    spans = [_span(tokenizer, text_of, text, messages, n, header(n), where) for n in turns]
+  unseen = ''
+  for n, (start, end), weight in zip(turns, spans, weights):
     reasoning = _check_reasoning(messages[n], text[start:end], f'{where}: message {n}')
-    if train_on != 'all' and (reasoning or n == len(messages) - 1):
-      _check_context(_header(text_of, messages[:n]), text, start, bool(reasoning), f'{where}: message {n}')
-  return _example(*_encode_spans(tokenizer, text, spans, weights, where))
+    found = '' if train_on == 'all' else _begin(header(n), text, start)[1]
+    if found in ('', header(n)):
+      continue
+    why = f'{where}: message {n}: is trained after {found!r}, which sampling never sees, as its prompts end in'
+    if reasoning or n == len(messages) - 1:
+      switch = f'set config.data.template_kwargs.enable_thinking={bool(reasoning)}'
+      raise InputError(f'{why} {header(n)!r}; {switch}, or the column chat_template_kwargs of the row')
+    # Told once by the caller and not refused: some templates drop the empty <think> block of turns that others follow.
+    unseen = unseen or (f'{why} {header(n)!r}' if weight else '')
+  example = _example(*_encode_spans(tokenizer, text, spans, weights, where))
+  return dataclasses.replace(example, unseen=unseen)
 
 
-def _span(tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Message], n: int, where: str) -> Span:
-  """Finds the characters of `text` that the assistant generates as message n.
+def _span(
+  tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Message], n: int, header: str, where: str
+) -> Span:
+  """Finds the characters of `text` that the assistant generates as message n, whose generation prompt is `header`.
 
   The chat rendered with another message in its place differs from `text` in that message only. That holds for templates
   too that render a turn otherwise once others follow it (Qwen3 drops its reasoning), where the rendering of the chat up
@@ -207,12 +217,10 @@ def _span(tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Mes
     raise InputError(f'{where}: {why}; train on text, or give another template')
   start = len(os.path.commonprefix([text, changed]))
   end = len(text) - len(os.path.commonprefix([text[start:][::-1], changed[start:][::-1]]))
-  start = _begin(_header(text_of, messages[:n]), text, start)[0]
+  start = _begin(header, text, start)[0]
   if end < start:
-    raise InputError(
-      f'{where}: the chat template renders message {n} otherwise than its'
-      ' generation prompt; add generation markers to the template'
-    )
+    why = f'the chat template renders message {n} otherwise than its generation prompt'
+    raise InputError(f'{where}: {why}; add generation markers to the template')
   tail = text[end:]
   for special in tokenizer.special_texts:
     if tail.startswith(special):
@@ -243,19 +251,6 @@ def _header(text_of: Callable, messages: list[Message]) -> str:
   return long[len(short) :] if long.startswith(short) else ''
 
 
-def _check_context(header: str, text: str, start: int, reasoning: bool, where: str) -> None:
-  """Refuses a turn that is trained after another text than a sampler's prompt ends with.
-
-  Not called for turns without reasoning that others follow: some templates drop their empty <think> block.
-  """
-  _, found = _begin(header, text, start)
-  if found not in ('', header):
-    raise InputError(
-      f'{where}: is trained after {found!r}, which sampling never sees, as its prompts end in {header!r}; set'
-      f' config.data.template_kwargs.enable_thinking={reasoning}, or the column chat_template_kwargs of the row'
-    )
-
-
 def _check_reasoning(message: Message, rendered: str, where: str) -> str:
   """Returns the reasoning of a trained turn; InputError if the template leaves it out."""
   reasoning = message.get('reasoning_content') or ''
@@ -263,10 +258,9 @@ def _check_reasoning(message: Message, rendered: str, where: str) -> str:
   if not reasoning and '</think>' in content:
     reasoning = content.split('</think>')[0].split('<think>')[-1]
   if isinstance(reasoning, str) and reasoning.strip() not in rendered:
+    why = 'the chat template drops its reasoning, as templates do once later turns follow'
     raise InputError(
-      f'{where}: the chat template drops its reasoning, as templates do once'
-      " later turns follow; set train_on='completion' (last turn only) or"
-      ' make it the last turn of a row of its own'
+      f"{where}: {why}; set train_on='completion' (last turn only) or make it the last turn of a row of its own"
     )
   return str(reasoning).strip()
 
@@ -294,10 +288,8 @@ def _encode_spans(
   mask = [weight(a, b) if b > a else 0 for a, b in offsets]
   for n, (a, b) in enumerate(offsets):
     if any(a < s < b for s in starts):
-      raise InputError(
-        f'{where}: the tokenizer joins {text[a:b]!r} across the begin of an'
-        f' assistant turn (token {n}); its template does not suit it'
-      )
+      why = f'the tokenizer joins {text[a:b]!r} across the begin of an assistant turn (token {n})'
+      raise InputError(f'{where}: {why}; its template does not suit it')
   return ids, mask
 
 

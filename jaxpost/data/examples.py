@@ -15,8 +15,7 @@ import numpy as np
 class Example:
   """One document that is packed as a whole.
 
-  The fields that are None are those of a plain document: positions from 0,
-  one segment, no branches, no numbered sequences.
+  The fields that are None are those of a plain document: positions from 0, one segment, no branches or sequences.
   """
 
   tokens: np.ndarray  # [T] int32
@@ -26,6 +25,7 @@ class Example:
   branch_ids: np.ndarray | None = None  # [T] int32, 0 is the shared prompt
   sequence_ids: np.ndarray | None = None  # [T] int32 from 1, 0 is none
   arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # name -> [T, ...]
+  unseen: str = ''  # which turn is trained after a text that no prompt of a sampler ends in; '' for none
 
   @property
   def num_segments(self) -> int:
@@ -44,10 +44,9 @@ class Example:
   def cut(self, length: int) -> Example | None:
     """Returns this document in `length` tokens, or None if its prompts leave no room.
 
-    A plain document loses its end. Of numbered sequences the longest loses
-    its end until all fit, never a prompt; at least one token of each is
-    kept. A sequence that is trained on its last token alone (a score is read
-    there) keeps that token and loses those before it.
+    A plain document loses its end. Of numbered sequences the longest loses its end until all fit, never a prompt; at
+    least one token of each is kept. A sequence that is trained on its last token alone (a score is read there) keeps
+    that token and loses those before it.
     """
     total = len(self.tokens)
     if total <= length:

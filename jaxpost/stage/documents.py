@@ -35,6 +35,19 @@ def warn_without_stop(examples: Iterable[Example | None], tokenizer: Tokenizer) 
     )
 
 
+def warn_unseen(examples: Iterable[Example | None]) -> None:
+  """Warns once if examples train turns after a text that no prompt of a sampler ends in."""
+  found = [e.unseen for e in examples if e is not None and e.unseen]
+  if found:
+    logging.warning(
+      'config.data: %d rows train a turn that others follow after another text than sampling shows; %s; set '
+      "config.data.train_on='completion' and give each answer a row of its own, or let config.data.chat_template "
+      'render all turns alike',
+      len(found),
+      found[0],
+    )
+
+
 class Documents:
   """A sequence of Examples that carry precomputed arrays (reference log-probs, teacher top-k).
 

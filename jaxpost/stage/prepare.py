@@ -26,7 +26,7 @@ from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.algorithms import load_algorithm
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.config import Config
-from jaxpost.stage.documents import Documents, warn_without_stop
+from jaxpost.stage.documents import Documents, warn_unseen, warn_without_stop
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Workers
 from jaxpost.stage.sources import Source
 
@@ -287,6 +287,7 @@ def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:
   ready = [render(i) for i in range(checked)]
   if not inputs.algorithm.scalar_head:  # which writes no text
     warn_without_stop(ready, inputs.tokenizer)
+    warn_unseen(ready)
 
   def example(number: int):
     if number < len(ready):
