@@ -40,9 +40,8 @@ class Batch:
     loss_weights  0   1/3  1/3   0   1/3   0     (3 = trained tokens of the
                                                   *global* batch)
 
-  `loss_weights` holds mask / global normalizer, so that every loss and every
-  metric is a plain weighted sum, whatever the packing, the micro-batches or
-  the mesh.
+  `loss_weights` holds mask / global normalizer, so that every loss and every metric is a plain weighted sum, whatever
+  the packing, the micro-batches or the mesh.
 
   Branches share a prompt. Chosen [8 9] and rejected [4] after the prompt
   [5 6 7] are one document; the last prompt token is repeated before each

@@ -3,14 +3,17 @@
 import dataclasses
 import functools
 import json
+import types
 
 import numpy as np
 import pytest
 
-from jaxpost.data import chat
+from jaxpost.algorithms import sft
+from jaxpost.data import chat, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.stage import documents
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import prepare
 
 USER = {'role': 'user', 'content': 'Q1'}
 ANSWER = {'role': 'assistant', 'content': 'A1'}
@@ -104,14 +107,14 @@ def test_a_context_that_sampling_never_sees_is_refused(qwen, tmp_path):
 def test_an_earlier_turn_after_a_text_that_sampling_never_sees_is_told_once(qwen, caplog):
   def told(*chats, tokenizer=qwen, train_on='assistant'):
     caplog.clear()
-    documents.warn_unseen(
-      [chat.make_example(tokenizer, {'messages': m}, 'a:1', train_on=train_on) for m in chats] + [None]
-    )
+    rows = sources.read('a.jsonl', fake_rows=[{'messages': messages} for messages in chats])
+    config = config_lib.parse({'data': {'train_on': train_on}})['sft']
+    prepare.read_documents(types.SimpleNamespace(algorithm=sft.SFT, tokenizer=tokenizer, config=config), rows, {})
     return [record.getMessage() for record in caplog.records]
 
   earlier = [USER, ANSWER, USER_2, ANSWER_2]
   (text,) = told(earlier, [USER, ANSWER], earlier)
-  why = f'a:1: message 1: is trained after {A!r}, which sampling never sees, as its prompts end in {A + EMPTY!r}'
+  why = f'a.jsonl[0]: message 1: is trained after {A!r}, which sampling never sees, as its prompts end in {A + EMPTY!r}'
   assert text.startswith('config.data: 2 rows train a turn') and f'{why}; set config.data.train_on=' in text
   assert told([USER, CALL, RESULT, ANSWER_2])  # the call is a turn as well
   assert told([USER, ANSWER, USER_2])

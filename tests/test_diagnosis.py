@@ -100,6 +100,8 @@ def test_kl_to_the_sampler():
     ({'importance_weight': 1.0, 'off_policy_kept': 0.0}, 'removed'),
     ({'vespo/phi': 0.01}, 'removed'),
     ({'clip_ratio/region_mean': 0.95}, 'limited'),
+    ({'wpo/weight': 0.04}, 'wpo'),
+    ({'wpo/weight': 0.06}, None),
     ({'importance_weight': 0.5, 'clip_ratio/region_mean': 0.5}, None),
     ({}, None),
   ],

@@ -284,6 +284,7 @@ HEALTHY = {
   'completions/clipped_ratio': 0.1,
   'frac_reward_zero_std': 0.3,
   'grad_norm': 1.0,
+  'critic/vf_clipfrac': 0.45,
 }
 
 
@@ -295,6 +296,7 @@ HEALTHY = {
     ('length', {'completions/mean_length': 130.0}, 10),
     ('flat', {'frac_reward_zero_std': 0.95}, 10),
     ('mismatch', {'sampler_mismatch': 1.06}, 1),
+    ('values', {'critic/vf_clipfrac': 0.55}, 10),
     ('nonfinite', {'loss': math.nan}, 1),
     ('nonfinite', {'grad_norm': math.inf}, 1),
     ('nonfinite', {'loss': None}, 1),

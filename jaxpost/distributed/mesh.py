@@ -20,9 +20,8 @@ from jaxpost.errors import InputError
 AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')
 BATCH_AXES = ('data', 'fsdp', 'expert')
 
-# Training gathers each layer's weights over fsdp when it is used; sampling
-# would pay that at every token, so there weights are split over tensor only.
-# Experts stay where they are in both: tokens are dispatched to them
+# Training gathers each layer's weights over fsdp when it is used; sampling would pay that at every token, so there
+# weights are split over tensor only. Experts stay where they are in both: tokens are dispatched to them
 # (models/moe.py). All other parameters are split over that axis as over fsdp.
 RULES = {
   'train': {

@@ -13,106 +13,101 @@ def nonfinite(values: Mapping[str, Any]) -> list[str]:
   return [k for k, v in values.items() if v is None or isinstance(v, float) and not math.isfinite(v)]
 
 
-class Signals(NamedTuple):
-  """The metrics of one row that rules look at; NaN where a row lacks them.
+class Signals(dict[str, Any]):
+  """The metrics of one row by their keys, and what `Alerts` derives; NaN for what a row lacks.
 
-  weight: mean weight or share that corrections of the sampler leave; limited: share of clipped tokens.
-  start_entropy, start_length: means over the first rows of the stage.
-  nonfinite: names of the losses and norms that are not finite.
+  weight: the least that corrections of the sampler leave, a mean weight or a share.
+  start/KEY: mean of a metric over the first rows of the stage.
+  nonfinite: names of the losses and norms that are not finite, '' for none.
   """
 
-  entropy: float
-  start_entropy: float
-  length: float
-  start_length: float
-  clipped: float
-  flat: float
-  mismatch: float
-  empty: float
-  weight: float
-  limited: float
-  has_reward: bool
-  nonfinite: list[str]
+  def __missing__(self, key: str) -> float:
+    return math.nan
 
 
 class Rule(NamedTuple):
   """A known way to go wrong.
 
   holds: whether a row shows it; comparisons with NaN are false.
-  text: the warning, with what to do.
+  text: the warning, with what to do; `str.format` fills in signals.
   patience: rows in a row that must show it.
   """
 
   kind: str
   holds: Callable[[Signals], bool]
-  text: Callable[[Signals], str]
+  text: str
   patience: int = PATIENCE
 
 
 RULES = (
   Rule(
     'nonfinite',
-    lambda s: bool(s.nonfinite),
-    lambda s: f'{" and ".join(s.nonfinite)} not finite: lower lr, clip gradients, look at the batch of this step',
+    lambda s: bool(s['nonfinite']),
+    '{nonfinite} not finite: lower lr, clip gradients, look at the batch of this step',
     patience=1,
   ),
   # Without a reward, entropy falls because the model learns its data.
   Rule(
     'entropy',
-    lambda s: s.has_reward and s.entropy < 0.1 * s.start_entropy,
-    lambda s: (
-      f'entropy {s.entropy:.2g} is under 10 % of its start {s.start_entropy:.2g}: the policy hardly '
-      'explores; lower config.optim.lr or raise config.rl.kl_coef'
-    ),
+    lambda s: s['has_reward'] and s['entropy'] < 0.1 * s['start/entropy'],
+    'entropy {entropy:.2g} is under 10 % of its start {start/entropy:.2g}: the policy hardly explores; lower '
+    'config.optim.lr or raise config.rl.kl_coef',
   ),
   Rule(
     'clipped',
-    lambda s: s.clipped > 0.5,
-    lambda s: (
-      f'{s.clipped:.0%} of completions are cut at config.rollout.max_new_tokens: raise it, or reward shorter answers'
-    ),
+    lambda s: s['completions/clipped_ratio'] > 0.5,
+    '{completions/clipped_ratio:.0%} of completions are cut at config.rollout.max_new_tokens: raise it, or reward '
+    'shorter answers',
   ),
   Rule(
     'length',
-    lambda s: s.length > 3 * max(s.start_length, 16),
-    lambda s: f'completions grew from {s.start_length:.0f} to {s.length:.0f} tokens: does the reward pay for length?',
+    lambda s: s['completions/mean_length'] > 3 * max(s['start/completions/mean_length'], 16),
+    'completions grew from {start/completions/mean_length:.0f} to {completions/mean_length:.0f} tokens: does the '
+    'reward pay for length?',
   ),
   Rule(
     'flat',
-    lambda s: s.flat > 0.9,
-    lambda s: (
-      f'{s.flat:.0%} of groups have equal rewards and teach nothing: other prompts, larger groups or a finer reward'
-    ),
+    lambda s: s['frac_reward_zero_std'] > 0.9,
+    '{frac_reward_zero_std:.0%} of groups have equal rewards and teach nothing: other prompts, larger groups or a '
+    'finer reward',
   ),
   Rule(
     'empty',
-    lambda s: s.empty > 0,
-    lambda s: 'no token was trained in these steps: all is masked; does the reward return None, do all groups agree?',
+    lambda s: s['empty_updates'] > 0,
+    'no token was trained in these steps: all is masked; does the reward return None, do all groups agree?',
   ),
   Rule(
     'removed',
-    lambda s: s.weight < 0.05,
-    lambda s: (
-      f'config.rl.importance, or vespo, leaves {s.weight:.1%} of the loss: weights or masks remove nearly all; '
-      'a smaller config.rollout.staleness, or wider limits'
-    ),
+    lambda s: s['weight'] < 0.05,
+    'config.rl.importance, or vespo, leaves {weight:.1%} of the loss: weights or masks remove nearly all; a smaller '
+    'config.rollout.staleness, or wider limits',
     patience=1,
   ),
   Rule(
     'limited',
-    lambda s: s.limited > 0.9,
-    lambda s: (
-      f'{s.limited:.0%} of tokens are clipped and have no gradient: fewer config.rl.epochs and minibatches, a '
-      'lower config.optim.lr, or a wider config.rl.clip_low and clip_high'
-    ),
+    lambda s: s['clip_ratio/region_mean'] > 0.9,
+    '{clip_ratio/region_mean:.0%} of tokens are clipped and have no gradient: fewer config.rl.epochs and minibatches, '
+    'a lower config.optim.lr, or a wider config.rl.clip_low and clip_high',
+    patience=1,
+  ),
+  # The first update of a rollout clips no value, so the mean over a step's updates stays well below 1.
+  Rule(
+    'values',
+    lambda s: s['critic/vf_clipfrac'] > 0.5,
+    '{critic/vf_clipfrac:.0%} of values are clipped and have no gradient: a lower config.critic.lr, fewer '
+    'config.rl.epochs and minibatches, or a wider config.critic.value_clip',
+  ),
+  Rule(
+    'wpo',
+    lambda s: s['wpo/weight'] < 0.05,
+    'config.preference.weighting leaves {wpo/weight:.1%} of the loss, as the pairs are far from what the policy '
+    'writes: pairs of its own (online_dpo), a lower config.optim.lr, or no weighting',
     patience=1,
   ),
   Rule(
     'mismatch',
-    lambda s: s.mismatch > 1.05,
-    lambda s: (
-      f'sampler_mismatch {s.mismatch:.3f}: sampler and trainer disagree on log-probs; check dtypes, temperature'
-    ),
+    lambda s: s['mismatch'] > 1.05,
+    'sampler_mismatch {mismatch:.3f}: sampler and trainer disagree on log-probs; check dtypes, temperature',
     patience=1,
   ),
 )
@@ -121,9 +116,8 @@ RULES = (
 class Alerts:
   """Warnings of a run, from its train rows.
 
-  `warnings` has one entry per kind and stage: {'stage', 'step', 'kind',
-  'text', 'count'}. They follow from values alone, so every repetition of a
-  run warns the same.
+  `warnings` has one entry per kind and stage: {'stage', 'step', 'kind', 'text', 'count'}. They follow from values
+  alone, so every repetition of a run warns the same.
   """
 
   def __init__(self) -> None:
@@ -148,33 +142,24 @@ class Alerts:
       streak = self._streak.get((stage, rule.kind), 0) + 1 if rule.holds(signals) else 0
       self._streak[stage, rule.kind] = streak
       if streak >= rule.patience:
-        text = rule.text(signals)
+        text = rule.text.format_map(signals)
         if self.add(stage, step, rule.kind, text):
           new.append(text)
     return new
 
   def _signals(self, stage: str, row: Mapping[str, Any]) -> Signals:
-    def value(key):
-      return math.nan if row.get(key) is None else row[key]
-
-    entropy, length = value('entropy'), value('completions/mean_length')
+    found = Signals({key: value for key, value in row.items() if value is not None})
+    for key in ('entropy', 'completions/mean_length'):
+      found[f'start/{key}'] = self._level(stage, key, found[key])
+    left = (found[key] for key in ('importance_weight', 'off_policy_kept', 'vespo/phi'))
+    found['weight'] = min(left, key=lambda x: (math.isnan(x), x))
+    # Replayed samples are those of an older policy.
+    found['mismatch'] = math.nan if row.get('replay/used') else found['sampler_mismatch']
+    found['has_reward'] = 'reward' in row
     # An overflow of the loss scale lowers it, and is no cause for alarm.
     watched = () if row.get('overflowed_updates') else ('loss', 'grad_norm')
-    return Signals(
-      entropy=entropy,
-      start_entropy=self._level(stage, 'entropy', entropy),
-      length=length,
-      start_length=self._level(stage, 'length', length),
-      clipped=value('completions/clipped_ratio'),
-      flat=value('frac_reward_zero_std'),
-      # Replayed samples are those of an older policy.
-      mismatch=math.nan if row.get('replay/used') else value('sampler_mismatch'),
-      empty=value('empty_updates'),
-      weight=min(*map(value, ('importance_weight', 'off_policy_kept', 'vespo/phi')), key=lambda x: (math.isnan(x), x)),
-      limited=value('clip_ratio/region_mean'),
-      has_reward='reward' in row,
-      nonfinite=[key for key in nonfinite(row) if key in watched],
-    )
+    found['nonfinite'] = ' and '.join(key for key in nonfinite(row) if key in watched)
+    return found
 
   def _level(self, stage: str, key: str, value: float) -> float:
     """Mean over the first rows of a stage; NaN until there are enough."""
