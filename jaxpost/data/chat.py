@@ -181,7 +181,7 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
       raise InputError(f'{where}: {why}; repair its generation markers')
     spans = [marked[assistant.index(n)] for n in turns]
   else:
-    spans = [_span(tokenizer, text_of, text, messages, n, header(n), where) for n in turns]
+    spans = [_span(tokenizer, text_of, text, messages, n, header=header(n), where=where) for n in turns]
   unseen = ''
   for n, (start, end), weight in zip(turns, spans, weights):
     reasoning = _check_reasoning(messages[n], text[start:end], f'{where}: message {n}')
@@ -199,7 +199,7 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
 
 
 def _span(
-  tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Message], n: int, header: str, where: str
+  tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Message], n: int, *, header: str, where: str
 ) -> Span:
   """Finds the characters of `text` that the assistant generates as message n, whose generation prompt is `header`.
 
