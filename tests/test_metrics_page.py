@@ -61,6 +61,13 @@ def test_every_metric_has_a_meaning(tmp_path, name):
   assert not sorted(key for key in found if not any(p.fullmatch(key) for p in patterns))
 
 
+def test_every_metric_has_a_healthy_range_and_what_to_do():
+  rows = [line for line in (CLONE / 'docs/metrics.md').read_text().splitlines() if line.startswith('| `')]
+  tables = [[cell.strip() for cell in re.split(r'(?<!\\)\|', row)[1:-1]] for row in rows]
+  assert len(tables) > 90
+  assert not [cells[0] for cells in tables if len(cells) != 4 or not all(cells)]
+
+
 def test_every_meaning_has_a_metric():
   """The last part of each key is in the code, as a text or a part of one."""
   code = ''.join(path.read_text() for path in (CLONE / 'jaxpost').rglob('*.py'))
