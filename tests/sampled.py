@@ -290,7 +290,7 @@ def shared() -> dict[str, Any]:
     graders=(Grader(RewardPool((one, two), weights=WEIGHTS), tokenizer), Grader(RewardPool((right,)), tokenizer)),
     score=scored,
     reference=Frozen(params('reference'), scored, layout, model()),
-    teacher=Frozen(params('reference'), hidden, layout, model()),
+    teachers=tuple(Frozen(params(kind), hidden, layout, model()) for kind in ('reference', 'behavior')),
   )
 
 
@@ -314,7 +314,7 @@ def trainable(objective: Objective, critic: bool = False) -> Trainable:
   )
   if critic:
     return Trainable(**made)
-  heads = (common['teacher'].head_for(part.config),) if objective.divergence else ()
+  heads = tuple(x.head_for(part.config) for x in common['teachers']) if objective.divergence else ()
   return Policy(**made, frozen={'teacher_heads': heads})
 
 
@@ -454,8 +454,8 @@ def gradients(cases: dict[str, Case], make: Callable | None = None) -> dict[str,
   critic = None
   if several[0].algorithm.critic(several[0].config):
     critic = trainable(several[0].algorithm.critic(several[0].config), critic=True)
-  # Distillation alone has a teacher: log-probs of teachers, where there are any, take the place of the reference's.
-  teachers = (shared()['teacher'],) if objective.divergence else ()
+  # Distillation alone has teachers: log-probs of teachers, where there are any, take the place of the reference's.
+  teachers = shared()['teachers'] if objective.divergence else ()
   roles = Roles(policy, critic, shared()['reference'], None, teachers)
   found = {}
   for number, (name, case) in enumerate(cases.items()):

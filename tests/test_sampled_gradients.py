@@ -29,14 +29,15 @@ RIGHT = dict(size=3, right=True)  # rewards of 0 and 1
 TURNS = dict(size=3, turns=True)
 
 
-def case(algorithm='grpo', where=None, **rl):
+def case(algorithm='grpo', where=None, critic_lam=-1.0, **rl):
   """A method of the family of GRPO."""
   advantage = dict(advantage='leave_one_out') if algorithm == 'grpo' else {}
   where = where or {}
   size = where.get('size', sampled.SIZE)
   drawn = dict(prompts=sampled.GROUPS[size], group_size=size)
   environment = 'x' if 'turns' in where else ''
-  config = sampled.config_of(algorithm, rl=advantage | rl, rollout=drawn, environment=environment)
+  critic = dict(lam=critic_lam)
+  config = sampled.config_of(algorithm, rl=advantage | rl, rollout=drawn, environment=environment, critic=critic)
   return Case(algorithms.load_algorithm(algorithm), config, **where)
 
 
@@ -220,19 +221,57 @@ def odds(logp, length):
   return jnp.log(p / (1 - p))
 
 
-# c and r are log-ratios to the reference, w and v (log-prob, length) of the chosen and the rejected answer.
+def kl(p, q):
+  return (p * jnp.log(p / q)).sum(axis=-1)
+
+
+def both(margin):
+  """The probabilities that each answer is the better one."""
+  return jnp.stack([s(margin), s(-margin)], axis=-1)
+
+
+def by_divergence(score):
+  """DPO with score(ratio) in place of log ratio (arXiv:2309.16240): f' of the divergence, where a constant cancels."""
+  return lambda c, r, *_: -jnp.log(s(BETA * (score(jnp.exp(c)) - score(jnp.exp(r)))))
+
+
+SMOOTHED = np.array([0.7, 0.3])  # the labels of `label_smoothing`
+UNBIASED = np.array([0.7, -0.3]) / 0.4  # of which a share of 0.3 is wrong
+
+# c and r are log-ratios to the reference, w and v (log-prob, length) of the chosen and the rejected answer. OPTIONS has
+# what differs from the defaults of a loss.
 PREFERENCES = {
   'sigmoid': lambda c, r, *_: -jnp.log(s(BETA * (c - r))),  # arXiv:2305.18290, eq. 7
   'ipo': lambda c, r, w, v: (c / w[1] - r / v[1] - 1 / (2 * BETA)) ** 2,  # arXiv:2310.12036, eq. 17, of means
   'hinge': lambda c, r, *_: jnp.maximum(0, 1 - BETA * (c - r)),  # arXiv:2305.10425
+  'exo_pair': lambda c, r, *_: kl(both(BETA * (c - r)), SMOOTHED),  # arXiv:2402.00856
   'nca_pair': lambda c, r, *_: -jnp.log(s(BETA * c)) - (jnp.log(s(-BETA * c)) + jnp.log(s(-BETA * r))) / 2,
+  'robust': lambda c, r, *_: -(jnp.log(both(BETA * (c - r))) * UNBIASED).sum(axis=-1),  # arXiv:2403.00409
+  'bco_pair': lambda c, r, *_: -jnp.log(s(BETA * c)) - jnp.log(1 - s(BETA * r)),  # arXiv:2404.04656, no shift
   'sppo_hard': lambda c, r, *_: (c - 1 / (2 * BETA)) ** 2 + (r + 1 / (2 * BETA)) ** 2,  # arXiv:2405.00675
   'apo_zero': lambda c, r, *_: 1 - s(BETA * c) + s(BETA * r),  # arXiv:2408.06266
   'apo_down': lambda c, r, *_: s(BETA * c) + 1 - s(BETA * (c - r)),
+  'discopop': lambda c, r, *_: blended(BETA * (c - r)),  # arXiv:2406.08414
+  'sigmoid_norm': lambda c, r, w, v: -jnp.log(s(BETA * (c / w[1] - r / v[1]))),  # arXiv:2411.15124
   'cpo': lambda c, r, w, v: -jnp.log(s(BETA * (w[0] - v[0]))),  # arXiv:2401.08417, without its NLL
+  'cpo_hinge': lambda c, r, w, v: jnp.maximum(0, 1 - BETA * (w[0] - v[0])),  # arXiv:2305.10425
   'simpo': lambda c, r, w, v: -jnp.log(s(BETA * (w[0] / w[1] - v[0] / v[1]) - 0.4)),  # arXiv:2405.14734, eq. 6
   'orpo': lambda c, r, w, v: -BETA * jnp.log(s(odds(*w) - odds(*v))),  # arXiv:2403.07691, eq. 6 and 7
+  'sigmoid, smoothed': lambda c, r, *_: -(jnp.log(both(BETA * (c - r))) * SMOOTHED).sum(axis=-1),
+  'sigmoid, forward_kl': by_divergence(lambda ratio: -1 / ratio),
+  'sigmoid, js_divergence': by_divergence(lambda ratio: jnp.log(2 * ratio / (1 + ratio))),
+  'sigmoid, alpha_divergence': by_divergence(lambda ratio: -2 * ratio**-0.5),
+  'sigmoid, wpo': lambda c, r, *_: -jnp.log(s(BETA * (c - r))),
 }
+OPTIONS = {'simpo': dict(gamma=0.4), 'discopop': dict(discopop_tau=0.3), 'sigmoid, wpo': dict(weighting='wpo')}
+OPTIONS |= {name: dict(label_smoothing=0.3) for name in ('exo_pair', 'robust', 'sigmoid, smoothed')}
+OPTIONS |= {f'sigmoid, {f}': dict(f_divergence=f) for f in ('forward_kl', 'js_divergence', 'alpha_divergence')}
+
+
+def blended(x):
+  """DiscoPOP: (1 - s(x / tau)) log(1 + e^-x) + s(x / tau) e^-x."""
+  share = s(x / 0.3)
+  return (1 - share) * jnp.log(1 + jnp.exp(-x)) + share * jnp.exp(-x)
 
 
 @functools.lru_cache
@@ -240,26 +279,37 @@ def of_pairs():
   """Best and worst of two samples, as online DPO makes pairs."""
   cases = {}
   for name in PREFERENCES:
-    more = dict(gamma=0.4) if name == 'simpo' else {}
-    config = sampled.config_of('online_dpo', preference=dict(losses=(name,), beta=BETA, **more))
-    cases[name] = Case(online_dpo.ONLINE_DPO, config)
+    options = dict(losses=(name.partition(',')[0],), beta=BETA) | OPTIONS.get(name, {})
+    cases[name] = Case(online_dpo.ONLINE_DPO, sampled.config_of('online_dpo', preference=options))
   return sampled.gradients(cases)
+
+
+def weights_of_pairs(name, prompt, best, worst):
+  """How much each pair counts [K], without gradient."""
+  rewards = sampled.rewards()
+  weight = sampled.groups('policy', 'policy', 'policy').chance * (rewards[prompt, best] != rewards[prompt, worst])
+  weight = weight / weight.sum()
+  if name == 'sigmoid, wpo':  # arXiv:2406.11827, eq. 2: the probability of each answer beside that of a typical one
+    policy = jax.nn.softmax(sampled.logits(sampled.params('policy')) / sampled.TEMPERATURE)
+    gap = sampled.logprobs('policy') - np.log((policy**2).sum(axis=-1)) * sampled.MASK
+    mean = gap.sum(axis=2) / sampled.LENGTHS
+    return weight * np.minimum(np.exp(mean[prompt, best] + mean[prompt, worst]), 1)
+  return weight
 
 
 @pytest.mark.parametrize('name', PREFERENCES)
 def test_preferences(name):
   prompt, answers = sampled.members()
   rewards = sampled.rewards()[prompt[:, None], answers]
-  differ = rewards[:, 0] != rewards[:, 1]
   best = answers[np.arange(len(answers)), rewards.argmax(axis=1)]
   worst = answers[np.arange(len(answers)), rewards.argmin(axis=1)]
-  weight = sampled.groups('policy', 'policy', 'policy').chance * differ
+  weight = weights_of_pairs(name, prompt, best, worst)
 
   def loss(logprobs):
     whole = logprobs.sum(axis=2)
     ratio = whole - sampled.logprobs('reference').sum(axis=2)
     sides = [(whole[prompt, x], sampled.LENGTHS[x]) for x in (best, worst)]
-    return (weight / weight.sum() * PREFERENCES[name](ratio[prompt, best], ratio[prompt, worst], *sides)).sum()
+    return (weight * PREFERENCES[name](ratio[prompt, best], ratio[prompt, worst], *sides)).sum()
 
   slope = jax.grad(loss)(jnp.asarray(sampled.logprobs('policy'), jnp.float32))
   agree(of_pairs()[name], sampled.of_weights('policy', np.asarray(slope)))
@@ -313,14 +363,15 @@ def test_kto(name):
 
 # -------------------------------------------------------------- distillation
 
-BETAS = {'forward KL': 0.0, 'JSD': 0.3, 'reverse KL': 1.0}
+BETAS = {'forward KL': 0.0, 'JSD': 0.3, 'reverse KL': 1.0, 'reverse KL to two': 1.0}
 
 
 @functools.lru_cache
 def of_teachers():
   cases = {}
   for name, beta in BETAS.items():
-    config = sampled.config_of('gkd', distill=dict(teachers=('x',), beta=beta, temperature=1.5))
+    several = dict(teachers=('x', 'y'), weights=(1.0, 3.0)) if name.endswith('two') else dict(teachers=('x',))
+    config = sampled.config_of('gkd', distill=dict(beta=beta, temperature=1.5, **several))
     cases[name] = Case(algorithms.load_algorithm('gkd'), config)
   return sampled.gradients(cases)
 
@@ -329,10 +380,7 @@ def of_teachers():
 def test_distillation(name):
   """The divergence of next tokens on samples of the student, which are not differentiated (arXiv:2306.13649, eq. 1)."""
   weight = sampled.chance('policy')[..., None] * sampled.MASK
-  teacher = jax.nn.softmax(sampled.logits(sampled.params('reference')) / 1.5)
-
-  def kl(p, q):
-    return (p * jnp.log(p / q)).sum(axis=-1)
+  teacher, other = (jax.nn.softmax(sampled.logits(sampled.params(kind)) / 1.5) for kind in ('reference', 'behavior'))
 
   def loss(weights):
     student = jax.nn.softmax(sampled.logits(weights) / 1.5)
@@ -341,6 +389,7 @@ def test_distillation(name):
       'forward KL': kl(teacher, student),
       'reverse KL': kl(student, teacher),
       'JSD': 0.3 * kl(teacher, mixed) + 0.7 * kl(student, mixed),
+      'reverse KL to two': (kl(student, teacher) + 3 * kl(student, other)) / 4,
     }
     return (weight / weight.sum() * found[name]).sum()
 
@@ -351,6 +400,7 @@ def test_distillation(name):
 
 PPO = {
   'lambda 0.5': dict(lam=0.5),
+  'two lambdas, by length': dict(length_alpha=0.8, critic_lam=0.9),
   'KL in the reward': dict(lam=0.9, kl_coef=0.5),
   'gamma 0.9': dict(lam=0.5, gamma=0.9, aggregate='sequence'),
 }
@@ -361,8 +411,9 @@ def of_ppo(role):
   return sampled.gradients({name: case('ppo', where=dict(role=role), **rl) for name, rl in PPO.items()})
 
 
-def gae(rl):
+def gae(config):
   """(advantages, returns) [P, Y, C]: the sums of arXiv:1506.02438, eq. 16, term by term."""
+  rl = config.rl
   old = np.asarray(sampled.values(sampled.params('before')), np.float64) * sampled.MASK
   rewards = np.zeros(old.shape)
   rewards[:, np.arange(len(sampled.ANSWERS)), sampled.LENGTHS - 1] = sampled.rewards()
@@ -370,8 +421,15 @@ def gae(rl):
   rewards = (rewards - rl.kl_coef * kl) * sampled.MASK
   following = np.pad(old, ((0, 0), (0, 0), (0, 1)))[..., 1:]
   delta = (rewards + rl.gamma * following - old) * sampled.MASK
-  gains = sum((rl.gamma * rl.lam) ** n * np.pad(delta, ((0, 0), (0, 0), (0, n)))[..., n:] for n in range(sampled.C))
-  return gains, gains + old
+
+  def sums(lam):
+    later = (np.pad(delta, ((0, 0), (0, 0), (0, n)))[..., n:] for n in range(sampled.C))
+    return sum((rl.gamma * lam) ** n * x for n, x in enumerate(later))
+
+  lam = rl.lam
+  if rl.length_alpha:  # VAPO (arXiv:2504.05118), section 4.2
+    lam = np.maximum(0, 1 - 1 / (rl.length_alpha * sampled.LENGTHS))[:, None]
+  return sums(lam), old + sums(lam if config.critic.lam < 0 else config.critic.lam)
 
 
 def token_weights(rl):
@@ -382,21 +440,21 @@ def token_weights(rl):
 
 @pytest.mark.parametrize('name', PPO)
 def test_the_policy_of_ppo(name):
-  rl = case('ppo', **PPO[name]).config.rl
-  gains, _ = gae(rl)
+  config = case('ppo', **PPO[name]).config
+  gains, _ = gae(config)
   tokens = (
     sampled.chance('policy')[..., None] * sampled.MASK / (sampled.chance('policy')[..., None] * sampled.MASK).sum()
   )
   mean = (tokens * gains).sum()
   white = (gains - mean) / np.sqrt((tokens * (gains - mean) ** 2).sum())
-  agree(of_ppo('policy')[name], sampled.of_weights('policy', -token_weights(rl) * white))
+  agree(of_ppo('policy')[name], sampled.of_weights('policy', -token_weights(config.rl) * white))
 
 
 @pytest.mark.parametrize('name', PPO)
 def test_the_critic_of_ppo(name):
   """1/2 max((V - R)^2, (clip(V) - R)^2), V held near the values that were scored (arXiv:2005.12729, section 3)."""
   config = case('ppo', **PPO[name]).config
-  _, returns = gae(config.rl)
+  _, returns = gae(config)
   now, old = (np.asarray(sampled.values(sampled.params(kind)), np.float64) for kind in ('critic', 'before'))
   clip = config.critic.value_clip
   outside = np.abs(now - old) > clip
