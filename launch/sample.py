@@ -54,9 +54,8 @@ def main(argv):
   each = inference.adapters(inference.load(**_WEIGHTS.arguments()), _ADAPTER.value)
   draws = completions.Draws(**_SAMPLING.arguments(), top_k=_TOP_K.value, top_logprobs=_TOP_LOGPROBS.value)
   if _CHAT.value:
-    return chat.chat_loop(
-      completions.only(each, '--chat'), draws, _MESH.value, [*_PROMPT.value], sys.stdin, out=sys.stdout
-    )
+    models = {_WEIGHTS.name: completions.only(each, '--chat')}
+    return chat.chat_loop(models, draws, _MESH.value, [*_PROMPT.value], sys.stdin, out=sys.stdout)
   prompts = completions.make_prompts(next(iter(each.values())), _PROMPT.value, _FILE.value, _CHAT.value)
   completion_files.finish(
     each,

@@ -248,7 +248,7 @@ def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int, cfg: ModelConf
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
   length = q.shape[1]
-  chunks = length // window if cfg.chunked and window else 0  # beyond the first of each document
+  chunks = length // window if window and cfg.chunked else 0  # beyond the first of each document
   most = max_documents(length) + chunks + 2  # and the padding of a row, and that of `_padded`
   segments, q, k, v = _padded(64, segment_ids, q, k, v)
   starts, sizes = documents(segments, most)
