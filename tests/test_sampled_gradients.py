@@ -376,13 +376,17 @@ def of_teachers():
   return sampled.gradients(cases)
 
 
-@pytest.mark.parametrize('name', BETAS)
-def test_distillation(name):
-  """The divergence of next tokens on samples of the student, which are not differentiated (arXiv:2306.13649, eq. 1)."""
+@functools.lru_cache
+def of_divergences():
+  """The gradients of the weights [D] by name, which compile at once.
+
+  Each is of the divergence of next tokens on samples of the student, which are not differentiated (arXiv:2306.13649,
+  eq. 1).
+  """
   weight = sampled.chance('policy')[..., None] * sampled.MASK
   teacher, other = (jax.nn.softmax(sampled.logits(sampled.params(kind)) / 1.5) for kind in ('reference', 'behavior'))
 
-  def loss(weights):
+  def losses(weights):
     student = jax.nn.softmax(sampled.logits(weights) / 1.5)
     mixed = 0.7 * student + 0.3 * teacher
     found = {
@@ -391,9 +395,15 @@ def test_distillation(name):
       'JSD': 0.3 * kl(teacher, mixed) + 0.7 * kl(student, mixed),
       'reverse KL to two': (kl(student, teacher) + 3 * kl(student, other)) / 4,
     }
-    return (weight / weight.sum() * found[name]).sum()
+    return {name: (weight / weight.sum() * x).sum() for name, x in found.items()}
 
-  agree(of_teachers()[name], sampled.flat(jax.jit(jax.grad(loss))(sampled.params('policy'))))
+  found = jax.jit(jax.jacrev(losses))(sampled.params('policy'))
+  return {name: sampled.flat(x) for name, x in found.items()}
+
+
+@pytest.mark.parametrize('name', BETAS)
+def test_distillation(name):
+  agree(of_teachers()[name], of_divergences()[name])
 
 
 # ------------------------------------------------------------------- critics
