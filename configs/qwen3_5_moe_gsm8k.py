@@ -7,8 +7,7 @@ SFT learns the worked answers; GRPO, from the model after it, is rewarded for th
 Meant for eight accelerators of 80 GB, on which LoRA fits and full training does not. The second command plans
 LoRA of the same model on other machines by arithmetic: a v6e-8 has room with mesh.rollout=data=-1,tensor=8, and
 a v5e-8 for SFT alone, with eval.samples=0. Time and accuracy have not been measured yet. The metric is pass@1
-(split `eval`). No published figure is known for this recipe.
-`:model=NAME` is a hub id or a folder with towers, which are not trained (model.text_only), as of Qwen 3.6.
+(split `eval`). No published figure is known for this recipe. `:model=NAME`: a hub id or a folder, its towers frozen.
 `:runlocal` uses a random model and generated data, without network: some minutes on 2 CPU cores.
 """
 

@@ -195,7 +195,7 @@ def test_old_samples_are_corrected_for(folder, tmp_path, over):
     (dict(rl=dict(expert=True)), 'replay: needs a reward function'),
     (dict(environment='x'), 'replay: needs a reward function'),
     (dict(train_on_rollouts='run'), 'replay: needs a reward function'),
-    (dict(algorithm='opd', reward='', rl=dict(reference='x')), 'replay: needs a reward function'),
+    (dict(algorithm='opd', reward='', rl=dict(reference='x')), 'replay: opd without a reward'),
     (dict(rl=dict(importance=())), 'replay: its samples are those of an older policy'),
     (dict(rl=dict(importance=('token_mask',))), 'replay: its samples are those of an older policy'),
     (dict(rl=dict(importance=('opsm',))), 'replay: its samples are those of an older policy'),
