@@ -13,7 +13,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import engine as protocol
-from jaxpost.rollout import kv_cache, native, sampler_config
+from jaxpost.rollout import native, page_table, sampler_config
 from jaxpost.rollout.sequence import Request
 
 NEW, KEY = 12, np.array([1, 2], np.uint32)
@@ -412,7 +412,7 @@ def test_pages_change_nothing(model, params, engine, page, tokens):
 def test_pages_hold_more_texts_than_slots_do():
   """At most 16,384 entries and 4,096 on average, as many as fit."""
   size, room, memory = 128, 16384, 64 * 16384
-  pool = kv_cache.PageTable(size, memory // size + 1, room)
+  pool = page_table.PageTable(size, memory // size + 1, room)
   lengths = np.random.RandomState(0).exponential(4096 - 512, 9999)
   holders = 0
   for i, length in enumerate(np.minimum(lengths, room - 512).astype(int)):
@@ -428,7 +428,7 @@ def test_pages_hold_more_texts_than_slots_do():
 
 
 def test_pages_are_shared_and_copied_where_they_part():
-  pool = kv_cache.PageTable(4, 11, 20)
+  pool = page_table.PageTable(4, 11, 20)
   first = pool.admit('a', b'x', 1, 10, 4)
   second = pool.admit('b', b'x', 1, 10, 4)
   assert [(c.row, c.place) for c in first] == [(1, 0), (1, 1), (1, 2)]

@@ -223,7 +223,7 @@ def make_generate(
   Args:
     report: `top` and `allowed` of `sampling.draw`.
   """
-  block = functools.partial(_block, model, steps, read, report, compute)
+  block = functools.partial(decode_block, model, steps, read, report, compute)
   shards = layout.mesh.shape['data'] * layout.mesh.shape['fsdp']
   # These axes replicate weights. A custom model may use the mesh by itself.
   independent = layout.mesh.size == shards > 1 and not isinstance(model.config, CustomConfig)
@@ -260,7 +260,7 @@ def make_generate(
   return Program('generate', generate, ledger, place, donate=(1,), flops=flops)
 
 
-def _block(
+def decode_block(
   model: Model,
   steps: int,
   read: int,

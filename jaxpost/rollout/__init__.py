@@ -1,7 +1,7 @@
 """The sampler: requests in, completions out.
 
 `engine` is the interface of engines. `native` implements it with `scheduler` (which request gets
-which slot) and `kv_cache` (pages, and the prefix cache with its eviction); `jetstream` adapts
+which slot) and `prefix_cache` and `page_table` (the cache), `drafts` (speculation); `jetstream` adapts
 another engine. `sampler` makes a Rollout of completions, and `rollout_files` stores it. Programs
 that draw tokens are in programs/generate.py.
 

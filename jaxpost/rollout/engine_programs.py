@@ -22,8 +22,8 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
   from jaxpost.programs.sampling import Sampling
-  from jaxpost.rollout.kv_cache import PageCopy
   from jaxpost.rollout.native import NativeEngine
+  from jaxpost.rollout.page_table import PageCopy
   from jaxpost.rollout.sequence import ActiveSequence
 
 CHUNK = 32  # tokens by which a cached prefix is extended at a time
@@ -65,6 +65,7 @@ class EnginePrograms:
     self._model = model
     self._placed = dict(layout=layout, compute=compute, ledger=ledger)
     self.ledger = ledger
+    self.platform = compute.platform
     self._block = block
     self._report = report
     empty = generate.empty_state(model, slots, cache_shape, sampling, compute)
@@ -72,22 +73,27 @@ class EnginePrograms:
     self.prefill = generate.make_prefill(model, layout, compute, ledger)
     self.insert = generate.make_insert(layout, ledger)
     self.move = generate.make_move(layout, ledger, paged=paged)
-    self._decoders: dict[tuple[int, int], Program] = {}
-    self._extenders: dict[int, Program] = {}
+    self._made: dict[tuple, Program] = {}
 
   def decoder(self, rows: int, read: int) -> Program:
     """The program that decodes a block in `rows` slots, attending to `read` cache entries."""
-    if (rows, read) not in self._decoders:
-      self._decoders[rows, read] = generate.make_generate(
-        self._model, self._block, rows, read, self._report, **self._placed
-      )
-    return self._decoders[rows, read]
+    return self._once(generate.make_generate, self._block, rows, read, report=self._report)
 
   def extender(self, read: int) -> Program:
     """The program that extends cached prefixes, attending to `read` cache entries."""
-    if read not in self._extenders:
-      self._extenders[read] = extend.make_extend(self._model, read, **self._placed)
-    return self._extenders[read]
+    return self._once(extend.make_extend, read)
+
+  def verifier(self, rows: int, read: int) -> Program:
+    """The program that verifies drafts in `rows` slots, attending to `read` cache entries."""
+    from jaxpost.programs import verify
+
+    return self._once(verify.make_verify, rows, read, report=self._report)
+
+  def _once(self, make: Callable[..., Program], *sizes: int, **options: Any) -> Program:
+    """make(model, *sizes, ...), called once for the same sizes."""
+    if (make, *sizes) not in self._made:
+      self._made[make, *sizes] = make(self._model, *sizes, **options, **self._placed)
+    return self._made[make, *sizes]
 
 
 def make_entry(
@@ -172,6 +178,12 @@ def compile_jobs(
   for read in sorted({buckets.read(n + engine.block) for n in range(low, high)}):
     for count in buckets.row_sizes():
       jobs.append(functools.partial(programs.decoder(count, read).compile, weights, state, *tables(count, read)))
+      if engine.config.speculation:
+        from jaxpost.rollout import drafts
+
+        draft = jax.tree.map(lambda x: _abstract(engine, x.shape, x.dtype), drafts.no_draft(count, engine.block - 1))
+        rest = draft, *tables(count, read)
+        jobs.append(functools.partial(programs.verifier(count, read).compile, weights, state, *rest))
     if turns and engine.can_reuse_cache:
       chunk = jax.tree.map(
         lambda x: _abstract(engine, x.shape, x.dtype), make_chunk(engine.max_concurrent_decodes, {}, 0)

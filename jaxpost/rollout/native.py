@@ -23,7 +23,6 @@ from jaxpost.programs.reshard import Reshard
 from jaxpost.rollout import engine_programs, sampler, sampler_config
 from jaxpost.rollout.buckets import Buckets
 from jaxpost.rollout.engine_programs import CHUNK, EnginePrograms, make_chunk, make_entry
-from jaxpost.rollout.kv_cache import PageTable
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
 from jaxpost.rollout.sequence import Completion, Request
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
   from jaxpost.models.shared_weights import SharedWeights
   from jaxpost.programs.generate import Block, DecodeState, Prefix
-  from jaxpost.rollout.kv_cache import PageCopy
+  from jaxpost.rollout.page_table import PageCopy, PageTable
   from jaxpost.rollout.sequence import ActiveSequence
 
 
@@ -101,6 +100,11 @@ class NativeEngine:
     # A custom model decodes single tokens, or prefills whole prompts; a state is that of the last token alone.
     whole = isinstance(model.config, CustomConfig) or bool(model.config.state_shapes)
     self.can_reuse_cache = not whole and not (model.config.experts and model.config.experts.record)
+    self._scheduler: type[Scheduler] = Scheduler
+    if config.speculation:
+      from jaxpost.rollout import drafts
+
+      self._scheduler = drafts.scheduler(config, self.can_reuse_cache)
     self.weights: Any = None
     self.version = 0
     self._fits = False
@@ -200,7 +204,11 @@ class NativeEngine:
 
   def pages(self) -> PageTable | None:
     """An empty page table, or None where slots have caches of their own."""
-    return PageTable(self.page, self.cache_shape[0], self.length) if self.page else None
+    if not self.page:
+      return None
+    from jaxpost.rollout import page_table
+
+    return page_table.PageTable(self.page, self.cache_shape[0], self.length)
 
   def insert(self, state: DecodeState, prefix: Prefix, entry: Entry, run_key: Any, step: int) -> DecodeState:
     """Forks sequences of a prefix into their slots."""
@@ -306,7 +314,7 @@ class NativeEngine:
     Returns:
       Figures of the call; see `Scheduler.figures`.
     """
-    return Scheduler(
+    return self._scheduler(
       self,
       run_key,
       step,

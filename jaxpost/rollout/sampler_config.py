@@ -40,6 +40,7 @@ class SamplerConfig:
   page_size: cache entries of a page, a power of two; 0: each slot holds the
     longest sequence.
   cache_tokens: entries of all pages; 0: half of what slots without pages have.
+  speculation: 'ngram' drafts tokens from samples of the same prompt (`drafts.py`); '': one token at a time.
   """
 
   slots: int
@@ -59,6 +60,7 @@ class SamplerConfig:
   sampling_mask: bool = False
   page_size: int = 0
   cache_tokens: int = 0
+  speculation: str = ''
 
   @property
   def room(self) -> int:

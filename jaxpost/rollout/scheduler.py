@@ -10,7 +10,7 @@ runs while the host reads the last one, and occupied slots are compacted, so
 that fewer rows are computed. No decision depends on the clock.
 
 The cache entries of a finished sequence stay until their place is needed
-(`kv_cache.PrefixCache`). A request that continues such a sequence, the next
+(`prefix_cache.PrefixCache`). A request that continues such a sequence, the next
 turn of a conversation, prefills only what is new.
 
 Legend: S slots, C completion tokens, K tokens of a block.
@@ -27,13 +27,14 @@ import numpy as np
 
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import DivergedError
-from jaxpost.rollout.kv_cache import PrefixCache
+from jaxpost.rollout.prefix_cache import PrefixCache
 from jaxpost.rollout.sequence import ActiveSequence, Completion, Request
 
 if TYPE_CHECKING:
   from jaxpost.programs.generate import Block
-  from jaxpost.rollout.kv_cache import CachedPrefix, PageCopy
   from jaxpost.rollout.native import NativeEngine
+  from jaxpost.rollout.page_table import PageCopy
+  from jaxpost.rollout.prefix_cache import CachedPrefix
 
 # (finished completions, idle) -> further requests; see NativeEngine.serve.
 NextRequests = Callable[[list[Completion], bool], Iterable[Request]]
@@ -54,6 +55,8 @@ class Dispatched(NamedTuple):
 
 class Scheduler:
   """One call of `NativeEngine.serve`: the queue, and which sequence is in which slot."""
+
+  overlaps = True  # a block may be dispatched before the last one is harvested
 
   def __init__(
     self,
@@ -111,7 +114,7 @@ class Scheduler:
         finished = []
         continue
       # If the queue is empty, the next block may run while the last is harvested.
-      overlap = not self.queue and any(sequence.left > 0 for sequence in self.active.values())
+      overlap = self.overlaps and not self.queue and any(sequence.left > 0 for sequence in self.active.values())
       if overlap or not self.running:
         overlap = self.dispatch() and overlap
       in_flight = 1 if overlap else 0
@@ -285,7 +288,7 @@ class Scheduler:
     if self.harvested_at is not None and not self.running:
       self.gap_s += time.perf_counter() - self.harvested_at
     table = self.pages.table(live, rows, read) if self.pages else None
-    self.state, block = engine.generate(self.state, read, rows, table)
+    block = self.decode(live, rows, read, table)
     for sequence in live.values():
       sequence.used += engine.block
       sequence.left -= engine.block
@@ -293,6 +296,12 @@ class Scheduler:
     self.computed += rows * engine.block
     self.dispatches += 1
     return True
+
+  def decode(self, live: dict[int, ActiveSequence], rows: int, read: int, table: np.ndarray | None) -> Block:
+    """Dispatches a block of the sequences in the first `rows` slots."""
+    del live
+    self.state, block = self.engine.generate(self.state, read, rows, table)
+    return block
 
   def ensure_pages(self) -> bool:
     """Allocates pages for a block of every sequence; preempts the last admitted ones where needed."""

@@ -73,6 +73,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
       cache_tokens=rollout.cache_tokens,
       top_logprobs=rollout.top_logprobs,
       sampling_mask=placed.config.rl.sampling_mask,
+      speculation=rollout.speculation,
     ),
     placed.rollout,
     placed.compute,

@@ -36,6 +36,12 @@ class RolloutSection:
   )
   cache_tokens: int = option(0, 'Tokens in all pages together; 0: half of what the slots need without pages.', lo=0)
   block: int = option(0, 'Tokens decoded in each slot per dispatch; 0: 8 on CPU, 32 elsewhere.', lo=0, hi=2**16)
+  speculation: str = option(
+    '',
+    'Draft tokens from what samples of the same prompt have drawn (ngram), and draw those that are right in one pass; '
+    "'': one token at a time. Either way the same tokens are drawn.",
+    choices=('', 'ngram'),
+  )
   staleness: int = option(
     0,
     'Updates that sampling may run ahead of training; 1: samples during the last update, '

@@ -1,74 +1,16 @@
-"""Key-value cache management: pages, and the prefix cache of finished sequences.
+"""Pages of the key-value cache (`rollout.page_size`): which sequence holds which.
 
 A page holds `size` cache entries of one sequence. Samples of one prompt share its full pages; each has a last page of
 its own, and takes more as it grows. Page 0 is reserved: free slots write there.
-
-The prefix cache keeps the entries of finished sequences, so that the next turn of a conversation prefills only what is
-new. It holds nothing that is needed: when a slot or pages are wanted, the oldest sequence is evicted.
 """
 
 import collections
 import dataclasses
-from collections.abc import Collection, Hashable
-from typing import Any
+from collections.abc import Hashable
 
 import numpy as np
 
 from jaxpost.errors import InputError
-
-
-@dataclasses.dataclass(eq=False)
-class CachedPrefix:
-  """A finished sequence whose cache entries are still there.
-
-  tokens: its token ids, as the bytes of an int32 array.
-  holder: the owner of its pages, where the cache has pages.
-  slot: where its entries are, where it has none.
-  """
-
-  tokens: bytes
-  holder: Any
-  slot: int
-
-
-class PrefixCache:
-  """KV entries of finished sequences, oldest first, until their place is needed.
-
-  pages: the page table of the engine; None where each slot has a cache of its
-    own, so that a cached prefix ends when its slot is reused.
-  """
-
-  def __init__(self, pages: 'PageTable | None'):
-    self.pages = pages
-    self.entries: list[CachedPrefix] = []
-
-  @property
-  def slots(self) -> list[int]:
-    """Slots whose reuse would evict a cached prefix."""
-    return [] if self.pages else [entry.slot for entry in self.entries]
-
-  def add(self, slot: int, sequence: Any) -> None:
-    """Keeps the entries of a finished `sequence.ActiveSequence`."""
-    tokens = np.concatenate([sequence.request.tokens, sequence.drawn()])
-    self.entries.append(CachedPrefix(tokens.astype(np.int32).tobytes(), sequence, slot))
-
-  def longest_match(self, tokens: bytes) -> CachedPrefix | None:
-    """The longest cached prefix of `tokens`, or None."""
-    matches = (entry for entry in self.entries if tokens.startswith(entry.tokens))
-    return max(matches, key=lambda entry: len(entry.tokens), default=None)
-
-  def take(self, entry: CachedPrefix) -> None:
-    """Removes an entry whose cache a request continues from."""
-    self.entries.remove(entry)
-
-  def evict(self, slots: Collection[int] | None = None) -> bool:
-    """Evicts the entries in `slots`, or else the oldest; False if there was none."""
-    evicted = self.entries[:1] if slots is None else [entry for entry in self.entries if entry.slot in slots]
-    for entry in evicted:
-      self.entries.remove(entry)
-      if self.pages:
-        self.pages.release(entry.holder)
-    return bool(evicted)
 
 
 @dataclasses.dataclass

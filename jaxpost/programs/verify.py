@@ -1,0 +1,134 @@
+"""The verify program: draws several tokens of each slot at a time, where a draft says which ones to expect.
+
+A draw is a function of the slot's key, the position and the logits. So a drafted token is accepted exactly when it is
+the token that is drawn there, and drafts change how fast completions are sampled, not which ones. This is speculative
+decoding (Leviathan et al. 2023, arXiv:2211.17192) with the randomness fixed beforehand: there is no rejection step.
+
+Legend: S slots, R of them in a block, T drafted tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jaxpost.models.transformer import flops_per_token
+from jaxpost.programs import generate
+from jaxpost.programs import sampling as sampling_lib
+from jaxpost.programs.cache_storage import append, empty_block, first_entries, where
+from jaxpost.programs.compile import Ledger, Program
+from jaxpost.programs.generate import Block, DecodeState
+from jaxpost.types import Array
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.matmul import Compute
+  from jaxpost.models.model import Model
+
+
+@struct.dataclass
+class Draft:
+  """The tokens that slots are expected to draw next."""
+
+  tokens: Array  # [R, T] int32, padded on the right
+  lengths: Array  # [R] int32, number of tokens; 0 where nothing is expected
+
+
+def make_verify(
+  model: Model, rows: int, read: int, report: dict[str, int], layout: Layout, compute: Compute, ledger: Ledger
+) -> Program:
+  """Makes the program verify(weights, state, draft, table) -> (state, Block of T + 1 steps).
+
+  One pass over the model reads all drafted tokens. Of each slot those are drawn that the draft has right, and then one
+  more by a decode step, so that a slot advances by 1 to T + 1 tokens: `Block.drawn` says which. The cache entries of
+  the others are written, too, and overwritten by the next block. Arguments as in `generate.make_generate`.
+  """
+
+  def verify(weights, state: DecodeState, draft: Draft, table=None):
+    few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
+    cache = state.cache.replace(table=table) if table is not None else first_entries(state.cache, rows, read)
+    recent, hidden = model.decode(
+      weights,
+      cache,
+      empty_block(model, state.cache, rows, draft.tokens.shape[1]),
+      draft.tokens,
+      few.positions,
+      step=0,
+      compute=compute,
+      constrain=layout,
+    )
+    few, accepted = _accept(model, weights, few, draft, hidden, report=report, compute=compute)
+    by_slot = compute.platform != 'gpu'
+    cache = append(state.cache.replace(table=table), recent, state.positions[:rows], by_slot).replace(table=None)
+    rest = jax.tree.map(lambda old, x: old.at[:rows].set(x), state.replace(cache=None), few)
+    state, last = generate.decode_block(
+      model, 1, read, report, compute, rows, layout, weights, rest.replace(cache=cache), table
+    )
+    return state, _join(accepted, last)
+
+  def flops(weights, state, draft, table=None):
+    del weights, state, table
+    return (draft.tokens.size + rows) * flops_per_token(model.config, read)
+
+  def place(shapes):
+    state, _ = shapes
+    return generate.slot_shardings(layout)(state), layout.sharding()
+
+  return Program('verify', verify, ledger, place, donate=(1,), flops=flops)
+
+
+def _accept(
+  model: Model, weights, state: DecodeState, draft: Draft, hidden: jax.Array, report: dict[str, int], compute: Compute
+) -> tuple[DecodeState, Block]:
+  """Returns (the state after the tokens that the draft has right, those tokens).
+
+  hidden: [R, T, D], of each drafted token.
+  """
+  count = draft.tokens.shape[1]
+  hidden = jnp.concatenate([state.hidden[:, None], hidden.astype(state.hidden.dtype)], axis=1).swapaxes(0, 1)
+  numbers = jnp.arange(count)
+  uniform = jax.vmap(lambda n: sampling_lib.uniforms(state.keys, state.positions + n))(numbers)
+
+  def step(carry, now):
+    state, right = carry  # right: [R], all drafted tokens up to here were drawn
+    number, uniform, expected, before, after = now
+    # One position at a time: the logits of all of them may take more memory than the model.
+    logits = generate.head_logits(model, weights, before, compute)
+    options = dict(unroll=compute.platform == 'gpu', block=256 if compute.platform == 'cpu' else 128)
+    drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, **options)
+    broken = right & state.active & drawn.broken
+    right &= state.active & (drawn.tokens == expected) & (number < draft.lengths)
+    moved, stopped = generate.advance(state.replace(active=right), drawn.tokens)
+    state = moved.replace(
+      active=jnp.where(right, moved.active, state.active),
+      positions=state.positions + right,
+      hidden=where(right, after, state.hidden),
+    )
+    return (state, right), (drawn, right, stopped, broken)
+
+  every = jnp.ones(len(state.active), bool)
+  given = (numbers, uniform, draft.tokens.T, hidden[:-1], hidden[1:])
+  (state, _), (drawn, taken, stopped, broken) = jax.lax.scan(step, (state, every), given)
+  return state, Block(
+    tokens=drawn.tokens,
+    logprobs=drawn.logprobs,
+    behavior_logprobs=drawn.behavior_logprobs,
+    drawn=taken,
+    active=state.active,
+    finished=jnp.any(stopped, axis=0),
+    broken=jnp.any(broken, axis=0),
+    top=drawn.top,
+    allowed=drawn.allowed,
+    experts=(),
+  )
+
+
+def _join(first: Block, last: Block) -> Block:
+  """Returns two blocks of the same slots as one."""
+  names = ('tokens', 'logprobs', 'behavior_logprobs', 'drawn', 'top', 'allowed')
+  by_step = [{name: getattr(block, name) for name in names} for block in (first, last)]
+  joined = jax.tree.map(lambda *steps: jnp.concatenate(steps), *by_step)
+  return last.replace(**joined, finished=first.finished | last.finished, broken=first.broken | last.broken)
