@@ -1,7 +1,6 @@
 """Roles: weights and the programs that run on them.
 
-A policy and a critic are trained; a reference, teachers and a reward model are
-frozen.
+A policy and a critic are trained; a reference, teachers and a reward model are frozen.
 
 Legend: M micro-batches, B rows, T tokens.
 """

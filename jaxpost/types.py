@@ -3,9 +3,8 @@
 Shape legend: B rows, T tokens a row, N sequences, P prompt tokens, C
 completion tokens, S slots, K kv heads, h head size, L layers.
 
-Arrays per token are aligned with the token itself: `logprobs[b, t]` is
-log p(tokens[b, t] | tokens before it). The first token of a document has no
-prediction, so its weight is 0.
+Arrays per token are aligned with the token itself: `logprobs[b, t]` is log p(tokens[b, t] | tokens before it). The
+first token of a document has no prediction, so its weight is 0.
 """
 
 import dataclasses

@@ -1,8 +1,7 @@
 """Tokenizers: the only place that imports transformers and tokenizers.
 
-A thin record over a fast tokenizer, without torch. The file tokenizer.json decides:
-the class that `transformers` has for a model family is never used, as it may change it.
-`load('bytes')` needs no file.
+A thin record over a fast tokenizer, without torch. The file tokenizer.json decides: the class that `transformers` has
+for a model family is never used, as it may change it. `load('bytes')` needs no file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Shows on the console which work a run does before and between its steps.
 
-On a terminal the last line of the screen says what is being done and for how long.
-Elsewhere a line is printed when work begins that is known to take time, and every
-five seconds while it lasts. Imports no JAX.
+On a terminal the last line of the screen says what is being done and for how long. Elsewhere a line is printed when
+work begins that is known to take time, and every five seconds while it lasts. Imports no JAX.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Metrics of a run: metrics.jsonl, TensorBoard, trackers, console, warnings.
 
-One row per step and split in metrics.jsonl: {'stage', 'split', 'step', key:
-number}; a number that is not finite is null and named in 'nonfinite'. Keys
-that depend on the clock are `time/*`, `*_per_s` and `mfu`, and those that
-depend on the machine `memory/*`; there are no others, so the rest of two runs
-can be compared byte by byte. Imports no JAX.
+One row per step and split in metrics.jsonl: {'stage', 'split', 'step', key: number}; a number that is not finite is
+null and named in 'nonfinite'. Keys that depend on the clock are `time/*`, `*_per_s` and `mfu`, and those that depend on
+the machine `memory/*`; there are no others, so the rest of two runs can be compared byte by byte. Imports no JAX.
 """
 
 import contextlib

@@ -1,10 +1,8 @@
 """Timelines of a run: when the host and the devices of each phase were busy.
 
-`Timeline` times the phases of the host, as `metrics.Chrono` does. For devices, a
-thread waits for the results of a program and notes when they came; no decision
-of a run depends on it. The first steps are written as Chrome trace events, which
-ui.perfetto.dev opens. `Trace` records a profile of some steps with
-`jax.profiler`.
+`Timeline` times the phases of the host, as `metrics.Chrono` does. For devices, a thread waits for the results of a
+program and notes when they came; no decision of a run depends on it. The first steps are written as Chrome trace
+events, which ui.perfetto.dev opens. `Trace` records a profile of some steps with `jax.profiler`.
 """
 
 import collections

@@ -8,9 +8,8 @@ A step is a folder written by Orbax, and finished by its manifest (manifest.py):
   FOLDER/20/checksums.json      the manifest: checksums of every file above,
                                 shapes of the leaves, the step's metrics
 
-A folder without a manifest, or with files that differ from it, is no checkpoint:
-restoring falls back to the step before it. Old steps are removed only after the new one
-is finished.
+A folder without a manifest, or with files that differ from it, is no checkpoint: restoring falls back to the step
+before it. Old steps are removed only after the new one is finished.
 
 Arrays are stored by path, not by tree type: None leaves and empty optimizer states are
 in the template, so neither has to survive a change of library.
@@ -20,6 +19,7 @@ All processes make the same calls in one order; process 0 decides for all.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
@@ -31,6 +31,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint._src.serialization import tensorstore_utils  # see `_spare_memory`
 
 from jaxpost import errors
 from jaxpost.distributed import coordination
@@ -47,6 +48,17 @@ def _is_not_raised(record: logging.LogRecord) -> bool:
   return not record.pathname.endswith(('futures/future.py', 'checkpointers/async_checkpointer.py')) or (
     record.levelno < logging.ERROR
   )
+
+
+@functools.cache
+def _spare_memory() -> None:
+  """tensorstore (up to 0.1.86) never frees what it makes of JSON: Orbax gets this once a save, not for each array."""
+  if build := getattr(tensorstore_utils, '_build_ocdbt_kvstore_tspec', None):
+    build = functools.lru_cache(1)(build)  # only the path differs between arrays
+    tensorstore_utils._build_ocdbt_kvstore_tspec = lambda directory, name=None, **options: (
+      build(directory, **options) | ({} if name is None else {'path': name})
+    )
+  tensorstore_utils.get_tensorstore_raw_bytes = lambda *_: 0  # of counters, for a line of its log
 
 
 class Checkpointer:
@@ -84,6 +96,7 @@ class Checkpointer:
     self._keep_best = keep_best
     self._best_sign = 1 if best_mode == 'max' else -1
     logging.getLogger('absl').addFilter(_is_not_raised)
+    _spare_memory()
     self._orbax = ocp.AsyncCheckpointer(
       ocp.CompositeCheckpointHandler(),
       atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),

@@ -1,9 +1,8 @@
 """The manifest of a checkpoint (checksums.json): what was saved, and its checksums.
 
-Orbax loads a flipped bit without an error. So each step of a run has a manifest, written
-once all other files are there: a step without one was never finished, and a step whose
-files differ from it is damaged. Its first line is its checksum (`seals.dumps`).
-Arrays of a state (a pytree) are saved under their names: 'params/embed'.
+Orbax loads a flipped bit without an error. So each step of a run has a manifest, written once all other files are
+there: a step without one was never finished, and a step whose files differ from it is damaged. Its first line is its
+checksum (`seals.dumps`). Arrays of a state (a pytree) are saved under their names: 'params/embed'.
 """
 
 from __future__ import annotations
