@@ -23,7 +23,7 @@ class Compute:
       accumulate in float32; 'float32' is the exact mode of tests and parity
       (without HIGHEST an accelerator would use TF32 or bfloat16 passes).
     residual: type of the residual stream and other activations.
-    cache: type of cached keys and values, which are rounded to `dtype` before.
+    cache: type of cached keys and values, which are rounded to `dtype` before; types of 8 bits have scales.
     unroll: layers as straight-line code (CPU, samplers) instead of `lax.scan`.
     remat: what the backward pass does not store but recomputes: 'none'; 'dots', all but the results of
       projections and attention; 'full', all but the input of each layer.

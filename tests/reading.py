@@ -55,6 +55,7 @@ OPTIONS = {
   'jaxpost.models.sparse_attention': 'model.path',
   'jaxpost.models.state_space': 'model.path',
   'jaxpost.models.quantization': 'model.quantize',
+  'jaxpost.models.scaled': 'rollout.weights',
   'jaxpost.models.shared_weights': 'rollout.share_base',
   'jaxpost.losses.importance': 'rl.importance',
   'jaxpost.hardware.kernel_check': 'model.attention',

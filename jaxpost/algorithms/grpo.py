@@ -235,19 +235,20 @@ def check_first_step(metrics: dict, config: Config) -> None:
   if not metrics.get('ratio'):
     return  # every sample was masked
   exact = config.model.dtype == 'float32'
-  rl = config.rl
+  rl, coded = config.rl, config.rollout.weights or config.rollout.cache
   # If a rollout has several updates, another program computes the old log-probs and may
   # round bfloat16 differently; if it has one, they come from the update itself.
   same = exact or not (rl.old_policy == 'sampler' or 'old_logprobs' in rl_fields.scores_in_loss(config))
-  rare = 0.0 if same else 1e-2  # fraction of tokens
+  off = coded and rl.old_policy == 'sampler'  # ratios are those to the weights in 8 bits
+  rare = 1.0 if off else 0.0 if same else 1e-2  # fraction of tokens
   expect(
     metrics,
     {
-      'ratio': (1.0, 1e-4 if same else 1e-2),
+      'ratio': (1.0, 0.5 if off else 1e-4 if same else 1e-2),
       'clip_ratio/low_mean': (0.0, rare if rl.clip_low > 0.02 else 1.0),
       'clip_ratio/high_mean': (0.0, rare if rl.clip_high > 0.02 else 1.0),
       'kl': (0.0, 1e-8 if exact else 1e-3),
-      'sampler_mismatch': (1.0, 1e-4 if exact else 0.02),
+      'sampler_mismatch': (1.0, 0.5 if coded else 1e-4 if exact else 0.02),
     },
     'sampler, reference and trainer do not compute the same model',
   )

@@ -125,7 +125,7 @@ def check_terms(config: Config) -> None:
     'config.rl.importance: with old_policy=sampler the surrogate itself holds the ratio to the sampler; '
     'leave importance empty (opsm may stay)',
   )
-  if rl.sampling_mask or rl.expert or rl.replay:
+  if rl.sampling_mask or rl.expert or rl.replay or config.rollout.weights or config.rollout.cache:
     from jaxpost.algorithms import token_terms
 
     token_terms.check(config)
@@ -207,10 +207,11 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
     return value
 
   def importance(config: Config) -> tuple[str, ...]:
-    """A correction if samples come from older weights than the old policy's."""
-    rl = config.rl
+    """A correction if samples come from other weights than the old policy's: older ones, or ones in 8 bits."""
+    rl, r = config.rl, config.rollout
     recomputed = (rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
-    return ('token_truncated',) if recomputed and (config.rollout.staleness or rl.keep_surplus or rl.replay) else ()
+    differs = r.staleness or r.weights or r.cache or rl.keep_surplus or rl.replay
+    return ('token_truncated',) if recomputed and differs else ()
 
   def kl_estimator(config: Config) -> str:
     """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""

@@ -82,7 +82,7 @@ def arrays(rl: Any) -> tuple[str, ...]:
 
 
 def check(config: Config) -> None:
-  """Raises InputError where `rl.sampling_mask`, `rl.expert` or `rl.replay` does not hold."""
+  """Raises InputError where `rl.sampling_mask`, `rl.expert`, `rl.replay` or a sampler in 8 bits does not hold."""
   rl, rollout = config.rl, config.rollout
   replayed = config.environment or config.train_on_rollouts
   refuse(
@@ -107,4 +107,9 @@ def check(config: Config) -> None:
     rl.replay > 0 and not weighted,
     'config.rl.replay: its samples are those of an older policy, and no weight corrects for that; '
     "set rl.old_policy=sampler, or leave rl.importance ('auto',)",
+  )
+  refuse(
+    bool(rollout.weights or rollout.cache) and rl.old_policy != 'sampler' and set(rl.importance) <= {'opsm'},
+    f'config.rl.importance: {rl.importance} corrects nothing, and a sampler in 8 bits (rollout.weights, rollout.cache) '
+    "draws from another distribution; leave it ('auto',), or set rl.old_policy=sampler",
   )

@@ -5,6 +5,8 @@ Legend: B rows, T tokens, D hidden size, L layers, H heads, K kv heads, h head s
 Both passes run the layers of `transformer.py`; `decode` attends over the cache.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -26,9 +28,10 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
   attention_of = transformer.attention_over(segment_ids, positions, cfg, compute, constrain)
 
   def attend(q, k, v, keep, window, sinks):
+    if jnp.dtype(compute.cache).itemsize == 1:  # what a token attends to does not depend on where its prompt ends
+      k, v = (cached(y, compute).dense(y.dtype) for y in (k, v))
     out = attention_of(q, k, v, window=window, sinks=sinks)
-    pair = [y.swapaxes(1, 2).astype(compute.dtype).astype(compute.cache) for y in keep]
-    return out, pair
+    return out, [cached(y.swapaxes(1, 2), compute) for y in keep]
 
   tables = rope.tables(positions, lengths[:, None], cfg)
   recur = transformer.recurrence_over(segment_ids, cfg, compute, constrain, keep=True)
@@ -79,6 +82,7 @@ def decode(
   weights = transformer.with_inputs(weights, some, x, cfg, compute=compute, layout=constrain)
   positions = (filled + step)[:, None] + jnp.arange(some.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
+  put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
   ks, vs, experts, states = (list(x) for x in (recent.k, recent.v, recent.experts, recent.states))
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
     p, place = p(x) if callable(p) else p, cfg.place_in_cache(i)
@@ -86,8 +90,7 @@ def decode(
     def attend(q, k, v, keep, i=place, window=kind.window, p=p):
       del k, v
       for kept, new in zip((ks, vs), keep):
-        new = new.astype(compute.dtype).astype(kept[i].dtype)
-        kept[i] = jax.lax.dynamic_update_slice_in_dim(kept[i], new.swapaxes(1, 2), step, axis=2)
+        kept[i] = jax.tree.map(put, kept[i], cached(new.swapaxes(1, 2), compute))
       old, new = layer_entries(cache, i, step), [ks[i], *vs[i : i + 1]]
       more = dict(window=window, cfg=cfg, sinks=p.get('sinks'))
       if 'kv_a' in p:
@@ -121,6 +124,15 @@ def _recurrence(states: list, layer: int, cfg: ModelConfig, compute: Compute, la
   return recur
 
 
+def cached(x, compute: Compute):
+  """Returns keys or values [..., h] as the cache keeps them."""
+  if jnp.dtype(compute.cache).itemsize > 1:
+    return x.astype(compute.dtype).astype(compute.cache)
+  from jaxpost.models import scaled
+
+  return scaled.cached(x, compute)
+
+
 def layer_entries(cache: Cache, layer: int, step):
   """Returns keys and values of a layer, [S, K, length, h], gathered from pages if any.
 
@@ -137,7 +149,7 @@ def layer_entries(cache: Cache, layer: int, step):
     some = pool[table].swapaxes(1, 2)  # [S, K, n, p, h]
     return from_bits(some.reshape(*some.shape[:2], -1, some.shape[-1]))
 
-  return [gather(pool) for pool in pair]
+  return [jax.tree.map(gather, pool) for pool in pair]
 
 
 def cached_attention(

@@ -49,6 +49,7 @@ class Model:
   base: 'Model | None' = None  # the model without adapters and quantization
   merge: Callable = lambda params: params  # params -> parameters of the base
   view: Callable = lambda params: params  # params -> input of the base's `prefill`
+  store: Callable = dict  # weights of a sampler's layer, or their shardings -> what is kept
   passes: float = 3.0  # cost of an update, in forward passes
   dropout: float = 0.0  # rate on the inputs of adapters, in updates
   quantized: str = ''  # 'int8' or 'nf4': quantized matrices

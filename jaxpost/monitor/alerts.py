@@ -107,7 +107,7 @@ RULES = (
   Rule(
     'mismatch',
     lambda s: s['mismatch'] > 1.05,
-    'sampler_mismatch {mismatch:.3f}: sampler and trainer disagree on log-probs; check dtypes, temperature',
+    'sampler_mismatch {mismatch:.3f}: sampler and trainer disagree on log-probs; check dtypes, temperature, 8 bits',
     patience=1,
   ),
 )

@@ -310,9 +310,24 @@ def slots(inputs: Inputs) -> tuple[int, int]:
   return found, math.ceil(total / found)
 
 
-def _entry(cfg: ModelConfig, tensor: int) -> float:
-  """Returns the elements of a token in the KV cache of a device."""
-  return sum((heads / tensor if heads % tensor == 0 else heads) * sum(sizes) for heads, sizes in cfg.layer_caches)
+def _entry(case: _Case) -> float:
+  """Returns the bytes of a token in the KV cache of a device; one of 8 bits has a scale beside each head's codes."""
+  tensor, coded = case.rollout.mesh.shape['tensor'], case.inputs.config.rollout.cache
+  return sum(
+    (heads / tensor if heads % tensor == 0 else heads) * sum(n + case.width if coded else n * case.width for n in sizes)
+    for heads, sizes in case.cfg.layer_caches
+  )
+
+
+def _weights(case: _Case) -> float:
+  """Returns the bytes of the sampler's weights on a device."""
+  model, kind = case.inputs.model.base or case.inputs.model, case.inputs.config.rollout.weights
+  saved = 0.0
+  if kind:
+    from jaxpost.models import scaled
+
+    saved = scaled.bytes_saved(model, case.rollout, case.width)
+  return memory.size(load_weights.described(model, case.rollout, case.compute.dtype)) - saved
 
 
 def _state(cfg: ModelConfig, tensor: int) -> float:
@@ -325,20 +340,19 @@ def _state(cfg: ModelConfig, tensor: int) -> float:
 def _sampler(case: _Case) -> dict[str, float]:
   """Returns the bytes of the sampler's weights, cache, what a block copies of it, and logits."""
   cfg, rollout, shape = case.cfg, case.inputs.config.rollout, dict(case.rollout.mesh.shape)
-  model, at_a_time = case.inputs.model.base or case.inputs.model, slots(case.inputs)[0]
+  at_a_time = slots(case.inputs)[0]
   mine = math.ceil(at_a_time / case.rollout.batch_shards)
   # A block of decoding may run past the last token that counts.
   length = rollout.max_prompt_length + rollout.max_new_tokens + (rollout.block or case.compute.decode_block)
-  weights = memory.size(load_weights.described(model, case.rollout, case.compute.dtype))
   logits = 2 * mine * cfg.padded_vocab_size / shape['tensor'] * _FLOAT
   some = rollout.prompts if case.inputs.algorithm.on_policy else at_a_time  # whose prefixes are there at a time
   prompts = math.ceil(some / case.rollout.batch_shards)
-  entry, state = _entry(cfg, shape['tensor']) * case.width, _state(cfg, shape['tensor'])
+  entry, state = _entry(case), _state(cfg, shape['tensor'])
   # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all.
   # States are there before and after it.
   copied = mine * (2 ** int(math.log2(length - 1)) * entry + state)
   cache = (mine * length + prompts * rollout.max_prompt_length) * entry + (mine + prompts) * state
-  return dict(sampler=float(weights), cache=cache, copied=copied, logits=logits)
+  return dict(sampler=_weights(case), cache=cache, copied=copied, logits=logits)
 
 
 def _sample_seconds(case: _Case) -> float:
@@ -346,13 +360,9 @@ def _sample_seconds(case: _Case) -> float:
   cfg, rollout, tensor = case.cfg, case.inputs.config.rollout, case.rollout.mesh.shape['tensor']
   at_a_time, waves = slots(case.inputs)
   mine = math.ceil(at_a_time / case.rollout.batch_shards)
-  weights = _sampler(case)['sampler']
+  weights = _weights(case)
   seen = rollout.max_prompt_length + rollout.max_new_tokens / 2
-  one = _seconds(
-    case,
-    mine * transformer.flops_per_token(cfg, seen) / tensor,
-    weights + mine * seen * _entry(cfg, tensor) * case.width,
-  )
+  one = _seconds(case, mine * transformer.flops_per_token(cfg, seen) / tensor, weights + mine * seen * _entry(case))
   tokens = rollout.prompts * rollout.max_prompt_length / case.rollout.batch_shards
   prefill = tokens * transformer.flops_per_token(cfg, rollout.max_prompt_length / 2) / tensor
   return waves * rollout.max_new_tokens * one + _seconds(case, prefill, weights)

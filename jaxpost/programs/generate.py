@@ -102,9 +102,14 @@ def empty_state(
 
     with_state = sum(stack in STATEFUL for stack in cfg.layer_stacks)
 
+    zeros = functools.partial(jnp.zeros, dtype=compute.cache)
+    if jnp.dtype(compute.cache).itemsize == 1:
+      from jaxpost.models import scaled
+
+      zeros = functools.partial(scaled.empty_cache, compute=compute)
+
     def of_layers(part):
-      shapes = ((cache_shape[0], heads, cache_shape[1], sizes[part]) for heads, sizes in cfg.layer_caches)
-      return tuple(jnp.zeros(shape, compute.cache) for shape in shapes)
+      return tuple(zeros((cache_shape[0], heads, cache_shape[1], sizes[part])) for heads, sizes in cfg.layer_caches)
 
     k, *v = map(of_layers, range(len(cfg.cached[1])))  # latent attention caches one array per layer
     # In float32: what a state forgets slowly, it would lose at every rounding.

@@ -42,10 +42,8 @@ class Reshard:
   no copy share the parameters' buffers, so they have to be freed before an update donates these.
 
   Args:
-    most: bytes of the layers that one program makes, on all devices together;
-      at least one layer.
-    share_buffers: weights that need no copy share the parameters' buffers; False
-      where they are still in use when an update donates the parameters.
+    most: bytes of the layers that one program makes, on all devices together; at least one layer.
+    share_buffers: False where these buffers are still in use when an update donates the parameters.
 
   Attributes:
     shared_bytes: bytes that the last call shared.
@@ -60,7 +58,7 @@ class Reshard:
     most: int = GROUP_BYTES,
     share_buffers: bool = True,
   ):
-    self._merge = model.merge
+    self._merge, self._store = model.merge, model.store
     model = model.base or model
     self._compute, self._layout, self._share_buffers = compute, layout, share_buffers
     self._table, self._shardings = nest(model.table), model.shardings(layout)
@@ -80,7 +78,8 @@ class Reshard:
     self.group = self.layers if len(self._stacks) > 1 else group_of(self.layers, most, nbytes)
     self._rest = Program('reshard', self._cast, ledger, lambda weights: {k: self._shardings[k] for k in weights})
     calls = self.layers // max(1, self.group)
-    self._some = Program('reshard', self._cast_layers, ledger, shardings[: self.group], calls_per_step=calls)
+    kept = [self._store(layer) for layer in shardings[: self.group]]
+    self._some = Program('reshard', self._cast_layers, ledger, kept, calls_per_step=calls)
 
   def __call__(self, params: dict) -> dict:
     shared, rest, stacked = self._split(params)
@@ -146,7 +145,7 @@ class Reshard:
       name: jax.tree.map(lambda x, p: narrow(x, p, self._compute), some[name], self._table[name])
       for name in self._stacks
     }
-    return [fuse(p, self._fused) for p in unstack_layers(cast, self._order[: self.group])['layers']]
+    return [self._store(fuse(p, self._fused)) for p in unstack_layers(cast, self._order[: self.group])['layers']]
 
   def _merged(self, params):
     """Merges adapters, in float32 where that is computed in: in bfloat16, the sum would not be the trainer's."""
@@ -157,16 +156,12 @@ class Reshard:
 
 def _layers_of(model: Model, layout: Layout, compute: Compute, fused: dict) -> tuple[list[dict], int]:
   """Returns (shardings of the fused weights of every layer, bytes of the largest layer on all devices)."""
-  each, largest = {}, 0
+  each, largest, width = {}, 0, jnp.dtype(compute.dtype).itemsize
   for stack in STACKS:
     rows = {path.split('/')[1]: p for path, p in model.table.items() if p.stacked and path.startswith(f'{stack}/')}
     each[stack] = fuse({name: layout.sharding(p.axes[1:], p.shape[1:]) for name, p in rows.items()}, fused)
-    largest = max(largest, sum(math.prod(p.shape[1:]) * _itemsize(p, compute) for p in rows.values()))
+    largest = max(largest, sum(math.prod(p.shape[1:]) * (4 if p.exact else width) for p in rows.values()))
   return [each[stack] for stack in model.config.layer_stacks], largest
-
-
-def _itemsize(param: Param, compute: Compute) -> int:
-  return 4 if param.exact else jnp.dtype(compute.dtype).itemsize
 
 
 def group_of(layers: int, most: int, each: int) -> int:

@@ -128,16 +128,18 @@ def check_model(config: Config, model: Model) -> None:
     from jaxpost.rollout import sampler_config  # which no SFT run reads
 
     sampler_config.check_top_logprobs(config.rollout.top_logprobs, model.config.vocab_size)
-  if config.rollout.share_base and not model.frozen:
-    raise InputError(
-      'config.rollout.share_base: is for frozen weights under adapters '
-      '(config.lora.rank or config.train.freeze); leave it False'
-    )
-  if config.rollout.share_base and config.mesh.rollout_devices:
-    raise InputError(
-      'config.rollout.share_base: the sampler has devices of its own '
-      '(config.mesh.rollout_devices), which have no leaves of training; leave it False'
-    )
+  if config.rollout.weights or config.rollout.cache:
+    from jaxpost.models import scaled
+
+    scaled.check(config.rollout, model)
+  refuse(
+    config.rollout.share_base and not model.frozen,
+    'config.rollout.share_base: is for frozen weights under adapters (lora.rank or train.freeze); leave it False',
+  )
+  refuse(
+    config.rollout.share_base and config.mesh.rollout_devices > 0,
+    'config.rollout.share_base: the sampler has devices of its own (mesh.rollout_devices); leave it False',
+  )
 
 
 def check_replay(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> None:

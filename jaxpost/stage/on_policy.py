@@ -45,7 +45,11 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
     sequences = section.size * section.samples
   if placed.config.router.routing_replay:
     model = routing_replay.recording(model)
-  reshard = bridge = None
+  compute, reshard, bridge = placed.compute, None, None
+  if rollout.weights or rollout.cache:
+    from jaxpost.models import scaled
+
+    model, compute = scaled.for_sampler(model, compute, rollout)
   if rollout.share_base:
     from jaxpost.models import shared_weights
 
@@ -76,7 +80,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
       speculation=rollout.speculation,
     ),
     placed.rollout,
-    placed.compute,
+    compute,
     placed.ledger,
     decode=functools.partial(tokenizer.decode, skip_special=False),
     bridge=bridge,

@@ -24,9 +24,7 @@ class RolloutSection:
   forbidden_ids: tuple = option((), 'Token ids that are never sampled.', each=int)
   stop_strings: tuple = option((), 'Strings that end a completion, in addition to the stop tokens.', each=str)
   min_new_tokens: int = option(0, 'Tokens before the first stop token or stop string is allowed.', lo=0, hi=2**24)
-  top_logprobs: int = option(
-    0, 'Write the log-probs of this many most probable tokens at each position to samples/; 0: none.', lo=0
-  )
+  top_logprobs: int = option(0, 'Most probable tokens at each position whose log-probs samples/ has; 0: none.', lo=0)
   slots: int = option(0, 'Sequences decoded at a time; 0: all, up to 256, or what fits.', lo=0, hi=2**20)
   page_size: int = option(
     0,
@@ -49,10 +47,10 @@ class RolloutSection:
     lo=0,
     hi=1000,
   )
-  inflight_update_blocks: int = option(
-    0, 'Blocks after which a running rollout switches to the newest weights; 0: the next rollout does.', lo=0
-  )
+  inflight_update_blocks: int = option(0, 'Blocks after which a rollout takes newer weights; 0: the next does.', lo=0)
   share_base: bool = option(False, 'Sample from the frozen base weights of training, not a copy: less memory, slower.')
+  weights: str = option('', "Type of the sampler's layer matrices; '': of products.", choices=('', 'int8', 'float8'))
+  cache: str = option('', "Type of cached keys and values; '': of products.", choices=('', 'int8', 'float8'))
   offload: bool = option(False, 'Keep optimizer, critic and reference on the host while sampling; automatic if needed.')
 
 
@@ -226,7 +224,7 @@ class RlSection:
     'Corrections for the difference between sampler and policy: token_truncated, sequence_truncated, icepop, '
     'token_mask, sequence_mask, product_mask, token_k2, token_k3, sequence_k2, sequence_k3, opsm. '
     "(): none; ('auto',): token_truncated if old_policy is recomputed and samples may be older (rollout.staleness, "
-    'keep_surplus, replay).',
+    'keep_surplus, replay) or the sampler computes in 8 bits (rollout.weights, rollout.cache).',
     each=str,
     auto=(),
   )

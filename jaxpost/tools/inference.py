@@ -318,10 +318,13 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
 
 
 def _on_these_devices(config: config_lib.Config, on_policy: bool, layout: Layout, mesh: str) -> config_lib.Config:
-  """Returns the config with a mesh and a batch that fit these devices, whatever the run had."""
+  """Returns the config with a mesh and a batch that fit these devices, and no 8 bits, whatever the run had."""
   train, shards = config.train, layout.batch_shards
   rows = train.micro_batch_size or train.batch_size
   micro = 0 if on_policy else -(-rows // shards) * shards
   return dataclasses.replace(
-    config, mesh=schema.MeshSection(rollout=mesh), train=dataclasses.replace(train, micro_batch_size=micro)
+    config,
+    mesh=schema.MeshSection(rollout=mesh),
+    train=dataclasses.replace(train, micro_batch_size=micro),
+    rollout=dataclasses.replace(config.rollout, weights='', cache=''),
   )
