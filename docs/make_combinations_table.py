@@ -16,7 +16,8 @@ PAGE = ROOT / 'docs' / 'combinations.md'
 HEAD = """# Which choices go together
 
 Written by `python docs/make_combinations_table.py`. Surrogate loss, advantage, KL,
-corrections and schedule of GRPO can be chosen independently. `tests/test_combinations.py`
+corrections and schedule can be chosen independently, in GRPO and in the methods that differ from
+it in such choices, or have a critic (`ppo`, `vapo`) or a teacher (`opd`). `tests/test_combinations.py`
 takes every pair of these choices. A pair is refused with one line before anything
 starts, or it runs. At the first step its ratios and importance weights are 1, nothing
 is clipped or masked, and the KL is 0. Its gradient has the direction and the length of the
@@ -33,6 +34,12 @@ def page() -> str:
   lines = [HEAD, '## The choices', '', '| field | choices |', '|---|---|']
   for field, choices in combinations.FIELDS.items():
     lines.append(f'| {field} | {", ".join(f"`{name}`" for name in choices)} |')
+  lines += [
+    '',
+    'Other on-policy methods have losses of their own. Besides the first choice of each field, they take:',
+    '',
+  ]
+  lines += [f'* `{name}`: {", ".join(f"`{x}`" for x in combinations.taken(name))}' for name in combinations.OTHERS]
   lines += ['', f'## Refused: {len(refused)} of {len(pairs)} pairs', '', '| choice | with | message |', '|---|---|---|']
   lines += rows(pairs, refused)
   return '\n'.join(lines) + '\n'

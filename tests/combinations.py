@@ -17,7 +17,6 @@ import jax
 import numpy as np
 import tiny
 
-from jaxpost.algorithms import grpo
 from jaxpost.errors import InputError
 from jaxpost.losses import advantages, importance, policy_gradient
 from jaxpost.rl import batching
@@ -30,8 +29,16 @@ from jaxpost.types import Batch, Credit, Experience, Objective, Outputs, Prompt,
 SIZE, C, SYMBOLS = 3, 3, 3
 _KL = dict(kl_coef=0.1)
 _PASS_K = {'pass_at_k': 2}
+# The methods that learn by the surrogate of grpo.py, and what they need to run.
+_METHODS = {
+  **{name: {} for name, where in algorithms.ALGORITHMS.items() if where.partition(':')[0] in ('grpo', 'ppo')},
+  **dict.fromkeys(('mt_grpo', 'gigpo'), dict(environment='x')),
+  'pass_at_k': dict(rl=dict(pass_k=2)),
+  'opd': dict(rl=dict(reference='x')),
+}
 # Field -> {choice: what it sets}. A default of GRPO is a choice, too.
 FIELDS = {
+  'algorithm': {name: dict(needs, algorithm=name) for name, needs in _METHODS.items()},
   'rl.loss': {name: dict(rl=dict(loss=name)) for name in policy_gradient.LOSSES},
   'rl.advantage': {
     name: dict(rl=dict(advantage=name, pass_k=_PASS_K.get(name, 4)), environment='x' if 'sampled' in e.takes else '')
@@ -40,7 +47,7 @@ FIELDS = {
   'rl.aggregate': {name: dict(rl=dict(aggregate=name)) for name in ('token', 'sequence', 'constant')},
   'rl.scale_rewards': {name: dict(rl=dict(scale_rewards=name)) for name in ('group', 'batch', 'none', 'leave_one_out')},
   'KL': {
-    'none': {},
+    'none': dict(rl=dict(kl_coef=0.0)),
     **{f'{name} in the loss': dict(rl=dict(_KL, kl_in='loss', kl_estimator=name)) for name in policy_gradient.KL},
     'k1 in the loss, weighted': dict(rl=dict(_KL, kl_in='loss', kl_estimator='k1', kl_weighted=True)),
     'k3 in the loss, weighted': dict(rl=dict(_KL, kl_in='loss', kl_estimator='k3', kl_weighted=True)),
@@ -63,7 +70,7 @@ FIELDS = {
   'rl.minibatches': {str(n): dict(rl=dict(minibatches=n)) for n in (1, 2)},
   'rl.epochs': {str(n): dict(rl=dict(epochs=n)) for n in (1, 2)},
   'rl.dynamic_sampling': {
-    '0': {},
+    '0': dict(rl=dict(dynamic_sampling=0)),
     '2': dict(rl=dict(dynamic_sampling=2)),
     '2, rl.keep_surplus': dict(rl=dict(dynamic_sampling=2, keep_surplus=1)),
   },
@@ -80,6 +87,12 @@ FIELDS = {
   'rl.dual_clip': {str(x): dict(rl=dict(dual_clip=x)) for x in (0.0, 3.0)},
   'rl.entropy_coef': {str(x): dict(rl=dict(entropy_coef=x)) for x in (0.0, 0.01)},
 }
+# Methods with losses of their own, and what they take besides the defaults: that which their steps read.
+OTHERS = {
+  'online_dpo': dict(algorithm='online_dpo'),
+  'rft': dict(algorithm='rft'),
+  'gkd': dict(algorithm='gkd', reward='', distill=dict(teachers=('x',))),
+}
 CHOICES = [(field, choice) for field, choices in FIELDS.items() for choice in choices]
 
 
@@ -92,15 +105,25 @@ def pairs() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
 
 @functools.lru_cache(maxsize=None)
 def config_of(*chosen: tuple[str, str]) -> config_lib.Config:
-  """The config of GRPO with these choices, resolved and checked; InputError where they are refused."""
+  """The config of GRPO, or of another method, with these choices, resolved and checked; InputError where refused."""
   over = dict(algorithm='grpo', reward='x', rollout=dict(group_size=SIZE))
   for field, choice in chosen:
-    over = tiny.merged(over, FIELDS[field][choice])
-  algorithm = algorithms.load_algorithm('grpo')
+    over = tiny.merged(over, OTHERS[choice] if choice in OTHERS else FIELDS[field][choice])
+  algorithm = algorithms.load_algorithm(over['algorithm'])
   config = config_lib.resolve(next(iter(config_lib.parse(over).values())), algorithm.defaults)
-  sampling_inputs.check_sampling(config, on_policy=True)
+  sampling_inputs.check_sampling(config, on_policy=True, rewards=algorithm.rewards)
   algorithm.check(config)
   return config
+
+
+def taken(method: str) -> list[str]:
+  """Which choices other than the first of a field one of `OTHERS` takes."""
+  found = []
+  for field, choices in FIELDS.items():
+    for choice in list(choices)[1:]:
+      if field != 'algorithm' and not refusal(('algorithm', method), (field, choice)):
+        found.append(choice if '.' in choice else f'{field}={choice}')
+  return found
 
 
 @functools.lru_cache(maxsize=None)
@@ -126,6 +149,7 @@ PROMPTS = np.repeat([0, 1], len(DRAWN))  # of each group
 DRAWS = np.concatenate([DRAWN, DRAWN])  # [K, SIZE]
 _ANSWERS = [(p, answer) for p in (0, 1) for answer in ANSWERS[p]]
 _INDEX = PROMPTS[:, None] * 4 + DRAWS  # [K, SIZE], into _ANSWERS
+_VALUES = np.random.RandomState(6).standard_normal(len(STATES))  # that a critic gives them
 
 
 def _of_tokens(value, pad=0):
@@ -210,8 +234,13 @@ def experience(config: config_lib.Config | None = None, on_policy: bool = True) 
     tokenizer=None,
   )
   found = dict(old_logprobs=log_probs['old'], ref_logprobs=log_probs['reference'])
-  scores = Scores(**found, entropy=np.float32(entropies(which['old'])))
+  scores = Scores(**found, entropy=np.float32(entropies(which['old'])), values=np.float32(values()))
   return Controller.make_experience(types.SimpleNamespace(config=config, step=0, memory={}), graded, scores)
+
+
+def values() -> np.ndarray:
+  """[K * SIZE, C], of the state before each token."""
+  return (_VALUES[STATE] * MASK)[_INDEX.reshape(-1)]
 
 
 class Case(NamedTuple):
@@ -240,7 +269,7 @@ class Update:
 # Fields of `config.rl` that only `credit` reads: what they choose is in the arrays.
 _IN_CREDIT = {'advantage', 'scale_rewards', 'aggregate', 'dynamic_sampling', 'keep_surplus', 'replay', 'mask_truncated'}
 _IN_CREDIT |= {'pass_k', 'minibatches', 'epochs', 'importance', 'sampling_mask', 'kl_target', 'clip_cov', 'cov_low'}
-_IN_CREDIT |= {'cov_high', 'top_entropy', 'correct_nll_coef'}
+_IN_CREDIT |= {'cov_high', 'top_entropy', 'correct_nll_coef', 'reference', 'length_alpha', 'turn_gamma'}
 
 
 def updates(cases: Sequence[Case]) -> list[Update]:
@@ -256,7 +285,8 @@ def updates(cases: Sequence[Case]) -> list[Update]:
     weights, arrays = jax.tree.map(lambda *x: np.stack(x), *(prepared[i][1:][::-1] for i in members))
     present = [roles(*cases[i])['present'] for i in members]
     outputs = [np.stack([np.float32(f(name)) for name in present]) for f in (logprobs, entropies)]
-    metrics, gradients = _value_and_grad(grpo.objective(config), outputs, weights, arrays)
+    objective = algorithms.load_algorithm(config.algorithm).objective(config)
+    metrics, gradients = _value_and_grad(objective, outputs, weights, arrays)
     for n, i in enumerate(members):
       found[i] = Update(
         gradient=of_logits(*(x[n] for x in gradients), present[n]),
@@ -278,8 +308,9 @@ def _chunks(lists: Iterable[Sequence[int]], size: int) -> Iterator[list[int]]:
 def _prepare(case: Case) -> tuple[Credit, dict[str, np.ndarray], np.ndarray]:
   """(Credit, the arrays that the loss reads, weights of the tokens)."""
   config = case.config
-  credit = grpo.credit(experience(*case), config)
-  read = grpo.objective(config).arrays
+  algorithm = algorithms.load_algorithm(config.algorithm)
+  credit = algorithm.credit(experience(*case), config)
+  read = algorithm.objective(config).arrays
   missing = set(read) - set(credit.arrays)
   assert not missing, f'the loss reads {missing}, which credit does not make'
   several = config.rl.epochs * config.rl.minibatches > 1
@@ -315,6 +346,7 @@ def expected(config: config_lib.Config, on_policy: bool) -> np.ndarray:
     rewards=rewards,
     **{name: logprobs(kind).reshape(len(DRAWS), SIZE, C) for name, kind in which.items()},
     entropy=entropies(which['old']).reshape(len(DRAWS), SIZE, C),
+    values=values().reshape(len(DRAWS), SIZE, C),
     components={'right': (1.0, rewards), 'other': (-0.4, other)},
     greedy=GREEDY[PROMPTS],
     expert=np.arange(SIZE)[None].repeat(len(DRAWS), 0) == SIZE - 1 if config.rl.expert else None,

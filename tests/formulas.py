@@ -32,6 +32,7 @@ class Groups:
   components: dict[str, tuple[float, np.ndarray]] = dataclasses.field(default_factory=dict)  # weight, [K, G]
   greedy: np.ndarray | None = None  # [K], reward of the greedy answer
   expert: np.ndarray | None = None  # [K, G] bool
+  values: np.ndarray | None = None  # [K, G, C], of the states before tokens
   draws: float = np.inf
 
   def mean(self, x: np.ndarray, mask: np.ndarray) -> float:
@@ -225,7 +226,33 @@ def gigpo(groups, rl, rewards, mask, penalty):
   return (1 + rl.step_weight) * group(groups, rl, rewards, mask, penalty)
 
 
+def gae(groups, rl, rewards, mask, penalty):
+  """GAE (arXiv:1506.02438), whitened as in PPO."""
+  gains = sums_of_gae(groups.rewards, penalty, groups.values, mask, rl.gamma, policy_lam(rl, mask))
+  return whitened(groups, gains, mask)
+
+
+def policy_lam(rl, mask):
+  """VAPO (arXiv:2504.05118), section 4.2: by the length of an answer."""
+  lengths = np.maximum(mask.sum(axis=-1, keepdims=True), 1)
+  return np.maximum(0, 1 - 1 / (rl.length_alpha * lengths)) if rl.length_alpha else rl.lam
+
+
+def sums_of_gae(rewards, penalty, values, mask, gamma, lam):
+  """The sums of arXiv:1506.02438, eq. 16, term by term [..., C]; rewards [...] are those of the last tokens."""
+  tokens = mask.shape[-1]
+  last = np.arange(tokens) == mask.sum(axis=-1, keepdims=True) - 1
+  values = values * mask
+
+  def later(x, n):
+    return np.concatenate([x[..., n:], np.zeros((*x.shape[:-1], n))], axis=-1)
+
+  delta = (rewards[..., None] * last - penalty + gamma * later(values, 1) - values) * mask
+  return sum((gamma * lam) ** n * later(delta, n) for n in range(tokens))
+
+
 ADVANTAGES = dict(
+  gae=gae,
   group=group,
   leave_one_out=leave_one_out,
   reinforce_pp=reinforce_pp,

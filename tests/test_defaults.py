@@ -54,6 +54,15 @@ def test_the_critic_is_not_slower_than_the_policy():
   assert resolved('vapo', optim=dict(lr=3e-6)).critic.lr == pytest.approx(6e-6)
 
 
+def test_what_belongs_to_a_loss_or_an_estimator_goes_with_it():
+  """Neither the clip range of LUSPO's loss nor the discount of GiGPO's turns is for others."""
+  luspo = resolved('luspo', rl=dict(loss='clip')).rl
+  assert (luspo.clip_low, luspo.clip_high, resolved('luspo').rl.clip_high) == (0.2, 0.2, 2.5e-3)
+  assert (resolved('dapo', rl=dict(loss='clip')).rl.clip_high, resolved('vapo').rl.clip_high) == (0.28, 0.28)
+  others = [resolved('gigpo', environment='x', rl=dict(advantage=x)).rl for x in ('group', 'mt_grpo')]
+  assert [x.turn_gamma for x in others] == [1, 1] and resolved('gigpo', environment='x').rl.turn_gamma == 0.95
+
+
 @pytest.mark.parametrize('path', sorted((CLONE / 'configs').glob('[!_]*.py')), ids=lambda path: path.stem)
 def test_recipes_say_which_figure_to_expect(path):
   """One that others report (docs/defaults.md), one that was measured here, or that none is known."""

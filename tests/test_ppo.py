@@ -311,6 +311,7 @@ def test_field_changes_the_result(field):
     (dict(critic=dict(value_head=True, lr=1e-4)), 'critic.lr'),
     (dict(critic=dict(value_head=True, path='x')), 'critic.path'),
     (dict(critic=dict(value_head=True, warmup_steps=1)), 'critic.warmup_steps'),
+    (dict(critic=dict(coef=0.5)), 'critic.coef'),
   ],
 )
 def test_what_cannot_work_is_refused(over, key):

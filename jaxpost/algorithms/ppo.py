@@ -136,6 +136,11 @@ def check(config: Config) -> None:
       f'config.critic.{name}: a value head has no weights and no '
       'optimizer of its own; unset it or config.critic.value_head',
     )
+  refuse(
+    section.coef != type(section).coef and not section.value_head,
+    f'config.critic.coef: a critic model has an update of its own; leave it {type(section).coef}, '
+    'or set config.critic.value_head',
+  )
   refuse(-1 < section.lam < 0, f"config.critic.lam: {section.lam} is below 0; -1 is the method's own")
   refuse(
     rl.length_alpha > 0 and section.lam >= 0 and rl.lam != type(rl).lam,

@@ -188,7 +188,7 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the defaults of `config.rl` of a method with these choices.
 
   Where a config names another surrogate or estimator than the method's, what belongs
-  to it precedes these choices: with rl.loss=gspo, DAPO has GSPO's clip range and mean.
+  to it precedes these choices: with rl.loss=gspo, DAPO has GSPO's clip range and mean; with clip, LUSPO has PPO's.
   """
 
   def default_of(field: str) -> Callable[[Config], Any]:
@@ -199,10 +199,11 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
       auto = rl.__dataclass_fields__[field].metadata['auto']
       if field == 'scale_rewards' and estimator and choices.get(field) not in estimator.scales:
         return estimator.scales[0]
-      chosen = field in choices and rl.loss in ('', choices.get('loss', 'clip'))
-      if field in loss.sets and not chosen:
+      own_loss = rl.loss in ('', choices.get('loss', 'clip'))
+      if field in loss.sets and not (field in choices and own_loss):
         return loss.sets[field]
-      return auto if field.startswith('clip_') and field not in loss.reads else choices.get(field, auto)
+      foreign = field == 'turn_gamma' and rl.advantage not in ('', choices.get('advantage', 'group'))
+      return auto if foreign or field.startswith('clip_') and not own_loss else choices.get(field, auto)
 
     return value
 
@@ -217,5 +218,5 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
     """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""
     return 'k3' if (config.rl.kl_in or choices.get('kl_in', 'loss')) == 'loss' else 'k1'
 
-  fields = ('aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards')
+  fields = ('aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards', 'turn_gamma')
   return dict(importance=importance, kl_estimator=kl_estimator) | choices | {name: default_of(name) for name in fields}

@@ -60,7 +60,7 @@ class PreferenceOptions:
     discopop_tau: temperature of the blend of 'discopop'.
     f_divergence: key of F_DIVERGENCES, applied to c and r. Losses that do not
       read it accept 'reverse_kl' only.
-    f_alpha: alpha of 'alpha_divergence'.
+    f_alpha: alpha of 'alpha_divergence' as in TRL; 1 - that of its paper (arXiv:2309.16240).
   """
 
   beta: float = 0.1

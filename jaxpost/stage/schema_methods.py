@@ -45,7 +45,7 @@ class PreferenceSection:
     'Divergence that ties the policy to the reference model.',
     choices=('reverse_kl', 'forward_kl', 'js_divergence', 'alpha_divergence'),
   )
-  f_alpha: float = option(0.5, 'Alpha of alpha_divergence.', lo=1e-6)
+  f_alpha: float = option(0.5, "Alpha of alpha_divergence, as in TRL: 1 - that of f-DPO's paper.", lo=1e-6)
   ipo_average: bool = option(True, 'IPO uses mean log-probs over tokens (as TRL), not sums.')
   desirable_weight: float = option(1.0, 'Weight of desirable completions in KTO.', lo=0.0)
   undesirable_weight: float = option(1.0, 'Weight of undesirable completions in KTO.', lo=0.0)
