@@ -4,11 +4,11 @@
   python -m launch.serve --run=runs/quickstart --record=requests.jsonl
   python -m launch.serve --model=BASE --adapter=sft=DIR --adapter=dpo=DIR
 
-Answers /v1/chat/completions and /v1/completions until Ctrl-C. Responses have `token_ids` and
-`prompt_token_ids` in addition to OpenAI's fields; --record appends the token ids and log-probs of each
-to a file. Requests share the decoding slots; a client that disconnects gives up its own. Adapters share
-the base but have their own slots; `model` in a request names one. Prints the URL, a curl command to
-try, and at the end how many requests were answered, refused and cancelled.
+Answers /v1/chat/completions and /v1/completions (`echo` with `logprobs`: log-probs of prompts)
+until Ctrl-C. Responses have `token_ids` and `prompt_token_ids`, too; --record appends the token ids and
+log-probs of each to a file. Requests share the decoding slots; a client that disconnects gives up its own.
+Adapters share the base but have their own slots; `model` in a request names one. Prints the URL, a curl
+command to try, and at the end how many requests were answered, refused and cancelled.
 """
 
 import logging
@@ -40,21 +40,20 @@ def main(argv):
   host.use_compile_cache()
   from jaxpost.environments import http_connections, openai_server
   from jaxpost.stage import on_policy
-  from jaxpost.tools import completions, inference, server_files
+  from jaxpost.tools import completions, inference, scoring, server_files
 
   key, record = server_files.read_key(_KEY.value), server_files.recorder(_RECORD.value)
   weights = inference.load(**_WEIGHTS.arguments())
-  half = _CONTEXT.value // 2
   name = server_files.public_name(_WEIGHTS.name)
+  models = completions.share_base(weights, name, _ADAPTER.value, _MESH.value)
+  top = min(20, weights.inputs.model.config.vocab_size)
   engines = completions.make_engines(
-    weights,
-    name,
-    _ADAPTER.value,
+    models,
     slots=_SLOTS.value,
-    max_prompt=_CONTEXT.value - half,
-    max_new_tokens=half,
+    max_prompt=_CONTEXT.value - _CONTEXT.value // 2,
+    max_new_tokens=_CONTEXT.value // 2,
     mesh=_MESH.value,
-    top_logprobs=min(20, weights.inputs.model.config.vocab_size),
+    top_logprobs=top,
   )
 
   http_connections.raise_file_limit()
@@ -67,6 +66,7 @@ def main(argv):
     record=record,
     api_key=key,
     other_engines=engines,
+    scorers={name: scoring.Scorer(model, top, _CONTEXT.value) for name, model in models.items()},
   )
   for sign in signal.SIGINT, signal.SIGTERM:
     signal.signal(sign, lambda *_: endpoint.stop())

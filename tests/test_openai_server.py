@@ -33,7 +33,7 @@ from jaxpost.formats import peft
 from jaxpost.models import partition
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.stage import on_policy
-from jaxpost.tools import completions, inference
+from jaxpost.tools import completions, inference, scoring
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -54,7 +54,8 @@ def weights(folder):
 def server(weights):
   engine = completions.make_engine(weights, slots=4, max_prompt=64, max_new_tokens=64, top_logprobs=5)
   seen = []
-  endpoint = Endpoint(engine, weights.inputs.tokenizer, name='nano', record=seen.append)
+  scorers = {'nano': scoring.Scorer(weights, 5, 128)}
+  endpoint = Endpoint(engine, weights.inputs.tokenizer, name='nano', record=seen.append, scorers=scorers)
   thread = threading.Thread(target=endpoint.serve, args=(on_policy.run_key(0, 3),))
   thread.start()
   yield endpoint, seen
@@ -152,6 +153,55 @@ def test_top_logprobs(server, weights):
   assert plain['choices'][0]['logprobs'] is None
 
 
+def model_logprobs(weights, ids):
+  logits = tiny.logits(weights.inputs.model, weights.params, np.array([ids]))[0]
+  return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize('max_tokens', [0, 1])
+def test_a_prompt_is_echoed_with_its_log_probs(max_tokens, server, weights):
+  """Texts, offsets and log-probs of all tokens, whatever the temperature of what is drawn."""
+  recorded = len(server[1])
+  asked = dict(prompt='h\u00e9: 1+1=2', max_tokens=max_tokens, logprobs=2, echo=True, temperature=0.5)
+  found = ask(server, 'completions', **asked)
+  choice, ids = found['choices'][0], found['prompt_token_ids']
+  assert choice['text'].startswith('h\u00e9: 1+1=2') and len(choice['token_ids']) == max_tokens
+  assert len(server[1]) == recorded + max_tokens  # what is only scored is not recorded
+  assert choice['finish_reason'] == 'length' or max_tokens
+  logprobs = choice['logprobs']
+  assert {len(x) for x in logprobs.values()} == {len(ids) + max_tokens}
+  assert logprobs['token_logprobs'][0] is None and logprobs['top_logprobs'][0] is None
+  rows = model_logprobs(weights, ids)[:-1]
+  want = rows[np.arange(len(rows)), ids[1:]]
+  np.testing.assert_allclose(logprobs['token_logprobs'][1 : len(ids)], want, atol=1e-4)
+  for top, row in zip(logprobs['top_logprobs'][1 : len(ids)], rows):
+    assert abs(max(top.values()) - row.max()) < 1e-4 and 1 <= len(top) <= 2
+  starts = logprobs['text_offset']
+  assert starts[:4] == [0, 1, 1, 2]  # two bytes are one character
+  text = choice['text']
+  assert ''.join(text[a:b] for a, b in zip(starts, [*starts[1:], None])) == text
+
+
+def test_what_was_drawn_greedily_is_scored_as_the_most_probable(server):
+  """lm-eval compares a token's log-prob with the largest one for equality. Texts, ids and lists give the same."""
+  drawn = ask(server, 'completions', prompt='1+1=', max_tokens=8, temperature=0, logprobs=1)
+  ids, start = [*drawn['prompt_token_ids'], *drawn['choices'][0]['token_ids']], len(drawn['prompt_token_ids'])
+  asked = dict(max_tokens=0, logprobs=1, echo=True)
+  found = ask(server, 'completions', prompt=[ids, [97, 98]], **asked)
+  logprobs = found['choices'][0]['logprobs']
+  for logprob, top in zip(logprobs['token_logprobs'][start:], logprobs['top_logprobs'][start:]):
+    assert logprob == max(top.values())
+  sampled = drawn['choices'][0]['logprobs']['token_logprobs']
+  np.testing.assert_allclose(logprobs['token_logprobs'][start:], sampled, atol=1e-4)
+  assert found['usage'] == dict(prompt_tokens=len(ids) + 2, completion_tokens=0, total_tokens=len(ids) + 2)
+  (alone,) = ask(server, 'completions', prompt='ab', n=1, **asked)['choices']
+  both = found['choices'][1]['logprobs']
+  assert alone['text'] == 'ab' and alone['logprobs']['tokens'] == both['tokens']
+  np.testing.assert_allclose(alone['logprobs']['token_logprobs'][1:], both['token_logprobs'][1:], atol=1e-5)
+  plain = ask(server, 'completions', prompt='ab', max_tokens=2, temperature=0, echo=True, n=2)['choices']
+  assert [c['text'][:2] for c in plain] == ['ab', 'ab'] and plain[0]['logprobs'] is None
+
+
 def test_a_special_token_stops(server, weights):
   """This token is not a stop id of the tokenizer."""
   tokenizer = weights.inputs.tokenizer
@@ -237,6 +287,11 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
     ('completions', dict(raw=b'{"prompt": "a", "max_tokens": 1e400}'), 400, 'max_tokens: inf'),
     ('completions', dict(prompt='a', seed=10**400), 400, 'seed'),
     ('completions', dict(prompt='a', logit_bias={'5': 1}), 400, 'logit_bias: is not supported'),
+    ('completions', dict(prompt='a', max_tokens=0), 400, 'max_tokens: 0 is less than 1; with echo'),
+    ('completions', dict(prompt='a', echo='yes'), 400, "echo: 'yes' is not true or false"),
+    ('completions', dict(prompt='a', echo=True, max_tokens=0, logprobs=6), 400, 'logprobs: 6 are more than 5'),
+    ('completions', dict(prompt=[97] * 129, echo=True, max_tokens=0, logprobs=0), 400, 'prompt: 129 tokens are more'),
+    ('chat/completions', dict(messages=HELLO, echo=True), 400, 'echo: chats have none'),
     ('chat/completions', dict(messages=HELLO, response_format={'type': 'json_object'}), 400, 'response_format'),
     ('chat/completions', dict(messages=HELLO, presence_penalty=0.5), 400, 'presence_penalty'),
     ('completions', dict(prompt='a', max_tokens=-1), 400, 'max_tokens: -1 is less than 1'),
@@ -541,7 +596,9 @@ def several(folder, weights, tmp_path_factory):
     params = test_lora.params_of(model, seed, b=0.5)
     peft.writer(model, params, folder)(root / name)
     folders.append(f'{name}={root / name}')
-  engines = completions.make_engines(weights, 'nano', folders, slots=2, max_prompt=32, max_new_tokens=32)
+  engines = completions.make_engines(
+    completions.share_base(weights, 'nano', folders), slots=2, max_prompt=32, max_new_tokens=32
+  )
   endpoint = Endpoint(engines.pop('nano'), weights.inputs.tokenizer, name='nano', other_engines=engines)
   thread = threading.Thread(target=endpoint.serve, args=(on_policy.run_key(0, 3),))
   thread.start()
@@ -582,7 +639,7 @@ from jaxpost.tools import completions, inference
 
 weights = inference.from_folder(sys.argv[1])
 engines = completions.make_engines(
-    weights, 'base', sys.argv[2:], slots=2, max_prompt=8, max_new_tokens=8)
+    completions.share_base(weights, 'base', sys.argv[2:]), slots=2, max_prompt=8, max_new_tokens=8)
 where = {name: {
     shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.weights)
     for shard in x.addressable_shards} for name, engine in engines.items()}
@@ -622,7 +679,7 @@ def test_adapters_that_cannot_be(weights, several, tmp_path):
     ('nano', [f'one={tmp_path}'], 'no folder of an adapter'),
   ):
     with pytest.raises(InputError, match=words):
-      completions.make_engines(weights, name, folders, slots=2, max_prompt=8, max_new_tokens=8)
+      completions.share_base(weights, name, folders)
 
 
 def test_a_failure_of_one_ends_all(weights):

@@ -17,7 +17,7 @@ from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
 from jaxpost.rewards import ifeval
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.tools import choices, completions, inference, score_dataset, suites
+from jaxpost.tools import choices, completions, inference, score_dataset, scoring, suites
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 ASKED = {
@@ -99,7 +99,8 @@ def test_choices_have_their_log_probs(weights):
     {'question': 'A much longer question ' * 4, 'choices': ['yes', 'no', 'why not'], 'answer': 'B'},
   ]
   asked = [choices.question(row, 'x', letters=False) for row in rows]
-  found = choices._log_probs(weights, [e for q in asked for e in choices._examples(q, weights.inputs.tokenizer)])
+  examples = [e for q in asked for e in choices._examples(q, weights.inputs.tokenizer)]
+  found = [s.logprobs.sum() for s in scoring.Scorer(weights)(examples)]
   wanted = []
   for q in asked:
     prompt, _ = weights.inputs.tokenizer.render_chat([{'role': 'user', 'content': q.prompt}], generation_prompt=True)
@@ -111,7 +112,8 @@ def test_choices_have_their_log_probs(weights):
 
 def test_subjects_and_bytes(weights, monkeypatch):
   """A long answer loses by its sum and wins by its bytes."""
-  monkeypatch.setattr(choices, '_log_probs', lambda weights, examples: [-3.0, -4.0, -1.0, -2.0])
+  sums = [scoring.TextScore(np.array([x]), None, None) for x in (-3.0, -4.0, -1.0, -2.0)]
+  monkeypatch.setattr(scoring, 'Scorer', lambda weights: lambda examples, where: iter(sums))
   rows = [{'question': 'q', 'choices': ['a', 'bbbb'], 'answer': 1, 'subject': s} for s in ('x', 'y')]
   found = choices.measure(weights, [choices.question(row, 'w', False) for row in rows])
   assert found == {'accuracy': 0.0, 'accuracy_by_bytes': 1.0, 'count': 2, 'accuracy/x': 0.0, 'accuracy/y': 0.0}

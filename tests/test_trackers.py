@@ -49,7 +49,7 @@ def run(tmp_path, monkeypatch, *fakes, **options):
       writer.start_stage(stage, 2)
       writer.write(1, 'train', {'loss': 1.0, 'kl': float('nan')})
       writer.write(2, 'eval', {'pass@1': 0.5})
-      writer.samples(2, [{'prompt': 'p', 'completion': 'c'}])
+      writer.samples(2, [{'split': 'train', 'prompt': 'p', 'completion': 'c', 'reward': 0.5}])
   assert len(metrics.read_rows(tmp_path / 'mine/metrics.jsonl')) == 4  # whatever trackers do
   return fakes
 
@@ -66,6 +66,9 @@ def test_wandb(tmp_path, monkeypatch):
     {'sft/train/loss': 1.0, 'sft/step': 1},
     {'sft/eval/pass@1': 0.5, 'sft/step': 2},
   ]
+  ((_, table), *_) = fake.of('Table')
+  assert table == {'columns': ['prompt', 'completion', 'reward'], 'data': [['p', 'c', 0.5]]}
+  assert set(fake.of('log')[2][0][0]) == {'sft/train/samples', 'sft/step'}
   assert [args[0] for args, _ in fake.of('define_metric')] == ['sft/*', 'grpo/*']
   assert names(fake.of('save')) == ['2.jsonl', '2.jsonl', 'report.html']
   assert fake.calls[-1][0] == 'finish'
@@ -93,6 +96,21 @@ def test_mlflow(tmp_path, monkeypatch):
   assert again.of('start_run')[0][1]['run_id'] == 'r1' and not again.of('set_tracking_uri')
 
 
+def test_tensorboard_has_texts(tmp_path):
+  """The newest samples as Markdown that shows them as they are, of chats, too."""
+  with metrics.MetricsWriter(tmp_path, console=QUIET) as writer:
+    writer.start_stage('grpo', 1)
+    turns = [{'role': 'user', 'content': 'one *and*\n\ntwo'}, {'role': 'assistant', 'content': None}]
+    old = {'split': 'train', 'prompt': 'old', 'completion': 'o', 'reward': 1.0}
+    writer.samples(3, [old, {'split': 'eval', 'prompt': turns, 'completion': '', 'reward': 0.25}])
+    writer.samples(4, [])
+  (file,) = (tmp_path / 'tensorboard/grpo').iterdir()
+  events = file.read_bytes()
+  assert b'grpo/eval/samples' in events and b'old' not in events
+  wanted = b'**reward 0.25**\n\nprompt:\n\n    user: one *and*\n\n    two\n    assistant: \n\ncompletion:\n\n'
+  assert wanted in events
+
+
 @pytest.mark.parametrize('fails', ['init', 'log', 'save', 'finish'])
 def test_a_failing_tracker_is_left_out(fails, tmp_path, monkeypatch, caplog):
   with caplog.at_level(logging.WARNING):
@@ -100,7 +118,7 @@ def test_a_failing_tracker_is_left_out(fails, tmp_path, monkeypatch, caplog):
   assert len(good.of('log_metrics')) == 4 and good.of('end_run')
   (warning,) = [r.getMessage() for r in caplog.records]
   assert warning.startswith('wandb failed at') and 'no route to host' in warning
-  assert len(bad.of('log')) == {'init': 0, 'log': 0, 'save': 2, 'finish': 4}[fails]
+  assert len(bad.of('log')) == {'init': 0, 'log': 0, 'save': 3, 'finish': 6}[fails]
 
 
 @pytest.mark.parametrize('name', trackers.TRACKERS)

@@ -6,8 +6,8 @@ The HTTP server that uses it is openai_server.py.
 from __future__ import annotations
 
 import difflib
-import itertools
 import json
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,10 +16,10 @@ from jaxpost.data import chat
 from jaxpost.data import messages as messages_lib
 from jaxpost.environments import turns
 from jaxpost.errors import InputError
+from jaxpost.rollout.sequence import Completion, Request
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.rollout.sequence import Completion
 
 _LARGEST = 1e300  # no parameter is; NaN and infinity are no numbers of JSON, and Python reads them
 _KINDS = {int: 'an integer', float: 'a finite number', bool: 'true or false', dict: 'an object'}
@@ -32,7 +32,6 @@ _UNSUPPORTED = {
   'logit_bias': ({},),
   'response_format': ({'type': 'text'},),
   'tool_choice': ('auto',),
-  'echo': (False,),
   'suffix': ('',),
   'best_of': (1,),
   'parallel_tool_calls': (True,),
@@ -41,7 +40,7 @@ _UNSUPPORTED = {
 _IGNORED = 'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key'
 MAX_ANSWERS = 1024  # of one request, to all of its prompts
 _MAX_STOPS, _MAX_STOP = 64, 1024  # stop strings of a request, and characters of each: all are searched in each block
-_READ = 'model messages prompt n max_tokens max_completion_tokens stop logprobs top_logprobs tools'.split()
+_READ = 'model messages prompt echo n max_tokens max_completion_tokens stop logprobs top_logprobs tools'.split()
 _READ += ['chat_template_kwargs', 'stream', 'stream_options']
 _FIELDS = ('temperature', 'top_p', 'top_k', 'min_p', 'min_tokens', 'seed')
 
@@ -100,8 +99,9 @@ class Translator:
     default = max(1, self._room - length)
     # `max_tokens` is the older name of `max_completion_tokens`.
     max_tokens = number(body, 'max_completion_tokens', int, number(body, 'max_tokens', int, default))
-    if max_tokens < 1:
-      raise InputError(f'max_tokens: {max_tokens} is less than 1')
+    if max_tokens < (0 if body.get('echo') else 1):
+      hint = '; with echo, 0 scores the prompt alone' if max_tokens == 0 else ''
+      raise InputError(f'max_tokens: {max_tokens} is less than 1{hint}')
     stop = body.get('stop') or ()
     if not isinstance(stop, (str, list, tuple)):
       raise InputError(f'stop: {stop!r} is no text or list of texts')
@@ -119,6 +119,11 @@ class Translator:
       return number(body, 'top_logprobs', int, 0) if body.get('logprobs') else 0
     value = body.get('logprobs')
     return int(value) if isinstance(value, bool) else number(body, 'logprobs', int, 0)
+
+  def choices(self, is_chat: bool, body: dict, completions: list[Completion]) -> list[dict]:
+    """Returns `choices` of a chat or of completions."""
+    one = self.chat_choice if is_chat else self.text_choice
+    return [one(i, completion, body) for i, completion in enumerate(completions)]
 
   def chat_choice(self, index: int, completion: Completion, body: dict) -> dict:
     """Returns an entry of `choices` of a chat; tool calls are parsed if the body has tools."""
@@ -150,13 +155,8 @@ class Translator:
     """Returns an entry of `choices` of a completion."""
     logprobs = None
     if body.get('logprobs') is not None:
-      pieces = [self._piece(i) for i in completion.tokens]
-      ends = list(itertools.accumulate(map(len, pieces), initial=0))
-      top = None
-      if self._top_count(body):
-        top = [dict(self._top(completion, at)) for at in range(len(pieces))]
-      logprobs = dict(
-        tokens=pieces, text_offset=ends[:-1], token_logprobs=[float(x) for x in completion.logprobs], top_logprobs=top
+      logprobs = self._text_logprobs(
+        completion.tokens, completion.logprobs, completion.top_ids, completion.top_logprobs, self._top_count(body)
       )
     return dict(
       index=index,
@@ -165,6 +165,46 @@ class Translator:
       finish_reason=_finish_reason(completion),
       token_ids=completion.tokens.tolist(),
     )
+
+  def with_prompt(self, choice: dict, body: dict, ids: np.ndarray, score: Any) -> dict:
+    """Returns an entry of `choices` of completions with the prompt before it.
+
+    Args:
+      ids: of the prompt.
+      score: its `tools.scoring.TextScore`; None: no log-probs were asked for.
+    """
+    text = self._tokenizer.decode(ids, skip_special=False)
+    out = {**choice, 'text': text + choice['text']}
+    if score is None:
+      return out
+    count, drawn = self._top_count(body), choice['logprobs']
+    before = self._text_logprobs(ids, score.logprobs, score.top_ids, score.top_logprobs, count)
+    before['token_logprobs'][0] = None  # nothing predicts the first token
+    if count:
+      before['top_logprobs'][0] = None
+    drawn['text_offset'] = [len(text) + at for at in drawn['text_offset']]
+    out['logprobs'] = {name: x and x + drawn[name] for name, x in before.items()}
+    return out
+
+  def _text_logprobs(self, ids: np.ndarray, logprobs: np.ndarray, top_ids: Any, top_logprobs: Any, count: int) -> dict:
+    """Returns the log-probs of tokens as completions have them, with `count` of the most probable tokens each."""
+    top = [self._by_text(*x, count) for x in zip(ids, logprobs, top_ids, top_logprobs)] if count else None
+    return dict(
+      tokens=[self._piece(i) for i in ids],
+      text_offset=_starts(self._tokenizer, ids),
+      token_logprobs=[float(x) for x in logprobs],
+      top_logprobs=top,
+    )
+
+  def _by_text(self, token: int, logprob: float, top_ids: np.ndarray, top_logprobs: np.ndarray, count: int) -> dict:
+    """Returns {text: log-prob} of the most probable tokens; of those with the same text the most probable counts.
+
+    The token itself has its own log-prob among them to the last bit, as clients compare the two.
+    """
+    out: dict[str, float] = {}
+    for i, x in zip(top_ids[:count], top_logprobs[:count]):
+      out.setdefault(self._piece(i), float(logprob if i == token else x))
+    return out
 
   def decode(self, completion: Completion) -> str:
     """Returns the text of a completion, without the stop string or token that ended it."""
@@ -183,8 +223,8 @@ class Translator:
     return self._tokenizer.decode([token], skip_special=False)
 
 
-def check_supported(body: dict) -> None:
-  """Raises InputError if a body asks for something that would be ignored."""
+def check_supported(body: dict, is_chat: bool, scorer: Any) -> None:
+  """Raises InputError if a body asks for something that would be ignored; `scorer` of its model may be None."""
   known = (*_READ, *_FIELDS, *_UNSUPPORTED, *_IGNORED)
   if unknown := [name for name in body if name not in known]:
     near = difflib.get_close_matches(unknown[0][:100], known, n=1)
@@ -193,9 +233,22 @@ def check_supported(body: dict) -> None:
   for name, harmless in _UNSUPPORTED.items():
     if body.get(name) is not None and body[name] not in harmless:
       raise InputError(f'{name}: is not supported here; leave it out')
-  for name, kind in (('stream', bool), ('stream_options', dict)):
+  for name, kind in (('stream', bool), ('echo', bool), ('stream_options', dict)):
     if not isinstance(body.get(name), (kind, type(None))):
       raise InputError(f'{name}: {messages_lib.shown(body[name])} is not {_KINDS[kind]}')
+  if body.get('echo'):
+    _check_echo(body, is_chat, scorer)
+
+
+def _check_echo(body: dict, is_chat: bool, scorer: Any) -> None:
+  if is_chat:
+    raise InputError('echo: chats have none; /v1/completions has')
+  if body.get('logprobs') is None:
+    return
+  if scorer is None:
+    raise InputError('echo: this server has no log-probs of prompts; leave out logprobs')
+  if number(body, 'logprobs', int, 0) > scorer.top:
+    raise InputError(f'logprobs: {body["logprobs"]} are more than {scorer.top}')
 
 
 def number(body: dict, name: str, kind: type, default: Any) -> Any:
@@ -221,6 +274,19 @@ def record_entry(api_key: str, model: str, completion: Completion, finish_reason
   )
 
 
+def _starts(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
+  """Returns where each token begins in the text of all; bytes of one character begin where it does."""
+  out, position = [], 0
+  first = fresh = 0  # of a window, and of the part of it that is not counted yet
+  for end in range(1, len(ids) + 1):
+    out.append(position)
+    known, text = (tokenizer.decode(ids[first:x], skip_special=False) for x in (fresh, end))
+    if not text.endswith('\ufffd') or end - fresh == 4:  # else it may be a part of a character
+      position += len(text) - len(known)
+      first, fresh = fresh, end
+  return out
+
+
 def _finish_reason(completion: Completion) -> str:
   return 'stop' if completion.finished else 'length'
 
@@ -232,3 +298,39 @@ def _tool_call(index: int, call: dict) -> dict:
 
 def _logprob_entry(entry: TokenLogprob) -> dict:
   return dict(token=entry.token, logprob=entry.logprob, bytes=None)
+
+
+def response(
+  is_chat: bool, model: str, choices: list[dict], prompts: list[np.ndarray], completions: list[Completion]
+) -> dict:
+  """Returns the body of a reply with these choices."""
+  prompt_tokens = sum(map(len, prompts))
+  completion_tokens = sum(len(c.tokens) for c in completions)
+  return dict(
+    id=f'cmpl-{completions[0].request.prompt}',
+    created=int(time.time()),
+    model=model,
+    object='chat.completion' if is_chat else 'text_completion',
+    choices=choices,
+    prompt_token_ids=prompts[0].tolist(),
+    usage=dict(
+      prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=prompt_tokens + completion_tokens
+    ),
+  )
+
+
+def nothing_drawn(request: Request) -> Completion:
+  """Returns the completion of a request for no tokens."""
+  none = np.zeros(0, np.float32)
+  ids = none.astype(np.int32)
+  return Completion(request, ids, none, none, finished=False, top_ids=ids[:, None], top_logprobs=none[:, None])
+
+
+def event_stream(response: dict) -> str:
+  """Returns a response as server-sent events: one event with the whole text, then the end."""
+  for choice in response['choices']:
+    if 'message' in choice:
+      choice['delta'] = choice.pop('message')
+  if response['object'] == 'chat.completion':
+    response['object'] += '.chunk'
+  return f'data: {json.dumps(response)}\n\ndata: [DONE]\n\n'

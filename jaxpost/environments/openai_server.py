@@ -19,10 +19,13 @@ import json
 import queue
 import re
 import threading
-import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from jaxpost.data.examples import Example
 from jaxpost.environments import http_connections, openai_format
 from jaxpost.environments.fair_lock import FairLock
 from jaxpost.environments.http_connections import Call, HttpError, Reply
@@ -41,7 +44,7 @@ _TEXT = '/v1/completions'
 
 
 class _Job(NamedTuple):
-  """A body, and the requests that it makes; `session` is that of an agent, and busy."""
+  """A body, and the requests that it makes; `session` is that of an agent, and busy. echo: prompts are repeated."""
 
   path: str
   body: dict
@@ -50,6 +53,13 @@ class _Job(NamedTuple):
   count: int
   api_key: str
   session: Session | None
+  echo: bool
+  prompts: list[np.ndarray]
+
+  @property
+  def draws(self) -> bool:
+    """Whether there is anything to draw."""
+    return not self.echo or self.requests[0].sampling['max_tokens'] > 0
 
 
 class _Refused(Exception):
@@ -77,6 +87,7 @@ class Endpoint:
     api_key: if not empty, what a client must send as its bearer token.
     other_engines: {name: engine} of other models, such as adapters. If there are any, a body must name its model; else
       the name in a body is ignored.
+    scorers: {name: `tools.scoring.Scorer`} of each model, for log-probs of prompts; {}: there are none.
   """
 
   def __init__(
@@ -90,6 +101,7 @@ class Endpoint:
     record: Callable[[dict], None] | None = None,
     api_key: str = '',
     other_engines: dict[str, Any] | None = None,
+    scorers: Mapping[str, Any] = types.MappingProxyType({}),
   ) -> None:
     self.engine = engine
     self.name = name
@@ -98,6 +110,7 @@ class Endpoint:
     self.counts = collections.Counter(answered=0, refused=0, cancelled=0)
     self.hosts = _LOOPBACK if host in _LOOPBACK else ()  # names it is called by; (): by any
     self.api_key = api_key
+    self._scorers = scorers
     self._record = record or (lambda entry: None)
     self._translator = openai_format.Translator(tokenizer, engine.config.room)
     self._queues = {name: queue.SimpleQueue() for name in self.engines}
@@ -255,12 +268,14 @@ class Endpoint:
     run = asyncio.get_running_loop().run_in_executor
     job = await run(self._threads, self._prepare, call)
     try:
-      completions = await self._generate(job, call)
+      scores = await run(self._threads, self._score, job, call)
+      none = openai_format.nothing_drawn
+      completions = await self._generate(job, call) if job.draws else [none(r) for r in job.requests]
     except BaseException:
       if job.session:
         job.session.busy.release()
       raise
-    return await run(self._threads, self._respond, job, completions)
+    return await run(self._threads, self._respond, job, completions, scores)
 
   def _prepare(self, call: Call) -> _Job:
     """Reads a body; InputError if it is invalid, _Refused if it names no model."""
@@ -282,15 +297,23 @@ class Endpoint:
     if session:
       requests = [_session_request(session, body, requests)]
     else:
-      openai_format.check_supported(body)
-    try:
-      for request in requests:
-        self.engines[name].check(request)  # An error in the engine's thread would end the run.
-    except InputError:
-      if session:
-        session.busy.release()
-      raise
-    return _Job(call.path, body, name, requests, count, api_key=api_key, session=session)
+      openai_format.check_supported(body, call.path == _CHAT, self._scorers.get(name))
+    echo, prompts = bool(body.get('echo')) and not session, [request.tokens for request in requests[::count]]
+    return _Job(call.path, body, name, requests, count, api_key=api_key, session=session, echo=echo, prompts=prompts)
+
+  def _score(self, job: _Job, call: Call) -> list[Any]:
+    """Checks what is to be drawn; returns a `TextScore` of each prompt that is echoed with log-probs, else None."""
+    for request in job.requests if job.draws else ():
+      self.engines[job.model].check(request)  # An error in the engine's thread would end the run.
+    if not job.echo or job.body.get('logprobs') is None:
+      return [None for _ in job.prompts]
+    found, out = self._scorers[job.model]([Example(p, np.ones(len(p), bool)) for p in job.prompts]), []
+    for _ in job.prompts:
+      with self._engine_lock:  # between the blocks of the engines
+        if call.left or self._stop.is_set():
+          raise concurrent.futures.CancelledError
+        out.append(next(found))
+    return out
 
   async def _generate(self, job: _Job, call: Call) -> list[Completion]:
     """Waits for the completions of the requests of a body; CancelledError if the server ends or the client leaves."""
@@ -306,31 +329,23 @@ class Endpoint:
     finally:
       self._open -= set(futures)
 
-  def _respond(self, job: _Job, completions: list[Completion]) -> Reply:
-    """Returns the reply with these completions, and records them."""
-    is_chat = job.path == _CHAT
-    to_choice = self._translator.chat_choice if is_chat else self._translator.text_choice
-    choices = [to_choice(i, c, job.body) for i, c in enumerate(completions)]
+  def _respond(self, job: _Job, completions: list[Completion], scores: list[Any]) -> Reply:
+    """Returns the reply with these completions and the scores of the prompts, and records what was drawn."""
+    choices = self._translator.choices(job.path == _CHAT, job.body, completions)
     if job.session:
       message = choices[0].get('message') or {'role': 'assistant', 'content': choices[0]['text']}
       job.session.record_answer(job.body, completions[0], message)
-    for choice, completion in zip(choices, completions):
+    for choice, completion in zip(choices if job.draws else (), completions):
       self._record(openai_format.record_entry(job.api_key, job.model, completion, choice['finish_reason']))
-    prompts = [request.tokens for request in job.requests[:: job.count]]
-    prompt_tokens = sum(map(len, prompts))
-    completion_tokens = sum(len(c.tokens) for c in completions)
-    response = dict(
-      id=f'cmpl-{job.requests[0].prompt}',
-      created=int(time.time()),
-      model=job.model,
-      object='chat.completion' if is_chat else 'text_completion',
-      choices=choices,
-      prompt_token_ids=prompts[0].tolist(),
-      usage=dict(
-        prompt_tokens=prompt_tokens, completion_tokens=completion_tokens, total_tokens=prompt_tokens + completion_tokens
-      ),
-    )
-    return _stream(response) if job.body.get('stream') else Reply(200, json.dumps(response))
+    if job.echo:
+      choices = [
+        self._translator.with_prompt(c, job.body, job.prompts[i // job.count], scores[i // job.count])
+        for i, c in enumerate(choices)
+      ]
+    response = openai_format.response(job.path == _CHAT, job.model, choices, job.prompts, completions)
+    if job.body.get('stream'):
+      return Reply(200, openai_format.event_stream(response), 'text/event-stream')
+    return Reply(200, json.dumps(response))
 
   def _requests(self, is_chat: bool, body: dict, count: int) -> list[Request]:
     """Returns the requests of a body, `count` for each prompt.
@@ -362,13 +377,3 @@ def _session_request(session: Session, body: dict, requests: list[Request]) -> R
 def _key(call: Call) -> str:
   scheme, _, key = (given := call.headers.get('authorization', '')).partition(' ')
   return key.strip() if scheme.lower() == 'bearer' else given
-
-
-def _stream(response: dict) -> Reply:
-  """Returns a response as server-sent events: one event with the whole text, then the end."""
-  for choice in response['choices']:
-    if 'message' in choice:
-      choice['delta'] = choice.pop('message')
-  if response['object'] == 'chat.completion':
-    response['object'] += '.chunk'
-  return Reply(200, f'data: {json.dumps(response)}\n\ndata: [DONE]\n\n', 'text/event-stream')

@@ -337,11 +337,16 @@ class MetricsWriter:
   def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
     """samples/STAGE/STEP.jsonl: prompt, completion, reward, components, ..."""
     if self._primary:
-      text = ''.join(json.dumps(plain(row), ensure_ascii=False) + '\n' for row in rows)
+      rows = [plain(row) for row in rows]
+      text = ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows)
       name = f'samples/{self._stage}/{step}.jsonl'
       object_store.write_text(self.workdir / name, text)
+      if self._tb is not None and rows:
+        from jaxpost.monitor import trackers
+
+        self._tb.add_text(*trackers.sample_text(self._stage, rows), step)
       if self._trackers is not None:
-        self._trackers.file(name)
+        self._trackers.samples(self._stage, step, rows, name)
 
   def flush(self) -> None:
     """Makes sure that the rows so far outlive this process and a loss of power."""

@@ -1,33 +1,23 @@
 """Multiple choice by log-prob: the answer whose tokens the model finds most probable after the question.
 
-Legend: N questions, B rows, T tokens.
+Legend: N questions.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxpost.data import packing
 from jaxpost.data.examples import Example
-from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
-from jaxpost.programs import score
-from jaxpost.roles import place
-from jaxpost.stage import place as place_lib
-from jaxpost.stage import schema
-from jaxpost.stage.records import PreparedStage
+from jaxpost.tools import scoring
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.tools.inference import Weights
-
-_ROWS = 8  # of a device at a time
-_STEP = 64  # rows are a multiple of so many tokens long
 
 
 class Question(NamedTuple):
@@ -68,7 +58,7 @@ def measure(weights: Weights, questions: Sequence[Question]) -> dict[str, Any]:
   """Returns accuracies: by the sum of log-probs, and divided by the bytes of the answers."""
   tokenizer = weights.inputs.tokenizer
   examples = [example for q in questions for example in _examples(q, tokenizer)]
-  sums = iter(_log_probs(weights, examples))
+  sums = (s.logprobs.sum(dtype=np.float64) for s in scoring.Scorer(weights)(examples, '--suite'))
   plain, normed, subjects = [], [], {}
   for q in questions:
     found = np.array([next(sums) for _ in q.answers])
@@ -94,23 +84,3 @@ def _examples(q: Question, tokenizer: Tokenizer) -> Iterator[Example]:
     tail = tokenizer.encode(space + answer)
     mask = np.arange(len(head) + len(tail)) >= len(head)
     yield Example(np.array(head + tail, np.int32), mask)
-
-
-def _log_probs(weights: Weights, examples: Sequence[Example]) -> list[float]:
-  """Returns the sum of the log-probs of the marked tokens of each example."""
-  longest = max(len(e.tokens) for e in examples)
-  rows, length = _ROWS * weights.layout.batch_shards, -(-longest // _STEP) * _STEP
-  config = weights.inputs.config
-  if longest > weights.inputs.model.config.max_position:
-    raise InputError(f'--suite: a question has {longest} tokens, more than the model can read')
-  train = dataclasses.replace(config.train, batch_size=rows, micro_batch_size=rows, row_length=length)
-  config = dataclasses.replace(config, train=train, mesh=schema.MeshSection())
-  placed = place_lib.place_stage(PreparedStage(dataclasses.replace(weights.inputs, config=config)))
-  program = score.make_score(placed.model, placed.train, placed.compute, placed.ledger)
-  out: list[float] = []
-  for start in range(0, len(examples), rows):
-    some = examples[start : start + rows]
-    batch = packing.to_batch([[e] for e in some], length, rows, normalize=False)
-    found = to_host(program(weights.params, place(placed.train, rows, batch)).logprobs)[0]
-    out += [float(found[i, : len(e.tokens)][e.trained].sum(dtype=np.float64)) for i, e in enumerate(some)]
-  return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -197,26 +197,16 @@ def make_engine(
   return engine
 
 
-def make_engines(
-  weights: Weights,
-  name: str,
-  folders: Sequence[str],
-  *,
-  slots: int,
-  max_prompt: int,
-  max_new_tokens: int,
-  mesh: str = 'data=-1',
-  top_logprobs: int = 0,
-) -> dict[str, NativeEngine]:
-  """Returns {name: engine} of a model and of its adapters; further arguments as in `make_engine`.
+def share_base(weights: Weights, name: str, folders: Sequence[str], mesh: str = 'data=-1') -> dict[str, Weights]:
+  """Returns {name: weights} of a model and of its adapters, which share one base.
 
-  The engines share one base, into which the model's own adapter or quantized
-  matrices are merged.
+  The model's own adapter or quantized matrices are merged into the base.
 
   Args:
     weights: of the model.
     name: of the model.
     folders: NAME=FOLDER of each adapter, as `inference.adapters` takes them.
+    mesh: as config.mesh.rollout.
   """
   if folders:  # the base goes to the sampler's layout once, for all engines
     weights = merged(weights)
@@ -227,17 +217,30 @@ def make_engines(
   each = {k: w for k, w in adapters(weights, folders).items() if k}
   if name in each:
     raise InputError(f'--adapter: {name} is what the model below is called')
+  return {name: weights} | each
+
+
+def make_engines(
+  models: Mapping[str, Weights],
+  *,
+  slots: int,
+  max_prompt: int,
+  max_new_tokens: int,
+  mesh: str = 'data=-1',
+  top_logprobs: int = 0,
+) -> dict[str, NativeEngine]:
+  """Returns {name: engine} of the models of `share_base`; further arguments as in `make_engine`."""
   return {
-    k: make_engine(
-      w,
+    name: make_engine(
+      weights,
       slots=slots,
       max_prompt=max_prompt,
       max_new_tokens=max_new_tokens,
       mesh=mesh,
       top_logprobs=top_logprobs,
-      share_base=bool(each),
+      share_base=len(models) > 1,
     )
-    for k, w in ({name: weights} | each).items()
+    for name, weights in models.items()
   }
 
 

@@ -1,0 +1,87 @@
+"""Log-probs of given texts by a model: teacher-forced, by the program that scores rollouts in training.
+
+Legend: T tokens, k most probable ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxpost.data import packing
+from jaxpost.data.examples import Example
+from jaxpost.distributed.mesh import Layout
+from jaxpost.distributed.transfer import to_host
+from jaxpost.errors import InputError
+from jaxpost.programs import score, topk
+from jaxpost.programs.compile import Program
+from jaxpost.roles import place
+from jaxpost.rollout.buckets import bucket
+from jaxpost.stage import place as place_lib
+from jaxpost.stage import schema
+from jaxpost.stage.records import PreparedStage
+from jaxpost.tools.inference import Weights
+
+_ROWS = 8  # of a device at a time
+_SMALLEST = 64  # tokens of a row
+
+
+class TextScore(NamedTuple):
+  """The log-probs of a text, at temperature 1; 0 where the example has no weight, and at its first token."""
+
+  logprobs: np.ndarray  # [T] float32
+  top_ids: np.ndarray  # [T, k] int32, the most probable tokens in place of each, most probable first
+  top_logprobs: np.ndarray  # [T, k] float32
+
+
+class Scorer:
+  """Scores texts with the weights of a model; compiles a program for each power of two of tokens.
+
+  Args:
+    weights: of a language model.
+    top: most probable tokens that are reported at each position.
+    room: longest text, in tokens; 0: what the model can read.
+  """
+
+  def __init__(self, weights: Weights, top: int = 0, room: int = 0) -> None:
+    self.top = top
+    limit = weights.inputs.model.config.max_position
+    self.room = min(room or limit, limit)
+    self._weights = weights
+    self._programs: dict[tuple[int, int], tuple[Layout, Program]] = {}
+
+  def __call__(self, examples: Sequence[Example], where: str = 'prompt') -> Iterator[TextScore]:
+    """Yields the score of each example; InputError, which begins with `where`, if one is too long."""
+    longest = max(len(e.tokens) for e in examples)
+    if longest > self.room:
+      raise InputError(f'{where}: {longest} tokens are more than the {self.room} that can be scored')
+    shards = self._weights.layout.batch_shards
+    rows = shards if len(examples) <= shards else _ROWS * shards
+    length = bucket(longest, self.room, _SMALLEST)
+    layout, program = self._program(rows, length)
+    for start in range(0, len(examples), rows):
+      some = examples[start : start + rows]
+      batch = packing.to_batch([[e] for e in some], length, rows, normalize=False)
+      found = to_host(program(self._weights.params, place(layout, rows, batch)))
+      ids, top, own = found if self.top else (*[np.zeros((1, rows, length, 0))] * 2, found.logprobs)
+      for i, e in enumerate(some):
+        yield TextScore(*(x[0, i, : len(e.tokens)] for x in (own, ids, top)))
+
+  def _program(self, rows: int, length: int) -> tuple[Layout, Program]:
+    """Returns the layout and the program for rows of a length."""
+    if (rows, length) not in self._programs:
+      inputs = self._weights.inputs
+      train = dataclasses.replace(inputs.config.train, batch_size=rows, micro_batch_size=rows, row_length=length)
+      config = dataclasses.replace(inputs.config, train=train, mesh=schema.MeshSection())
+      placed = place_lib.place_stage(PreparedStage(dataclasses.replace(inputs, config=config)))
+      args = placed.model, placed.train, placed.compute, placed.ledger
+      if self.top:
+        size = placed.model.config.vocab_size
+        program = topk.make_topk(*args, k=self.top, vocab_size=size, temperature=1.0, own=True)
+      else:
+        program = score.make_score(*args)
+      self._programs[rows, length] = placed.train, program
+    return self._programs[rows, length]
