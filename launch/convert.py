@@ -42,8 +42,9 @@ def main(argv):
       f'{argv[2]} names no method, so this is a config of {config["algorithm"]}; --algorithm chooses another',
       file=sys.stderr,
     )
-  missing = [s.name for s in settings if not s.fields]
-  print(f'{len(settings) - len(missing)} settings mapped; not mapped: {", ".join(missing) or "none"}', file=sys.stderr)
+  missing = [s.name for s in settings if not s.fields and s.reason != convert.NOT_NEEDED]
+  counts = f'{sum(bool(s.fields) for s in settings)} of {len(settings)} settings mapped'
+  print(f'{counts}; not mapped: {", ".join(missing) or "none"}', file=sys.stderr)
 
 
 if __name__ == '__main__':

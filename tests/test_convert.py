@@ -197,3 +197,24 @@ def test_sizes_and_ratios_are_no_counts_and_rates():
   given = {'actor.ppo_mini_batch_size': 256, 'min_lr_ratio': 0.1, 'generation_batch_size': 64, 'fp16': True}
   config, settings = convert.convert('verl', given)
   assert config == {'algorithm': 'grpo'} and all(s.reason for s in settings)
+
+
+def test_common_settings_of_verl_have_an_answer():
+  """Those of its GRPO example on one node, which have no field of that name here."""
+  given = {
+    'algorithm.adv_estimator': 'grpo',
+    'data.filter_overlong_prompts': True,
+    'actor_rollout_ref.model.use_remove_padding': True,
+    'actor_rollout_ref.actor.fsdp_config.param_offload': False,
+    'actor_rollout_ref.ref.fsdp_config.param_offload': True,
+    'actor_rollout_ref.actor.fsdp_config.optimizer_offload': False,
+    'actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu': 40,
+    'actor_rollout_ref.rollout.name': 'vllm',
+    'actor_rollout_ref.rollout.gpu_memory_utilization': 0.6,
+    'trainer.n_gpus_per_node': 8,
+    'trainer.nnodes': 1,
+  }
+  _, settings = convert.convert('verl', given)
+  answers = {s.name.rpartition('.')[2]: s.reason for s in settings if not s.fields}
+  assert not [name for name, reason in answers.items() if 'nothing here' in reason]
+  assert 'rollout.offload' in answers['param_offload'] and answers['name'] == 'is not needed here'

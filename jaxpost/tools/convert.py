@@ -25,6 +25,8 @@ _VALUES, _EVERY = _TABLES.pop('values'), _TABLES.pop('every')
 LIBRARIES = tuple(_TABLES)
 _FLAG = re.compile(r'(?:--|\+{0,2})(?P<name>[A-Za-z_][\w./@-]*)=(?P<value>.*)', re.DOTALL)
 
+NOT_NEEDED = 'is not needed here'  # the reason of a setting that asks for what is done anyway
+
 
 class Setting(NamedTuple):
   """A setting of another library: its fields here, or why there are none."""
@@ -133,7 +135,7 @@ def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...]
   for tail in tails:
     for key in (f'{tail}={_spelled(value)}', f'{tail}@{method}', tail):
       if key in table:
-        return table[key][1:] if table[key].startswith('!') else tuple(table[key].split()) or 'is not needed here'
+        return table[key][1:] if table[key].startswith('!') else tuple(table[key].split()) or NOT_NEEDED
   for tail in tails:
     if tail in field_names.SYNONYMS:
       return field_names.SYNONYMS[tail]
