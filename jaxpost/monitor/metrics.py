@@ -13,7 +13,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -293,16 +293,13 @@ class MetricsWriter:
       import tensorboardX  # half a second, so only where it is used
 
       folder = os.fspath(self._board_dir / 'tensorboard' / stage)
-      purge_step = resume_step + 1 if resume_step else 0
       try:
-        self._tb = tensorboardX.SummaryWriter(folder, flush_secs=10, purge_step=purge_step)
+        self._tb = tensorboardX.SummaryWriter(folder, flush_secs=10, purge_step=resume_step and resume_step + 1)
       except OSError as error:
         if error.filename:
           raise
         # Its queue takes a semaphore of the system; a container without a writable /dev/shm has none.
-        self._board.line(
-          f'tensorboard: left out ({error.strerror}; is /dev/shm writable?); metrics.jsonl has all of it'
-        )
+        self._board.line(f'tensorboard: left out ({error.strerror}; is /dev/shm writable?); metrics.jsonl has it all')
     if self._trackers is not None:
       self._trackers.start_stage(stage)
 
@@ -334,17 +331,16 @@ class MetricsWriter:
         self._noted = True
         self._board.line('note: a loss near 0 is expected, as advantages of a group sum to 0: watch reward and kl')
 
-  def samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+  def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """samples/STAGE/STEP.jsonl: prompt, completion, reward, components, ..."""
     if self._primary:
-      rows = [plain(row) for row in rows]
-      text = ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows)
+      text = ''.join(json.dumps(plain(row), ensure_ascii=False) + '\n' for row in rows)
       name = f'samples/{self._stage}/{step}.jsonl'
       object_store.write_text(self.workdir / name, text)
       if self._tb is not None and rows:
-        from jaxpost.monitor import trackers
+        from jaxpost.monitor import titles
 
-        self._tb.add_text(*trackers.sample_text(self._stage, rows), step)
+        self._tb.add_text(*titles.samples_as_markdown(self._stage, rows), step)
       if self._trackers is not None:
         self._trackers.samples(self._stage, step, rows, name)
 

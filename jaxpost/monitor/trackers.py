@@ -1,4 +1,4 @@
-"""Experiment trackers that get a run's metrics, samples and report: wandb, trackio, MLflow; texts for TensorBoard.
+"""Experiment trackers that get a run's metrics, samples and report: wandb, trackio, MLflow.
 
 Each is a package that is imported only where `config.log.trackers` names it. A tracker that fails
 in a run is left out from then on, with one warning: `metrics.jsonl` has all that it would get.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import textwrap
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,10 +16,8 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from jaxpost.errors import InputError
+from jaxpost.monitor import titles
 from jaxpost.storage import object_store
-
-_COLUMNS = 'prompt', 'completion', 'reward'  # of a sample
-_SHOWN = 8  # samples of a step that are shown as text
 
 
 class Options(NamedTuple):
@@ -74,7 +71,7 @@ def _wandb(options: Options, folder: str) -> Client:
     run.save(path, base_path=folder, policy='now')
 
   def show(stage: str, step: int, rows: Sequence[Mapping]) -> None:
-    table = wandb.Table(columns=list(_COLUMNS), data=[list(x) for x in _newest(rows)])
+    table = wandb.Table(columns=list(titles.SAMPLE), data=[list(x) for x in titles.newest_samples(rows)])
     run.log({f'{stage}/{rows[-1]["split"]}/samples': table, f'{stage}/step': step})
 
   return Client(log, file, run.finish, define, show)
@@ -177,30 +174,6 @@ class Trackers:
       except BaseException as error:
         _left_out(name, what, error)
         del self._clients[name]
-
-
-def sample_text(stage: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-  """Returns the tag and the Markdown of the newest samples, for TensorBoard."""
-  shown = []
-  for prompt, completion, reward in _newest(rows):
-    head = 'sample' if reward is None else f'reward {reward:.4g}'
-    # Indented, so that it is shown as it is.
-    texts = (f'{name}:\n\n{textwrap.indent(x, "    ")}' for name, x in zip(_COLUMNS, (prompt, completion)))
-    shown.append('\n\n'.join((f'**{head}**', *texts)))
-  return f'{stage}/{rows[-1]["split"]}/samples', '\n\n'.join(shown)
-
-
-def _newest(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, float | None]]:
-  """Returns (prompt, completion, reward) of the first rows of the split that was sampled last."""
-  some = [row for row in rows if row['split'] == rows[-1]['split']][:_SHOWN]
-  return [(_text(row['prompt']), _text(row['completion']), row.get('reward')) for row in some]
-
-
-def _text(value: Any) -> str:
-  """Returns a prompt or completion as text; of messages, each with its role."""
-  if isinstance(value, str):
-    return value
-  return '\n'.join(f'{turn["role"]}: {turn.get("content") or ""}' for turn in value)
 
 
 def _left_out(name: str, what: str, error: BaseException) -> None:
