@@ -1,4 +1,4 @@
-"""Metrics and samples for people: the report and the console show no raw keys, TensorBoard shows texts. Imports no JAX."""
+"""Metrics and samples for people: no raw keys in report and console, texts in TensorBoard. Imports no JAX."""
 
 from __future__ import annotations
 
