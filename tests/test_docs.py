@@ -59,10 +59,10 @@ def test_config_table_tells_every_field():
   assert set(re.findall(r'^\| `([\w.]+)`', text, re.M)) == wanted
 
 
-@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize('page', [CLONE / 'README.md', *PAGES], ids=lambda page: page.name)
 def test_what_a_page_names_is_there(page):
   text = page.read_text('utf-8')
-  for verb in re.findall(r'python -m launch\.(\w+)', text):
+  for verb in re.findall(r'python -m launch\.(?!NAME)(\w+)', text):
     assert (CLONE / f'launch/{verb}.py').is_file(), verb
   for file in re.findall(r'\b(?:configs|docs|launch|notebooks)/\w+\.\w+', text):
     if 'NAME' not in file:
@@ -80,10 +80,17 @@ def test_links_lead_somewhere(page):
       assert (page.parent / target).exists(), target
 
 
+def test_readme_begins_with_a_run():
+  """Its first screen has the two commands and their result; it is short, and the docs have the rest."""
+  lines = (CLONE / 'README.md').read_text('utf-8').splitlines()
+  shown = [line for line in lines[:18] if line.startswith(('pip install', 'python -m launch.train', '!['))]
+  assert [line.split()[0] for line in shown] == ['pip', 'python', '![The'] and len(lines) <= 110
+
+
 def test_method_pages_are_up_to_date(monkeypatch):
   monkeypatch.syspath_prepend(str(CLONE / 'docs'))
   made = importlib.import_module('make_method_pages').pages()
-  kept = {page.name: page.read_text('utf-8') for page in METHODS}
+  kept = {page.name: page.read_text('utf-8') for page in [*METHODS, *(CLONE / 'docs/methods').glob('*.svg')]}
   assert kept == made, 'run python docs/make_method_pages.py'
 
 
@@ -183,9 +190,9 @@ def test_adding_a_family_is_an_entry():
   assert f'The longest entry has {max(lengths)} lines' in page
 
 
-def test_readme_says_where_things_happen():
+def test_the_docs_say_where_things_happen():
   """Every name of the table is in one of the files of its row."""
-  text = (CLONE / 'README.md').read_text('utf-8')
+  text = (CLONE / 'docs/reading_the_code.md').read_text('utf-8')
   rows = re.findall(r'^\| [^|]*\? \| (.*?) \| (.*?) \|$', text, re.M)
   assert len(rows) > 10
   for files, names in rows:
