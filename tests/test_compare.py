@@ -67,6 +67,14 @@ def test_figures_are_said_once_stage_by_stage(tmp_path):
   assert [stage for stage, _ in itertools.groupby(key.rpartition('/')[2] for key in found)] == ['sft', 'grpo']
 
 
+def test_a_curve_that_says_nothing_new_is_not_drawn():
+  def drawn(mean):
+    row = {'stage': 'grpo', 'split': 'train', 'step': 1, 'reward': 0.5, 'rewards/right/mean': mean}
+    return [chart['key'] for chart in compare_runs._charts({'a': [row]}, {})]
+
+  assert drawn(0.5) == ['reward'] and drawn(0.25) == ['reward', 'rewards/right/mean']
+
+
 def test_paired_difference(runs):
   first, second = compare_runs.compare(*runs).paired
   assert (first.step, second.step, first.prompts, first.samples) == (1, 2, 3, 12)

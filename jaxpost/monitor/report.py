@@ -65,6 +65,17 @@ def _values(rows: Sequence[Mapping], key: str) -> list[Any]:
   return [row[key] for row in rows if row.get(key) is not None]
 
 
+def _keys(rows: Sequence[Mapping]) -> set[str]:
+  """Keys that some of the rows have."""
+  return {key for row in rows for key in row}
+
+
+def _recent(train: Sequence[Mapping], key: str) -> float | None:
+  """Mean of a metric over the last ten rows."""
+  last = _values(train[-10:], key)
+  return sum(last) / len(last) if last else None
+
+
 def figures(workdir: epath.PathLike) -> dict[str, float]:
   """Final figures, METRIC/STAGE: means of the last train rows, last eval.
 
@@ -73,12 +84,12 @@ def figures(workdir: epath.PathLike) -> dict[str, float]:
   out, stages = {}, _stages(read_rows(epath.Path(workdir) / 'metrics.jsonl'))
   for stage, splits in stages.items():
     train, held_out = splits['train'], _held_out(splits)
-    in_train = {key for row in train for key in row}
+    in_train = _keys(train)
     out[f'steps/{stage}'] = max(row['step'] for row in train + held_out)
     for key in titles.HEADLINES:
-      last = _values(train[-10:], key)
-      if last and key not in ('lr', 'grad_norm'):
-        out[f'{key}/{stage}'] = sum(last) / len(last)
+      last = _recent(train, key)
+      if last is not None and key not in ('lr', 'grad_norm'):
+        out[f'{key}/{stage}'] = last
     for row in held_out:
       for key in row:
         if key not in ROW_KEYS:
@@ -173,7 +184,7 @@ def _shown(key: str, value: Any) -> Any:
 
 def _charts(splits: Mapping[str, list[dict]], algorithm: str, budget: int) -> list[dict[str, Any]]:
   """Charts of a stage; `folded`: a train metric of less weight, one that is 0 throughout, or shown already."""
-  in_train = {key for row in splits['train'] for key in row}
+  in_train = _keys(splits['train'])
   keys = in_train.union(*_held_out(splits)).difference(ROW_KEYS)
   keys = {key for key in keys if not key.startswith('time/')}
   most = max(12, min(150, budget // max(1, len(keys))))
@@ -227,18 +238,27 @@ def _samples(folder: epath.Path) -> dict[str, Any]:
   return dict(lowest=min(rewards, default=0), highest=max(rewards, default=0), pairs=shown, spread=spread)
 
 
-def _cards(values: Mapping[str, Any], stage: str, splits: Mapping[str, list[dict]]) -> list[dict[str, Any]]:
-  """Final figures of a stage, each with its first value; without times and counters that stayed 0."""
+def _cards(
+  values: Mapping[str, Any], stage: str, splits: Mapping[str, list[dict]], algorithm: str
+) -> list[dict[str, Any]]:
+  """Final figures of a stage, each with its first value, those that the algorithm is judged by first.
+
+  Without times, counters that stayed 0, and steps, which the headline has.
+  """
+  ends = {name.removesuffix(f'/{stage}'): value for name, value in values.items() if name.endswith(f'/{stage}')}
+  own = {key: _recent(splits['train'], key) for key in titles.judged_by(algorithm, _keys(splits['train']) - {*ends})}
+  ends |= {key: x for key, x in own.items() if x is not None and not titles.says_nothing_new(key, ends | own)}
+  first = titles.curves(algorithm, {key.removeprefix('eval_') for key in ends})
+  ordered = [key for measured in first for key in (measured, f'eval_{measured}') if key in ends]
   cards = []
-  for name, value in values.items():
-    key = name.removesuffix(f'/{stage}')
+  for key in dict.fromkeys([*ordered, *ends]):
     measured = key.removeprefix('eval_')
-    if key == name or measured.startswith('time/'):
+    if measured.startswith('time/') or key == 'steps':
       continue
     past = _values(splits['train'], key) or _values(_held_out(splits), measured)
-    if key in titles.HEADLINES or value or any(past):
-      first = None if is_clock_key(measured) or not past else _shown(key, past[0])
-      cards.append(dict(key=key, value=_shown(key, value), first=first))
+    if key in titles.HEADLINES or ends[key] or any(past):
+      begun = None if is_clock_key(measured) or not past else _shown(key, past[0])
+      cards.append(dict(key=key, value=_shown(key, ends[key]), first=begun))
   return cards
 
 
@@ -286,6 +306,7 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
   config = _read_json(workdir / 'config.json', {})
   stages = _stages(read_rows(workdir / 'metrics.jsonl'))
   warnings, values = done.pop('warnings', ()), done or figures(workdir)
+  methods = {stage: report_facts.algorithm(config, stage) for stage in stages}
   text = _template().render(
     name=object_store.resolved(workdir).rpartition('/')[2],
     wall_s=done.get('wall_s'),
@@ -295,8 +316,8 @@ def write_report(workdir: epath.PathLike) -> epath.Path:
       stage: dict(
         steps=max(row['step'] for rows in splits.values() for row in rows),
         seconds=sum(sum(_values(rows, 'time/step')) for rows in splits.values()),
-        cards=_cards(values, stage, splits),
-        charts=_charts(splits, report_facts.algorithm(config, stage), 2500 // len(stages)),
+        cards=_cards(values, stage, splits, methods[stage]),
+        charts=_charts(splits, methods[stage], 2500 // len(stages)),
         phases=phases(splits['train']),
         samples=_samples(workdir / 'samples' / stage),
       )

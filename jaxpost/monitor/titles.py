@@ -28,9 +28,13 @@ HEADLINES: tuple[str, ...] = tuple(_CURVES['every'])
 
 def curves(algorithm: str, keys: Collection[str]) -> list[str]:
   """Returns those of `keys` whose curves matter most: first what the algorithm is judged by, then HEADLINES."""
+  return list(dict.fromkeys([*judged_by(algorithm, keys), *(key for key in HEADLINES if key in keys)]))
+
+
+def judged_by(algorithm: str, keys: Collection[str]) -> list[str]:
+  """Returns those of `keys` that curves.toml has for the algorithm, in its order."""
   own = next((found for names, found in _CURVES['methods'].items() if algorithm in names.split()), ())
-  found = (fnmatch.filter(sorted(keys), pattern) for pattern in (*own, *HEADLINES))
-  return list(dict.fromkeys(itertools.chain(*found)))
+  return list(itertools.chain(*(fnmatch.filter(sorted(keys), pattern) for pattern in own)))
 
 
 def title(key: str) -> str:

@@ -226,7 +226,7 @@ def _charts(rows: Mapping[str, list[dict]], algorithms: Mapping[str, str]) -> It
   places = dict.fromkeys((row['stage'], row['split']) for found in rows.values() for row in found)
   for stage, split in places:
     mine = {n: [r for r in found if (r['stage'], r['split']) == (stage, split)] for n, found in rows.items()}
-    keys = {key for found in mine.values() for r in found for key in r}
+    keys = {key for found in mine.values() for r in found for key in r if not titles.says_nothing_new(key, r)}
     for key in titles.curves(algorithms.get(stage, stage), keys):
       series = {n: [(r['step'], r[key]) for r in found if key in r] for n, found in mine.items()}
       if chart := report.chart(key, {n: points for n, points in series.items() if points}, most=60):
