@@ -6,6 +6,7 @@ python docs/make_fits_table.py
 import os
 import pathlib
 import sys
+import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
@@ -40,13 +41,27 @@ MODELS = (
 
 
 def section(model: str, devices: list[str]) -> str:
-  """Returns the table of a model."""
+  """Returns the table of a model, and the commands of what fits, folded."""
   methods = list(fits.METHODS)
   found = {(cell.device, cell.method): cell for cell in fits.cells(fits_flags.recipes(model), devices)}
   lines = [f'### {model}', '', f'| device | {" | ".join(methods)} |', '|---' * (len(methods) + 1) + '|']
   for device in devices:
     lines.append(f'| {device} | {" | ".join(fits.text(found[device, method]) for method in methods)} |')
-  return '\n'.join(lines) + '\n'
+  lines += ['', '<details>', f'<summary>Meshes and commands of {model}</summary>', '', '```']
+  for method in methods:
+    shared: dict[str, list[str]] = {}
+    for device in devices:
+      if found[device, method].fits:
+        shared.setdefault(fits.command(found[device, method], 'FOLDER'), []).append(device)
+    for command, names in shared.items():
+      lines += [f'# {method}: {", ".join(names)}', wrapped(command)]
+  return '\n'.join([*lines, '```', '', '</details>']) + '\n'
+
+
+def wrapped(command: str) -> str:
+  """Returns a command in lines that a page shows without scrolling."""
+  options = dict(subsequent_indent='  ', break_on_hyphens=False, break_long_words=False)
+  return ' \\\n'.join(textwrap.wrap(command, 88, **options))
 
 
 if __name__ == '__main__':

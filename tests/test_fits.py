@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import pathlib
+import re
 import shlex
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import children
 import pytest
 
 from configs import dpo_hh, grpo_gsm8k, sft_gsm8k
+from jaxpost.distributed import mesh
 from jaxpost.errors import InputError
 from jaxpost.models import presets, transformer
 from jaxpost.planning import arithmetic, dry_run, fits, machines, search
@@ -166,14 +169,28 @@ def test_gpus_are_gpus():
   assert not machines.parse('cpu').gpu
 
 
+def page_parts(text):
+  """{model: (rows of its table, {(method, device): command})} of docs/fits.md or a part of it."""
+  parts = {}
+  for part in text.split('\n### ')[1:]:
+    commands = {}
+    for method, names, command in re.findall(r'^# ([\w ]+): (.*)\n(python(?:.* \\\n)*.*)$', part, re.M):
+      commands |= {(method, name): command.replace(' \\\n ', '') for name in names.split(', ')}
+    parts[part.partition('\n')[0]] = re.findall(r'^\| .* \|$', part, re.M), commands
+  return parts
+
+
+PAGE = page_parts((CLONE / 'docs/fits.md').read_text('utf-8').partition('## Tables')[2])
+
+
 def test_the_page_is_up_to_date():
-  """Some rows of a dense model and of one with experts."""
+  """Some rows of a dense model and of one with experts, and their commands."""
   code = """
 import sys, make_fits_table as m
 for model in ('qwen3_0_6b', 'gpt_oss_20b'):
-  print(m.section(model, ['T4', '8xH100', 'v5e-8']))
+  print('\\n' + m.section(model, ['T4', '8xH100', 'v5e-8']))
 """
-  made = subprocess.run(
+  done = subprocess.run(
     [sys.executable, '-c', code],
     cwd=CLONE / 'docs',
     env=children.environment(),
@@ -181,12 +198,31 @@ for model in ('qwen3_0_6b', 'gpt_oss_20b'):
     capture_output=True,
     text=True,
   )
-  page = (CLONE / 'docs/fits.md').read_text('utf-8')
-  for made_section in made.stdout.split('### ')[1:]:
-    name, _, rows = made_section.partition('\n')
-    (kept,) = [part for part in page.split('### ') if part.startswith(f'{name}\n')]
-    missing = [row for row in rows.strip().splitlines() if row not in kept]
-    assert not missing, 'run python docs/make_fits_table.py'
+  for model, (rows, commands) in page_parts(done.stdout).items():
+    assert set(rows) <= set(PAGE[model][0]), 'run python docs/make_fits_table.py'
+    assert commands and commands.items() <= PAGE[model][1].items(), 'run python docs/make_fits_table.py'
+
+
+@pytest.mark.parametrize('model', PAGE)
+def test_each_cell_that_fits_has_a_command_that_is_accepted(model):
+  """Its config passes the checks of a launch, and its mesh has the devices of the cell."""
+  (header, *rows), commands = PAGE[model]
+  cells = {
+    (method, row.split(' | ')[0].strip('| ')): cell.strip(' |')
+    for row in rows
+    for method, cell in zip(header.strip('| ').split(' | ')[1:], row.split(' | ')[1:])
+  }
+  assert commands.keys() == {key for key, cell in cells.items() if not cell.startswith('no')}
+  recipes = {'sft_gsm8k': sft_gsm8k, 'dpo_hh': dpo_hh, 'grpo_gsm8k': grpo_gsm8k}
+  for (method, device), command in commands.items():
+    (recipe, *_), given = config_flag.split(shlex.split(command)[3:])
+    name, _, argument = recipe.removeprefix('--config=configs/').partition('.py:')
+    assert name == fits.METHODS[method][0]
+    config = recipes[name].get_config(argument)
+    config_flag.apply(config, given)
+    ((_, stage),) = config_lib.parse(config.to_dict()).items()
+    devices = fits.topology(device).devices
+    assert math.prod(mesh.parse_mesh(stage.mesh.train, devices, 'mesh.train').values()) == devices
 
 
 def test_the_command(tmp_path):
