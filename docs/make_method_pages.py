@@ -3,7 +3,8 @@
 python docs/make_method_pages.py
 
 Formulas, advice and the papers' values are in docs/method_texts.toml. Defaults are those of the code, papers and
-differences those of docs/defaults.md, and what was measured is in docs/methods.md: nothing is trained here.
+differences those of docs/defaults.md, and what was measured is in docs/methods.md and docs/method_curves.json: nothing
+is trained here.
 """
 
 import os
@@ -19,6 +20,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import method_facts as facts  # noqa: E402
 
+from jaxpost.monitor import report, titles  # noqa: E402
 from jaxpost.stage import algorithms  # noqa: E402
 
 FOLDER = ROOT / 'docs/methods'
@@ -28,6 +30,7 @@ CURVES = {
   for names, keys in tomllib.loads((ROOT / 'jaxpost/monitor/curves.toml').read_text('utf-8'))['methods'].items()
   for name in names.split()
 }
+COLORS = '#3b82f6', '#f97316', '#10b981'  # of the seeds
 MADE = '<!-- Written by docs/make_method_pages.py from docs/method_texts.toml. -->'
 FAMILIES = {
   'On data': 'No rewards, or rewards that only select what is learned.',
@@ -70,11 +73,13 @@ samples (`rl.importance`). Pages other than that of `grpo` leave out those that 
 
 
 def pages() -> dict[str, str]:
-  """Returns {file below docs/methods: text}."""
+  """Returns {file below docs/methods: text}, of pages and drawings."""
   shared = {}
   for name in TEXTS:
     shared.setdefault(TEXTS[name]['page'], []).append(name)
-  return {'index.md': index(shared)} | {f'{file}.md': page(names) for file, names in shared.items()}
+  written = {f'{file}.md': page(names) for file, names in shared.items()}
+  drawn = {f'{name}.svg': drawing(found) for name, found in facts.curves().items() if name in TEXTS}
+  return {'index.md': index(shared)} | written | drawn
 
 
 def index(shared: dict[str, list[str]]) -> str:
@@ -170,6 +175,10 @@ def measured(name: str) -> list[str]:
       f'with {chosen} and a model of 0.15 M parameters, which needs such a rate. Seeds 0, 1 and 2 end at {seeds}. '
     )
     lines += [wrapped(text + 'Most differences between methods are smaller than those between seeds.'), '']
+  if found := facts.curves().get(name):
+    whose = 'of each seed' if len(found['seeds']) > 1 else 'of the SFT from which the table starts'
+    lines += [f'![{titles.title(found["metric"])} over {found["steps"][-1]} steps]({name}.svg)', '']
+    lines += [wrapped(f'`{found["metric"]}` on the trained batches, {whose}, averaged over neighboring steps.'), '']
   options = [cells for label, cells in rows.items() if label.endswith(f'(`{name}`)')]
   if options:
     lines += ['Options that were measured with it ([what they are](../rl_options.md)):', '']
@@ -178,6 +187,30 @@ def measured(name: str) -> list[str]:
       lines.append(f'| {label.rpartition(" (")[0]} | {metric} | {before} | {after} | {chosen} |')
     lines.append('')
   return lines
+
+
+def drawing(found: dict) -> str:
+  """Returns the curves of a case as SVG, in colors that are legible on light and dark pages."""
+  width, height, left, top = 460, 190, 52, 22
+  points = {f'seed {n}': list(zip(found['steps'], values)) for n, values in enumerate(found['seeds'])}
+  drawn = report.chart(found['metric'], points, 0)
+  lines = [
+    f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 24} {top + height + 26}" width="560"',
+    ' font-family="sans-serif" font-size="11" fill="#7a8699" stroke-linejoin="round">',
+    f'<text x="{left}" y="12" font-weight="bold">{titles.title(found["metric"])}</text>',
+  ]
+  for n, line in enumerate(drawn['lines']):
+    path = ' '.join(f'{left + width * x:.1f},{top + height * y:.1f}' for x, y in line['path'])
+    lines.append(f'<polyline points="{path}" fill="none" stroke="{COLORS[n]}" stroke-width="1.8"/>')
+    place = left + width - 56 * (len(points) - 1 - n)
+    lines.append(f'<text x="{place}" y="12" text-anchor="end" fill="{COLORS[n]}">{line["split"]}</text>')
+  for y, value in drawn['rules']:
+    down = top + height * y
+    lines.append(f'<path d="M{left} {down:.1f}h{width}" stroke="#7a8699" stroke-opacity="0.3"/>')
+    lines.append(f'<text x="{left - 8}" y="{down + 4:.1f}" text-anchor="end">{value:g}</text>')
+  for x, step in drawn['steps']:
+    lines.append(f'<text x="{left + width * x:.1f}" y="{top + height + 18}" text-anchor="middle">{step}</text>')
+  return '\n'.join([*lines, '</svg>', ''])
 
 
 def wrapped(text: str, bullet: str = '') -> str:

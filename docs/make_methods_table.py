@@ -1,10 +1,11 @@
-"""Writes docs/methods.md: what each method learns in about a minute.
+"""Writes docs/methods.md and docs/method_curves.json: what each method learns in about a minute.
 
   python docs/make_methods_table.py [METHOD ...]
 
 Runs the cases of tests/learning.py (all, or those named; the others keep
 their rows), on the machine it is started on, with seeds 0, 1 and 2. Sources
-are those of docs/defaults.md, and below for options.
+are those of docs/defaults.md, and below for options. Then run
+docs/make_method_pages.py, which draws the curves.
 """
 
 import json
@@ -115,11 +116,14 @@ def choices(case: dict) -> tuple[str, str]:
 
 
 def main(names):
-  figures = facts.measured() if names else {}
+  figures, curves = (facts.measured(), facts.curves()) if names else ({}, {})
   with tempfile.TemporaryDirectory() as place:
     folder = pathlib.Path(place)
     for name in names or CASES:
       runs = [learning.measure(name, folder, seed) for seed in SEEDS]
+      curves[name] = curve([run['rows'] for run in runs], runs[0]['metric'])
+      if 'sft' not in curves and CASES[name].start == 'start':
+        curves['sft'] = curve([learning.train_rows('start', folder)], 'loss')
       figures[name] = dict(
         metric=runs[0]['metric'],
         before=[run['before'] for run in runs],
@@ -128,6 +132,16 @@ def main(names):
       )
       print(name, figures[name], flush=True)
       write(figures)
+      facts.CURVES.write_text('{\n' + ',\n'.join(f'"{k}": {json.dumps(v)}' for k, v in curves.items()) + '\n}\n')
+
+
+def curve(runs: list[list[dict]], metric: str) -> dict:
+  """Returns the curve of train rows of each seed, at 50 to 100 steps: of `metric`, or else of what they have."""
+  key = next(key for key in (metric, 'reward', 'divergence', 'loss') if key in runs[0][-1])
+  stride = max(1, len(runs[0]) // 50)
+  shared = [range(at, min(at + stride, len(runs[0]))) for at in range(0, len(runs[0]), stride)]
+  seeds = [[float(f'{statistics.mean(rows[n][key] for n in at):.4g}') for at in shared] for rows in runs]
+  return dict(metric=key, steps=[runs[0][at[-1]]['step'] for at in shared], seeds=seeds)
 
 
 def write(figures: dict):

@@ -11,6 +11,7 @@ from jaxpost.stage import config as config_lib
 
 DOCS = pathlib.Path(__file__).resolve().parent
 TABLE = DOCS / 'methods.md'
+CURVES = DOCS / 'method_curves.json'
 KEPT = '<!-- measured '
 SECTIONS = 'rl', 'reference', 'preference', 'critic', 'distill', 'reward_model'
 _DEFAULTS = (DOCS / 'defaults.md').read_text('utf-8')
@@ -33,6 +34,11 @@ def measured() -> dict:
     if line.startswith(KEPT):
       return json.loads(line[len(KEPT) : -len(' -->')])
   return {}
+
+
+def curves() -> dict:
+  """Returns {case: metric of its train rows, steps, values of each seed}, of the cases that have been drawn."""
+  return json.loads(CURVES.read_text('utf-8')) if CURVES.exists() else {}
 
 
 def resolved(name: str, **over: Any) -> Any:

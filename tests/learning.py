@@ -351,13 +351,12 @@ def located(config: dict, folder: pathlib.Path) -> dict:
 
 
 def measure(name: str, folder: pathlib.Path, seed: int = 0) -> dict:
-  """{before, after, seconds} of a case; `folder` keeps its run and the models of all cases."""
+  """{before, after, seconds, train rows} of a case; `folder` keeps its run and the models of all cases."""
   case, begun = (CASES | VARIANTS)[name], time.perf_counter()
   config = located(tiny.merged(case.config, dict(seed=seed, init_from=case.start)), folder)
   rows = run(name, config, folder)
   before, after = (row[case.metric] for row in (rows[0], rows[-1]))
   if case.metric == 'rewards/accuracies' and not before:
     before = 0.5  # nothing but ties: the policy is its reference
-  return dict(
-    metric=case.metric, before=before, after=after, steps=config['train']['steps'], seconds=time.perf_counter() - begun
-  )
+  found = dict(metric=case.metric, before=before, after=after, steps=config['train']['steps'])
+  return found | dict(seconds=time.perf_counter() - begun, rows=train_rows(name, folder))

@@ -94,6 +94,17 @@ def test_method_pages_are_up_to_date(monkeypatch):
   assert kept == made, 'run python docs/make_method_pages.py'
 
 
+def test_a_stored_curve_is_drawn_on_the_page_of_its_method(monkeypatch):
+  """A line for each seed; docs/make_methods_table.py stores the curves of the methods that it runs."""
+  monkeypatch.syspath_prepend(str(CLONE / 'docs'))
+  maker = importlib.import_module('make_method_pages')
+  found = dict(metric='reward', steps=[10, 20, 30], seeds=[[0.1, 0.2, 0.4], [0.2, 0.2, 0.3]])
+  monkeypatch.setattr(maker.facts, 'curves', lambda: dict(ppo=found))
+  made = maker.pages()
+  assert made['ppo.svg'].count('<polyline') == 2 and '>seed 1</text>' in made['ppo.svg']
+  assert '![Reward over 30 steps](ppo.svg)' in made['ppo.md'] and '.svg' not in made['dpo.md']
+
+
 def test_every_method_has_a_heading():
   found = [name for page in METHODS for name in re.findall(r'^##? ([a-z_]+)$', page.read_text('utf-8'), re.M)]
   assert sorted(found) == sorted(algorithms.ALGORITHMS)
