@@ -37,6 +37,8 @@ OPTIONS = {
   'jaxpost.formats.not_built': 'model.path',
   'jaxpost.formats.peft': 'lora.rank',
   'jaxpost.models.attention_kernels': 'model.attention',
+  'jaxpost.data.shared_rows': 'mesh.train',  # of several processes
+  'jaxpost.distributed.channel': 'mesh.train',  # of several processes
   'jaxpost.models.context_parallel': 'mesh.train',
   'jaxpost.models.chunked_config': 'model.path',
   'jaxpost.models.convolution': 'model.path',

@@ -12,9 +12,18 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 CODE = """
 import json
-from jaxpost.distributed import cluster, coordination
+from jaxpost.distributed import channel as channels, cluster, coordination
 cluster.connect(init_s=60)
-print(json.dumps(coordination.all_gather([coordination.process_index(), coordination.process_count()])))
+me = coordination.process_index()
+channel, other = channels.Channel(), channels.Channel()
+joined = [channel.join(b'ab'[me : me + 1] * n).decode() for n in (1, 3, 0, 2)]
+try:
+  if me:
+    other.closed.set()
+    other.join(b'alone')
+except channels.Closed:
+  joined.append('closed')
+print(json.dumps([coordination.all_gather([me, coordination.process_count()]), coordination.all_gather(joined)]))
 """
 # Variables that the launchers of these clusters set, as jax/_src/clusters reads them.
 CLUSTERS = {
@@ -53,7 +62,8 @@ def test_two_processes_meet(name):
   for child in children:
     out, err = child.communicate(timeout=300)
     assert child.returncode == 0, err[-2000:]
-    assert json.loads(out) == [[0, 2], [1, 2]]
+    joined = ['ab', 'aaabbb', '', 'aabb']
+    assert json.loads(out) == [[[0, 2], [1, 2]], [joined, [*joined, 'closed']]]
 
 
 def test_an_unknown_cluster_is_one_line():

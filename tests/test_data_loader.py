@@ -1,13 +1,18 @@
 """Packing, windows, resume, evaluation batches and prompt streams."""
 
 import collections
+import dataclasses
+import functools
+import threading
+import types
 
 import numpy as np
 import pytest
 
-from jaxpost.data import chat, generated, loader, packing, preview, prompts, sources
+from jaxpost.data import chat, generated, loader, packing, preview, prompts, shared_rows, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
+from jaxpost.stage import evaluate
 from jaxpost.types import max_documents
 
 NUM_ROWS, ROW_LENGTH = 37, 32
@@ -193,6 +198,94 @@ def test_restore_in_a_running_stream_goes_back():
   np.testing.assert_array_equal(first, again)
 
 
+class Threads:
+  """Channels between threads that stand for `count` processes."""
+
+  def __init__(self, count):
+    self.count = count
+    self._parts = [b''] * count
+    self.barrier = threading.Barrier(count)
+
+  def channel(self, index):
+    made = type('Channel', (), dict(index=index, count=self.count, closed=threading.Event()))()
+    made.join = functools.partial(self._join, made)
+    return made
+
+  def _join(self, channel, data):
+    self._parts[channel.index] = data
+    self.barrier.wait(60)
+    joined = b''.join(self._parts)
+    self.barrier.wait(60)
+    return joined
+
+
+def rows_on(own):
+  """Stands for the placement of a batch on devices, of which this process has those of some rows."""
+
+  def place(batch):
+    shards = [types.SimpleNamespace(data=batch.tokens[n : n + 1]) for n in own]
+    return types.SimpleNamespace(tokens=types.SimpleNamespace(addressable_shards=shards))
+
+  return place
+
+
+def labeled(row):
+  """Returns examples like `uneven` with what optional fields and each divisor of weights read."""
+  found = uneven(row)
+  n = len(found.tokens)
+  ids = np.where(np.arange(n) < n // 2, 1, 2).astype(np.int32)
+  label = np.full(n, row % 3 - 1.0, np.float32)
+  mask = found.loss_mask * np.float32(0.3 + row % 2)
+  return dataclasses.replace(found, loss_mask=mask, sequence_ids=ids, arrays={'label': label, 'n': np.arange(n)})
+
+
+@pytest.mark.parametrize('count, per', [(2, 'token'), (2, 'sequence'), (4, 'pair'), (4, 'label'), (1, 'token')])
+def test_processes_build_the_batches_of_one(count, per, monkeypatch):
+  """Each its own rows: some have one in common, one has none; weights and counts are of all documents."""
+  monkeypatch.setattr(shared_rows, '_WINDOW_ROWS', 2)  # two windows are shared at a time
+  options = dict(documents=labeled, per=per, prefetch=1, window=9)
+  whole = make(5, **options)
+  position, batches = [], []
+  for made in take(whole, 3):
+    batches.append(made)
+    position.append(whole.state())
+  whole.close()
+  owned = {1: [range(5)], 2: [{0, 2}, {1, 2, 3, 4}], 4: [{0, 3}, {3, 4}, {1, 2}, set()]}[count]
+  streams = [shared_rows.SharedStream(make(5, **options), batches[0][0], rows_on(own)) for own in owned]
+  for start in (0, 2):  # from the begin, and resumed after two batches
+    threads = Threads(count)
+    for index, stream in enumerate(streams):
+      if start:
+        stream.restore(position[start - 1])
+      monkeypatch.setattr(shared_rows, 'Channel', functools.partial(threads.channel, index))
+      stream._start()
+    for want, info in batches[start:]:
+      for (got, facts), own in zip([next(stream) for stream in streams], owned):
+        assert facts == info
+        for name, array in (vars(want) | want.arrays).items():
+          if isinstance(array, np.ndarray):
+            here, rows = (vars(got) | got.arrays)[name], sorted(own)
+            np.testing.assert_array_equal(here[rows], array[rows])
+            assert here.shape == array.shape and not np.delete(here, rows, 0).any()
+    assert [stream.state() for stream in streams] == [position[-1]] * count
+    threads.barrier.abort()
+    for stream in streams:
+      stream.close()
+
+
+def test_other_files_on_a_process_are_noticed(monkeypatch):
+  """A document that another process has measured is as long here, or the run ends."""
+  first = make().peek()
+  threads, made = Threads(2), [make(), make(documents=lambda row: example(row + 1))]
+  streams = [shared_rows.SharedStream(stream, first, rows_on(range(3))) for stream in made]
+  for index, stream in enumerate(streams):
+    monkeypatch.setattr(shared_rows, 'Channel', functools.partial(threads.channel, index))
+    stream._start()
+  for stream in streams:
+    with pytest.raises(InputError, match=r'row \d+: has \d+ tokens here and \d+ on another process'):
+      next(stream)
+
+
 def test_restore_refuses_another_meaning():
   state = make().state()
   with pytest.raises(InputError, match='seed=5 and this run has seed=6'):
@@ -278,7 +371,7 @@ def test_the_chosen_window_fills_rows():
 
 def test_eval_batches_hold_each_example_once():
   examples = [example(r) for r in range(NUM_ROWS)]
-  batches = loader.eval_batches(examples, 4, ROW_LENGTH)
+  batches = evaluate.eval_batches(examples, 4, ROW_LENGTH)
   assert all(b.tokens.shape == (4, ROW_LENGTH) for b in batches)
   found = sorted(tokens for tokens, _ in documents(batches))
   assert found == sorted(e.tokens.tolist() for e in examples)
@@ -290,10 +383,10 @@ def test_eval_batches_hold_each_example_once():
 
 
 def test_eval_batches_leave_out_what_is_not_there():
-  (batch,) = loader.eval_batches([None, example(1), None], 1, ROW_LENGTH)
+  (batch,) = evaluate.eval_batches([None, example(1), None], 1, ROW_LENGTH)
   assert documents([batch])[0][0] == example(1).tokens.tolist()
   with pytest.raises(InputError, match='none of the 0 documents'):
-    loader.eval_batches([None], 1, ROW_LENGTH)
+    evaluate.eval_batches([None], 1, ROW_LENGTH)
 
 
 def prompt_stream(per_step=3, rows=None, **options):

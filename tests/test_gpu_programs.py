@@ -15,9 +15,11 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
-from jaxpost.distributed.mesh import AXES
+from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.hardware import host, probe
 from jaxpost.planning import arithmetic, defaults, dry_run, machines
 from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, options
@@ -116,6 +118,27 @@ def test_what_is_asked_of_the_compiler_for_gpus(monkeypatch):
   assert GPU_OPTIONS.keys() - options(on('gpu')) == {name}
 
 
+@pytest.mark.parametrize('reduce_dtype, sent', [('float32', 'f32'), ('bfloat16', 'bf16')])
+def test_gradients_are_summed_over_devices_in_the_chosen_type(reduce_dtype, sent):
+  """Both where the weights are split over devices and where each has them all; the result is float32."""
+  sizes = dict(data=2, fsdp=2, expert=1, context=1, tensor=1)
+  mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 5)
+  layout = Layout(mesh, 'train', reduce_dtype)
+
+  x, g = jnp.ones((4, 8, 16)), jnp.ones((4, 8, 6))
+
+  def product(x, g):
+    return jnp.einsum('btd,bte->de', x, g)
+
+  traced = jax.make_jaxpr(lambda x, g: layout.sum_over_tokens(product, (x, g), 'embed', 'heads'))(x, g)
+  assert str(traced.out_avals[0]) == 'float32[16,6]'
+  sums = [line.split('=')[0] for line in str(traced).splitlines() if 'reduce_scatter' in line or ' psum' in line]
+  assert len(sums) == 2 and all(f':{sent}[' in line for line in sums), str(traced)
+  whole = Layout(AbstractMesh((4, 1, 1, 1, 1), tuple(sizes), axis_types=(AxisType.Auto,) * 5), 'train', reduce_dtype)
+  kept = jax.make_jaxpr(lambda x, g: whole.sum_over_tokens(product, (x, g), 'embed', 'heads'))(x, g)
+  assert (kept.out_avals == []) == (reduce_dtype == 'float32')  # left to XLA
+
+
 def test_an_option_that_the_compiler_does_not_know_is_left_out(caplog):
   left_out = probe.refused_options((('xla_gpu_no_such_thing', True), *GPU_OPTIONS.items()))
   assert left_out == {'xla_gpu_no_such_thing': None}
@@ -126,10 +149,22 @@ def test_an_option_that_the_compiler_does_not_know_is_left_out(caplog):
   assert options([gpu], {name: None, 'x': 1}) == {k: v for k, v in GPU_OPTIONS.items() if k != name} | {'x': 1}
 
 
+def test_options_of_all_programs_of_a_run(monkeypatch):
+  assert probe.run_options(GPU_OPTIONS, False) == {}
+  assert probe.run_options({'xla_gpu_no_such_thing': 1}, True) == {
+    **probe.DETERMINISTIC_OPTIONS,
+    'xla_gpu_no_such_thing': None,
+  }
+  monkeypatch.setattr(probe.coordination, 'process_count', lambda: 2)
+  assert probe.run_options(GPU_OPTIONS, False) == probe.HOSTS_OPTIONS
+  monkeypatch.setenv('XLA_FLAGS', '--xla_gpu_shard_autotuning=true')
+  assert probe.run_options(GPU_OPTIONS, False) == {}
+
+
 def test_this_compiler_knows_what_is_asked():
   """For GPUs, an unknown option would end the run at its first program."""
   lowered = jax.jit(lambda x: x + 1).lower(1.0)
-  lowered.compile(GPU_OPTIONS | GATHER_OPTIONS)
+  lowered.compile(GPU_OPTIONS | GATHER_OPTIONS | probe.HOSTS_OPTIONS | probe.DETERMINISTIC_OPTIONS)
   with pytest.raises(jax.errors.JaxRuntimeError, match='No such compile opt'):
     lowered.compile({'xla_gpu_no_such_thing': True})
 

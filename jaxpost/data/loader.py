@@ -2,7 +2,7 @@
 
 B rows, T tokens a row. The documents of a run form one endless stream, in which each epoch is shuffled anew. Window w
 is the documents [w W, (w+1) W) of that stream; its packed rows are a pure function of w. So a position is (window,
-row), small and independent of batch size, processes and mesh.
+row), small and independent of batch size, processes and mesh. `shared_rows.py` makes the batches of several processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grain
-import jax
 import numpy as np
 
 from jaxpost.data import packing as packing_lib
@@ -192,6 +191,10 @@ class PackedStream:
         pass
     self._queue = self._thread = self._stopped = None
 
+  def peek(self) -> Batch:
+    """Returns the batch that comes next, and stays there."""
+    return next(self._batches(*self._position))[0]
+
   def _start(self) -> None:
     self._queue = queue.Queue(self._prefetch)
     self._stopped = threading.Event()
@@ -238,15 +241,12 @@ class PackedStream:
 
   def _finish(self, rows: list[PackedRow], counts: dict[str, int], documents: float) -> tuple[Batch, dict]:
     """Makes (batch, info) of B rows; `documents` of the stream are used by then."""
-    examples = [[example for _, example in row] for row in rows]
-    batch = packing_lib.to_batch(examples, self._row_length, self._batch_size, per=self._per)
-    contexts = (batch.positions + 1)[batch.segment_ids > 0]
-    real = len(contexts)
+    batch, real, context = self._build(rows)
     sources = np.searchsorted(self._stops, [number for row in rows for number, _ in row], 'right')
     info = {
       'packing_efficiency': real / batch.tokens.size,
       'tokens': real,
-      'mean_context': contexts.sum().item() / max(real, 1),
+      'mean_context': context / max(real, 1),
       'documents': sum(map(len, rows)),
       'epochs': documents / self._num_rows,
       **counts,
@@ -254,9 +254,26 @@ class PackedStream:
     }
     return batch, info
 
+  def _build(self, rows: list[PackedRow]) -> tuple[Batch, int, float]:
+    """Returns the batch of these rows, its tokens, and how many tokens each of them attends to, summed."""
+    examples = [[example for _, example in row] for row in rows]
+    batch = packing_lib.to_batch(examples, self._row_length, self._batch_size, per=self._per)
+    contexts = (batch.positions + 1)[batch.segment_ids > 0]
+    return batch, len(contexts), contexts.sum().item()
+
   def _packed_window(self, window: int) -> tuple[list[PackedRow], dict[str, int]]:
     """Packs the documents of a window; counts those truncated and those dropped."""
-    numbers = [self._order[i] for i in range(window * self._window, (window + 1) * self._window)]
+    kept, counts = self._documents(window)
+    if not self._packing:
+      return [[document] for document in kept], counts
+    rows = packing_lib.pack_examples([example for _, example in kept], self._row_length)
+    # Packing sorts by length; training must not.
+    mixed = np.random.default_rng((self._seed, window)).permutation(len(rows))
+    return [[kept[i] for i in rows[r]] for r in mixed], counts
+
+  def _documents(self, window: int, part: slice = slice(None)) -> tuple[PackedRow, dict[str, int]]:
+    """Renders the documents of a window, or a part of them; counts those truncated and those dropped."""
+    numbers = [self._order[i] for i in range(window * self._window, (window + 1) * self._window)[part]]
     # In the order of the files, where reading is cheap.
     made = {row: self._examples_fn(row) for row in sorted(set(numbers))}
     kept, counts = [], {'truncated': 0, 'dropped': 0}
@@ -269,12 +286,7 @@ class PackedStream:
         continue
       counts['truncated'] += fitted is not example
       kept.append((row, fitted))
-    if not self._packing:
-      return [[document] for document in kept], counts
-    rows = packing_lib.pack_examples([example for _, example in kept], self._row_length)
-    # Packing sorts by length; training must not.
-    mixed = np.random.default_rng((self._seed, window)).permutation(len(rows))
-    return [[kept[i] for i in rows[r]] for r in mixed], counts
+    return kept, counts
 
   def _fitted(self, row: int, example: Example) -> Example | None:
     """Cuts an over-long Example to a row, or returns None to drop it."""
@@ -308,22 +320,3 @@ def _put(out: queue.Queue, item: Any, stopped: threading.Event) -> bool:
     except queue.Full:
       pass
   return False
-
-
-def eval_batches(
-  examples: Sequence[Example | None], batch_size: int, row_length: int, per: str = 'token'
-) -> list[Batch]:
-  """Packs each example once, into a list of Batches [batch_size, row_length].
-
-  The last batch is filled with empty rows. Weights are divided by a figure of all batches together, so that sums over
-  batches are means; `per` as in training. Examples above `row_length` are cut to it, and count nothing where only their
-  prompt is left.
-  """
-  given = [e for e in examples if e is not None]
-  cut = [c for e in given if (c := e.cut(row_length)) is not None]
-  if not any(e.trained.any() for e in cut):
-    raise InputError(f'evaluation: none of the {len(given)} documents has a trained token within {row_length} tokens')
-  rows = packing_lib.pack_examples(cut, row_length)
-  num_rows = -(-len(rows) // batch_size) * batch_size
-  whole = packing_lib.to_batch([[cut[i] for i in row] for row in rows], row_length, num_rows, per=per)
-  return [jax.tree.map(lambda x, n=n: x[n : n + batch_size], whole) for n in range(0, num_rows, batch_size)]

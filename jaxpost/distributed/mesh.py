@@ -107,6 +107,7 @@ class Layout:
 
   mesh: Mesh
   phase: str = 'train'
+  reduce_dtype: str = 'float32'  # in which gradients are summed over devices
 
   @property
   def batch_shards(self) -> int:
@@ -162,7 +163,8 @@ class Layout:
     rows, over = self.of_tokens(tokens[0].shape)
     spec = self.spec(axes, jax.eval_shape(fn, *tokens).shape)
     shared = isinstance(of, TiedWeight)
-    if not shared and not any(set(axes_of(part)) & set(over) for part in spec):
+    kept = any(set(axes_of(part)) & set(over) for part in spec)
+    if not (shared or kept or (over and self.reduce_dtype != 'float32')):
       return None
     sums = jax.shard_map(
       lambda *tokens: fn(*tokens)[None],
@@ -188,11 +190,11 @@ class Layout:
     left = tuple(a for a in over if not any(a in axes_of(p) for p in kept))
 
     def local(x):
-      x = x[0]
+      x = x[0].astype(self.reduce_dtype) if x.dtype == jnp.float32 else x[0]
       for i, part in enumerate(kept):
         if part:
           x = jax.lax.psum_scatter(x, part, scatter_dimension=i, tiled=True)
-      return jax.lax.psum(x, left) if left else x
+      return (jax.lax.psum(x, left) if left else x).astype(sums.dtype)
 
     rest = (None if mine else part for part, mine in zip(spec, kept))
     return jax.shard_map(local, mesh=self.mesh, check_vma=False, in_specs=PartitionSpec(over, *rest), out_specs=spec)(
@@ -200,7 +202,7 @@ class Layout:
     )
 
   def put(self, tree, *axes):
-    """Host arrays, equal on every process, become global device arrays."""
+    """Host arrays become global device arrays; processes read the parts of their own devices."""
     tree = jax.tree.map(np.asarray, tree)
     shardings = jax.tree.map(lambda x: self.sharding(axes[: x.ndim], x.shape), tree)
     if jax.process_count() == 1:

@@ -100,6 +100,24 @@ def try_options(device: jax.Device, wanted: dict[str, Any]) -> dict[str, str]:
   return out
 
 
+# A host that finds a program in its cache takes no part in the autotuning that the others, who compile it, would share.
+HOSTS_OPTIONS = {'xla_gpu_shard_autotuning': False}
+DETERMINISTIC_OPTIONS = {'xla_gpu_deterministic_ops': True}
+
+
+def run_options(by_program: dict[str, Any], deterministic: bool) -> dict[str, Any]:
+  """Returns options of all programs of a run on GPUs: None for those that the compiler refuses.
+
+  Args:
+    by_program: what `programs.compile.options` chooses; only refused ones are returned.
+    deterministic: `config.train.deterministic`.
+  """
+  given = os.environ.get('XLA_FLAGS', '')
+  several = HOSTS_OPTIONS if coordination.process_count() > 1 else {}
+  more = {k: v for k, v in (several | (DETERMINISTIC_OPTIONS if deterministic else {})).items() if k not in given}
+  return more | refused_options(tuple((by_program | more).items()))
+
+
 @functools.cache
 def refused_options(options: tuple[tuple[str, Any], ...]) -> dict[str, None]:
   """Returns {option: None} for those of (option, value) pairs that the compiler refuses, with a warning for each.

@@ -92,6 +92,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     if placed.check_fits and (needed := placed.ledger.refused(error)):
       placed.check_fits(needed, jax.local_devices()[0])
     raise
+  coordination.all_gather('compiled')  # or a slow process would meet the time limit of the first collective
   placed.timer.begin(workdir / 'timeline' / f'{placed.name}.json', log.timeline_steps)
   return stage
 
@@ -146,7 +147,12 @@ def make_parts(
 
     engine = on_policy.make_engine(placed)
   if not algorithm.on_policy:
-    return roles, DataStream(data.stream, algorithm, config, roles), engine
+    stream = data.stream
+    if coordination.process_count() > 1:
+      from jaxpost.data.shared_rows import SharedStream
+
+      stream = SharedStream(stream, data.first_batch, roles.policy.place)
+    return roles, DataStream(stream, algorithm, config, roles), engine
   from jaxpost.stage import on_policy
 
   return roles, on_policy.make_controller(placed, roles, engine), engine
@@ -294,15 +300,13 @@ def make_evaluator(placed: PlacedStage, engine: NativeEngine | None) -> Evaluato
   held_out, config, algorithm = placed.data.held_out, placed.config, placed.algorithm
   if held_out is None:
     return None
-  from jaxpost.stage.evaluate import Evaluator, HeldOut
+  from jaxpost.stage.evaluate import Evaluator, HeldOut, eval_batches
 
   loss = None
   if held_out.documents is not None:
     documents = [held_out.documents[n] for n in range(len(held_out.documents))]
     loss = HeldOut(
-      batches=loader.eval_batches(
-        documents, placed.shape.rows, placed.shape.row_length, per=algorithm.mean_per(config)
-      ),
+      batches=eval_batches(documents, placed.shape.rows, placed.shape.row_length, per=algorithm.mean_per(config)),
       program=programs.make_evaluate(
         placed.model, placed.objectives['policy'], placed.train, placed.compute, placed.ledger
       ),

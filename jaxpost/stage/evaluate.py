@@ -10,11 +10,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import jax
 import numpy as np
 
+from jaxpost.data import packing
 from jaxpost.distributed.transfer import to_host
+from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
+  from jaxpost.data.examples import Example
   from jaxpost.programs.compile import Program
   from jaxpost.rewards.groups import Graded
   from jaxpost.rl.grading import Grader
@@ -146,3 +150,22 @@ class Evaluator:
     if self.held_out is not None:
       metrics |= self.held_out(roles)
     return metrics, rows
+
+
+def eval_batches(
+  examples: Sequence[Example | None], batch_size: int, row_length: int, per: str = 'token'
+) -> list[Batch]:
+  """Packs each example once, into a list of Batches [batch_size, row_length].
+
+  The last batch is filled with empty rows. Weights are divided by a figure of all batches together, so that sums over
+  batches are means; `per` as in training. Examples above `row_length` are cut to it, and count nothing where only their
+  prompt is left.
+  """
+  given = [e for e in examples if e is not None]
+  cut = [c for e in given if (c := e.cut(row_length)) is not None]
+  if not any(e.trained.any() for e in cut):
+    raise InputError(f'evaluation: none of the {len(given)} documents has a trained token within {row_length} tokens')
+  rows = packing.pack_examples(cut, row_length)
+  num_rows = -(-len(rows) // batch_size) * batch_size
+  whole = packing.to_batch([[cut[i] for i in row] for row in rows], row_length, num_rows, per=per)
+  return [jax.tree.map(lambda x, n=n: x[n : n + batch_size], whole) for n in range(0, num_rows, batch_size)]

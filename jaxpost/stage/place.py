@@ -112,7 +112,8 @@ def place_stage(
   inputs = prepared.inputs
   config, on_policy = inputs.config, inputs.algorithm.on_policy
   length = batch_shape.row_length(config, on_policy)
-  layouts = phases.make_layouts(config.mesh, length, devices)
+  made = phases.make_layouts(config.mesh, length, devices)
+  layouts = {k: dataclasses.replace(x, reduce_dtype=config.train.reduce_dtype) for k, x in made.items()}
   train = layouts['train']
   ledger = ledger or Ledger()
   device = train.mesh.devices.flat[0]
@@ -124,7 +125,8 @@ def place_stage(
   if platform == 'gpu':
     from jaxpost.hardware import probe
 
-    ledger.options = probe.refused_options(tuple((GPU_OPTIONS | GATHER_OPTIONS).items())) | (ledger.options or {})
+    options = probe.run_options(GPU_OPTIONS | GATHER_OPTIONS, config.train.deterministic)
+    ledger.options = options | (ledger.options or {})
   compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention, memory)
   if attention.uses_kernel(compute):
     from jaxpost.hardware import kernel_check

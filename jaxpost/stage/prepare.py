@@ -315,10 +315,7 @@ def row_stream(inputs: Inputs, rows: Rows, documents: Documents) -> tuple[loader
     sizes=rows.sizes,
     weights=rows.weights,
   )
-  begin = stream.state()
-  first_batch = next(stream)[0]  # raises now if no row can be made
-  stream.restore(begin)
-  return stream, first_batch
+  return stream, stream.peek()  # raises now if no row can be made
 
 
 def make_held_out(

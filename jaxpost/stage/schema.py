@@ -110,6 +110,10 @@ class TrainSection:
     "Regex of whole parameter paths that are not trained, such as 'embed|.*norm'; with LoRA, '' trains "
     'the adapters only. Indexers of sparse attention are never trained.',
   )
+  reduce_dtype: str = option(
+    'float32', 'Type in which gradients of weights are summed over devices.', choices=('float32', 'bfloat16')
+  )
+  deterministic: bool = option(False, 'Ask XLA for the same bits in each run on GPUs, at some cost.')
 
 
 @dataclasses.dataclass(frozen=True)

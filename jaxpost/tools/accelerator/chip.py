@@ -71,7 +71,8 @@ def rates(size: int) -> dict[str, Any]:
 
 def compiler_options() -> dict[str, Any]:
   """Returns which of the options that runs set this compiler knows, and the reason where it does not."""
-  return dict(options=probe.try_options(jax.devices()[0], GPU_OPTIONS | GATHER_OPTIONS))
+  wanted = GPU_OPTIONS | GATHER_OPTIONS | probe.HOSTS_OPTIONS | probe.DETERMINISTIC_OPTIONS
+  return dict(options=probe.try_options(jax.devices()[0], wanted))
 
 
 def kernels(kernel_length: int) -> dict[str, Any]:
