@@ -266,7 +266,7 @@ def soak(folder, note):
 
 def grown(samples):
   """What grew from a third of a soak to its end: memory by more than 1 % (1 % an hour), open files, threads."""
-  third, last = samples[len(samples) // 3], samples[-1]
+  third, last = _ends(samples)
   hours = max(1.0, (last[0] - third[0]) / 3600)
   limits = {
     'MB of memory': (third[1], last[1], third[1] * (1 + 0.01 * hours)),
@@ -278,8 +278,17 @@ def grown(samples):
   ]
 
 
+def _ends(samples):
+  """The samples at a third and at the end, with the fewest files and threads of ten: a save has some for a while."""
+  third = len(samples) // 3
+  return [
+    (*middle[:2], *(min(sample[i] for sample in ten) for i in (2, 3)), middle[4])
+    for middle, ten in ((samples[third], samples[third : third + 10]), (samples[-1], samples[-10:]))
+  ]
+
+
 def _soaked(samples):
-  third, last = samples[len(samples) // 3], samples[-1]
+  third, last = _ends(samples)
   seconds = last[0] - third[0]
   middle = samples[2 * len(samples) // 3]
   speed = ' and '.join(f'{(b[4] - a[4]) / max(b[0] - a[0], 1):.1f}' for a, b in ((third, middle), (middle, last)))

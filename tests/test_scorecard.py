@@ -46,15 +46,20 @@ def test_cases_are_counted_by_row():
 
 def test_a_soak_that_grows_fails():
   """By more than 1 % of memory (for each hour), by a file, or by a thread, after its first third."""
-  flat = [(float(n), 500.0, 16, 34, n) for n in range(9)]
+  flat = [(float(n), 500.0, 16, 34, n) for n in range(90)]
+
+  def end(*held):
+    return [*flat, *((90.0 + n, *held, 90 + n) for n in range(10))]
+
   assert scorecard.grown([(0.0, 100.0, 1, 1, 0), *flat]) == []
-  assert scorecard.grown([*flat, (9.0, 504.0, 16, 34, 9)]) == []
-  assert scorecard.grown([*flat, (9.0, 506.0, 17, 35, 9)]) == [
+  assert scorecard.grown(end(504.0, 16, 34)) == []
+  assert scorecard.grown(end(506.0, 17, 35)) == [
     'MB of memory grew from 500 to 506',
     'open files grew from 16 to 17',
     'threads grew from 34 to 35',
   ]
-  assert scorecard.grown([*flat, (4 * 3600.0, 515.0, 16, 34, 9)]) == []
+  assert scorecard.grown([*flat, (90.0, 500.0, 28, 44, 90)]) == []  # as inside a save
+  assert scorecard.grown([*flat, (4 * 3600.0, 515.0, 16, 34, 99)]) == []
 
 
 TESTS = """
