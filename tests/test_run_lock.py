@@ -123,6 +123,16 @@ def test_a_pid_that_is_used_again(lock, tmp_path):
   lock().acquire()
 
 
+@pytest.mark.parametrize('damage', [{'pid': 2**40, 'start': ''}, {'pid': '\0'}, {'pid': '\ud800'}])
+def test_a_damaged_lock_of_this_machine_is_left_over(damage, lock, tmp_path, quick):
+  first = lock()
+  first.acquire()
+  first._released.set()  # beats no more
+  first._thread.join()
+  rewrite(tmp_path, **damage)
+  lock().acquire()
+
+
 def test_elsewhere_it_lives_while_it_beats(lock, tmp_path, quick, monkeypatch):
   monkeypatch.setattr(run_lock, 'WATCH_S', PATIENCE_S)
   first = lock()

@@ -145,8 +145,8 @@ class RunLock:
     held = (
       f'{self._folder}: {who} has been using this folder since {about.get("since", "?")}; wait until it ends, end it, '
     )
-    if about.get('machine') and about['machine'] == self._mine['machine']:
-      if _start_time(about.get('pid')) == about.get('start'):
+    if about.get('start') and about.get('machine') == self._mine['machine']:
+      if _start_time(about.get('pid')) == about['start']:
         raise InputError(f'{held}or choose another --workdir')
       return
     note(f'{self._folder}: was in use by {who}; watching for {WATCH_S:.0f} s whether it is alive')
@@ -213,7 +213,7 @@ def _start_time(pid: int | None) -> str:
   """When a process of this machine began, in ticks since the boot; '' if there is none."""
   try:
     text = pathlib.Path(f'/proc/{pid}/stat').read_text('ascii', 'replace')
-  except OSError:
+  except (OSError, ValueError):  # ValueError: a damaged lock has what is no path
     return ''
   state, *fields = text.rpartition(')')[2].split()
   return '' if state == 'Z' else fields[18]
