@@ -8,6 +8,7 @@ from rich import text as rich_text
 from jaxpost.data import preview
 from jaxpost.data.sources import Rows
 from jaxpost.models import transformer
+from jaxpost.monitor.metrics import short_number
 from jaxpost.rewards import builtin
 from jaxpost.rewards.pool import RewardPool
 from jaxpost.stage import batch_shape, epochs, sampling_inputs
@@ -26,7 +27,8 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
   inputs, data, config = stage.inputs, stage.data, stage.config
   tokenizer, per_epoch = inputs.tokenizer, epochs.steps_of(inputs, data)
   count = transformer.num_params(inputs.model.config)
-  passes = f'{config.train.steps / per_epoch:.3g} epochs' + (f' of {per_epoch:.3g} steps' if per_epoch >= 1 else '')
+  passes = f'{short_number(config.train.steps / per_epoch)} epochs'
+  passes += f' of {short_number(per_epoch)} steps' if per_epoch >= 1 else ''
   out = [
     rich_text.Text(f'{stage.name}: {config.algorithm}, {config.train.steps} steps, {passes}', 'bold'),
     f'model: {config.model.path or config.model.preset}, {count:,} '
