@@ -124,7 +124,7 @@ def test_what_a_run_starts_with(tmp_path):
   start.keep(tmp_path, facts)
   assert [row['seed'] for row in metrics.read_growing(tmp_path / start.FILE)] == [3, 3]
   many = facts | {'stages': {'dpo': facts['stages']['sft'] | {'epochs': 6400.0}}}
-  assert start.lines(many, 'x')[1].endswith(', 6400 epochs (config.train.epochs sets how many)')
+  assert start.lines(many, 'x')[1].endswith(', 6400 epochs (config.train.epochs sets it)')
   text = '\n'.join(start.lines(facts, 'runs/x'))
   for part in (
     jaxpost.__version__,

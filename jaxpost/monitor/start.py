@@ -84,8 +84,7 @@ def lines(facts: Mapping[str, Any], workdir: str) -> list[str]:
     if stage['tokens_per_epoch']:
       text += f', about {short_number(stage["tokens_per_epoch"])} tokens an epoch'
     if stage['epochs']:
-      hint = ' (config.train.epochs sets how many)' if stage['epochs'] > 100 else ''
-      text += f', {short_number(stage["epochs"])} epochs{hint}'
+      text += f', {short_number(stage["epochs"])} epochs' + ' (config.train.epochs sets it)' * (stage['epochs'] > 100)
     out.append(text)
   return out
 
