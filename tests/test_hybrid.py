@@ -93,9 +93,10 @@ def test_layers_under_a_scan_are_those_in_a_row(family, mixers):
   jax.tree.map(lambda a, b: np.testing.assert_array_less(tiny.largest(a - b), 1e-4 * tiny.largest(b)), again, grads)
 
 
+@pytest.mark.parametrize('chunk, block', [(8, 1024), (4, 8)])
 @pytest.mark.parametrize('corrected, channels', [(True, 1), (False, 1), (True, 5)])
-def test_chunks_compute_what_tokens_in_a_row_do(corrected, channels):
-  """Output, state, and gradient, of documents that begin and end inside of chunks, after a state.
+def test_chunks_compute_what_tokens_in_a_row_do(corrected, channels, chunk, block):
+  """Output, state, and gradient, of documents that begin and end inside of chunks and blocks, after a state.
 
   Some channels forget all at once: exponentials of differences of sums would overflow or lose what follows.
   """
@@ -119,7 +120,7 @@ def test_chunks_compute_what_tokens_in_a_row_do(corrected, channels):
     return jnp.stack(out, 1), state
 
   def in_chunks(*args):
-    rest = dict(dtype='float32', corrected=corrected, chunk=8)
+    rest = dict(dtype='float32', corrected=corrected, chunk=chunk, block=block)
     return recurrence.chunked(*args[:-1], runs, state=args[-1], **rest)
 
   def both(fn):
@@ -132,6 +133,29 @@ def test_chunks_compute_what_tokens_in_a_row_do(corrected, channels):
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5 * tiny.largest(b)), both(in_chunks), both(in_a_row)
   )
+
+
+def test_of_a_long_row_the_terms_of_one_block_are_in_memory():
+  """Where gradients are taken; the same row in one block keeps all of them."""
+  shapes = [(1, 4096, *rest) for rest in ((1, 8), (1, 8), (2, 8), (2, 1), (2,))]
+  *terms, runs = [jax.ShapeDtypeStruct(x, 'float32') for x in shapes] + [jax.ShapeDtypeStruct((1, 4096), 'int32')]
+
+  def temporaries(block):
+    rest = dict(dtype='float32', corrected=True, block=block)
+    gradient = jax.grad(lambda terms, runs: jnp.sum(recurrence.chunked(*terms, runs, **rest)[0] ** 2))
+    return jax.jit(gradient).lower(terms, runs).compile().memory_analysis().temp_size_in_bytes
+
+  assert temporaries(512) < 0.4 * temporaries(4096)
+
+
+def test_layers_of_a_period_are_computed_again_one_at_a_time():
+  """Without barriers between them XLA computes all layers of the body of the scan again before the first gradient."""
+  compute = dataclasses.replace(tiny.EXACT, unroll=False, remat='full')
+  model = model_lib.build(tiny.hybrid())
+  ids = jax.ShapeDtypeStruct((1, 8), 'int32')
+  params = jax.eval_shape(model.init, jax.random.key(0))
+  text = str(jax.make_jaxpr(lambda p, *rows: model.forward(p, *rows, compute=compute))(params, ids, ids, ids))
+  assert text.count('prevent_cse=True') == 3
 
 
 @pytest.mark.parametrize('family', SAMPLED)

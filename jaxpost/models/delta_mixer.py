@@ -94,7 +94,8 @@ def mix(
   *qkv, z, b, a = _inputs(p, y, cfg, functools.partial(layers.project, compute=compute, layout=layout))
   mixed, tails = convolution.over_row(qkv, [p[f'conv_{name}'] for name in 'qkv'], segment_ids, tails)
   q, k, v = map(jax.nn.silu, mixed)
-  q, k = _normed(q) * cfg.key_size**-0.5, _normed(k)
+  # Kept for the backward pass at the width of other activations.
+  q, k, v = (x.astype(compute.residual) for x in (_normed(q) * cfg.key_size**-0.5, _normed(k), v))
   beta = real * cfg.beta_scale * jax.nn.sigmoid(b.astype(jnp.float32))
   decay = jnp.exp(p['log_decay']) * jax.nn.softplus(a.astype(jnp.float32) + p['decay_bias'].reshape(a.shape[2:]))
   log_decay = -real[..., None] * (decay if cfg.gate_rank else decay[..., None])

@@ -191,9 +191,9 @@ _POLICIES = {
 }
 
 
-def rematerialized(block: Callable, compute: Compute) -> Callable:
-  """Returns `block` with a backward pass that recomputes what `compute.remat` says."""
+def rematerialized(block: Callable, compute: Compute, alone: bool = False) -> Callable:
+  """Returns `block` with a backward pass that recomputes what `compute.remat` says, behind a barrier if not `alone`."""
   if compute.remat == 'none':
     return block
-  # In a scan nothing can be merged with the forward pass, and barriers would keep XLA from fusing.
-  return jax.checkpoint(block, policy=_POLICIES[compute.remat], prevent_cse=compute.unroll)
+  # Without barriers XLA computes several layers again at once. In a scan over single layers they only prevent fusions.
+  return jax.checkpoint(block, policy=_POLICIES[compute.remat], prevent_cse=not alone)

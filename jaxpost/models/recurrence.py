@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jaxpost.matmul import einsum
 
 CHUNK = 64  # tokens whose states are never materialized
+BLOCK = 1024  # tokens whose terms are in memory at a time
 _EXACT = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -44,12 +45,14 @@ def chunked(
   corrected: bool,
   state: jax.Array | None = None,
   chunk: int = 0,
+  block: int = BLOCK,
 ) -> tuple[jax.Array, jax.Array]:
   """Computes a recurrence chunk by chunk: a scan over T / C states, and C x C products.
 
+  The float32 terms of chunks are large: longer rows are computed in blocks, which the backward pass computes again.
+
   Within a chunk the corrections u_t = b_t (v_t - (a_t S_{t-1})^T k_t) solve a triangular
-  system (the WY form of Yang et al., arXiv:2406.06484, with decay as in arXiv:2412.06464,
-  section 3.3).
+  system (the WY form of Yang et al., arXiv:2406.06484; decay: arXiv:2412.06464, section 3.3).
 
   Args:
     q, k: [B, T, K, d].
@@ -62,14 +65,42 @@ def chunked(
     corrected: see above.
     state: [B, H, d, e] that run 0 continues; None: zeros.
     chunk: C, a power of 2; 0: `CHUNK`, or less for a shorter row.
+    block: tokens of a block, at most, if it has several chunks.
 
   Returns:
     (out [B, T, H, e], state [B, H, d, e] at the end of the row), float32.
   """
   rows, length, heads, size = k.shape
   groups, width = v.shape[2] // heads, v.shape[3]
-  product = functools.partial(einsum, dtype=dtype)
   chunk = chunk or min(CHUNK, 1 << (length - 1).bit_length())
+  shape = rows, heads, groups, size, width
+  state = jnp.zeros(shape, jnp.float32) if state is None else state.astype(jnp.float32).reshape(shape)
+  carry = state, jnp.zeros_like(runs[:, 0])
+  one = functools.partial(_block, product=functools.partial(einsum, dtype=dtype), corrected=corrected, chunk=chunk)
+  terms = q, k, v, log_decay, beta
+  count = -(-length // max(block, chunk))
+  if count == 1:
+    (state, _), out = one(carry, (*terms, runs))
+  else:
+    each = chunk * -(-length // (count * chunk))
+    padding = each * count - length
+
+    def split(x):
+      return x.reshape(rows, count, each, *x.shape[2:]).swapaxes(0, 1)
+
+    terms = (jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))) for x in terms)
+    blocks = (*map(split, terms), split(jnp.pad(runs, ((0, 0), (0, padding)), mode='edge')))
+    (state, _), out = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), carry, blocks)
+    out = out.swapaxes(0, 1).reshape(rows, -1, *out.shape[3:])[:, :length]
+  return out, state.reshape(rows, heads * groups, size, width)
+
+
+def _block(carry: tuple, terms: tuple, product: Callable, corrected: bool, chunk: int) -> tuple[tuple, jax.Array]:
+  """Computes a block of chunks: ((state, run) before it, terms of its tokens) -> ((state, run) behind it, out)."""
+  (state, before), (q, k, v, log_decay, beta, runs) = carry, terms
+  rows, length, heads, size = k.shape
+  groups, width = v.shape[2] // heads, v.shape[3]
+  last_run = runs[:, -1]
   q, k = (_chunks(x, chunk, heads, size) for x in (q, k))  # [B, N, K, C, d]
   v = _chunks(v, chunk, heads, groups, width)  # [B, N, K, G, C, e]
   log_decay = _chunks(log_decay, chunk, heads, groups, log_decay.shape[-1])  # [B, N, K, G, C, 1 or d]
@@ -77,19 +108,16 @@ def chunked(
   runs = jnp.pad(runs, ((0, 0), (0, -length % chunk)), mode='edge').reshape(rows, -1, chunk)
 
   similar = _similarity(k, log_decay, runs, product)
-  start, last = _to_borders(log_decay, runs)
+  start, last = _to_borders(log_decay, runs, before)
   own, carried = beta * v, None
   if corrected:
     inverse = _inverse(jnp.tril(similar(k) * beta, -1))
     own = product('bnkgij,bnkgje->bnkgie', inverse, own)
     carried = product('bnkgij,bnkgjd->bnkgid', inverse, beta * start * k[:, :, :, None])
   scores = similar(q)
-
-  shape = rows, heads, groups, size, width
-  state = jnp.zeros(shape, jnp.float32) if state is None else state.astype(jnp.float32).reshape(shape)
   state, out = _over_chunks((q, k, own, carried, scores, start, last), state, product)
   out = jnp.transpose(out, (1, 0, 4, 2, 3, 5)).reshape(rows, -1, heads * groups, width)
-  return out[:, :length], state.reshape(rows, heads * groups, size, width)
+  return (state, last_run), out[:, :length]
 
 
 def _over_chunks(terms: tuple, state: jax.Array, product: Callable) -> tuple[jax.Array, jax.Array]:
@@ -155,12 +183,13 @@ def _chunks(x: jax.Array, chunk: int, *shape: int) -> jax.Array:
   return jnp.moveaxis(x, 2, x.ndim - 2)
 
 
-def _to_borders(log_decay: jax.Array, runs: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _to_borders(log_decay: jax.Array, runs: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns the decays of the state before a chunk at each token, and of each token at its end.
 
+  first: [B], the run before the first chunk.
   Both are [B, N, K, G, C, 1 or d]. Each is a sum of its own, see `_similarity`, and 0 across the border of two runs.
   """
-  before = jnp.pad(runs[:, :-1, -1], ((0, 0), (1, 0)))
+  before = jnp.concatenate([first[:, None], runs[:, :-1, -1]], axis=1)
   same = [(runs == x[..., None])[:, :, None, None, :, None] for x in (before, runs[..., -1])]
   later = jnp.pad(log_decay[..., 1:, :], ((0, 0),) * 4 + ((0, 1), (0, 0)))
   sums = jnp.cumsum(log_decay, axis=4), jax.lax.cumsum(later, axis=4, reverse=True)

@@ -64,7 +64,7 @@ def mix(
   mixed, tails = convolution.over_row(xbc, [p[f'conv_{name}'] for name in 'xbc'], segment_ids, tails)
   if 'conv' in cfg.biases:
     mixed = [out + p[f'conv_{name}_bias'].reshape(out.shape[2:]) for name, out in zip('xbc', mixed)]
-  x, b, c = map(jax.nn.silu, mixed)
+  x, b, c = (jax.nn.silu(out).astype(compute.residual) for out in mixed)  # kept for the backward pass
   dt = real * jnp.maximum(jax.nn.softplus(dt.astype(jnp.float32) + p['step_bias']), cfg.step_min)
   log_decay = -dt * jnp.exp(p['log_decay'])
   terms, runs = (c, b, x, log_decay[..., None], dt), convolution.runs_of(segment_ids)

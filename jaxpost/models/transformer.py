@@ -277,7 +277,7 @@ def _scan(block, params, x, cfg, compute, chosen):
   def same(p, x, chosen, varied):
     return block(p, x, chosen, kinds[0]._replace(**varied))
 
-  one = layers.rematerialized(same, compute)
+  one = layers.rematerialized(same, compute, alone=True)
   first = []
   if sparse:  # dense layers first
     here, varied = ({k: v[s] for k, v in varied.items()} for s in (slice(sparse), slice(sparse, None)))
