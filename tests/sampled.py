@@ -55,7 +55,7 @@ ANSWERS = [
 LENGTHS = np.array([len(a) for a in ANSWERS])
 MASK = (np.arange(C) < LENGTHS[:, None]).astype(np.float64)  # [Y, C]
 FINISHED = np.array([a[-1] == STOP for a in ANSWERS])
-_PADDED = np.array([(*a, *(0,) * (C - len(a))) for a in ANSWERS], np.int32)
+PADDED = np.array([(*a, *(0,) * (C - len(a))) for a in ANSWERS], np.int32)
 # Two rewards of each answer, of which the sum is 'one' + 0.5 'two'. A third one says which answers are right.
 REWARDS = np.random.RandomState(3).standard_normal((2, len(PROMPTS), len(ANSWERS)))
 WEIGHTS = (1.0, 0.5)
@@ -73,7 +73,8 @@ PAIRS = RowShape(48, 16)
 
 
 @functools.lru_cache
-def model(critic: bool = False):
+def model(head: str = ''):
+  """The policy; with head='critic' its critic, with 'value' a policy that has a scalar head, too."""
   config = tiny.config(
     num_layers=1,
     vocab_size=SYMBOLS,
@@ -83,14 +84,16 @@ def model(critic: bool = False):
     num_kv_heads=1,
     initializer_range=0.05,
   )
-  return model_lib.build(model_lib.with_scalar_head(config) if critic else config)
+  config = dataclasses.replace(config, value_head=head == 'value')
+  return model_lib.build(model_lib.with_scalar_head(config) if head == 'critic' else config)
 
 
 @functools.lru_cache
 def params(kind: str) -> dict:
-  """Weights of 'policy', and of others near it; of 'critic' and the critic 'before'."""
-  critic = kind in ('critic', 'before')
-  base = tiny.params(model(critic))
+  """Weights of 'policy', and of others near it; of 'critic' and the critic 'before'; of the policy with their heads."""
+  if kind.startswith('value, '):
+    return params('policy') | {'score': params(kind.removeprefix('value, '))['score']}
+  base = tiny.params(model('critic' if kind in ('critic', 'before') else ''))
   if kind in ('policy', 'critic'):
     return base
   seed, size = {'behavior': (1, 0.07), 'reference': (2, 0.1), 'later': (4, 0.06), 'before': (5, 0.2)}[kind]
@@ -102,7 +105,7 @@ def _rows(fn: Callable[[np.ndarray], jax.Array]) -> jax.Array:
   """fn(tokens [Y, T]) -> [Y, T, ...] at the positions that predict answers: [P, Y, C, ...]."""
   found = []
   for prompt in PROMPTS:
-    rows = np.concatenate([np.tile(prompt, (len(ANSWERS), 1)), _PADDED], axis=1)
+    rows = np.concatenate([np.tile(prompt, (len(ANSWERS), 1)), PADDED], axis=1)
     found.append(fn(rows)[:, len(prompt) - 1 : -1])
   return jnp.stack(found)
 
@@ -120,13 +123,13 @@ def logits(weights: dict) -> jax.Array:
 
 def values(weights: dict) -> jax.Array:
   """[P, Y, C], of the state before each token."""
-  return _rows(lambda rows: model(True).values(weights, tiny.hidden(model(True), weights, rows)))
+  return _rows(lambda rows: model('critic').values(weights, tiny.hidden(model('critic'), weights, rows)))
 
 
 @jax.jit
 def _outputs(weights: dict) -> tuple[jax.Array, jax.Array]:
   logp = jax.nn.log_softmax(logits(weights) / TEMPERATURE)
-  taken = jnp.take_along_axis(logp, jnp.asarray(_PADDED)[None, ..., None], axis=-1)[..., 0]
+  taken = jnp.take_along_axis(logp, jnp.asarray(PADDED)[None, ..., None], axis=-1)[..., 0]
   return taken * MASK, -(jnp.exp(logp) * logp).sum(axis=-1) * MASK
 
 
@@ -154,7 +157,7 @@ def chance(kind: str, top_k: int = 0) -> np.ndarray:
 def greedy(kind: str) -> np.ndarray:
   """The index of the answer that has the most probable token everywhere, [P]."""
   best = np.asarray(logits(params(kind))).argmax(axis=-1)
-  return ((best == _PADDED) | (MASK == 0)).all(axis=2).argmax(axis=1)
+  return ((best == PADDED) | (MASK == 0)).all(axis=2).argmax(axis=1)
 
 
 @jax.jit
@@ -294,25 +297,29 @@ def shared() -> dict[str, Any]:
   )
 
 
-def trainable(objective: Objective, critic: bool = False) -> Trainable:
-  """A policy or a critic whose optimizer subtracts the gradient."""
-  common, part = shared(), model(critic)
+def trainable(objective: Objective, head: str = '') -> Trainable:
+  """A policy or a critic whose optimizer subtracts the gradient; `head` is that of `model`."""
+  common, part = shared(), model(head)
   layout, ledger = common['layout'], common['ledger']
   optimizer = optax.sgd(1.0)
   shardings = programs.state_shardings(part, optimizer, layout)
   update = programs.make_update(
     part, objective, optimizer, lambda step: 1.0, layout, tiny.EXACT, ledger, clip_norm=math.inf, shardings=shardings
   )
+  start = {'': 'policy', 'critic': 'critic', 'value': 'value, critic'}[head]
+  temperature = 1.0 if head == 'critic' else TEMPERATURE
   made = dict(
     model=part,
-    state=programs.make_state(_copy(params('critic' if critic else 'policy')), optimizer, shardings, ledger),
+    state=programs.make_state(_copy(params(start)), optimizer, shardings, ledger),
     layout=layout,
     micro_batch_size=SHAPE.num_rows // 2,
     update_program=update,
-    score_program=score.make_score(part, layout, tiny.EXACT, ledger) if critic else common['score'],
+    score_program=score.make_score(part, layout, tiny.EXACT, ledger, temperature=temperature)
+    if head
+    else common['score'],
     objective=objective,
   )
-  if critic:
+  if head == 'critic':
     return Trainable(**made)
   heads = tuple(x.head_for(part.config) for x in common['teachers']) if objective.divergence else ()
   return Policy(**made, frozen={'teacher_heads': heads})
@@ -449,11 +456,11 @@ def gradients(cases: dict[str, Case], make: Callable | None = None) -> dict[str,
   make: (roles, config, graded rollout) -> placed batch, for what is not trained on policy.
   """
   several = list(cases.values())
+  algorithm, config = several[0].algorithm, several[0].config
   objective = objective_of(several)
-  policy = trainable(objective)
-  critic = None
-  if several[0].algorithm.critic(several[0].config):
-    critic = trainable(several[0].algorithm.critic(several[0].config), critic=True)
+  has_values = algorithm.value_head(config)
+  policy = trainable(objective, 'value' if has_values else '')
+  critic = trainable(algorithm.critic(config), 'critic') if algorithm.critic(config) else None
   # Distillation alone has teachers: log-probs of teachers, where there are any, take the place of the reference's.
   teachers = shared()['teachers'] if objective.divergence else ()
   roles = Roles(policy, critic, shared()['reference'], None, teachers)
@@ -464,14 +471,15 @@ def gradients(cases: dict[str, Case], make: Callable | None = None) -> dict[str,
     for step, (graded, scores) in enumerate(blocks(case.sampler, case.size, case.top_k, case.right)):
       count = 1.0
       graded = with_turns(graded) if case.turns else graded
-      if make or critic:
-        set_params(policy, 'policy')  # which scores
+      if make or critic or has_values:
+        set_params(policy, 'value, before' if has_values else 'policy')  # which scores
       if make:
         batch = make(roles, case.config, graded)
       else:
         controller.step = step
         if critic:
           set_params(critic, 'before')
+        if critic or has_values:
           scores = controller.scorer.fetch(graded.rollout, controller.scorer.start(graded.rollout))
         experience = controller.make_experience(graded, scores)
         credit = case.algorithm.credit(experience, case.config)
@@ -504,11 +512,10 @@ def _normalizer(case: Case, credit: Any) -> float:
 
 
 @functools.lru_cache
-def directions(critic: bool = False) -> np.ndarray:
-  """Unit vectors [n, D] along which gradients are compared, besides the exact gradient."""
-  size = len(start_of('critic' if critic else 'policy'))
+def directions(size: int) -> np.ndarray:
+  """Unit vectors [n, D] along which gradients [D] are compared, besides the exact gradient."""
   found = [*np.random.RandomState(9).standard_normal((3, size))]
-  if not critic:
+  if size == len(start_of('policy')):
     probable = chance('policy')[..., None] * MASK
     found.append(of_weights('policy', probable * rewards()[..., None]))
     found.append(of_weights('policy', probable * (logprobs('policy') - logprobs('reference'))))
@@ -518,7 +525,7 @@ def directions(critic: bool = False) -> np.ndarray:
 def z_scores(measured: tuple[np.ndarray, np.ndarray], exact: np.ndarray) -> np.ndarray:
   """How many standard errors the mean of sampled gradients [N, D] is from the exact one [D], by direction."""
   gradient, count = measured
-  along = np.vstack([exact / np.linalg.norm(exact), directions(len(exact) != directions().shape[1])])
+  along = np.vstack([exact / np.linalg.norm(exact), directions(len(exact))])
   sampled = gradient @ along.T
   mean = count @ sampled / count.sum()
   error = count[:, None] * (sampled - mean) / count.mean()

@@ -123,6 +123,7 @@ def test_the_nll_of_chosen_answers():
   weights = chance()[FIRST] * chance()[SECOND] * labels
   found, without = (of_pairs(labels, nll=nll, algorithm='orpo') for nll in (weights, None))
   exact.close(found, (1, without), (1, dense(lambda c, r, yw, yl: -yw, weights)))
+  exact.close(of_pairs(labels, nll=weights, losses=('sft',)), (1, dense(lambda c, r, yw, yl: -yw, weights)))
 
 
 @pytest.mark.parametrize('name, more', [('sigmoid', {}), ('ipo', dict(ipo_average=False, beta=0.1))])

@@ -16,9 +16,10 @@ import pytest
 import sampled
 from sampled import Case
 
-from jaxpost.algorithms import kto, online_dpo
+from jaxpost.algorithms import kto, online_dpo, preference
 from jaxpost.data import packing
 from jaxpost.losses import importance, policy_gradient
+from jaxpost.roles import place
 from jaxpost.stage import algorithms
 
 pytestmark = pytest.mark.long
@@ -29,15 +30,14 @@ RIGHT = dict(size=3, right=True)  # rewards of 0 and 1
 TURNS = dict(size=3, turns=True)
 
 
-def case(algorithm='grpo', where=None, critic_lam=-1.0, **rl):
+def case(algorithm='grpo', where=None, critic=None, **rl):
   """A method of the family of GRPO."""
   advantage = dict(advantage='leave_one_out') if algorithm == 'grpo' else {}
   where = where or {}
   size = where.get('size', sampled.SIZE)
   drawn = dict(prompts=sampled.GROUPS[size], group_size=size)
   environment = 'x' if 'turns' in where else ''
-  critic = dict(lam=critic_lam)
-  config = sampled.config_of(algorithm, rl=advantage | rl, rollout=drawn, environment=environment, critic=critic)
+  config = sampled.config_of(algorithm, rl=advantage | rl, rollout=drawn, environment=environment, critic=critic or {})
   return Case(algorithms.load_algorithm(algorithm), config, **where)
 
 
@@ -230,6 +230,9 @@ def both(margin):
   return jnp.stack([s(margin), s(-margin)], axis=-1)
 
 
+ALPHA = 0.7  # of the divergence, and of the tokens that LD-DPO weighs less
+
+
 def by_divergence(score):
   """DPO with score(ratio) in place of log ratio (arXiv:2309.16240): f' of the divergence, where a constant cancels."""
   return lambda c, r, *_: -jnp.log(s(BETA * (score(jnp.exp(c)) - score(jnp.exp(r)))))
@@ -260,12 +263,16 @@ PREFERENCES = {
   'sigmoid, smoothed': lambda c, r, *_: -(jnp.log(both(BETA * (c - r))) * SMOOTHED).sum(axis=-1),
   'sigmoid, forward_kl': by_divergence(lambda ratio: -1 / ratio),
   'sigmoid, js_divergence': by_divergence(lambda ratio: jnp.log(2 * ratio / (1 + ratio))),
-  'sigmoid, alpha_divergence': by_divergence(lambda ratio: -2 * ratio**-0.5),
+  # Its alpha is 1 - f_alpha.
+  'sigmoid, alpha_divergence': by_divergence(lambda ratio: (1 - ratio**-ALPHA) / ALPHA),
   'sigmoid, wpo': lambda c, r, *_: -jnp.log(s(BETA * (c - r))),
+  'sigmoid, ld': lambda c, r, *_: -jnp.log(s(BETA * (c - r))),  # arXiv:2409.06411, eq. 10
 }
 OPTIONS = {'simpo': dict(gamma=0.4), 'discopop': dict(discopop_tau=0.3), 'sigmoid, wpo': dict(weighting='wpo')}
+OPTIONS |= {'sigmoid, ld': dict(ld_alpha=ALPHA)}
 OPTIONS |= {name: dict(label_smoothing=0.3) for name in ('exo_pair', 'robust', 'sigmoid, smoothed')}
-OPTIONS |= {f'sigmoid, {f}': dict(f_divergence=f) for f in ('forward_kl', 'js_divergence', 'alpha_divergence')}
+OPTIONS |= {f'sigmoid, {f}': dict(f_divergence=f) for f in ('forward_kl', 'js_divergence')}
+OPTIONS |= {'sigmoid, alpha_divergence': dict(f_divergence='alpha_divergence', f_alpha=1 - ALPHA)}
 
 
 def blended(x):
@@ -304,15 +311,77 @@ def test_preferences(name):
   best = answers[np.arange(len(answers)), rewards.argmax(axis=1)]
   worst = answers[np.arange(len(answers)), rewards.argmin(axis=1)]
   weight = weights_of_pairs(name, prompt, best, worst)
+  beyond = ALPHA if name == 'sigmoid, ld' else 1
+  shorter = np.minimum(sampled.LENGTHS[best], sampled.LENGTHS[worst])
+  share = np.where(np.arange(sampled.C) < shorter[:, None], 1, beyond)
 
   def loss(logprobs):
-    whole = logprobs.sum(axis=2)
-    ratio = whole - sampled.logprobs('reference').sum(axis=2)
-    sides = [(whole[prompt, x], sampled.LENGTHS[x]) for x in (best, worst)]
-    return (weight * PREFERENCES[name](ratio[prompt, best], ratio[prompt, worst], *sides)).sum()
+    ratio = logprobs - sampled.logprobs('reference')
+    ratios = [(share * ratio[prompt, x]).sum(axis=1) for x in (best, worst)]
+    sides = [(logprobs[prompt, x].sum(axis=1), sampled.LENGTHS[x]) for x in (best, worst)]
+    return (weight * PREFERENCES[name](*ratios, *sides)).sum()
 
   slope = jax.grad(loss)(jnp.asarray(sampled.logprobs('policy'), jnp.float32))
   agree(of_pairs()[name], sampled.of_weights('policy', np.asarray(slope)))
+
+
+# Optimal transport (arXiv:2406.05882): what is sorted, of log-probs [P, Y] of policy and reference.
+TRANSPORTS = {
+  'aot': lambda c, r, ref_c, ref_r: (c - r, ref_c - ref_r),
+  'aot_unpaired': lambda c, r, ref_c, ref_r: (c - ref_c, r - ref_r),
+}
+
+
+def in_twos(roles, config, graded):
+  """A batch of rows that are micro-batches, which have a pair of either prompt: sorting couples those."""
+  rollout, rows = graded.rollout, []
+  for first in range(0, len(rollout.prompts), 2):
+    rows.append([])
+    for g in (first, first + 1):
+      members = np.arange(sampled.SIZE) + g * sampled.SIZE
+      worst, best = members[np.argsort(graded.rewards[members])]
+      if graded.rewards[best] > graded.rewards[worst]:
+        answers = [(rollout.completions[n, : (k := rollout.lengths[n])], np.ones(k)) for n in (best, worst)]
+        rows[-1].append(online_dpo.pair(rollout.prompts[g].tokens, *answers, share_prompt=True))
+  batch = packing.to_batch(rows, 18, len(rows), normalize=False, per='pair')
+  batch = batch.replace(loss_weights=batch.loss_weights / len(rows))
+  return preference.prepare(place(roles.policy.layout, 1, batch), roles, config)
+
+
+@functools.lru_cache
+def of_transports():
+  options = dict(beta=BETA, label_smoothing=0.3)
+  cases = {}
+  for name in TRANSPORTS:
+    config = sampled.config_of('online_dpo', preference=dict(options, losses=(name,)))
+    cases[name] = Case(online_dpo.ONLINE_DPO, config)
+  return sampled.gradients(cases, in_twos)
+
+
+@pytest.mark.parametrize('name', TRANSPORTS)
+def test_transports(name):
+  """Of all two pairs that can be drawn, the smaller is compared with the smaller, and the larger with the larger."""
+  rewards, chance = sampled.rewards(), sampled.chance('policy')
+  better = [np.argwhere(x[:, None] > x) for x in rewards]  # [pairs, 2] of either prompt
+  weights = [2 * p[x[:, 0]] * p[x[:, 1]] for p, x in zip(chance, better)]
+  alone = [1 - x.sum() for x in weights]  # that a prompt has no pair
+
+  def loss(logprobs):
+    whole, reference = logprobs.sum(axis=2), sampled.logprobs('reference').sum(axis=2)
+    sides = [[table[p][x[:, i]] for table in (whole, reference) for i in (0, 1)] for p, x in enumerate(better)]
+    (one, below), (other, under) = (TRANSPORTS[name](*x) for x in sides)
+
+    def compared(x, y):
+      return -(jnp.log(both(BETA * (x - y))) * SMOOTHED).sum(axis=-1)
+
+    one, below = one[:, None], below[:, None]
+    of_two = sum(compared(f(one, other), f(below, under)) for f in (jnp.minimum, jnp.maximum))
+    singles = (weights[0] * compared(one, below)[:, 0]).sum() * alone[1]
+    singles += (weights[1] * compared(other, under)).sum() * alone[0]
+    return (weights[0][:, None] * weights[1] * of_two).sum() + singles
+
+  slope = jax.grad(loss)(jnp.asarray(sampled.logprobs('policy'), jnp.float32))
+  agree(of_transports()[name], sampled.of_weights('policy', np.asarray(slope)))
 
 
 # -------------------------------------------------------------------- labels
@@ -410,7 +479,7 @@ def test_distillation(name):
 
 PPO = {
   'lambda 0.5': dict(lam=0.5),
-  'two lambdas, by length': dict(length_alpha=0.8, critic_lam=0.9),
+  'two lambdas, by length': dict(length_alpha=0.8, critic=dict(lam=0.9)),
   'KL in the reward': dict(lam=0.9, kl_coef=0.5),
   'gamma 0.9': dict(lam=0.5, gamma=0.9, aggregate='sequence'),
 }
@@ -421,25 +490,17 @@ def of_ppo(role):
   return sampled.gradients({name: case('ppo', where=dict(role=role), **rl) for name, rl in PPO.items()})
 
 
-def gae(config):
-  """(advantages, returns) [P, Y, C]: the sums of arXiv:1506.02438, eq. 16, term by term."""
+def gae(config, before):
+  """(advantages, returns) [P, Y, C]."""
   rl = config.rl
-  old = np.asarray(sampled.values(sampled.params('before')), np.float64) * sampled.MASK
-  rewards = np.zeros(old.shape)
-  rewards[:, np.arange(len(sampled.ANSWERS)), sampled.LENGTHS - 1] = sampled.rewards()
-  kl = sampled.logprobs('policy') - sampled.logprobs('reference')
-  rewards = (rewards - rl.kl_coef * kl) * sampled.MASK
-  following = np.pad(old, ((0, 0), (0, 0), (0, 1)))[..., 1:]
-  delta = (rewards + rl.gamma * following - old) * sampled.MASK
-
-  def sums(lam):
-    later = (np.pad(delta, ((0, 0), (0, 0), (0, n)))[..., n:] for n in range(sampled.C))
-    return sum((rl.gamma * lam) ** n * x for n, x in enumerate(later))
-
-  lam = rl.lam
-  if rl.length_alpha:  # VAPO (arXiv:2504.05118), section 4.2
-    lam = np.maximum(0, 1 - 1 / (rl.length_alpha * sampled.LENGTHS))[:, None]
-  return sums(lam), old + sums(lam if config.critic.lam < 0 else config.critic.lam)
+  old = np.asarray(sampled.values(sampled.params(before)), np.float64) * sampled.MASK
+  penalty = rl.kl_coef * (sampled.logprobs('policy') - sampled.logprobs('reference'))
+  of_policy = formulas.policy_lam(rl, sampled.MASK)
+  of_critic = of_policy if config.critic.lam < 0 else config.critic.lam
+  gains, others = (
+    formulas.sums_of_gae(sampled.rewards(), penalty, old, sampled.MASK, rl.gamma, lam) for lam in (of_policy, of_critic)
+  )
+  return gains, old + others
 
 
 def token_weights(rl):
@@ -448,29 +509,47 @@ def token_weights(rl):
   return weight / weight.sum()
 
 
-@pytest.mark.parametrize('name', PPO)
-def test_the_policy_of_ppo(name):
-  config = case('ppo', **PPO[name]).config
-  gains, _ = gae(config)
+def of_policy(config, kind='policy', before='before'):
+  """The gradient of the weights [D] of a policy, or of one with a head."""
+  gains, _ = gae(config, before)
   tokens = (
     sampled.chance('policy')[..., None] * sampled.MASK / (sampled.chance('policy')[..., None] * sampled.MASK).sum()
   )
   mean = (tokens * gains).sum()
   white = (gains - mean) / np.sqrt((tokens * (gains - mean) ** 2).sum())
-  agree(of_ppo('policy')[name], sampled.of_weights('policy', -token_weights(config.rl) * white))
+  return sampled.of_weights(kind, -token_weights(config.rl) * white)
 
 
-@pytest.mark.parametrize('name', PPO)
-def test_the_critic_of_ppo(name):
+def of_critic(config, kind='critic', before='before'):
   """1/2 max((V - R)^2, (clip(V) - R)^2), V held near the values that were scored (arXiv:2005.12729, section 3)."""
-  config = case('ppo', **PPO[name]).config
-  _, returns = gae(config)
-  now, old = (np.asarray(sampled.values(sampled.params(kind)), np.float64) for kind in ('critic', 'before'))
+  _, returns = gae(config, before)
+  now, old = (np.asarray(sampled.values(sampled.params(x)), np.float64) for x in (kind, before))
   clip = config.critic.value_clip
   outside = np.abs(now - old) > clip
   held = np.clip(now, old - clip, old + clip)
   slope = np.where(outside & ((held - returns) ** 2 > (now - returns) ** 2), 0, now - returns)
   assert 0.05 < (token_weights(config.rl) * (slope == 0)).sum() < 0.95
-  _, pull_back = jax.vjp(sampled.values, sampled.params('critic'))
+  _, pull_back = jax.vjp(sampled.values, sampled.params(kind))
   (wanted,) = pull_back(jnp.asarray(token_weights(config.rl) * slope, jnp.float32))
-  agree(of_ppo('critic')[name], sampled.flat(wanted))
+  return sampled.flat(wanted)
+
+
+@pytest.mark.parametrize('name', PPO)
+def test_the_policy_of_ppo(name):
+  agree(of_ppo('policy')[name], of_policy(case('ppo', **PPO[name]).config))
+
+
+@pytest.mark.parametrize('name', PPO)
+def test_the_critic_of_ppo(name):
+  agree(of_ppo('critic')[name], of_critic(case('ppo', **PPO[name]).config))
+
+
+def test_a_head_of_values():
+  """The loss of the values is added to that of the policy, and both reach the layers that they share."""
+  head = dict(value_head=True, coef=0.3, value_clip=0.02)
+  x = case('ppo', where=dict(present='value, critic'), critic=head, lam=0.5, kl_coef=0.5)
+  found = sampled.gradients({'': x})['']
+  kinds = 'value, critic', 'value, before'
+  of_values = of_critic(x.config, *kinds)
+  agree(found, of_policy(x.config, *kinds) + 0.3 * of_values)
+  assert np.abs(sampled.z_scores(found, of_policy(x.config, *kinds) + 0.1 * of_values)).max() > 4
