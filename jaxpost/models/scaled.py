@@ -30,9 +30,10 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
 
-# Type of the codes, and their largest magnitude, by the names of `config.rollout.weights` and `cache`.
-KINDS = {'int8': ('int8', 127), 'float8': ('float8_e4m3fn', 448)}
-_LARGEST = dict(KINDS.values())
+# Type of the codes, and their largest magnitude, by the names of `config.rollout.weights` and `cache`. Those of float8
+# are its bits: XLA:CPU converts a whole float8 array to update a part of it.
+KINDS = {'int8': ('int8', 127), 'float8': ('uint8', 448)}
+_LARGEST, _FLOAT8 = dict(KINDS.values()), jnp.float8_e4m3fn
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=('codes', 'scales'), meta_fields=())
@@ -41,7 +42,7 @@ class Scaled:
   """An array codes * scales, which `matmul.einsum` accepts as an operand.
 
   Attributes:
-    codes: int8 or float8.
+    codes: int8, or the bits of float8 (e4m3) as uint8.
     scales: of the same number of dimensions, with size 1 where entries share one.
   """
 
@@ -83,13 +84,12 @@ def _operand(codes: jax.Array, dtype: Any) -> jax.Array:
   """
   if codes.dtype == jnp.int8:
     return codes.astype(dtype)
-  values = np.arange(256, dtype=np.uint8).view(codes.dtype).astype(np.float32)
-
-  def look_up(x):
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint8)
-    return jnp.asarray(values, dtype).at[bits].get(mode='promise_in_bounds')
-
-  return jax.lax.platform_dependent(codes, cpu=look_up, default=lambda x: x.astype(dtype))
+  values = np.arange(256, dtype=np.uint8).view(_FLOAT8).astype(np.float32)
+  return jax.lax.platform_dependent(
+    codes,
+    cpu=lambda x: jnp.asarray(values, dtype).at[x].get(mode='promise_in_bounds'),
+    default=lambda x: jax.lax.bitcast_convert_type(x, _FLOAT8).astype(dtype),
+  )
 
 
 def _aligned(scales: jax.Array, term: str, to: str) -> jax.Array:
@@ -106,7 +106,8 @@ def encode(x: jax.Array, code: str, axes: tuple[int, ...], dtype: Any) -> Scaled
   scales = (jnp.max(jnp.abs(x), axes, keepdims=True) / largest).astype(dtype)
   by = scales.astype(jnp.float32)  # the rounded scale, which products multiply by
   x = jnp.clip(x / jnp.where(by > 0, by, 1), -largest, largest)
-  return Scaled((jnp.round(x) if code == 'int8' else x).astype(code), scales)
+  codes = jnp.round(x).astype(code) if code == 'int8' else jax.lax.bitcast_convert_type(x.astype(_FLOAT8), code)
+  return Scaled(codes, scales)
 
 
 # ------------------------------------------------------------------ weights
