@@ -4,12 +4,12 @@ python -m launch.train --config=configs/grpo_gsm8k.py --workdir=runs/grpo_gsm8k
 
 Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
 metric is pass@1 of the greedy answers to test questions (split `eval`);
-docs/defaults.md has the figures that others report for GSM8K.
+docs/defaults.md has what others report: MaxText 0.81 for GRPO of Qwen3-1.7B, verl 0.52 for SFT of gemma-2-2b.
 `:method=NAME` takes dapo, dr_grpo, gspo, rloo and the rest of docs/methods.md.
 `:model=NAME` takes a name below, a hub id or a folder; data of your own:
 --config.data.path=FILE with question and answer, or prompt and answer.
 `:lora=16` trains adapters of that rank (docs/lora.md).
-`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
+`:runlocal` takes 3 steps of a random model on generated data, without network, which shows only that it runs.
 """
 
 import ml_collections
@@ -36,7 +36,7 @@ def get_config(arg=None):
   if arg.method == 'dapo':  # and a penalty that grows from 384 tokens on
     config.reward = 'gsm8k,overlong?max=512&buffer=128'
   config.train.update(steps=200)
-  config.optim.update(lr=1e-5 if arg.lora else 1e-6, warmup_steps=10)
+  config.optim.warmup_steps = 10
   config.rollout.update(max_prompt_length=320, max_new_tokens=512)
   config.rollout.update(prompts=32, group_size=8)
   config.eval.data.path = DATA.format('test')

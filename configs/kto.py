@@ -7,7 +7,7 @@ rewards/margins and rewards/accuracies on held-out answers (split `eval`). No pu
 known for this recipe. `:loss=apo_zero_unpaired` leaves the KL of mismatched answers out.
 `:model=NAME` takes a name below, a hub id or a folder; data of your own: --config.data.path=FILE
 with prompt, completion and label (true or false).
-`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
+`:runlocal` takes 3 steps of a random model on generated data, without network, which shows only that it runs.
 """
 
 import ml_collections

@@ -7,7 +7,7 @@ wrong has no pair (`groups_without_pair`). Meant for one accelerator of 80 GB; t
 have not been measured yet. The metric is pass@1 of the greedy answers to test questions (split
 `eval`). No published figure is known for this recipe. `:model=NAME` takes a name below, a hub id or
 a folder; data of your own: --config.data.path=FILE with question and answer, or prompt and answer.
-`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
+`:runlocal` takes 3 steps of a random model on generated data, without network, which shows only that it runs.
 """
 
 import ml_collections

@@ -9,7 +9,7 @@ time and accuracy have not been measured yet. The metric is pass@1 of the greedy
 `:method=vapo` is PPO for long reasoning, with VAPO's lambdas, 50 steps for the critic alone, 16 answers to a prompt
 and no KL. `:model=NAME` takes a name below, a hub id or a folder; data of your own: --config.data.path=FILE with
 question and answer, or prompt and answer.
-`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
+`:runlocal` takes 3 steps of a random model on generated data, without network, which shows only that it runs.
 """
 
 import ml_collections

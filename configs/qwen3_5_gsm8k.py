@@ -5,10 +5,10 @@ python -m launch.train --config=configs/qwen3_5_gsm8k.py --workdir=runs/qwen3_5
 SFT learns the worked answers; GRPO, from the model after it, is rewarded for the right '#### 42'.
 Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The metric is
 pass@1 of the greedy answers to test questions (split `eval`). No published figure is known for this recipe;
-docs/defaults.md has one for GRPO alone.
+for GRPO alone Tinker reports 0.96 with Qwen3.5-9B (docs/defaults.md).
 `:model=NAME` is a hub id or a folder, with towers that are not trained (model.text_only); of a text
 model in a folder of its own, too: --config.model.text_only=False.
-`:runlocal` uses a random model and generated data, without network: some minutes on 2 CPU cores.
+`:runlocal` takes 3 steps of each stage with a random model, without network, which shows only that it runs.
 """
 
 import ml_collections
@@ -34,7 +34,7 @@ def get_config(arg=None):
   config.sft = dict(
     algorithm='sft',
     train=dict(steps=200, batch_size=16, row_length=1024),
-    optim=dict(lr=1e-5, schedule='cosine', warmup_steps=20),
+    optim=dict(lr=2e-5, schedule='cosine', warmup_steps=20),
   )
   config.grpo = dict(
     algorithm='grpo',

@@ -4,11 +4,11 @@ python -m launch.train --config=configs/sft_gsm8k.py --workdir=runs/sft_gsm8k
 
 Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
 metric is pass@1 of the greedy answers to test questions (split `eval`);
-docs/defaults.md has the figures that others report for GSM8K.
+docs/defaults.md has what others report: MaxText 0.81 for GRPO of Qwen3-1.7B, verl 0.52 for SFT of gemma-2-2b.
 `:model=NAME` takes a name below, a hub id or a folder; data of your own:
 --config.data.path=FILE with question and answer, or prompt and completion.
 `:lora=16` trains adapters of that rank (docs/lora.md).
-`:runlocal` uses a random model and generated data, without network: a minute on 2 CPU cores.
+`:runlocal` takes 3 steps of a random model on generated data, without network, which shows only that it runs.
 """
 
 import ml_collections
@@ -33,7 +33,7 @@ def get_config(arg=None):
   config.data.map = 'jaxpost.data.maps:gsm8k'
   config.reward = 'gsm8k'
   config.train.update(steps=400, batch_size=16, row_length=1024)
-  config.optim.update(lr=1e-4 if arg.lora else 1e-5, schedule='cosine', warmup_steps=20)
+  config.optim.update(schedule='cosine', warmup_steps=20)
   config.rollout.update(max_prompt_length=320, max_new_tokens=512)
   config.eval.data.path = DATA.format('test')
   config.eval.update(every=100, size=256, samples=1, temperature=0.0)

