@@ -280,10 +280,9 @@ class MetricsWriter:
     if resume_step:
       lost = len(rows) - len(kept)
       self._board.line(f'{stage} resumes after step {resume_step}; rows of metrics past it, dropped: {lost}')
-      now = {'stage': stage, 'step': resume_step, 'rows_dropped': lost}
       file = self.workdir / 'resumes.jsonl'
       old = file.read_text() if file.exists() else ''
-      object_store.write_text(file, old + json.dumps(now) + '\n')
+      object_store.write_text(file, old + json.dumps(dict(stage=stage, step=resume_step, rows_dropped=lost)) + '\n')
     # Object stores cannot append: there flush() writes the whole file.
     self._file = io.StringIO() if self._remote else open(self.path, 'a', 1)
     self._file.write(text if self._remote else '')
@@ -338,9 +337,8 @@ class MetricsWriter:
       name = f'samples/{self._stage}/{step}.jsonl'
       object_store.write_text(self.workdir / name, text)
       if self._tb is not None and rows:
-        from jaxpost.monitor import titles
-
-        self._tb.add_text(*titles.samples_as_markdown(self._stage, rows), step)
+        shown = json.dumps([plain(row) for row in rows[-8:]], ensure_ascii=False, indent=1).replace('\\n', '\n')
+        self._tb.add_text(f'{self._stage}/samples', '    ' + shown.replace('\n', '\n    '), step)
       if self._trackers is not None:
         self._trackers.samples(self._stage, step, rows, name)
 

@@ -1,4 +1,4 @@
-"""Metrics and samples for people: no raw keys in report and console, texts in TensorBoard. Imports no JAX."""
+"""Titles of metrics for people: the report and the console show no raw keys. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import functools
 import itertools
 import pathlib
 import re
-import textwrap
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
-SAMPLE = 'prompt', 'completion', 'reward'  # what is shown of one
-_SHOWN = 8  # samples of a step
 _PLACES = {'NAME': '([^/]+)', 'ROLE': '([^/]+)', 'N': r'(\d+)'}
 
 
@@ -80,25 +77,3 @@ def _known() -> tuple[dict[str, str], list[tuple[re.Pattern, list[str], str]]]:
     pattern = re.sub('NAME|ROLE|(?<![A-Za-z])N(?![A-Za-z])', lambda found: _PLACES[found[0]], re.escape(key))
     patterns.append((re.compile(pattern), places, text))
   return exact, patterns
-
-
-def newest_samples(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, float | None]]:
-  """Returns (prompt, completion, reward) of the first rows of the split that was sampled last."""
-  some = [row for row in rows if row['split'] == rows[-1]['split']][:_SHOWN]
-  return [(_text(row['prompt']), _text(row['completion']), row.get('reward')) for row in some]
-
-
-def samples_as_markdown(stage: str, rows: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-  """Returns a tag and the newest samples as Markdown, with texts indented so that they are shown as they are."""
-  shown = []
-  for prompt, completion, reward in newest_samples(rows):
-    texts = (f'{name}:\n\n{textwrap.indent(x, "    ")}' for name, x in zip(SAMPLE, (prompt, completion)))
-    shown += [f'**{"no reward" if reward is None else f"reward {reward:.4g}"}**', *texts]
-  return f'{stage}/{rows[-1]["split"]}/samples', '\n\n'.join(shown)
-
-
-def _text(value: Any) -> str:
-  """Returns a prompt or completion as text; of messages, each with its role."""
-  if isinstance(value, str):
-    return value
-  return '\n'.join(f'{turn["role"]}: {turn.get("content") or ""}' for turn in value)

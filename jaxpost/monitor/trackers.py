@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.monitor import titles
 from jaxpost.storage import object_store
 
 
@@ -71,8 +70,9 @@ def _wandb(options: Options, folder: str) -> Client:
     run.save(path, base_path=folder, policy='now')
 
   def show(stage: str, step: int, rows: Sequence[Mapping]) -> None:
-    table = wandb.Table(columns=list(titles.SAMPLE), data=[list(x) for x in titles.newest_samples(rows)])
-    run.log({f'{stage}/{rows[-1]["split"]}/samples': table, f'{stage}/step': step})
+    columns = ['split', 'prompt', 'completion', 'reward']
+    data = [[row.get(c) if c == 'reward' else str(row.get(c, '')) for c in columns] for row in rows[-8:]]
+    run.log({f'{stage}/samples': wandb.Table(columns=columns, data=data), f'{stage}/step': step})
 
   return Client(log, file, run.finish, define, show)
 
