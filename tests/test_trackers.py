@@ -106,7 +106,7 @@ def test_tensorboard_has_texts(tmp_path):
   (file,) = (tmp_path / 'tensorboard/grpo').iterdir()
   events = file.read_bytes()
   assert b'grpo/samples' in events and b'old' not in events
-  assert b'      "prompt": "one *and*\n\n    two",\n' in events and b'"reward": 0.25' in events
+  assert b'      "prompt": "one *and*\n    \n    two",\n' in events and b'"reward": 0.25' in events
 
 
 @pytest.mark.parametrize('fails', ['init', 'log', 'save', 'finish'])
