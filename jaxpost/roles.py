@@ -66,8 +66,7 @@ class Trainable:
   def score(self, batch: Batch) -> Outputs:
     """Returns outputs [M, B / M, T] of host rows or placed ones.
 
-    Log-probs are those of tokens with a loss weight; the values of a scalar
-    head are those of all tokens.
+    Log-probs are those of tokens with a loss weight; the values of a scalar head are those of all tokens.
     """
     return self.score_program(self.params, without_signal(self._placed(batch)))
 
@@ -117,9 +116,8 @@ class Frozen:
   def head_for(self, student: ModelConfig) -> jax.Array:
     """Returns a teacher's output embedding [V, D], padded for a student.
 
-    Some families pad the vocabulary of larger models further. A teacher with a
-    smaller vocabulary than the student's keeps only the rows of its own tokens:
-    their number tells which tokens it lacks.
+    Some families pad the vocabulary of larger models further. A teacher with a smaller vocabulary than the student's
+    keeps only the rows of its own tokens: their number tells which tokens it lacks.
     """
     size = self.model.config.vocab_size
     head = self.model.head(self.params)

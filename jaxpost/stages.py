@@ -193,9 +193,8 @@ def settle_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) 
 def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple[Policy, DataStream | Controller]:
   """Returns the policy and the stream of a run with one stage, for a custom loop.
 
-  `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy
-  algorithm the stream is a `Controller`, which has `sampler`, `prompts`, `pool`
-  and the rest. Nothing is written; `stream.close()` ends workers and threads.
+  `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy algorithm the stream is a `Controller`, which
+  has `sampler`, `prompts`, `pool` and the rest. Nothing is written; `stream.close()` ends workers and threads.
   """
   raw = settle_dtype(prepare.as_dict(config), epath.Path(''), rich.console.Console())
   names = list(config_lib.parse(raw))

@@ -30,8 +30,7 @@ def max_documents(row_length: int) -> int:
 class Batch:
   """Packed rows for one update.
 
-  Two documents, [5 6 7] and [8 9], the first token of each being its prompt,
-  packed into a row of 6:
+  Two documents, [5 6 7] and [8 9], the first token of each being its prompt, packed into a row of 6:
 
     tokens        5    6    7    8    9    0
     positions     0    1    2    0    1    0
@@ -42,9 +41,8 @@ class Batch:
   `loss_weights` holds mask / global normalizer, so that every loss and every metric is a plain weighted sum, whatever
   the packing, the micro-batches or the mesh.
 
-  Branches share a prompt. Chosen [8 9] and rejected [4] after the prompt
-  [5 6 7] are one document; the last prompt token is repeated before each
-  branch, so that every token is still predicted from its left neighbor:
+  Branches share a prompt. Chosen [8 9] and rejected [4] after the prompt [5 6 7] are one document; the last prompt
+  token is repeated before each branch, so that every token is still predicted from its left neighbor:
 
     tokens        5    6    7    8    9    7    4
     positions     0    1    2    3    4    2    3
@@ -99,8 +97,7 @@ class Outputs:
 class Cache:
   """KV cache, one pair of arrays per layer.
 
-  A paged cache has a table: entry i of slot s is entry i % p of page
-  table[s, i // p], p entries to a page.
+  A paged cache has a table: entry i of slot s is entry i % p of page table[s, i // p], p entries to a page.
   """
 
   k: tuple  # L x [S, K, length, h], or [pages, K, p, h]
@@ -125,9 +122,8 @@ class Prompt:
 class Rollout:
   """Completions of a step's prompts: host arrays, equal on every process.
 
-  Sequence n answers prompt `n // group_size`; groups are in order. Completions
-  are padded with 0 on the right, `lengths` counts the stop token. Two prompts
-  with a group of two samples each, at most 4 tokens, stop id 2:
+  Sequence n answers prompt `n // group_size`; groups are in order. Completions are padded with 0 on the right,
+  `lengths` counts the stop token. Two prompts with a group of two samples each, at most 4 tokens, stop id 2:
 
     prompts       (Prompt(index=6, tokens=[5 7]), Prompt(index=7, tokens=[9]))
     completions   [[8 3 2 0]     sample 0 of prompt 6

@@ -1,9 +1,8 @@
 """The flag --config=FILE[:args] with its overrides --config.a.b=value.
 
-Overrides are removed from the command line before absl parses it, and applied
-after the config file was read. Their types come from the schema, so that a field
-need not appear in the file. `jaxpost/stage/overrides.py` finds those that would
-have no effect.
+Overrides are removed from the command line before absl parses it, and applied after the config file was read. Their
+types come from the schema, so that a field need not appear in the file. `jaxpost/stage/overrides.py` finds those that
+would have no effect.
 """
 
 from __future__ import annotations

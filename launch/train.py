@@ -2,10 +2,9 @@
 
   python -m launch.train --config=configs/quickstart.py --workdir=runs/first
 
-Any field of the config can be changed with --config.a.b=value. The same command
-resumes the run. Where the output is no terminal, the last line printed is the content
-of WORKDIR/summary.json as JSON. On several hosts, run the same command on each with --distributed;
-`launch.local` starts several processes on this machine.
+Any field of the config can be changed with --config.a.b=value. The same command resumes the run. Where the output is no
+terminal, the last line printed is the content of WORKDIR/summary.json as JSON. On several hosts, run the same command
+on each with --distributed; `launch.local` starts several processes on this machine.
 """
 
 import json

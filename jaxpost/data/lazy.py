@@ -1,8 +1,7 @@
 """Files whose rows are read one by one, in any order (`streaming`).
 
-Only an index is kept in memory: 8 bytes a line, or what the format holds
-itself. Row groups of parquet are read whole, so files that are read in a
-random order should have small ones (a few MB).
+Only an index is kept in memory: 8 bytes a line, or what the format holds itself. Row groups of parquet are read whole,
+so files that are read in a random order should have small ones (a few MB).
 """
 
 from __future__ import annotations

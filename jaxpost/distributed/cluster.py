@@ -1,7 +1,6 @@
 """Connects the processes of a run through `jax.distributed`, with readable errors.
 
-A process that does not connect in time is named on all the others. Connected
-processes are watched by the watchdog.
+A process that does not connect in time is named on all the others. Connected processes are watched by the watchdog.
 """
 
 import atexit
@@ -108,9 +107,8 @@ def _connect_pathways():
 def _names_absent(address: str, seconds: int):
   """Names the processes that do not connect, in place of JAX's page of text.
 
-  JAX ends this process when it gives up. Its service prints the missing
-  processes if it gives up before the clients do. Standard error is kept
-  meanwhile, and shown unless it is understood.
+  JAX ends this process when it gives up. Its service prints the missing processes if it gives up before the clients do.
+  Standard error is kept meanwhile, and shown unless it is understood.
   """
   service = distributed._jax
   make, stderr = service.get_distributed_runtime_service, os.dup(2)

@@ -1,7 +1,6 @@
 """Fields of config.json that hold for a whole model <-> fields of ModelConfig.
 
-`Family.fields` names the fields that a family has. `raw` is its config.json, completed
-by the family's defaults.
+`Family.fields` names the fields that a family has. `raw` is its config.json, completed by the family's defaults.
 """
 
 import dataclasses

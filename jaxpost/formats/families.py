@@ -1,9 +1,8 @@
 """The table of families: an entry of `FAMILIES` for each `model_type` of config.json.
 
-A new family is one entry in the table below; `family.Family` explains its fields, each a
-difference from Llama (docs/models.md, "Adding a family"). Only this file knows the
-families' names. What a field of config.json means is a line in a dictionary of
-`config_fields` (`_SCALARS`, `BIASES`, `_NEUTRAL`; its type in `_INTEGERS`, `_POSITIVE` or
+A new family is one entry in the table below; `family.Family` explains its fields, each a difference from Llama
+(docs/models.md, "Adding a family"). Only this file knows the families' names. What a field of config.json means is a
+line in a dictionary of `config_fields` (`_SCALARS`, `BIASES`, `_NEUTRAL`; its type in `_INTEGERS`, `_POSITIVE` or
 `_BOOLEANS`): a field that no family has yet is one more line there.
 """
 

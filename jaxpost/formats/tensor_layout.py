@@ -1,8 +1,7 @@
 """Maps parameters to the tensors of a Hugging Face folder, and reads them piece by piece.
 
-Matrices are stored transposed ([out, in]) and reshaped to the table's shape;
-the vocabulary is cut to the tokens that there are. Where a family keeps
-several parameters in one tensor, they are its rows in the order of the table.
+Matrices are stored transposed ([out, in]) and reshaped to the table's shape; the vocabulary is cut to the tokens that
+there are. Where a family keeps several parameters in one tensor, they are its rows in the order of the table.
 """
 
 from __future__ import annotations

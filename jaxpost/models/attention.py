@@ -20,9 +20,8 @@ def attention(
 ):
   """Computes causal attention inside each document of a packed row.
 
-  Branches of a document (`types.Batch`) attend to its shared part and to
-  themselves. `compute.attention` selects the implementation, where it supports
-  the arguments; `attention_kernels.py` has the kernels of accelerators and their
+  Branches of a document (`types.Batch`) attend to its shared part and to themselves. `compute.attention` selects the
+  implementation, where it supports the arguments; `attention_kernels.py` has the kernels of accelerators and their
   limits.
 
   Args:
@@ -73,8 +72,7 @@ def _split(
 ):
   """Attention of rows in n parts: q, k and v are striped, the rest is in order.
 
-  In a `shard_map`: the partitioner would sum the gradients of keys and values
-  over the whole mesh.
+  In a `shard_map`: the partitioner would sum the gradients of keys and values over the whole mesh.
   """
   from jaxpost.models import context_parallel
 

@@ -30,13 +30,11 @@ def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions, windo
 def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, sinks, n: int = 1, choose=None):
   """Attends from the queries of one of n parts of a row to all earlier keys.
 
-  Each chunk of queries uses only the keys up to its own end, so half of the
-  products are never computed and scores [T, T] never exist; keys before the
-  window of a chunk are skipped, too. Heads come before time, so that a chunk
-  is one contiguous matrix per head and row. In long rows each quarter (less,
-  with a short window) uses the keys up to its end, its chunks are processed one
-  after the other, and the backward pass recomputes their weights: only one
-  chunk's weights exist at a time.
+  Each chunk of queries uses only the keys up to its own end, so half of the products are never computed and scores [T,
+  T] never exist; keys before the window of a chunk are skipped, too. Heads come before time, so that a chunk is one
+  contiguous matrix per head and row. In long rows each quarter (less, with a short window) uses the keys up to its end,
+  its chunks are processed one after the other, and the backward pass recomputes their weights: only one chunk's weights
+  exist at a time.
 
   Args:
     q: [B, t, H, h], every nth of T = n t tokens.

@@ -62,9 +62,8 @@ def decode(
 ):
   """Decodes one token per slot.
 
-  A block of T tokens only reads the cache, because XLA would copy a cache that
-  is written at every token. New entries are in `recent` until the block ends
-  (`programs.cache_storage.extend`).
+  A block of T tokens only reads the cache, because XLA would copy a cache that is written at every token. New entries
+  are in `recent` until the block ends (`programs.cache_storage.extend`).
 
   Args:
     weights: parameters with a list of layers (`unstack_layers`); an entry may

@@ -32,9 +32,8 @@ UNGATED = {'relu2': lambda x: jnp.square(jax.nn.relu(x))}  # of MLPs without a g
 def embed(table, tokens, dtype: str, constrain):
   """Looks up tokens [B, T] in a table [V, D], in `dtype`.
 
-  The table is gathered over fsdp before the lookup: from sharded rows XLA would
-  replicate the activations of the global batch. It is rounded before that, for
-  half the bytes; the gradient is still summed in the type of the table. On one
+  The table is gathered over fsdp before the lookup: from sharded rows XLA would replicate the activations of the global
+  batch. It is rounded before that, for half the bytes; the gradient is still summed in the type of the table. On one
   device nothing is gathered, and rounding few rows is cheaper than the table.
   """
   split = isinstance(constrain, Layout) and constrain.mesh.size > 1

@@ -1,7 +1,6 @@
 """The `Model` record: pure functions and a parameter table.
 
-Anything that provides these can be trained and sampled from; `transformer.py`
-and `custom.py` make such records.
+Anything that provides these can be trained and sampled from; `transformer.py` and `custom.py` make such records.
 """
 
 import dataclasses

@@ -65,8 +65,7 @@ class Param:
 def input_dims(spec: Param) -> int:
   """Returns the number of leading dimensions of a matrix that are its inputs.
 
-  'embed' is alone on its side: [embed | heads, size], [heads, size | embed]; so
-  is the rank of adapters.
+  'embed' is alone on its side: [embed | heads, size], [heads, size | embed]; so is the rank of adapters.
   """
   axes = spec.axes[spec.stack :]
   return 1 if axes[0] in ('embed', 'rank') else len(axes) - 1

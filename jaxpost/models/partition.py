@@ -94,9 +94,8 @@ def split(params: dict, model: Model) -> tuple[dict, dict]:
 def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 0) -> dict:
   """Converts parameters of `theirs` to those of `model`, the same decoder.
 
-  Adapters of `theirs` are merged unless `model` has the same; new adapters are
-  initialized, and a scalar head is 0. Leaves that `model` lacks are dropped.
-  Matrices are quantized or dequantized as `model` has them.
+  Adapters of `theirs` are merged unless `model` has the same; new adapters are initialized, and a scalar head is 0.
+  Leaves that `model` lacks are dropped. Matrices are quantized or dequantized as `model` has them.
   """
   if theirs.config.lora not in ((), model.config.lora):
     params = theirs.merge(params)

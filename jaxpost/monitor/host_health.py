@@ -48,8 +48,7 @@ class HostHealth:
   def begin(self, step: int, roles: Roles) -> dict | None:
     """Starts hashing the replicas after an update was dispatched.
 
-    Returns the pending digests, which `finish` takes one step later, or None
-    in steps without a comparison.
+    Returns the pending digests, which `finish` takes one step later, or None in steps without a comparison.
     """
     if step % self.every:
       return None

@@ -1,8 +1,7 @@
 """The report of a run: report.html, final figures, a terminal summary.
 
-Reads the files of a run and writes one page that needs nothing else: inline
-CSS and SVG, no scripts, no requests. The markup is report.html.jinja; this file
-prepares what it shows. Imports no JAX.
+Reads the files of a run and writes one page that needs nothing else: inline CSS and SVG, no scripts, no requests. The
+markup is report.html.jinja; this file prepares what it shows. Imports no JAX.
 """
 
 import json

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -273,10 +273,10 @@ def decode_block(
   compute: Compute,
   rows: int,
   constrain: Callable,
-  weights,
-  state,
-  table=None,
-):
+  weights: Any,
+  state: DecodeState,
+  table: jax.Array | None = None,
+) -> tuple[DecodeState, Block]:
   """Decodes `steps` tokens of the first `rows` slots, of all devices or of one.
 
   constrain: a `Layout`; in a shard_map, where a device works alone, a function that returns x.

@@ -9,6 +9,7 @@ Legend: S slots, R of them in a block, T drafted tokens, D hidden size.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import jax
@@ -46,6 +47,7 @@ def make_verify(
   more by a decode step, so that a slot advances by 1 to T + 1 tokens: `Block.drawn` says which. The cache entries of
   the others are written, too, and overwritten by the next block. Arguments as in `generate.make_generate`.
   """
+  one_step = functools.partial(generate.decode_block, model, 1, read, report, compute)
 
   def verify(weights, state: DecodeState, draft: Draft, table=None):
     few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
@@ -64,9 +66,7 @@ def make_verify(
     by_slot = compute.platform != 'gpu'
     cache = append(state.cache.replace(table=table), recent, state.positions[:rows], by_slot).replace(table=None)
     rest = jax.tree.map(lambda old, x: old.at[:rows].set(x), state.replace(cache=None), few)
-    state, last = generate.decode_block(
-      model, 1, read, report, compute, rows, layout, weights, rest.replace(cache=cache), table
-    )
+    state, last = one_step(rows, layout, weights, rest.replace(cache=cache), table)
     return state, _join(accepted, last)
 
   def flops(weights, state, draft, table=None):

@@ -1,7 +1,6 @@
 """The controller of RL: one step is sample, grade, score, credit, batches.
 
-It alternates programs on the devices and worker processes on the hosts, and
-passes records between them:
+It alternates programs on the devices and worker processes on the hosts, and passes records between them:
 
     Prompt -> Rollout -> GradedRollout -> Experience -> Credit -> Batch
 

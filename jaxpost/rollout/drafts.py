@@ -23,6 +23,7 @@ from jaxpost.rollout.scheduler import Scheduler
 
 if TYPE_CHECKING:
   from jaxpost.programs.generate import Block
+  from jaxpost.rollout.native import NativeEngine
   from jaxpost.rollout.sampler_config import SamplerConfig
   from jaxpost.rollout.sequence import ActiveSequence, Completion
 
@@ -34,7 +35,7 @@ _FREE_ROWS = 256  # of a matrix product on an accelerator: more take longer, few
 class _Texts:
   """The texts of one prompt's samples, and where each n-gram occurred last."""
 
-  def __init__(self):
+  def __init__(self) -> None:
     self.of_sample: dict[int, list[int]] = collections.defaultdict(list)
     self.continued: dict[tuple[int, ...], tuple[list[int], int]] = {}  # n-gram -> (text, place of what follows)
 
@@ -128,7 +129,7 @@ class DraftingScheduler(Scheduler):
 
   overlaps = False
 
-  def __init__(self, engine, *args, **kwargs):
+  def __init__(self, engine: NativeEngine, *args: Any, **kwargs: Any) -> None:
     super().__init__(engine, *args, **kwargs)
     self.drafts = Drafts(engine.block - 1, engine.programs.platform)
     self.draft: Draft | None = None  # of the block that runs

@@ -1,17 +1,14 @@
 """Continuous batching: requests in, completions out, slots never idle for long.
 
-`Scheduler.run` is the loop: admit queued requests into free slots (from the
-prefix cache, or by a prefill), dispatch a block of up to K decode steps for all
-slots, harvest what an earlier block drew, free the slots that finished.
+`Scheduler.run` is the loop: admit queued requests into free slots (from the prefix cache, or by a prefill), dispatch a
+block of up to K decode steps for all slots, harvest what an earlier block drew, free the slots that finished.
 
-While requests are queued, a block is harvested before the next is dispatched,
-as an empty slot costs more than the gap. Once none are queued, the next block
-runs while the host reads the last one, and occupied slots are compacted, so
-that fewer rows are computed. No decision depends on the clock.
+While requests are queued, a block is harvested before the next is dispatched, as an empty slot costs more than the gap.
+Once none are queued, the next block runs while the host reads the last one, and occupied slots are compacted, so that
+fewer rows are computed. No decision depends on the clock.
 
-The cache entries of a finished sequence stay until their place is needed
-(`prefix_cache.PrefixCache`). A request that continues such a sequence, the next
-turn of a conversation, prefills only what is new.
+The cache entries of a finished sequence stay until their place is needed (`prefix_cache.PrefixCache`). A request that
+continues such a sequence, the next turn of a conversation, prefills only what is new.
 
 Legend: S slots, C completion tokens, K tokens of a block.
 """

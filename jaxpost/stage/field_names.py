@@ -1,8 +1,7 @@
 """Fields of a config by dotted name, and the field that an unknown name stands for.
 
-`field_type` returns the type of a field. `unknown_key` says what to write in
-place of a name that is no field: it knows former names, misspellings, fields
-of another section and the names that TRL, verl and Hugging Face use, which are
+`field_type` returns the type of a field. `unknown_key` says what to write in place of a name that is no field: it knows
+former names, misspellings, fields of another section and the names that TRL, verl and Hugging Face use, which are
 listed in field_names.toml.
 """
 
