@@ -236,8 +236,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
     return  # every sample was masked
   exact = config.model.dtype == 'float32'
   rl, coded = config.rl, config.rollout.weights or config.rollout.cache
-  # If a rollout has several updates, another program computes the old log-probs and may
-  # round bfloat16 differently; if it has one, they come from the update itself.
+  # With several updates of a rollout, another program computes the old log-probs and may round bfloat16 differently.
   same = exact or not (rl.old_policy == 'sampler' or 'old_logprobs' in rl_fields.scores_in_loss(config))
   off = coded and rl.old_policy == 'sampler'  # ratios are those to the weights in 8 bits
   rare = 1.0 if off else 0.0 if same else 1e-2  # fraction of tokens

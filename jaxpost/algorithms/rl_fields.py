@@ -210,9 +210,8 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
   def importance(config: Config) -> tuple[str, ...]:
     """A correction if samples come from other weights than the old policy's: older ones, or ones in 8 bits."""
     rl, r = config.rl, config.rollout
-    recomputed = (rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
-    differs = r.staleness or r.weights or r.cache or rl.keep_surplus or rl.replay
-    return ('token_truncated',) if recomputed and differs else ()
+    scored = (rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
+    return ('token_truncated',) * bool(scored and (r.staleness or r.weights or r.cache or rl.keep_surplus or rl.replay))
 
   def kl_estimator(config: Config) -> str:
     """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""
