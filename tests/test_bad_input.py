@@ -119,6 +119,7 @@ FIELDS = {
   'infinity': ('sft', dict(optim=dict(lr=float('inf'))), 'optim.lr: inf is'),
   'negative': ('sft', dict(optim=dict(lr=-0.5)), 'optim.lr: -0.5 is below'),
   'absurd rate': ('sft', dict(optim=dict(lr=1e30)), r'optim.lr: 1e\+30 is above 100'),
+  'moments that never move': ('sft', dict(optim=dict(b2=1.0)), 'optim.b2: 1.0 is above 0.999999'),
   'no epsilon': ('sft', dict(optim=dict(eps=0.0)), 'optim.eps: 0.0 is below 1e-20'),
   'above its range': ('sft', dict(optim=dict(b1=2.0)), 'b1: 2.0 is above'),
   'no choice': ('sft', dict(data=dict(overlong='trunkate')), "data.overlong: 'trunkate'.*did you mean 'truncate'"),
