@@ -1,7 +1,7 @@
 """The loop of all algorithms: next item, update, log, evaluate, save.
 
-The order inside a step is a contract: metrics of a step are written before the checkpoint of that step, so that a
-resume finds both or neither, and the stream is read only after the step before it was dispatched.
+The order inside a step is a contract: metrics of a step are written before its checkpoint, so that a checkpoint always
+has its metrics (a resume drops later rows), and the stream is read only after the step before it was dispatched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
 class Stage:
   """Everything one stage of a run needs; `stage/assemble.py` makes it.
 
-  The stream has state() and restore(state), too. A peak of 0 is unknown.
+  The stream also has state() and restore(state). A `peak_flops` of 0 is unknown.
   """
 
   name: str
@@ -77,7 +77,7 @@ def states(stage: Stage) -> dict[str, TrainState]:
 
 
 def run_stage(stage: Stage, start: int, stop: StopSignal):
-  """Runs the steps after `start`, the number of steps done; Preempted once `stop` is reached and its step saved."""
+  """Runs the steps after `start`, the number of steps done; raises Preempted after a save if a stop signal arrived."""
   run = _Progress(stage)
   stage.timer.pop()  # compilation is no step's time
   if start == 0 and stage.evaluate:
@@ -94,7 +94,7 @@ def run_stage(stage: Stage, start: int, stop: StopSignal):
       if stage.wait_for_update:
         jax.block_until_ready(done)
     replica_check = stage.host_health.begin(step, stage.roles) if stage.host_health else None
-    # Where the host goes on before the devices have computed this step, it lasts until its metrics are read.
+    # If the host does not wait for the devices, the time of a step ends when its metrics are read.
     times = stage.timer.pop() if stage.wait_for_update else {}
     run.pending = _PendingStep(step, item, done, times, replica_check)
     if step == start + 1:
@@ -133,7 +133,7 @@ class _Progress:
     self.sample_step, self.sample_rows = -1, []
 
   def after_first_step(self, step: int, metrics: dict):
-    """Checks the metrics of step 1, and forbids compilation from the second step of this process on."""
+    """Checks the metrics of step 1; from here on, a compilation is a warning."""
     if step == 1:
       self.stage.check_first_step(to_host(metrics))
     self.stage.forbid_compiles()
@@ -146,7 +146,7 @@ class _Progress:
     step, item = pending.step, pending.item
     row = merge_metrics([(role, to_host(metrics)) for role, metrics in pending.done])
     times = pending.times or stage.timer.pop()
-    # A good step makes up for a tenth of a bad one.
+    # Ten good steps make up for a bad one.
     self.skipped = self.skipped + 1 if row['skipped_updates'] else max(0, self.skipped - 0.1)
     self.in_doubt = is_doubtful(row)
     row |= item.info | times | stage.memory_usage()
@@ -183,7 +183,7 @@ class _Progress:
       self.write_samples(step, 'eval', samples)
 
   def write_samples(self, step: int, split: str, rows: list[dict]):
-    """Writes the file of a step again, which has the rows of both splits."""
+    """Rewrites the samples file of a step with the rows of both splits."""
     if step != self.sample_step:
       self.sample_step, self.sample_rows = step, []
     self.sample_rows += [{'split': split, **row} for row in rows]

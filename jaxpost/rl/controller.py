@@ -34,13 +34,13 @@ if typing.TYPE_CHECKING:  # passed in
 
 @dataclasses.dataclass
 class Controller:
-  """An iterator of `types.Item`, one of each step, resumable at every step.
+  """An iterator of `types.Item`, one per step, resumable at every step.
 
   Attributes:
-    config: of the stage; `algorithm` reads it, too.
+    config: that of the stage.
     sampler: an engine, an environment, recorded rollouts or demonstrations.
-    step_shape: of a batch of all sequences of a step. Shapes are fixed, so that
-      nothing is compiled twice; update_shape: of one minibatch.
+    step_shape: of a batch of all sequences of a step. Shapes are fixed, so that nothing is compiled twice.
+    update_shape: of one minibatch.
     engine: that the sampler runs on; None where it needs no weights.
     memory: what the algorithm remembers between steps.
     kept: for later steps, by field of `config.rl`: surplus groups of dynamic sampling, right samples of replay.
@@ -71,7 +71,7 @@ class Controller:
 
   def __next__(self) -> Item:
     """Makes what the next step trains on."""
-    pending = self.rollouts.take(self.step)  # calls `sample`, which starts grading
+    pending = self.rollouts.take(self.step)  # calls `sample` unless it was sampled ahead; grading has begun
     if replay := self.kept.get('replay'):
       with self.timer('reward'):
         pending = replay.mix(pending, self.step)
@@ -91,7 +91,7 @@ class Controller:
     return Item(updates, info, graded.sample_rows, experience, credit)
 
   def sample(self, step: int, on_dispatch: OnDispatch | None = None) -> PendingRollout:
-    """Samples the rollout of a step; the workers grade it when this returns.
+    """Samples the rollout of a step, and starts its grading.
 
     One round of prompts or, with `config.rl.dynamic_sampling`, rounds until enough groups have right and wrong answers.
     """
@@ -112,7 +112,7 @@ class Controller:
       pending = pending.join(self.sample_round(step, on_dispatch))
 
   def sample_round(self, step: int, on_dispatch: OnDispatch | None) -> PendingRollout:
-    """Samples `group_size` completions of the next prompts, submits them to the graders."""
+    """Samples `group_size` completions of the next prompts, and submits them to the graders."""
     prompts, info = next(self.prompts)
     greedy = None
     with self.timer('sample'):
@@ -131,10 +131,10 @@ class Controller:
     """Joins rollout, rewards and log-probs for the algorithm's `credit`."""
     rollout = graded.rollout
     mask = batching.completion_mask(rollout)
-    if self.config.rl.dynamic_sampling:  # without groups that only fill up the step
+    if self.config.rl.dynamic_sampling:  # groups that only fill up the step train nothing
       mask = mask * np.repeat(varied(graded.verdicts), batching.group_size(rollout))[:, None]
     arrays = {'sampler_logprobs': rollout.logprobs, **scores._replace(reward_model=None).computed()}
-    if rollout.expert is not None:  # sampled by no policy; with the present one instead, ratios to the sampler are 1
+    if rollout.expert is not None:  # demonstrations: the present policy stands for a sampler, so that ratios are 1
       arrays['sampler_logprobs'] = np.where(rollout.expert[:, None], scores.old_logprobs, rollout.logprobs)
     state = dict(step=self.step, memory=self.memory, verdicts=graded.verdicts.reshape(-1))
     return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, components=graded.components, **state)
