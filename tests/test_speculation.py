@@ -8,7 +8,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import drafts, native
-from jaxpost.rollout.sequence import ActiveSequence, Request
+from jaxpost.rollout.sequence import ActiveSequence, DrawnTokens, Request
 
 KEY = np.array([1, 2], np.uint32)
 FIELDS = dict(slots=8, max_prompt=12, max_new_tokens=24, stop_ids=(5,), block=6, temperature=0.2)
@@ -91,12 +91,12 @@ def test_the_same_samples(name, model, params, cheap):
 
 def test_a_draft_is_what_followed_the_last_tokens():
   texts = drafts._Texts()
-  texts.update(0, np.array([1, 2, 3, 4, 5, 6]))
+  texts.extend(0, np.array([1, 2, 3, 4, 5, 6]))
   assert texts.draft(0, 4) == []  # its own end has no continuation yet
-  assert texts.update(1, np.array([9, 2, 3, 4])) == 4
+  texts.extend(1, np.array([9, 2, 3, 4]))
   assert texts.draft(1, 1) == [5] and texts.draft(1, 4) == [5, 6]
-  assert texts.update(1, np.array([9, 2, 3, 4, 7])) == 1
-  texts.update(2, np.array([2, 3, 4]))
+  texts.extend(1, np.array([7]))
+  texts.extend(2, np.array([2, 3, 4]))
   assert texts.draft(2, 4) == [7]  # the newest
 
 
@@ -114,6 +114,19 @@ def test_drafts_that_are_wrong_are_given_up_and_tried_again(cheap):
   assert seen.figures() == {'draft/tokens': seen.drafted, 'draft/acceptance_rate': 0.0, 'draft/blocks': 0}
 
 
+def test_texts_are_forgotten_by_prompt(cheap, monkeypatch):
+  monkeypatch.setattr(drafts, '_MOST_TOKENS', 10)
+  seen = drafts.Drafts(8, 'cpu')
+  live = repeating(0) | {1: repeating(1)[0]}
+  assert seen.propose(live, 2).lengths.tolist() == [4, 4]
+  assert list(seen.prompts) == [1]  # the second text has taken the place of the first
+  for sequence in live.values():
+    sequence.blocks.append(DrawnTokens(np.array([4, 1, 2, 3]), *[()] * 6))
+    seen.add(sequence)
+  assert list(seen.prompts) == [1] and seen.tokens == 11
+  assert seen.propose(live, 2).lengths.tolist() == [0, 4]
+
+
 def test_what_verifying_costs():
   assert drafts.verify_cost('gpu', 8, 31) == 2  # both passes read the weights, and nothing takes longer
   assert drafts.verify_cost('gpu', 64, 31) == 1 + 64 * 31 / 256
@@ -123,7 +136,9 @@ def test_what_verifying_costs():
 
 
 def test_what_cannot_verify_drafts_is_refused(model, params):
-  with pytest.raises(InputError, match='rollout.speculation: rollout.block=1'):
+  with pytest.raises(InputError, match='rollout.speculation: rollout.block=1 '):
     make_engine(model, params, speculation='ngram', block=1)
+  with pytest.raises(InputError, match='rollout.speculation: drafts are not verified by each device'):
+    drafts.scheduler(native.SamplerConfig(**FIELDS), True, 2)
   with pytest.raises(InputError, match='rollout.speculation: drafts are verified several tokens at a time'):
     make_engine(model_lib.build(tiny.hybrid()), {}, speculation='ngram')

@@ -247,8 +247,9 @@ def _check_echo(body: dict, is_chat: bool, scorer: Any) -> None:
     return
   if scorer is None:
     raise InputError('echo: this server has no log-probs of prompts; leave out logprobs')
-  if number(body, 'logprobs', int, 0) > scorer.top:
-    raise InputError(f'logprobs: {body["logprobs"]} are more than {scorer.top}')
+  wanted = body['logprobs']
+  if not isinstance(wanted, bool) and not 0 <= number(body, 'logprobs', int, 0) <= scorer.top:
+    raise InputError(f'logprobs: {wanted} is not from 0 to {scorer.top}')
 
 
 def number(body: dict, name: str, kind: type, default: Any) -> Any:

@@ -61,6 +61,11 @@ class _Job(NamedTuple):
     """Whether there is anything to draw."""
     return not self.echo or self.requests[0].sampling['max_tokens'] > 0
 
+  @property
+  def scores(self) -> bool:
+    """Whether log-probs of the prompts are asked for."""
+    return self.echo and self.body.get('logprobs') is not None
+
 
 class _Refused(Exception):
   """A request is refused with this reply."""
@@ -119,6 +124,7 @@ class Endpoint:
     self._stop = threading.Event()
     self._open = set()  # futures of requests that are not answered
     self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
+    self._scoring = concurrent.futures.ThreadPoolExecutor(1)  # so that long lists of prompts delay no other client
     self._ended = self._stop.is_set
     self._tick_s = _TICK_S
     try:
@@ -210,6 +216,7 @@ class Endpoint:
     self.cancel_open()
     self._http.close()
     self._threads.shutdown(wait=False)
+    self._scoring.shutdown(wait=False)
 
   def cancel_open(self) -> None:
     """Refuses the requests that are not answered, queued or in a slot that is gone."""
@@ -268,7 +275,9 @@ class Endpoint:
     run = asyncio.get_running_loop().run_in_executor
     job = await run(self._threads, self._prepare, call)
     try:
-      scores = await run(self._threads, self._score, job, call)
+      scores = await run(self._scoring, self._score, job, call) if job.scores else [None for _ in job.prompts]
+      if scores is None:
+        raise concurrent.futures.CancelledError
       none = openai_format.nothing_drawn
       completions = await self._generate(job, call) if job.draws else [none(r) for r in job.requests]
     except BaseException:
@@ -299,20 +308,21 @@ class Endpoint:
     else:
       openai_format.check_supported(body, call.path == _CHAT, self._scorers.get(name))
     echo, prompts = bool(body.get('echo')) and not session, [request.tokens for request in requests[::count]]
-    return _Job(call.path, body, name, requests, count, api_key=api_key, session=session, echo=echo, prompts=prompts)
+    job = _Job(call.path, body, name, requests, count, api_key=api_key, session=session, echo=echo, prompts=prompts)
+    if not all(map(len, prompts)):
+      raise InputError('prompt: is empty; a sequence begins with at least one token')
+    for request in requests if job.draws else ():
+      self.engines[name].check(request)  # An error in the engine's thread would end the run.
+    return job
 
-  def _score(self, job: _Job, call: Call) -> list[Any]:
-    """Checks what is to be drawn; returns a `TextScore` of each prompt that is echoed with log-probs, else None."""
-    for request in job.requests if job.draws else ():
-      self.engines[job.model].check(request)  # An error in the engine's thread would end the run.
-    if not job.echo or job.body.get('logprobs') is None:
-      return [None for _ in job.prompts]
-    found, out = self._scorers[job.model]([Example(p, np.ones(len(p), bool)) for p in job.prompts]), []
-    for _ in job.prompts:
+  def _score(self, job: _Job, call: Call) -> list[Any] | None:
+    """Returns a `TextScore` of each prompt; None if the server ends or the client leaves."""
+    chunks, out = self._scorers[job.model].chunks([Example(p, np.ones(len(p), bool)) for p in job.prompts]), []
+    while len(out) < len(job.prompts):
       with self._engine_lock:  # between the blocks of the engines
         if call.left or self._stop.is_set():
-          raise concurrent.futures.CancelledError
-        out.append(next(found))
+          return None
+        out += next(chunks)
     return out
 
   async def _generate(self, job: _Job, call: Call) -> list[Completion]:

@@ -39,14 +39,13 @@ class _Texts:
     self.of_sample: dict[int, list[int]] = collections.defaultdict(list)
     self.continued: dict[tuple[int, ...], tuple[list[int], int]] = {}  # n-gram -> (text, place of what follows)
 
-  def update(self, sample: int, tokens: np.ndarray) -> int:
-    """Makes `tokens`, which begin with the text of a sample, its text; returns the number of those that are new."""
+  def extend(self, sample: int, tokens: np.ndarray) -> None:
+    """Appends tokens to the text of a sample."""
     text = self.of_sample[sample]
-    old = len(text)
-    text.extend(tokens[old:].tolist())
-    for end in range(max(old, _GRAM), len(text)):
+    first = max(len(text), _GRAM)
+    text.extend(tokens.tolist())
+    for end in range(first, len(text)):
       self.continued[tuple(text[end - _GRAM : end])] = text, end
-    return len(text) - old
 
   def draft(self, sample: int, most: int) -> list[int]:
     """Returns what followed the last n-gram of a sample where it occurred before; [] if it did not."""
@@ -86,10 +85,17 @@ class Drafts:
     self.verified = 0
 
   def add(self, sequence: ActiveSequence) -> None:
-    """Remembers the text of a sequence so far."""
+    """Remembers what the last block drew for a sequence; where more of its text is unknown, all of that."""
     request = sequence.request
     texts = self.prompts.setdefault(request.prompt, _Texts())
-    self.tokens += texts.update(request.sample, np.concatenate([request.tokens, sequence.drawn()]))
+    known = len(texts.of_sample[request.sample])
+    before = len(request.tokens) + sum(len(block.tokens) for block in sequence.blocks[:-1])
+    if sequence.blocks and known == before:
+      new = sequence.blocks[-1].tokens
+    else:  # at its first block, at the next turn of a conversation, or if it was forgotten
+      new = np.concatenate([request.tokens, sequence.drawn()])[known:]
+    texts.extend(request.sample, new)
+    self.tokens += len(new)
     while self.tokens > _MOST_TOKENS and len(self.prompts) > 1:
       oldest = self.prompts.pop(next(iter(self.prompts)))
       self.tokens -= sum(map(len, oldest.of_sample.values()))
@@ -100,7 +106,8 @@ class Drafts:
     for slot, sequence in live.items():
       if not sequence.blocks:
         self.add(sequence)  # its prompt
-      draft = self.prompts[sequence.request.prompt].draft(sequence.request.sample, self.most)
+      texts = self.prompts.get(sequence.request.prompt)
+      draft = texts.draft(sequence.request.sample, self.most) if texts else []
       drafts.tokens[slot, : len(draft)] = draft
       drafts.lengths[slot] = len(draft)
     drawn = 1 + min(self.expected, self.most) * np.count_nonzero(drafts.lengths) / len(live)
@@ -165,13 +172,25 @@ class DraftingScheduler(Scheduler):
     return super().figures() | self.drafts.figures()
 
 
-def scheduler(config: SamplerConfig, several: bool) -> type[Scheduler]:
-  """Returns the scheduler of an engine; InputError unless its model decodes `several` tokens at a time."""
+def scheduler(config: SamplerConfig, several: bool, batch_shards: int) -> type[Scheduler]:
+  """Returns the scheduler of an engine on a mesh with so many parts of the batch.
+
+  Raises:
+    InputError: unless its model decodes `several` tokens at a time.
+  """
   if not several:
     raise InputError(
       'config.rollout.speculation: drafts are verified several tokens at a time, which this model cannot: a recurrent '
       "state is that of the last token alone, recorded experts and custom models have one token a step; set it to ''"
     )
-  if config.block < 2:
-    raise InputError("config.rollout.speculation: rollout.block=1 leaves nothing to draft; raise it, or set this to ''")
+  if min(config.block, config.max_new_tokens) < 2:
+    raise InputError(
+      f'config.rollout.speculation: rollout.block={config.block} and rollout.max_new_tokens={config.max_new_tokens} '
+      "leave nothing to draft; raise them, or set this to ''"
+    )
+  if batch_shards > 1:
+    raise InputError(
+      'config.rollout.speculation: drafts are not verified by each device alone, and would move cache entries between '
+      "devices; set it to '', or give config.mesh.rollout a tensor axis only"
+    )
   return DraftingScheduler

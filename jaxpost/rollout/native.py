@@ -104,7 +104,7 @@ class NativeEngine:
     if config.speculation:
       from jaxpost.rollout import drafts
 
-      self._scheduler = drafts.scheduler(config, self.can_reuse_cache)
+      self._scheduler = drafts.scheduler(config, self.can_reuse_cache, shards)
     self.weights: Any = None
     self.version = 0
     self._fits = False

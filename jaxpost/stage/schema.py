@@ -111,7 +111,9 @@ class TrainSection:
     'the adapters only. Indexers of sparse attention are never trained.',
   )
   reduce_dtype: str = option(
-    'float32', 'Type in which gradients of weights are summed over devices.', choices=('float32', 'bfloat16')
+    'float32',
+    'Type in which gradients of weights are summed over devices; not those of experts.',
+    choices=('float32', 'bfloat16'),
   )
   deterministic: bool = option(False, 'Ask XLA for the same bits in each run on GPUs, at some cost.')
 

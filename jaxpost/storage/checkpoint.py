@@ -58,7 +58,7 @@ def _spare_memory() -> None:
     tensorstore_utils._build_ocdbt_kvstore_tspec = lambda directory, name=None, **options: (
       build(directory, **options) | ({} if name is None else {'path': name})
     )
-  tensorstore_utils.get_tensorstore_raw_bytes = lambda *_: 0  # of counters, for a line of its log
+  tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0  # of counters, for a line of its log
 
 
 class Checkpointer:

@@ -54,7 +54,16 @@ class Scorer:
     self._programs: dict[tuple[int, int], tuple[Layout, Program]] = {}
 
   def __call__(self, examples: Sequence[Example], where: str = 'prompt') -> Iterator[TextScore]:
-    """Yields the score of each example; InputError, which begins with `where`, if one is too long."""
+    """Yields the score of each example; see `chunks`."""
+    for scores in self.chunks(examples, where):
+      yield from scores
+
+  def chunks(self, examples: Sequence[Example], where: str = 'prompt') -> Iterator[list[TextScore]]:
+    """Compiles what is needed, and returns an iterator of the scores of as many examples as are read at a time.
+
+    Raises:
+      InputError: which begins with `where`, if an example is too long.
+    """
     longest = max(len(e.tokens) for e in examples)
     if longest > self.room:
       raise InputError(f'{where}: {longest} tokens are more than the {self.room} that can be scored')
@@ -62,13 +71,18 @@ class Scorer:
     rows = shards if len(examples) <= shards else _ROWS * shards
     length = bucket(longest, self.room, _SMALLEST)
     layout, program = self._program(rows, length)
-    for start in range(0, len(examples), rows):
-      some = examples[start : start + rows]
-      batch = packing.to_batch([[e] for e in some], length, rows, normalize=False)
-      found = to_host(program(self._weights.params, place(layout, rows, batch)))
+
+    def placed(some):
+      return place(layout, rows, packing.to_batch([[e] for e in some], length, rows, normalize=False))
+
+    program.compile(self._weights.params, placed(examples[:rows]))
+
+    def scores(some):
+      found = to_host(program(self._weights.params, placed(some)))
       ids, top, own = found if self.top else (*[np.zeros((1, rows, length, 0))] * 2, found.logprobs)
-      for i, e in enumerate(some):
-        yield TextScore(*(x[0, i, : len(e.tokens)] for x in (own, ids, top)))
+      return [TextScore(*(x[0, i, : len(e.tokens)] for x in (own, ids, top))) for i, e in enumerate(some)]
+
+    return (scores(examples[start : start + rows]) for start in range(0, len(examples), rows))
 
   def _program(self, rows: int, length: int) -> tuple[Layout, Program]:
     """Returns the layout and the program for rows of a length."""
