@@ -274,7 +274,8 @@ class Endpoint:
     """
     run = asyncio.get_running_loop().run_in_executor
     job = await run(self._threads, self._prepare, call)
-    try:
+    try:  # a session is busy from here on
+      await run(self._threads, self._check, job)
       scores = await run(self._scoring, self._score, job, call) if job.scores else [None for _ in job.prompts]
       if scores is None:
         raise concurrent.futures.CancelledError
@@ -308,12 +309,14 @@ class Endpoint:
     else:
       openai_format.check_supported(body, call.path == _CHAT, self._scorers.get(name))
     echo, prompts = bool(body.get('echo')) and not session, [request.tokens for request in requests[::count]]
-    job = _Job(call.path, body, name, requests, count, api_key=api_key, session=session, echo=echo, prompts=prompts)
-    if not all(map(len, prompts)):
+    return _Job(call.path, body, name, requests, count, api_key=api_key, session=session, echo=echo, prompts=prompts)
+
+  def _check(self, job: _Job) -> None:
+    """Raises InputError if a request cannot be served; in the engine's thread, the error would end the run."""
+    if not all(map(len, job.prompts)):
       raise InputError('prompt: is empty; a sequence begins with at least one token')
-    for request in requests if job.draws else ():
-      self.engines[name].check(request)  # An error in the engine's thread would end the run.
-    return job
+    for request in job.requests if job.draws else ():
+      self.engines[job.model].check(request)
 
   def _score(self, job: _Job, call: Call) -> list[Any] | None:
     """Returns a `TextScore` of each prompt; None if the server ends or the client leaves."""
