@@ -25,7 +25,9 @@ import test_lora
 import tiny
 
 from jaxpost.data import tokenizer
-from jaxpost.environments import http_connections, openai_format, openai_server
+from jaxpost.environments import http_connections, openai_format, openai_server, turns
+from jaxpost.environments.agents import Session
+from jaxpost.environments.episode import Episode, EpisodeLimits
 from jaxpost.environments.fair_lock import FairLock
 from jaxpost.environments.openai_server import Endpoint
 from jaxpost.errors import InputError
@@ -34,6 +36,7 @@ from jaxpost.models import partition
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.stage import on_policy
 from jaxpost.tools import completions, inference, scoring
+from jaxpost.types import Prompt
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -156,6 +159,22 @@ def test_top_logprobs(server, weights):
 def model_logprobs(weights, ids):
   logits = tiny.logits(weights.inputs.model, weights.params, np.array([ids]))[0]
   return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def test_an_episode_goes_on_after_a_request_that_the_engine_refuses(server, weights, monkeypatch):
+  endpoint, _ = server
+  episode = Episode(0, Prompt(0, np.array([97, 98], np.int32), '', {}), 0)
+  session = Session(episode, turns.Turns(weights.inputs.tokenizer), EpisodeLimits(prompt=32, tokens=32), {})
+  monkeypatch.setitem(endpoint.sessions, 'agent', session)
+
+  def refuse(request):
+    raise InputError('stop: is refused')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(endpoint.engine, 'check', refuse)
+    assert post(endpoint.url, 'completions', key='agent', prompt='ab', max_tokens=2)[0] == 400
+  code, text = post(endpoint.url, 'completions', key='agent', prompt='ab', max_tokens=2)
+  assert code == 200, text
 
 
 @pytest.mark.parametrize('max_tokens', [0, 1])
