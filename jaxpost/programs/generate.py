@@ -285,9 +285,7 @@ def decode_block(
   def step(cache, filled, carry, now):
     state, recent = carry
     number, uniform = now
-    logits = head_logits(model, weights, state.hidden, compute)
-    options = dict(unroll=compute.platform == 'gpu', block=256 if compute.platform == 'cpu' else 128)
-    drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, **options)
+    drawn = draw(model, weights, state, uniform, report=report, compute=compute)
     recent, hidden = model.decode(
       weights, cache, recent, drawn.tokens, filled, step=number, compute=compute, constrain=constrain
     )
@@ -321,6 +319,15 @@ def decode_block(
   by_slot = compute.platform != 'gpu'
   cache = append(state.cache.replace(table=table), recent, filled, by_slot)
   return rest.replace(cache=cache.replace(table=None)), block
+
+
+def draw(
+  model: Model, weights: dict, state: DecodeState, uniform: jax.Array, report: dict[str, int], compute: Compute
+) -> sampling_lib.Drawn:
+  """Draws the next token of each slot from its hidden state; `uniform` [S] decides."""
+  logits = head_logits(model, weights, state.hidden, compute)
+  options = dict(unroll=compute.platform == 'gpu', block=256 if compute.platform == 'cpu' else 128)
+  return sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, **options)
 
 
 def advance(state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, jax.Array]:

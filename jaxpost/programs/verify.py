@@ -87,18 +87,14 @@ def _accept(
 
   hidden: [R, T, D], of each drafted token.
   """
-  count = draft.tokens.shape[1]
-  hidden = jnp.concatenate([state.hidden[:, None], hidden.astype(state.hidden.dtype)], axis=1).swapaxes(0, 1)
-  numbers = jnp.arange(count)
+  numbers = jnp.arange(draft.tokens.shape[1])
   uniform = jax.vmap(lambda n: sampling_lib.uniforms(state.keys, state.positions + n))(numbers)
 
   def step(carry, now):
     state, right = carry  # right: [R], all drafted tokens up to here were drawn
-    number, uniform, expected, before, after = now
+    number, uniform, expected, after = now
     # One position at a time: the logits of all of them may take more memory than the model.
-    logits = generate.head_logits(model, weights, before, compute)
-    options = dict(unroll=compute.platform == 'gpu', block=256 if compute.platform == 'cpu' else 128)
-    drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, **options)
+    drawn = generate.draw(model, weights, state, uniform, report=report, compute=compute)
     broken = right & state.active & drawn.broken
     right &= state.active & (drawn.tokens == expected) & (number < draft.lengths)
     moved, stopped = generate.advance(state.replace(active=right), drawn.tokens)
@@ -110,7 +106,7 @@ def _accept(
     return (state, right), (drawn, right, stopped, broken)
 
   every = jnp.ones(len(state.active), bool)
-  given = (numbers, uniform, draft.tokens.T, hidden[:-1], hidden[1:])
+  given = (numbers, uniform, draft.tokens.T, hidden.astype(state.hidden.dtype).swapaxes(0, 1))
   (state, _), (drawn, taken, stopped, broken) = jax.lax.scan(step, (state, every), given)
   return state, Block(
     tokens=drawn.tokens,
