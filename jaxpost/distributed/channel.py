@@ -3,13 +3,9 @@
 import itertools
 import threading
 
-import jax
-from jax._src import distributed  # the service has no public name
-
 from jaxpost.distributed import coordination
 
 _HERE = 'jaxpost/channel/'
-_POLL_MS = 100  # how often a wait checks whether the channel was closed or a peer has failed
 _CHUNK = 1 << 21  # bytes of a value of the service
 _channels = itertools.count()
 
@@ -34,11 +30,11 @@ class Channel:
     self._send(f'{here}{self.index}/', data)
     if self.index == 0:
       self._send(f'{here}all/', b''.join([self._receive(f'{here}{i}/') for i in range(self.count)]))
-      distributed.global_state.client.key_value_delete(before)  # a process in this round has read the one before
+      coordination.service().key_value_delete(before)  # a process in this round has read the one before
     return self._receive(f'{here}all/')
 
   def _send(self, to: str, data: bytes) -> None:
-    client, starts = distributed.global_state.client, range(0, len(data), _CHUNK)
+    client, starts = coordination.service(), range(0, len(data), _CHUNK)
     for i, start in enumerate(starts):
       client.key_value_set_bytes(f'{to}{i}', data[start : start + _CHUNK])
     client.key_value_set_bytes(f'{to}parts', str(len(starts)).encode())
@@ -48,14 +44,8 @@ class Channel:
     return b''.join(self._wait_for(f'{sent}{i}') for i in range(parts))
 
   def _wait_for(self, key: str) -> bytes:
-    """Returns the value of a key once it is there; raises the error of a process that failed."""
-    while True:
-      try:
-        return distributed.global_state.client.blocking_key_value_get_bytes(key, _POLL_MS)
-      except jax.errors.JaxRuntimeError as error:
-        if 'DEADLINE_EXCEEDED' not in str(error):
-          raise
-      if failure := coordination.failed_process():
-        raise failure
-      if self.closed.is_set():
-        raise Closed
+    return coordination.wait_for(key, binary=True, poll=self._check)
+
+  def _check(self) -> None:
+    if self.closed.is_set():
+      raise Closed

@@ -51,27 +51,27 @@ def on_connected(who_is_gone: Callable[[], str]) -> None:
 
 def process_count() -> int:
   """Number of processes of the run; touches no device."""
-  return distributed.global_state.num_processes if _client() else 1
+  return distributed.global_state.num_processes if service() else 1
 
 
 def process_index() -> int:
   """Index of this process; touches no device."""
-  return distributed.global_state.process_id if _client() else 0
+  return distributed.global_state.process_id if service() else 0
 
 
 def all_gather(value: Any) -> list:
   """The values of all processes, in their order; JSON values."""
   if process_count() == 1:
     return [value]
-  client, at = _client(), next(_rounds)
+  client, at = service(), next(_rounds)
   here = f'{_ROOT}/round/{at}/'
   client.key_value_set(f'{here}{process_index()}', json.dumps(value))
   if process_index() == 0:
-    texts = [_wait_for(f'{here}{i}') for i in range(process_count())]
+    texts = [wait_for(f'{here}{i}') for i in range(process_count())]
     client.key_value_set(f'{here}all', f'[{",".join(texts)}]')
     if at:  # a process in this round has read the one before
       client.key_value_delete(f'{_ROOT}/round/{at - 1}/')
-  return json.loads(_wait_for(f'{here}all'))
+  return json.loads(wait_for(f'{here}all'))
 
 
 def broadcast(value: Any) -> Any:
@@ -83,11 +83,11 @@ def broadcast_bytes(sender: int, data: bytes | None) -> bytes:
   """The bytes of process `sender`, on all processes; those of the others are not read."""
   if process_count() == 1:
     return data
-  client, at = _client(), next(_broadcasts)
+  client, at = service(), next(_broadcasts)
   here = f'{_ROOT}/broadcast/{at}/'
   if process_index() != sender:
-    parts = int(_wait_for(f'{here}parts'))
-    return b''.join(_wait_for(f'{here}{i}', True) for i in range(parts))
+    parts = int(wait_for(f'{here}parts'))
+    return b''.join(wait_for(f'{here}{i}', True) for i in range(parts))
   parts = range(0, len(data), _CHUNK)
   for i, start in enumerate(parts):
     client.key_value_set_bytes(f'{here}{i}', data[start : start + _CHUNK])
@@ -126,7 +126,7 @@ def any_process(flag: bool) -> bool:
   """
   if process_count() == 1:
     return flag
-  client, at = _client(), next(_polls)
+  client, at = service(), next(_polls)
   flags = f'{_ROOT}/flags/{_state["stops"]}/'
   if flag:
     client.key_value_set(f'{flags}{process_index()}', '1', allow_overwrite=True)
@@ -136,7 +136,7 @@ def any_process(flag: bool) -> bool:
     if at >= _KEPT:
       client.key_value_delete(f'{_ROOT}/stop/{at - _KEPT}')
   else:
-    answer = json.loads(_wait_for(f'{_ROOT}/stop/{at}'))
+    answer = json.loads(wait_for(f'{_ROOT}/stop/{at}'))
   _state['stops'] += answer
   return answer
 
@@ -166,7 +166,7 @@ def fail_together() -> Iterator[None]:
 def _tell_peers(code: int, message: str) -> None:
   """Lets the other processes know how this one ends; unless the service is gone, with process 0."""
   with contextlib.suppress(jax.errors.JaxRuntimeError):
-    _client().key_value_set(f'{_ROOT}/failed/{_state["runs"]}/{process_index()}', json.dumps([code, message]))
+    service().key_value_set(f'{_ROOT}/failed/{_state["runs"]}/{process_index()}', json.dumps([code, message]))
 
 
 def leave(code: int, message: str) -> None:
@@ -178,7 +178,8 @@ def leave(code: int, message: str) -> None:
   os._exit(code)
 
 
-def _client():
+def service() -> Any:
+  """JAX's client of the coordination service; None in a run of one process."""
   return distributed.global_state.client
 
 
@@ -187,9 +188,12 @@ def seconds_waited() -> float:
   return _state['waited']
 
 
-def _wait_for(key: str, binary=False):
-  """The value of a key once it is there; raises the error of a peer that failed."""
-  read = _client().blocking_key_value_get_bytes if binary else (_client().blocking_key_value_get)
+def wait_for(key: str, binary: bool = False, poll: Callable[[], None] | None = None) -> Any:
+  """The value of a key once it is there; raises the error of a peer that failed.
+
+  poll: of a wait beside the main thread: called again and again, it may raise. The wait is not one of the process.
+  """
+  read = service().blocking_key_value_get_bytes if binary else (service().blocking_key_value_get)
   while True:
     start = time.perf_counter()
     try:
@@ -198,16 +202,19 @@ def _wait_for(key: str, binary=False):
       if 'DEADLINE_EXCEEDED' not in str(error):
         raise
     finally:
-      _state['waited'] += time.perf_counter() - start
+      if not poll:
+        _state['waited'] += time.perf_counter() - start
     if failure := failed_process():
       raise failure
+    if poll:
+      poll()
 
 
 def failed_process() -> Exception | None:
   """The error of the first other process that failed; None if none has."""
   here = f'{_ROOT}/failed/{_state["runs"]}/'
   try:
-    failed = sorted(_client().key_value_dir_get(here))
+    failed = sorted(service().key_value_dir_get(here))
   except jax.errors.JaxRuntimeError:  # the service ended with process 0
     return None
   for key, text in failed:
@@ -221,7 +228,7 @@ def _exit():
   if _state['failed'] is None:
     return
   try:
-    _client().wait_at_barrier(f'{_ROOT}/exit', _EXIT_GONE_MS if _state['gone'] else _EXIT_MS)
+    service().wait_at_barrier(f'{_ROOT}/exit', _EXIT_GONE_MS if _state['gone'] else _EXIT_MS)
   except jax.errors.JaxRuntimeError:
     sys.stdout.flush()
     sys.stderr.flush()
