@@ -134,7 +134,7 @@ def papers(name: str) -> list[str]:
 
 
 def differences(name: str) -> list[str]:
-  """Returns the table of what docs/defaults.md says of code and paper; [] if that is nothing."""
+  """Returns the table of differences between code and paper from docs/defaults.md; [] if it has none."""
   found = []
   for names, here, there in facts.DIFFERENCES:
     if f'`{name}`' in names:

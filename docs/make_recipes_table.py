@@ -26,7 +26,7 @@ WHOLE = {
   'text_game': '[reward of one seed](environments.md)',
 }
 NAMES = [path.stem for path in sorted((ROOT / 'configs').glob('[!_]*.py')) if path.stem not in WHOLE]
-# What a small form shows, (split, metric) of its last stage, if it is not the held-out loss of its first.
+# The (split, metric) of the last stage that a small form shows, where it is not the held-out loss.
 SHOWN = {
   'sft_alpaca': ('train', 'loss'),
   'distill_gsm8k': ('eval', 'divergence'),

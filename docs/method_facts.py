@@ -1,4 +1,4 @@
-"""What the code and the other pages say of each method: for docs/methods.md and the pages below docs/methods/."""
+"""Reads what code and pages say of each method, for docs/methods.md and the pages below docs/methods/."""
 
 import dataclasses
 import json

@@ -27,7 +27,7 @@ _WINDOW_ROWS = 64  # rows of a window, about
 
 
 class Facts(NamedTuple):
-  """What all processes know of a document; it is packed like an Example."""
+  """The facts of a document that all processes know; they are packed like an Example."""
 
   length: int
   num_segments: int

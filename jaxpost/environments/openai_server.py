@@ -58,12 +58,12 @@ class _Job(NamedTuple):
 
   @property
   def draws(self) -> bool:
-    """Whether there is anything to draw."""
+    """Returns whether there is anything to draw."""
     return not self.echo or self.requests[0].sampling['max_tokens'] > 0
 
   @property
   def scores(self) -> bool:
-    """Whether log-probs of the prompts are asked for."""
+    """Returns whether log-probs of the prompts are asked for."""
     return self.echo and self.body.get('logprobs') is not None
 
 

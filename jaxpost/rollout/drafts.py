@@ -66,7 +66,7 @@ def verify_cost(platform: str, rows: int, most: int) -> float:
 
 
 class Drafts:
-  """What the samples of each prompt have drawn so far, and whether drafts from it pay.
+  """Holds what the samples of each prompt have drawn so far; decides whether drafts from it pay.
 
   Args:
     most: tokens of a draft at most.
