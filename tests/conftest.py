@@ -55,6 +55,14 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
   signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.fixture(scope='module')
+def params(model):
+  """Random parameters of the `model` of a test module."""
+  import tiny  # after the environment is set
+
+  return tiny.params(model)
+
+
 def pytest_addoption(parser):
   parser.addoption('--long', action='store_true', help='also run the tests that take long')
 

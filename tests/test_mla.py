@@ -33,11 +33,6 @@ def model():
   return model_lib.build(tiny.latent())
 
 
-@pytest.fixture(scope='module')
-def params(model):
-  return tiny.params(model)
-
-
 def other(**fields):
   return model_lib.build(tiny.latent(**fields))
 

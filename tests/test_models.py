@@ -24,11 +24,6 @@ def model():
   return model_lib.build(tiny.config())
 
 
-@pytest.fixture(scope='module')
-def params(model):
-  return tiny.params(model)
-
-
 def close(a, b, tolerance):
   scale = max(1.0, tiny.largest(b))
   assert a.shape == b.shape and tiny.largest(a - b) <= tolerance * scale

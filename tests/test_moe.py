@@ -36,11 +36,6 @@ def model():
   return model_lib.build(tiny.config(**SPARSE))
 
 
-@pytest.fixture(scope='module')
-def params(model):
-  return tiny.params(model)
-
-
 # An empty group, one that ends inside a block, and 3 rows of no group.
 SIZES = np.array([5, 0, 21, 1, 10], np.int32)
 

@@ -221,11 +221,6 @@ def model():
   return model_lib.build(tiny.config(initializer_range=0.15))
 
 
-@pytest.fixture(scope='module')
-def params(model):
-  return tiny.params(model)
-
-
 def prompts(count=8):
   random = np.random.RandomState(1)
   return [Prompt(10 + i, random.randint(0, 131, 2 + 3 * i % 17, np.int32), '', {}) for i in range(count)]

@@ -33,11 +33,6 @@ def model():
   return model_lib.build(tiny.config())
 
 
-@pytest.fixture(scope='module')
-def params(model):
-  return tiny.params(model)
-
-
 def engine_of(model, params, weights='', cache='', **fields):
   """An engine of three slots with these forms of weights and cache, and the parameters loaded."""
   model, compute = scaled.for_sampler(model, tiny.EXACT, RolloutSection(weights=weights, cache=cache))

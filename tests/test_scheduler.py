@@ -24,11 +24,6 @@ def model():
   return model_lib.build(tiny.config(initializer_range=0.15))
 
 
-@pytest.fixture(scope='module')
-def params(model):
-  return tiny.params(model)
-
-
 def decode(ids):
   """A text of one or two characters a token."""
   return ''.join(chr(97 + i % 26) * (1 + i % 2) for i in map(int, ids))

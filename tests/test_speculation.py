@@ -19,11 +19,6 @@ def model():
   return model_lib.build(tiny.config(initializer_range=0.15))
 
 
-@pytest.fixture(scope='module')
-def params(model):
-  return tiny.params(model)
-
-
 @pytest.fixture
 def cheap(monkeypatch):
   """Drafts pay as on an accelerator."""

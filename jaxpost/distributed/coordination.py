@@ -189,10 +189,7 @@ def seconds_waited() -> float:
 
 
 def wait_for(key: str, binary: bool = False, poll: Callable[[], None] | None = None) -> Any:
-  """The value of a key once it is there; raises the error of a peer that failed.
-
-  poll: of a wait beside the main thread: called again and again, it may raise. The wait is not one of the process.
-  """
+  """The value of a key once it is there; raises the error of a failed peer, or of `poll`, which threads give."""
   read = service().blocking_key_value_get_bytes if binary else (service().blocking_key_value_get)
   while True:
     start = time.perf_counter()
@@ -202,7 +199,7 @@ def wait_for(key: str, binary: bool = False, poll: Callable[[], None] | None = N
       if 'DEADLINE_EXCEEDED' not in str(error):
         raise
     finally:
-      if not poll:
+      if not poll:  # the process itself goes on
         _state['waited'] += time.perf_counter() - start
     if failure := failed_process():
       raise failure
