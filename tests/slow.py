@@ -1,7 +1,11 @@
-"""A pytest plugin that writes tests/slow.txt: the tests that a plain `pytest` leaves to CI.
+"""A pytest plugin that writes tests/slow.txt: the tests that a plain `pytest` leaves out.
 
-    CI=true PYTHONPATH=tests pytest -p slow    # from scratch
+    PYTHONPATH=tests pytest --long -p slow     # from scratch
     PYTHONPATH=tests pytest -p slow            # adds what is still slow in a plain run
+
+Of the slow cases of one test function, CI runs the cheapest, and more of them while they
+add up to at most BUDGET seconds. `pytest --long` runs all; so does `.ci/run` where
+JAXPOST_CI_NIGHTLY=1.
 
 A line is the seconds of a test and its name. A shared fixture is charged to the first
 test that uses it, and then lists all cases of that test function; where other functions
@@ -9,10 +13,10 @@ use it too, they show up in the plain run.
 """
 
 import collections
-import os
 import pathlib
 
 LIMIT = 3.0  # seconds, on 2 cores with an empty compile cache
+BUDGET = 8.0  # likewise
 LIST = pathlib.Path(__file__).with_name('slow.txt')
 _took = collections.defaultdict(collections.Counter)  # test: {'setup', 'call', 'teardown': seconds}
 
@@ -23,6 +27,24 @@ def read():
   return {test: float(seconds) for seconds, test in rows}
 
 
+def function(test):
+  """The name of a test without its case."""
+  return test.partition('[')[0]
+
+
+def nightly(listed):
+  """The tests of `listed`, {test: seconds}, that CI leaves to `--long`."""
+  spent = collections.Counter()
+  left = set()
+  for test in sorted(listed, key=lambda test: (listed[test], test)):
+    name = function(test)
+    if name in spent and spent[name] + listed[test] > BUDGET:
+      left.add(test)
+    else:
+      spent[name] += listed[test]
+  return left
+
+
 def pytest_runtest_logreport(report):
   _took[report.nodeid][report.when] += report.duration
 
@@ -31,11 +53,8 @@ def pytest_sessionfinish(session):
   if hasattr(session.config, 'workerinput') or not _took:
     return
 
-  def function(test):
-    return test.partition('[')[0]
-
   with_fixture = {function(test) for test, took in _took.items() if took['setup'] > LIMIT}
-  slow = {} if os.environ.get('CI') == 'true' else read()
+  slow = {} if session.config.getoption('--long') else read()
   for test, took in _took.items():
     if took.total() > LIMIT or function(test) in with_fixture:
       slow[test] = took.total()
