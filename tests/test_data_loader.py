@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import threading
+import time
 import types
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from jaxpost.data import chat, generated, loader, packing, preview, prompts, shared_rows, sources
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.stage import evaluate
 from jaxpost.types import max_documents
@@ -207,7 +209,7 @@ class Threads:
     self.barrier = threading.Barrier(count)
 
   def channel(self, index):
-    made = type('Channel', (), dict(index=index, count=self.count, closed=threading.Event()))()
+    made = types.SimpleNamespace(index=index, count=self.count, closed=threading.Event(), waited=0.0)
     made.join = functools.partial(self._join, made)
     return made
 
@@ -271,6 +273,46 @@ def test_processes_build_the_batches_of_one(count, per, monkeypatch):
     threads.barrier.abort()
     for stream in streams:
       stream.close()
+
+
+def test_what_others_render_is_not_time_of_this_host(monkeypatch):
+  """The main thread waits 0.5 s for a batch; of these, its thread has waited for another process for 0.3 s."""
+  first = make().peek()
+  stream = shared_rows.SharedStream(make(), first, rows_on(range(3)))
+  channel = types.SimpleNamespace(index=0, count=1, closed=threading.Event(), waited=7.0)
+
+  def join(data):
+    time.sleep(0.5)
+    channel.waited += 0.3
+    return data
+
+  channel.join = join
+  monkeypatch.setattr(shared_rows, 'Channel', lambda: channel)
+  stream._start()
+  before = coordination.seconds_waited()
+  next(stream)
+  assert coordination.seconds_waited() - before == pytest.approx(0.3)
+  channel.waited += 100  # while this process did other things
+  before = coordination.seconds_waited()
+  next(stream)
+  assert coordination.seconds_waited() - before < 0.6
+  stream.close()
+
+
+@pytest.mark.parametrize('column', ['sequence_ids', 'arrays'])
+def test_a_column_that_the_first_batch_lacks_is_refused(column, monkeypatch):
+  """A process whose batch has it would run another program than the others, and all would hang."""
+
+  def more(row):
+    found = example(row)
+    ids = np.arange(len(found.tokens), dtype=np.int32)
+    return dataclasses.replace(found, **{column: ids if column == 'sequence_ids' else {'n': ids}})
+
+  stream = shared_rows.SharedStream(make(documents=more), make().peek(), rows_on(range(3)))
+  monkeypatch.setattr(shared_rows, 'Channel', functools.partial(Threads(1).channel, 0))
+  stream._start()
+  with pytest.raises(InputError, match='which the first batch does not have'):
+    next(stream)
 
 
 def test_other_files_on_a_process_are_noticed(monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxpost.data import loader, packing
+from jaxpost.distributed import coordination
 from jaxpost.distributed.channel import Channel
 from jaxpost.errors import InputError
 
@@ -92,6 +94,13 @@ class SharedStream(loader.PackedStream):
     self._known: dict[int, tuple[list, dict]] = {}  # window -> [(row of the data, Facts)] and counts
     self._made: dict[int, Example] = {}  # those that were rendered here
 
+  def __next__(self) -> tuple[Batch, dict[str, float]]:
+    start, before = time.perf_counter(), self._channel.waited if self._thread else 0.0
+    made = super().__next__()
+    # Of the time in which there was no batch, the thread has waited for other processes: their time, not this host's.
+    coordination.seconds_waited(min(time.perf_counter() - start, self._channel.waited - before))
+    return made
+
   def close(self) -> None:
     """Stops the thread; the next batch starts it again."""
     if self._channel is not None:
@@ -156,8 +165,15 @@ class SharedStream(loader.PackedStream):
       return (mask / total).astype(np.float32) if total else mask
 
     fields = {n: np.zeros_like(x) for n, x in vars(self._like).items() if isinstance(x, np.ndarray)}
-    fields |= {n: x for n, x in vars(batch).items() if isinstance(x, np.ndarray)}
-    arrays = {n: np.zeros_like(x) for n, x in self._like.arrays.items()} | batch.arrays
+    arrays = {n: np.zeros_like(x) for n, x in self._like.arrays.items()}
+    mine = {n: x for n, x in vars(batch).items() if isinstance(x, np.ndarray)}
+    new = sorted((set(mine) - set(fields)) | (set(batch.arrays) - set(arrays)))
+    if new:
+      raise InputError(
+        f'data: rows of this batch have {", ".join(new)}, which the first batch does not have; where several processes '
+        'share the work, all rows need the same columns'
+      )
+    fields, arrays = fields | mine, arrays | batch.arrays
     fields['loss_weights'] = over(batch.loss_weights, totals[0])
     if self._per == 'pair':
       arrays['nll_weights'] = over(arrays['nll_weights'], totals[1])

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 
 from jaxpost.distributed import coordination
 
@@ -15,11 +16,16 @@ class Closed(Exception):
 
 
 class Channel:
-  """Joins bytes of all processes; their main threads make their channels in the same order, for one thread each."""
+  """Joins bytes of all processes; their main threads make their channels in the same order, for one thread each.
+
+  Attributes:
+    waited: seconds that its thread has waited for other processes.
+  """
 
   def __init__(self):
     self.count, self.index = coordination.process_count(), coordination.process_index()
     self.closed = threading.Event()  # ends a wait
+    self.waited = 0.0
     self._here = f'{_HERE}{next(_channels)}/'
     self._round = 0
 
@@ -44,7 +50,11 @@ class Channel:
     return b''.join(self._wait_for(f'{sent}{i}') for i in range(parts))
 
   def _wait_for(self, key: str) -> bytes:
-    return coordination.wait_for(key, binary=True, poll=self._check)
+    start = time.perf_counter()
+    try:
+      return coordination.wait_for(key, binary=True, poll=self._check)
+    finally:
+      self.waited += time.perf_counter() - start
 
   def _check(self) -> None:
     if self.closed.is_set():

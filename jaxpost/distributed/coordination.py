@@ -38,8 +38,7 @@ _state = {
   'gone': False,
   'waited': 0.0,
   'sent': [],  # keys of the broadcasts of this process
-  # () -> a sentence that names the process that is gone, or ''.
-  'who_is_gone': lambda: '',
+  'who_is_gone': lambda: '',  # a sentence that names the process that is gone, or ''
 }
 
 
@@ -183,8 +182,9 @@ def service() -> Any:
   return distributed.global_state.client
 
 
-def seconds_waited() -> float:
-  """Seconds that this process has waited for others, since it started."""
+def seconds_waited(more: float = 0.0) -> float:
+  """Seconds that this process has waited for others since it started, after `more` are counted as well."""
+  _state['waited'] += more
   return _state['waited']
 
 
