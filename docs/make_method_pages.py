@@ -7,6 +7,7 @@ differences those of docs/defaults.md, and what was measured is in docs/methods.
 is trained here.
 """
 
+import inspect
 import os
 import pathlib
 import re
@@ -20,6 +21,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import method_facts as facts  # noqa: E402
 
+from jaxpost.losses import preferences  # noqa: E402
 from jaxpost.monitor import report, titles  # noqa: E402
 from jaxpost.stage import algorithms  # noqa: E402
 
@@ -119,6 +121,7 @@ def sections(name: str, mark: str) -> list[str]:
     '',
     *(f'{mark} Formula', '', '```', text['formula'].strip('\n'), '```', ''),
     *(wrapped(f'[Notation](index.md#notation). {text.get("note", "")}'), '', *differences(name)),
+    *(pair_losses(mark) if name == 'dpo' else ()),
     *(f'{mark} Config', '', '```', command, '```', '', *defaults(name)),
     *(f'{mark} What was measured', '', *measured(name)),
     *(f'{mark} When to use it', '', *(wrapped(item, '* ') for item in text['when']), ''),
@@ -142,6 +145,18 @@ def differences(name: str) -> list[str]:
       found.append(f'| {case}{": " if case else ""}{here} | {there} |')
   title = 'Where it differs from the paper ([all differences](../defaults.md#where-a-method-differs-from-its-paper)):'
   return [title, '', '| here | in the paper |', '|---|---|', *found, ''] if found else []
+
+
+def pair_losses(mark: str) -> list[str]:
+  """Returns the table of the losses of pairs; what each computes is the first paragraph of its docstring."""
+  lines = [f'{mark} Losses of pairs', '']
+  lines += ['`preference.losses` names one or several of these; s is the sigmoid, and d is c - r, without beta:', '']
+  lines += ['| name | loss, and its paper | also reads | reference |', '|---|---|---|---|']
+  for name, loss in preferences.LOSSES.items():
+    about = ' '.join(inspect.getdoc(loss.fn).split())
+    reads = ', '.join(f'`preference.{field}`' for field in loss.reads)
+    lines.append(f'| `{name}` | {about} | {reads} | {"yes" if loss.needs_reference else "no"} |')
+  return [*lines, '']
 
 
 def defaults(name: str) -> list[str]:
