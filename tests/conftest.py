@@ -2,8 +2,8 @@
 
 `pytest` alone runs what ends in minutes and covers every room. `--long` runs
 everything: also the tests marked `long`, and those that tests/slow.txt lists with
-the seconds they took. CI=true leaves out costly cases of a function of which it
-runs others (`slow.nightly`). A test marked `core` always runs.
+the seconds they took. CI=true leaves out the costliest of them (`slow.nightly`).
+A test marked `core` always runs, one marked `ci` always in CI.
 """
 
 import collections
@@ -71,31 +71,27 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-  listed = slow.read()
-  in_ci = os.environ.get('CI') == 'true'
-  if config.getoption('--long') or in_ci:
-    # Tests that are named on the command line run.
-    nightly = set() if config.getoption('--long') else slow.nightly(listed) - set(config.args)
-    left = [item for item in items if item.nodeid in nightly]
-    if left:
-      config.hook.pytest_deselected(items=left)
-      items[:] = [item for item in items if item.nodeid not in nightly]
+  listed, in_ci = slow.read(), os.environ.get('CI') == 'true'
+  if config.getoption('--long'):
+    left = set()
+  elif in_ci:
+    left = slow.nightly(listed) - set(config.args)  # a test that the command line names runs
+  else:
+    left = set(listed) | {item.nodeid for item in items if item.get_closest_marker('long')}
+
+  def runs(item):
+    marks = ('core', 'ci') if in_ci else ('core',)
+    return item.nodeid not in left or any(item.get_closest_marker(mark) for mark in marks)
+
+  if deselected := [item for item in items if not runs(item)]:
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = filter(runs, items)
+  if in_ci or config.getoption('--long'):
     # Two workers take whole files; the longest go first, so that both end together.
     seconds = collections.Counter()
-    for nodeid, took in listed.items():
-      seconds[nodeid.partition('::')[0]] += took
-    items.sort(key=lambda item: -seconds[item.nodeid.partition('::')[0]])
-    return
-
-  def takes_long(item):
-    if item.get_closest_marker('core'):
-      return False
-    return item.get_closest_marker('long') is not None or item.nodeid in listed
-
-  long = [item for item in items if takes_long(item)]
-  if long:
-    config.hook.pytest_deselected(items=long)
-    items[:] = [item for item in items if not takes_long(item)]
+    for item in items:
+      seconds[slow.file(item.nodeid)] += listed.get(item.nodeid, 0.0)
+    items.sort(key=lambda item: -seconds[slow.file(item.nodeid)])
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -3,9 +3,10 @@
     PYTHONPATH=tests pytest --long -p slow     # from scratch
     PYTHONPATH=tests pytest -p slow            # adds what is still slow in a plain run
 
-Of the slow cases of one test function, CI runs the cheapest, and more of them while they
-add up to at most BUDGET seconds; all where they share what takes the time. `pytest
---long` runs all tests; so does `.ci/run` where JAXPOST_CI_NIGHTLY=1.
+CI leaves out some of them, too: those that take more than LONGEST seconds and are not
+marked `ci`, and of the others of one test function all but the cheapest, and those that
+fit into BUDGET seconds with it. Where the cases of a function share what takes the time,
+all run. `pytest --long` runs all tests; so does `.ci/run` where JAXPOST_CI_NIGHTLY=1.
 
 A line is the seconds of a test and its name. A shared fixture is charged to the first
 test that uses it, and then lists all cases of that test function; where other functions
@@ -16,7 +17,8 @@ import collections
 import pathlib
 
 LIMIT = 3.0  # seconds, on 2 cores with an empty compile cache
-BUDGET = 8.0  # likewise
+BUDGET = 5.0  # likewise
+LONGEST = 19.0  # likewise
 LIST = pathlib.Path(__file__).with_name('slow.txt')
 _took = collections.defaultdict(collections.Counter)  # test: {'setup', 'call', 'teardown': seconds}
 
@@ -32,15 +34,21 @@ def function(test):
   return test.partition('[')[0]
 
 
+def file(test):
+  """The file of a test."""
+  return test.partition('::')[0]
+
+
 def nightly(listed):
-  """The tests of `listed`, {test: seconds}, that CI leaves to `--long`."""
+  """The tests of `listed`, {test: seconds}, that CI leaves to `--long` unless they are marked `ci`."""
   # A case that takes nothing shows that another one has made what they share: to leave that one out gains nothing.
   whole = {function(test) for test, seconds in listed.items() if seconds < 0.1}
   spent = collections.Counter()
   left = set()
   for test in sorted(listed, key=lambda test: (listed[test], test)):
     name = function(test)
-    if name not in whole and name in spent and spent[name] + listed[test] > BUDGET:
+    late = name in spent and spent[name] + listed[test] > BUDGET
+    if name not in whole and (late or listed[test] > LONGEST):
       left.add(test)
     else:
       spent[name] += listed[test]

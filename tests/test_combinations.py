@@ -55,6 +55,7 @@ def test_methods_with_losses_of_their_own_refuse_what_they_do_not_read():
   assert combinations.taken('gkd') == [*means, *common, *several]
 
 
+@pytest.mark.ci
 @pytest.mark.long
 def test_pairs_are_on_policy_at_the_first_step(updated):
   """Ratio and weights 1, nothing masked or clipped, KL 0."""

@@ -46,7 +46,13 @@ def test_four_sample_and_grade_each_prompt_once(folder, one, four, name):
 
 
 @pytest.mark.parametrize(
-  'count, devices, mesh', [(2, 1, 'fsdp=-1'), (4, 1, 'data=2,fsdp=2'), (2, 2, 'fsdp=2,tensor=2'), (1, 4, 'tensor=4')]
+  'count, devices, mesh',
+  [
+    (2, 1, 'fsdp=-1'),
+    (4, 1, 'data=2,fsdp=2'),
+    (2, 2, 'fsdp=2,tensor=2'),
+    pytest.param(1, 4, 'tensor=4', marks=pytest.mark.ci),
+  ],
 )
 def test_every_stage_goes_on_elsewhere(folder, one, count, devices, mesh):
   """The middle of each run of one process, on other meshes and processes."""

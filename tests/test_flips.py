@@ -107,6 +107,7 @@ def flip(path, draw):
   path.write_bytes(data)
 
 
+@pytest.mark.ci
 def test_flips(finished, caplog, record_property):
   config, run = finished
   names = [str(p.relative_to(run)) for p in sorted(run.rglob('*')) if p.is_file() and p.stat().st_size]

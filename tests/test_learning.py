@@ -35,6 +35,7 @@ def learns(name, child, folder):
   assert change > case.gain if case.gain > 0 else change < case.gain, found
 
 
+@pytest.mark.ci
 def test_grpo_learns(child, folder):
   learns('grpo', child, folder)
 

@@ -62,6 +62,7 @@ print(json.dumps(dict(
 """
 
 
+@pytest.mark.ci
 def test_a_family_is_added_as_the_docs_say(copy):
   pytest.importorskip('torch')
   entry, case = blocks()

@@ -479,6 +479,7 @@ def test_critic_learns_a_constant_reward(model, tmp_path):
   assert made[0] < 0.1 and np.mean(made[-5:]) > 0.5, made
 
 
+@pytest.mark.ci
 def test_learns(tmp_path):
   """Small sums after a short SFT: pass@1 0.21 before, 0.55 after.
 

@@ -264,6 +264,7 @@ def assert_gone(processes):
     time.sleep(0.02)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize('seed', range(7, 7 + scorecard.ROUNDS))
 def test_killed_at_any_moment(command, baseline, tmp_path, record_property, seed):
   """kill -9 in both stages, in the middle of writes and of steps."""
@@ -294,6 +295,7 @@ def test_killed_at_any_moment(command, baseline, tmp_path, record_property, seed
   assert_same_run(workdir, baseline)
 
 
+@pytest.mark.ci
 def test_told_to_stop(command, baseline, tmp_path):
   """SIGTERM before the first step and in both stages: saved, exit code 42."""
   workdir = tmp_path / 'stopped'

@@ -15,6 +15,7 @@ DOCS = CLONE / 'docs'
 MISSING = [name for name in ('sphinx', 'myst_nb', 'furo') if importlib.util.find_spec(name) is None]
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} not installed: pip install -e '.[docs]'")
 def test_builds_without_a_warning(tmp_path):
   build = [sys.executable, '-m', 'sphinx', '-q', '-W', '--keep-going', '-b', 'html', '-d', str(tmp_path / 'trees')]
