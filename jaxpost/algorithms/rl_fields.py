@@ -217,5 +217,5 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
     """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""
     return 'k3' if (config.rl.kl_in or choices.get('kl_in', 'loss')) == 'loss' else 'k1'
 
-  fields = ('aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards', 'turn_gamma')
+  fields = ['aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards', *({'turn_gamma'} & choices.keys())]
   return dict(importance=importance, kl_estimator=kl_estimator) | choices | {name: default_of(name) for name in fields}
