@@ -3,7 +3,7 @@
 `pytest` alone runs what ends in minutes and covers every room. `--long` runs
 everything: also the tests marked `long`, and those that tests/slow.txt lists with
 the seconds they took. CI=true leaves out the costliest of them (`slow.nightly`).
-A test marked `core` always runs, one marked `ci` always in CI.
+A test marked `core` always runs, one marked `ci` always in CI, one marked `nightly` never there.
 """
 
 import collections
@@ -72,20 +72,22 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
   listed, in_ci = slow.read(), os.environ.get('CI') == 'true'
+
+  def marked(*marks):
+    return {item.nodeid for item in items if any(item.get_closest_marker(mark) for mark in marks)}
+
   if config.getoption('--long'):
     left = set()
   elif in_ci:
-    left = slow.nightly(listed) - set(config.args)  # a test that the command line names runs
+    left = slow.nightly(listed) | marked('nightly')
+    left -= marked('ci') | set(config.args)  # a test that the command line names runs
   else:
-    left = set(listed) | {item.nodeid for item in items if item.get_closest_marker('long')}
+    left = set(listed) | marked('long', 'nightly')
+  left -= marked('core')
 
-  def runs(item):
-    marks = ('core', 'ci') if in_ci else ('core',)
-    return item.nodeid not in left or any(item.get_closest_marker(mark) for mark in marks)
-
-  if deselected := [item for item in items if not runs(item)]:
+  if deselected := [item for item in items if item.nodeid in left]:
     config.hook.pytest_deselected(items=deselected)
-    items[:] = filter(runs, items)
+    items[:] = [item for item in items if item.nodeid not in left]
   if in_ci or config.getoption('--long'):
     # Two workers take whole files; the longest go first, so that both end together.
     seconds = collections.Counter()

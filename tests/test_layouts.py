@@ -1,6 +1,8 @@
 """Eight fake devices in every layout compute what one device computes."""
 
 import dataclasses
+import functools
+import sys
 import tempfile
 
 import children
@@ -23,18 +25,31 @@ MIXED = ['mixed:context=2,data=2,fsdp=2', 'mixed_moe:expert=2,fsdp=2,tensor=2', 
 # Policy gradients on a saved rollout, by token and by sequence; `test_ppo`
 # and `test_preference_layouts` have the others.
 RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + ['gspo:fsdp=4,tensor=2', 'gspo:context=4,data=2']
+# Each axis and each kind of layer at least once.
+IN_CI = [
+  *('context=8', *RICH[1:], *MOE[2:], *LATENT[1:], *HYBRID[::3], *MIXED[1:]),
+  *('grpo:fsdp=2,context=4', 'gspo:fsdp=4,tensor=2'),
+]
 
 
 @pytest.fixture(scope='module')
-def report():
-  """{layout: 'ok' or what is wrong}, from one process for all of them."""
-  run = children.run(__file__, devices=8, JAX_ENABLE_COMPILATION_CACHE='0', timeout=1200)
+def report(request):
+  """{layout: 'ok' or what is wrong}, from one process for all that are tested."""
+  tested = [item for item in request.session.items if item.path == request.path]
+  asked = [item.callspec.params['layout'] for item in tested if hasattr(item, 'callspec')]
+  run = children.run(__file__, *asked, 'bfloat16', devices=8, JAX_ENABLE_COMPILATION_CACHE='0', timeout=1200)
   found = dict(line.split(' ', 1) for line in run.stdout.splitlines())
   remats = run.stderr.count('Involuntary full rematerialization')
   return found | {'warnings': str(remats)}
 
 
-@pytest.mark.parametrize('layout', LAYOUTS + RICH + MOE + LATENT + HYBRID + MIXED + RL)
+@pytest.mark.parametrize(
+  'layout',
+  [
+    pytest.param(text, marks=() if text in IN_CI else pytest.mark.nightly)
+    for text in LAYOUTS + RICH + MOE + LATENT + HYBRID + MIXED + RL
+  ],
+)
 def test_layout(report, layout):
   assert report[layout] == 'ok'
 
@@ -162,13 +177,24 @@ def main():
     wrong = {name: float(x) for name, x in off.items() if not x <= 1e-5}
     print(text, wrong or 'ok', flush=True)
 
-  given, full, experts = saved(plain), saved(rich), saved(sparse)
+  def compare_all(make, texts, learnt=None):
+    """Compares the gradients of a model in those of these layouts that are asked for."""
+    texts = [text for text in texts if text in sys.argv[1:]]
+    if texts:
+      given = make()
+      right = gradient(tiny.one_device(), given, learnt=learnt)
+    for text in texts:
+      compare(given, right, text, learnt)
+
+  def of(name, texts):
+    return [text for text in texts if text.partition(':')[0] == name]
+
+  def built(make, **fields):
+    return lambda: saved(model_lib.build(make(**shapes | fields)))
+
+  given = functools.cache(lambda: saved(plain))
   for name, make in dict(latent=tiny.latent, sparse=tiny.sparse).items():
-    low = saved(model_lib.build(make(**shapes | dict(num_kv_heads=8))))
-    right = gradient(tiny.one_device(), low)
-    for text in LATENT:
-      if text.startswith(name):
-        compare(low, right, text)
+    compare_all(built(make, num_kv_heads=8), of(name, LATENT))
   gated = Experts(8, 3, 16, shared=1, shared_size=24, shared_gate=True)
   shared = dataclasses.replace(gated, shared_gate=False)
   behind = Experts(8, 3, 16, first_dense=1, sigmoid=True, choice_bias=True)
@@ -181,41 +207,28 @@ def main():
     | dict(experts=behind),
     'nemotron_h': dict(mixers=blocks, num_layers=4, layer_ropes=(-1,) * 4, experts=latent),
   }
-  for text in HYBRID:
-    family = text.partition(':')[0]
-    hybrid = saved(model_lib.build(tiny.hybrid(family, **shapes | dict(num_layers=2) | hybrids[family])))
-    compare(hybrid, gradient(tiny.one_device(), hybrid), text)
+  for family, fields in hybrids.items():
+    make = functools.partial(tiny.hybrid, family)
+    compare_all(built(make, **dict(num_layers=2) | fields), of(family, HYBRID))
   alone = dict(shared_layers=0, wide_shared_mlp=False, values_are_keys=True, full_kv_heads=2, attention_scale=0.3)
   alone |= dict(num_layers=2, layer_windows=(6, 0), layer_ropes=(1, 0), experts=shared)
   # With a scale of 1 and an eps of 0.05, rounding alone makes a gradient of queries differ by 1.1e-5 on some CPUs.
-  mixed = {'mixed': dict(full_kv_heads=4, attention_scale=0.3, norm_eps=0.2), 'mixed_moe': alone}
-  for text in MIXED:
-    name = text.partition(':')[0]
-    if name == 'chunked':
-      experts_of = dataclasses.replace(shared, shared_size=0, normalize=False, sigmoid=True, on_inputs=True)
-      kinds = dict(num_layers=2, layer_ropes=(0, 1), layer_windows=(5, 0), sparse=(1,), experts=experts_of)
-      made = saved(model_lib.build(tiny.chunked(**shapes | kinds)))
-    else:
-      made = saved(model_lib.build(tiny.mixed(**shapes | mixed[name])))
-    compare(made, gradient(tiny.one_device(), made), text)
-  right = gradient(tiny.one_device(), full)
-  for text in RICH:
-    compare(full, right, text)
-  right = gradient(tiny.one_device(), experts)
-  for text in MOE:
-    compare(experts, right, text)
+  compare_all(built(tiny.mixed, full_kv_heads=4, attention_scale=0.3, norm_eps=0.2), of('mixed', MIXED))
+  compare_all(built(tiny.mixed, **alone), of('mixed_moe', MIXED))
+  experts_of = dataclasses.replace(shared, shared_size=0, normalize=False, sigmoid=True, on_inputs=True)
+  kinds = dict(num_layers=2, layer_ropes=(0, 1), layer_windows=(5, 0), sparse=(1,), experts=experts_of)
+  compare_all(built(tiny.chunked, **kinds), of('chunked', MIXED))
+  compare_all(lambda: saved(rich), RICH)
+  compare_all(lambda: saved(sparse), MOE)
   for name in 'grpo', 'gspo':
-    learnt = surrogate(name)
-    right = gradient(tiny.one_device(), given, learnt=learnt)
-    for text in RL:
-      if text.startswith(name):
-        compare(given, right, text, learnt)
-  right = (loss, _), grads = gradient(tiny.one_device(), given)
-  for text in LAYOUTS:
-    compare(given, right, text)
+    compare_all(given, of(name, RL), surrogate(name))
+  compare_all(given, LAYOUTS)
+  if 'bfloat16' not in sys.argv[1:]:
+    return
+  (loss, _), grads = gradient(tiny.one_device(), given())
   (low, _), grads_8 = gradient(
     make_layout('data=2,fsdp=2,tensor=2', 'train'),
-    given,
+    given(),
     dataclasses.replace(compute, dtype='bfloat16', residual='bfloat16'),
   )
   near = abs(low / loss - 1) < 0.01 and all(

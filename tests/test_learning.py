@@ -35,12 +35,7 @@ def learns(name, child, folder):
   assert change > case.gain if case.gain > 0 else change < case.gain, found
 
 
-@pytest.mark.ci
-def test_grpo_learns(child, folder):
-  learns('grpo', child, folder)
-
-
-@pytest.mark.parametrize('name', [name for name in learning.CASES if name != 'grpo'])
+@pytest.mark.parametrize('name', learning.CASES)
 def test_learns(name, child, folder):
   learns(name, child, folder)
 

@@ -26,6 +26,7 @@ def test_ci_ends_in_time():
 
 
 SLOW = {'f.py::t[a]': 15.0, 'f.py::t[b]': 12.0, 'f.py::long': 90.0, 'g.py::ci': 95.0, 'g.py::core': 80.0}
+ALL = [*SLOW, 'f.py::fast', 'g.py::nightly']
 
 
 @pytest.mark.parametrize(
@@ -34,15 +35,15 @@ SLOW = {'f.py::t[a]': 15.0, 'f.py::t[b]': 12.0, 'f.py::long': 90.0, 'g.py::ci': 
     ('', [], False, ['g.py::core', 'f.py::fast']),
     ('true', [], False, ['g.py::ci', 'g.py::core', 'f.py::t[b]', 'f.py::fast']),
     ('true', ['f.py::long'], False, ['g.py::ci', 'g.py::core', 'f.py::t[b]', 'f.py::long', 'f.py::fast']),
-    ('true', [], True, ['g.py::ci', 'g.py::core', 'f.py::t[a]', 'f.py::t[b]', 'f.py::long', 'f.py::fast']),
-    ('', [], True, ['g.py::ci', 'g.py::core', 'f.py::t[a]', 'f.py::t[b]', 'f.py::long', 'f.py::fast']),
+    ('true', [], True, ALL),
+    ('', [], True, ALL),
   ],
 )
 def test_what_runs(ci, args, long, ran, monkeypatch):
   """In a plain run, in CI and with --long; the file that takes longest comes first, and marks have the test's name."""
   monkeypatch.setenv('CI', ci)
   monkeypatch.setattr(slow, 'read', lambda: SLOW)
-  names = ['f.py::t[a]', 'f.py::t[b]', 'f.py::long', 'f.py::fast', 'g.py::ci', 'g.py::core']
+  names = ['f.py::t[a]', 'f.py::t[b]', 'f.py::long', 'f.py::fast', 'g.py::ci', 'g.py::core', 'g.py::nightly']
   items = [SimpleNamespace(nodeid=n, get_closest_marker=lambda mark, n=n: n.endswith(f'::{mark}')) for n in names]
   left = []
   hook = SimpleNamespace(pytest_deselected=lambda items: left.extend(items))

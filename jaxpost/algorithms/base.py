@@ -35,11 +35,6 @@ def _always(value: Any) -> Callable[..., Any]:
   return answer
 
 
-def _same(batch: Batch, roles: Roles, config: Config) -> Batch:
-  del roles, config
-  return batch
-
-
 @dataclasses.dataclass(frozen=True)
 class Precompute:
   """Outputs of a frozen role on every example, computed before the first step.
@@ -50,8 +45,8 @@ class Precompute:
   Attributes:
     arrays: name -> (shape after [B, T], dtype).
     read: output of the role's program -> {name: [M, B / M, T, ...]}.
-    options: config fields, besides the role's weights and the data, that decide
-      what is computed; part of the name of the cache file.
+    options: config fields, besides the role's weights and the data, that decide what is computed; part of the name of
+      the cache file.
   """
 
   arrays: Mapping[str, tuple]
@@ -65,52 +60,48 @@ class Algorithm:
 
   Attributes:
     objective: config -> Objective of the policy.
-    defaults: {section: {field: value}} of the config fields that are left to
-      the algorithm; a value may be a function of the config.
-    critic: config -> Objective of a second trainable role with a scalar head,
-      or None.
+    defaults: {section: {field: value}} of the config fields that are left to the algorithm; a value may be a function
+      of the config.
+    sections: which of the config sections nll, preference, reward_model, distill, rl and critic it reads; None: all.
+    critic: config -> Objective of a second trainable role with a scalar head, or None.
     value_head: config -> True if the policy has a scalar head, too.
     needs: config -> names of the frozen roles: 'reference', 'teachers'. The reward
       model is not among them; `config.reward` asks for it.
-    prepare: (placed batch, roles, config) -> batch with all arrays that the
-      objective reads; runs on the devices before each update.
-    precompute: config -> {name of a frozen role: Precompute}; such a role is
-      not in `Roles`. Teachers are named teacher_0, teacher_1, ...
+    prepare: (placed batch, roles, config) -> batch with all arrays that the objective reads; runs on the devices
+      before each update.
+    precompute: config -> {name of a frozen role: Precompute}; such a role is not in `Roles`. Teachers are named
+      teacher_0, teacher_1, ...
     check: raises InputError for a config that cannot work.
-    check_roles: (config, {role: its weights, a `stage.sources.Source`},
-      tokenizer of the policy); raises InputError for models that do not go together.
-    check_first_step: (metrics, config); raises AssertionError where the metrics
-      of the first step, before any learning, cannot be right.
+    check_roles: (config, {role: its weights, a `stage.sources.Source`}, tokenizer of the policy); raises InputError for
+      models that do not go together.
+    check_first_step: (metrics, config); raises AssertionError where the metrics of the first step, before any learning,
+      cannot be right.
 
     Algorithms on data:
 
-    render: (rows, tokenizer, config) -> function of a row number that returns
-      its example.
-    per: 'token', 'sequence' or 'pair', what the loss is a mean of; or a function
-      of the config that returns it.
+    render: (rows, tokenizer, config) -> function of a row number that returns its example.
+    per: 'token', 'sequence' or 'pair', what the loss is a mean of; or a function of the config that returns it.
     scalar_head: the policy is a reward model.
 
     On-policy algorithms:
 
     on_policy: `rl.controller.Controller` samples the batches.
     rewards: they learn from rewards.
-    from_data: config -> share of the steps that take completions of the data
-      instead of samples.
-    scores: config -> names of `types.Scores` to compute of each rollout:
-      'old_logprobs', 'ref_logprobs', 'values'.
+    from_data: config -> share of the steps that take completions of the data instead of samples.
+    scores: config -> names of `types.Scores` to compute of each rollout: 'old_logprobs', 'ref_logprobs', 'values'.
     greedy_baseline: config -> True if a greedy answer is graded, too.
     credit: (Experience, config) -> Credit.
-    pack: (Experience, Credit, indices of sequences, config, num_rows,
-      row_length) -> host Batch with `branch_ids` and `sequence_ids`, for algorithms that do not train on whole
-      completions one by one.
+    pack: (Experience, Credit, indices of sequences, config, num_rows, row_length) -> host Batch with `branch_ids` and
+      `sequence_ids`, for algorithms that do not train on whole completions one by one.
   """
 
   objective: Callable[[Config], Objective]
   defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+  sections: Collection[str] | None = None
   critic: Callable[[Config], Objective | None] = _always(None)
   value_head: Callable[[Config], bool] = _always(False)
   needs: Callable[[Config], Collection[str]] = _always(())
-  prepare: Callable[[Batch, Roles, Config], Batch] = _same
+  prepare: Callable[[Batch, Roles, Config], Batch] = lambda batch, roles, config: batch
   precompute: Callable[[Config], Mapping[str, Precompute]] = _always({})
   check: Callable[[Config], None] = _always(None)
   check_roles: Callable[[Config, Mapping[str, Any], Tokenizer], None] = _always(None)

@@ -273,6 +273,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
 DISTILL = ALGORITHM = Algorithm(
   objective,
   {'optim': {'lr': learning_rate(2e-5)}},
+  sections=('distill',),
   needs=needs,
   prepare=prepare,
   precompute=precompute,
@@ -284,6 +285,7 @@ DISTILL = ALGORITHM = Algorithm(
 GKD = Algorithm(
   objective_on_policy,
   {'optim': {'lr': learning_rate(1e-5)}, 'rl': {'aggregate': 'token', 'dynamic_sampling': 0}},
+  sections=('distill', 'rl'),
   needs=needs,
   prepare=prepare,
   check=check_on_policy,

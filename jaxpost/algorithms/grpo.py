@@ -258,6 +258,7 @@ def method(**choices: Any) -> Algorithm:
   return Algorithm(
     objective,
     {'rl': rl_fields.defaults(choices), 'optim': {'lr': learning_rate(1e-6)}},
+    sections=('rl',),
     needs=needs,
     check=rl_fields.check,
     check_first_step=check_first_step,

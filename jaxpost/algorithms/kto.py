@@ -149,6 +149,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
 KTO = ALGORITHM = Algorithm(
   objective,
   {'preference': {'losses': ('kto',), 'nll_coef': 0.0}, 'optim': {'lr': learning_rate(1e-6)}},
+  sections=('preference',),
   needs=preference.needs,
   prepare=prepare,
   precompute=preference.precompute,

@@ -162,6 +162,7 @@ def rl_fields_read(rl: Any) -> set[str]:
 ONLINE_DPO = ALGORITHM = dataclasses.replace(
   preference.DPO,
   objective=objective,
+  sections=('preference', 'rl'),
   check=check,
   defaults={
     'preference': {'losses': ('sigmoid',), 'nll_coef': 0.0},

@@ -85,6 +85,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
 
 OPD = ALGORITHM = dataclasses.replace(
   grpo.method(kl_in='advantage', kl_coef=1.0),
+  sections=('distill', 'rl'),
   needs=needs,
   check=check,
   check_roles=check_roles,

@@ -174,6 +174,7 @@ def method(
       'optim': {'lr': learning_rate(1e-6)},
       'critic': {'lr': rate, 'lam': critic_lam},
     },
+    sections=('rl', 'critic'),
     critic=critic,
     value_head=value_head,
     needs=grpo.needs,

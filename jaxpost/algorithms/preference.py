@@ -289,6 +289,7 @@ def method(losses: tuple[str, ...], **choices: float) -> Algorithm:
   return Algorithm(
     objective,
     {'preference': {'losses': losses, **choices}, 'optim': {'lr': learning_rate(1e-6)}},
+    sections=('preference',),
     needs=needs,
     prepare=prepare,
     precompute=precompute,

@@ -136,6 +136,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
 REWARD_MODEL = ALGORITHM = Algorithm(
   objective,
   {'optim': {'lr': learning_rate(1e-5)}},
+  sections=('preference', 'reward_model'),
   render=render,
   check_first_step=check_first_step,
   per=mean_per,

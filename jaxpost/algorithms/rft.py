@@ -72,6 +72,7 @@ def rl_fields_read(rl: Any) -> set[str]:
 RFT = ALGORITHM = Algorithm(
   sft.objective,
   {'rl': {'advantage': 'best_of_n'}, 'optim': {'lr': learning_rate(1e-6)}},
+  sections=('nll', 'rl'),
   check=check,
   on_policy=True,
   credit=credit,

@@ -63,4 +63,4 @@ def render_text(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[i
   return document
 
 
-SFT = ALGORITHM = Algorithm(objective, {'optim': {'lr': learning_rate(2e-5)}}, render=render_text)
+SFT = ALGORITHM = Algorithm(objective, {'optim': {'lr': learning_rate(2e-5)}}, sections=('nll',), render=render_text)

@@ -15,7 +15,6 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
-from jaxpost.stage import config as config_lib
 from jaxpost.stage import model_folders, optim, sampling_inputs
 from jaxpost.stage import prepare as prepare_lib
 from jaxpost.stage import sources as sources_lib
@@ -24,6 +23,7 @@ from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage
 from jaxpost.stage.sources import Source
 
 if TYPE_CHECKING:
+  from jaxpost.algorithms.base import Algorithm
   from jaxpost.models.config import ModelConfig
   from jaxpost.stage.config import Config
 
@@ -70,23 +70,22 @@ def find(text: str, key: str, earlier: dict, text_only: bool = False) -> Source:
 def prepare_all(config: Mapping, stage: str = '') -> list[PreparedStage]:
   """Prepares the stages of a config, or the one called `stage`, without reading anything."""
   done = []
-  for name, section in config_lib.parse(config).items():
-    done.append(prepare(name, section, done))
+  for name, (algorithm, section) in prepare_lib.settle_all(config).items():
+    done.append(prepare(name, algorithm, section, done))
   chosen = [p for p in done if not stage or p.name == stage]
   if not chosen:
     raise InputError(f'--stage: there is no {stage!r}, only {", ".join(p.name for p in done)}')
   return chosen
 
 
-def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> PreparedStage:
-  """Prepares a stage from its config alone; `before` are the stages that run first."""
-  inputs = make_inputs(name, config, before)
+def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage]) -> PreparedStage:
+  """Prepares a stage from its settled config alone; `before` are the stages that run first."""
+  inputs = make_inputs(name, algorithm, config, before)
   return PreparedStage(inputs, _made_up_data(inputs))
 
 
-def make_inputs(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> Inputs:
-  """Makes the first record of a stage from its config alone."""
-  algorithm, config = prepare_lib.settle(config)
+def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage] = ()) -> Inputs:
+  """Makes the first record of a stage from its settled config alone, see `stage.prepare.settle`."""
   optim.check(config.optim)
   section = config.model
   if section.path:

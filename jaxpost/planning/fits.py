@@ -18,8 +18,7 @@ from jaxpost.monitor.program_table import console_table
 from jaxpost.planning import arithmetic, dry_run, meshes, search
 from jaxpost.planning.machines import Topology
 from jaxpost.planning.tables import gib
-from jaxpost.stage import batch_shape
-from jaxpost.stage import config as config_lib
+from jaxpost.stage import batch_shape, prepare
 from jaxpost.stage.records import PreparedStage
 
 if TYPE_CHECKING:
@@ -122,8 +121,8 @@ def cells(raw: Mapping[str, Mapping], names: Sequence[str]) -> list[Cell]:
   """
   out = []
   for method, config in raw.items():
-    ((name, section),) = config_lib.parse(config).items()
-    inputs = dry_run.make_inputs(name, section)
+    ((name, (algorithm, section)),) = prepare.settle_all(config).items()
+    inputs = dry_run.make_inputs(name, algorithm, section)
     out += [_best(inputs, topology(device))._replace(method=method) for device in names]
   return out
 

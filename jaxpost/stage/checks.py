@@ -5,11 +5,11 @@ Each function raises InputError with the field, the reason and a remedy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from jaxpost.distributed import mesh
-from jaxpost.errors import InputError, refuse
+from jaxpost.errors import InputError, refuse, refuse_unread
 from jaxpost.hardware import host
 from jaxpost.models import attention
 from jaxpost.models.config import CustomConfig
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.config import Config
   from jaxpost.stage.sources import Source
 
+_OF_METHODS = ('nll', 'preference', 'reward_model', 'distill', 'rl', 'critic')
 _HOST_BYTES = 24  # of a token of a batch on the host: ids, positions, segments, weights and masks
 
 
@@ -50,6 +51,16 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
   )
   check_sizes(config, algorithm.on_policy)
   refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
+
+
+def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
+  """Refuses fields in the section of a method that no stage of a run reads."""
+  readers = [algorithm.sections for algorithm, _ in stages]
+  unread = [name for name in _OF_METHODS if not any(known is None or name in known for known in readers)]
+  for algorithm, config in stages:
+    sampling = ('correct_by', 'path', 'per_step', 'sources') if samples(config, algorithm) else ()
+    for name in unread:
+      refuse_unread(vars(config)[name], (*sampling, *algorithm.needs(config)), config.algorithm, name)
 
 
 def check_sizes(config: Config, on_policy: bool) -> None:

@@ -61,16 +61,15 @@ def prepare_all(config: Mapping) -> list[PreparedStage]:
   """
   prepared = []
   with contextlib.ExitStack() as undo:
-    for name, section in config_lib.parse(config).items():
-      prepared.append(prepare(name, section, prepared))
+    for name, (algorithm, section) in settle_all(config).items():
+      prepared.append(prepare(name, algorithm, section, prepared))
       undo.callback(prepared[-1].close)
     undo.pop_all()
   return prepared
 
 
-def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> PreparedStage:
-  """Prepares one stage; `before` are the stages that run first."""
-  algorithm, config = settle(config)
+def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage]) -> PreparedStage:
+  """Prepares one stage, see `settle`; `before` are the stages that run first."""
   checks.check_config(config, algorithm)
   samples = checks.samples(config, algorithm)
   if samples or algorithm.scalar_head or config.rewards_tuple() or config.reward_model.per_step:
@@ -105,6 +104,13 @@ def prepare(name: str, config: Config, before: Sequence[PreparedStage] = ()) -> 
         rewards = sampling_inputs.start_rewards(config, rows)
     undo.pop_all()
   return PreparedStage(epochs.settle(inputs, data), data, Workers(rewards, environment))
+
+
+def settle_all(config: Mapping) -> dict[str, tuple[Algorithm, Config]]:
+  """Returns what `settle` does for each stage of a config; refuses fields that none of them reads."""
+  stages = {name: settle(section) for name, section in config_lib.parse(config).items()}
+  checks.check_sections(stages.values())
+  return stages
 
 
 def settle(config: Config) -> tuple[Algorithm, Config]:
