@@ -87,7 +87,7 @@ for train, rollout, preset, *score in jobs:
       reward='length', model=dict(preset=preset, dtype=dtype, remat='full'),
       mesh=dict(train=train, rollout=rollout or 'data=-1',
                 **({'score': score[0]} if score else {})),
-      rl=dict(kl_coef=0.1 if score else 0.0),
+      rl=dict(kl_coef=0.1 if score else 0.0) if rollout else {},
       rollout=dict(prompts=16, max_prompt_length=64, max_new_tokens=16),
       train=dict(batch_size=16, row_length=0 if rollout else 512)))
   compiled = aot.compile_stage(p, machines.parse(topology), programs)
@@ -115,11 +115,11 @@ HELD = (
   ('fsdp=8', 'data=4,tensor=2', 'tied', 'fsdp=4,tensor=2'),
   ('fsdp=2,expert=4', 'data=2,expert=2,tensor=2', 'moe', ''),
 )
-ALL = *UPDATES, *((*meshes, 'wide') for meshes in RESHARDS.items())
+IN_CI = ('fsdp=8', '', 'tied'), ('tensor=8', '', 'wide'), ('fsdp=2,context=2,tensor=2', '', 'wide')
 
 
 @functools.cache
-def counted(topology, dtype, jobs=ALL):
+def counted(topology, dtype, jobs):
   """{job: figures}."""
   done = subprocess.run(
     [sys.executable, '-c', DRIVER, topology, dtype, json.dumps(jobs)],
@@ -163,9 +163,19 @@ def check(figures):
     assert 0 < sent <= MOST * least, (axis, sent / least, figures)
 
 
-@pytest.mark.parametrize('job', UPDATES, ids=' '.join)
-def test_an_update_sends_little_more_than_the_least(job):
-  figures = counted('cpu:8', 'float32')[job]
+@pytest.fixture(scope='module')
+def updates(request):
+  """{job: figures} of the updates that are tested, from one process."""
+  tested = [item for item in request.session.items if item.path == request.path]
+  jobs = [item.callspec.params['job'] for item in tested if 'updates' in item.fixturenames]
+  return counted('cpu:8', 'float32', tuple(jobs))
+
+
+@pytest.mark.parametrize(
+  'job', [pytest.param(job, marks=() if job in IN_CI else pytest.mark.nightly) for job in UPDATES], ids=' '.join
+)
+def test_an_update_sends_little_more_than_the_least(job, updates):
+  figures = updates[job]
   check(figures)
   looked(figures, 'update in.params', 'update in.opt_state', 'update out')
 
@@ -194,7 +204,8 @@ def test_who_samples_or_scores_holds_no_more_than_its_mesh_asks(job):
 
 @pytest.mark.parametrize('train', RESHARDS)
 def test_so_does_the_reshard_to_the_sampler(train):
-  figures = counted('cpu:8', 'float32')[train, RESHARDS[train], 'wide']
+  job = train, RESHARDS[train], 'wide'
+  figures = counted('cpu:8', 'float32', (job,))[job]
   sent = sum(sum(axes.values()) for axes in figures['found'].values())
   least = sum(sum(axes.values()) for axes in figures['least'].values())
   assert 0 < sent <= MOST * least, figures

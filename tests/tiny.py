@@ -139,15 +139,28 @@ def one_device(phase='train'):
 
 
 def params(model, seed=0):
-  """Random parameters whose norm scales are not 1 either."""
-  random = np.random.RandomState(seed)
+  """Random parameters whose norm scales are not 1 either; those of plain models from the host: nothing is compiled."""
+  random, cfg = np.random.RandomState(seed), model.config
+
+  def normal(spec):
+    return random.standard_normal(spec.shape).astype(np.float32)
+
+  def draw(spec):
+    value = cfg.initializer_range * normal(spec) if spec.init == 'normal' else np.float32(spec.init == 'ones')
+    value = np.broadcast_to(value, spec.shape).astype(spec.dtype or np.float32)
+    if spec.axes[0] == 'vocab':
+      value[cfg.vocab_size :] = 0
+    return value
 
   def vary(x, spec):
-    noise = 0.2 * random.standard_normal(x.shape).astype(np.float32)
-    return x + noise if spec.exact else x
+    return jnp.asarray(x + 0.2 * normal(spec) if spec.exact else x)
 
-  made = jax.jit(model.init)(jax.random.key(seed))
-  return jax.tree.map(vary, made, parameters.nest(model.table))
+  table = parameters.nest(model.table)
+  if isinstance(model.init, functools.partial) and model.init.func is model_lib.init:
+    made = jax.tree.map(draw, table)
+  else:
+    made = jax.jit(model.init)(jax.random.key(seed))
+  return jax.tree.map(vary, made, table)
 
 
 def tokens(shape, vocab=131, seed=0):
