@@ -4,6 +4,7 @@ Legend: B rows, T tokens, V padded vocabulary.
 """
 
 import functools
+import math
 import pathlib
 
 import jax
@@ -138,29 +139,38 @@ def one_device(phase='train'):
   return make_layout('data=1', phase, devices=jax.devices()[:1])
 
 
-def params(model, seed=0):
-  """Random parameters whose norm scales are not 1 either; those of plain models from the host: nothing is compiled."""
-  random, cfg = np.random.RandomState(seed), model.config
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key, size, scale):
+  return scale * jax.random.normal(key, (size,))
 
-  def normal(spec):
-    return random.standard_normal(spec.shape).astype(np.float32)
 
-  def draw(spec):
-    value = cfg.initializer_range * normal(spec) if spec.init == 'normal' else np.float32(spec.init == 'ones')
-    value = np.broadcast_to(value, spec.shape).astype(spec.dtype or np.float32)
+def _init(key, cfg, table):
+  """As `model.init`, where each model would compile a program of its own: a number depends on its index alone."""
+
+  def draw(i, spec):
+    if spec.init in ('ones', 'zeros'):
+      return np.full(spec.shape, spec.init == 'ones', spec.dtype or 'float32')
+    size = math.prod(spec.shape)
+    drawn = _normal(jax.random.fold_in(key, i), max(1024, 1 << (size - 1).bit_length()), cfg.initializer_range)
+    value = np.array(drawn)[:size].reshape(spec.shape)
     if spec.axes[0] == 'vocab':
       value[cfg.vocab_size :] = 0
     return value
 
-  def vary(x, spec):
-    return jnp.asarray(x + 0.2 * normal(spec) if spec.exact else x)
+  return parameters.nest({path: draw(i, spec) for i, (path, spec) in enumerate(table.items())})
 
-  table = parameters.nest(model.table)
-  if isinstance(model.init, functools.partial) and model.init.func is model_lib.init:
-    made = jax.tree.map(draw, table)
-  else:
-    made = jax.jit(model.init)(jax.random.key(seed))
-  return jax.tree.map(vary, made, table)
+
+def params(model, seed=0):
+  """Random parameters whose norm scales are not 1 either."""
+  random, key = np.random.RandomState(seed), jax.random.key(seed)
+
+  def vary(x, spec):
+    noise = 0.2 * random.standard_normal(x.shape).astype(np.float32)
+    return jnp.asarray(x + noise if spec.exact else x)
+
+  plain = isinstance(model.init, functools.partial) and model.init.func is model_lib.init
+  made = _init(key, model.config, model.table) if plain else jax.jit(model.init)(key)
+  return jax.tree.map(vary, made, parameters.nest(model.table))
 
 
 def tokens(shape, vocab=131, seed=0):
