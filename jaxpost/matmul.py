@@ -34,12 +34,10 @@ class Compute:
     decode_block: tokens that a sampler decodes per dispatch (`rollout.block=0`).
     platform: 'cpu', 'gpu' or 'tpu', for what XLA does well on one of them only.
     group_block: rows of a group that are multiplied at a time.
-    ragged: use `jax.lax.ragged_dot` where it has a kernel. Elsewhere it multiplies
-      every row by every matrix, as it does everywhere for the gradient of the
-      matrices, which is therefore computed by blocks.
+    ragged: use `jax.lax.ragged_dot` where it has a kernel. Elsewhere it multiplies every row by every matrix, as it
+      does everywhere for the gradient of the matrices, which is therefore computed by blocks.
     attention: implementation, see `models/attention.py`.
-    forced: raise an error where it does not support something, instead of using
-      another one.
+    forced: raise an error where it does not support something, instead of using another one.
     rejected_shapes: `attention_kernels.AttentionShape`s for which the kernel was
       found wrong on this device; XLA computes those.
   """

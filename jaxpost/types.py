@@ -210,8 +210,7 @@ class Experience:
       old_logprobs, ref_logprobs, entropy and values that the algorithm lists in `scores`.
     baseline: rewards of greedy answers (ReMax); step: from 0.
     verdicts: of the one reward that decides what is correct (`rl.correct_by`).
-    memory: state of the algorithm between steps; goes into checkpoints, so
-      numbers and strings only.
+    memory: state of the algorithm between steps; goes into checkpoints, so numbers and strings only.
   """
 
   rollout: Rollout

@@ -75,11 +75,9 @@ def to_batch(
       rows are empty. All Examples carry the same `arrays`.
     normalize: divide the weights by a total of the whole batch; otherwise they
       are the plain mask. Where nothing is trained they are 0 either way.
-    per: that total: the weight of all trained 'token's, the number of
-      trained 'sequence's (a document without numbered ones is one), or of
-      trained 'pair's. With 'pair', arrays['nll_weights'] holds the mask of
-      the chosen (odd) sequences, divided by its sum.
-      'label' is 'sequence' for sequences with a label, above or below 0, in
+    per: that total: the weight of all trained 'token's, the number of trained 'sequence's (a document without numbered
+      ones is one), or of trained 'pair's. With 'pair', arrays['nll_weights'] holds the mask of the chosen (odd)
+      sequences, divided by its sum. 'label' is 'sequence' for sequences with a label, above or below 0, in
       arrays['label']: arrays['label_weights'] holds the mask of both kinds, each divided by its number of sequences.
 
   Returns:

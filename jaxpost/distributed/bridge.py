@@ -24,8 +24,7 @@ WHOLE = ('data', 'fsdp')
 class Bridge:
   """Copies weights from the training devices to a sampling mesh of other devices.
 
-  source: a layout of the training devices whose shards are those of the target,
-    in one or more copies.
+  source: a layout of the training devices whose shards are those of the target, in one or more copies.
   target: the layout that arrays arrive in.
   """
 

@@ -34,10 +34,9 @@ class Stored:
   """The place of a parameter: rows of tensors, one for each layer (or expert).
 
   names: of the tensors. shape: of each tensor. first: the first row in each.
-  step: above 1, the parameter is every `step`-th entry of the last dimension,
-    from `first` on; 0 or -1, all experts are in a tensor, and the parameter is
-    entries of the last dimension that follow each other; with -1, each expert is transposed. column: the first
-    column of a matrix.
+  step: above 1, the parameter is every `step`-th entry of the last dimension, from `first` on; 0 or -1, all experts are
+    in a tensor, and the parameter is entries of the last dimension that follow each other; with -1, each expert is
+    transposed. column: the first column of a matrix.
   """
 
   spec: Param

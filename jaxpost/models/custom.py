@@ -37,9 +37,8 @@ def linen(module, *, vocab_size: int, head: str, axes: Sequence[tuple[str, tuple
     vocab_size: V, its number of tokens.
     head: path of the output embedding, [V, D] or [D, V]: 'embed/embedding' if
       it is tied to the input's, 'lm_head/kernel' for a Dense.
-    axes: (regular expression, logical axes) pairs; the first that matches a
-      whole path defines how that parameter is sharded: 'embed', 'mlp', 'heads',
-      'kv_heads', 'vocab' or None for each dimension. The default is that of
+    axes: (regular expression, logical axes) pairs; the first that matches a whole path defines how that parameter is
+      sharded: 'embed', 'mlp', 'heads', 'kv_heads', 'vocab' or None for each dimension. The default is that of
       `nn.with_partitioning`, or ('embed', None, ...) for a matrix.
   """
   import flax.linen as nn

@@ -68,8 +68,7 @@ def decode(
   Args:
     weights: parameters with a list of layers (`unstack_layers`); an entry may
       also be a function of the layer's input that returns its parameters.
-    cache: L x [S, K, length, h], or pages and a table; the first `filled` [S]
-      entries are valid.
+    cache: L x [S, K, length, h], or pages and a table; the first `filled` [S] entries are valid.
     recent: L x [S, K, T, h], of which the first `step` are valid, and the present states.
     tokens: [S], at positions filled + step; or [S, T'], consecutive tokens.
 

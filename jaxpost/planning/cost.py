@@ -75,8 +75,7 @@ def count(
     text: `compiled.as_text()`.
     iterations: `op_name` of a loop whose end is decided while it runs -> the
       most iterations, or None.
-    sent_share: number of devices -> the share of its buffer that a ragged
-      exchange between them sends.
+    sent_share: number of devices -> the share of its buffer that a ragged exchange between them sends.
     branch: `op_name` of a condition -> its value, or None: the costlier branch is counted.
   """
   return _Counter(text, iterations, sent_share, branch).total()

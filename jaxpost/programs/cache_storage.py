@@ -100,8 +100,7 @@ def extend(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> 
       pages and a table.
     recent: L x [S, K, T, h].
     filled: [S], valid entries.
-    one_by_one: write slot by slot (or entry by entry, in pages) instead of by
-      a scatter.
+    one_by_one: write slot by slot (or entry by entry, in pages) instead of by a scatter.
   """
   rows, _, steps, _ = recent.k[0].shape
   at, row = filled[:, None] + jnp.arange(steps), jnp.arange(rows)[:, None]

@@ -16,10 +16,8 @@ def token_weights(mask: np.ndarray, aggregate: str, max_tokens: int) -> np.ndarr
   """Returns weights [N, C] such that sum(weights * losses) is the loss of a batch.
 
   'token': the mean over all tokens (DAPO, arXiv:2503.14476, eq. 8).
-  'sequence': the mean over sequences of their means (GRPO,
-    arXiv:2402.03300, eq. 3).
-  'constant': sums over tokens / (sequences x max_tokens) (Dr. GRPO,
-    arXiv:2503.20783, section 3.2).
+  'sequence': the mean over sequences of their means (GRPO, arXiv:2402.03300, eq. 3).
+  'constant': sums over tokens / (sequences x max_tokens) (Dr. GRPO, arXiv:2503.20783, section 3.2).
   Sequences without a trained token do not count.
   """
   mask = np.asarray(mask, np.float64)

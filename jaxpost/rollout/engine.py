@@ -106,8 +106,7 @@ class Engine(Protocol):
         between any two blocks.
       prefill_rows: prompts of one prefill.
       on_tokens: called with (request, token ids so far) after each block.
-      reuse_cache: a request that begins with a finished text continues from its
-        cache.
+      reuse_cache: a request that begins with a finished text continues from its cache.
       on_dispatch: called before each block with the number of blocks dispatched
         so far; it may `load` newer weights (in-flight weight update).
 

@@ -34,11 +34,9 @@ class SamplerConfig:
   stop_ids: any of these ends a completion and is part of it; below 0: none.
   stop_strings: end a completion, too; the engine then needs `decode`.
   block: decode steps per dispatch.
-  top_logprobs: number of most probable tokens reported at each position; a
-    request may ask for fewer.
+  top_logprobs: number of most probable tokens reported at each position; a request may ask for fewer.
   sampling_mask: report the tokens that could be drawn, `top_k` at most, see `Rollout.allowed`.
-  page_size: cache entries of a page, a power of two; 0: each slot holds the
-    longest sequence.
+  page_size: cache entries of a page, a power of two; 0: each slot holds the longest sequence.
   cache_tokens: entries of all pages; 0: half of what slots without pages have.
   speculation: 'ngram' drafts tokens from samples of the same prompt (`drafts.py`); '': one token at a time.
   """

@@ -379,8 +379,7 @@ class Scheduler:
     """Figures of the whole call.
 
     occupancy: share of computed slot-steps that drew a wanted token.
-    time/dispatch_gap: seconds from a block's result to the next dispatch, on
-      average; 0 where the next one ran already.
+    time/dispatch_gap: seconds from a block's result to the next dispatch, on average; 0 where the next one ran already.
     preempted: sequences that gave up their slot because no page was free.
     tokens_prefilled: prompt tokens that were computed. tokens_cached: those
       that were not, because the prefix cache had them.

@@ -52,8 +52,7 @@ class Completion:
     tokens: [C] int32, including the stop id.
     logprobs: [C] float32 under the distribution with temperature, before top-k,
       top-p and min-p.
-    behavior_logprobs: [C] float32 under the truncated distribution that the
-      tokens were drawn from.
+    behavior_logprobs: [C] float32 under the truncated distribution that the tokens were drawn from.
     finished: ended by a stop id or a stop string, not by max_tokens.
     stop_string: that ended it, or ''; the last token completes it.
     top_ids, top_logprobs: [C, n] int32 and float32, most probable first.

@@ -100,8 +100,7 @@ class SampledEval:
 
   The reward `config.rl.correct_by` says what has passed, see `pass_metrics`.
 
-  score: (rollout, roles) -> [N k, C] values of the reward model, if there is
-    one.
+  score: (rollout, roles) -> [N k, C] values of the reward model, if there is one.
   """
 
   sampler: Sampler

@@ -166,7 +166,7 @@ class OptimSection:
   b2: float = option(0.999, 'Decay of the second moment of Adam; 1 would divide by 0.', lo=0.0, hi=0.999999)
   eps: float = option(1e-8, 'Epsilon of Adam; 0 would divide 0 by 0.', lo=1e-20)
   clip_norm: float = option(1.0, 'Largest global norm of the gradient.', lo=0.0)
-  max_skipped: int = option(5, 'Consecutive steps with a non-finite gradient after which the run stops.', lo=1)
+  max_skipped: int = option(5, 'Non-finite steps that stop the run; each good step cancels a tenth of one.', lo=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,7 @@ class EvalDataSection:
 class EvalSection:
   """Evaluation during training."""
 
-  every: int = option(0, 'Steps between evaluations; 0: at the end only.', lo=0)
+  every: int = option(0, 'Steps between evaluations; 0: only before the first step and after the last.', lo=0)
   size: int = option(256, 'Rows that are evaluated at most.', lo=1, hi=2**31)
   samples: int = option(0, 'Completions per prompt for pass@k; 0: loss only.', lo=0, hi=2**16)
   temperature: float = option(1.0, 'Temperature of those completions; 0: greedy.', lo=0.0)

@@ -42,7 +42,7 @@ class RolloutSection:
   )
   staleness: int = option(
     0,
-    'Updates that sampling may run ahead of training; 1: samples during the last update, '
+    'Steps that sampling may run ahead of training; 1: samples during the last update, '
     '2: also while the rollout before is graded and scored.',
     lo=0,
     hi=1000,
@@ -278,7 +278,12 @@ class RewardSection:
 
   timeout_s: float = option(30.0, 'Seconds that one reward function may take for one group.', lo=0.01, hi=604_800.0)
   workers: int = option(2, 'Processes that call reward functions.', lo=1, hi=4096)
-  max_failed: float = option(0.25, 'Fraction of failed groups in a step that stops the run.', lo=0.0, hi=1.0)
+  max_failed: float = option(
+    0.25,
+    'The run stops if more than this fraction of the last 100 groups (at least 20) failed, or all of the first batch.',
+    lo=0.0,
+    hi=1.0,
+  )
   env_vars: tuple = option(
     (),
     'Names of environment variables that reward functions see, besides PATH, HOME, the locale and the like.',

@@ -14,7 +14,7 @@
 set -euo pipefail
 
 cd "${SLURM_SUBMIT_DIR:?submit this file with sbatch, from the clone}"
-source .venv/bin/activate  # python3 -m venv .venv; pip install -e '.[cuda]'
+source .venv/bin/activate  # python3 -m venv .venv; pip install -e '.[cuda,data]'
 export JAX_COMPILATION_CACHE_DIR={{ cache | q }}
 
 # jax gives a Slurm task one GPU, the one of its local rank, unless told

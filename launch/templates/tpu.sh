@@ -16,7 +16,7 @@ everywhere '
   git fetch --quiet origin
   git checkout --quiet --detach {{ revision | q }}
   [ -x .venv/bin/pip ] || python3 -m venv .venv
-  .venv/bin/pip install --quiet -e ".[tpu]"
+  .venv/bin/pip install --quiet -e ".[tpu,data]"
 '
 
 # jax finds its peers by itself on a slice. A failure on one host ends all of
