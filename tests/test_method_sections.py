@@ -27,6 +27,7 @@ def stages(*methods, **shared):
     (dict(algorithm='sft', rl=dict(correct_by='gsm8k')), 'rl.correct_by', 'sft'),  # samples nothing
     (dict(algorithm='dpo', reward_model=dict(path='folder')), 'reward_model.path', 'dpo'),
     (dict(algorithm='grpo', critic=dict(lam=0.5)), 'critic.lam', 'grpo'),
+    (dict(algorithm='grpo', critic=dict(path='folder')), 'critic.path', 'grpo'),
     (dict(algorithm='ppo', nll=dict(label_smoothing=0.1)), 'nll.label_smoothing', 'ppo'),
     (dict(algorithm='kto', distill=dict(beta=0.1)), 'distill.beta', 'kto'),
     (stages('sft', 'grpo', preference=dict(beta=0.2)), 'preference.beta', 'sft'),

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
   from jaxpost.stage.config import Config
   from jaxpost.stage.sources import Source
 
-_OF_METHODS = ('nll', 'preference', 'reward_model', 'distill', 'rl', 'critic')
+_OF_METHODS = dict(  # section of a method: its fields that sampling reads, whatever the method
+  nll=(), preference=(), reward_model=('path', 'per_step'), distill=(), rl=('correct_by', 'sources'), critic=()
+)
 _HOST_BYTES = 24  # of a token of a batch on the host: ids, positions, segments, weights and masks
 
 
@@ -55,12 +57,11 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
 
 def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
   """Refuses fields in the section of a method that no stage of a run reads."""
-  readers = [algorithm.sections for algorithm, _ in stages]
-  unread = [name for name in _OF_METHODS if not any(known is None or name in known for known in readers)]
+  unread = [name for name in _OF_METHODS if not any(a.sections is None or name in a.sections for a, _ in stages)]
   for algorithm, config in stages:
-    sampling = ('correct_by', 'path', 'per_step', 'sources') if samples(config, algorithm) else ()
     for name in unread:
-      refuse_unread(vars(config)[name], (*sampling, *algorithm.needs(config)), config.algorithm, name)
+      read = _OF_METHODS[name] * samples(config, algorithm)
+      refuse_unread(vars(config)[name], (*read, *algorithm.needs(config)), config.algorithm, name)
 
 
 def check_sizes(config: Config, on_policy: bool) -> None:
