@@ -204,8 +204,8 @@ def test_who_samples_or_scores_holds_no_more_than_its_mesh_asks(job):
 
 @pytest.mark.parametrize('train', RESHARDS)
 def test_so_does_the_reshard_to_the_sampler(train):
-  job = train, RESHARDS[train], 'wide'
-  figures = counted('cpu:8', 'float32', (job,))[job]
+  jobs = tuple((*meshes, 'wide') for meshes in RESHARDS.items())
+  figures = counted('cpu:8', 'float32', jobs)[train, RESHARDS[train], 'wide']
   sent = sum(sum(axes.values()) for axes in figures['found'].values())
   least = sum(sum(axes.values()) for axes in figures['least'].values())
   assert 0 < sent <= MOST * least, figures

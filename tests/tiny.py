@@ -144,7 +144,7 @@ def _normal(key, size, scale):
   return scale * jax.random.normal(key, (size,))
 
 
-def _init(key, cfg, table):
+def initial(key, cfg, table):
   """As `model.init`, where each model would compile a program of its own: a number depends on its index alone."""
 
   def draw(i, spec):
@@ -169,7 +169,7 @@ def params(model, seed=0):
     return jnp.asarray(x + noise if spec.exact else x)
 
   plain = isinstance(model.init, functools.partial) and model.init.func is model_lib.init
-  made = _init(key, model.config, model.table) if plain else jax.jit(model.init)(key)
+  made = initial(key, model.config, model.table) if plain else jax.jit(model.init)(key)
   return jax.tree.map(vary, made, parameters.nest(model.table))
 
 
