@@ -310,7 +310,7 @@ class Objective:
     arrays: names in `Batch.arrays` that are filled before the update.
     divergence, teacher_forms: see `losses.head_chunk.HeadConfig`.
     neftune_alpha: size of the noise on embeddings, drawn from `seed`; 0 is off.
-    router: weights of the router's losses (`models.routing`).
+    router, mtp_weight: weights of the losses of `models.routing`, and of `programs.multi_token`.
   """
 
   fn: TokenLoss | BatchLoss
@@ -325,3 +325,4 @@ class Objective:
   neftune_alpha: float = 0.0
   seed: int = 0
   router: tuple[float, float] = (0.0, 0.0)
+  mtp_weight: float = 0.0

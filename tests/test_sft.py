@@ -15,6 +15,7 @@ from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
+from jaxpost.programs import noise
 from jaxpost.programs import train as programs
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Batch
@@ -126,10 +127,10 @@ def test_cross_entropy_of_torch():
 
 def test_neftune_draws_anew_each_step_and_fits_the_document(case):
   model, _, batch = case
-  first = programs.neftune(batch, 0, 32, 5.0, 0)
-  again = programs.neftune(batch, 0, 32, 5.0, 0)
-  later = programs.neftune(batch, 1, 32, 5.0, 0)
-  other = programs.neftune(batch, 0, 32, 5.0, 1)
+  first = noise.neftune(batch, 0, 32, 5.0, 0)
+  again = noise.neftune(batch, 0, 32, 5.0, 0)
+  later = noise.neftune(batch, 1, 32, 5.0, 0)
+  other = noise.neftune(batch, 0, 32, 5.0, 1)
   np.testing.assert_array_equal(first, again)
   assert tiny.largest(first - other) > 0.1
   assert tiny.largest(first - later) > 0.1

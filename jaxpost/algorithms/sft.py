@@ -49,9 +49,8 @@ def objective(config: Config) -> Objective:
     learns.append('mean_logprob')
   if nll.z_loss:
     learns.append('lse')
-  return Objective(
-    cross_entropy, reads=('entropy', *learns), learns=tuple(learns), neftune_alpha=nll.neftune_alpha, seed=config.seed
-  )
+  options = dict(neftune_alpha=nll.neftune_alpha, mtp_weight=nll.mtp_weight, seed=config.seed)
+  return Objective(cross_entropy, reads=('entropy', *learns), learns=tuple(learns), **options)
 
 
 def render_text(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[int], Example]:

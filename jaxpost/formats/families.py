@@ -291,6 +291,7 @@ FAMILIES = {
     architecture='Glm4MoeForCausalLM',
     fixed=dict(qk_norm='head'),
     extra_layers=True,
+    predictor={},
     experts=DEEPSEEK_ROUTER,
     aliases={'num_local_experts': 'n_routed_experts'},
     reads=(*_GLM.reads, 'use_qk_norm'),

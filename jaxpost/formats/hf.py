@@ -265,7 +265,7 @@ def _write_weights(
     name: (np.dtype(kept.spec.dtype or dtype), kept.shape)
     for group in tensor_layout.groups(table)
     for kept in group.values()
-    for name in kept.names
+    for name in kept.names + kept.copies
   }
   sizes = {k: math.prod(v) * t.itemsize for k, (t, v) in tensors.items()}
   shards = [[]]
@@ -292,7 +292,7 @@ def _write_weights(
     total = sum(sizes.values())
     if origin:
       others = origin.others(tensors, families.of_model(model.config.family).unused)
-      places |= origin.write_others(staged, others)
+      places |= origin.write_others(staged, others) if others else {}
       total += sum(tensor.size for tensor in others.values())
     object_store.write_json(staged / model_folder.INDEX, {'metadata': {'total_size': total}, 'weight_map': places})
 
@@ -309,7 +309,8 @@ def export_tensors(
     kept = next(iter(group.values()))
     for name, *values in zip(kept.names, *entries, strict=True):
       value = tensor_layout.together(kept, list(map(tensor_layout.rows, group.values(), values)))
-      yield name, np.ascontiguousarray(value.astype(kept.spec.dtype or dtype, copy=False))
+      value = np.ascontiguousarray(value.astype(kept.spec.dtype or dtype, copy=False))
+      yield from ((copy, value) for copy in (name, *kept.copies))
 
 
 def _entries(made_of: tuple[Any, dict], path: str, spec: Param, merge: Callable) -> Iterator[np.ndarray]:

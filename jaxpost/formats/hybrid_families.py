@@ -29,7 +29,8 @@ QWEN3_5 = Family(
   only=dict(attn_output_gate=True),
   # A text has the same positions in all sections of the rotary embedding.
   ignored=('mamba_ssm_dtype', 'rope_parameters.mrope_section', 'rope_parameters.mrope_interleaved'),
-  # Modules that predict several tokens at once are not read.
+  predictor={'enorm': 'mtp.pre_fc_norm_embedding', 'hnorm': 'mtp.pre_fc_norm_hidden', 'eh_proj': 'mtp.fc'}
+  | {'shared_head.norm': 'mtp.norm', '': 'mtp.layers.0.'},
   reported=('mtp_num_hidden_layers', 'mtp_use_dedicated_embeddings'),
   defaults=_DEFAULTS | dict(num_key_value_heads=4),
 )

@@ -12,13 +12,13 @@ DEEPSEEK = Family(
   architecture='DeepseekV3ForCausalLM',
   latent=True,
   extra_layers=True,
+  predictor={},
   experts=DEEPSEEK_ROUTER,
   reads=(*SIZES, 'q_lora_rank', 'rope_interleave'),
   aliases={'num_local_experts': 'n_routed_experts'},
   only=dict(scoring_func='sigmoid', topk_method='noaux_tc', moe_layer_freq=1),
   # qk_head_dim is the sum of two others.
   ignored=('ep_size', 'aux_loss_alpha', 'seq_aux', 'qk_head_dim'),
-  # Modules that predict several tokens at once are not read.
   reported=('num_nextn_predict_layers', 'num_mtp_layers', 'auto_map'),
   defaults=dict(
     kv_lora_rank=512,
@@ -58,6 +58,7 @@ MISTRAL4 = Family(
 DEEPSEEK_SPARSE = dataclasses.replace(
   DEEPSEEK,
   architecture='DeepseekV32ForCausalLM',
+  predictor=None,
   interleaved=True,
   reads=(*SIZES, 'q_lora_rank', *INDEX_SIZES, 'mlp_layer_types', 'indexer_types'),
   only=DEEPSEEK.only | dict(rope_interleave=True, indexer_rope_interleave=False),

@@ -30,6 +30,7 @@ _PREFIXES = {
   'model.embed_tokens.': 'model.embed_tokens.',
   'model.norm.': 'model.norm.',
   'lm_head.': 'lm_head.',
+  'mtp.': 'mtp.',
 }
 # model_type of a text model -> that of the family that computes the same, given text alone.
 _FAMILIES = {
@@ -43,7 +44,7 @@ _FAMILIES = {
 # Fields that a text_config may leave out, where its family alone asks for them.
 _DEFAULTS = {'gemma3_text': dict(vocab_size=262_208, num_attention_heads=8)}
 # All experts of a layer, as Qwen 3.5 is published.
-_EXPERTS = re.compile(r'(model\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj')
+_EXPERTS = re.compile(r'((?:model|mtp)\.layers\.\d+\.mlp\.experts\.)(gate_up|down)_proj')
 # Positions along time, height and width, which are equal in text: plain rotary embeddings.
 _SECTIONS = ('mrope_section', 'mrope_interleaved')
 _NOT_COPIED = ('.safetensors', '.py', '.bin', '.pt', '.pth', '.ckpt', '.h5', '.msgpack')
@@ -164,10 +165,13 @@ class Origin:
       unused: `Family.unused`.
     """
 
-    def is_other(own: str | None) -> bool:
-      return own is None or bool(unused) and own not in written and bool(re.fullmatch(unused, own))
+    def is_other(own: str | None, tensor: Any) -> bool:
+      if own is None:
+        return True
+      known = own.startswith('mtp.') or bool(unused) and bool(re.fullmatch(unused, own))
+      return known and _experts(own, tensor).keys().isdisjoint(written)
 
-    return {name: tensor for name, tensor in self._found.items() if is_other(text_name(name))}
+    return {name: tensor for name, tensor in self._found.items() if is_other(text_name(name), tensor)}
 
   def write_others(self, staged: Any, others: dict[str, Any]) -> dict[str, str]:
     """Writes `others` to a file of `staged`; returns {name: file}."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -36,7 +36,7 @@ class Stored:
   names: of the tensors. shape: of each tensor. first: the first row in each.
   step: above 1, the parameter is every `step`-th entry of the last dimension, from `first` on; 0 or -1, all experts are
     in a tensor, and the parameter is entries of the last dimension that follow each other; with -1, each expert is
-    transposed. column: the first column of a matrix.
+    transposed. column: the first column of a matrix. copies: further tensors that an export has of it.
   """
 
   spec: Param
@@ -45,6 +45,7 @@ class Stored:
   first: int = 0
   step: int = 1
   column: int = 0
+  copies: tuple[str, ...] = ()
 
 
 def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, Stored]:
@@ -68,13 +69,28 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
     for ours, theirs in family.names.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
     names = _names(name.strip('.'), spec)
+    if path.startswith('mtp/'):
+      names = tuple(_of_predictor(name, family.predictor or {}, cfg) for name in names)
     if path in family.rows:
       out[path] = Stored(spec, names, (1, *_shape(spec, cfg)))
       continue
     shape, first = _shape(spec, cfg), ends.get(names, 0)
     ends[names] = first + shape[0]
     out[path] = Stored(spec, names, shape, first)
+  if cfg.mtp and family.predictor == {}:  # as DeepSeek-V3, whose folders have embedding and head a second time
+    block = f'model.layers.{cfg.num_layers}'
+    for path, name in ('embed', 'embed_tokens'), ('head', 'shared_head.head'):
+      if path in out:
+        out[path] = dataclasses.replace(out[path], copies=(f'{block}.{name}.weight',))
   return {path: dataclasses.replace(s, shape=_whole(s, ends.get(s.names))) for path, s in out.items()}
+
+
+def _of_predictor(name: str, names: Mapping[str, str], cfg: ModelConfig) -> str:
+  """Returns what a family calls a tensor of the layer behind the last one; `names` has the beginnings it replaces."""
+  block = f'model.layers.{cfg.num_layers}.'
+  rest = name.removeprefix(block)
+  ours = next((ours for ours in names if rest.startswith(ours)), None)
+  return name if ours is None else names[ours] + rest.removeprefix(ours)
 
 
 def _whole(stored: Stored, rows: int | None) -> tuple[int, ...]:

@@ -97,8 +97,11 @@ class ModelConfig:
   num_labels: int = 0  # 1: a scalar head instead of the language-model head
   value_head: bool = False  # a scalar head beside the language-model head
   lora: tuple = ()  # (rank, alpha, rslora, targets): `lora.py`
+  mtp: int = 0  # 1: with a module that predicts one token further (`multi_token.py`)
   vocab_multiple: int = 64  # the vocabulary is padded to a multiple of it
 
+  mixed = False  # attention layers have heads of two sizes (`mixed_attention.py`)
+  gated = False  # outputs of attention have gates
   chunked = False  # windows are chunks of a document (`chunked_config.py`)
 
   @property
@@ -150,16 +153,6 @@ class ModelConfig:
   def state_shapes(self) -> tuple[tuple[int, ...], ...]:
     """Shapes of what a layer with a state keeps of a sequence; () for models without."""
     return ()
-
-  @property
-  def mixed(self) -> bool:
-    """True if the attention layers have heads of two sizes (`mixed_attention.py`)."""
-    return False
-
-  @property
-  def gated(self) -> bool:
-    """True if the outputs of attention have gates."""
-    return False
 
   @property
   def state_flops(self) -> float:

@@ -73,11 +73,13 @@ class HybridConfig(ModelConfig):
 
   @property
   def mixer(self) -> str:
-    """The mixer of the layers without attention."""
-    return next(name for name in self.mixers if name in STATEFUL)
+    """The mixer of the layers without attention; '' if all have it."""
+    return next((name for name in self.mixers if name in STATEFUL), '')
 
   @property
   def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+    if not self.mixer:
+      return ()
     tails = tuple((heads, self.taps - 1, size) for heads, size in self.convolved)
     return tails if self.mixer == 'convolution' else (*tails, (self.value_heads, self.key_size, self.value_size))
 

@@ -19,9 +19,7 @@ class MixedConfig(ModelConfig):
   wide_shared_mlp: bool = False  # the MLP of those layers is twice as wide
   side_size: int = 0  # entries of the embedding that each layer has of a token; 0: none
 
-  @property
-  def mixed(self) -> bool:
-    return True
+  mixed = True
 
   @property
   def layer_stacks(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ ADAPTER_ROOT = 'lora'  # path prefix of adapters: lora/layers/q/a is A of layers
 # Stacks whose layers have a state of fixed size instead of attention; those of 'dense' layers have no experts.
 STATEFUL = ('dense_delta', 'dense_convolution', 'dense_state_space', 'delta', 'convolution', 'state_space')
 STACKS = ('dense', *STATEFUL, 'mlp', 'moe', 'local', 'local_shared', 'shared', 'layers')  # names of all stacks
+AHEAD = 'mtp'  # the parameters of a module that is not sampled with (`multi_token.py`)
 
 
 @dataclasses.dataclass(frozen=True)

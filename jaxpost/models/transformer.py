@@ -57,9 +57,8 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     'layers/attention_post_norm': norm('post_attention'),
     'layers/mlp_post_norm': norm('post_feedforward'),
   }
-  gone = {'pre': 'post_norm', 'post': ('attention_norm', 'mlp_norm')}
-  if cfg.norms != 'both':
-    table = {k: v for k, v in table.items() if not k.endswith(gone[cfg.norms])}
+  gone = {'pre': 'post_norm', 'post': ('attention_norm', 'mlp_norm'), 'both': ()}
+  table = {k: v for k, v in table.items() if not k.endswith(gone[cfg.norms])}
   for name, heads in (('q', h), ('k', k)) if cfg.qk_norm not in ('', 'unscaled') else ():
     width = size * (heads if cfg.qk_norm == 'wide' else 1)
     table[f'layers/{name}_norm'] = vector(width, f'self_attn.{name}_norm.weight', scale)
@@ -79,7 +78,11 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
   if not cfg.state_shapes and (dense := cfg.num_layers - cfg.sparse_layers):
     from jaxpost.models import moe
 
-    table = moe.behind(param_table(dataclasses.replace(cfg, experts=None, num_layers=dense)), table, cfg)
+    table = moe.behind(param_table(dataclasses.replace(cfg, experts=None, num_layers=dense, mtp=0)), table, cfg)
+  if cfg.mtp:
+    from jaxpost.models import multi_token
+
+    table |= multi_token.rows(table, cfg)
   return table
 
 
@@ -336,6 +339,7 @@ def forward(
   noise=None,
   chosen=None,
   routing=False,
+  inputs=None,
 ):
   """Packed rows [B, T] -> final hidden states [B, T, D].
 
@@ -346,13 +350,15 @@ def forward(
     noise: [B, T, D], added to the embeddings, or None.
     chosen: [B, T, L, k], experts to use, or None.
     routing: also return the `Routing` [L, B, T, ...].
+    inputs: [B, T, D], what the first layer reads in place of the embeddings.
   """
   n, order = row_shards(constrain), unconstrained  # which leaves tokens where they are
   if n > 1:
     from jaxpost.models import context_parallel
 
     order = functools.partial(context_parallel.stripe, n=n)
-  x = embed(params, order(tokens), cfg, compute, constrain, noise=noise if noise is None else order(noise))
+  noise = jax.tree.map(order, noise)
+  x = embed(params, order(tokens), cfg, compute, constrain, noise=noise) if inputs is None else order(inputs)
   x = constrain(x, 'batch', 'time', None)
   params = with_inputs(params, order(tokens), x, cfg, compute=compute, layout=constrain)
   lengths = order(rope.document_lengths(positions, segment_ids)) if rope.by_length(cfg) else None

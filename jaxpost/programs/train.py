@@ -120,6 +120,11 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
       arrays=jax.tree.map(next_token, batch.arrays) | _sampled_by(batch),
       teachers=list(zip(batch.teacher_hidden, (frozen or {}).get('teacher_heads', ()))),
     )
+    if objective.mtp_weight:
+      from jaxpost.programs import multi_token
+
+      more, found = multi_token.loss(model, plan, params, batch, states=hidden, scale=scale)
+      total, metrics = total + objective.mtp_weight * more, metrics | found
     return total, jax.tree.map(lambda x: x / scale, metrics)
 
   def loss(params, batch, step=0, frozen=None, scale=1.0, tokens=None):
@@ -127,10 +132,13 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
     if model.head and model.config.tie_embeddings:
       params |= {'embed': layers.tie_embeddings(params['embed'], batch.tokens, compute.dtype, layout)}
     noise = dropout = None
-    if model.dropout:
-      dropout = jax.random.key_data(row_keys(batch, step, 1, objective.seed))
-    if objective.neftune_alpha:
-      noise = neftune(batch, step, model.config.hidden_size, objective.neftune_alpha, objective.seed)
+    if model.dropout or objective.neftune_alpha:
+      from jaxpost.programs import noise as draws
+
+      if model.dropout:
+        dropout = jax.random.key_data(draws.row_keys(batch, step, 1, objective.seed))
+      if objective.neftune_alpha:
+        noise = draws.neftune(batch, step, model.config.hidden_size, objective.neftune_alpha, objective.seed)
     if not model.config.experts:
       hidden = run_model(model, params, batch, layout, compute, noise=noise, dropout=dropout)
       return head_loss(params, batch, hidden, frozen, scale)
@@ -145,27 +153,6 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
     return value, metrics | {_ROUTER: jax.lax.stop_gradient(sums)}
 
   return loss
-
-
-def row_keys(batch: Batch, step: int | jax.Array, purpose: int, seed: int) -> jax.Array:
-  """Returns a key per row, [B], of the step and the row's tokens alone: micro-batches do not change draws."""
-  factors = 2 * jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) + 1
-  text = jnp.sum(batch.tokens.astype(jnp.uint32) * factors, axis=1)
-  key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), step)
-  return jax.vmap(lambda t: jax.random.fold_in(key, t))(text)
-
-
-def neftune(batch: Batch, step: int | jax.Array, width: int, alpha: float, seed: int) -> jax.Array:
-  """Returns uniform noise [B, T, D] of size alpha / sqrt(document length * D).
-
-  Jain et al. 2023 (arXiv:2310.05914), algorithm 1.
-  """
-  draw = jax.vmap(lambda key: jax.random.uniform(key, (batch.tokens.shape[1], width), minval=-1.0))(
-    row_keys(batch, step, 0, seed)
-  )
-  same_document = batch.segment_ids[:, :, None] == batch.segment_ids[:, None]
-  lengths = jnp.sum(same_document, axis=-1)
-  return draw * (alpha / jnp.sqrt(lengths * width))[..., None] * (batch.segment_ids > 0)[..., None]
 
 
 def accumulate(loss: Callable, params: dict, batch: Batch) -> tuple[tuple[jax.Array, dict], dict]:

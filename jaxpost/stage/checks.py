@@ -118,6 +118,7 @@ def check_custom(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None
   asked = {
     'preference.share_prompt=False': branches and config.preference.share_prompt,
     'nll.neftune_alpha=0': config.nll.neftune_alpha,
+    'nll.mtp_weight=0': config.nll.mtp_weight,
     'rollout.page_size=0': config.rollout.page_size,
     'rollout.share_base=False': config.rollout.share_base,
   }

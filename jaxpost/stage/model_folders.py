@@ -8,15 +8,21 @@ from a checkpoint needs no file format.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.formats import config_fields, families, hf, model_folder, multimodal, peft, predictors
 from jaxpost.models import model as model_lib
-from jaxpost.models.config import ModelConfig
+from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.stage.schema import ModelSection
 from jaxpost.storage import hub, object_store
+
+if TYPE_CHECKING:
+  from jaxpost.stage.config import Config
+  from jaxpost.stage.sources import Source
+  from jaxpost.types import Objective
 
 
 def open_folder(text: str, key: str, text_only: bool = False) -> tuple[epath.Path, ModelConfig]:
@@ -64,6 +70,25 @@ def origin(section: ModelSection, cfg: ModelConfig) -> multimodal.Origin | None:
     return multimodal.Origin(folder)
   found = predictors.Predictors(folder, cfg)
   return found if found.others() else None
+
+
+def with_module(source: Source, config: Config, objective: Objective) -> Source:
+  """Returns the source with its module for multi-token prediction, which `config.nll.mtp_weight` asks for."""
+  key = 'config.nll.mtp_weight'
+  if isinstance(source.config, CustomConfig):  # refused by `checks.check_custom`
+    return source
+  if not objective.mtp_weight:
+    raise InputError(f'{key}: {config.algorithm} does not train the module for multi-token prediction; set it to 0')
+  if config.lora.rank or config.lora.path or config.model.quantize:
+    raise InputError(f"{key}: trains all of a module; set config.lora.rank=0, lora.path='' and model.quantize=''")
+  if source.config.mtp:  # of an earlier run or stage
+    return source
+  if source.base or source.checkpoints or source.stage:
+    raise InputError(
+      f'{key}: these weights are of a run without a module for multi-token prediction; start from a folder with one, '
+      'such as the export of that run, or set it to 0'
+    )
+  return dataclasses.replace(source, config=predictors.with_module(source.config, source.folder, key))
 
 
 def open_custom(path: str, model: model_lib.Model) -> epath.Path:

@@ -196,6 +196,8 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(cfg, value_head=algorithm.value_head(config), lora=spec)
   model = partition.freeze(partition.build(cfg, adapter.dropout), config.train.freeze)
+  if not config.nll.mtp_weight:  # a module of an earlier stage stays for the export
+    model = dataclasses.replace(model, frozen=model.frozen | {path for path in model.table if path.startswith('mtp/')})
   if config.model.quantize:
     from jaxpost.models import quantization
 
@@ -226,6 +228,10 @@ def find_weights(
     source = list(earlier.values())[-1]
   source = sources_lib.with_adapter(config.lora.path, source)
   sources_lib.check_head(source, algorithm.scalar_head, 'config.init_from')
+  if config.nll.mtp_weight:
+    from jaxpost.stage import model_folders
+
+    source = model_folders.with_module(source, config, algorithm.objective(config))
   out = {'policy': source}
   if 'reference' in algorithm.needs(config):
     path = config.rl.reference

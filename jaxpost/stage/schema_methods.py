@@ -17,6 +17,12 @@ class NllSection:
   )
   z_loss: float = option(0.0, 'Weight of the squared log-normalizer of the logits.', lo=0.0)
   neftune_alpha: float = option(0.0, 'Strength of the NEFTune noise on embeddings; 5 is usual, 0: off.', lo=0.0)
+  mtp_weight: float = option(
+    0.0,
+    'Weight of the cross entropy of the module for multi-token prediction, which is trained with the model '
+    '(DeepSeek-V3: 0.3, later 0.1); 0: it is not trained.',
+    lo=0.0,
+  )
 
 
 @dataclasses.dataclass(frozen=True)

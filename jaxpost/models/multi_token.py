@@ -1,0 +1,41 @@
+"""A module that predicts the token after the next one, behind a decoder (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+
+At each position it reads what the model gives its head and the embedding of the next token: their norms, side by side,
+are projected to the hidden size and go through one more layer with attention. Embedding and head are the model's own.
+`programs/multi_token.py` computes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from jaxpost.models.parameters import AHEAD, Param
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
+
+_BLOCK = 'model.layers.{}.'
+OUTSIDE = ('embed_norm', 'hidden_norm', 'in', 'norm')  # parameters before and behind its layer
+
+
+def rows(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
+  """Returns the rows of the module, for a model whose other rows are `table`; its layer is like those in 'layers'."""
+  d, numbers, scale = cfg.hidden_size, (cfg.num_layers,), 'zeros' if cfg.norm_offset else 'ones'
+  layer = {path.removeprefix('layers/'): spec for path, spec in table.items() if path.startswith('layers/')}
+  out = {name: dataclasses.replace(x, shape=(1, *x.shape[1:]), numbers=numbers) for name, x in layer.items()}
+  for name, hf in ('embed_norm', 'enorm'), ('hidden_norm', 'hnorm'), ('norm', 'shared_head.norm'):
+    out[name] = Param((1, d), ('layers', None), f'{_BLOCK}{hf}.weight', scale, exact=True, numbers=numbers)
+  shape, axes = (1, 2 * d, d), ('layers', 'embed', None)
+  out['in'] = Param(shape, axes, f'{_BLOCK}eh_proj.weight', matrix=True, numbers=numbers)
+  return {f'{AHEAD}/{name}': spec for name, spec in out.items()}
+
+
+def one_layer(cfg: ModelConfig) -> ModelConfig:
+  """Returns the config of the module's layer, which is like the last layer with attention."""
+  last = max(i for i, name in enumerate(cfg.layer_stacks) if name == 'layers')
+  same = dict(layer_ropes=cfg.layer_ropes[last : last + 1], layer_windows=cfg.layer_windows[last : last + 1])
+  if cfg.state_shapes:
+    same['mixers'] = ('layers',)
+  experts = cfg.experts and dataclasses.replace(cfg.experts, first_dense=0)
+  return dataclasses.replace(cfg, num_layers=1, mtp=0, experts=experts, **same)

@@ -1,0 +1,329 @@
+"""The module that predicts the token after the next one: its loss and gradients, runs, folders, refusals.
+
+`transformers` has no such module. The reference is the published description (DeepSeek-V3, section 2.2) in torch and
+float64, with a layer of `transformers` as its block, on each document alone.
+"""
+
+import copy
+import json
+
+import children
+import jax
+import numpy as np
+import proofs
+import pytest
+import safetensors.numpy
+import tiny
+
+import jaxpost
+from jaxpost.algorithms import sft
+from jaxpost.distributed.mesh import make_layout
+from jaxpost.distributed.transfer import to_host
+from jaxpost.errors import InputError
+from jaxpost.formats import hf, predictors, tensor_layout
+from jaxpost.models import model as model_lib
+from jaxpost.programs import train as programs
+from jaxpost.stage import config as config_lib
+from jaxpost.types import Batch
+
+KEY = 'config.nll.mtp_weight'
+WEIGHT = 0.3
+LENGTHS = (7, 1, 2, 9)  # of the documents of a row, which padding follows
+QWEN = {
+  'enorm': 'mtp.pre_fc_norm_embedding',
+  'hnorm': 'mtp.pre_fc_norm_hidden',
+  'eh_proj': 'mtp.fc',
+  'shared_head.norm': 'mtp.norm',
+}
+# Case of test_families.py -> how its model differs; the layer of the module is the last of `layer_types`.
+CASES = {
+  'deepseek_v3': {},
+  'glm4_moe': {},
+  'qwen3_5': dict(num_hidden_layers=3, layer_types=['linear_attention', 'full_attention']),
+  'qwen3_5_moe': dict(num_hidden_layers=3, layer_types=['linear_attention', 'full_attention']),
+  'qwen3_next': dict(num_hidden_layers=3, layer_types=['linear_attention', 'full_attention']),
+}
+
+
+def objective(weight=WEIGHT):
+  config = config_lib.parse(tiny.merged(tiny.run_config(''), dict(nll=dict(mtp_weight=weight))))
+  return sft.objective(next(iter(config.values())))
+
+
+def batch_of(rows=1, seed=0):
+  """Packed documents; some tokens are not trained."""
+  size = sum(LENGTHS) + 3
+  ids, mask = tiny.tokens((rows, size), seed=seed), np.random.RandomState(seed + 1).random((rows, size)) < 0.7
+  ends = np.cumsum(LENGTHS)
+  segments = np.digitize(np.arange(size), ends) + 1
+  positions = np.concatenate([*map(np.arange, LENGTHS), np.zeros(3, int)])
+  real = np.arange(size) < ends[-1]
+  mask = (mask & real & (positions > 0)).astype(np.float32)
+  shape = (rows, size)
+  return Batch(
+    tokens=np.where(real, ids, 0).astype(np.int32),
+    positions=np.broadcast_to(positions, shape).astype(np.int32),
+    segment_ids=np.broadcast_to(np.where(real, segments, 0), shape).astype(np.int32),
+    loss_weights=mask / mask.sum(),
+  )
+
+
+class Reference:
+  """A model of `transformers` whose last layer is the block of the module, and the module's other parts."""
+
+  def __init__(self, case, folder):
+    import test_families
+    import torch
+
+    kind, fields = test_families.CASES[case]
+    more = copy.deepcopy(CASES[case])
+    self.layers = fields.get('num_hidden_layers', 2) if not more else more['num_hidden_layers'] - 1
+    if more:
+      more['layer_types'] = (more['layer_types'] * 2)[: self.layers] + ['full_attention']
+    fields = fields | more | dict(num_hidden_layers=self.layers + 1)
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setitem(test_families.CASES, case, (kind, fields))
+      self.network = test_families.make(case, folder).double()
+    self.network.config._experts_implementation = 'eager'  # grouped products are not for float64
+    for path, value in self.network.named_buffers():
+      if path.endswith('correction_bias'):  # has its value in float32
+        value.copy_(value.float())
+    width = self.network.config.hidden_size
+    norm = type(self.network.model.norm)
+    self.parts = torch.nn.ModuleDict({name: norm(width, 0.05) for name in ('enorm', 'hnorm', 'shared_head_norm')})
+    self.parts['eh_proj'] = torch.nn.Linear(2 * width, width, bias=False)
+    torch.manual_seed(1)
+    for p in self.parts.parameters():
+      p.data = 0.4 * torch.randn_like(p) + (p.dim() == 1)
+    self.parts.double()
+    self.names = QWEN if more else {}
+
+  def through(self, x, layers, norm):
+    model = self.network.model
+    kept = model.layers, model.norm, model.config.num_hidden_layers
+    types = getattr(model.config, 'layer_types', None)
+    import torch
+
+    model.layers, model.norm = torch.nn.ModuleList([model.layers[i] for i in layers]), norm
+    model.config.num_hidden_layers = len(layers)
+    if types:
+      model.config.layer_types = [types[i] for i in layers]
+    out = model(inputs_embeds=x, use_cache=False).last_hidden_state
+    model.layers, model.norm, model.config.num_hidden_layers = kept
+    if types:
+      model.config.layer_types = types
+    return out
+
+  def loss(self, batch):
+    """Sums over documents the weighted cross entropies of the next token, and of the one after it."""
+    import torch
+
+    main, module = 0.0, 0.0
+    embed, head = self.network.model.embed_tokens, self.network.lm_head
+    starts = np.cumsum([0, *LENGTHS[:-1]])
+    for row in range(len(batch.tokens)):
+      for start, length in zip(starts, LENGTHS):
+        ids = torch.tensor(batch.tokens[row, start : start + length]).long()
+        weights = torch.tensor(batch.loss_weights[row, start : start + length]).double()
+        x = self.through(embed(ids)[None], range(self.layers), self.network.model.norm)
+        logp = torch.log_softmax(head(x[0]), -1)
+        main = main - sum(weights[t] * logp[t - 1, ids[t]] for t in range(1, length))
+        if length < 3:
+          continue
+        both = self.parts['enorm'](embed(ids[1:])), self.parts['hnorm'](x[0, :-1])
+        y = self.parts['eh_proj'](torch.cat(both, -1))[None]
+        y = self.through(y, [self.layers], self.parts['shared_head_norm'])
+        logp = torch.log_softmax(head(y[0]), -1)
+        module = module - sum(weights[t] * logp[t - 2, ids[t]] for t in range(2, length))
+    return main, module
+
+  def named(self, tensors, parts):
+    """Renames the tensors of the network, and of the parts, to those of a published folder."""
+    block, out = f'model.layers.{self.layers}.', {}
+    for name, x in tensors.items():
+      if self.names and name.startswith(block):
+        name = f'mtp.layers.0.{name.removeprefix(block)}'
+      out[name] = x
+    for name, x in parts.items():
+      name = name.replace('shared_head_norm', 'shared_head.norm')
+      part, kind = name.rsplit('.', 1)
+      out[f'{self.names.get(part, block + part)}.{kind}'] = x
+    return out
+
+
+def write(reference, folder, target):
+  """Writes a folder as it is published: of the model, with the module's tensors and their count."""
+  parts = {name: p.detach().numpy() for name, p in reference.parts.named_parameters()}
+  tensors = reference.named(safetensors.numpy.load_file(folder / 'model.safetensors'), parts)
+  if not reference.names:
+    block = f'model.layers.{reference.layers}'
+    tensors[f'{block}.embed_tokens.weight'] = tensors['model.embed_tokens.weight']
+    tensors[f'{block}.shared_head.head.weight'] = tensors['lm_head.weight']
+  target.mkdir()
+  tensors = {k: np.asarray(x, np.float32) for k, x in tensors.items()}
+  safetensors.numpy.save_file(tensors, target / 'model.safetensors', metadata={'format': 'pt'})
+  raw = json.loads((folder / 'config.json').read_text())
+  raw |= dict(num_hidden_layers=reference.layers, num_nextn_predict_layers=1)
+  for name in ('layer_types', 'mlp_layer_types'):
+    if name in raw:
+      raw[name] = raw[name][: reference.layers]
+  (target / 'config.json').write_text(json.dumps(raw))
+  return tensors
+
+
+@pytest.mark.parametrize('case', CASES)
+def test_loss_and_gradients_are_those_of_the_description(case, tmp_path):
+  """Packed documents are each document alone; an export has the same names and bits."""
+  pytest.importorskip('torch')
+  import test_families
+
+  reference = Reference(case, tmp_path / 'more')
+  tensors = write(reference, tmp_path / 'more', tmp_path / 'model')
+  cfg = predictors.with_module(hf.read_config(tmp_path / 'model'), tmp_path / 'model', KEY)
+  model = model_lib.build(cfg)
+  params = hf.load_params(tmp_path / 'model', model, model.shardings(tiny.one_device()), 'float32')
+  hf.save(tmp_path / 'export', model, params)
+  jax.tree.map(np.testing.assert_array_equal, proofs.tensors(tmp_path / 'export'), tensors)
+
+  batch = batch_of()
+  loss = programs.make_loss(model, objective(), tiny.one_device(), tiny.EXACT)
+  (value, metrics), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+  main, module = reference.loss(batch)
+  np.testing.assert_allclose(metrics['nll'], main.item(), rtol=1e-5)
+  np.testing.assert_allclose(metrics['mtp_nll'], module.item(), rtol=1e-5)
+  np.testing.assert_allclose(value, (main + WEIGHT * module).item(), rtol=1e-5)
+
+  (main + WEIGHT * module).backward()
+  parts = {name: p.grad.numpy() for name, p in reference.parts.named_parameters()}
+  right = reference.named(test_families.stored_gradients(reference.network), parts)
+  found = dict(hf.export_tensors(tensor_layout.table(cfg), grads, np.dtype('float32')))
+  for name, x in right.items():
+    assert tiny.largest(found[name] - x) <= 1e-3 * tiny.largest(x) + 1e-9, name
+
+
+MESHES = ('latent:fsdp=2,context=2,tensor=2', 'latent:expert=2,fsdp=2,data=2', 'tied:fsdp=4,tensor=2')
+
+
+def test_eight_devices_are_one():
+  run = children.run(__file__, devices=8, timeout=600)
+  assert run.stdout.split('\n')[:-1] == [f'{mesh} ok' for mesh in MESHES]
+  assert 'Involuntary full rematerialization' not in run.stderr
+
+
+def main():
+  """Prints whether loss and gradients on each of the meshes are those on one device."""
+  heads = dict(num_heads=8, vocab_size=150, vocab_multiple=192, mtp=1)
+  tied = tiny.config(**heads, family='glm4_moe', num_kv_heads=4)
+  models = dict(latent=tiny.latent(**heads, num_kv_heads=8), tied=tied)
+  batch = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 2))), batch_of(rows=8))
+  for text in MESHES:
+    name, mesh = text.split(':')
+    model = model_lib.build(models[name])
+    params = tiny.params(model)
+
+    def gradient(layout, model=model, params=params):
+      loss = programs.make_loss(model, objective(), layout, tiny.EXACT)
+      placed = jax.device_put(params, model.shardings(layout))
+      run = jax.jit(jax.value_and_grad(loss, has_aux=True), out_shardings=(None, model.shardings(layout)))
+      return to_host(run(placed, layout.put(batch, 'batch', None)))
+
+    ((one, _), right), ((eight, _), found) = gradient(tiny.one_device()), gradient(make_layout(mesh, 'train'))
+    off = {'loss': abs(one / eight - 1)}
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right)):
+      off[jax.tree_util.keystr(path)] = tiny.largest(a - b) / (tiny.largest(b) or 1)
+    wrong = {path: float(x) for path, x in off.items() if not x <= 1e-5}
+    print(text, wrong or 'ok', flush=True)
+
+
+def folder_with_module(path, family='deepseek_v3', **fields):
+  """Writes a folder for the tokenizer 'bytes' with a module, as `hf.save` does."""
+  return tiny.folder(path, family=family, mtp=1, num_layers=fields.pop('num_layers', 3), **fields)
+
+
+def config_of(folder, **over):
+  return tiny.merged(
+    tiny.run_config(folder, nll=dict(mtp_weight=WEIGHT), train=dict(steps=2), save=dict(export=True)), over
+  )
+
+
+def is_of_module(name, layers=3):
+  return name.startswith(('mtp.', f'model.layers.{layers}.'))
+
+
+@pytest.mark.parametrize('family', ['deepseek_v3', 'qwen3_5_text'])
+def test_a_resumed_run_is_the_same_and_exports_the_trained_module(family, tmp_path):
+  heads = dict(num_kv_heads=2) if family == 'deepseek_v3' else {}
+  folder = folder_with_module(tmp_path / 'model', family, **heads)
+  before = proofs.tensors(tmp_path / 'model')
+  after = proofs.check_resume(folder, tmp_path, nll=dict(mtp_weight=WEIGHT))
+  assert after.keys() == before.keys()
+  moved = {name for name, x in after.items() if is_of_module(name) and np.any(x != before[name])}
+  fixed = {name for name in after if is_of_module(name)} - moved
+  assert moved and all(name.endswith('correction_bias') for name in fixed)
+  if family == 'deepseek_v3':
+    for copied, name in (('embed_tokens', 'model.embed_tokens'), ('shared_head.head', 'lm_head')):
+      np.testing.assert_array_equal(after[f'model.layers.3.{copied}.weight'], after[f'{name}.weight'])
+  assert json.loads((tmp_path / 'whole/export/config.json').read_text())[
+    'num_nextn_predict_layers' if family == 'deepseek_v3' else 'mtp_num_hidden_layers'
+  ]
+
+
+def test_a_later_stage_samples_without_the_module_and_keeps_it(tmp_path):
+  folder = folder_with_module(tmp_path / 'model', num_kv_heads=2)
+  later = dict(algorithm='grpo', reward=tiny.low_share, train=dict(steps=1, row_length=0))
+  later |= dict(rollout=dict(prompts=2, group_size=2), nll=dict(mtp_weight=0.0))
+  one = config_of(folder, train=dict(steps=1))
+  jaxpost.run(one, tmp_path / 'one')
+  jaxpost.run(tiny.merged(one, dict(stages=('a', 'b'), b=later)), tmp_path / 'two')
+  first, second = (proofs.exported(tmp_path / name) for name in ('one', 'two'))
+  assert first.keys() == second.keys()
+  own = [name for name in first if is_of_module(name) and 'embed_tokens' not in name and 'shared_head.head' not in name]
+  jax.tree.map(np.testing.assert_array_equal, [first[name] for name in own], [second[name] for name in own])
+  assert any(np.any(first[name] != second[name]) for name in first)
+
+
+def test_the_module_of_a_multimodal_folder_is_trained(tmp_path):
+  """Its names have no prefix there."""
+  folder_with_module(tmp_path / 'text', 'qwen3_5_text')
+  target = tmp_path / 'model'
+  target.mkdir()
+  renamed = {
+    name.replace('model.', 'model.language_model.', 1): x for name, x in proofs.tensors(tmp_path / 'text').items()
+  }
+  renamed['model.visual.patch.weight'] = np.arange(6, dtype=np.float32).reshape(2, 3)
+  safetensors.numpy.save_file(renamed, target / 'model.safetensors', metadata={'format': 'pt'})
+  text = json.loads((tmp_path / 'text/config.json').read_text())
+  outer = dict(model_type='qwen3_5', text_config=text, vision_config={}, tie_word_embeddings=True)
+  (target / 'config.json').write_text(json.dumps(outer | dict(architectures=['Qwen3_5ForConditionalGeneration'])))
+  jaxpost.run(config_of(str(target), model=dict(text_only=True)), tmp_path / 'run')
+  after = proofs.exported(tmp_path / 'run')
+  assert after.keys() == renamed.keys()
+  np.testing.assert_array_equal(after['model.visual.patch.weight'], renamed['model.visual.patch.weight'])
+  assert all(np.any(after[name] != renamed[name]) for name in after if name.startswith('mtp.'))
+
+
+@pytest.mark.parametrize(
+  'family,over,text',
+  [
+    ('qwen3', {}, 'not in qwen3, whose module has other layers or names; set it to 0'),
+    ('deepseek_v32', {}, 'not in deepseek_v32'),
+    ('qwen3_5_text', {}, 'has no module'),
+    ('deepseek_v3', dict(algorithm='dpo'), 'dpo does not train the module'),
+    ('deepseek_v3', dict(lora=dict(rank=2)), 'trains all of a module; set config.lora.rank=0'),
+    ('deepseek_v3', dict(init_from='RUN'), 'these weights are of a run without a module'),
+  ],
+)
+def test_what_cannot_be_trained_is_refused_by_name(family, over, text, tmp_path):
+  heads = dict(num_kv_heads=2) if family.startswith('deepseek') else {}
+  folder = tiny.folder(tmp_path / 'model', family=family, num_layers=3, **heads)
+  if over.get('init_from'):
+    over = dict(init_from=str(tmp_path / 'run'))
+    jaxpost.run(tiny.run_config(folder, train=dict(steps=1)), tmp_path / 'run')
+  elif family == 'deepseek_v3':
+    folder = folder_with_module(tmp_path / 'with', num_kv_heads=2)
+  with pytest.raises(InputError, match=f'^{KEY}: .*{text}'):
+    jaxpost.run(config_of(folder, **over), tmp_path / 'refused')
+
+
+if __name__ == '__main__':
+  main()
