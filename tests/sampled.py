@@ -84,7 +84,7 @@ def model(head: str = ''):
     num_kv_heads=1,
     initializer_range=0.05,
   )
-  config = dataclasses.replace(config, value_head=head == 'value')
+  config = dataclasses.replace(config, more_heads=('value',) * (head == 'value'))
   return model_lib.build(model_lib.with_scalar_head(config) if head == 'critic' else config)
 
 

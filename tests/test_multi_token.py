@@ -212,7 +212,7 @@ def test_eight_devices_are_one():
 
 def main():
   """Prints whether loss and gradients on each of the meshes are those on one device."""
-  heads = dict(num_heads=8, vocab_size=150, vocab_multiple=192, mtp=1)
+  heads = dict(num_heads=8, vocab_size=150, vocab_multiple=192, more_heads=('mtp',))
   tied = tiny.config(**heads, family='glm4_moe', num_kv_heads=4)
   models = dict(latent=tiny.latent(**heads, num_kv_heads=8), tied=tied)
   batch = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 2))), batch_of(rows=8))
@@ -237,7 +237,7 @@ def main():
 
 def folder_with_module(path, family='deepseek_v3', **fields):
   """Writes a folder for the tokenizer 'bytes' with a module, as `hf.save` does."""
-  return tiny.folder(path, family=family, mtp=1, num_layers=fields.pop('num_layers', 3), **fields)
+  return tiny.folder(path, family=family, more_heads=('mtp',), num_layers=fields.pop('num_layers', 3), **fields)
 
 
 def config_of(folder, **over):

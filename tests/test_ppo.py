@@ -161,7 +161,7 @@ KINDS = {
 
 @functools.lru_cache
 def weights(kind):
-  heads = dict(num_labels=1) if kind == 'critic' else dict(value_head=True)
+  heads = dict(num_labels=1) if kind == 'critic' else dict(more_heads=('value',))
   model = model_lib.build(tiny.config(num_layers=1, **heads))
   params = tiny.params(model)
   params['score'] = np.random.RandomState(1).standard_normal(params['score'].shape).astype(np.float32)
@@ -453,7 +453,7 @@ def test_shared_critic_is_left_out_of_the_export(model, tmp_path):
   )
   assert rows(tmp_path / 'run')[1]['values/mean'] != 0
   cfg = hf.read_config(tmp_path / 'run/export')
-  assert not cfg.value_head and not cfg.num_labels
+  assert not cfg.more_heads and not cfg.num_labels
   hf.check(tmp_path / 'run/export', cfg)  # no tensor without a place
 
 

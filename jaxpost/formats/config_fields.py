@@ -275,7 +275,8 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     'no_rope_layers': [1 + i for i in cfg.layer_ropes] or [1] * cfg.num_layers,
   }
   out |= {k: v for k, v in optional.items() if k in family.fields} | expert_fields.write(cfg, family)
-  out |= {'num_nextn_predict_layers': cfg.mtp} if family.extra_layers else {}
-  out |= {name: cfg.mtp for name in family.reported if cfg.mtp and name == 'mtp_num_hidden_layers'}
+  modules = cfg.more_heads.count('mtp')
+  out |= {'num_nextn_predict_layers': modules} if family.extra_layers else {}
+  out |= {'mtp_num_hidden_layers': modules} if modules and 'mtp_num_hidden_layers' in family.reported else {}
   out |= family.only
   return out | {other: out[name] for other, name in family.aliases.items() if name in out}

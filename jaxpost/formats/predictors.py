@@ -44,7 +44,7 @@ def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) ->
       f'{key}: a module for multi-token prediction can be trained in {", ".join(able)}, not in {cfg.family}, whose '
       'module has other layers or names; set it to 0, and an export keeps the module as it is'
     )
-  cfg = dataclasses.replace(cfg, mtp=1)
+  cfg = dataclasses.replace(cfg, more_heads=(*cfg.more_heads, 'mtp'))
   if folder is None:
     return cfg
   folder = model_folder.opened(folder)

@@ -77,7 +77,9 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
     shape, first = _shape(spec, cfg), ends.get(names, 0)
     ends[names] = first + shape[0]
     out[path] = Stored(spec, names, shape, first)
-  if cfg.mtp and family.predictor == {}:  # as DeepSeek-V3, whose folders have embedding and head a second time
+  if (
+    'mtp' in cfg.more_heads and family.predictor == {}
+  ):  # as DeepSeek-V3, whose folders have embedding and head a second time
     block = f'model.layers.{cfg.num_layers}'
     for path, name in ('embed', 'embed_tokens'), ('head', 'shared_head.head'):
       if path in out:

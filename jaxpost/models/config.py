@@ -95,9 +95,9 @@ class ModelConfig:
   experts: Experts | None = None  # mixture of experts instead of a dense MLP: `moe.py`
   initializer_range: float = 0.02
   num_labels: int = 0  # 1: a scalar head instead of the language-model head
-  value_head: bool = False  # a scalar head beside the language-model head
+  # Beside the language-model head: 'value', a scalar head; 'mtp', which predicts one token further (`multi_token.py`).
+  more_heads: tuple[str, ...] = ()
   lora: tuple = ()  # (rank, alpha, rslora, targets): `lora.py`
-  mtp: int = 0  # 1: with a module that predicts one token further (`multi_token.py`)
   vocab_multiple: int = 64  # the vocabulary is padded to a multiple of it
 
   mixed = False  # attention layers have heads of two sizes (`mixed_attention.py`)
@@ -233,7 +233,7 @@ class CustomConfig:
   num_kv_heads: int = 0
   head_dim: int = 0
   num_labels: int = 0
-  value_head: bool = False
+  more_heads: tuple[str, ...] = ()
   tie_embeddings: bool = False
   logit_form: tuple[float, float] = (1.0, 0.0)
   experts: None = None

@@ -66,9 +66,15 @@ class Model:
     return nest({k: layout.sharding(p.axes, p.shape) for k, p in self.table.items()})
 
 
+def with_value_head(cfg: ModelConfig, present: bool) -> ModelConfig:
+  """Returns the config with a scalar head beside the language-model head, or without it."""
+  others = tuple(name for name in cfg.more_heads if name != 'value')
+  return dataclasses.replace(cfg, more_heads=('value', *others) if present else others)
+
+
 def with_scalar_head(cfg: ModelConfig, lora: tuple = ()) -> ModelConfig:
   """Returns the config with a scalar head, for reward models and critics."""
-  return dataclasses.replace(cfg, num_labels=1, value_head=False, lora=lora)
+  return dataclasses.replace(cfg, num_labels=1, more_heads=(), lora=lora)
 
 
 def from_code(code: str) -> Model:
@@ -94,7 +100,7 @@ def build(cfg: ModelConfig | CustomConfig) -> Model:
   """Builds the model of a config without adapters."""
   assert not cfg.lora, 'models.partition.build makes models with adapters'
   if isinstance(cfg, CustomConfig):
-    if cfg.num_labels or cfg.value_head:
+    if cfg.num_labels or 'value' in cfg.more_heads:
       raise InputError(
         f'{_CODE}: {cfg.code} has no scalar head, which a critic or a reward '
         'model needs; take a method without one, or a model of `presets`'
@@ -112,7 +118,7 @@ def build(cfg: ModelConfig | CustomConfig) -> Model:
     init=bind(init),
     prefill=bind(_prefill),
     decode=bind(_decode),
-    values=values if cfg.num_labels or cfg.value_head else None,
+    values=values if cfg.num_labels or 'value' in cfg.more_heads else None,
   )
 
 

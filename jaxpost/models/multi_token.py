@@ -38,4 +38,4 @@ def one_layer(cfg: ModelConfig) -> ModelConfig:
   if cfg.state_shapes:
     same['mixers'] = ('layers',)
   experts = cfg.experts and dataclasses.replace(cfg.experts, first_dense=0)
-  return dataclasses.replace(cfg, num_layers=1, mtp=0, experts=experts, **same)
+  return dataclasses.replace(cfg, num_layers=1, more_heads=(), experts=experts, **same)

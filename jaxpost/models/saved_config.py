@@ -10,9 +10,11 @@ from jaxpost.models.mixed_config import MixedConfig
 
 def from_json(fields: dict) -> ModelConfig | CustomConfig:
   """Restores a config from its `dataclasses.asdict` after a JSON round trip."""
-  if 'code' in fields:
-    return CustomConfig(**{k: _tuples(v) for k, v in fields.items()})
   fields = {k: _tuples(v) for k, v in fields.items()}
+  if fields.pop('value_head', False):  # a field until November 2026
+    fields['more_heads'] = ('value',)
+  if 'code' in fields:
+    return CustomConfig(**fields)
   experts = fields.get('experts')
   kinds = {'mixers': HybridConfig, 'kv_rank': LatentConfig, 'full_head_dim': MixedConfig, 'sparse': ChunkedConfig}
   kind = next((kind for field, kind in kinds.items() if field in fields), ModelConfig)

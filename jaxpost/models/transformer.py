@@ -69,7 +69,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
       table[f'layers/{name}_bias'] = vector(widths[name], hf.replace('.weight', '.bias'), 'zeros')
   if 'sinks' in cfg.biases:
     table['layers/sinks'] = vector(h, 'self_attn.sinks', 'zeros')
-  if cfg.num_labels or cfg.value_head:
+  if cfg.num_labels or 'value' in cfg.more_heads:
     # Zeros: before training, all texts get the same score.
     table['score'] = Param((d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
   if not cfg.num_labels and not cfg.tie_embeddings:
@@ -78,8 +78,8 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
   if not cfg.state_shapes and (dense := cfg.num_layers - cfg.sparse_layers):
     from jaxpost.models import moe
 
-    table = moe.behind(param_table(dataclasses.replace(cfg, experts=None, num_layers=dense, mtp=0)), table, cfg)
-  if cfg.mtp:
+    table = moe.behind(param_table(dataclasses.replace(cfg, experts=None, num_layers=dense, more_heads=())), table, cfg)
+  if 'mtp' in cfg.more_heads:
     from jaxpost.models import multi_token
 
     table |= multi_token.rows(table, cfg)

@@ -53,7 +53,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
   with origin or contextlib.nullcontext():
     hf.save(
       folder,
-      model_lib.build(dataclasses.replace(model.config, value_head=False, lora=())),
+      model_lib.build(dataclasses.replace(model_lib.with_value_head(model.config, False), lora=())),
       params,
       merge=merge,
       stop_ids=tokenizer.stop_ids,

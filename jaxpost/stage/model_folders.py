@@ -81,7 +81,7 @@ def with_module(source: Source, config: Config, objective: Objective) -> Source:
     raise InputError(f'{key}: {config.algorithm} does not train the module for multi-token prediction; set it to 0')
   if config.lora.rank or config.lora.path or config.model.quantize:
     raise InputError(f"{key}: trains all of a module; set config.lora.rank=0, lora.path='' and model.quantize=''")
-  if source.config.mtp:  # of an earlier run or stage
+  if 'mtp' in source.config.more_heads:  # of an earlier run or stage
     return source
   if source.base or source.checkpoints or source.stage:
     raise InputError(

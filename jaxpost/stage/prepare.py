@@ -194,7 +194,7 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
     spec = (adapter.rank, adapter.alpha, adapter.rslora, lora.target_pattern(adapter.targets))
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
-  cfg = dataclasses.replace(cfg, value_head=algorithm.value_head(config), lora=spec)
+  cfg = dataclasses.replace(model_lib.with_value_head(cfg, algorithm.value_head(config)), lora=spec)
   model = partition.freeze(partition.build(cfg, adapter.dropout), config.train.freeze)
   if not config.nll.mtp_weight:  # a module of an earlier stage stays for the export
     model = dataclasses.replace(model, frozen=model.frozen | {path for path in model.table if path.startswith('mtp/')})
