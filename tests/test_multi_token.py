@@ -259,7 +259,9 @@ def test_a_resumed_run_is_the_same_and_exports_the_trained_module(family, tmp_pa
   assert after.keys() == before.keys()
   moved = {name for name, x in after.items() if is_of_module(name) and np.any(x != before[name])}
   fixed = {name for name in after if is_of_module(name)} - moved
-  assert moved and all(name.endswith('correction_bias') for name in fixed)
+  # Adam moves no expert that no token has chosen.
+  assert moved and not [x for x in fixed if not (x.endswith('correction_bias') or '.experts.' in x)]
+  assert family != 'deepseek_v3' or any('.experts.' in name for name in moved)
   if family == 'deepseek_v3':
     for copied, name in (('embed_tokens', 'model.embed_tokens'), ('shared_head.head', 'lm_head')):
       np.testing.assert_array_equal(after[f'model.layers.3.{copied}.weight'], after[f'{name}.weight'])
@@ -308,7 +310,7 @@ def test_the_module_of_a_multimodal_folder_is_trained(tmp_path):
     ('qwen3', {}, 'not in qwen3, whose module has other layers or names; set it to 0'),
     ('deepseek_v32', {}, 'not in deepseek_v32'),
     ('qwen3_5_text', {}, 'has no module'),
-    ('deepseek_v3', dict(algorithm='dpo'), 'dpo does not train the module'),
+    ('deepseek_v3', dict(algorithm='dpo'), 'dpo would ignore it'),
     ('deepseek_v3', dict(lora=dict(rank=2)), 'trains all of a module; set config.lora.rank=0'),
     ('deepseek_v3', dict(init_from='RUN'), 'these weights are of a run without a module'),
   ],
