@@ -261,6 +261,8 @@ def _write_weights(
 ) -> None:
   """Writes shards in the order of the table, with one parameter on the host at a time."""
   table = tensor_layout.table(model.config, model.table)
+  if origin:
+    table = origin.with_copies(table, model.config)
   tensors = {
     name: (np.dtype(kept.spec.dtype or dtype), kept.shape)
     for group in tensor_layout.groups(table)

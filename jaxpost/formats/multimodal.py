@@ -168,10 +168,17 @@ class Origin:
     def is_other(own: str | None, tensor: Any) -> bool:
       if own is None:
         return True
+      if own.removesuffix('_scale_inv') in written:  # of blocks of float8 that an export has in other types
+        return False
       known = own.startswith('mtp.') or bool(unused) and bool(re.fullmatch(unused, own))
       return known and _experts(own, tensor).keys().isdisjoint(written)
 
     return {name: tensor for name, tensor in self._found.items() if is_other(text_name(name), tensor)}
+
+  def with_copies(self, table: dict[str, Stored], cfg: ModelConfig) -> dict[str, Stored]:
+    """Returns the table of tensors with those that this folder has twice."""
+    del cfg
+    return table
 
   def write_others(self, staged: Any, others: dict[str, Any]) -> dict[str, str]:
     """Writes `others` to a file of `staged`; returns {name: file}."""

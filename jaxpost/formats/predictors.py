@@ -8,11 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
+
+import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.formats import families, hf, model_folder, multimodal, safetensors_file, tensor_layout
+from jaxpost.formats.tensor_layout import Stored
 from jaxpost.models.config import ModelConfig
 from jaxpost.storage import object_store
 
@@ -44,16 +48,32 @@ def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) ->
       f'{key}: a module for multi-token prediction can be trained in {", ".join(able)}, not in {cfg.family}, whose '
       'module has other layers or names; set it to 0, and an export keeps the module as it is'
     )
+  if 'layers' not in cfg.layer_stacks:
+    raise InputError(f'{key}: {cfg.family} with dense layers alone has no layer like that of the module; set it to 0')
   cfg = dataclasses.replace(cfg, more_heads=(*cfg.more_heads, 'mtp'))
   if folder is None:
     return cfg
   folder = model_folder.opened(folder)
   raw = object_store.read_json(folder / 'config.json')
   text = raw.get('text_config') or raw
-  count = next((text[name] for name in _COUNTS if text.get(name) is not None), 1)
   with contextlib.ExitStack() as stack:
-    found = {multimodal.text_name(name) or name for name in model_folder.open_tensors(folder, stack)}
-  missing = tensor_layout.table(cfg)['mtp/in'].names[0] not in found
+    found = {multimodal.text_name(name) or name: x for name, (_, x) in model_folder.open_tensors(folder, stack).items()}
+    table = tensor_layout.table(cfg)
+    missing = table['mtp/in'].names[0] not in found
+    numbers = {match[1] for name in found if (match := re.match(r'(?:model|mtp)\.layers\.(\d+)\.', name))}
+    count = max(
+      [
+        sum(int(n) >= cfg.num_layers for n in numbers if families.of_model(cfg.family).extra_layers),
+        *(text[name] for name in _COUNTS if text.get(name) is not None),
+      ]
+    )
+    for copy, path in _copies(table, cfg).items():
+      name = table[path].names[0]
+      if copy in found and not _equal(found[copy], found[name]):
+        raise InputError(
+          f'{key}: {folder}: {copy} is another tensor than {name}, and a module with tables of its own is not built; '
+          'set it to 0'
+        )
   if missing or count != 1:
     what = 'no module' if missing else f'{count} modules'
     raise InputError(
@@ -66,6 +86,24 @@ def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) ->
     )
   hf.check(folder, cfg)
   return cfg
+
+
+def _copies(table: Mapping[str, Stored], cfg: ModelConfig) -> dict[str, str]:
+  """Returns {tensor: parameter} of the embedding and head that the module of a folder may have once more."""
+  if not families.of_model(cfg.family).extra_layers:
+    return {}
+  block = f'model.layers.{cfg.num_layers}'
+  return {
+    f'{block}.embed_tokens.weight': 'embed',
+    f'{block}.shared_head.head.weight': 'head' if 'head' in table else 'embed',
+  }
+
+
+def _equal(one: Any, other: Any) -> bool:
+  """True for tensors of a folder with the same rows, which are read a part at a time."""
+  shape = one.get_shape()
+  parts = (slice(i, i + 4096) for i in range(0, shape[0], 4096))
+  return shape == other.get_shape() and all(np.array_equal(one[part], other[part]) for part in parts)
 
 
 class Predictors(multimodal.Origin):
@@ -83,12 +121,21 @@ class Predictors(multimodal.Origin):
   def name(self, text: str) -> str:
     return text
 
+  def with_copies(self, table: dict[str, Stored], cfg: ModelConfig) -> dict[str, Stored]:
+    if 'mtp' not in cfg.more_heads:
+      return table
+    out = dict(table)
+    for copy, path in _copies(table, cfg).items():
+      if copy in self._found:
+        out[path] = dataclasses.replace(out[path], copies=(*out[path].copies, copy))
+    return out
+
   def others(self, written: Collection[str] = (), unused: str = '') -> dict[str, Any]:
     """Returns {name: tensor} of the modules; none if they are in blocks of float8, of which an export has no scales."""
     del unused
     count = self._config.get('num_nextn_predict_layers') or 0
     found = {k: v for k, v in self._found.items() if tensor_layout.is_predictor(k, self._cfg, count)}
-    found = {k: v for k, v in found.items() if k not in written}
+    found = {k: v for k, v in found.items() if k.removesuffix('_scale_inv') not in written}
     if any(tensor.dtype == safetensors_file.FLOAT8 for tensor in found.values()):
       logging.warning(
         '%s: the modules that predict several tokens at once are in float8, and an export has none', self._folder

@@ -20,7 +20,7 @@ from jaxpost.distributed.mesh import axes_of
 from jaxpost.distributed.transfer import relabelled
 from jaxpost.formats import families
 from jaxpost.models import transformer
-from jaxpost.models.parameters import Param, input_dims
+from jaxpost.models.parameters import Param, input_dims, is_ahead
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -69,7 +69,7 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
     for ours, theirs in family.names.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
     names = _names(name.strip('.'), spec)
-    if path.startswith('mtp/'):
+    if is_ahead(path):
       names = tuple(_of_predictor(name, family.predictor or {}, cfg) for name in names)
     if path in family.rows:
       out[path] = Stored(spec, names, (1, *_shape(spec, cfg)))
@@ -77,13 +77,6 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
     shape, first = _shape(spec, cfg), ends.get(names, 0)
     ends[names] = first + shape[0]
     out[path] = Stored(spec, names, shape, first)
-  if (
-    'mtp' in cfg.more_heads and family.predictor == {}
-  ):  # as DeepSeek-V3, whose folders have embedding and head a second time
-    block = f'model.layers.{cfg.num_layers}'
-    for path, name in ('embed', 'embed_tokens'), ('head', 'shared_head.head'):
-      if path in out:
-        out[path] = dataclasses.replace(out[path], copies=(f'{block}.{name}.weight',))
   return {path: dataclasses.replace(s, shape=_whole(s, ends.get(s.names))) for path, s in out.items()}
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost.errors import InputError
 from jaxpost.hardware import memory
+from jaxpost.models.parameters import is_ahead
 from jaxpost.planning import arithmetic, defaults, meshes, search
 from jaxpost.planning.tables import gib
 from jaxpost.stage import checks, prepare
@@ -170,7 +171,9 @@ def _same(p: PreparedStage, limits: Room) -> Iterator[dict[str, Any]]:
 def _smaller(p: PreparedStage) -> Iterator[Proposal]:
   """Yields other types of weights, and adapters."""
   yield Proposal(_HALF)
-  adapters = {} if p.inputs.model.frozen else _LORA  # where there are some already, what is frozen gets smaller
+  adapters = (
+    {} if any(not is_ahead(path) for path in p.inputs.model.frozen) else _LORA
+  )  # where there are some already, what is frozen gets smaller
   yield from (Proposal(adapters | x) for x in ({}, _HALF, _QUANTIZED) if adapters | x)
 
 

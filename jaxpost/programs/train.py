@@ -319,11 +319,11 @@ def _step_if_finite(
 def make_evaluate(model: Model, objective: Objective, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """Makes the program evaluate(params, batch [M, B, T], step, frozen) -> {metric: []}.
 
-  It sums the objective and its metrics, without noise, gradients or an update.
+  It sums the objective and its metrics, without noise, losses of routers and of `multi_token`, gradients or an update.
   """
   loss_fn = make_loss(
     dataclasses.replace(model, dropout=0.0),
-    dataclasses.replace(objective, neftune_alpha=0.0, router=(0.0, 0.0)),
+    dataclasses.replace(objective, neftune_alpha=0.0, mtp_weight=0.0, router=(0.0, 0.0)),
     layout,
     compute,
   )

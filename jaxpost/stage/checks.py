@@ -13,6 +13,7 @@ from jaxpost.errors import InputError, refuse, refuse_unread
 from jaxpost.hardware import host
 from jaxpost.models import attention
 from jaxpost.models.config import CustomConfig
+from jaxpost.models.parameters import is_ahead
 from jaxpost.stage import optim
 from jaxpost.stage.batch_shape import row_length
 
@@ -146,7 +147,7 @@ def check_model(config: Config, model: Model) -> None:
 
     scaled.check(config.rollout, model)
   refuse(
-    config.rollout.share_base and not model.frozen,
+    config.rollout.share_base and all(map(is_ahead, model.frozen)),
     'config.rollout.share_base: is for frozen weights under adapters (lora.rank or train.freeze); leave it False',
   )
   refuse(

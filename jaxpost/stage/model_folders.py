@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_fields, families, hf, model_folder, multimodal, peft, predictors
+from jaxpost.formats import config_fields, families, hf, model_folder, multimodal, peft, predictors, tensor_layout
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.stage.schema import ModelSection
@@ -69,7 +69,8 @@ def origin(section: ModelSection, cfg: ModelConfig) -> multimodal.Origin | None:
   if section.text_only and config_fields.other_parts(object_store.read_json(folder / 'config.json')):
     return multimodal.Origin(folder)
   found = predictors.Predictors(folder, cfg)
-  return found if found.others() else None
+  written = {name for stored in tensor_layout.table(cfg).values() for name in stored.names}
+  return found if found.others(written) or 'mtp' in cfg.more_heads else None
 
 
 def with_module(source: Source, config: Config, objective: Objective) -> Source:

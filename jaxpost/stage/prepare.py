@@ -195,9 +195,8 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(model_lib.with_value_head(cfg, algorithm.value_head(config)), lora=spec)
-  model = partition.freeze(partition.build(cfg, adapter.dropout), config.train.freeze)
-  if not config.nll.mtp_weight:  # a module of an earlier stage stays for the export
-    model = dataclasses.replace(model, frozen=model.frozen | {path for path in model.table if path.startswith('mtp/')})
+  model = partition.build(cfg, adapter.dropout)
+  model = partition.freeze(model, config.train.freeze, _trains_module(config, algorithm))
   if config.model.quantize:
     from jaxpost.models import quantization
 
@@ -205,6 +204,11 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
     quantization.check_frozen(model, 'config.model.quantize')
   checks.check_model(config, model)
   return model
+
+
+def _trains_module(config: Config, algorithm: Algorithm) -> bool:
+  """True if the stage trains a module for multi-token prediction; of an earlier stage, it stays for the export."""
+  return config.nll.mtp_weight > 0 and (algorithm.sections is None or 'nll' in algorithm.sections)
 
 
 def find_weights(
@@ -228,7 +232,7 @@ def find_weights(
     source = list(earlier.values())[-1]
   source = sources_lib.with_adapter(config.lora.path, source)
   sources_lib.check_head(source, algorithm.scalar_head, 'config.init_from')
-  if config.nll.mtp_weight:
+  if _trains_module(config, algorithm):
     from jaxpost.stage import model_folders
 
     source = model_folders.with_module(source, config, algorithm.objective(config))
