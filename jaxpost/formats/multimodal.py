@@ -13,11 +13,15 @@ import dataclasses
 import re
 import shutil
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats import config_fields, model_folder, safetensors_file
 from jaxpost.storage import object_store, seals
+
+if TYPE_CHECKING:
+  from jaxpost.formats.tensor_layout import Stored
+  from jaxpost.models.config import ModelConfig
 
 OTHERS = 'model-other-parts.safetensors'
 # How the names of the text model begin in such a folder, and in a folder of its own.
