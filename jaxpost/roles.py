@@ -8,6 +8,7 @@ Legend: M micro-batches, B rows, T tokens.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ class Trainable:
 
   Attributes:
     micro_batch_size: rows of a micro-batch; 0: all rows.
+    make_score: makes the program of `score`, which most dense losses never need.
     objective: what `update` minimizes.
     frozen: what the objective reads besides state and batch: 'params' that are
       not trained, 'teacher_heads'.
@@ -45,9 +47,13 @@ class Trainable:
   layout: Layout
   micro_batch_size: int
   update_program: Program
-  score_program: Program
+  make_score: Callable[[], Program]
   objective: Objective | None = None
   frozen: dict = dataclasses.field(default_factory=dict)
+
+  @functools.cached_property
+  def score_program(self) -> Program:
+    return self.make_score()
 
   @property
   def params(self) -> dict:

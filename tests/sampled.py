@@ -314,9 +314,9 @@ def trainable(objective: Objective, head: str = '') -> Trainable:
     layout=layout,
     micro_batch_size=SHAPE.num_rows // 2,
     update_program=update,
-    score_program=score.make_score(part, layout, tiny.EXACT, ledger, temperature=temperature)
-    if head
-    else common['score'],
+    make_score=lambda: (
+      score.make_score(part, layout, tiny.EXACT, ledger, temperature=temperature) if head else common['score']
+    ),
     objective=objective,
   )
   if head == 'critic':

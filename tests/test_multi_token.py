@@ -5,7 +5,10 @@ float64, with a layer of `transformers` as its block, on each document alone.
 """
 
 import copy
+import dataclasses
 import json
+import math
+import pathlib
 
 import children
 import jax
@@ -22,12 +25,20 @@ from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, predictors, tensor_layout
 from jaxpost.models import model as model_lib
+from jaxpost.models import partition, saved_config
+from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Batch
 
 KEY = 'config.nll.mtp_weight'
 WEIGHT = 0.3
+LAYERS = 3  # of a model that runs, before its module
+HEADS = dict.fromkeys(('deepseek_v3', 'deepseek_v32'), dict(num_kv_heads=2))
+COPIES = {
+  f'model.layers.{LAYERS}.embed_tokens.weight': 'model.embed_tokens.weight',
+  f'model.layers.{LAYERS}.shared_head.head.weight': 'lm_head.weight',
+}
 LENGTHS = (7, 1, 2, 9)  # of the documents of a row, which padding follows
 QWEN = {
   'enorm': 'mtp.pre_fc_norm_embedding',
@@ -182,7 +193,8 @@ def test_loss_and_gradients_are_those_of_the_description(case, tmp_path):
   cfg = predictors.with_module(hf.read_config(tmp_path / 'model'), tmp_path / 'model', KEY)
   model = model_lib.build(cfg)
   params = hf.load_params(tmp_path / 'model', model, model.shardings(tiny.one_device()), 'float32')
-  hf.save(tmp_path / 'export', model, params)
+  with predictors.Predictors(tmp_path / 'model', cfg) as origin:
+    hf.save(tmp_path / 'export', model, params, origin=origin)
   jax.tree.map(np.testing.assert_array_equal, proofs.tensors(tmp_path / 'export'), tensors)
 
   batch = batch_of()
@@ -201,7 +213,12 @@ def test_loss_and_gradients_are_those_of_the_description(case, tmp_path):
     assert tiny.largest(found[name] - x) <= 1e-3 * tiny.largest(x) + 1e-9, name
 
 
-MESHES = ('latent:fsdp=2,context=2,tensor=2', 'latent:expert=2,fsdp=2,data=2', 'tied:fsdp=4,tensor=2')
+MESHES = (
+  'latent:fsdp=2,context=2,tensor=2',
+  'latent:expert=2,fsdp=2,data=2',
+  'tied:fsdp=4,tensor=2',
+  'hybrid:data=2,fsdp=2,tensor=2',
+)
 
 
 def test_eight_devices_are_one():
@@ -214,7 +231,7 @@ def main():
   """Prints whether loss and gradients on each of the meshes are those on one device."""
   heads = dict(num_heads=8, vocab_size=150, vocab_multiple=192, more_heads=('mtp',))
   tied = tiny.config(**heads, family='glm4_moe', num_kv_heads=4)
-  models = dict(latent=tiny.latent(**heads, num_kv_heads=8), tied=tied)
+  models = dict(latent=tiny.latent(**heads, num_kv_heads=8), tied=tied, hybrid=tiny.hybrid(more_heads=('mtp',)))
   batch = jax.tree.map(lambda x: np.pad(x, ((0, 0), (0, 2))), batch_of(rows=8))
   for text in MESHES:
     name, mesh = text.split(':')
@@ -235,9 +252,14 @@ def main():
     print(text, wrong or 'ok', flush=True)
 
 
-def folder_with_module(path, family='deepseek_v3', **fields):
-  """Writes a folder for the tokenizer 'bytes' with a module, as `hf.save` does."""
-  return tiny.folder(path, family=family, more_heads=('mtp',), num_layers=fields.pop('num_layers', 3), **fields)
+def folder_with_module(path, family='deepseek_v3'):
+  """Writes a folder for the tokenizer 'bytes' with a module, and with its copies of embedding and head."""
+  tiny.folder(path, family=family, more_heads=('mtp',), num_layers=LAYERS, **HEADS.get(family, {}))
+  if family == 'deepseek_v3':
+    tensors = proofs.tensors(path)
+    tensors |= {copy: tensors[name] for copy, name in COPIES.items()}
+    safetensors.numpy.save_file(tensors, path / 'model.safetensors', metadata={'format': 'pt'})
+  return str(path)
 
 
 def config_of(folder, **over):
@@ -246,14 +268,14 @@ def config_of(folder, **over):
   )
 
 
-def is_of_module(name, layers=3):
-  return name.startswith(('mtp.', f'model.layers.{layers}.'))
+def is_of_module(name):
+  """True for what the module has of its own."""
+  return name.startswith(('mtp.', f'model.layers.{LAYERS}.')) and name not in COPIES
 
 
 @pytest.mark.parametrize('family', ['deepseek_v3', 'qwen3_5_text'])
 def test_a_resumed_run_is_the_same_and_exports_the_trained_module(family, tmp_path):
-  heads = dict(num_kv_heads=2) if family == 'deepseek_v3' else {}
-  folder = folder_with_module(tmp_path / 'model', family, **heads)
+  folder = folder_with_module(tmp_path / 'model', family)
   before = proofs.tensors(tmp_path / 'model')
   after = proofs.check_resume(folder, tmp_path, nll=dict(mtp_weight=WEIGHT))
   assert after.keys() == before.keys()
@@ -263,25 +285,83 @@ def test_a_resumed_run_is_the_same_and_exports_the_trained_module(family, tmp_pa
   assert moved and not [x for x in fixed if not (x.endswith('correction_bias') or '.experts.' in x)]
   assert family != 'deepseek_v3' or any('.experts.' in name for name in moved)
   if family == 'deepseek_v3':
-    for copied, name in (('embed_tokens', 'model.embed_tokens'), ('shared_head.head', 'lm_head')):
-      np.testing.assert_array_equal(after[f'model.layers.3.{copied}.weight'], after[f'{name}.weight'])
+    for copy, name in COPIES.items():
+      np.testing.assert_array_equal(after[copy], after[name])
   assert json.loads((tmp_path / 'whole/export/config.json').read_text())[
     'num_nextn_predict_layers' if family == 'deepseek_v3' else 'mtp_num_hidden_layers'
   ]
 
 
-def test_a_later_stage_samples_without_the_module_and_keeps_it(tmp_path):
-  folder = folder_with_module(tmp_path / 'model', num_kv_heads=2)
-  later = dict(algorithm='grpo', reward=tiny.low_share, train=dict(steps=1, row_length=0))
-  later |= dict(rollout=dict(prompts=2, group_size=2), nll=dict(mtp_weight=0.0))
-  one = config_of(folder, train=dict(steps=1))
-  jaxpost.run(one, tmp_path / 'one')
-  jaxpost.run(tiny.merged(one, dict(stages=('a', 'b'), b=later)), tmp_path / 'two')
-  first, second = (proofs.exported(tmp_path / name) for name in ('one', 'two'))
+def check_later_stage(folder, later):
+  """Runs a stage behind one that trains the module, which the later one keeps; returns the exports of both."""
+  one = config_of(str(folder_with_module(folder / 'model')), train=dict(steps=1))
+  jaxpost.run(one, folder / 'one')
+  jaxpost.run(tiny.merged(one, dict(stages=('a', 'b'), a={}, b=later)), folder / 'two')
+  first, second = (proofs.exported(folder / name) for name in ('one', 'two'))
   assert first.keys() == second.keys()
-  own = [name for name in first if is_of_module(name) and 'embed_tokens' not in name and 'shared_head.head' not in name]
+  own = list(filter(is_of_module, first))
+  assert own and any(np.any(first[name] != second[name]) for name in first)
   jax.tree.map(np.testing.assert_array_equal, [first[name] for name in own], [second[name] for name in own])
-  assert any(np.any(first[name] != second[name]) for name in first)
+  return second
+
+
+def test_a_later_stage_samples_without_the_module_and_keeps_it(tmp_path):
+  """GRPO behind it is GRPO that starts from its export."""
+  later = dict(algorithm='grpo', reward=tiny.low_share, train=dict(steps=1, row_length=0))
+  later |= dict(rollout=dict(prompts=2, group_size=2))
+  found = check_later_stage(tmp_path, later)
+  alone = tiny.merged(tiny.run_config(str(tmp_path / 'one/export'), save=dict(export=True)), later)
+  jaxpost.run(alone, tmp_path / 'alone')
+  jax.tree.map(np.testing.assert_array_equal, found, proofs.exported(tmp_path / 'alone'))
+
+
+@pytest.mark.parametrize('quantize', ['', 'int8'])
+def test_adapters_of_a_later_stage_leave_the_module_alone(quantize, tmp_path):
+  later = dict(lora=dict(rank=2, targets='q,v'), model=dict(quantize=quantize), nll=dict(mtp_weight=0.0))
+  check_later_stage(tmp_path, later | dict(train=dict(steps=1)))
+
+
+@pytest.mark.parametrize('over', [dict(train=dict(micro_batch_size=1)), dict(model=dict(remat='full'))])
+def test_micro_batches_and_recomputation_change_nothing(over, tmp_path):
+  folder = folder_with_module(tmp_path / 'model')
+  for name, more in ('whole', {}), ('other', over):
+    jaxpost.run(tiny.merged(config_of(folder), more), tmp_path / name)
+  whole, other = (metrics.read_rows(tmp_path / name / 'metrics.jsonl') for name in ('whole', 'other'))
+  for one, two in zip(whole, other, strict=True):
+    for key in one.keys() & {'loss', 'nll', 'mtp_nll', 'grad_norm'}:
+      np.testing.assert_allclose(one[key], two[key], rtol=1e-5, err_msg=key)
+  assert whole[0]['mtp_nll'] > 0
+
+
+def test_rejection_sampling_trains_it(tmp_path):
+  over = dict(algorithm='rft', reward=tiny.low_share, train=dict(steps=1, row_length=0))
+  config = config_of(folder_with_module(tmp_path / 'model'), **over, rollout=dict(prompts=2, group_size=2))
+  jaxpost.run(config, tmp_path / 'run')
+  assert metrics.read_rows(tmp_path / 'run/metrics.jsonl')[0]['mtp_nll'] > 0
+
+
+def test_work_and_memory_are_counted_where_it_is_trained():
+  cfg = tiny.latent(num_kv_heads=8, num_heads=8, more_heads=('mtp',))
+  plain = model_lib.build(dataclasses.replace(cfg, more_heads=()))
+  trained, kept = (partition.freeze(model_lib.build(cfg), '', ahead) for ahead in (True, False))
+  assert kept.flops_of_update(10) == plain.flops_of_update(10)
+
+  share = cfg.experts.top_k / cfg.experts.num
+  rows = {path: spec for path, spec in trained.table.items() if path.startswith('mtp/')}
+  used = sum(math.prod(x.shape) * (share if 'expert' in x.axes else 1) for x in rows.values())
+  outside = sum(math.prod(rows[f'mtp/{name}'].shape) for name in ('embed_norm', 'hidden_norm'))
+  attention = 2 * cfg.num_heads * cfg.layer_widths[0] * 10
+  head = 2 * cfg.padded_vocab_size * cfg.hidden_size
+  right = plain.flops_of_update(10) + 3 * (2 * (used - outside) + attention + head)
+  np.testing.assert_allclose(trained.flops_of_update(10), right, rtol=1e-6)
+
+
+def test_saved_configs_of_before_have_their_value_head():
+  cfg = tiny.config()
+  fields = json.loads(json.dumps(dataclasses.asdict(cfg)))
+  del fields['more_heads']
+  assert saved_config.from_json(fields | dict(value_head=True)) == model_lib.with_value_head(cfg, True)
+  assert saved_config.from_json(fields | dict(value_head=False)) == cfg
 
 
 def test_the_module_of_a_multimodal_folder_is_trained(tmp_path):
@@ -295,7 +375,7 @@ def test_the_module_of_a_multimodal_folder_is_trained(tmp_path):
   renamed['model.visual.patch.weight'] = np.arange(6, dtype=np.float32).reshape(2, 3)
   safetensors.numpy.save_file(renamed, target / 'model.safetensors', metadata={'format': 'pt'})
   text = json.loads((tmp_path / 'text/config.json').read_text())
-  outer = dict(model_type='qwen3_5', text_config=text, vision_config={}, tie_word_embeddings=True)
+  outer = dict(model_type='qwen3_5', text_config=text, vision_config=dict(depth=2), tie_word_embeddings=True)
   (target / 'config.json').write_text(json.dumps(outer | dict(architectures=['Qwen3_5ForConditionalGeneration'])))
   jaxpost.run(config_of(str(target), model=dict(text_only=True)), tmp_path / 'run')
   after = proofs.exported(tmp_path / 'run')
@@ -311,18 +391,25 @@ def test_the_module_of_a_multimodal_folder_is_trained(tmp_path):
     ('deepseek_v32', {}, 'not in deepseek_v32'),
     ('qwen3_5_text', {}, 'has no module'),
     ('deepseek_v3', dict(algorithm='dpo'), 'dpo would ignore it'),
+    ('deepseek_v3', dict(model=dict(quantize='int8'), lora=dict(rank=2)), 'trains all of a module'),
+    ('deepseek_v3', dict(num_nextn_predict_layers=2), 'has 2 modules'),
+    ('qwen3_5_text', dict(mtp_use_dedicated_embeddings=True), 'mtp_use_dedicated_embeddings=true of .* is not built'),
     ('deepseek_v3', dict(lora=dict(rank=2)), 'trains all of a module; set config.lora.rank=0'),
     ('deepseek_v3', dict(init_from='RUN'), 'these weights are of a run without a module'),
   ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(family, over, text, tmp_path):
-  heads = dict(num_kv_heads=2) if family.startswith('deepseek') else {}
-  folder = tiny.folder(tmp_path / 'model', family=family, num_layers=3, **heads)
+  folder = tiny.folder(tmp_path / 'model', family=family, num_layers=LAYERS, **HEADS.get(family, {}))
   if over.get('init_from'):
     over = dict(init_from=str(tmp_path / 'run'))
     jaxpost.run(tiny.run_config(folder, train=dict(steps=1)), tmp_path / 'run')
-  elif family == 'deepseek_v3':
-    folder = folder_with_module(tmp_path / 'with', num_kv_heads=2)
+  elif family == 'deepseek_v3' or 'mtp_use_dedicated_embeddings' in over:
+    folder = folder_with_module(tmp_path / 'with', family)
+  fields = {name: over[name] for name in over if name not in config_lib.defaults()}
+  if fields:
+    path = pathlib.Path(folder) / 'config.json'
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    over = {}
   with pytest.raises(InputError, match=f'^{KEY}: .*{text}'):
     jaxpost.run(config_of(folder, **over), tmp_path / 'refused')
 

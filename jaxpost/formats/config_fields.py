@@ -277,6 +277,6 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   out |= {k: v for k, v in optional.items() if k in family.fields} | expert_fields.write(cfg, family)
   modules = cfg.more_heads.count('mtp')
   out |= {'num_nextn_predict_layers': modules} if family.extra_layers else {}
-  out |= {'mtp_num_hidden_layers': modules} if modules and 'mtp_num_hidden_layers' in family.reported else {}
+  out |= {'mtp_num_hidden_layers': modules} if modules and family.predictor else {}
   out |= family.only
   return out | {other: out[name] for other, name in family.aliases.items() if name in out}

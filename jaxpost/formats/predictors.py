@@ -29,7 +29,7 @@ _FIELDS = (
   'mtp_hybrid_override_pattern',
 )
 
-_COUNTS = ('num_nextn_predict_layers', 'mtp_num_hidden_layers')
+_COUNTS = ('num_nextn_predict_layers', 'num_mtp_layers', 'mtp_num_hidden_layers')
 
 
 def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) -> ModelConfig:
@@ -60,13 +60,9 @@ def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) ->
     found = {multimodal.text_name(name) or name: x for name, (_, x) in model_folder.open_tensors(folder, stack).items()}
     table = tensor_layout.table(cfg)
     missing = table['mtp/in'].names[0] not in found
-    numbers = {match[1] for name in found if (match := re.match(r'(?:model|mtp)\.layers\.(\d+)\.', name))}
-    count = max(
-      [
-        sum(int(n) >= cfg.num_layers for n in numbers if families.of_model(cfg.family).extra_layers),
-        *(text[name] for name in _COUNTS if text.get(name) is not None),
-      ]
-    )
+    root, first = ('model', cfg.num_layers) if families.of_model(cfg.family).extra_layers else ('mtp', 0)
+    numbers = {int(match[1]) for name in found if (match := re.match(rf'{root}\.layers\.(\d+)\.', name))}
+    count = max(sum(n >= first for n in numbers), *(text.get(name) or 0 for name in _COUNTS))
     for copy, path in _copies(table, cfg).items():
       name = table[path].names[0]
       if copy in found and not _equal(found[copy], found[name]):

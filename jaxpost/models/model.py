@@ -15,7 +15,7 @@ from jaxpost import imports
 from jaxpost.errors import InputError
 from jaxpost.models import transformer
 from jaxpost.models.config import CustomConfig, ModelConfig
-from jaxpost.models.parameters import Param, nest
+from jaxpost.models.parameters import Param, is_ahead, nest
 
 _CODE = 'config.model.preset'
 
@@ -60,6 +60,22 @@ class Model:
   def shapes(self) -> dict:
     """The shape of every parameter, nested like the parameters."""
     return nest({k: p.shape for k, p in self.table.items()})
+
+  @property
+  def trains_ahead(self) -> bool:
+    """True if updates train a module for multi-token prediction."""
+    return any(map(is_ahead, self.table.keys() - self.frozen))
+
+  def flops_of_update(self, context: float) -> float:
+    """Returns the FLOPs of an update for each token, which attends to `context` tokens on average."""
+    flops = self.passes * transformer.flops_per_token(self.config, context)
+    if self.trains_ahead:
+      from jaxpost.models import multi_token
+
+      # Its layer and the head, and the projection of two vectors to one.
+      one = multi_token.one_layer(self.config)
+      flops += 3 * (transformer.flops_per_token(one, context) + 4 * one.hidden_size**2)
+    return flops
 
   def shardings(self, layout) -> dict:
     """The sharding of every parameter in `layout`, nested like them."""

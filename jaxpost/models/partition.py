@@ -50,8 +50,8 @@ def freeze(model: Model, pattern: str, ahead: bool = False) -> Model:
     raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to train')
   # An update costs a forward pass, a backward pass through the activations, and
   # one for the gradients of the trained parameters only.
-  sizes = {path: math.prod(spec.shape) for path, spec in model.table.items()}
-  share = 1 - sum(sizes[path] for path in frozen) / sum(sizes.values())
+  sizes = {path: math.prod(spec.shape) for path, spec in model.table.items() if not is_ahead(path)}
+  share = 1 - sum(sizes.get(path, 0) for path in frozen) / sum(sizes.values())
   return dataclasses.replace(model, frozen=frozenset(frozen), passes=2 + share)
 
 

@@ -40,14 +40,10 @@ def recording(model: Model) -> Model:
 
 
 def no_record(cfg: ModelConfig, rows: int, steps: int) -> tuple[jax.Array, ...]:
-  """Returns an empty record, L x zeros [S, 1, T, k]; () if not recorded."""
-  if not cfg.experts or not cfg.experts.record:
-    return ()
+  """Returns an empty record, L x zeros [S, 1, T, k]."""
   return (jnp.zeros((rows, 1, steps, cfg.experts.top_k), jnp.uint16),) * cfg.sparse_layers
 
 
 def recorded(experts: tuple) -> tuple[jax.Array, ...]:
-  """Stacks a record L x [S, 1, T, k] to ([T, S, L, k],); () if there is none."""
-  if not experts:
-    return ()
+  """Stacks a record L x [S, 1, T, k] to ([T, S, L, k],)."""
   return (jnp.stack([x[:, 0].swapaxes(0, 1) for x in experts], axis=2),)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.models import attention, layers, rope
 from jaxpost.models.config import CustomConfig, LatentConfig, ModelConfig
-from jaxpost.models.parameters import Param, unstack_layers
+from jaxpost.models.parameters import Param, is_ahead, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -133,9 +133,10 @@ def num_params(cfg: ModelConfig | CustomConfig) -> int:
 
 
 def num_active(cfg: ModelConfig) -> int:
-  """Returns the number of parameters used per token: top_k of the experts."""
+  """Returns the number of parameters that `forward` and the head use per token: top_k of the experts."""
   share = cfg.experts.top_k / cfg.experts.num if cfg.experts else 1
-  return round(sum(math.prod(p.shape) * (share if 'expert' in p.axes else 1) for p in param_table(cfg).values()))
+  used = (p for path, p in param_table(cfg).items() if not is_ahead(path))
+  return round(sum(math.prod(p.shape) * (share if 'expert' in p.axes else 1) for p in used))
 
 
 def flops_per_token(cfg: ModelConfig, context: float) -> float:

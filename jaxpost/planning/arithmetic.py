@@ -23,7 +23,7 @@ from jaxpost.hardware import chips, memory
 from jaxpost.losses import head_chunk
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention, partition, transformer
-from jaxpost.models.parameters import STATEFUL
+from jaxpost.models.parameters import STATEFUL, is_ahead
 from jaxpost.planning import meshes, traffic_bound
 from jaxpost.stage import batch_shape, checks, load_weights
 from jaxpost.types import max_documents
@@ -228,7 +228,7 @@ def _activations(case: _Case) -> dict[str, float]:
   if case.shape.micro_rows < case.shape.update_rows:  # the sum, and those of the rows at hand
     gradients *= 2
   width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
-  kept = case.tokens * width * residual * cfg.num_layers
+  kept = case.tokens * width * residual * (cfg.num_layers + model.trains_ahead)
   weights = 0.0 if attention.uses_kernel(case.compute) else _ALIVE * _attention_weights(case)
   layer = _ALIVE * case.tokens * _layer_width(cfg, tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
   head = _chunk(case) * (_FLOAT + case.width) + case.tokens * cfg.hidden_size * _FLOAT + _gathered(case, 'vocab')
@@ -247,7 +247,7 @@ def _gathered(case: _Case, axis: str) -> float:
   whole = Layout(AbstractMesh(tuple(1 if a == 'fsdp' else sizes[a] for a in AXES), AXES))
   total = 0.0
   for path, x in case.inputs.model.table.items():
-    if axis in x.axes and x.matrix | ('vocab' in x.axes):
+    if axis in x.axes and x.matrix | ('vocab' in x.axes) and not is_ahead(path):  # the module is gathered on its own
       count = math.prod(whole.sharding(x.axes, x.shape).shard_shape(x.shape)) / (x.shape[0] if x.stacked else 1)
       reduced = sizes['fsdp'] > 1 and path not in case.inputs.model.frozen
       total += count * (case.width + _FLOAT * reduced)
@@ -295,7 +295,9 @@ def _update_seconds(case: _Case) -> float:
   optimizer = learned * 2 * (meshes.MOMENTS + 2 * _FLOAT) / micro
   again = _AGAIN[case.compute.remat]
   read = _read(case, _PASSES + again) + optimizer
-  return _seconds(case, (model.passes + again) * _flops(case), read, _traffic(case, train=True))
+  tokens = case.shape.micro_rows * case.shape.row_length
+  flops = tokens * model.flops_of_update(case.shape.row_length / 2) / case.train.mesh.size
+  return _seconds(case, flops + again * _flops(case), read, _traffic(case, train=True))
 
 
 def _score_seconds(case: _Case) -> float:
@@ -327,7 +329,8 @@ def _weights(case: _Case) -> float:
     from jaxpost.models import scaled
 
     saved = scaled.bytes_saved(model, case.rollout, case.width)
-  return memory.size(load_weights.described(model, case.rollout, case.compute.dtype)) - saved
+  kept = {path for path in model.table if not is_ahead(path)}
+  return memory.size(load_weights.described(model, case.rollout, case.compute.dtype, kept)) - saved
 
 
 def _state(cfg: ModelConfig, tensor: int) -> float:

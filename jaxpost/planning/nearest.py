@@ -171,9 +171,8 @@ def _same(p: PreparedStage, limits: Room) -> Iterator[dict[str, Any]]:
 def _smaller(p: PreparedStage) -> Iterator[Proposal]:
   """Yields other types of weights, and adapters."""
   yield Proposal(_HALF)
-  adapters = (
-    {} if any(not is_ahead(path) for path in p.inputs.model.frozen) else _LORA
-  )  # where there are some already, what is frozen gets smaller
+  some = not all(map(is_ahead, p.inputs.model.frozen))  # what is frozen already gets smaller instead
+  adapters = {} if some else _LORA
   yield from (Proposal(adapters | x) for x in ({}, _HALF, _QUANTIZED) if adapters | x)
 
 

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import as_bits, from_bits
-from jaxpost.models import routing_replay
 from jaxpost.types import Cache
 
 if TYPE_CHECKING:
@@ -58,7 +57,12 @@ def empty_block(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
   entries = cache.replace(states=())
   recent = jax.tree.map(lambda x: jnp.zeros((rows, x.shape[1], steps, x.shape[3]), x.dtype), entries)
   states = jax.tree.map(lambda x: x[:rows], cache.states)
-  return view(recent).replace(experts=routing_replay.no_record(model.config, rows, steps), states=states)
+  experts = ()
+  if model.config.experts and model.config.experts.record:
+    from jaxpost.models import routing_replay
+
+    experts = routing_replay.no_record(model.config, rows, steps)
+  return view(recent).replace(experts=experts, states=states)
 
 
 def first_entries(cache: Cache, rows: int, read: int) -> Cache:

@@ -18,7 +18,6 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxpost.losses import head_chunk
-from jaxpost.models import routing_replay
 from jaxpost.models.config import CustomConfig
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.models.transformer import flops_per_token
@@ -304,6 +303,11 @@ def decode_block(
   )
   few = few.replace(positions=filled + steps)
   rest = jax.tree.map(lambda old, x: old.at[:rows].set(x) if rows < len(old) else x, state.replace(cache=None), few)
+  experts = ()
+  if recent.experts:
+    from jaxpost.models import routing_replay
+
+    experts = routing_replay.recorded(recent.experts)
   block = Block(
     tokens=drawn.tokens,
     logprobs=drawn.logprobs,
@@ -314,7 +318,7 @@ def decode_block(
     broken=jnp.any(active & drawn.broken, axis=0),
     top=drawn.top,
     allowed=drawn.allowed,
-    experts=routing_replay.recorded(recent.experts),
+    experts=experts,
   )
   by_slot = compute.platform != 'gpu'
   cache = append(state.cache.replace(table=table), recent, filled, by_slot)

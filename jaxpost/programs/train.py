@@ -21,7 +21,6 @@ from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
 from jaxpost.models import layers
 from jaxpost.models.parameters import join
-from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.types import Batch, Objective, Outputs, TrainState
 
@@ -255,7 +254,7 @@ def make_update(
 def _update_flops(model: Model, state: TrainState, batch: Batch, frozen: dict) -> float:
   del state, frozen
   micro, rows, length = batch.tokens.shape
-  return model.passes * micro * rows * length * flops_per_token(model.config, length / 2)
+  return micro * rows * length * model.flops_of_update(length / 2)
 
 
 def clipped_step(

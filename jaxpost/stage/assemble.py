@@ -19,10 +19,8 @@ from jaxpost.distributed import coordination, watchdog
 from jaxpost.loop import Stage
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition
-from jaxpost.models.transformer import flops_per_token
 from jaxpost.monitor import program_table
 from jaxpost.monitor import timeline as timeline_lib
-from jaxpost.programs import score
 from jaxpost.programs import train as programs
 from jaxpost.roles import Policy, Roles, Trainable
 from jaxpost.stage import checks, load_weights, optim, precompile, sources
@@ -83,7 +81,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     samples_every=log.samples_every,
     save_rollout=make_rollout_saver(placed.name, workdir, log.rollouts_every),
     max_skipped=config.optim.max_skipped,
-    flops_per_token=lambda context: model.passes / 3 * flops_per_token(model.config, context),
+    flops_per_token=lambda context: model.flops_of_update(context) / 3,
     peak_flops=program_table.peak_flops(jax.devices()),
   )
   try:
@@ -234,6 +232,12 @@ def make_trainable(placed: PlacedStage, role: str, model: Model, params: dict) -
   params, fixed = partition.split(params, model)
   optimizer, schedule = make_optimizer(placed, role, part)
   shardings = programs.state_shardings(part, optimizer, train)
+
+  def make_score():
+    from jaxpost.programs import score
+
+    return score.make_score(model, train, placed.compute, placed.ledger, temperature=objective.temperature)
+
   fields = dict(
     model=model,
     layout=train,
@@ -249,7 +253,7 @@ def make_trainable(placed: PlacedStage, role: str, model: Model, params: dict) -
       clip_norm=placed.config.optim.clip_norm or math.inf,
       shardings=shardings,
     ),
-    score_program=score.make_score(model, train, placed.compute, placed.ledger, temperature=objective.temperature),
+    make_score=make_score,
     state=programs.make_state(params, optimizer, shardings, placed.ledger),
     objective=objective,
     frozen={'params': fixed},

@@ -12,14 +12,12 @@ from jaxpost.distributed import mesh
 from jaxpost.errors import InputError, refuse, refuse_unread
 from jaxpost.hardware import host
 from jaxpost.models import attention
-from jaxpost.models.config import CustomConfig
 from jaxpost.models.parameters import is_ahead
 from jaxpost.stage import optim
 from jaxpost.stage.batch_shape import row_length
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
-  from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.stage.config import Config
   from jaxpost.stage.sources import Source
@@ -109,26 +107,6 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
     section.rollout_devices > 0 and not (algorithm.on_policy or config.eval.samples),
     f'config.mesh.rollout_devices: {config.algorithm} samples nothing; leave it 0',
   )
-
-
-def check_custom(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None:
-  """InputError for what a custom model (`models/custom.py`) lacks."""
-  if not isinstance(cfg, CustomConfig):
-    return
-  branches = algorithm.per in ('pair', 'label') or algorithm.pack is not None
-  asked = {
-    'preference.share_prompt=False': branches and config.preference.share_prompt,
-    'nll.neftune_alpha=0': config.nll.neftune_alpha,
-    'nll.mtp_weight=0': config.nll.mtp_weight,
-    'rollout.page_size=0': config.rollout.page_size,
-    'rollout.share_base=False': config.rollout.share_base,
-  }
-  for fix, wrong in asked.items():
-    if wrong:
-      raise InputError(
-        f'config.{fix.partition("=")[0]}: {cfg.code}, a model of your own, '
-        f'is called with parameters, tokens, positions and segments only, and samples from a copy; set config.{fix}'
-      )
 
 
 def check_model(config: Config, model: Model) -> None:

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from jaxpost.distributed import transfer
-from jaxpost.models import routing_replay
 from jaxpost.rl import batching, grading
 from jaxpost.rl.controller import Controller
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
@@ -44,6 +43,8 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
   else:
     sequences = section.size * section.samples
   if placed.config.router.routing_replay:
+    from jaxpost.models import routing_replay
+
     model = routing_replay.recording(model)
   compute, reshard, bridge = placed.compute, None, None
   if rollout.weights or rollout.cache:

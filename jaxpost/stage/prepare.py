@@ -20,6 +20,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError, refuse
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition
+from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.stage import checks, epochs
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import sources as sources_lib
@@ -33,7 +34,6 @@ from jaxpost.stage.sources import Source
 if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.stage.schema import ModelSection
   from jaxpost.types import Batch
@@ -79,7 +79,10 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
   source = model_source(config.model)
   found = find_weights(config, algorithm, source, {p.name: sources_lib.outcome(p.inputs) for p in before})
   tokenizer = load_tokenizer(config, source)
-  checks.check_custom(config, algorithm, found['policy'].config)
+  if isinstance(found['policy'].config, CustomConfig):
+    from jaxpost.stage import custom_model
+
+    custom_model.check(config, algorithm, found['policy'].config)
   checks.check_replay(config, algorithm, found)
   algorithm.check_roles(config, found, tokenizer)
   inputs = make_inputs(name, config, algorithm, found, tokenizer)

@@ -310,7 +310,7 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
       layout=placed.train,
       micro_batch_size=placed.shape.micro_rows,
       update_program=None,
-      score_program=None,
+      make_score=None,
     )
     evaluator = assemble.make_evaluator(placed, on_policy.make_engine(placed) if samples else None)
     metrics, _ = evaluator(Roles(policy), weights.step)
