@@ -199,6 +199,15 @@ def test_sizes_and_ratios_are_no_counts_and_rates():
   assert config == {'algorithm': 'grpo'} and all(s.reason for s in settings)
 
 
+def test_the_weight_of_multi_token_prediction_needs_its_switch():
+  given = {'model.mtp.enable_train': True, 'model.mtp.mtp_loss_scaling_factor': 0.1, 'model.mtp.detach_encoder': True}
+  config, settings = convert.convert('verl', given, 'sft')
+  assert config['nll']['mtp_weight'] == 0.1
+  assert [s.name for s in settings if 'is not built' in s.reason] == ['model.mtp.detach_encoder']
+  for over, algorithm in (dict(given) | {'model.mtp.enable_train': False}, 'sft'), (given, 'grpo'):
+    assert 'nll' not in convert.convert('verl', over, algorithm)[0]
+
+
 def test_common_settings_of_verl_have_an_answer():
   """Those of its GRPO example on one node, which have no field of that name here."""
   given = {
