@@ -310,14 +310,16 @@ def test_a_later_stage_samples_without_the_module_and_keeps_it(tmp_path):
   later = dict(algorithm='grpo', reward=tiny.low_share, train=dict(steps=1, row_length=0))
   later |= dict(rollout=dict(prompts=2, group_size=2))
   found = check_later_stage(tmp_path, later)
-  alone = tiny.merged(tiny.run_config(str(tmp_path / 'one/export'), save=dict(export=True)), later)
+  alone = tiny.run_config(str(tmp_path / 'one/export'), save=dict(export=True), stages=('b',), b=later)
   jaxpost.run(alone, tmp_path / 'alone')
-  jax.tree.map(np.testing.assert_array_equal, found, proofs.exported(tmp_path / 'alone'))
+  for name, x in proofs.exported(tmp_path / 'alone').items():
+    if name not in COPIES:  # a module that a run has not read is exported as it was, with its copies
+      np.testing.assert_array_equal(found[name], x, name)
 
 
 @pytest.mark.parametrize('quantize', ['', 'int8'])
 def test_adapters_of_a_later_stage_leave_the_module_alone(quantize, tmp_path):
-  later = dict(lora=dict(rank=2, targets='q,v'), model=dict(quantize=quantize), nll=dict(mtp_weight=0.0))
+  later = dict(lora=dict(rank=2, targets='q_a,o'), model=dict(quantize=quantize), nll=dict(mtp_weight=0.0))
   check_later_stage(tmp_path, later | dict(train=dict(steps=1)))
 
 
@@ -334,7 +336,7 @@ def test_micro_batches_and_recomputation_change_nothing(over, tmp_path):
 
 
 def test_rejection_sampling_trains_it(tmp_path):
-  over = dict(algorithm='rft', reward=tiny.low_share, train=dict(steps=1, row_length=0))
+  over = dict(algorithm='rft', reward=tiny.low_share, rl=dict(keep_reward=0.0), train=dict(steps=1, row_length=0))
   config = config_of(folder_with_module(tmp_path / 'model'), **over, rollout=dict(prompts=2, group_size=2))
   jaxpost.run(config, tmp_path / 'run')
   assert metrics.read_rows(tmp_path / 'run/metrics.jsonl')[0]['mtp_nll'] > 0
