@@ -28,6 +28,7 @@ def four(folder, one):
   return [json.loads(out.splitlines()[-1]) for out, _ in real.finish(real.start(folder, 'quad', real.RUNS, 4))]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize('name', real.RUNS)
 def test_four_make_the_run_that_one_makes(folder, one, four, name):
   assert [said[name][0] for said in four] == [one[name][0]] * 4
@@ -35,6 +36,7 @@ def test_four_make_the_run_that_one_makes(folder, one, four, name):
   real.check_rows(real.rows(folder, 'quad', name), real.rows(folder, 'one', name))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize('name', real.ON_POLICY)
 def test_four_sample_and_grade_each_prompt_once(folder, one, four, name):
   real.test_the_same_is_sampled_and_graded(four, folder, 'quad', name)

@@ -182,7 +182,7 @@ def write(reference, folder, target):
   return tensors
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', [pytest.param('deepseek_v3', marks=pytest.mark.ci), *list(CASES)[1:]])
 def test_loss_and_gradients_are_those_of_the_description(case, tmp_path):
   """Packed documents are each document alone; an export has the same names and bits."""
   pytest.importorskip('torch')
@@ -305,6 +305,7 @@ def check_later_stage(folder, later):
   return second
 
 
+@pytest.mark.ci
 def test_a_later_stage_samples_without_the_module_and_keeps_it(tmp_path):
   """GRPO behind it is GRPO that starts from its export."""
   later = dict(algorithm='grpo', reward=tiny.low_share, train=dict(steps=1, row_length=0))

@@ -8,7 +8,7 @@ import slow
 
 # Seconds of tests/slow.txt that CI runs besides the tests marked `ci`; it falls. On two slow cores, one of them is
 # about a second on the clock, and CI has 90 minutes.
-LIMIT = 2760
+LIMIT = 2500
 
 
 def test_the_costliest_do_not_run_in_ci():
