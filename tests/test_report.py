@@ -581,3 +581,14 @@ def test_titles_with_names():
   assert titles.title('eval_rewards/my_fn/mean') == 'Reward my fn, held out'
   assert titles.title('data/3/documents') == 'Documents from source 3'
   assert titles.title('of_mine/x_y') == 'Of mine, x y'
+
+
+def test_the_command_writes_it_for_a_run_that_goes_on(tmp_path):
+  make_run(tmp_path / 'run')
+  (tmp_path / 'run/summary.json').unlink(missing_ok=True)
+  call = [sys.executable, '-m', 'launch.report', f'--run={tmp_path / "run"}']
+  done = subprocess.run(call, cwd=CLONE, text=True, capture_output=True, timeout=100)
+  assert done.returncode == 0, done.stderr
+  assert 'grpo' in pathlib.Path(done.stdout.strip()).read_text('utf-8')
+  done = subprocess.run([*call[:-1], f'--run={tmp_path}'], cwd=CLONE, text=True, capture_output=True, timeout=100)
+  assert done.returncode == 2 and 'has no rows in metrics.jsonl' in done.stderr

@@ -1,0 +1,30 @@
+"""Writes the report of a run, which a run writes itself when it has finished.
+
+  python -m launch.report --run=runs/quickstart
+
+For a run that goes on, was stopped or has failed. Writes report.html into the folder of the run, from its
+metrics and samples, and prints its path. Uses no device.
+"""
+
+from absl import flags
+
+_RUN = flags.DEFINE_string('run', None, 'Folder of a run, finished or not.')
+flags.mark_flags_as_required(['run'])
+
+
+def main(argv):
+  """Writes the page."""
+  del argv
+  from jaxpost.errors import InputError
+  from jaxpost.monitor import report
+  from jaxpost.monitor.metrics import read_rows
+
+  if not read_rows(f'{_RUN.value}/metrics.jsonl'):
+    raise InputError(f'--run={_RUN.value}: has no rows in metrics.jsonl; name the folder of a run that has made a step')
+  print(report.write_report(_RUN.value))
+
+
+if __name__ == '__main__':
+  from . import exits
+
+  exits.run(main)
