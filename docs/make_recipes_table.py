@@ -31,7 +31,7 @@ SHOWN = {
   'sft_alpaca': ('train', 'loss'),
   'distill_gsm8k': ('eval', 'divergence'),
   'gkd_gsm8k': ('train', 'divergence'),
-  'reward_model_hh': ('train', 'rewards/accuracies'),
+  'reward_model_hh': ('train', 'loss'),
   **dict.fromkeys(('dpo_hh', 'kto', 'sft_dpo'), ('train', 'rewards/margins')),
   **dict.fromkeys((f'{m}_gsm8k' for m in ('grpo', 'ppo', 'rft', 'online_dpo', 'tools')), ('train', 'reward')),
   'sft_rm_ppo': ('train', 'reward'),
