@@ -9,6 +9,7 @@ others keep their figures, which tests/test_configs.py holds docstrings and page
 import hashlib
 import importlib
 import json
+import os
 import pathlib
 import re
 import sys
@@ -117,6 +118,7 @@ def write(figures: dict) -> None:
 
 
 if __name__ == '__main__':
+  os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'  # CPU time does not depend on what was compiled before
   import conftest  # noqa: F401 - the flags of the compiler
 
   figures = measured()
