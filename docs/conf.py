@@ -2,10 +2,11 @@
 
     pip install -e '.[docs]' && python -m sphinx -W -b html docs build/docs
 
-Notebooks are shown as they are stored; nothing is executed. `llms.txt` in the result
-lists all pages with one line each.
+Nothing is executed: notebooks are shown with the outputs of docs/notebook_outputs/ (docs/make_notebook_outputs.py).
+`llms.txt` in the result lists all pages with one line each.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -79,9 +80,16 @@ def short_signature(app, what, name, obj, options, signature, annotation):
 
 
 def copy_notebooks(app, config):
-  """Sphinx reads only what is below docs/: copies notebooks/ to docs/notebooks/, which git ignores."""
+  """Sphinx reads only what is below docs/: copies notebooks/, with outputs, to docs/notebooks/, which git ignores."""
   shutil.rmtree(ROOT / 'docs/notebooks', ignore_errors=True)
   shutil.copytree(ROOT / 'notebooks', ROOT / 'docs/notebooks', ignore=shutil.ignore_patterns('.*'))
+  for stored in (ROOT / 'docs/notebook_outputs').glob('*.json'):
+    shown = ROOT / f'docs/notebooks/{stored.stem}.ipynb'
+    book = json.loads(shown.read_text('utf-8'))
+    cells = [cell for cell in book['cells'] if cell['cell_type'] == 'code']
+    for cell, outputs in zip(cells, json.loads(stored.read_text('utf-8'))['outputs'], strict=True):
+      cell['outputs'] = outputs
+    shown.write_text(json.dumps(book), 'utf-8')
 
 
 def point_into_site(app, docname, source):

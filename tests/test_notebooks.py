@@ -3,6 +3,7 @@
 The working directory is an empty folder, as the checkout is on PYTHONPATH.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -145,6 +146,21 @@ def test_stored_bare(path):
   assert not found, found
   kernel = book.metadata.kernelspec
   assert (kernel.name, set(book.metadata)) == ('python3', {'kernelspec', 'language_info'})
+
+
+@pytest.mark.parametrize('path', sorted((CLONE / 'docs/notebook_outputs').glob('*.json')), ids=name)
+def test_outputs_of_the_site_are_of_this_notebook(path):
+  """They are of the code that is there, show no machine, and have what a run of the notebook has to show."""
+  stored = json.loads(path.read_text('utf-8'))
+  cells = [cell for cell in read(CLONE / f'notebooks/{path.stem}.ipynb').cells if cell.cell_type == 'code']
+  again = f'run python docs/make_notebook_outputs.py {path.stem}'
+  assert stored['code'] == [cell.source for cell in cells], again
+  assert len(stored['outputs']) == len(cells)
+  outputs = [output for shown in stored['outputs'] for output in shown]
+  assert sum('image/png' in output.get('data', {}) for output in outputs) == FIGURES[path.stem]
+  text = json.dumps([{**output, 'data': {**output.get('data', {}), 'image/png': ''}} for output in outputs])
+  assert not re.findall(r'/(?:home|root|work|tmp|Users|content|mnt|usr)/|Traceback|"stderr"', text)
+  assert path.stat().st_size < 400_000
 
 
 @pytest.mark.parametrize('path', FILES, ids=name)

@@ -1,0 +1,67 @@
+"""Writes docs/notebook_outputs/NAME.json: the outputs with which the site shows a notebook.
+
+python docs/make_notebook_outputs.py [NAME ...]
+
+Runs notebooks in full (01_sft_then_grpo, ...; all for none), each in a kernel and an empty folder of its own. The
+notebooks themselves are stored bare. Seconds and rates are left out, as they are of one machine. Needs `.[notebook]`.
+"""
+
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+
+import nbclient
+import nbformat
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+FOLDER = ROOT / 'docs/notebook_outputs'
+# A duration or a rate, such as `12.5 s` or `1,200 tokens/s`.
+_TIMES = re.compile(r'\b\d[\d.,]*[kM]? ?(?=(?:ms|s|min|h|tokens/s|tok/s)\b)')
+
+
+def code_of(book: nbformat.NotebookNode) -> list[str]:
+  """Returns the text of each code cell."""
+  return [cell.source for cell in book.cells if cell.cell_type == 'code']
+
+
+def kept(outputs: list) -> list[dict]:
+  """Returns the outputs of a cell as they are stored: one text for each stream, no warnings, pictures as PNG."""
+  found: list[dict] = []
+  for output in outputs:
+    if output.output_type == 'error' or output.get('name') == 'stderr':
+      continue
+    output = {key: value for key, value in output.items() if key != 'execution_count'}
+    if output['output_type'] == 'execute_result':
+      output['output_type'] = 'display_data'
+    if output['output_type'] == 'stream' and found and found[-1]['output_type'] == 'stream':
+      found[-1]['text'] += output['text']
+    else:
+      found.append(output)
+  for output in found:
+    if output['output_type'] == 'stream':
+      lines = output['text'].split('\n')
+      output['text'] = '\n'.join(_TIMES.sub('… ', line.rsplit('\r', 1)[-1]) for line in lines)
+    elif 'text/plain' in output['data']:
+      output['data']['text/plain'] = _TIMES.sub('… ', output['data']['text/plain'])
+  return found
+
+
+def run(name: str) -> dict:
+  """Runs a notebook; returns its code and the outputs of each code cell."""
+  book = nbformat.read(ROOT / f'notebooks/{name}.ipynb', 4)
+  with tempfile.TemporaryDirectory() as folder:
+    nbclient.NotebookClient(book, timeout=3600, resources={'metadata': {'path': folder}}).execute()
+  cells = [cell for cell in book.cells if cell.cell_type == 'code']
+  return dict(code=code_of(book), outputs=[kept(cell.outputs) for cell in cells])
+
+
+if __name__ == '__main__':
+  FOLDER.mkdir(exist_ok=True)
+  os.environ['PYTHONPATH'] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])])
+  for stem in sys.argv[1:] or sorted(path.stem for path in (ROOT / 'notebooks').glob('*.ipynb')):
+    text = json.dumps(run(stem), indent=1, ensure_ascii=False)
+    (FOLDER / f'{stem}.json').write_text(text + '\n', 'utf-8')
+    print(stem, f'{len(text):,} bytes', flush=True)
