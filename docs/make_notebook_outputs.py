@@ -3,7 +3,8 @@
 python docs/make_notebook_outputs.py [NAME ...]
 
 Runs notebooks (01_sft_then_grpo, ...; all for none), each in a kernel and an empty folder of its own, and in full but
-for those that download weights. The notebooks themselves are stored bare. Seconds and rates are left out, as they are of one machine. Needs `.[notebook]`.
+for those that download weights. The notebooks themselves are stored bare. Seconds and rates are left out, as they are
+of one machine. Needs `.[notebook]`.
 """
 
 import json

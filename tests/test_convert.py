@@ -204,7 +204,8 @@ def test_the_weight_of_multi_token_prediction_needs_its_switch():
   config, settings = convert.convert('verl', given, 'sft')
   assert config['nll']['mtp_weight'] == 0.1
   assert [s.name for s in settings if 'is not built' in s.reason] == ['model.mtp.detach_encoder']
-  for over, algorithm in (dict(given) | {'model.mtp.enable_train': False}, 'sft'), (given, 'grpo'):
+  off = [given | {f'model.mtp.{name}': False} for name in ('enable', 'enable_train')]
+  for over, algorithm in (off[0], 'sft'), (off[1], 'sft'), (given, 'grpo'):
     assert 'nll' not in convert.convert('verl', over, algorithm)[0]
 
 

@@ -11,6 +11,7 @@ import math
 import pathlib
 
 import children
+import flax.linen as nn
 import jax
 import numpy as np
 import proofs
@@ -24,8 +25,8 @@ from jaxpost.distributed.mesh import make_layout
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, predictors, tensor_layout
+from jaxpost.models import custom, partition, saved_config
 from jaxpost.models import model as model_lib
-from jaxpost.models import partition, saved_config
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.stage import config as config_lib
@@ -343,20 +344,31 @@ def test_rejection_sampling_trains_it(tmp_path):
   assert metrics.read_rows(tmp_path / 'run/metrics.jsonl')[0]['mtp_nll'] > 0
 
 
-def test_work_and_memory_are_counted_where_it_is_trained():
-  cfg = tiny.latent(num_kv_heads=8, num_heads=8, more_heads=('mtp',))
+@pytest.mark.parametrize('make', [tiny.latent, tiny.hybrid])
+def test_work_is_counted_where_it_is_trained(make):
+  cfg = make(more_heads=('mtp',))
   plain = model_lib.build(dataclasses.replace(cfg, more_heads=()))
   trained, kept = (partition.freeze(model_lib.build(cfg), '', ahead) for ahead in (True, False))
   assert kept.flops_of_update(10) == plain.flops_of_update(10)
 
-  share = cfg.experts.top_k / cfg.experts.num
+  share = cfg.experts.top_k / cfg.experts.num if cfg.experts else 1
   rows = {path: spec for path, spec in trained.table.items() if path.startswith('mtp/')}
   used = sum(math.prod(x.shape) * (share if 'expert' in x.axes else 1) for x in rows.values())
-  outside = sum(math.prod(rows[f'mtp/{name}'].shape) for name in ('embed_norm', 'hidden_norm'))
-  attention = 2 * cfg.num_heads * cfg.layer_widths[0] * 10
+  attention = 2 * cfg.num_heads * cfg.layer_widths[list(cfg.layer_stacks).index('layers')] * 10
   head = 2 * cfg.padded_vocab_size * cfg.hidden_size
-  right = plain.flops_of_update(10) + 3 * (2 * (used - outside) + attention + head)
+  right = plain.flops_of_update(10) + 3 * (2 * used + attention + head)
   np.testing.assert_allclose(trained.flops_of_update(10), right, rtol=1e-6)
+
+
+def test_a_model_of_your_own_may_have_a_part_of_that_name():
+  class Net(nn.Module):
+    @nn.compact
+    def __call__(self, tokens, positions, segment_ids):
+      del positions, segment_ids
+      return nn.Dense(8, name='mtp')(nn.Embed(16, 8, name='embed')(tokens))
+
+  model = partition.freeze(custom.linen(Net(), vocab_size=16, head='embed/embedding'), '')
+  assert not model.frozen and not model.trains_mtp and model.flops_of_update(10) > 0
 
 
 def test_saved_configs_of_before_have_their_value_head():
@@ -398,6 +410,7 @@ def test_the_module_of_a_multimodal_folder_is_trained(tmp_path):
     ('deepseek_v3', dict(num_nextn_predict_layers=2), 'has 2 modules'),
     ('qwen3_5_text', dict(mtp_use_dedicated_embeddings=True), 'mtp_use_dedicated_embeddings=true of .* is not built'),
     ('deepseek_v3', dict(lora=dict(rank=2)), 'trains all of a module; set config.lora.rank=0'),
+    ('deepseek_v3', dict(train=dict(freeze='mtp/.*')), 'this stage trains no module'),
     ('deepseek_v3', dict(init_from='RUN'), 'these weights are of a run without a module'),
   ],
 )

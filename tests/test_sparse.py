@@ -145,7 +145,7 @@ def test_sizes_are_those_that_are_published(raw, size, active):
   assert not unread and (cfg.index_topk, cfg.index_dim) == (2048, 128)
   assert config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
   assert transformer.num_params(cfg) / 1e9 == pytest.approx(size, rel=0.005)
-  assert transformer.num_active(cfg) / 1e9 == pytest.approx(active, rel=0.05)
+  assert transformer.num_active(cfg, transformer.param_table(cfg)) / 1e9 == pytest.approx(active, rel=0.05)
 
 
 def test_layers_with_experts_may_be_listed():

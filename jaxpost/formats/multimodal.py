@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import re
 import shutil
 from collections.abc import Collection
@@ -177,7 +178,21 @@ class Origin:
       known = own.startswith('mtp.') or bool(unused) and bool(re.fullmatch(unused, own))
       return known and _experts(own, tensor).keys().isdisjoint(written)
 
-    return {name: tensor for name, tensor in self._found.items() if is_other(text_name(name), tensor)}
+    found = {name: tensor for name, tensor in self._found.items() if is_other(text_name(name), tensor)}
+    modules = {name: found.pop(name) for name in list(found) if (text_name(name) or '').startswith('mtp.')}
+    return found | self.without_float8(modules)
+
+  def without_float8(self, modules: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tensors of modules for multi-token prediction, or none if some are in blocks of float8.
+
+    An export has no scales of such blocks.
+    """
+    if any(tensor.dtype == safetensors_file.FLOAT8 for tensor in modules.values()):
+      logging.warning(
+        '%s: the modules that predict several tokens at once are in float8, and an export has none', self._folder
+      )
+      return {}
+    return modules
 
   def with_copies(self, table: dict[str, Stored], cfg: ModelConfig) -> dict[str, Stored]:
     """Returns the table of tensors with those that this folder has twice."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxpost.errors import InputError
-from jaxpost.formats import families, hf, model_folder, multimodal, safetensors_file, tensor_layout
+from jaxpost.formats import families, hf, model_folder, multimodal, tensor_layout
 from jaxpost.formats.tensor_layout import Stored
 from jaxpost.models.config import ModelConfig
 from jaxpost.storage import object_store
@@ -63,6 +62,11 @@ def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) ->
     root, first = ('model', cfg.num_layers) if families.of_model(cfg.family).extra_layers else ('mtp', 0)
     numbers = {int(match[1]) for name in found if (match := re.match(rf'{root}\.layers\.(\d+)\.', name))}
     count = max(sum(n >= first for n in numbers), *(text.get(name) or 0 for name in _COUNTS))
+    if missing or count != 1:
+      what = 'no module' if missing else f'{count} modules'
+      raise InputError(
+        f'{key}: {folder} has {what} for multi-token prediction, and only a single one can be trained; set it to 0'
+      )
     for copy, path in _copies(table, cfg).items():
       name = table[path].names[0]
       if copy in found and not _equal(found[copy], found[name]):
@@ -70,11 +74,6 @@ def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) ->
           f'{key}: {folder}: {copy} is another tensor than {name}, and a module with tables of its own is not built; '
           'set it to 0'
         )
-  if missing or count != 1:
-    what = 'no module' if missing else f'{count} modules'
-    raise InputError(
-      f'{key}: {folder} has {what} for multi-token prediction, and only a single one can be trained; set it to 0'
-    )
   if text.get('mtp_use_dedicated_embeddings'):
     raise InputError(
       f'{key}: mtp_use_dedicated_embeddings=true of {folder / "config.json"} is not built: the module would need an '
@@ -96,10 +95,10 @@ def _copies(table: Mapping[str, Stored], cfg: ModelConfig) -> dict[str, str]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-  """True for tensors of a folder with the same rows, which are read a part at a time."""
+  """True for tensors of a folder with the same shape, and the same values in each 64th row."""
   shape = one.get_shape()
-  parts = (slice(i, i + 4096) for i in range(0, shape[0], 4096))
-  return shape == other.get_shape() and all(np.array_equal(one[part], other[part]) for part in parts)
+  rows = range(0, shape[0], 64)
+  return shape == other.get_shape() and all(np.array_equal(one[i : i + 1], other[i : i + 1]) for i in rows)
 
 
 class Predictors(multimodal.Origin):
@@ -112,7 +111,8 @@ class Predictors(multimodal.Origin):
     self._cfg = cfg
 
   def completed(self, config: dict[str, Any]) -> dict[str, Any]:
-    return config | {field: self._config[field] for field in _FIELDS if field in self._config}
+    counted = _COUNTS if 'mtp' in self._cfg.more_heads else ()  # in `config`, of what is written
+    return config | {k: self._config[k] for k in _FIELDS if k in self._config and not (k in counted and k in config)}
 
   def name(self, text: str) -> str:
     return text
@@ -132,12 +132,7 @@ class Predictors(multimodal.Origin):
     count = self._config.get('num_nextn_predict_layers') or 0
     found = {k: v for k, v in self._found.items() if tensor_layout.is_predictor(k, self._cfg, count)}
     found = {k: v for k, v in found.items() if k.removesuffix('_scale_inv') not in written}
-    if any(tensor.dtype == safetensors_file.FLOAT8 for tensor in found.values()):
-      logging.warning(
-        '%s: the modules that predict several tokens at once are in float8, and an export has none', self._folder
-      )
-      return {}
-    return found
+    return self.without_float8(found)
 
   def copy_files(self, staged: Any) -> None:
     del staged

@@ -20,7 +20,7 @@ from jaxpost.distributed.mesh import axes_of
 from jaxpost.distributed.transfer import relabelled
 from jaxpost.formats import families
 from jaxpost.models import transformer
-from jaxpost.models.parameters import Param, input_dims, is_ahead
+from jaxpost.models.parameters import Param, input_dims, is_mtp
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -69,7 +69,7 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
     for ours, theirs in family.names.items():
       name = name.replace(f'.{ours}.', f'.{theirs}.')
     names = _names(name.strip('.'), spec)
-    if is_ahead(path):
+    if is_mtp(path):
       names = tuple(_of_predictor(name, family.predictor or {}, cfg) for name in names)
     if path in family.rows:
       out[path] = Stored(spec, names, (1, *_shape(spec, cfg)))

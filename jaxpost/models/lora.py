@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
-from jaxpost.models.parameters import ADAPTER_ROOT, Param, input_dims, is_ahead, match_paths, nest
+from jaxpost.models.parameters import ADAPTER_ROOT, Param, input_dims, is_mtp, match_paths, nest
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -62,7 +62,7 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   """Returns the table rows of A and B; InputError for targets without adapters."""
   rank, *_, pattern = cfg.lora
   rows = {}
-  names = {target_name(p, s): p for p, s in table.items() if s.matrix and s.stacked and not is_ahead(p)}
+  names = {target_name(p, s): p for p, s in table.items() if s.matrix and s.stacked and not is_mtp(p)}
   # 'q' also matches any path that ends in /q, except for experts: those are
   # selected by 'experts/q'.
   expression = r'(?:(?!.*experts/).*/|\w+/(?=experts/))?(?:{})'

@@ -15,7 +15,7 @@ from jaxpost import imports
 from jaxpost.errors import InputError
 from jaxpost.models import transformer
 from jaxpost.models.config import CustomConfig, ModelConfig
-from jaxpost.models.parameters import Param, is_ahead, nest
+from jaxpost.models.parameters import Param, is_mtp, nest
 
 _CODE = 'config.model.preset'
 
@@ -62,19 +62,23 @@ class Model:
     return nest({k: p.shape for k, p in self.table.items()})
 
   @property
-  def trains_ahead(self) -> bool:
-    """True if updates train a module for multi-token prediction."""
-    return any(map(is_ahead, self.table.keys() - self.frozen))
+  def mtp(self) -> frozenset[str]:
+    """Paths of a module for multi-token prediction."""
+    return frozenset(filter(is_mtp, self.table)) if 'mtp' in self.config.more_heads else frozenset()
+
+  @property
+  def trains_mtp(self) -> bool:
+    """True if updates train that module."""
+    return not self.mtp <= self.frozen
 
   def flops_of_update(self, context: float) -> float:
     """Returns the FLOPs of an update for each token, which attends to `context` tokens on average."""
     flops = self.passes * transformer.flops_per_token(self.config, context)
-    if self.trains_ahead:
+    if self.trains_mtp:
       from jaxpost.models import multi_token
 
-      # Its layer and the head, and the projection of two vectors to one.
-      one = multi_token.one_layer(self.config)
-      flops += 3 * (transformer.flops_per_token(one, context) + 4 * one.hidden_size**2)
+      rows = {path: self.table[path] for path in self.mtp}
+      flops += 3 * transformer.flops_per_token(multi_token.one_layer(self.config), context, rows)
     return flops
 
   def shardings(self, layout) -> dict:

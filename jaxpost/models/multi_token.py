@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from jaxpost.models.parameters import AHEAD, Param
+from jaxpost.models.parameters import MTP, Param
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -28,7 +28,7 @@ def rows(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
     out[name] = Param((1, d), ('layers', None), f'{_BLOCK}{hf}.weight', scale, exact=True, numbers=numbers)
   shape, axes = (1, 2 * d, d), ('layers', 'embed', None)
   out['in'] = Param(shape, axes, f'{_BLOCK}eh_proj.weight', matrix=True, numbers=numbers)
-  return {f'{AHEAD}/{name}': spec for name, spec in out.items()}
+  return {f'{MTP}/{name}': spec for name, spec in out.items()}
 
 
 def one_layer(cfg: ModelConfig) -> ModelConfig:

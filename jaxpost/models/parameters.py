@@ -20,7 +20,7 @@ ADAPTER_ROOT = 'lora'  # path prefix of adapters: lora/layers/q/a is A of layers
 # Stacks whose layers have a state of fixed size instead of attention; those of 'dense' layers have no experts.
 STATEFUL = ('dense_delta', 'dense_convolution', 'dense_state_space', 'delta', 'convolution', 'state_space')
 STACKS = ('dense', *STATEFUL, 'mlp', 'moe', 'local', 'local_shared', 'shared', 'layers')  # names of all stacks
-AHEAD = 'mtp'  # path prefix of a module that nothing is sampled with (`multi_token.py`)
+MTP = 'mtp'  # path prefix of a module that nothing is sampled with (`multi_token.py`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,9 +159,9 @@ def narrow(x, param: Param, compute: Compute):
   return jnp.array(x, x.dtype if param.exact else compute.dtype, copy=True)
 
 
-def is_ahead(path: str) -> bool:
+def is_mtp(path: str) -> bool:
   """Returns True for the paths of a module for multi-token prediction."""
-  return path.startswith(f'{AHEAD}/')
+  return path.startswith(f'{MTP}/')
 
 
 def is_adapter(path: str) -> bool:

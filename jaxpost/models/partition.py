@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
-from jaxpost.models.parameters import flatten, is_adapter, is_ahead, join, leaf, match_paths, nest
+from jaxpost.models.parameters import flatten, is_adapter, join, leaf, match_paths, nest
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -33,24 +33,24 @@ def build(cfg: ModelConfig, dropout: float = 0.0) -> Model:
   return lora.with_adapters(plain, cfg, dropout)
 
 
-def freeze(model: Model, pattern: str, ahead: bool = False) -> Model:
+def freeze(model: Model, pattern: str, mtp: bool = False) -> Model:
   """Returns the model with `frozen` set: the paths that are not trained.
 
   Args:
     pattern: regular expression of whole paths. '' freezes, in a model with adapters, all but these and a scalar head.
       `Param.frozen` are frozen in any case.
-    ahead: a module for multi-token prediction is trained, too.
+    mtp: a module for multi-token prediction is trained, too.
   """
   if pattern:
     frozen = set(match_paths(model.table, pattern, 'config.train.freeze'))
   else:
     frozen = {p for p in model.table if model.config.lora and not is_adapter(p) and p != 'score'}
-  frozen |= {p for p, spec in model.table.items() if spec.frozen or is_ahead(p) and not ahead}
+  frozen |= {p for p, spec in model.table.items() if spec.frozen} | (frozenset() if mtp else model.mtp)
   if len(frozen) == len(model.table):
     raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to train')
   # An update costs a forward pass, a backward pass through the activations, and
   # one for the gradients of the trained parameters only.
-  sizes = {path: math.prod(spec.shape) for path, spec in model.table.items() if not is_ahead(path)}
+  sizes = {path: math.prod(spec.shape) for path, spec in model.table.items() if path not in model.mtp}
   share = 1 - sum(sizes.get(path, 0) for path in frozen) / sum(sizes.values())
   return dataclasses.replace(model, frozen=frozenset(frozen), passes=2 + share)
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
-from jaxpost.models.parameters import input_dims, is_ahead, leaf
+from jaxpost.models.parameters import input_dims, is_mtp, leaf
 
 if typing.TYPE_CHECKING:
   from jaxpost.models.model import Model
@@ -178,7 +178,7 @@ def block_axes(table: dict) -> dict[str, int]:
   return {
     p: s.stack + input_dims(s) - 1 - len(s.shape)
     for p, s in table.items()
-    if s.matrix and s.stacked and not s.exact and '/' in p and not s.dtype and not is_ahead(p)
+    if s.matrix and s.stacked and not s.exact and '/' in p and not s.dtype and not is_mtp(p)
   }
 
 

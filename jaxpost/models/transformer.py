@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.models import attention, layers, rope
 from jaxpost.models.config import CustomConfig, LatentConfig, ModelConfig
-from jaxpost.models.parameters import Param, is_ahead, unstack_layers
+from jaxpost.models.parameters import Param, is_mtp, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -132,20 +132,24 @@ def num_params(cfg: ModelConfig | CustomConfig) -> int:
   return sum(math.prod(p.shape) for p in param_table(cfg).values())
 
 
-def num_active(cfg: ModelConfig) -> int:
-  """Returns the number of parameters that `forward` and the head use per token: top_k of the experts."""
+def num_active(cfg: ModelConfig, table: dict[str, Param]) -> int:
+  """Returns the number of parameters of `table` that are used per token: top_k of the experts."""
   share = cfg.experts.top_k / cfg.experts.num if cfg.experts else 1
-  used = (p for path, p in param_table(cfg).items() if not is_ahead(path))
-  return round(sum(math.prod(p.shape) * (share if 'expert' in p.axes else 1) for p in used))
+  return round(sum(math.prod(p.shape) * (share if 'expert' in p.axes else 1) for p in table.values()))
 
 
-def flops_per_token(cfg: ModelConfig, context: float) -> float:
-  """Returns the forward FLOPs of a token that attends to `context` tokens (causal: half T)."""
+def flops_per_token(cfg: ModelConfig, context: float, rows: dict[str, Param] | None = None) -> float:
+  """Returns the forward FLOPs of a token that attends to `context` tokens (causal: half T).
+
+  rows: the parameters of the layers, without the head; None: those of `param_table` but for a module that `forward`
+    does not run (`multi_token.py`).
+  """
   if isinstance(cfg, CustomConfig):  # assumes that each parameter is used once per token
     return 2.0 * cfg.size
-  looked_up = sum(math.prod(p.shape) for path, p in param_table(cfg).items() if p.axes[0] == 'vocab' and path != 'head')
+  table = rows or {path: p for path, p in param_table(cfg).items() if not is_mtp(path)}
+  looked_up = sum(math.prod(p.shape) for path, p in table.items() if p.axes[0] == 'vocab' and path != 'head')
   embedding = cfg.padded_vocab_size * cfg.hidden_size
-  matrices = num_active(cfg) - looked_up + (embedding if cfg.tie_embeddings else 0)
+  matrices = num_active(cfg, table) - looked_up + (embedding if cfg.tie_embeddings or rows else 0)
   kinds = zip(cfg.layer_kinds, cfg.layer_widths)
   seen = sum(min(context, kind.window / (1 + cfg.chunked) or context) * width for kind, width in kinds)
   return cfg.state_flops + 2 * matrices + 2 * cfg.num_heads * seen

@@ -23,7 +23,7 @@ from jaxpost.hardware import chips, memory
 from jaxpost.losses import head_chunk
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention, partition, transformer
-from jaxpost.models.parameters import STATEFUL, is_ahead
+from jaxpost.models.parameters import STATEFUL
 from jaxpost.planning import meshes, traffic_bound
 from jaxpost.stage import batch_shape, checks, load_weights
 from jaxpost.types import max_documents
@@ -228,7 +228,7 @@ def _activations(case: _Case) -> dict[str, float]:
   if case.shape.micro_rows < case.shape.update_rows:  # the sum, and those of the rows at hand
     gradients *= 2
   width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
-  kept = case.tokens * width * residual * (cfg.num_layers + model.trains_ahead)
+  kept = case.tokens * width * residual * (cfg.num_layers + model.trains_mtp)
   weights = 0.0 if attention.uses_kernel(case.compute) else _ALIVE * _attention_weights(case)
   layer = _ALIVE * case.tokens * _layer_width(cfg, tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
   head = _chunk(case) * (_FLOAT + case.width) + case.tokens * cfg.hidden_size * _FLOAT + _gathered(case, 'vocab')
@@ -246,10 +246,11 @@ def _gathered(case: _Case, axis: str) -> float:
   sizes = dict(case.train.mesh.shape)
   whole = Layout(AbstractMesh(tuple(1 if a == 'fsdp' else sizes[a] for a in AXES), AXES))
   total = 0.0
-  for path, x in case.inputs.model.table.items():
-    if axis in x.axes and x.matrix | ('vocab' in x.axes) and not is_ahead(path):  # the module is gathered on its own
+  model = case.inputs.model
+  for path, x in model.table.items():
+    if axis in x.axes and x.matrix | ('vocab' in x.axes) and path not in model.mtp:  # which is gathered on its own
       count = math.prod(whole.sharding(x.axes, x.shape).shard_shape(x.shape)) / (x.shape[0] if x.stacked else 1)
-      reduced = sizes['fsdp'] > 1 and path not in case.inputs.model.frozen
+      reduced = sizes['fsdp'] > 1 and path not in model.frozen
       total += count * (case.width + _FLOAT * reduced)
   return total
 
@@ -280,8 +281,9 @@ def _flops(case: _Case) -> float:
 
 def _read(case: _Case, passes: float) -> float:
   """Returns the bytes of weights and activations that so many passes over the layers move."""
-  cfg, tensor = case.cfg, case.train.mesh.shape['tensor']
-  weights = transformer.num_params(cfg) / tensor / case.train.mesh.shape['expert'] * case.width
+  cfg, model, tensor = case.cfg, case.inputs.model, case.train.mesh.shape['tensor']
+  unused = 0 if model.trains_mtp else sum(math.prod(model.table[path].shape) for path in model.mtp)
+  weights = (transformer.num_params(cfg) - unused) / tensor / case.train.mesh.shape['expert'] * case.width
   activations = 2 * case.tokens * cfg.num_layers * _layer_width(cfg, tensor) * case.width
   logits = case.tokens * cfg.padded_vocab_size / tensor * _FLOAT
   return passes * (weights + activations + logits)
@@ -329,7 +331,7 @@ def _weights(case: _Case) -> float:
     from jaxpost.models import scaled
 
     saved = scaled.bytes_saved(model, case.rollout, case.width)
-  kept = {path for path in model.table if not is_ahead(path)}
+  kept = model.table.keys() - model.mtp
   return memory.size(load_weights.described(model, case.rollout, case.compute.dtype, kept)) - saved
 
 

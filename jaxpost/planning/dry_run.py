@@ -92,7 +92,7 @@ def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequenc
     source = Source(shape_of(section.path, 'config.model.path', section.text_only))
   else:
     source = Source(prepare_lib.model_source(section).config)
-  earlier = {p.name: Source(p.inputs.model.config) for p in before}
+  earlier = {p.name: Source(p.inputs.model.config, stage=p.name) for p in before}
   found = prepare_lib.find_weights(
     config, algorithm, source, earlier, functools.partial(find, text_only=section.text_only)
   )

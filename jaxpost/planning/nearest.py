@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost.errors import InputError
 from jaxpost.hardware import memory
-from jaxpost.models.parameters import is_ahead
 from jaxpost.planning import arithmetic, defaults, meshes, search
 from jaxpost.planning.tables import gib
 from jaxpost.stage import checks, prepare
@@ -171,8 +170,8 @@ def _same(p: PreparedStage, limits: Room) -> Iterator[dict[str, Any]]:
 def _smaller(p: PreparedStage) -> Iterator[Proposal]:
   """Yields other types of weights, and adapters."""
   yield Proposal(_HALF)
-  some = not all(map(is_ahead, p.inputs.model.frozen))  # what is frozen already gets smaller instead
-  adapters = {} if some else _LORA
+  model = p.inputs.model
+  adapters = {} if model.frozen - model.mtp else _LORA  # what is frozen already gets smaller instead
   yield from (Proposal(adapters | x) for x in ({}, _HALF, _QUANTIZED) if adapters | x)
 
 

@@ -83,6 +83,8 @@ def of_pass(
   if parts > 1:  # the last layer's outputs go from stripes to the order of the head
     out['all-to-all']['context'] += micro * (1 + train) * activation * (parts - 1) / parts
   for path, param in model.table.items():
+    if path in model.mtp and not (train and model.trains_mtp):  # no program runs it
+      continue
     spec = layout.spec(param.axes, param.shape)
     shard = math.prod(layout.sharding(param.axes, param.shape).shard_shape(param.shape))
     data, t = sizes['data'], sizes['tensor']
@@ -103,7 +105,7 @@ def of_pass(
       share = model.config.experts.share(sizes['expert'])
       sent = micro * param.shape[0] * activation * (sizes['expert'] - 1)
       out['ragged-all-to-all']['expert'] += exchanges * share * sent
-    if path in ('layers/k', 'layers/v') and parts > 1:
+    if path in ('layers/k', 'layers/v', 'mtp/k', 'mtp/v') and parts > 1:
       one = tokens * wide * math.prod(layout.sharding(param.axes, param.shape).shard_shape(param.shape)[2:])
       again = train and compute.remat != 'none'
       out['all-gather']['context'] += micro * (1 + again) * param.shape[0] * one * (parts - 1)

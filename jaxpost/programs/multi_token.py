@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxpost.losses import head as head_lib
 from jaxpost.models import layers, multi_token, transformer
-from jaxpost.models.parameters import AHEAD
+from jaxpost.models.parameters import MTP
 
 if TYPE_CHECKING:
   from jaxpost.losses.head_chunk import HeadConfig
@@ -39,8 +39,8 @@ def hidden(
   Args:
     states: [B, T, D], of `transformer.forward` for these rows.
   """
-  layer = {name: x for name, x in params[AHEAD].items() if name not in multi_token.OUTSIDE}
-  own = {name: params[AHEAD][name][0] for name in multi_token.OUTSIDE}
+  layer = {name: x for name, x in params[MTP].items() if name not in multi_token.OUTSIDE}
+  own = {name: params[MTP][name][0] for name in multi_token.OUTSIDE}
   x = transformer.embed(params, jnp.roll(tokens, -1, axis=1), cfg, compute, layout)
   x = [layers.rms_norm(x, own['embed_norm'], cfg), layers.rms_norm(states, own['hidden_norm'], cfg).astype(x.dtype)]
   x = layers.project('btd,dm->btm', jnp.concatenate(x, axis=-1), own, 'in', compute, layout=layout)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxpost.distributed.transfer import relabelled
 from jaxpost.matmul import on_bits
 from jaxpost.models.layers import fusable, fuse
-from jaxpost.models.parameters import AHEAD, STACKS, narrow, nest, unstack_layers
+from jaxpost.models.parameters import MTP, STACKS, narrow, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class Reshard:
     self._table, self._shardings = nest(model.table), model.shardings(layout)
     # Concatenating matrices that are split over `tensor` would move their parts between devices.
     self._fused = fusable(model.table) if layout.mesh.shape['tensor'] == 1 else {}
-    self._sources = {name: WeightSource(name, p) for name, p in self._table.items() if name not in (*STACKS, AHEAD)}
+    kept = self._kept = (MTP,) if model.mtp else ()  # with the trainer
+    self._sources = {name: WeightSource(name, p) for name, p in self._table.items() if name not in (*STACKS, *kept)}
     # XLA:CPU converts a whole tied bfloat16 table to float32 to look up a few rows.
     if compute.platform == 'cpu' and model.config.tie_embeddings and compute.dtype == 'bfloat16':
       self._sources['embed'] = WeightSource('embed', None)
@@ -125,7 +126,7 @@ class Reshard:
         shared[name] = relabelled(x, self._shardings[name])
       else:
         rest[name] = x
-    outside_layers = {AHEAD, *(source.parameter for source in self._sources.values())}
+    outside_layers = {*self._kept, *(source.parameter for source in self._sources.values())}
     return shared, rest, {k: x for k, x in params.items() if k not in outside_layers}
 
   def _cast(self, params):

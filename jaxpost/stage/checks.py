@@ -12,7 +12,6 @@ from jaxpost.distributed import mesh
 from jaxpost.errors import InputError, refuse, refuse_unread
 from jaxpost.hardware import host
 from jaxpost.models import attention
-from jaxpost.models.parameters import is_ahead
 from jaxpost.stage import optim
 from jaxpost.stage.batch_shape import row_length
 
@@ -125,7 +124,7 @@ def check_model(config: Config, model: Model) -> None:
 
     scaled.check(config.rollout, model)
   refuse(
-    config.rollout.share_base and all(map(is_ahead, model.frozen)),
+    config.rollout.share_base and model.frozen <= model.mtp,
     'config.rollout.share_base: is for frozen weights under adapters (lora.rank or train.freeze); leave it False',
   )
   refuse(

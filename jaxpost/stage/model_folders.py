@@ -73,7 +73,7 @@ def origin(section: ModelSection, cfg: ModelConfig) -> multimodal.Origin | None:
   return found if found.others(written) or 'mtp' in cfg.more_heads else None
 
 
-def with_module(source: Source, config: Config, objective: Objective) -> Source:
+def source_with_module(source: Source, config: Config, objective: Objective) -> Source:
   """Returns the source with its module for multi-token prediction, which `config.nll.mtp_weight` asks for."""
   key = 'config.nll.mtp_weight'
   if isinstance(source.config, CustomConfig):  # refused by `custom_model.check`

@@ -199,7 +199,13 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(model_lib.with_value_head(cfg, algorithm.value_head(config)), lora=spec)
   model = partition.build(cfg, adapter.dropout)
-  model = partition.freeze(model, config.train.freeze, _trains_module(config, algorithm))
+  trains_mtp = _trains_mtp(config, algorithm)
+  model = partition.freeze(model, config.train.freeze, trains_mtp)
+  refuse(
+    trains_mtp and not model.trains_mtp,
+    'config.nll.mtp_weight: this stage trains no module for multi-token prediction: lora and train.freeze leave it as '
+    'it is, and a model of your own has none; set it to 0',
+  )
   if config.model.quantize:
     from jaxpost.models import quantization
 
@@ -209,7 +215,7 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   return model
 
 
-def _trains_module(config: Config, algorithm: Algorithm) -> bool:
+def _trains_mtp(config: Config, algorithm: Algorithm) -> bool:
   """True if the stage trains a module for multi-token prediction; of an earlier stage, it stays for the export."""
   return config.nll.mtp_weight > 0 and (algorithm.sections is None or 'nll' in algorithm.sections)
 
@@ -235,10 +241,10 @@ def find_weights(
     source = list(earlier.values())[-1]
   source = sources_lib.with_adapter(config.lora.path, source)
   sources_lib.check_head(source, algorithm.scalar_head, 'config.init_from')
-  if _trains_module(config, algorithm):
+  if _trains_mtp(config, algorithm):
     from jaxpost.stage import model_folders
 
-    source = model_folders.with_module(source, config, algorithm.objective(config))
+    source = model_folders.source_with_module(source, config, algorithm.objective(config))
   out = {'policy': source}
   if 'reference' in algorithm.needs(config):
     path = config.rl.reference

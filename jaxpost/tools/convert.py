@@ -113,8 +113,10 @@ def _without_epochs(settings: list[Setting]) -> list[Setting]:
 
 def _computed(setting: Setting, given: dict[str, Any]) -> Setting:
   """Maps verl's size of a minibatch, in prompts, to how many minibatches a step has; some weights need a switch."""
-  if setting.fields == ('nll.mtp_weight',) and not given.get(f'{setting.name.rpartition(".")[0]}.enable_train'):
-    return Setting(setting.name, setting.value, (), 'has no effect without enable_train=true')
+  block = setting.name.rpartition('.')[0]
+  trains = given.get(f'{block}.enable_train') and given.get(f'{block}.enable', True)
+  if setting.fields == ('nll.mtp_weight',) and not trains:
+    return Setting(setting.name, setting.value, (), 'has no effect without enable and enable_train')
   whole = next((v for name, v in given.items() if name.rpartition('.')[2] == 'train_batch_size'), None)
   part = setting.value
   if setting.name.rpartition('.')[2] != 'ppo_mini_batch_size' or not (isinstance(whole, int) and isinstance(part, int)):
