@@ -24,7 +24,7 @@ from jaxpost.algorithms import sft
 from jaxpost.distributed.mesh import make_layout
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
-from jaxpost.formats import hf, predictors, tensor_layout
+from jaxpost.formats import hf, multimodal, predictors, tensor_layout
 from jaxpost.models import custom, partition, saved_config
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
@@ -377,6 +377,27 @@ def test_saved_configs_of_before_have_their_value_head():
   del fields['more_heads']
   assert saved_config.from_json(fields | dict(value_head=True)) == model_lib.with_value_head(cfg, True)
   assert saved_config.from_json(fields | dict(value_head=False)) == cfg
+
+
+def test_an_export_counts_the_module_that_it_has(tmp_path):
+  """Weights of a run may have one that the folder in `model.path` lacks."""
+  folder = pathlib.Path(tiny.folder(tmp_path / 'model', family='deepseek_v3', num_layers=LAYERS, num_kv_heads=2))
+  cfg = hf.read_config(folder)
+  model = model_lib.build(dataclasses.replace(cfg, more_heads=('mtp',)))
+  with predictors.Predictors(folder, model.config) as origin:
+    hf.save(tmp_path / 'export', model, tiny.params(model), origin=origin)
+  assert predictors.with_module(hf.read_config(tmp_path / 'export'), tmp_path / 'export', KEY) == model.config
+
+
+def test_a_module_in_float8_is_not_exported(tmp_path, caplog):
+  """An export has no scales of its blocks."""
+  folder_with_module(tmp_path / 'model', 'qwen3_5_text')
+  with multimodal.Origin(tmp_path / 'model') as origin:
+    found = origin.others((), '')
+    assert found and origin.without_float8(found) == found
+    name, tensor = next(iter(found.items()))
+    assert not origin.without_float8({name: dataclasses.replace(tensor, dtype='F8_E4M3')})
+  assert 'are in float8' in caplog.text
 
 
 def test_the_module_of_a_multimodal_folder_is_trained(tmp_path):
