@@ -184,8 +184,9 @@ def computed(models, algorithm, batch, micro_batches=1, layout=None, **fields):
   layout, ledger = layout or tiny.one_device(), Ledger()
   params, ref_params = (jax.device_put(x, model.shardings(layout)) for x in (params, ref_params))
   read = score.make_score(model, layout, tiny.EXACT, ledger)
+  state = TrainState(jnp.zeros((), int), params, None)
   policy = Policy(
-    model, TrainState(jnp.zeros((), int), params, None), layout, len(batch.tokens) // micro_batches, None, read
+    model, state, layout, len(batch.tokens) // micro_batches, update_program=None, make_score=lambda: read
   )
   reference = Frozen(ref_params, read, layout, model)
   placed = found.prepare(policy.place(batch), Roles(policy, reference=reference), config)
