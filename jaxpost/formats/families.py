@@ -295,7 +295,7 @@ FAMILIES = {
     experts=DEEPSEEK_ROUTER,
     aliases={'num_local_experts': 'n_routed_experts'},
     reads=(*_GLM.reads, 'use_qk_norm'),
-    ignored=('num_nextn_predict_layers', 'num_mtp_layers'),  # `predictors.py` reads them
+    reported=('num_nextn_predict_layers', 'num_mtp_layers'),
     defaults=_GLM.defaults
     | dict(num_key_value_heads=8, rms_norm_eps=1e-5, use_qk_norm=False, num_experts_per_tok=8, n_routed_experts=128)
     | dict(moe_intermediate_size=1408, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1)

@@ -79,7 +79,7 @@ class Family:
   aliases: Mapping[str, str] = _mapping()  # other spelling of a field -> the one that is read
   only: Mapping[str, Any] = _mapping()  # fields of which one value is supported
   ignored: tuple[str, ...] = ()  # fields without effect
-  reported: tuple[str, ...] = ()  # fields without effect here, named in a warning where they are set
+  reported: tuple[str, ...] = ()  # fields without effect on the model, named in a warning where they are set
   activation_field: str = 'hidden_act'
   activations: Mapping[str, str] = _mapping()  # value of that field -> ModelConfig.activation
   biases: Mapping[str, tuple[str, ...]] = _mapping()  # projections of a field, where `config_fields.BIASES` has others

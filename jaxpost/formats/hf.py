@@ -58,7 +58,7 @@ def read_config(folder: epath.PathLike, text_only: bool = False) -> ModelConfig:
   seals.warn(folder, [path.name])
   cfg, unknown = config_json.from_hf(object_store.read_json(path), str(path), text_only)
   if unknown:
-    logging.warning('%s: fields without effect here: %s', path, ', '.join(unknown))
+    logging.warning('%s: fields without effect on the model: %s', path, ', '.join(unknown))
   return cfg
 
 

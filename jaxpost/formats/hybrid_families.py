@@ -27,9 +27,9 @@ QWEN3_5 = Family(
   fixed=dict(qk_norm='head', norm_offset=1.0),
   reads=(*_DELTA, 'partial_rotary_factor', 'layer_types'),
   only=dict(attn_output_gate=True),
-  # A text has the same positions in all sections of the rotary embedding; `predictors.py` reads what is of a module.
-  ignored=('mamba_ssm_dtype', 'rope_parameters.mrope_section', 'rope_parameters.mrope_interleaved')
-  + ('mtp_num_hidden_layers', 'mtp_use_dedicated_embeddings'),
+  # A text has the same positions in all sections of the rotary embedding.
+  ignored=('mamba_ssm_dtype', 'rope_parameters.mrope_section', 'rope_parameters.mrope_interleaved'),
+  reported=('mtp_num_hidden_layers', 'mtp_use_dedicated_embeddings'),
   predictor={'enorm': 'mtp.pre_fc_norm_embedding', 'hnorm': 'mtp.pre_fc_norm_hidden', 'eh_proj': 'mtp.fc'}
   | {'shared_head.norm': 'mtp.norm', '': 'mtp.layers.0.'},
   defaults=_DEFAULTS | dict(num_key_value_heads=4),

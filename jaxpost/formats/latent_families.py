@@ -17,9 +17,9 @@ DEEPSEEK = Family(
   reads=(*SIZES, 'q_lora_rank', 'rope_interleave'),
   aliases={'num_local_experts': 'n_routed_experts'},
   only=dict(scoring_func='sigmoid', topk_method='noaux_tc', moe_layer_freq=1),
-  # qk_head_dim is the sum of two others; `formats/predictors.py` reads the counts of modules.
-  ignored=('ep_size', 'aux_loss_alpha', 'seq_aux', 'qk_head_dim', 'num_nextn_predict_layers', 'num_mtp_layers'),
-  reported=('auto_map',),
+  # qk_head_dim is the sum of two others.
+  ignored=('ep_size', 'aux_loss_alpha', 'seq_aux', 'qk_head_dim'),
+  reported=('num_nextn_predict_layers', 'num_mtp_layers', 'auto_map'),
   defaults=dict(
     kv_lora_rank=512,
     q_lora_rank=1536,
