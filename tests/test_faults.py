@@ -166,7 +166,7 @@ def test_a_killed_process(victim, tmp_path):
 
 
 # The clock of the day, an hour ahead, for Python and for the C++ of JAX and gRPC.
-MTP = """
+AHEAD = """
 #define _GNU_SOURCE
 #include <sys/time.h>
 #include <time.h>
@@ -202,7 +202,7 @@ int gettimeofday(struct timeval* restrict out, void* restrict zone) {
 )
 def test_clocks_that_differ_by_an_hour(tmp_path):
   """The run goes on, measures no hour, and misses a killed process as soon as ever."""
-  (tmp_path / 'ahead.c').write_text(MTP)
+  (tmp_path / 'ahead.c').write_text(AHEAD)
   library = tmp_path / 'ahead.so'
   subprocess.run(['cc', '-shared', '-fPIC', '-o', library, tmp_path / 'ahead.c'], check=True)
   shown = [sys.executable, '-c', 'import time; print(time.time())']
