@@ -1,4 +1,4 @@
-"""What a model of one's own (`models/custom.py`) lacks, refused before data is read."""
+"""Refuses, before data is read, what a model of your own (`models/custom.py`) lacks."""
 
 from __future__ import annotations
 
