@@ -16,8 +16,8 @@ class HybridConfig(ModelConfig):
   state space are C, its keys B, its values x, and the key heads are groups.
   """
 
-  # The mixer of each layer is 'layers' (attention), 'delta' (the gated delta rule), 'convolution' or 'state_space'. With 'mlp' or
-  # 'moe' for some, layers have one part each, and those with attention or another mixer have no MLP.
+  # The mixer of each layer is 'layers' (attention), 'delta' (the gated delta rule), 'convolution' or 'state_space'.
+  # With 'mlp' or 'moe' for some, layers have one part each, and those with attention or another mixer have no MLP.
   mixers: tuple[str, ...] = ()
   key_heads: int = 0  # of queries and keys
   value_heads: int = 0  # a multiple of it
