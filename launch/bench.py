@@ -26,6 +26,7 @@ workload_flags.define()
 _CORE = flags.DEFINE_integer('core', None, 'Use this CPU core only.', lower_bound=0)
 _OUT = flags.DEFINE_string('out', '', 'accelerator: file of the rows.')
 _BUDGET = flags.DEFINE_string('budget', '40m', 'accelerator: time for all rows, as in 90s or 40m.')
+_TRACES = flags.DEFINE_string('traces', '', 'accelerator: folder for the profile of each row that has one.')
 _ROWS = flags.DEFINE_string('rows', '', 'accelerator: rows to measure, with commas; a name means all below it.')
 _TINY = flags.DEFINE_bool('tiny', False, 'accelerator: sizes for a CPU, which show that the rows run.')
 _CLUSTER = cluster_flags.define()
@@ -42,7 +43,7 @@ def main(argv):
   if argv[1] == 'accelerator':
     _accelerator()
     return
-  exits.refuse(('out', 'budget', 'rows', 'tiny'), f'with {argv[1]}')
+  exits.refuse(('out', 'budget', 'rows', 'tiny', 'traces'), f'with {argv[1]}')
   tune = flags.FLAGS.tune
   if tune:
     host.tune_host()
@@ -68,7 +69,8 @@ def _accelerator():
     rows.chosen(_ROWS.value)
   except ValueError as e:
     raise errors.InputError(f'--rows: {e}') from e
-  failed = supervisor.run(_OUT.value, int(given[1]) * {'s': 1, 'm': 60}[given[2]], _ROWS.value, _TINY.value)
+  seconds = int(given[1]) * {'s': 1, 'm': 60}[given[2]]
+  failed = supervisor.run(_OUT.value, seconds, _ROWS.value, _TINY.value, _TRACES.value)
   if failed:
     print(f'{failed} rows have an error; {_OUT.value} has all of them')
 

@@ -35,6 +35,8 @@ def test_an_exception_and_a_limit_of_time_are_errors_of_their_row(monkeypatch):
   start = time.monotonic()
   assert worker.measure('b', Row('fake:hangs', 0.2), False)['error'] == 'TimeoutError: gave no result in 0 s'
   assert time.monotonic() - start < 10
+  hurried = worker.measure('b', Row('fake:hangs', 9), False, left=0.2)
+  assert hurried['error'] == 'TimeoutError: gave no result in 0 s'
   found = worker.measure('c', Row('fake:works', 9), False)
   assert found.pop('seconds') >= 0 and found == dict(row='c', x=None)
 
@@ -52,8 +54,9 @@ def test_a_worker_that_ends_takes_one_row_with_it(tmp_path, monkeypatch, first, 
   script = tmp_path / 'fake_worker.py'
   script.write_text(
     'import json, os, sys, time\n'
-    'fd, _, *names = sys.argv[1:]\n'
-    'def send(m): os.write(int(fd), (json.dumps(m) + "\\n").encode())\n'
+    'options, *names = sys.argv[1:]\n'
+    'fd = json.loads(options)["pipe"]\n'
+    'def send(m): os.write(fd, (json.dumps(m) + "\\n").encode())\n'
     f'if not os.path.exists({str(tmp_path / "second")!r}):\n'
     f'  open({str(tmp_path / "second")!r}, "w").close()\n'
     f'  {first}\n'
@@ -64,7 +67,7 @@ def test_a_worker_that_ends_takes_one_row_with_it(tmp_path, monkeypatch, first, 
   popen = subprocess.Popen
 
   def start(command, **kw):
-    started.append(command[5:])
+    started.append(command[4:])
     return popen([sys.executable, str(script), *command[3:]], **kw)
 
   monkeypatch.setattr(supervisor.subprocess, 'Popen', start)

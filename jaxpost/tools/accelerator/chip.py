@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import platform
+import time
 from typing import Any
 
 import jax
@@ -75,14 +76,16 @@ def compiler_options() -> dict[str, Any]:
   return dict(options=probe.try_options(jax.devices()[0], wanted))
 
 
-def kernels(kernel_length: int) -> dict[str, Any]:
+def kernels(kernel_length: int, patience: float) -> dict[str, Any]:
   """Returns the largest errors of the attention kernel of this platform, in the shapes of all families.
 
   An error is the largest difference from attention in float32 over the largest value, forward and backward.
 
   Args:
     kernel_length: tokens of a row.
+    patience: seconds after which no other shape is begun.
   """
+  end = time.monotonic() + patience
   device = jax.devices()[0]
   compute = compute_for(device.platform, probe.matmul_type()[0], 'none')
   name = compute.attention
@@ -92,8 +95,11 @@ def kernels(kernel_length: int) -> dict[str, Any]:
   for preset, cfg in presets.every().items():
     shape = attention_kernels.attention_shape(cfg, kernel_length, 1)
     shapes.setdefault(shape, preset)
-  errors, refused = {}, {}
+  errors, refused, left = {}, {}, dict(shapes)
   for shape, preset in shapes.items():
+    if time.monotonic() > end:
+      break
+    del left[shape]
     why = attention_kernels.REFUSALS[name](
       shape.head_dim, shape.value_dim, compute.dtype, shape.attention_softcap, shape.sinks
     )
@@ -103,4 +109,4 @@ def kernels(kernel_length: int) -> dict[str, Any]:
       errors[preset] = kernel_check.trusted(name, shape, compute.dtype) or {
         str(window): kernel_check.errors(name, shape, compute.dtype, window) for window in shape.windows
       }
-  return dict(kernel=name, dtype=compute.dtype, errors=errors, refused=refused)
+  return dict(kernel=name, dtype=compute.dtype, errors=errors, refused=refused, not_checked=[*left.values()])

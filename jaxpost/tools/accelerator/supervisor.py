@@ -21,7 +21,14 @@ _GRACE = 60.0  # seconds after its limit in which a row may end by itself
 _START = 300.0  # seconds until a worker has found the devices
 
 
-def run(out: str, budget: float, names: str = '', tiny: bool = False, say: Callable[[str], None] = print) -> int:
+def run(
+  out: str,
+  budget: float,
+  names: str = '',
+  tiny: bool = False,
+  traces: str = '',
+  say: Callable[[str], None] = print,
+) -> int:
   """Measures the chosen rows and appends a line of JSON to `out` as each ends.
 
   A line has 'row', 'seconds' (wall time) and either the figures, or 'error', or 'skipped' with the reason.
@@ -30,6 +37,7 @@ def run(out: str, budget: float, names: str = '', tiny: bool = False, say: Calla
     budget: seconds for everything; a row is not started when none are left.
     names: see `rows.chosen`.
     tiny: measure at sizes for CPUs, which shows that the code runs and nothing else.
+    traces: folder that keeps the profile of each row; '': none are kept.
     say: called with a line of text for each row.
 
   Returns:
@@ -48,7 +56,7 @@ def run(out: str, budget: float, names: str = '', tiny: bool = False, say: Calla
       say(f'{line["row"]}: {state} ({line.get("seconds", 0)} s)')
 
     while left and time.monotonic() < end:
-      for line in _worker(left, end, tiny):
+      for line in _worker(left, end, tiny, traces):
         left.remove(line['row'])
         failed += 'error' in line
         write(line)
@@ -57,10 +65,11 @@ def run(out: str, budget: float, names: str = '', tiny: bool = False, say: Calla
   return failed
 
 
-def _worker(names: list[str], end: float, tiny: bool) -> Iterator[dict[str, Any]]:
+def _worker(names: list[str], end: float, tiny: bool, traces: str) -> Iterator[dict[str, Any]]:
   """Starts a worker and yields the lines of the rows that ended in it, at least one."""
   read, write = os.pipe()
-  command = [sys.executable, '-m', 'jaxpost.tools.accelerator.worker', str(write), str(int(tiny)), *names]
+  options = dict(pipe=write, tiny=tiny, traces=traces, end=end)
+  command = [sys.executable, '-m', 'jaxpost.tools.accelerator.worker', json.dumps(options), *names]
   process = subprocess.Popen(command, stdout=sys.stderr, pass_fds=(write,), start_new_session=True)
   os.close(write)
   began, running, limit = time.monotonic(), names[0], min(time.monotonic() + _START, end)

@@ -1,6 +1,6 @@
-"""The process that measures: `worker.py FD TINY ROW...`, started by `supervisor.py`.
+"""The process that measures: `worker.py OPTIONS ROW...`, started by `supervisor.py`.
 
-Writes to the pipe FD {"begin": row} before each row and its line after it. An exception, or a
+Writes to a pipe {"begin": row} before each row and its line after it. An exception, or a
 limit of time that passes, is the row's error, and the next row runs.
 """
 
@@ -23,22 +23,27 @@ from jaxpost.tools.accelerator import rows as rows_lib
 # After these a device answers nothing more: the process ends, and the supervisor starts another.
 _FATAL = ('CUDA_ERROR_ILLEGAL_ADDRESS', 'CUDA_ERROR_LAUNCH_FAILED', 'CUDA_ERROR_ASSERT', 'device-side assert')
 
+_MARGIN = 5.0  # seconds before the end of the budget, in which a row reports what it has
+
 # Errors of measurements, of JAX (JaxRuntimeError is a RuntimeError) and of limits. Another ends the process, and is
 # the row's error as well.
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError)
 _FAILURES += (RuntimeError, TypeError, ValueError, errors.InputError)
 
 
-def measure(name: str, row: rows_lib.Row, tiny: bool) -> dict[str, Any]:
-  """Returns the line of a row: its figures, or what went wrong."""
-  start = time.perf_counter()
+def measure(name: str, row: rows_lib.Row, tiny: bool, left: float = math.inf) -> dict[str, Any]:
+  """Returns the line of a row: its figures, or what went wrong.
+
+  It is given up after `row.seconds`, or when only `left` seconds of the budget are.
+  """
+  start, seconds = time.perf_counter(), max(0.1, min(row.seconds, left))
 
   def give_up(number: int, frame: Any) -> None:
     del number, frame
-    raise TimeoutError(f'gave no result in {row.seconds:.0f} s')
+    raise TimeoutError(f'gave no result in {seconds:.0f} s')
 
   signal.signal(signal.SIGALRM, give_up)
-  signal.setitimer(signal.ITIMER_REAL, row.seconds)
+  signal.setitimer(signal.ITIMER_REAL, seconds)
   try:
     found = row.run(tiny)
   except _FAILURES as e:
@@ -60,11 +65,15 @@ def _finite(x: Any) -> Any:
 
 
 def main(argv: list[str]) -> None:
-  """Measures the rows that the command line names."""
-  fd, tiny, *names = argv
+  """Measures the rows that the command line names.
+
+  The first argument is JSON: the number of the `pipe`, `tiny`, `traces` (a folder or ''), and when to `end`, by
+  `time.monotonic`.
+  """
+  options, *names = json.loads(argv[0]), *argv[1:]
   host.tune_host()
   host.use_compile_cache()
-  with os.fdopen(int(fd), 'w', encoding='utf-8') as pipe:
+  with os.fdopen(options['pipe'], 'w', encoding='utf-8') as pipe:
 
     def send(message: dict[str, Any]) -> None:
       pipe.write(json.dumps(message) + '\n')
@@ -72,7 +81,12 @@ def main(argv: list[str]) -> None:
 
     for name in names:
       send(dict(begin=name))
-      line = measure(name, rows_lib.ROWS[name], bool(int(tiny)))
+      if options['traces']:
+        from jaxpost.tools.accelerator import workload
+
+        workload.keep_traces(os.path.join(options['traces'], name.replace('/', '-')))
+      left = options['end'] - time.monotonic() - _MARGIN
+      line = measure(name, rows_lib.ROWS[name], options['tiny'], left)
       gc.collect()  # the arrays of a row before those of the next
       send(line)
       if any(x in line.get('error', '') for x in _FATAL):

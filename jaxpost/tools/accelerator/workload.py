@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _DOCUMENTS = 512
 _SAMPLES = 10  # largest operations of a profile that are reported
+_traces = ''  # where the profile of the row is kept
 
 
 def shape_of(preset: str, layers: int) -> ModelConfig:
@@ -168,13 +169,20 @@ def spread(seconds: list[float]) -> dict[str, float]:
   return dict(step_s=float(np.median(seconds)), step_p95_s=float(np.percentile(seconds, 95)))
 
 
+def keep_traces(folder: str) -> None:
+  """Keeps the profile of the row that follows in a folder, to be opened with xprof or Perfetto."""
+  global _traces
+  _traces = folder
+
+
 def profile(work: Any, per: int = 1) -> dict[str, Any]:
   """Traces `work()`, which waits for the devices; returns the ten largest operations and how many ran.
 
   Args:
     per: operations are counted over this number of tokens or steps.
   """
-  with tempfile.TemporaryDirectory() as folder:
+  with tempfile.TemporaryDirectory() as own:
+    folder = _traces or own
     with jax.profiler.trace(folder):
       work()
     files = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
