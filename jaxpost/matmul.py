@@ -65,13 +65,13 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto', 
   Args:
     dtype: 'auto' is bfloat16; `hardware.probe` may have replaced it before.
     remat: 'auto' is 'dots' on accelerators, and 'none' on CPU, where memory is not short.
-    attention: 'auto' is splash on TPU, cuDNN on GPU and chunked on CPU; `hardware.kernel_check`
+    attention: 'auto' is splash on TPU, a Triton kernel on GPU and chunked on CPU; `hardware.kernel_check`
       leaves shapes to XLA that the kernel of this device gets wrong.
     memory: bytes of a device, of which the logits that are there at a time take up to an eighth; 0: unknown.
   """
   dtype = 'bfloat16' if dtype == 'auto' else dtype
   forced = attention != 'auto'
-  attention = attention if forced else {'cpu': 'chunked', 'tpu': 'splash'}.get(platform, 'cudnn')
+  attention = attention if forced else {'cpu': 'chunked', 'tpu': 'splash'}.get(platform, 'triton')
   remat = {'auto': 'none' if platform == 'cpu' else 'dots'}.get(remat, remat)
   rest = dict(dtype=dtype, cache=dtype, remat=remat, attention=attention, forced=forced)
   if platform == 'cpu':

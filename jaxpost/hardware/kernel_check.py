@@ -101,9 +101,9 @@ def _words(work: AttentionShape) -> str:
 def _key(name: str, dtype: str, work: AttentionShape) -> str:
   """Returns a text that changes with the kernel, its code, the shape, and what it runs on."""
   device = jax.local_devices()[0]
-  code = zlib.crc32(
-    pathlib.Path(attention_kernels.__file__).read_bytes(), zlib.crc32(device.client.platform_version.encode())
-  )
+  code = zlib.crc32(device.client.platform_version.encode())
+  for file in sorted(pathlib.Path(attention_kernels.__file__).parent.glob('attention_*.py')):
+    code = zlib.crc32(file.read_bytes(), code)
   return ' '.join(map(str, (name, dtype, *work, jax.__version__, device.device_kind, code)))
 
 

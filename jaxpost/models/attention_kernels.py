@@ -1,4 +1,4 @@
-"""Flash-attention kernels: splash (TPU) and cuDNN (GPU).
+"""Flash-attention kernels: splash (TPU), Triton and cuDNN (GPU).
 
 Legend: B rows, T tokens (t of a part), H heads, K kv heads, h head size, hv
 that of values, M documents of a row, n parts of it.
@@ -47,6 +47,13 @@ def _cudnn_refuses(size, values, dtype, cap, sinks) -> str:
   return 'soft caps of the scores' if cap else 'sinks' if sinks else ''
 
 
+def _triton_refuses(size, values, dtype, cap, sinks) -> str:
+  del cap, sinks
+  if dtype not in ('bfloat16', 'float16'):
+    return f'config.model.dtype={dtype} (bfloat16 and float16 only)'
+  return f'heads of {size} and {values} (up to 256 only)' if max(size, values) > 256 else ''
+
+
 class AttentionShape(NamedTuple):
   """Shape of an attention problem, for which a kernel is checked against XLA.
 
@@ -67,8 +74,8 @@ class AttentionShape(NamedTuple):
 
 # fn(h, hv, dtype, soft cap, has sinks) -> what the kernel does not support, or ''.
 # All support segments, windows and grouped heads.
-REFUSALS = {'splash': _splash_refuses, 'cudnn': _cudnn_refuses}
-PLATFORMS = {'splash': ('tpu',), 'cudnn': ('gpu', 'cuda')}  # where they run
+REFUSALS = {'splash': _splash_refuses, 'triton': _triton_refuses, 'cudnn': _cudnn_refuses}
+PLATFORMS = {'splash': ('tpu',), 'triton': ('gpu', 'cuda'), 'cudnn': ('gpu', 'cuda')}  # where they run
 
 
 def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, parts: int) -> bool:
@@ -78,7 +85,7 @@ def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, par
   shapes for which the check found them wrong.
   """
   why = REFUSALS[compute.attention](q.shape[3], v.shape[3], compute.dtype, cfg.attention_softcap, sinks is not None)
-  if branch_ids is not None:
+  if branch_ids is not None and compute.attention != 'triton':
     why = 'branches of a shared prompt (config.preference.share_prompt=False does without)'
   if why and compute.forced:
     raise InputError(
@@ -100,11 +107,10 @@ def attend(
 
   Where rows are split, a device has a stripe of the queries and gathers all keys.
   """
-  del branch_ids  # refused
   windows = (window,) if isinstance(window, int) else tuple(sorted(set(cfg.layer_windows)))
   number = 0 if isinstance(window, int) else jnp.searchsorted(jnp.array(windows), window)
   run = functools.partial(_local, windows=windows, cfg=cfg, compute=compute, parts=parts)
-  given = q, k, v, segment_ids, positions, number, sinks
+  given = q, k, v, segment_ids, positions, branch_ids, number, sinks
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
     return run(*given)
 
@@ -120,6 +126,7 @@ def attend(
     keys,
     rows(segment_ids, None),
     rows(positions, None),
+    branch_ids if branch_ids is None else rows(branch_ids, None),
     PartitionSpec(),
     sinks if sinks is None else PartitionSpec(queries[2]),
   )
@@ -132,14 +139,14 @@ def attend(
   )(*given)
 
 
-def _local(q, k, v, segment_ids, positions, number, sinks, *, windows, cfg, compute, parts, groups=0):
+def _local(q, k, v, segment_ids, positions, branch_ids, number, sinks, *, windows, cfg, compute, parts, groups=0):
   """Runs on one device; with `groups` > 0 all kv heads are here, for `groups` queries each."""
   q = attention_xla.scale_queries(q, cfg)
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
-  more = {}
+  more = {} if branch_ids is None else dict(branch_ids=branch_ids)
   if parts > 1:
     k, v = map(context_parallel.gather_stripes, (k, v))
-    more = dict(stripe=(jax.lax.axis_index('context'), parts))
+    more |= dict(stripe=(jax.lax.axis_index('context'), parts))
   if groups:
     first = jax.lax.axis_index('tensor') * q.shape[2]
     asked = (first + jnp.arange(q.shape[2])) // groups
@@ -233,6 +240,22 @@ def _behind(x, part, n: int, fill):
   return jax.lax.dynamic_slice_in_dim(more, part, x.shape[1], axis=1)
 
 
+# --------------------------------------------------------------------- Triton
+
+
+def triton(q, k, v, segment_ids, positions, sinks, branch_ids=None, *, window: int, cfg: ModelConfig, compute: Compute):
+  """Flash attention of `attention_triton`, for rows of any length."""
+  del compute
+  from jaxpost.models import attention_triton
+
+  length = q.shape[1]
+  segment_ids, q, k, v = _padded(_LANES, segment_ids, q, k, v)
+  positions, branch_ids = (
+    x if x is None else jnp.pad(x, ((0, 0), (0, q.shape[1] - length))) for x in (positions, branch_ids)
+  )
+  return attention_triton.attend(q, k, v, segment_ids, positions, sinks, branch_ids, window=window, cfg=cfg)[:, :length]
+
+
 # ---------------------------------------------------------------------- cuDNN
 
 
@@ -277,7 +300,7 @@ def documents(segment_ids, most: int):
   return jax.vmap(row)(segment_ids)
 
 
-KERNELS = {'splash': splash, 'cudnn': cudnn}
+KERNELS = {'splash': splash, 'triton': triton, 'cudnn': cudnn}
 
 
 def _packed(q, k, v, starts, sizes, window):

@@ -203,6 +203,8 @@ def _saved_width(case: _Case) -> float:
   )
   if case.compute.attention == 'cudnn':  # float32 statistics of each head, for all documents that a row may hold
     split += 2 * cfg.num_heads * max_documents(case.shape.row_length)
+  elif case.compute.attention == 'triton':
+    split += 2 * cfg.num_heads
   return split / tensor + 3 * cfg.hidden_size  # with the input, and the results of both projections to its width
 
 

@@ -17,6 +17,9 @@ _SPLASH = {'fwd': (1, 1), 'dq': (2, 1), 'dkv': (2, 2)}
 _SPLASH_NAME = re.compile(r'splash_m\w+?_(fwd|dq|dkv)_')
 # Forward, and backward with the scores again.
 _CUDNN = {'__cudnn$fmhaSoftmax': (1, 1), '__cudnn$fmhaSoftmaxBackward': (3, 2)}
+_TRITON = {'forward': (1, 1), 'queries': (2, 1), 'keys': (2, 2)}
+_TRITON_NAME = re.compile(r'attention_(forward|queries|keys)_(\d+)')
+_TRITON_TARGET = '__gpu$xla.gpu.triton'
 
 
 def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
@@ -28,7 +31,11 @@ def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
   if not is_one(op):
     return 0.0, 0.0
   if (name := _target(op)) in _CUDNN:
-    return _cudnn(op, _CUDNN[name], given)
+    found = re.search(r'attention_window_(\d+)', hlo.op_name(op))
+    return _causal(_CUDNN[name], int(found[1]) if found else 0, given)
+  if name == _TRITON_TARGET:
+    found = _TRITON_NAME.search(hlo.op_name(op))
+    return _causal(_TRITON[found[1]], int(found[2]), given) if found else (0.0, 0.0)
   if hlo.op_name(op).endswith('/ragged-dot-none'):
     return _groups(op, given[-2])
   found = _SPLASH_NAME.search(hlo.op_name(op))
@@ -36,7 +43,7 @@ def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
 
 
 def is_one(op: hlo.Op) -> bool:
-  return op.kind == 'custom-call' and (_target(op) in ('tpu_custom_call', *_CUDNN))
+  return op.kind == 'custom-call' and (_target(op) in ('tpu_custom_call', _TRITON_TARGET, *_CUDNN))
 
 
 def _target(op: hlo.Op) -> str:
@@ -84,12 +91,10 @@ def splash_blocks(queries: int, keys: int, block: int, n: int, window: int) -> i
   return pairs
 
 
-def _cudnn(op: hlo.Op, products, given) -> tuple[float, float]:
-  """(FLOPs, bytes) of cuDNN attention over the causal half or the window, for rows of one document."""
+def _causal(products: tuple[int, int], window: int, given: list[hlo.Array]) -> tuple[float, float]:
+  """(FLOPs, bytes) of attention on GPUs over the causal half or the window, for rows of one document."""
   q, _, v = [a for a in given if len(a.dims) == 4][:3]
   rows, length, heads, size = q.dims
-  found = re.search(r'attention_window_(\d+)', hlo.op_name(op))
-  window = int(found[1]) if found else 0
   window = min(window or length, length)
   pairs = window * (window + 1) / 2 + (length - window) * window
   return 2.0 * rows * heads * pairs * (products[0] * size + products[1] * v.dims[-1]), 0.0

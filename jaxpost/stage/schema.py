@@ -43,8 +43,8 @@ class ModelSection:
   )
   attention: str = option(
     'auto',
-    'Implementation of attention; auto: splash on TPU, cudnn on GPU, chunked on CPU and where those are wrong.',
-    choices=('auto', 'chunked', 'splash', 'cudnn'),
+    'Implementation of attention; auto: splash on TPU, triton on GPU, chunked on CPU and where those are wrong.',
+    choices=('auto', 'chunked', 'splash', 'triton', 'cudnn'),
   )
 
 

@@ -22,12 +22,7 @@ _START = 300.0  # seconds until a worker has found the devices
 
 
 def run(
-  out: str,
-  budget: float,
-  names: str = '',
-  tiny: bool = False,
-  traces: str = '',
-  say: Callable[[str], None] = print,
+  out: str, budget: float, names: str = '', tiny: bool = False, traces: str = '', say: Callable[[str], None] = print
 ) -> int:
   """Measures the chosen rows and appends a line of JSON to `out` as each ends.
 

@@ -207,4 +207,5 @@ def _operations(planes: list[Any]) -> Iterator[Any]:
       continue
     for line in plane.lines:
       if 'XLA Ops' in line.name or 'Stream' in line.name or (not devices and line.name.startswith('tf_XLA')):
-        yield from (e for e in line.events if '::' not in e.name)  # those of XLA:CPU's executor span the others
+        # Those of XLA:CPU's executor span the others.
+        yield from (e for e in line.events if devices or '::' not in e.name)

@@ -1,0 +1,364 @@
+"""Flash attention over packed rows for NVIDIA GPUs, in Pallas for Triton.
+
+The algorithm is FlashAttention-2 (https://arxiv.org/abs/2307.08691). Blocks of keys that no query of a block may attend
+to, because of the causal mask, a window, or the boundaries of documents, are never read: the cost grows with the length
+of the documents and not with that of the row.
+
+Legend: B rows, T tokens, H heads, K kv heads, G queries per kv head, h head size, hv that of values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxpost.types import MASKED_LOGIT
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+  """Blocks of the three kernels: (queries, keys, warps, stages)."""
+
+  forward: tuple[int, int, int, int] = (128, 64, 8, 2)
+  queries: tuple[int, int, int, int] = (64, 64, 4, 2)  # gradient of the queries
+  keys: tuple[int, int, int, int] = (64, 64, 4, 2)  # gradients of keys and values
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+  """What a kernel is compiled for."""
+
+  window: int
+  cap: float
+  tiles: Tiles
+  interpret: bool
+
+
+def attend(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  positions: jax.Array,
+  sinks: jax.Array | None,
+  branch_ids: jax.Array | None = None,
+  *,
+  window: int,
+  cfg: ModelConfig,
+  tiles: Tiles | None = None,
+  interpret: bool = False,
+) -> jax.Array:
+  """Attends inside each document of a packed row, see `attention.attention`.
+
+  Args:
+    q: [B, T, H, h], scaled; k: [B, T, K, h]; v: [B, T, K, hv]. T is a multiple of 128.
+    tiles: sizes of blocks; None: those for h and hv.
+    interpret: run it on the CPU, for tests.
+
+  Returns:
+    [B, T, H, hv].
+  """
+  static = _Static(window, cfg.attention_softcap, tiles or _tiles(q.shape[3], v.shape[3]), interpret)
+  number = jnp.arange(q.shape[1], dtype=jnp.int32)
+  new = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+  first = jax.lax.cummax(jnp.where(new, number, 0), axis=1)
+  last = jax.lax.cummin(jnp.where(jnp.roll(new, -1, axis=1), number, q.shape[1]), axis=1, reverse=True)
+  ids = None
+  if branch_ids is not None:  # what is shared is closer by position than by place
+    ids = jnp.stack([branch_ids, positions], axis=1).astype(jnp.int32)
+  elif window:
+    first, last = jnp.maximum(first, number - window + 1), jnp.minimum(last, number + window - 1)
+  return _attend(static, q, k, v, sinks, first, last, ids)
+
+
+def _tiles(size: int, values: int) -> Tiles:
+  if max(size, values) <= 128:
+    return Tiles()
+  return Tiles(forward=(64, 64, 8, 1), queries=(32, 32, 4, 1), keys=(32, 32, 4, 1))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, q, k, v, sinks, first, last, ids):
+  return _forward(static, q, k, v, sinks, first, ids)[0]
+
+
+def _attend_fwd(static, q, k, v, sinks, first, last, ids):
+  out, lse = _forward(static, q, k, v, sinks, first, ids)
+  # Rematerialization keeps both, so that the backward pass does not run the kernel again.
+  out, lse = checkpoint_name(out, 'dots'), checkpoint_name(lse, 'dots')
+  return out, (q, k, v, sinks, first, last, ids, out, lse)
+
+
+def _attend_bwd(static, saved, g):
+  q, k, v, sinks, first, last, ids, out, lse = saved
+  delta = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, H, T]
+  given = q, k, v, first, ids, g.astype(v.dtype), lse, delta
+  dq = _backward_queries(static, *given)
+  dk, dv = _backward_keys(static, last, *given)
+  dsinks = None
+  if sinks is not None:
+    dsinks = -jnp.sum(jnp.exp2(sinks[:, None] * _LOG2_E - lse) * delta, axis=(0, 2)).astype(sinks.dtype)
+  return dq, dk, dv, dsinks, None, None, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+# -------------------------------------------------------------------- kernels
+
+
+def _load(ref: Any, size: int) -> jax.Array:
+  """Reads a block [n, h padded to a power of 2] whose columns from `size` on are 0."""
+  if ref.shape[-1] == size:
+    return ref[...]
+  real = jnp.arange(ref.shape[-1]) < size
+  return plgpu.load(ref, mask=jnp.broadcast_to(real[None], ref.shape), other=0)
+
+
+def _store(ref: Any, x: jax.Array, size: int) -> None:
+  x = x.astype(ref.dtype)
+  if ref.shape[-1] == size:
+    ref[...] = x
+  else:
+    plgpu.store(ref, x, mask=jnp.broadcast_to((jnp.arange(ref.shape[-1]) < size)[None], ref.shape))
+
+
+def _dot(a: jax.Array, b: jax.Array, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
+  # float32 operands are those of tests.
+  precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+  return plgpu.dot(a, b, trans_a=trans_a, trans_b=trans_b, precision=precision)
+
+
+def _scores(q, k, cap: float) -> tuple[jax.Array, jax.Array | float]:
+  """Returns capped scores [q, k] and the derivative of the cap."""
+  s = _dot(q, k, trans_b=True)
+  if not cap:
+    return s, 1.0
+  s = jnp.tanh(s / cap)
+  return s * cap, 1 - s * s
+
+
+def _visible(rows, first, columns, mine, theirs, window: int) -> jax.Array:
+  """Returns [q, k]: which keys each query attends to.
+
+  rows, columns: places of queries and keys; first: [q], first key; mine, theirs: (branch, position) of each, or None.
+  """
+  seen = (columns[None] >= first[:, None]) & (columns[None] <= rows[:, None])
+  if mine is None:
+    return seen
+  seen &= (theirs[0][None] == 0) | (theirs[0][None] == mine[0][:, None])
+  return seen & (mine[1][:, None] - theirs[1][None] < window) if window else seen
+
+
+def _ids(ref, place) -> tuple[jax.Array, jax.Array] | None:
+  return None if ref is None else (ref[0, place], ref[1, place])
+
+
+def _forward_kernel(q_ref, k_ref, v_ref, first_ref, from_ref, ids_ref, sinks_ref, out_ref, lse_ref, *, static, sizes):
+  rows, cols, *_ = static.tiles.forward
+  size, values = sizes
+  begin = pl.program_id(0) * rows
+  q, at = _load(q_ref, size), begin + jnp.arange(rows)
+  first, mine = first_ref[...], _ids(ids_ref, pl.ds(begin, rows))
+
+  def step(j, carry):
+    out, top, total = carry
+    keys = pl.ds(j * cols, cols)
+    s, _ = _scores(q, _load(k_ref.at[keys], size), static.cap)
+    columns = j * cols + jnp.arange(cols)
+    seen = _visible(at, first, columns, mine, _ids(ids_ref, keys), static.window)
+    s = jnp.where(seen, s * _LOG2_E, MASKED_LOGIT)
+    highest = jnp.maximum(top, jnp.max(s, axis=1))
+    weights, old = jnp.exp2(s - highest[:, None]), jnp.exp2(top - highest)
+    v = _load(v_ref.at[keys], values)
+    out = out * old[:, None] + _dot(weights.astype(v.dtype), v)
+    return out, highest, total * old + jnp.sum(weights, axis=1)
+
+  zeros = jnp.zeros((rows, v_ref.shape[-1]), jnp.float32), jnp.full(rows, MASKED_LOGIT), jnp.zeros(rows, jnp.float32)
+  low, high = from_ref[pl.program_id(0)] // cols, pl.cdiv(begin + rows, cols)
+  out, top, total = jax.lax.fori_loop(low, high, step, zeros)
+  if sinks_ref is not None:  # a key without a value
+    sink = sinks_ref[pl.program_id(1)] * _LOG2_E
+    highest = jnp.maximum(top, sink)
+    old = jnp.exp2(top - highest)
+    out, total, top = out * old[:, None], total * old + jnp.exp2(sink - highest), highest
+  _store(out_ref, out / total[:, None], values)
+  lse_ref[...] = top + jnp.log2(total)
+
+
+def _queries_kernel(
+  q_ref, k_ref, v_ref, first_ref, from_ref, ids_ref, g_ref, lse_ref, delta_ref, dq_ref, *, static, sizes
+):
+  rows, cols, *_ = static.tiles.queries
+  size, values = sizes
+  begin = pl.program_id(0) * rows
+  q, g, at = _load(q_ref, size), _load(g_ref, values), begin + jnp.arange(rows)
+  first, mine, lse, delta = first_ref[...], _ids(ids_ref, pl.ds(begin, rows)), lse_ref[...], delta_ref[...]
+
+  def step(j, dq):
+    keys = pl.ds(j * cols, cols)
+    k = _load(k_ref.at[keys], size)
+    s, slope = _scores(q, k, static.cap)
+    columns = j * cols + jnp.arange(cols)
+    seen = _visible(at, first, columns, mine, _ids(ids_ref, keys), static.window)
+    weights = jnp.exp2(jnp.where(seen, s * _LOG2_E, MASKED_LOGIT) - lse[:, None])
+    ds = weights * (_dot(g, _load(v_ref.at[keys], values), trans_b=True) - delta[:, None]) * slope
+    return dq + _dot(ds.astype(k.dtype), k)
+
+  low, high = from_ref[pl.program_id(0)] // cols, pl.cdiv(begin + rows, cols)
+  dq = jax.lax.fori_loop(low, high, step, jnp.zeros((rows, q_ref.shape[-1]), jnp.float32))
+  _store(dq_ref, dq, size)
+
+
+def _keys_kernel(
+  q_ref, k_ref, v_ref, first_ref, until_ref, ids_ref, g_ref, lse_ref, delta_ref, dk_ref, dv_ref, *, static, sizes
+):
+  rows, cols, *_ = static.tiles.keys
+  size, values = sizes
+  begin = pl.program_id(0) * cols
+  k, v, columns = _load(k_ref, size), _load(v_ref, values), begin + jnp.arange(cols)
+  theirs = _ids(ids_ref, pl.ds(begin, cols))
+  low, high = begin // rows, until_ref[pl.program_id(0)] // rows + 1
+  count = high - low
+
+  def step(n, carry):
+    dk, dv = carry
+    head, i = n // count, low + n % count
+    some = pl.ds(i * rows, rows)
+    q, g = _load(q_ref.at[some, head], size), _load(g_ref.at[some, head], values)
+    s, slope = _scores(q, k, static.cap)
+    seen = _visible(i * rows + jnp.arange(rows), first_ref[some], columns, _ids(ids_ref, some), theirs, static.window)
+    weights = jnp.exp2(jnp.where(seen, s * _LOG2_E, MASKED_LOGIT) - lse_ref[head, some][:, None])
+    dv += _dot(weights.astype(g.dtype), g, trans_a=True)
+    ds = weights * (_dot(g, v, trans_b=True) - delta_ref[head, some][:, None]) * slope
+    return dk + _dot(ds.astype(q.dtype), q, trans_a=True), dv
+
+  zeros = jnp.zeros((cols, k_ref.shape[-1]), jnp.float32), jnp.zeros((cols, v_ref.shape[-1]), jnp.float32)
+  dk, dv = jax.lax.fori_loop(0, q_ref.shape[1] * count, step, zeros)
+  _store(dk_ref, dk, size)
+  _store(dv_ref, dv, values)
+
+
+# ---------------------------------------------------------------------- calls
+
+
+def _padded(size: int) -> int:
+  return pl.next_power_of_2(size)
+
+
+def _describe_gpu() -> None:
+  """Lets a process without a GPU compile the kernels for a described one, which JAX 0.11 refuses otherwise."""
+  if jax.default_backend() != 'cpu' or jax.__version_info__ < (0, 11):
+    return
+  from jax._src.pallas.triton import gpu_info  # private: the public way needs a mesh around the whole lowering
+
+  ampere = gpu_info.GpuInfo(gpu_version=gpu_info.GpuVersion.A100, arch_name='8.0', compute_capability=80)
+  gpu_info.registry.setdefault('cpu', lambda: ampere)
+
+
+def _call(kernel, name, static, tile, grid, given, outputs):
+  """Calls a kernel on (array or None, block, index map) triples."""
+  _describe_gpu()
+  there = [x for x in given if x[0] is not None]
+
+  def whole(*refs):
+    inputs, rest = list(refs[: len(there)]), refs[len(there) :]
+    kernel(*(inputs.pop(0) if x[0] is not None else None for x in given), *rest)
+
+  return pl.pallas_call(
+    whole,
+    grid=grid,
+    in_specs=[pl.BlockSpec(block, index) for _, block, index in there],
+    out_specs=[pl.BlockSpec(block, index) for _, block, index in outputs],
+    out_shape=[x for x, *_ in outputs],
+    compiler_params=plgpu.CompilerParams(num_warps=tile[2], num_stages=tile[3]),
+    interpret=static.interpret,
+    name=name,
+  )(*(x for x, *_ in there))
+
+
+def _forward(static, q, k, v, sinks, first, ids):
+  """Returns the result [B, T, H, hv] and the logarithms to base 2 of the sums of weights [B, H, T]."""
+  (batch, length, heads, size), values = q.shape, v.shape[3]
+  rows, group = static.tiles.forward[0], heads // k.shape[2]
+  wide, wide_v = _padded(size), _padded(values)
+  given = [
+    (q, (None, rows, None, wide), lambda i, h, b: (b, i, h, 0)),
+    (k, (None, length, None, wide), lambda i, h, b: (b, 0, h // group, 0)),
+    (v, (None, length, None, wide_v), lambda i, h, b: (b, 0, h // group, 0)),
+    (first, (None, rows), lambda i, h, b: (b, i)),
+    _bounds(first, rows),
+    (ids, (None, 2, length), lambda i, h, b: (b, 0, 0)),
+    (sinks, (heads,), lambda i, h, b: (0,)),
+  ]
+  outputs = [
+    (jax.ShapeDtypeStruct((batch, length, heads, values), q.dtype), (None, rows, None, wide_v), given[0][2]),
+    (jax.ShapeDtypeStruct((batch, heads, length), jnp.float32), (None, None, rows), lambda i, h, b: (b, h, i)),
+  ]
+  kernel = functools.partial(_forward_kernel, static=static, sizes=(size, values))
+  grid = length // rows, heads, batch
+  return _call(kernel, f'attention_forward_{static.window}', static, static.tiles.forward, grid, given, outputs)
+
+
+def _bounds(places, block: int, last: bool = False):
+  """Returns the first or last of places [B, T] in each block of tokens, for a kernel of a row."""
+  parts = places.reshape(len(places), -1, block)
+  found = parts.max(axis=2) if last else parts.min(axis=2)
+  return found, (None, found.shape[1]), lambda i, h, b: (b, 0)
+
+
+def _backward_queries(static, q, k, v, first, ids, g, lse, delta):
+  """Returns the gradient of the queries."""
+  (batch, length, heads, size), values = q.shape, v.shape[3]
+  rows, group = static.tiles.queries[0], heads // k.shape[2]
+  wide, wide_v = _padded(size), _padded(values)
+  given = [
+    (q, (None, rows, None, wide), lambda i, h, b: (b, i, h, 0)),
+    (k, (None, length, None, wide), lambda i, h, b: (b, 0, h // group, 0)),
+    (v, (None, length, None, wide_v), lambda i, h, b: (b, 0, h // group, 0)),
+    (first, (None, rows), lambda i, h, b: (b, i)),
+    _bounds(first, rows),
+    (ids, (None, 2, length), lambda i, h, b: (b, 0, 0)),
+    (g, (None, rows, None, wide_v), lambda i, h, b: (b, i, h, 0)),
+    (lse, (None, None, rows), lambda i, h, b: (b, h, i)),
+    (delta, (None, None, rows), lambda i, h, b: (b, h, i)),
+  ]
+  outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), *given[0][1:])]
+  kernel = functools.partial(_queries_kernel, static=static, sizes=(size, values))
+  grid = length // rows, heads, batch
+  (dq,) = _call(kernel, f'attention_queries_{static.window}', static, static.tiles.queries, grid, given, outputs)
+  return dq
+
+
+def _backward_keys(static, last, q, k, v, first, ids, g, lse, delta):
+  """Returns the gradients of keys and values, summed over the queries of each kv head."""
+  (batch, length, heads, size), values = q.shape, v.shape[3]
+  cols, kv_heads = static.tiles.keys[1], k.shape[2]
+  group, wide, wide_v = heads // kv_heads, _padded(size), _padded(values)
+  given = [
+    (q, (None, length, group, wide), lambda j, h, b: (b, 0, h, 0)),
+    (k, (None, cols, None, wide), lambda j, h, b: (b, j, h, 0)),
+    (v, (None, cols, None, wide_v), lambda j, h, b: (b, j, h, 0)),
+    (first, (None, length), lambda j, h, b: (b, 0)),
+    _bounds(last, cols, last=True),
+    (ids, (None, 2, length), lambda j, h, b: (b, 0, 0)),
+    (g, (None, length, group, wide_v), lambda j, h, b: (b, 0, h, 0)),
+    (lse, (None, group, length), lambda j, h, b: (b, h, 0)),
+    (delta, (None, group, length), lambda j, h, b: (b, h, 0)),
+  ]
+  outputs = [(jax.ShapeDtypeStruct(x.shape, x.dtype), *y[1:]) for x, y in ((k, given[1]), (v, given[2]))]
+  kernel = functools.partial(_keys_kernel, static=static, sizes=(size, values))
+  grid = length // cols, kv_heads, batch
+  return _call(kernel, f'attention_keys_{static.window}', static, static.tiles.keys, grid, given, outputs)
