@@ -27,7 +27,7 @@ from jaxpost.distributed.mesh import row_shards
 from jaxpost.errors import InputError
 from jaxpost.hardware import kernel_check
 from jaxpost.matmul import compute_for
-from jaxpost.models import attention, attention_kernels, attention_xla, context_parallel
+from jaxpost.models import attention, attention_kernels, attention_triton, attention_xla, context_parallel
 
 CLONE = pathlib.Path(__file__).parents[1]
 # Options that a layer may have besides documents and groups of heads.
@@ -282,6 +282,53 @@ def test_splash_of_stripes_is_the_reference(shape, layer, n):
   close(both_ways(interpreted(rest, n), args, g), right(shape, layer), 1e-5)
 
 
+def in_triton(rest):
+  """The Triton kernels in Pallas' interpreter, in float32."""
+
+  def run(q, k, v, sinks):
+    q = attention_xla.scale_queries(q, rest['cfg'])
+    given = rest['segment_ids'], rest['positions'], sinks, rest['branch_ids']
+    return attention_kernels.triton(
+      q, k, v, *given, window=rest['window'], cfg=rest['cfg'], compute=tiny.EXACT, tiles=TILES, interpret=True
+    )
+
+  return run
+
+
+# Other blocks for queries and keys, so that neither is taken for the other.
+TILES = attention_triton.Tiles(forward=(64, 32, 4, 1), queries=(32, 64, 4, 1), keys=(64, 32, 4, 1))
+
+
+@pytest.mark.parametrize(
+  'shape, layer, branches',
+  [
+    *(('groups', layer, layer in ('window', 'all')) for layer in LAYERS),
+    ('groups', 'plain', True),
+    ('one_kv_head', 'all', False),
+    ('odd_length', 'all', False),
+    ('latent', 'plain', False),
+    ('blocks', 'all', True),
+  ],
+)
+def test_triton_is_the_reference(shape, layer, branches):
+  args, rest, g = case(SHAPES[shape], branches=branches, **LAYERS[layer])
+  close(both_ways(in_triton(rest), args, g), right(shape, layer, branches), 1e-5)
+
+
+def test_triton_reads_only_what_is_attended_to():
+  """Keys of other documents may be anything: their blocks are not read, and nothing of them is added to a gradient."""
+  args, rest, g = case((512, 2, 1, 64, 64))
+  segments = np.repeat([[1, 2, 3, 4]], 128, axis=1).repeat(2, axis=0)
+  rest |= dict(segment_ids=jnp.asarray(segments), positions=jnp.tile(jnp.arange(128), (2, 4)))
+  out, _ = both_ways(in_triton(rest), args, g)
+  q, k, v, _ = args
+  broken = slice(128, 256)
+  bad = [x.at[:, broken].set(jnp.nan) for x in (k, v)]
+  ours, _ = both_ways(in_triton(rest), (q, *bad, None), g)
+  kept = np.r_[0:128, 256:512]
+  assert bool((ours[:, kept] == out[:, kept]).all()) and bool(jnp.isnan(ours[:, broken]).all())
+
+
 # --------------------------------------------------------------------- choice
 
 
@@ -306,9 +353,10 @@ def test_the_platform_chooses(monkeypatch):
   assert not taken(monkeypatch, tpu, branches=True)
   assert not taken(monkeypatch, compute_for('tpu', 'float32', 'none'))
   gpu = compute_for('gpu', 'bfloat16', 'none')
-  assert taken(monkeypatch, gpu) == taken(monkeypatch, gpu, window=40) == ['cudnn']
+  assert taken(monkeypatch, gpu) == taken(monkeypatch, gpu, window=40) == ['triton']
   for fields in dict(cap=5.0), dict(sinks=True), dict(branches=True):
-    assert not taken(monkeypatch, gpu, **fields)
+    assert taken(monkeypatch, gpu, **fields) == ['triton']
+  assert not taken(monkeypatch, compute_for('gpu', 'float32', 'none'))
   assert not taken(monkeypatch, compute_for('cpu', 'bfloat16', 'none'))
 
 
@@ -317,6 +365,7 @@ def test_the_platform_chooses(monkeypatch):
   [
     ('tpu', 'splash', 'float32', {}, 'splash cannot do .*dtype=float32'),
     ('tpu', 'splash', 'bfloat16', dict(branches=True), 'share_prompt'),
+    ('gpu', 'triton', 'float32', {}, 'triton cannot do .*dtype=float32'),
     ('gpu', 'cudnn', 'float32', {}, 'cudnn cannot do .*dtype=float32'),
     ('gpu', 'cudnn', 'bfloat16', dict(cap=5.0), 'soft caps'),
     ('gpu', 'cudnn', 'bfloat16', dict(sinks=True), 'sinks'),
@@ -503,7 +552,7 @@ def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
 def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
   """This holds for short rows as well, for which `auto` would take no kernel."""
   monkeypatch.setattr(kernel_check, 'errors', lambda name, work, *rest: {'v': float(work.length == 64)})
-  for platform, name in ('gpu', 'cudnn'), ('tpu', 'splash'):
+  for platform, name in ('gpu', 'cudnn'), ('gpu', 'triton'), ('tpu', 'splash'):
     compute = compute_for(platform, 'bfloat16', 'none', name)
     assert attention.uses_kernel(compute)
     assert kernel_check.settle(compute, [(SETTLED, 256, 1)]) == compute
@@ -759,7 +808,7 @@ for name in sys.argv[2], 'chunked':
                  rf'\[[0-9,]*{queries},(?:[0-9]+,)?1024[],]', li)],
       calls=[(re.findall('op_name="([^"]*)', li) or [''])[0]
              for li in kept[-1].splitlines() if re.search(
-                 'custom_call_target="(tpu_custom_call|__cudnn.fmha)', li)])
+                 'custom_call_target="(tpu_custom_call|__cudnn.fmha|__gpu.xla.gpu.triton)', li)])
 print(json.dumps(out))
 """
 
@@ -858,6 +907,18 @@ def test_a_train_step_with_cudnn_compiles_for_gpus(fields):
   assert plain['pairs'] and not ours['pairs']
   # XLA has a turn of the loop over layers in front of it, besides.
   assert len(set(ours['calls'])) == 3 and not plain['calls']
+  assert 1.1 * ours['model'] < ours['flops'] < plain['flops']
+
+
+@needs('jax_cuda13_plugin', 'jax[cuda13]')
+@pytest.mark.long
+@pytest.mark.parametrize('device', ['h200', 'a100'])
+def test_a_train_step_with_triton_compiles_for_gpus(device):
+  fields = dict(layer_windows=[256, 0] * 2, attention_softcap=20.0, biases=['sinks'])
+  ours, plain = described(f'{device}:1x1x8', 'triton', **fields)
+  assert plain['pairs'] and not ours['pairs']
+  # Forward, again for the backward pass, and two kernels of that, for each kind of layer.
+  assert len(ours['calls']) == 8 and not plain['calls']
   assert 1.1 * ours['model'] < ours['flops'] < plain['flops']
 
 

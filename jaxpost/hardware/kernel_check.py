@@ -39,7 +39,7 @@ _LARGE = 2**26  # numbers of a q above which there is less of it
 _FAILURES = (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError)
 
 
-def settle(compute: Compute, uses: Iterable[tuple[ModelConfig, int, int]]) -> Compute:
+def settle(compute: Compute, uses: Iterable[tuple]) -> Compute:
   """Checks the attention kernel of a run and returns `compute` with the shapes that XLA has to compute.
 
   A shape that the kernel gets wrong on any process goes to XLA on all. Each shape is checked once in a process; correct
@@ -48,7 +48,7 @@ def settle(compute: Compute, uses: Iterable[tuple[ModelConfig, int, int]]) -> Co
   Args:
     compute: with the kernel that the config or the platform chose.
     uses: (ModelConfig, tokens of a row, number of parts that the row is split
-      into) of everything that will be attended.
+      into) of everything that will be attended, and True where rows have branches.
 
   Raises:
     InputError: the kernel is wrong, and the config names it.
@@ -77,13 +77,13 @@ def settle(compute: Compute, uses: Iterable[tuple[ModelConfig, int, int]]) -> Co
 
 
 def _shapes_to_check(
-  compute: Compute, cfg: ModelConfig | CustomConfig, length: int, parts: int
+  compute: Compute, cfg: ModelConfig | CustomConfig, length: int, parts: int, branches: bool = False
 ) -> list[AttentionShape]:
   """Returns the shapes for which the kernel would be used."""
   if isinstance(cfg, CustomConfig) or (length < attention_kernels.SHORT * parts and not compute.forced):
     return []
   refusal = attention_kernels.REFUSALS[compute.attention]
-  shapes = [attention_kernels.attention_shape(cfg, length, parts, heads) for heads in cfg.head_shapes]
+  shapes = [attention_kernels.attention_shape(cfg, length, parts, heads, branches) for heads in cfg.head_shapes]
   return [x for x in shapes if not refusal(x.head_dim, x.value_dim, compute.dtype, x.attention_softcap, x.sinks)]
 
 
@@ -95,6 +95,8 @@ def _words(work: AttentionShape) -> str:
     words.append('sinks')
   if work.attention_softcap:
     words.append('a soft cap')
+  if work.branches:
+    words.append('branches')
   return ', '.join(words)
 
 
@@ -157,12 +159,24 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
     given += (jax.random.normal(keys[4], (heads,)),)
   g = draw(keys[3], heads, values).astype(jnp.float32)
   segments, positions = _packed_rows(rows, length)
+  branches = {}
+  if work.branches:
+    branches['branch_ids'] = jnp.where(positions < length // 16, 0, 1 + (positions > length // 8)).astype(jnp.int32)
   exactly = Compute('float32', q_chunk=max(16, min(length, _SCORES // (heads * length))))
   compute = Compute(dtype, attention=name)
 
   def exact(q, k, v, sinks=None):
     return attention_xla.chunked(
-      q, k, v, segments, exactly, branch_ids=None, positions=positions, window=window, cfg=work, sinks=sinks
+      q,
+      k,
+      v,
+      segments,
+      exactly,
+      positions=positions,
+      window=window,
+      cfg=work,
+      sinks=sinks,
+      **{'branch_ids': None, **branches},
     )
 
   def fast(q, k, v, sinks=None):
@@ -170,7 +184,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
 
     def run(q, **stripe):
       return attention_kernels.KERNELS[name](
-        q, k, v, segments, positions, sinks, window=window, cfg=work, compute=compute, **stripe
+        q, k, v, segments, positions, sinks, window=window, cfg=work, compute=compute, **stripe, **branches
       ).astype(jnp.float32)
 
     n = work.parts

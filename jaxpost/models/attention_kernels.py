@@ -70,11 +70,13 @@ class AttentionShape(NamedTuple):
   attention_softcap: float
   windows: tuple[int, ...]
   sinks: bool
+  branches: bool = False  # of a shared prompt
 
 
 # fn(h, hv, dtype, soft cap, has sinks) -> what the kernel does not support, or ''.
 # All support segments, windows and grouped heads.
 REFUSALS = {'splash': _splash_refuses, 'triton': _triton_refuses, 'cudnn': _cudnn_refuses}
+BRANCHES = ('triton',)  # kernels that do branches of a shared prompt
 PLATFORMS = {'splash': ('tpu',), 'triton': ('gpu', 'cuda'), 'cudnn': ('gpu', 'cuda')}  # where they run
 
 
@@ -85,7 +87,7 @@ def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, par
   shapes for which the check found them wrong.
   """
   why = REFUSALS[compute.attention](q.shape[3], v.shape[3], compute.dtype, cfg.attention_softcap, sinks is not None)
-  if branch_ids is not None and compute.attention != 'triton':
+  if branch_ids is not None and compute.attention not in BRANCHES:
     why = 'branches of a shared prompt (config.preference.share_prompt=False does without)'
   if why and compute.forced:
     raise InputError(
@@ -95,7 +97,8 @@ def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, par
     compute.forced
     or (
       q.shape[1] >= SHORT * parts
-      and attention_shape(cfg, q.shape[1], parts, (v.shape[2], q.shape[3], v.shape[3])) not in compute.rejected_shapes
+      and attention_shape(cfg, q.shape[1], parts, (v.shape[2], q.shape[3], v.shape[3]), branch_ids is not None)
+      not in compute.rejected_shapes
     )
   )
 
@@ -243,17 +246,19 @@ def _behind(x, part, n: int, fill):
 # --------------------------------------------------------------------- Triton
 
 
-def triton(q, k, v, segment_ids, positions, sinks, branch_ids=None, *, window: int, cfg: ModelConfig, compute: Compute):
-  """Flash attention of `attention_triton`, for rows of any length."""
+def triton(q, k, v, segment_ids, positions, sinks, branch_ids=None, *, window: int, cfg: ModelConfig, compute, **rest):
+  """Runs `attention_triton.attend`, which gets `rest`, on rows of any length."""
   del compute
   from jaxpost.models import attention_triton
 
   length = q.shape[1]
   segment_ids, q, k, v = _padded(_LANES, segment_ids, q, k, v)
-  positions, branch_ids = (
-    x if x is None else jnp.pad(x, ((0, 0), (0, q.shape[1] - length))) for x in (positions, branch_ids)
-  )
-  return attention_triton.attend(q, k, v, segment_ids, positions, sinks, branch_ids, window=window, cfg=cfg)[:, :length]
+
+  def pad(x):
+    return x if x is None else jnp.pad(x, ((0, 0), (0, q.shape[1] - length)))
+
+  rows = segment_ids, pad(positions), sinks, pad(branch_ids)
+  return attention_triton.attend(q, k, v, *rows, window=window, cfg=cfg, **rest)[:, :length]
 
 
 # ---------------------------------------------------------------------- cuDNN
@@ -327,11 +332,13 @@ def _packed(q, k, v, starts, sizes, window):
 
 
 def attention_shape(
-  cfg: ModelConfig, length: int, parts: int, heads: tuple[int, int, int] | None = None
+  cfg: ModelConfig, length: int, parts: int, heads: tuple[int, int, int] | None = None, branches: bool = False
 ) -> AttentionShape:
   """Returns the attention shape of a model in rows of `length` tokens, in `parts` parts.
 
-  heads: one of `cfg.head_shapes`; None: the first.
+  Args:
+    heads: one of `cfg.head_shapes`; None: the first.
+    branches: of a shared prompt, see `types.Batch`.
   """
   kv_heads, head_dim, value_dim = heads or cfg.head_shapes[0]
   return AttentionShape(
@@ -345,6 +352,7 @@ def attention_shape(
     attention_softcap=cfg.attention_softcap,
     windows=tuple(sorted(set(cfg.layer_windows or (0,)))),
     sinks='sinks' in cfg.biases,
+    branches=branches,
   )
 
 

@@ -32,7 +32,7 @@ _LOG2_E = math.log2(math.e)
 class Tiles:
   """Blocks of the three kernels: (queries, keys, warps, stages)."""
 
-  forward: tuple[int, int, int, int] = (128, 64, 8, 2)
+  forward: tuple[int, int, int, int] = (64, 64, 4, 3)
   queries: tuple[int, int, int, int] = (64, 64, 4, 2)  # gradient of the queries
   keys: tuple[int, int, int, int] = (64, 64, 4, 2)  # gradients of keys and values
 

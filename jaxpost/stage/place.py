@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.stage.config import Config
   from jaxpost.types import Objective
@@ -134,7 +133,7 @@ def place_stage(
 
     attention_kernels.check_platform(compute, platform)
     if not ledger.dry:
-      compute = kernel_check.settle(compute, attended(prepared, layouts, length))
+      compute = kernel_check.settle(compute, attended(prepared, layouts, length, compute.attention))
   return PlacedStage(
     inputs=inputs,
     data=prepared.data,
@@ -167,23 +166,24 @@ def _objectives(inputs: Inputs) -> dict[str, Objective]:
   return objectives
 
 
-def attended(prepared: PreparedStage, layouts: dict[str, Layout], length: int) -> list[tuple[ModelConfig, int, int]]:
-  """Lists (model, tokens, context shards of a row) of all that attention kernels will see.
+def attended(prepared: PreparedStage, layouts: dict[str, Layout], length: int, kernel: str = '') -> list[tuple]:
+  """Lists (model, tokens, context shards of a row, ...) of all that a kernel will see, see `kernel_check.settle`.
 
-  These are packed rows of `length` tokens, if they have no branches, and all lengths that the sampler may prefill.
+  These are packed rows of `length` tokens, if the kernel can do their branches, and all lengths that the sampler may
+  prefill.
   """
+  from jaxpost.models.attention_kernels import BRANCHES
   from jaxpost.rollout import buckets
 
   inputs, first_batch = prepared.inputs, prepared.data.first_batch
   config, on_policy = inputs.config, inputs.algorithm.on_policy
   out = []
-  # Branches of a row are masked by XLA, not by a kernel.
   branches = first_batch is not None and first_batch.branch_ids is not None
-  if not branches:
+  if not branches or kernel in BRANCHES:
     trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
     for name, x in (inputs.sources | trained).items():
       layout = layouts['train' if name in trained else 'score']
-      out.append((x.config, length, row_shards(layout)))
+      out.append((x.config, length, row_shards(layout), *(branches * (True,))))
   r = config.rollout
   if on_policy or config.eval.samples:
     room = r.max_prompt_length + r.max_new_tokens
