@@ -38,6 +38,7 @@ class Compute:
       does everywhere for the gradient of the matrices, which is therefore computed by blocks.
     attention: implementation, see `models/attention.py`.
     forced: raise an error where it does not support something, instead of using another one.
+    decode_kernel: use `models/decode_triton.py` where it supports a model.
     rejected_shapes: `attention_kernels.AttentionShape`s for which the kernel was
       found wrong on this device; XLA computes those.
   """
@@ -56,6 +57,7 @@ class Compute:
   ragged: bool = False
   attention: str = 'chunked'
   forced: bool = False
+  decode_kernel: bool = False
   rejected_shapes: tuple = ()
 
 
@@ -89,6 +91,7 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto', 
     platform='tpu' if platform == 'tpu' else 'gpu',
     group_block=256,
     ragged=platform == 'tpu',
+    decode_kernel=attention == 'triton',
   )
 
 

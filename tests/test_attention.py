@@ -12,6 +12,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import children
 import jax
@@ -27,7 +28,15 @@ from jaxpost.distributed.mesh import row_shards
 from jaxpost.errors import InputError
 from jaxpost.hardware import kernel_check
 from jaxpost.matmul import compute_for
-from jaxpost.models import attention, attention_kernels, attention_triton, attention_xla, context_parallel
+from jaxpost.models import (
+  attention,
+  attention_kernels,
+  attention_triton,
+  attention_xla,
+  context_parallel,
+  decode_triton,
+  decoding,
+)
 
 CLONE = pathlib.Path(__file__).parents[1]
 # Options that a layer may have besides documents and groups of heads.
@@ -327,6 +336,37 @@ def test_triton_reads_only_what_is_attended_to():
   ours, _ = both_ways(in_triton(rest), (q, *bad, None), g)
   kept = np.r_[0:128, 256:512]
   assert bool((ours[:, kept] == out[:, kept]).all()) and bool(jnp.isnan(ours[:, broken]).all())
+
+
+@pytest.mark.parametrize('layer', LAYERS)
+@pytest.mark.parametrize('shape', ['groups', 'latent'])
+@pytest.mark.parametrize('chunked', [False, True])
+def test_decoding_in_triton_is_that_in_xla(monkeypatch, shape, layer, chunked):
+  """In slots that are empty, short, and full, and with entries over which several blocks of the device are split."""
+  (_, heads, kv_heads, size, values), fields = SHAPES[shape], LAYERS[layer]
+  window = fields.get('window', 0)
+  if chunked and not window:
+    pytest.skip('chunks are a kind of window')
+  random = np.random.RandomState(0)
+  room, block, step = 600, 24, jnp.int32(11)
+  filled = jnp.array([0, 1, 65, 599])
+
+  def draw(*shape):
+    return jnp.asarray(random.standard_normal((len(filled), *shape)), jnp.float32)
+
+  q = draw(1, heads, size)
+  cache, recent = ((draw(kv_heads, n, size), draw(kv_heads, n, values)) for n in (room, block))
+  cfg = tiny.config(num_heads=heads, num_kv_heads=kv_heads, head_dim=size, attention_softcap=fields.get('cap', 0.0))
+  if chunked:
+    cfg = types.SimpleNamespace(
+      **{n: getattr(cfg, n) for n in ('head_dim', 'attention_scale', 'attention_softcap')}, chunked=True
+    )
+  sinks = draw(heads)[0] if fields.get('sinks') else None
+  given = dict(compute=tiny.EXACT, window=window, cfg=cfg, sinks=sinks)
+  right = decoding.cached_attention(q, cache, recent, filled, step, **given)
+  monkeypatch.setattr(decode_triton, 'attend', functools.partial(decode_triton.attend, interpret=True))
+  out = decoding.by_kernel(q, cache, recent, filled, step, **given)
+  assert tiny.largest(out - right) <= 1e-5 * tiny.largest(right)
 
 
 # --------------------------------------------------------------------- choice

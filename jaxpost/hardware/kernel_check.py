@@ -23,7 +23,7 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.hardware import probe
 from jaxpost.matmul import Compute
-from jaxpost.models import attention_kernels, attention_xla
+from jaxpost.models import attention_kernels, attention_xla, decoding
 from jaxpost.models.config import CustomConfig
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 # Largest error, as a share of the largest value; rounding to bfloat16 makes a tenth of it.
 _TOLERANCE = 0.05
 _HEADS = 2  # kv heads that are checked, with all their query heads
+_DECODE = 'decode'  # the name of the kernel for single tokens
+_ROOM, _BLOCK = 1024, 32  # entries of a cache, and of a block, for which it is checked
 _SCORES = 2**25  # of the reference that exist at a time
 _LARGE = 2**26  # numbers of a q above which there is less of it
 # Errors of a kernel, or of JAX lowering it (JaxRuntimeError is a RuntimeError), for a shape that it does not support.
@@ -53,27 +55,29 @@ def settle(compute: Compute, uses: Iterable[tuple]) -> Compute:
   Raises:
     InputError: the kernel is wrong, and the config names it.
   """
-  name, dtype = compute.attention, compute.dtype
-  works = sorted({work for use in uses for work in _shapes_to_check(compute, *use)})
+  dtype, uses = compute.dtype, list(uses)
+  works = sorted({(compute.attention, work) for use in uses for work in _shapes_to_check(compute, *use)})
+  works += sorted({(_DECODE, work) for cfg, *_ in uses for work in _decoded_shapes(compute, cfg)})
   path = probe.cache_file('attention.json')
-  keys = [_key(name, dtype, work) for work in works]
+  keys = [_key(name, dtype, work) for name, work in works]
   known = probe.read_cache(path)
-  whys = ['' if key in known else trusted(name, work, dtype) for key, work in zip(keys, works)]
+  whys = ['' if key in known else trusted(name, work, dtype) for key, (name, work) in zip(keys, works)]
   correct = {key: 1 for key, why in zip(keys, whys) if not why}
   if not correct.keys() <= known.keys():
     probe.add_to_cache(path, correct)
-  out = []
+  out, decode_kernel = [], compute.decode_kernel
   device = jax.local_devices()[0].device_kind
-  for work, of_processes in zip(works, zip(*coordination.all_gather(whys))):
+  for (name, work), of_processes in zip(works, zip(*coordination.all_gather(whys))):
     why = next(filter(None, of_processes), '')
     where = f'{device} with jax {jax.__version__} for rows of {work.length} tokens'
     wrong = f'{name} is wrong on {where}, {_words(work)}: {why}'
     if why and compute.forced:
       raise InputError(f'config.model.attention: {wrong}; take auto')
     if why:
-      out.append(work)
+      decode_kernel &= name != _DECODE
+      out += [work] * (name != _DECODE)
       logging.warning('attention by %s; XLA computes these', wrong)
-  return dataclasses.replace(compute, rejected_shapes=tuple(out))
+  return dataclasses.replace(compute, rejected_shapes=tuple(out), decode_kernel=decode_kernel)
 
 
 def _shapes_to_check(
@@ -85,6 +89,13 @@ def _shapes_to_check(
   refusal = attention_kernels.REFUSALS[compute.attention]
   shapes = [attention_kernels.attention_shape(cfg, length, parts, heads, branches) for heads in cfg.head_shapes]
   return [x for x in shapes if not refusal(x.head_dim, x.value_dim, compute.dtype, x.attention_softcap, x.sinks)]
+
+
+def _decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[AttentionShape]:
+  """Returns the shapes in which the kernel for single tokens would read a cache."""
+  if not decoding.reads_filled(cfg, compute):
+    return []
+  return [attention_kernels.attention_shape(cfg, _ROOM, 1, heads) for heads in cfg.head_shapes]
 
 
 def _words(work: AttentionShape) -> str:
@@ -141,6 +152,8 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   An error is the largest difference over the largest value: 'out' of the forward pass, the others of gradients. Rows
   are packed; long ones are checked with fewer heads. Stripes of a split row are computed one after the other.
   """
+  if name == _DECODE:
+    return _decode_errors(work, dtype, window)
   length, size, values = work.length, work.head_dim, work.value_dim
   kv_heads, rows = min(work.kv_heads, _HEADS), 2
   groups = work.heads // work.kv_heads
@@ -200,3 +213,31 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
     return [jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)) for a, b in pairs]
 
   return dict(zip(('out', 'q', 'k', 'v', 'sinks'), map(float, measured(given, g))))
+
+
+def _decode_errors(work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
+  """Returns {'out'}: how far the kernel for single tokens is from XLA in float32; slots are filled differently."""
+  filled, step = jnp.array([0, _BLOCK, _ROOM // 2 + 1, _ROOM]), jnp.int32(_BLOCK // 2)
+  kv_heads = min(work.kv_heads, _HEADS)
+  heads = kv_heads * (work.heads // work.kv_heads)
+  keys = jax.random.split(jax.random.key(0), 6)
+
+  def draw(key: jax.Array, *shape: int) -> jax.Array:
+    return jax.random.normal(key, (len(filled), *shape)).astype(dtype)
+
+  q = draw(keys[0], 1, heads, work.head_dim)
+  cache, recent = (
+    (draw(a, kv_heads, room, work.head_dim), draw(b, kv_heads, room, work.value_dim))
+    for a, b, room in ((keys[1], keys[2], _ROOM), (keys[3], keys[4], _BLOCK))
+  )
+  sinks = jax.random.normal(keys[5], (heads,)) if work.sinks else None
+
+  @jax.jit
+  def measured(q, cache, recent, sinks):
+    given = dict(window=window, cfg=work, sinks=sinks)
+    exactly = jax.tree.map(lambda x: x.astype(jnp.float32), (q, cache, recent))
+    right = decoding.cached_attention(*exactly, filled, step, compute=Compute('float32'), **given)
+    out = decoding.by_kernel(q, cache, recent, filled, step, Compute(dtype, decode_kernel=True), **given)
+    return jnp.max(jnp.abs(out - right)) / jnp.max(jnp.abs(right))
+
+  return dict(out=float(measured(q, cache, recent, sinks)))

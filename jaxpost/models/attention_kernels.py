@@ -72,6 +72,8 @@ class AttentionShape(NamedTuple):
   sinks: bool
   branches: bool = False  # of a shared prompt
 
+  chunked = False
+
 
 # fn(h, hv, dtype, soft cap, has sinks) -> what the kernel does not support, or ''.
 # All support segments, windows and grouped heads.

@@ -258,7 +258,7 @@ def _padded(size: int) -> int:
   return pl.next_power_of_2(size)
 
 
-def _describe_gpu() -> None:
+def describe_gpu() -> None:
   """Lets a process without a GPU compile the kernels for a described one, which JAX 0.11 refuses otherwise."""
   if jax.default_backend() != 'cpu' or jax.__version_info__ < (0, 11):
     return
@@ -270,7 +270,7 @@ def _describe_gpu() -> None:
 
 def _call(kernel, name, static, tile, grid, given, outputs):
   """Calls a kernel on (array or None, block, index map) triples."""
-  _describe_gpu()
+  describe_gpu()
   there = [x for x in given if x[0] is not None]
 
   def whole(*refs):

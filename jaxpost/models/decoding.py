@@ -9,11 +9,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from jaxpost.distributed.mesh import Layout
 from jaxpost.matmul import Compute, einsum, from_bits
 from jaxpost.models import layers, rope, transformer
 from jaxpost.models.attention_xla import scale_queries, softcap, softmax
-from jaxpost.models.config import ModelConfig
+from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.types import MASKED_LOGIT, Cache
 
@@ -90,7 +92,7 @@ def decode(
       for kept, new in zip((ks, vs), keep):
         kept[i] = jax.tree.map(put, kept[i], cached(new.swapaxes(1, 2), compute))
       old, new = layer_entries(cache, i, step), [ks[i], *vs[i : i + 1]]
-      more = dict(window=window, cfg=cfg, sinks=p.get('sinks'))
+      more = dict(window=window, cfg=cfg, sinks=p.get('sinks'), layout=constrain)
       if 'kv_a' in p:
         from jaxpost.models import mla
 
@@ -151,7 +153,17 @@ def layer_entries(cache: Cache, layer: int, step):
 
 
 def cached_attention(
-  q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None, choose=None
+  q,
+  cache,
+  recent,
+  filled,
+  step,
+  compute: Compute,
+  window: int,
+  cfg: ModelConfig,
+  sinks=None,
+  choose=None,
+  layout=transformer.unconstrained,
 ):
   """Attends from new tokens to the filled part of the KV cache.
 
@@ -162,12 +174,15 @@ def cached_attention(
       query is at `step` there; each query attends up to itself.
     window, cfg, sinks: see `attention`.
     choose: (mask [B, T', S + T]) -> mask, of the entries that each query attends to, or None.
+    layout: of the rows and heads.
 
   Returns:
     [B, T', H, h].
   """
   batch, count, heads, size = q.shape
   kv_heads, room = cache[0].shape[1:3]
+  if count == 1 and choose is None and reads_filled(cfg, compute):
+    return by_kernel(q, cache, recent, filled, step, compute, window=window, cfg=cfg, sinks=sinks, layout=layout)
   kind = cache[0].dtype.name  # its values are rounded to the operand type, see Compute
   q = scale_queries(q, cfg).astype(compute.dtype)
   q = q.reshape(batch, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
@@ -201,3 +216,26 @@ def cached_attention(
   )
   out = out.reshape(batch, kv_heads, count, -1, out.shape[-1]).swapaxes(1, 2)
   return out.reshape(batch, count, heads, -1)
+
+
+def reads_filled(cfg: ModelConfig, compute: Compute) -> bool:
+  """True if single tokens attend by a kernel that reads the filled entries of a cache, and not its first ones."""
+  if not compute.decode_kernel or jnp.dtype(compute.cache).itemsize == 1 or isinstance(cfg, CustomConfig):
+    return False
+  # Not a latent, which queries of all heads read.
+  return {(heads, *sizes) for heads, sizes in cfg.layer_caches} <= {x for x in cfg.head_shapes if max(x[1:]) <= 256}
+
+
+def by_kernel(q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None, layout=None):
+  """Computes `cached_attention` of one token per slot by the kernel, on each device's slots and heads."""
+  from jaxpost.models import decode_triton
+
+  shape, kv_heads = q.shape, cache[0].shape[1]
+  q = scale_queries(q, cfg).astype(compute.dtype).reshape(len(q), kv_heads, -1, shape[-1])
+  run = functools.partial(decode_triton.attend, window=window, cfg=cfg)
+  given = q, tuple(cache), tuple(recent), filled, step, sinks if sinks is None else sinks.reshape(kv_heads, -1)
+  if isinstance(layout, Layout) and layout.mesh.size > 1:
+    rows = layout.spec(('batch', 'kv_heads', None, None), q.shape)
+    specs = rows, rows, rows, PartitionSpec(rows[0]), PartitionSpec(), PartitionSpec(rows[1])
+    run = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=rows, check_vma=False)
+  return run(*given).reshape(*shape[:3], -1)

@@ -27,6 +27,7 @@ class Buckets:
   page_size: entries of a page; 0: there are no pages.
   block: decode steps of a dispatch.
   max_new_tokens: of a completion.
+  reads_filled: whether decoding reads the entries that are filled, wherever the cache ends.
   """
 
   slots: int
@@ -37,6 +38,7 @@ class Buckets:
   page_size: int
   block: int
   max_new_tokens: int
+  reads_filled: bool = False
 
   def prompt(self, length: int) -> int:
     """Tokens that a prompt of `length` is padded to."""
@@ -45,6 +47,10 @@ class Buckets:
   def read(self, length: int) -> int:
     """Cache entries that attention reads where `length` are filled."""
     return bucket(length, self.cache_length, max(64, self.page_size))
+
+  def decode(self, length: int) -> int:
+    """Cache entries that a block of decoding is given where `length` are filled."""
+    return self.cache_length if self.reads_filled else self.read(length)
 
   def rows(self, count: int) -> int:
     """Slots that are computed where the first `count` are in use."""

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxpost.errors import InputError
+from jaxpost.models import decoding
 from jaxpost.models.config import CustomConfig
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import Entry
@@ -84,7 +85,7 @@ class NativeEngine:
       self.length = -(-self.length // self.page) * self.page
     self.cache_shape = self._cache_shape()
     self.pages()  # InputError where the longest sequence does not fit
-    self.buckets = self._make_buckets(least_rows)
+    self.buckets = self._make_buckets(least_rows, decoding.reads_filled(model.config, compute))
     self.programs = EnginePrograms(
       model,
       layout,
@@ -109,8 +110,13 @@ class NativeEngine:
     self.version = 0
     self._fits = False
 
-  def _make_buckets(self, least_rows: int) -> Buckets:
-    """The shapes that this engine compiles; `least_rows` of a block."""
+  def _make_buckets(self, least_rows: int, kernel: bool) -> Buckets:
+    """The shapes that this engine compiles.
+
+    Args:
+      least_rows: of a block.
+      kernel: whether it reads filled entries only; pages are gathered, and drafts are verified without it.
+    """
     return Buckets(
       slots=self.max_concurrent_decodes,
       batch_shards=self.layout.batch_shards,
@@ -120,6 +126,7 @@ class NativeEngine:
       page_size=self.page,
       block=self.block,
       max_new_tokens=self.config.max_new_tokens,
+      reads_filled=kernel and not self.page and not self.config.speculation,
     )
 
   def _cache_shape(self) -> tuple[int, int]:

@@ -79,7 +79,7 @@ def decode(
     engine = _loaded(running, slots)
     prefix = engine.prefill([prompt])
     state = engine.insert(engine.init_decode_state(), prefix, _entry(engine, prompt, slots), on_policy.run_key(0, 1), 0)
-    read = engine.buckets.read(min(length, engine.length))
+    read = engine.buckets.decode(min(length, engine.length))
     held = [state]
 
     def run() -> Any:

@@ -1,0 +1,165 @@
+"""Attention of single tokens over a KV cache on NVIDIA GPUs, in Pallas for Triton.
+
+One kernel reads the filled entries of each slot once, whatever room the cache has. Few slots are split along their
+entries over several blocks of the device (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+
+Legend: S slots, K kv heads, G queries per kv head, h head size, hv that of values, N entries of a slot, T of a block.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxpost.models import attention_triton
+from jaxpost.types import MASKED_LOGIT
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
+
+_LOG2_E = math.log2(math.e)
+_PARTS = 192  # blocks that keep a device busy
+_LEAST = 256  # entries that are worth a block
+_ENTRIES, _WARPS, _STAGES = 64, 4, 3
+_QUERIES = 16  # least rows of a matrix product
+
+
+def attend(
+  q: jax.Array,
+  cache: tuple[jax.Array, jax.Array],
+  recent: tuple[jax.Array, jax.Array],
+  filled: jax.Array,
+  step: jax.Array,
+  sinks: jax.Array | None,
+  *,
+  window: int,
+  cfg: ModelConfig,
+  interpret: bool = False,
+) -> jax.Array:
+  """Computes `decoding.cached_attention` for one token per slot.
+
+  Args:
+    q: [S, K, G, h], scaled.
+    cache: keys [S, K, N, h] and values [S, K, N, hv], of which the first `filled` [S] are valid.
+    recent: keys [S, K, T, h] and values [S, K, T, hv] of the tokens after those, of which the first `step` + 1 are.
+    sinks: [K, G], or None.
+    interpret: run it on the CPU, for tests.
+
+  Returns:
+    [S, K, G, hv].
+  """
+  slots, heads, group, size = q.shape
+  room, block, values = cache[0].shape[2], recent[0].shape[2], cache[1].shape[3]
+  parts = max(1, min(-(-_PARTS // (slots * heads)), room // _LEAST))
+  wide, wide_v, rows = (pl.next_power_of_2(n) for n in (size, values, max(group, _QUERIES)))
+  arrays = [
+    (q, (None, None, rows, wide), lambda h, s, i: (s, h, 0, 0)),
+    (cache[0], (None, None, room, wide), lambda h, s, i: (s, h, 0, 0)),
+    (cache[1], (None, None, room, wide_v), lambda h, s, i: (s, h, 0, 0)),
+    (recent[0], (None, None, pl.next_power_of_2(block), wide), lambda h, s, i: (s, h, 0, 0)),
+    (recent[1], (None, None, pl.next_power_of_2(block), wide_v), lambda h, s, i: (s, h, 0, 0)),
+    (filled.astype(jnp.int32), (slots,), lambda h, s, i: (0,)),
+    (jnp.reshape(step, (1,)).astype(jnp.int32), (1,), lambda h, s, i: (0,)),
+  ]
+  static = dict(window=window, chunked=cfg.chunked, cap=cfg.attention_softcap)
+  attention_triton.describe_gpu()
+  out, sums = pl.pallas_call(
+    functools.partial(_kernel, sizes=(group, size, values, block), parts=parts, **static),
+    grid=(heads, slots, parts),
+    in_specs=[pl.BlockSpec(shape, index) for _, shape, index in arrays],
+    out_specs=[
+      pl.BlockSpec((None, None, None, rows, wide_v), lambda h, s, i: (i, s, h, 0, 0)),
+      pl.BlockSpec((None, None, None, rows), lambda h, s, i: (i, s, h, 0)),
+    ],
+    out_shape=[
+      jax.ShapeDtypeStruct((parts, slots, heads, group, values), jnp.float32 if parts > 1 else q.dtype),
+      jax.ShapeDtypeStruct((parts, slots, heads, group), jnp.float32),
+    ],
+    compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+    interpret=interpret,
+    name=f'decode_{window}',
+  )(*(x for x, *_ in arrays))
+  if parts == 1 and sinks is None:
+    return out[0]
+  total = jax.nn.logsumexp(sums * math.log(2), axis=0)
+  if sinks is not None:  # a key without a value
+    total = jnp.logaddexp(total, sinks)
+  return jnp.sum(out * jnp.exp(sums * math.log(2) - total)[..., None], axis=0).astype(q.dtype)
+
+
+def _kernel(
+  q_ref,
+  k_ref,
+  v_ref,
+  new_k_ref,
+  new_v_ref,
+  filled_ref,
+  step_ref,
+  out_ref,
+  sums_ref,
+  *,
+  sizes: tuple[int, int, int, int],
+  parts: int,
+  window: int,
+  chunked: bool,
+  cap: float,
+):
+  """Attends from the queries of a kv head to a part of the entries of its slot, and the first part to the block."""
+  group, size, values, block = sizes
+  filled, step, part = filled_ref[pl.program_id(1)], step_ref[0], pl.program_id(2)
+  now = filled + step
+  first = jnp.int32(0)
+  if window:
+    first = jnp.maximum(0, now - now % window if chunked else now - window + 1)
+  real = jnp.arange(q_ref.shape[0]) < group
+  q = _load(q_ref, real, size)
+
+  def attend(carry, keys, vals, seen):
+    out, top, total = carry
+    s = plgpu.dot(q, keys, trans_b=True)
+    s = (jnp.tanh(s / cap) * cap if cap else s) * _LOG2_E
+    s = jnp.where(seen[None], s, MASKED_LOGIT)
+    highest = jnp.maximum(top, jnp.max(s, axis=1))
+    weights, old = jnp.exp2(s - highest[:, None]), jnp.exp2(top - highest)
+    out = out * old[:, None] + plgpu.dot(weights.astype(vals.dtype), vals)
+    return out, highest, total * old + jnp.sum(weights, axis=1)
+
+  def old(j, carry):
+    at = j * _ENTRIES + jnp.arange(_ENTRIES)
+    seen, some = (at >= first) & (at < filled), pl.ds(j * _ENTRIES, _ENTRIES)
+    return attend(carry, _load(k_ref.at[some], seen, size), _load(v_ref.at[some], seen, values), seen)
+
+  def new(carry):
+    at = jnp.arange(new_k_ref.shape[0])
+    seen = (at <= step) & (filled + at >= first)
+    return attend(carry, _load(new_k_ref, at < block, size), _load(new_v_ref, at < block, values), seen)
+
+  low, high = first // _ENTRIES, pl.cdiv(filled, _ENTRIES)
+  each = pl.cdiv(high - low, parts)
+  begin = low + part * each
+  carry = (
+    jnp.zeros((len(q), v_ref.shape[-1]), jnp.float32),
+    jnp.full(len(q), MASKED_LOGIT),
+    jnp.zeros(len(q), jnp.float32),
+  )
+  carry = jax.lax.fori_loop(begin, jnp.minimum(high, begin + each), old, carry)
+  # The first part always has an entry: the token itself.
+  out, top, total = jax.lax.cond(part == 0, new, lambda carry: carry, carry)
+  total = jnp.where(total > 0, total, 1)
+  plgpu.store(out_ref, (out / total[:, None]).astype(out_ref.dtype), mask=_mask(out_ref, real, values))
+  plgpu.store(sums_ref, top + jnp.log2(total), mask=real)
+
+
+def _mask(ref, rows, size: int) -> jax.Array:
+  return jnp.broadcast_to(rows[:, None] & (jnp.arange(ref.shape[-1]) < size)[None], ref.shape)
+
+
+def _load(ref, rows, size: int) -> jax.Array:
+  """Reads a block [n, h padded to a power of 2]; rows that are not real, and columns from `size` on, are 0."""
+  return plgpu.load(ref, mask=_mask(ref, rows, size), other=0)
