@@ -46,7 +46,8 @@ def attend(
 
   Args:
     q: [S, K, G, h], scaled.
-    cache: keys [S, K, N, h] and values [S, K, N, hv], of which the first `filled` [S] are valid.
+    cache: keys [S, K, N, h] and values [S, K, N, hv], of which the first `filled` [S] are valid; slots beyond those of
+      q are left alone.
     recent: keys [S, K, T, h] and values [S, K, T, hv] of the tokens after those, of which the first `step` + 1 are.
     sinks: [K, G], or None.
     interpret: run it on the CPU, for tests.

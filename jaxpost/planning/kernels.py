@@ -19,6 +19,7 @@ _SPLASH_NAME = re.compile(r'splash_m\w+?_(fwd|dq|dkv)_')
 _CUDNN = {'__cudnn$fmhaSoftmax': (1, 1), '__cudnn$fmhaSoftmaxBackward': (3, 2)}
 _TRITON = {'forward': (1, 1), 'queries': (2, 1), 'keys': (2, 2)}
 _TRITON_NAME = re.compile(r'attention_(forward|queries|keys)_(\d+)')
+_DECODE_NAME = re.compile(r'decode_\d+')
 _TRITON_TARGET = '__gpu$xla.gpu.triton'
 
 
@@ -34,6 +35,8 @@ def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
     found = re.search(r'attention_window_(\d+)', hlo.op_name(op))
     return _causal(_CUDNN[name], int(found[1]) if found else 0, given)
   if name == _TRITON_TARGET:
+    if _DECODE_NAME.search(hlo.op_name(op)):
+      return _decode(given)
     found = _TRITON_NAME.search(hlo.op_name(op))
     return _causal(_TRITON[found[1]], int(found[2]), given) if found else (0.0, 0.0)
   if hlo.op_name(op).endswith('/ragged-dot-none'):
@@ -98,3 +101,11 @@ def _causal(products: tuple[int, int], window: int, given: list[hlo.Array]) -> t
   window = min(window or length, length)
   pairs = window * (window + 1) / 2 + (length - window) * window
   return 2.0 * rows * heads * pairs * (products[0] * size + products[1] * v.dims[-1]), 0.0
+
+
+def _decode(given: list[hlo.Array]) -> tuple[float, float]:
+  """(FLOPs, bytes) of a token of each slot over a full cache, of which the slots that are not in use are not read."""
+  q, k, v = given[:3]
+  slots, heads, group, size = q.dims
+  flops = 2.0 * slots * heads * group * k.dims[2] * (size + v.dims[-1])
+  return flops, -(1 - slots / k.dims[0]) * (k.bytes + v.bytes)

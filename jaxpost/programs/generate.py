@@ -18,11 +18,12 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxpost.losses import head_chunk
+from jaxpost.models import decoding
 from jaxpost.models.config import CustomConfig
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
-from jaxpost.programs.cache_storage import append, empty_block, first_entries, put_pages, put_rows, stored, where
+from jaxpost.programs.cache_storage import append, empty_block, first_entries, put_pages, put_rows, stored, view, where
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.sampling import Sampling
 from jaxpost.types import MASKED_LOGIT, Array, Cache
@@ -293,7 +294,12 @@ def decode_block(
     return (after, recent), (drawn, state.active, stopped)
 
   few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
-  cache = state.cache.replace(table=table) if table is not None else first_entries(state.cache, rows, read)
+  if table is not None:
+    cache = state.cache.replace(table=table)
+  elif decoding.reads_filled(model.config, compute):
+    cache = view(state.cache.replace(states=()))  # of all slots: a part of it would be a copy
+  else:
+    cache = first_entries(state.cache, rows, read)
   recent = empty_block(model, state.cache, rows, steps)
   # All numbers of the block at once: the generator is a loop of its own.
   number, filled = jnp.arange(steps), few.positions
