@@ -21,11 +21,6 @@ Array = Any  # jax.Array or np.ndarray
 MASKED_LOGIT = -1e30
 
 
-def max_documents(row_length: int) -> int:
-  """Returns how many documents a row holds at most: fused attention on GPUs keeps statistics for that many."""
-  return max(64, min(128, row_length // 16), row_length // 128)
-
-
 @struct.dataclass
 class Batch:
   """Packed rows for one update.

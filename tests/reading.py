@@ -37,6 +37,8 @@ OPTIONS = {
   'jaxpost.formats.not_built': 'model.path',
   'jaxpost.formats.peft': 'lora.rank',
   'jaxpost.models.attention_kernels': 'model.attention',
+  'jaxpost.models.attention_triton': 'model.attention',
+  'jaxpost.models.decode_triton': 'model.attention',
   'jaxpost.data.shared_rows': 'mesh.train',  # of several processes
   'jaxpost.distributed.channel': 'mesh.train',  # of several processes
   'jaxpost.models.context_parallel': 'mesh.train',
@@ -117,11 +119,11 @@ class Entry:
 
 
 ENTRIES = (
-  Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_500, 3)),
-  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (22, 3_770, 6)),
+  Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_485, 3)),
+  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (22, 3_745, 6)),
   Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (47, 8_610, 7)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (70, 13_290, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (70, 13_270, 8), lazy=False
   ),
   Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (138, 25_210, 11)),
 )

@@ -15,7 +15,6 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.stage import evaluate
-from jaxpost.types import max_documents
 
 NUM_ROWS, ROW_LENGTH = 37, 32
 
@@ -71,29 +70,6 @@ def test_pack_fills_lognormal_lengths():
     rows = packing.pack(lengths.tolist(), 2048)
     assert lengths.sum() / (len(rows) * 2048) >= 0.98
     assert len(rows) <= -(-lengths.sum() // 2048) + 1
-
-
-def test_a_row_holds_so_many_documents():
-  """Their statistics are the memory of fused attention on GPUs; short ones would all share a row."""
-  assert [max_documents(n) for n in (64, 1024, 2048, 4096, 65_536)] == [64, 64, 128, 128, 512]
-  lengths = [900] * 3 + [2] * 300
-  rows = packing.pack(lengths, 1024)
-  assert max(map(len, rows)) == 64
-  assert sorted(i for row in rows for i in row) == list(range(303))
-  pairs = [2] * 150
-  rows = packing.pack([4] * 150, 1024, pairs)
-  assert [len(row) for row in rows] == [32, 32, 32, 32, 22]
-  mixed = packing.pack([8, 4, 3], 1024, [64, 63, 1])
-  assert mixed == [[0], [1, 2]]
-  with pytest.raises(ValueError, match='Example 1: 4 tokens, 65 documents'):
-    packing.pack([8, 4], 1024, [1, 65])
-
-
-def test_segments_of_an_example_count():
-  ids = np.repeat(np.arange(1, 5), 2)
-  example = chat.Example(np.arange(8), np.ones(8, bool), segment_ids=ids.astype(np.int32))
-  assert [len(row) for row in packing.pack_examples([example] * 40, 1024)] == [16, 16, 8]
-  assert preview._summary([example] * 40, 1024).caption.startswith('3 rows of 1024')
 
 
 def test_to_batch_isolates_documents():

@@ -30,13 +30,12 @@ MESHES = {8: 'fsdp=8', 64: 'fsdp=16,tensor=4'}
 CONFIGS = {
   'sft': ('sft_gsm8k', {}),
   'lora': ('sft_gsm8k', dict(lora=dict(rank=16))),
-  # cuDNN does no branches of a shared prompt.
-  'dpo': ('dpo_hh', dict(train=dict(micro_batch_size=16), preference=dict(share_prompt=False))),
+  'dpo': ('dpo_hh', dict(train=dict(micro_batch_size=16))),
   # With a reference model, the log-probs of which have a program of their own.
   'grpo': ('grpo_gsm8k', dict(rl=dict(kl_coef=0.04))),
   'ppo': ('ppo_gsm8k', {}),
 }
-# Programs that attend over whole rows, and therefore use cuDNN.
+# Programs that attend over whole rows, and therefore use the kernel.
 ATTEND = {
   'sft': {'update'},
   'lora': {'update'},
@@ -58,7 +57,7 @@ machines.set_environment(topology)
 presets.PRESETS['qwen3_1_7b'] = dataclasses.replace(
     presets.PRESETS['qwen3_1_7b'], num_layers=2)
 config = importlib.import_module(f'configs.{name}').get_config()
-config.model.update(path='qwen3_1_7b', attention='cudnn', remat='full')
+config.model.update(path='qwen3_1_7b', attention='triton', remat='full')
 config.mesh.train = mesh
 config.eval.data.path = ''
 for section, fields in json.loads(over).items():
@@ -78,7 +77,7 @@ def overlapped(text):
   for body in re.split(r'\\n}\\n', text):
     for name, rest in re.findall(r'%(all-gather-start[\\w.]*) = (.*?)all-gather-done\\(%\\1\\)', body, re.S):
       if 'while/body' in rest.split('\\n')[0]:
-        found.append(bool(re.search(r'gemm_fusion_dot\\S* =|custom_call_target="__cu', rest)))
+        found.append(bool(re.search(r'gemm_fusion_dot\\S* =|custom_call_target="__(?:cu|gpu)', rest)))
   return found
 
 compiled = aot.compile_stage(p, topology)
@@ -92,7 +91,7 @@ for row in compiled.rows:
   said = out.setdefault(row['program'], [])
   said.append(dict(
       shapes=row['shapes'], overlapped=overlapped(text), kernels=len(set(re.findall(
-          r'custom_call_target="(__cudnn.fmha\\w*)"', text))),
+          r'attention_(?:forward|queries|keys)_', text))),
       wide=max(wide, default=0), most=max(
           p.inputs.model.config.hidden_size, kit.compute.head_elements // each),
       unknown=row['totals'].unknown, least=row['least'], found={

@@ -117,7 +117,7 @@ print(json.dumps(dict(
 
 
 def test_weights_are_of_one_mesh_those_that_are_shared_too():
-  """cuDNN's attention requires it; nothing else is copied."""
+  """Kernels with partitioning rules of their own require it; nothing else is copied."""
   done = subprocess.run(
     [sys.executable, '-c', MESHES],
     capture_output=True,

@@ -28,11 +28,6 @@ class Example:
   unseen: str = ''  # which turn is trained after a text that no prompt of a sampler ends in; '' for none
 
   @property
-  def num_segments(self) -> int:
-    """Documents that attention tells apart; a row of a batch holds `types.max_documents` of them."""
-    return 1 if self.segment_ids is None else len(np.unique(self.segment_ids))
-
-  @property
   def trained(self) -> np.ndarray:
     """[T] bool: tokens with a weight above 0 and a token before them, which predicts them."""
     trained = np.asarray(self.loss_mask) > 0

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PER = ('token', 'sequence', 'pair', 'label')
 
 
-def pack(lengths: Sequence[int], row_length: int, documents: Sequence[int] | None = None) -> list[list[int]]:
+def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
   """Distributes Examples over rows by best-fit decreasing.
 
   Longest first, each into the fullest row that still has room for it. For documents of 180 tokens (log-normal), 99 % of
@@ -30,39 +30,30 @@ def pack(lengths: Sequence[int], row_length: int, documents: Sequence[int] | Non
 
   Args:
     lengths: tokens of each Example, none above `row_length`.
-    documents: segments of each Example; None: one. A row takes `types.max_documents`.
 
   Returns:
     A list of rows, each a list of indices into `lengths`.
   """
   order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-  most = types.max_documents(row_length)
   rows = []
-  held = []  # documents of each row
   free = []  # (room left, row), ascending
   for i in order:
-    count = documents[i] if documents else 1
-    if lengths[i] > row_length or count > most:
-      raise ValueError(f'Example {i}: {lengths[i]} tokens, {count} documents; a row takes {row_length} and {most}')
+    if lengths[i] > row_length:
+      raise ValueError(f'Example {i}: {lengths[i]} tokens; a row takes {row_length}')
     at = bisect.bisect_left(free, (lengths[i], -1))
-    while at < len(free) and held[free[at][1]] + count > most:
-      at += 1
     if at == len(free):
       room, row = row_length, len(rows)
       rows.append([])
-      held.append(0)
     else:
       room, row = free.pop(at)
     rows[row].append(i)
-    held[row] += count
-    if held[row] < most:
-      bisect.insort(free, (room - lengths[i], row))
+    bisect.insort(free, (room - lengths[i], row))
   return rows
 
 
 def pack_examples(examples: Sequence[Example], row_length: int) -> list[list[int]]:
   """Distributes Examples over rows, as `pack` does."""
-  return pack([len(e.tokens) for e in examples], row_length, [e.num_segments for e in examples])
+  return pack([len(e.tokens) for e in examples], row_length)
 
 
 def to_batch(

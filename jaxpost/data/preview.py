@@ -97,7 +97,7 @@ def _summary(examples: Sequence[Example], row_length: int) -> table.Table:
     out.add_row(name, str(of.min()), f'{np.median(of):.0f}', str(of.max()), str(of.sum()))
   if row_length:
     cut = np.minimum(lengths, row_length)
-    rows = packing.pack(cut.tolist(), row_length, [e.num_segments for e in examples])
+    rows = packing.pack(cut.tolist(), row_length)
     fill = cut.sum() / (len(rows) * row_length)
     out.caption = f'{len(rows)} rows of {row_length}, {fill:.1%} filled, {int((lengths > row_length).sum())} over-long'
   return out

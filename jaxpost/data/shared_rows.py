@@ -32,7 +32,6 @@ class Facts(NamedTuple):
   """The facts of a document that all processes know; they are packed like an Example."""
 
   length: int
-  num_segments: int
   context: float  # how many tokens each of its tokens attends to, summed
   totals: tuple[float, float, float]  # see `count_totals`
 
@@ -46,7 +45,7 @@ def facts_of(example: Example, per: str) -> Facts:
   """Returns the facts of a document; `per` is that of `packing.to_batch`."""
   length = len(example.tokens)
   context = length * (length + 1) / 2 if example.positions is None else float((example.positions + 1.0).sum())
-  return Facts(length, example.num_segments, context, count_totals(example, per))
+  return Facts(length, context, count_totals(example, per))
 
 
 def count_totals(example: Example, per: str) -> tuple[float, float, float]:

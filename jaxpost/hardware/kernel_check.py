@@ -23,7 +23,7 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.hardware import probe
 from jaxpost.matmul import Compute
-from jaxpost.models import attention_kernels, attention_xla, decoding
+from jaxpost.models import attention_kernels, attention_xla
 from jaxpost.models.config import CustomConfig
 
 if TYPE_CHECKING:
@@ -93,7 +93,11 @@ def _shapes_to_check(
 
 def _decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[AttentionShape]:
   """Returns the shapes in which the kernel for single tokens would read a cache."""
-  if not decoding.reads_filled(cfg, compute):
+  if not compute.decode_kernel:
+    return []
+  from jaxpost.models import decode_triton
+
+  if not decode_triton.reads_filled(cfg, compute):
     return []
   return [attention_kernels.attention_shape(cfg, _ROOM, 1, heads) for heads in cfg.head_shapes]
 
@@ -146,6 +150,24 @@ def _packed_rows(count: int, length: int) -> tuple[jax.Array, jax.Array]:
   return ((found + 1) % 4).astype(jnp.int32), number - jnp.take_along_axis(starts, found, axis=1)
 
 
+def _sizes(work: AttentionShape) -> tuple[int, int]:
+  """Returns how many rows and kv heads are checked."""
+  kv_heads, rows = min(work.kv_heads, _HEADS), 2
+  each = work.length * work.head_dim * (work.heads // work.kv_heads)
+  if rows * kv_heads * each > _LARGE:
+    rows = 1
+  if rows * kv_heads * each > _LARGE:
+    kv_heads = 1
+  return rows, kv_heads
+
+
+def _branches(work: AttentionShape, positions: jax.Array) -> dict[str, jax.Array]:
+  if not work.branches:
+    return {}
+  branch = jnp.where(positions < work.length // 16, 0, 1 + (positions > work.length // 8))
+  return dict(branch_ids=branch.astype(jnp.int32))
+
+
 def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
   """Returns {'out', 'q', 'k', 'v', ('sinks')}: how far a kernel is from XLA in float32.
 
@@ -155,13 +177,8 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   if name == _DECODE:
     return _decode_errors(work, dtype, window)
   length, size, values = work.length, work.head_dim, work.value_dim
-  kv_heads, rows = min(work.kv_heads, _HEADS), 2
-  groups = work.heads // work.kv_heads
-  if rows * length * groups * kv_heads * size > _LARGE:
-    rows = 1
-  if rows * length * groups * kv_heads * size > _LARGE:
-    kv_heads = 1
-  heads = groups * kv_heads
+  rows, kv_heads = _sizes(work)
+  heads = kv_heads * (work.heads // work.kv_heads)
   keys = jax.random.split(jax.random.key(0), 5)
 
   def draw(key: jax.Array, *shape: int) -> jax.Array:
@@ -172,9 +189,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
     given += (jax.random.normal(keys[4], (heads,)),)
   g = draw(keys[3], heads, values).astype(jnp.float32)
   segments, positions = _packed_rows(rows, length)
-  branches = {}
-  if work.branches:
-    branches['branch_ids'] = jnp.where(positions < length // 16, 0, 1 + (positions > length // 8)).astype(jnp.int32)
+  branches = _branches(work, positions)
   exactly = Compute('float32', q_chunk=max(16, min(length, _SCORES // (heads * length))))
   compute = Compute(dtype, attention=name)
 
@@ -217,6 +232,8 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
 
 def _decode_errors(work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
   """Returns {'out'}: how far the kernel for single tokens is from XLA in float32; slots are filled differently."""
+  from jaxpost.models import decode_triton, decoding
+
   filled, step = jnp.array([0, _BLOCK, _ROOM // 2 + 1, _ROOM]), jnp.int32(_BLOCK // 2)
   kv_heads = min(work.kv_heads, _HEADS)
   heads = kv_heads * (work.heads // work.kv_heads)
@@ -237,7 +254,7 @@ def _decode_errors(work: AttentionShape, dtype: str, window: int) -> dict[str, f
     given = dict(window=window, cfg=work, sinks=sinks)
     exactly = jax.tree.map(lambda x: x.astype(jnp.float32), (q, cache, recent))
     right = decoding.cached_attention(*exactly, filled, step, compute=Compute('float32'), **given)
-    out = decoding.by_kernel(q, cache, recent, filled, step, Compute(dtype, decode_kernel=True), **given)
+    out = decode_triton.cached_attention(q, cache, recent, filled, step, compute=Compute(dtype), **given)
     return jnp.max(jnp.abs(out - right)) / jnp.max(jnp.abs(right))
 
   return dict(out=float(measured(q, cache, recent, sinks)))

@@ -59,7 +59,7 @@ def attention(
 
 
 # Values of `config.model.attention` that cannot attend from a part of a row.
-WHOLE_ROW_KERNELS = ('cudnn', 'triton')
+WHOLE_ROW_KERNELS = ('triton',)
 
 
 def uses_kernel(compute: Compute) -> bool:

@@ -1,7 +1,7 @@
-"""Flash-attention kernels: splash (TPU), Triton and cuDNN (GPU).
+"""Flash-attention kernels: splash (TPU) and Triton (GPU).
 
 Legend: B rows, T tokens (t of a part), H heads, K kv heads, h head size, hv
-that of values, M documents of a row, n parts of it.
+that of values, n parts of a row.
 
 `REFUSALS` says what each kernel does not support. `attention.attention` is the
 only caller.
@@ -21,7 +21,6 @@ from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.models import attention_xla, context_parallel
 from jaxpost.models.config import ModelConfig
-from jaxpost.types import max_documents
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -37,14 +36,6 @@ def _splash_refuses(size, values, dtype, cap, sinks) -> str:
     return f'config.model.dtype={dtype} (bfloat16 only)'
   wrong = [n for n in (size, values) if n % 8]
   return f'heads of {wrong[0]} (multiples of 8 only)' if wrong else ''
-
-
-def _cudnn_refuses(size, values, dtype, cap, sinks) -> str:
-  if dtype not in ('bfloat16', 'float16'):
-    return f'config.model.dtype={dtype} (bfloat16 and float16 only)'
-  if size % 8 or size > 256 or size != values:
-    return f'heads of {size} and {values} (multiples of 8 up to 256, alike for keys and values)'
-  return 'soft caps of the scores' if cap else 'sinks' if sinks else ''
 
 
 def _triton_refuses(size, values, dtype, cap, sinks) -> str:
@@ -77,9 +68,9 @@ class AttentionShape(NamedTuple):
 
 # fn(h, hv, dtype, soft cap, has sinks) -> what the kernel does not support, or ''.
 # All support segments, windows and grouped heads.
-REFUSALS = {'splash': _splash_refuses, 'triton': _triton_refuses, 'cudnn': _cudnn_refuses}
+REFUSALS = {'splash': _splash_refuses, 'triton': _triton_refuses}
 BRANCHES = ('triton',)  # kernels that do branches of a shared prompt
-PLATFORMS = {'splash': ('tpu',), 'triton': ('gpu', 'cuda'), 'cudnn': ('gpu', 'cuda')}  # where they run
+PLATFORMS = {'splash': ('tpu',), 'triton': ('gpu', 'cuda')}  # where they run
 
 
 def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, parts: int) -> bool:
@@ -248,8 +239,8 @@ def _behind(x, part, n: int, fill):
 # --------------------------------------------------------------------- Triton
 
 
-def triton(q, k, v, segment_ids, positions, sinks, branch_ids=None, *, window: int, cfg: ModelConfig, compute, **rest):
-  """Runs `attention_triton.attend`, which gets `rest`, on rows of any length."""
+def triton(q, k, v, segment_ids, positions, sinks, branch_ids=None, *, window: int, cfg: ModelConfig, compute):
+  """Runs `attention_triton.attend` on rows of any length."""
   del compute
   from jaxpost.models import attention_triton
 
@@ -260,74 +251,10 @@ def triton(q, k, v, segment_ids, positions, sinks, branch_ids=None, *, window: i
     return x if x is None else jnp.pad(x, ((0, 0), (0, q.shape[1] - length)))
 
   rows = segment_ids, pad(positions), sinks, pad(branch_ids)
-  return attention_triton.attend(q, k, v, *rows, window=window, cfg=cfg, **rest)[:, :length]
+  return attention_triton.attend(q, k, v, *rows, window=window, cfg=cfg)[:, :length]
 
 
-# ---------------------------------------------------------------------- cuDNN
-
-
-def cudnn(q, k, v, segment_ids, positions, sinks, *, window: int, cfg: ModelConfig, compute: Compute):
-  """cuDNN's fused attention over the documents of packed rows (from Hopper on).
-
-  Its memory grows with the number of documents that a row may have, so packing
-  bounds it by `types.max_documents`. The result of a row with more of them is NaN.
-  """
-  del positions, compute
-  if jax.__version_info__ < (0, 11, 2):
-    # Offsets of keys are scaled by the number of query heads there.
-    groups = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
-  length = q.shape[1]
-  chunks = length // window if window and cfg.chunked else 0  # beyond the first of each document
-  most = max_documents(length) + chunks + 2  # and the padding of a row, and that of `_padded`
-  segments, q, k, v = _padded(64, segment_ids, q, k, v)
-  starts, sizes = documents(segments, most)
-  count = 1 + jnp.sum(segments[:, 1:] != segments[:, :-1], axis=1)
-  q *= jnp.where(count <= most, 1, jnp.nan).astype(q.dtype)[:, None, None, None]
-  # The name tells a plan what is not in the arguments.
-  with jax.named_scope(f'attention_window_{window}'):
-    return _packed(q, k, v, starts, sizes, window=window)[:, :length]
-
-
-def documents(segment_ids, most: int):
-  """Returns (offsets [B, M + 1], lengths [B, M]) of the documents of each row.
-
-  JAX expects the starts of documents only, and -1 for absent ones: it joins the
-  offsets of all rows, so that an end of a row would move all rows after it.
-  """
-  length = segment_ids.shape[1]
-
-  def row(segments):
-    new = jnp.concatenate([jnp.ones(1, bool), segments[1:] != segments[:-1]])
-    starts = jnp.nonzero(new, size=most + 1, fill_value=length)[0]
-    sizes = starts[1:] - starts[:-1]
-    offsets = jnp.where(starts >= length, -1, starts)
-    return offsets.astype(jnp.int32), jnp.where(sizes > 0, sizes, -1).astype(jnp.int32)
-
-  return jax.vmap(row)(segment_ids)
-
-
-KERNELS = {'splash': splash, 'triton': triton, 'cudnn': cudnn}
-
-
-def _packed(q, k, v, starts, sizes, window):
-  # Private API of jax: the public one has no document offsets.
-  from jax._src.cudnn import fused_attention_stablehlo as lib
-
-  if jax.default_backend() == 'cpu':  # compiling ahead of time for a described GPU
-    lib.check_compute_capability = lambda wanted: True
-  return lib.dot_product_attention(
-    q,
-    k,
-    v,
-    q_seqlen=sizes,
-    kv_seqlen=sizes,
-    q_offsets=starts,
-    kv_offsets=starts,
-    scale=1.0,
-    mask_type=lib.MaskType.PADDING_CAUSAL,
-    sliding_window_length=window or None,
-  )
+KERNELS = {'splash': splash, 'triton': triton}
 
 
 # ------------------------------------------------------------- which kernel

@@ -81,7 +81,7 @@ def attend(
     ids = jnp.stack([branch_ids, positions], axis=1).astype(jnp.int32)
   elif window:
     first, last = jnp.maximum(first, number - window + 1), jnp.minimum(last, number + window - 1)
-  return _attend(static, q, k, v, sinks, first, last, ids)
+  return _attend(static, (q, k, v), sinks, (first, last), ids)
 
 
 def _tiles(size: int, values: int) -> Tiles:
@@ -91,27 +91,27 @@ def _tiles(size: int, values: int) -> Tiles:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, q, k, v, sinks, first, last, ids):
-  return _forward(static, q, k, v, sinks, first, ids)[0]
+def _attend(static: _Static, qkv, sinks, places, ids):
+  return _forward(static, qkv, sinks, places[0], ids)[0]
 
 
-def _attend_fwd(static, q, k, v, sinks, first, last, ids):
-  out, lse = _forward(static, q, k, v, sinks, first, ids)
+def _attend_fwd(static, qkv, sinks, places, ids):
+  out, lse = _forward(static, qkv, sinks, places[0], ids)
   # Rematerialization keeps both, so that the backward pass does not run the kernel again.
   out, lse = checkpoint_name(out, 'dots'), checkpoint_name(lse, 'dots')
-  return out, (q, k, v, sinks, first, last, ids, out, lse)
+  return out, (qkv, sinks, places, ids, out, lse)
 
 
 def _attend_bwd(static, saved, g):
-  q, k, v, sinks, first, last, ids, out, lse = saved
+  (q, k, v), sinks, (first, last), ids, out, lse = saved
   delta = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, H, T]
-  given = q, k, v, first, ids, g.astype(v.dtype), lse, delta
-  dq = _backward_queries(static, *given)
-  dk, dv = _backward_keys(static, last, *given)
+  rest = dict(first=first, ids=ids, g=g.astype(v.dtype), lse=lse, delta=delta)
+  dq = _backward_queries(static, q, k, v, **rest)
+  dk, dv = _backward_keys(static, last, q, k, v, **rest)
   dsinks = None
   if sinks is not None:
     dsinks = -jnp.sum(jnp.exp2(sinks[:, None] * _LOG2_E - lse) * delta, axis=(0, 2)).astype(sinks.dtype)
-  return dq, dk, dv, dsinks, None, None, None
+  return (dq, dk, dv), dsinks, (None, None), None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -178,7 +178,7 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, from_ref, ids_ref, sinks_ref
     keys = pl.ds(j * cols, cols)
     s, _ = _scores(q, _load(k_ref.at[keys], size), static.cap)
     columns = j * cols + jnp.arange(cols)
-    seen = _visible(at, first, columns, mine, _ids(ids_ref, keys), static.window)
+    seen = _visible(at, first, columns, mine, _ids(ids_ref, keys), window=static.window)
     s = jnp.where(seen, s * _LOG2_E, MASKED_LOGIT)
     highest = jnp.maximum(top, jnp.max(s, axis=1))
     weights, old = jnp.exp2(s - highest[:, None]), jnp.exp2(top - highest)
@@ -212,7 +212,7 @@ def _queries_kernel(
     k = _load(k_ref.at[keys], size)
     s, slope = _scores(q, k, static.cap)
     columns = j * cols + jnp.arange(cols)
-    seen = _visible(at, first, columns, mine, _ids(ids_ref, keys), static.window)
+    seen = _visible(at, first, columns, mine, _ids(ids_ref, keys), window=static.window)
     weights = jnp.exp2(jnp.where(seen, s * _LOG2_E, MASKED_LOGIT) - lse[:, None])
     ds = weights * (_dot(g, _load(v_ref.at[keys], values), trans_b=True) - delta[:, None]) * slope
     return dq + _dot(ds.astype(k.dtype), k)
@@ -239,7 +239,9 @@ def _keys_kernel(
     some = pl.ds(i * rows, rows)
     q, g = _load(q_ref.at[some, head], size), _load(g_ref.at[some, head], values)
     s, slope = _scores(q, k, static.cap)
-    seen = _visible(i * rows + jnp.arange(rows), first_ref[some], columns, _ids(ids_ref, some), theirs, static.window)
+    seen = _visible(
+      i * rows + jnp.arange(rows), first_ref[some], columns, _ids(ids_ref, some), theirs, window=static.window
+    )
     weights = jnp.exp2(jnp.where(seen, s * _LOG2_E, MASKED_LOGIT) - lse_ref[head, some][:, None])
     dv += _dot(weights.astype(g.dtype), g, trans_a=True)
     ds = weights * (_dot(g, v, trans_b=True) - delta_ref[head, some][:, None]) * slope
@@ -268,7 +270,7 @@ def describe_gpu() -> None:
   gpu_info.registry.setdefault('cpu', lambda: ampere)
 
 
-def _call(kernel, name, static, tile, grid, given, outputs):
+def _call(kernel, given, outputs, *, name: str, static: _Static, tile: tuple[int, int, int, int], grid):
   """Calls a kernel on (array or None, block, index map) triples."""
   describe_gpu()
   there = [x for x in given if x[0] is not None]
@@ -289,8 +291,9 @@ def _call(kernel, name, static, tile, grid, given, outputs):
   )(*(x for x, *_ in there))
 
 
-def _forward(static, q, k, v, sinks, first, ids):
+def _forward(static, qkv, sinks, first, ids):
   """Returns the result [B, T, H, hv] and the logarithms to base 2 of the sums of weights [B, H, T]."""
+  q, k, v = qkv
   (batch, length, heads, size), values = q.shape, v.shape[3]
   rows, group = static.tiles.forward[0], heads // k.shape[2]
   wide, wide_v = _padded(size), _padded(values)
@@ -309,7 +312,15 @@ def _forward(static, q, k, v, sinks, first, ids):
   ]
   kernel = functools.partial(_forward_kernel, static=static, sizes=(size, values))
   grid = length // rows, heads, batch
-  return _call(kernel, f'attention_forward_{static.window}', static, static.tiles.forward, grid, given, outputs)
+  return _call(
+    kernel,
+    given,
+    outputs,
+    name=f'attention_forward_{static.window}',
+    static=static,
+    tile=static.tiles.forward,
+    grid=grid,
+  )
 
 
 def _bounds(places, block: int, last: bool = False):
@@ -319,7 +330,7 @@ def _bounds(places, block: int, last: bool = False):
   return found, (None, found.shape[1]), lambda i, h, b: (b, 0)
 
 
-def _backward_queries(static, q, k, v, first, ids, g, lse, delta):
+def _backward_queries(static, q, k, v, *, first, ids, g, lse, delta):
   """Returns the gradient of the queries."""
   (batch, length, heads, size), values = q.shape, v.shape[3]
   rows, group = static.tiles.queries[0], heads // k.shape[2]
@@ -338,11 +349,19 @@ def _backward_queries(static, q, k, v, first, ids, g, lse, delta):
   outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), *given[0][1:])]
   kernel = functools.partial(_queries_kernel, static=static, sizes=(size, values))
   grid = length // rows, heads, batch
-  (dq,) = _call(kernel, f'attention_queries_{static.window}', static, static.tiles.queries, grid, given, outputs)
+  (dq,) = _call(
+    kernel,
+    given,
+    outputs,
+    name=f'attention_queries_{static.window}',
+    static=static,
+    tile=static.tiles.queries,
+    grid=grid,
+  )
   return dq
 
 
-def _backward_keys(static, last, q, k, v, first, ids, g, lse, delta):
+def _backward_keys(static, last, q, k, v, *, first, ids, g, lse, delta):
   """Returns the gradients of keys and values, summed over the queries of each kv head."""
   (batch, length, heads, size), values = q.shape, v.shape[3]
   cols, kv_heads = static.tiles.keys[1], k.shape[2]
@@ -361,4 +380,6 @@ def _backward_keys(static, last, q, k, v, first, ids, g, lse, delta):
   outputs = [(jax.ShapeDtypeStruct(x.shape, x.dtype), *y[1:]) for x, y in ((k, given[1]), (v, given[2]))]
   kernel = functools.partial(_keys_kernel, static=static, sizes=(size, values))
   grid = length // cols, kv_heads, batch
-  return _call(kernel, f'attention_keys_{static.window}', static, static.tiles.keys, grid, given, outputs)
+  return _call(
+    kernel, given, outputs, name=f'attention_keys_{static.window}', static=static, tile=static.tiles.keys, grid=grid
+  )

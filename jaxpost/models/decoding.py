@@ -9,13 +9,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from jaxpost.distributed.mesh import Layout
 from jaxpost.matmul import Compute, einsum, from_bits
 from jaxpost.models import layers, rope, transformer
 from jaxpost.models.attention_xla import scale_queries, softcap, softmax
-from jaxpost.models.config import CustomConfig, ModelConfig
+from jaxpost.models.config import ModelConfig
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.types import MASKED_LOGIT, Cache
 
@@ -82,6 +80,7 @@ def decode(
   weights = transformer.with_inputs(weights, some, x, cfg, compute=compute, layout=constrain)
   positions = (filled + step)[:, None] + jnp.arange(some.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
+  kernel = _kernel(cfg, compute) if tokens.ndim == 1 else None
   put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
   ks, vs, experts, states = (list(x) for x in (recent.k, recent.v, recent.experts, recent.states))
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
@@ -92,11 +91,13 @@ def decode(
       for kept, new in zip((ks, vs), keep):
         kept[i] = jax.tree.map(put, kept[i], cached(new.swapaxes(1, 2), compute))
       old, new = layer_entries(cache, i, step), [ks[i], *vs[i : i + 1]]
-      more = dict(window=window, cfg=cfg, sinks=p.get('sinks'), layout=constrain)
+      more = dict(window=window, cfg=cfg, sinks=p.get('sinks'))
       if 'kv_a' in p:
         from jaxpost.models import mla
 
         q, old, new, more['choose'] = mla.from_cache(q, old, new, cfg, compute)
+      elif kernel:
+        return kernel(q, old, new, filled, step, compute=compute, layout=constrain, **more), None
       return cached_attention(q, old, new, filled, step, compute=compute, **more), None
 
     rest = dict(compute=compute, layout=constrain, absorbed=True, recur=_recurrence(states, i, cfg, compute, constrain))
@@ -108,6 +109,15 @@ def decode(
       experts[j] = jax.lax.dynamic_update_slice_in_dim(experts[j], new, step, axis=2)
   x = layers.rms_norm(x, weights['norm'], cfg)
   return Cache(tuple(ks), tuple(vs), experts=tuple(experts), states=tuple(states)), x.reshape(*tokens.shape, -1)
+
+
+def _kernel(cfg: ModelConfig, compute: Compute):
+  """Returns what computes `cached_attention` of single tokens instead; None where nothing does."""
+  if not compute.decode_kernel:
+    return None
+  from jaxpost.models import decode_triton
+
+  return decode_triton.cached_attention if decode_triton.reads_filled(cfg, compute) else None
 
 
 def _recurrence(states: list, layer: int, cfg: ModelConfig, compute: Compute, layout):
@@ -153,17 +163,7 @@ def layer_entries(cache: Cache, layer: int, step):
 
 
 def cached_attention(
-  q,
-  cache,
-  recent,
-  filled,
-  step,
-  compute: Compute,
-  window: int,
-  cfg: ModelConfig,
-  sinks=None,
-  choose=None,
-  layout=transformer.unconstrained,
+  q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None, choose=None
 ):
   """Attends from new tokens to the filled part of the KV cache.
 
@@ -174,15 +174,12 @@ def cached_attention(
       query is at `step` there; each query attends up to itself.
     window, cfg, sinks: see `attention`.
     choose: (mask [B, T', S + T]) -> mask, of the entries that each query attends to, or None.
-    layout: of the rows and heads.
 
   Returns:
     [B, T', H, h].
   """
   batch, count, heads, size = q.shape
   kv_heads, room = cache[0].shape[1:3]
-  if count == 1 and choose is None and reads_filled(cfg, compute):
-    return by_kernel(q, cache, recent, filled, step, compute, window=window, cfg=cfg, sinks=sinks, layout=layout)
   kind = cache[0].dtype.name  # its values are rounded to the operand type, see Compute
   q = scale_queries(q, cfg).astype(compute.dtype)
   q = q.reshape(batch, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
@@ -216,26 +213,3 @@ def cached_attention(
   )
   out = out.reshape(batch, kv_heads, count, -1, out.shape[-1]).swapaxes(1, 2)
   return out.reshape(batch, count, heads, -1)
-
-
-def reads_filled(cfg: ModelConfig, compute: Compute) -> bool:
-  """True if single tokens attend by a kernel that reads the filled entries of a cache, and not its first ones."""
-  if not compute.decode_kernel or jnp.dtype(compute.cache).itemsize == 1 or isinstance(cfg, CustomConfig):
-    return False
-  # Not a latent, which queries of all heads read.
-  return {(heads, *sizes) for heads, sizes in cfg.layer_caches} <= {x for x in cfg.head_shapes if max(x[1:]) <= 256}
-
-
-def by_kernel(q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None, layout=None):
-  """Computes `cached_attention` of one token per slot by the kernel, on each device's slots and heads."""
-  from jaxpost.models import decode_triton
-
-  shape, kv_heads = q.shape, cache[0].shape[1]
-  q = scale_queries(q, cfg).astype(compute.dtype).reshape(len(q), kv_heads, -1, shape[-1])
-  run = functools.partial(decode_triton.attend, window=window, cfg=cfg)
-  given = q, tuple(cache), tuple(recent), filled, step, sinks if sinks is None else sinks.reshape(kv_heads, -1)
-  if isinstance(layout, Layout) and layout.mesh.size > 1:
-    rows = layout.spec(('batch', 'kv_heads', None, None), q.shape)
-    specs = rows, rows, rows, PartitionSpec(rows[0]), PartitionSpec(), PartitionSpec(rows[1])
-    run = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=rows, check_vma=False)
-  return run(*given).reshape(*shape[:3], -1)

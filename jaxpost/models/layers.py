@@ -180,14 +180,7 @@ def add(x, out, cfg):
   return x + out.astype(x.dtype)
 
 
-_POLICIES = {
-  'full': None,
-  # cuDNN's attention has statistics without a name; they are kept with its result.
-  'dots': jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.save_only_these_names('dots'),
-    lambda primitive, *_, **params: primitive.name.startswith('dot_product_attention_fwd'),
-  ),
-}
+_POLICIES = {'full': None, 'dots': jax.checkpoint_policies.save_only_these_names('dots')}
 
 
 def rematerialized(block: Callable, compute: Compute, alone: bool = False) -> Callable:

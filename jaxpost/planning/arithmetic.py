@@ -26,7 +26,6 @@ from jaxpost.models import attention, partition, transformer
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.planning import meshes, traffic_bound
 from jaxpost.stage import batch_shape, checks, load_weights
-from jaxpost.types import max_documents
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -201,8 +200,8 @@ def _saved_width(case: _Case) -> float:
   split = (
     cfg.num_heads * (cfg.head_dim + cfg.value_dim) + sum(cfg.cached[0] * size for size in cfg.cached[1]) + 2 * wide
   )
-  documents = dict(cudnn=max_documents(case.shape.row_length), triton=1)
-  split += 2 * cfg.num_heads * documents.get(case.compute.attention, 0)  # float32 statistics of each head
+  if case.compute.attention == 'triton':  # a float32 statistic of each head
+    split += 2 * cfg.num_heads
   return split / tensor + 3 * cfg.hidden_size  # with the input, and the results of both projections to its width
 
 
@@ -230,8 +229,6 @@ def _activations(case: _Case) -> dict[str, float]:
   width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
   kept = case.tokens * width * residual * (cfg.num_layers + model.trains_mtp)
   weights = 0.0 if attention.uses_kernel(case.compute) else _ALIVE * _attention_weights(case)
-  if case.compute.attention == 'cudnn':  # its backward pass keeps gradients for all documents that a row may hold
-    weights = case.tokens * max_documents(case.shape.row_length) * cfg.num_heads * (2 * cfg.head_dim + 1) * _FLOAT
   layer = _ALIVE * case.tokens * _layer_width(cfg, tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
   head = _chunk(case) * (_FLOAT + case.width) + case.tokens * cfg.hidden_size * _FLOAT + _gathered(case, 'vocab')
   activations = kept + max(weights + layer, head)

@@ -15,8 +15,6 @@ from jaxpost.planning import hlo
 # Products of two blocks with h, and with hv, in a pass over pairs of blocks.
 _SPLASH = {'fwd': (1, 1), 'dq': (2, 1), 'dkv': (2, 2)}
 _SPLASH_NAME = re.compile(r'splash_m\w+?_(fwd|dq|dkv)_')
-# Forward, and backward with the scores again.
-_CUDNN = {'__cudnn$fmhaSoftmax': (1, 1), '__cudnn$fmhaSoftmaxBackward': (3, 2)}
 _TRITON = {'forward': (1, 1), 'queries': (2, 1), 'keys': (2, 2)}
 _TRITON_NAME = re.compile(r'attention_(forward|queries|keys)_(\d+)')
 _DECODE_NAME = re.compile(r'decode_\d+')
@@ -31,10 +29,7 @@ def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
   """
   if not is_one(op):
     return 0.0, 0.0
-  if (name := _target(op)) in _CUDNN:
-    found = re.search(r'attention_window_(\d+)', hlo.op_name(op))
-    return _causal(_CUDNN[name], int(found[1]) if found else 0, given)
-  if name == _TRITON_TARGET:
+  if _target(op) == _TRITON_TARGET:
     if _DECODE_NAME.search(hlo.op_name(op)):
       return _decode(given)
     found = _TRITON_NAME.search(hlo.op_name(op))
@@ -46,7 +41,7 @@ def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
 
 
 def is_one(op: hlo.Op) -> bool:
-  return op.kind == 'custom-call' and (_target(op) in ('tpu_custom_call', _TRITON_TARGET, *_CUDNN))
+  return op.kind == 'custom-call' and (_target(op) in ('tpu_custom_call', _TRITON_TARGET))
 
 
 def _target(op: hlo.Op) -> str:

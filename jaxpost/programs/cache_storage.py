@@ -66,8 +66,12 @@ def empty_block(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
 
 
 def first_entries(cache: Cache, rows: int, read: int) -> Cache:
-  """Returns the first `read` entries of the first slots, in the type that programs compute with."""
-  return view(jax.tree.map(lambda x: x[:rows, :, :read], cache.replace(states=())))
+  """Returns the first `read` entries of the first slots, in the type that programs compute with.
+
+  read: 0: the entries of all slots, as they are; a part would be a copy.
+  """
+  cache = cache.replace(states=())
+  return view(jax.tree.map(lambda x: x[:rows, :, :read], cache) if read else cache)
 
 
 def append(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:

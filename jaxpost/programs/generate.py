@@ -18,12 +18,11 @@ from flax import struct
 from jax.sharding import PartitionSpec
 
 from jaxpost.losses import head_chunk
-from jaxpost.models import decoding
 from jaxpost.models.config import CustomConfig
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import sampling as sampling_lib
-from jaxpost.programs.cache_storage import append, empty_block, first_entries, put_pages, put_rows, stored, view, where
+from jaxpost.programs.cache_storage import append, empty_block, first_entries, put_pages, put_rows, stored, where
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.sampling import Sampling
 from jaxpost.types import MASKED_LOGIT, Array, Cache
@@ -221,9 +220,9 @@ def make_generate(
 ) -> Program:
   """Makes the program generate(weights, state, table) -> (state, Block): `steps` tokens per slot.
 
-  It decodes the first `rows` slots; attention reads the first `read` entries of their caches, or the pages of `table`
-  [rows, n]. The caller makes sure that no other slot is in use, and that none grows past `read`. The state is donated;
-  the host can read the block while the next call runs.
+  It decodes the first `rows` slots; attention reads the first `read` entries of their caches (0: those that are filled,
+  see `models/decode_triton.py`), or the pages of `table` [rows, n]. The caller makes sure that no other slot is in use,
+  and that none grows past `read`. The state is donated; the host can read the block while the next call runs.
 
   Args:
     report: `top` and `allowed` of `sampling.draw`.
@@ -255,8 +254,8 @@ def make_generate(
     )(weights, state)
 
   def flops(weights, state, table=None):
-    del weights, state, table
-    return steps * rows * flops_per_token(model.config, read)
+    del weights, table
+    return steps * rows * flops_per_token(model.config, read or state.cache.k[0].shape[2])
 
   def place(shapes):
     state, _ = shapes
@@ -294,12 +293,7 @@ def decode_block(
     return (after, recent), (drawn, state.active, stopped)
 
   few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
-  if table is not None:
-    cache = state.cache.replace(table=table)
-  elif decoding.reads_filled(model.config, compute):
-    cache = view(state.cache.replace(states=()))  # of all slots: a part of it would be a copy
-  else:
-    cache = first_entries(state.cache, rows, read)
+  cache = state.cache.replace(table=table) if table is not None else first_entries(state.cache, rows, read)
   recent = empty_block(model, state.cache, rows, steps)
   # All numbers of the block at once: the generator is a loop of its own.
   number, filled = jnp.arange(steps), few.positions

@@ -49,8 +49,8 @@ class Buckets:
     return bucket(length, self.cache_length, max(64, self.page_size))
 
   def decode(self, length: int) -> int:
-    """Cache entries that a block of decoding is given where `length` are filled."""
-    return self.cache_length if self.reads_filled else self.read(length)
+    """Cache entries that a block of decoding reads where `length` are filled; 0: those."""
+    return 0 if self.reads_filled else self.read(length)
 
   def rows(self, count: int) -> int:
     """Slots that are computed where the first `count` are in use."""

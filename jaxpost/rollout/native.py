@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from jaxpost.errors import InputError
-from jaxpost.models import decoding
 from jaxpost.models.config import CustomConfig
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import Entry
@@ -85,7 +84,7 @@ class NativeEngine:
       self.length = -(-self.length // self.page) * self.page
     self.cache_shape = self._cache_shape()
     self.pages()  # InputError where the longest sequence does not fit
-    self.buckets = self._make_buckets(least_rows, decoding.reads_filled(model.config, compute))
+    self.buckets = self._make_buckets(least_rows, compute)
     self.programs = EnginePrograms(
       model,
       layout,
@@ -110,13 +109,13 @@ class NativeEngine:
     self.version = 0
     self._fits = False
 
-  def _make_buckets(self, least_rows: int, kernel: bool) -> Buckets:
-    """The shapes that this engine compiles.
+  def _make_buckets(self, least_rows: int, compute: Compute) -> Buckets:
+    """The shapes that this engine compiles; `least_rows` of a block."""
+    reads_filled = compute.decode_kernel and not self.page and not self.config.speculation
+    if reads_filled:
+      from jaxpost.models import decode_triton
 
-    Args:
-      least_rows: of a block.
-      kernel: whether it reads filled entries only; pages are gathered, and drafts are verified without it.
-    """
+      reads_filled = decode_triton.reads_filled(self._model_config, compute)
     return Buckets(
       slots=self.max_concurrent_decodes,
       batch_shards=self.layout.batch_shards,
@@ -126,7 +125,7 @@ class NativeEngine:
       page_size=self.page,
       block=self.block,
       max_new_tokens=self.config.max_new_tokens,
-      reads_filled=kernel and not self.page and not self.config.speculation,
+      reads_filled=reads_filled,
     )
 
   def _cache_shape(self) -> tuple[int, int]:
@@ -249,9 +248,11 @@ class NativeEngine:
   def generate(
     self, state: DecodeState, read: int = 0, rows: int = 0, table: np.ndarray | None = None
   ) -> tuple[DecodeState, Block]:
-    """Decodes a block in the first `rows` slots, attending to `read` entries (0: all)."""
+    """Decodes a block in the first `rows` slots, attending to `read` entries (0: all that are filled)."""
     tables = () if table is None else (self.layout.put(table),)
-    return self.programs.decoder(rows or self.max_concurrent_decodes, read or self.length)(self.weights, state, *tables)
+    return self.programs.decoder(rows or self.max_concurrent_decodes, read or self.buckets.decode(self.length))(
+      self.weights, state, *tables
+    )
 
   def move(self, state: DecodeState, moves: dict[int, int]) -> DecodeState:
     """Moves the contents of slot s to slot moves[s]."""

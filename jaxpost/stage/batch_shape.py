@@ -7,7 +7,6 @@ import math
 from typing import TYPE_CHECKING
 
 from jaxpost.errors import InputError
-from jaxpost.types import max_documents
 
 if TYPE_CHECKING:
   from jaxpost.stage.config import Config
@@ -61,7 +60,7 @@ def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 8192
   if on_policy:
     r = config.rollout
     # Completions that a row holds, however long they are.
-    per_row = min(max_documents(length), max(1, length // (r.max_prompt_length + r.max_new_tokens)))
+    per_row = max(1, length // (r.max_prompt_length + r.max_new_tokens))
     completions = r.prompts * r.group_size
     rows = math.ceil(completions / per_row)
     update_rows = math.ceil(completions // config.rl.minibatches / per_row)

@@ -44,7 +44,7 @@ class ModelSection:
   attention: str = option(
     'auto',
     'Implementation of attention; auto: splash on TPU, triton on GPU, chunked on CPU and where those are wrong.',
-    choices=('auto', 'chunked', 'splash', 'triton', 'cudnn'),
+    choices=('auto', 'chunked', 'splash', 'triton'),
   )
 
 

@@ -95,7 +95,7 @@ def decode(
       token_s=seconds,
       tokens_per_s=slots / seconds,
       cache_bytes=memory.size(cache),
-      read_entries=read,
+      read_entries=read or length,
       cache_entries=engine.length,
       **_share(seconds, filled),
       operations_per_token=found.pop('operations', None),
