@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from jaxpost.matmul import compute_for
+from jaxpost.models import decode_triton
 from jaxpost.models import model as model_lib
 from jaxpost.programs import sampling
 from jaxpost.programs import score as score_lib
@@ -285,6 +286,24 @@ def test_they_are_near_in_bfloat16(model, params):
   ours, theirs = scored(model, params, drawn, 1, compute)
   assert np.exp(np.abs(ours - theirs)).mean() <= 1.02
   assert np.abs(ours - theirs).max() > 0
+
+
+def test_the_kernel_of_gpus_decodes_what_the_scorer_scores(model, params, monkeypatch):
+  """In Pallas' interpreter: slots that are refilled, and blocks of a part of them, read one cache of any length."""
+  attend, calls = decode_triton.attend, []
+
+  def interpreted(q, cache, *rest, **more):
+    calls.append((len(q), *cache[0].shape[:3:2]))
+    return attend(q, cache, *rest, interpret=True, **more)
+
+  monkeypatch.setattr(decode_triton, 'attend', interpreted)
+  compute = dataclasses.replace(compute_for('cpu', 'bfloat16', 'none'), decode_kernel=True)
+  drawn = sample(model, params, block=4, count=5, temperature=0.8, compute=compute)
+  ours, theirs = scored(model, params, drawn, 1, compute)
+  assert np.exp(np.abs(ours - theirs)).mean() <= 1.02
+  # Traced once a layer for each number of rows, always with the whole cache.
+  assert {16} < {rows for rows, *_ in calls} <= {16, 8, 4, 2}
+  assert {(slots, room) for _, slots, room in calls} == {(16, 20 + NEW + 4)}
 
 
 def test_what_a_rollout_holds(rollout):
