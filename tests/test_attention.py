@@ -896,8 +896,8 @@ def test_a_train_step_with_triton_compiles_for_gpus():
   fields = dict(layer_windows=[256, 0] * 2, attention_softcap=20.0, biases=['sinks'])
   ours, plain = described('h200:1x1x8', 'triton', **fields)
   assert plain['pairs'] and not ours['pairs']
-  # Forward, again for the backward pass, and two kernels of that, for each kind of layer.
-  assert len(ours['calls']) == 8 and not plain['calls']
+  # Forward, again for the backward pass, and two kernels of that, for each kind of layer; loops are unrolled once.
+  assert len(set(ours['calls'])) == 8 and not plain['calls']
   assert 1.1 * ours['model'] < ours['flops'] < plain['flops']
 
 
