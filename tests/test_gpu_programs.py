@@ -273,7 +273,9 @@ def test_a_recipe_fits_as_the_arithmetic_says(tmp_path, recipe):
 
 @needs_cuda
 @pytest.mark.long
-@pytest.mark.parametrize('remat, flops, gib', [('auto', 1.03, 56), ('full', 1.25, 15)])
+# The gradients of queries and of keys are two kernels, and each computes the scores: here, where a row counts as one
+# document, that is 3 % of the FLOPs.
+@pytest.mark.parametrize('remat, flops, gib', [('auto', 1.061, 56), ('full', 1.281, 15)])
 def test_an_update_of_packed_rows_needs_little_memory(tmp_path, remat, flops, gib):
   (update,) = planned(
     tmp_path,
@@ -298,7 +300,7 @@ def test_decoding_does_not_copy_the_cache(tmp_path):
   generate = [row for row in rows if row['program'] == 'generate']
   largest = max(generate, key=lambda row: row['memory_traffic_bytes'])
   held = largest['bytes_per_chip']
-  assert largest['memory_traffic_bytes'] <= 32 * 1.75 * (held['parameters'] + held['kv_cache'])
+  assert largest['memory_traffic_bytes'] <= 32 * 1.21 * (held['parameters'] + held['kv_cache'])
   for row in rows:
     if row['program'] in ('insert', 'move'):
       assert row['bytes_per_chip']['temporaries'] <= 2**28

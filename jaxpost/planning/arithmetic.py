@@ -113,7 +113,7 @@ def estimate(
 ) -> Estimate:
   """Estimates a step of a stage with the meshes `train` and `rollout`, {axis: size}.
 
-  branches: documents of a row branch, as pairs with one prompt do, which no attention kernel supports.
+  branches: documents of a row branch, as pairs with one prompt do, which not every attention kernel supports.
 
   Raises:
     InputError: the rows of a step do not split over the mesh.
@@ -128,7 +128,9 @@ def estimate(
   if compute.remat not in _AGAIN:
     raise InputError(f'config.model.remat: memory is estimated for {" and ".join(_AGAIN)} only')
   if branches:
-    compute = dataclasses.replace(compute, attention='chunked')
+    from jaxpost.models.attention_kernels import BRANCHES
+
+    compute = compute if compute.attention in BRANCHES else dataclasses.replace(compute, attention='chunked')
   on_policy = inputs.algorithm.on_policy
   shape = batch_shape.batch_shape(inputs.config, on_policy, layouts[0].batch_shards, tokens=compute.micro_tokens)
   case = _Case(inputs, topology, *layouts, compute, shape)
