@@ -38,7 +38,7 @@ class Compute:
       does everywhere for the gradient of the matrices, which is therefore computed by blocks.
     attention: implementation, see `models/attention.py`.
     forced: raise an error where it does not support something, instead of using another one.
-    decode_kernel: use `models/decode_triton.py` where it supports a model.
+    decode_kernel: decode by `models/decode_triton.py`; an engine clears it for models that this does not support.
     rejected_shapes: `attention_kernels.AttentionShape`s for which the kernel was
       found wrong on this device; XLA computes those.
   """

@@ -13,7 +13,7 @@ import functools
 import logging
 import pathlib
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 _TOLERANCE = 0.05
 _HEADS = 2  # kv heads that are checked, with all their query heads
 _DECODE = 'decode'  # the name of the kernel for single tokens
-_ROOM, _BLOCK = 1024, 32  # entries of a cache, and of a block, for which it is checked
+_DECODED = (4, 4, 1024, 32), (128, 130, 300, 8)  # slots decoded and held, entries of the cache and of a block
 _SCORES = 2**25  # of the reference that exist at a time
 _LARGE = 2**26  # numbers of a q above which there is less of it
 # Errors of a kernel, or of JAX lowering it (JaxRuntimeError is a RuntimeError), for a shape that it does not support.
 _FAILURES = (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError)
 
 
-def settle(compute: Compute, uses: Iterable[tuple]) -> Compute:
+def settle(compute: Compute, uses: Iterable[tuple], decoded: Sequence[ModelConfig | CustomConfig] = ()) -> Compute:
   """Checks the attention kernel of a run and returns `compute` with the shapes that XLA has to compute.
 
   A shape that the kernel gets wrong on any process goes to XLA on all. Each shape is checked once in a process; correct
@@ -51,13 +51,14 @@ def settle(compute: Compute, uses: Iterable[tuple]) -> Compute:
     compute: with the kernel that the config or the platform chose.
     uses: (ModelConfig, tokens of a row, number of parts that the row is split
       into) of everything that will be attended, and True where rows have branches.
+    decoded: models that sample.
 
   Raises:
     InputError: the kernel is wrong, and the config names it.
   """
-  dtype, uses = compute.dtype, list(uses)
+  dtype = compute.dtype
   works = sorted({(compute.attention, work) for use in uses for work in _shapes_to_check(compute, *use)})
-  works += sorted({(_DECODE, work) for cfg, *_ in uses for work in _decoded_shapes(compute, cfg)})
+  works += sorted({(_DECODE, work) for cfg in decoded for work in _decoded_shapes(compute, cfg)})
   path = probe.cache_file('attention.json')
   keys = [_key(name, dtype, work) for name, work in works]
   known = probe.read_cache(path)
@@ -71,7 +72,7 @@ def settle(compute: Compute, uses: Iterable[tuple]) -> Compute:
     why = next(filter(None, of_processes), '')
     where = f'{device} with jax {jax.__version__} for rows of {work.length} tokens'
     wrong = f'{name} is wrong on {where}, {_words(work)}: {why}'
-    if why and compute.forced:
+    if why and compute.forced and name != _DECODE:
       raise InputError(f'config.model.attention: {wrong}; take auto')
     if why:
       decode_kernel &= name != _DECODE
@@ -99,7 +100,7 @@ def _decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[A
 
   if not decode_triton.reads_filled(cfg, compute):
     return []
-  return [attention_kernels.attention_shape(cfg, _ROOM, 1, heads) for heads in cfg.head_shapes]
+  return [attention_kernels.attention_shape(cfg, 0, 1, heads) for heads in cfg.head_shapes]
 
 
 def _words(work: AttentionShape) -> str:
@@ -119,7 +120,8 @@ def _key(name: str, dtype: str, work: AttentionShape) -> str:
   """Returns a text that changes with the kernel, its code, the shape, and what it runs on."""
   device = jax.local_devices()[0]
   code = zlib.crc32(device.client.platform_version.encode())
-  for file in sorted(pathlib.Path(attention_kernels.__file__).parent.glob('attention_*.py')):
+  models = pathlib.Path(attention_kernels.__file__).parent
+  for file in (*sorted(models.glob('attention_*.py')), models / 'decode_triton.py'):
     code = zlib.crc32(file.read_bytes(), code)
   return ' '.join(map(str, (name, dtype, *work, jax.__version__, device.device_kind, code)))
 
@@ -161,11 +163,14 @@ def _sizes(work: AttentionShape) -> tuple[int, int]:
   return rows, kv_heads
 
 
-def _branches(work: AttentionShape, positions: jax.Array) -> dict[str, jax.Array]:
+def _branches(work: AttentionShape, positions: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Returns positions, and the ids of two branches behind a shared part, the second of which starts again there."""
   if not work.branches:
-    return {}
-  branch = jnp.where(positions < work.length // 16, 0, 1 + (positions > work.length // 8))
-  return dict(branch_ids=branch.astype(jnp.int32))
+    return positions, {}
+  shared, second = work.length // 16, work.length // 8
+  branch = jnp.where(positions < shared, 0, 1 + (positions >= second))
+  again = jnp.where(positions >= second, positions - second + shared, positions)
+  return again, dict(branch_ids=branch.astype(jnp.int32))
 
 
 def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
@@ -189,7 +194,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
     given += (jax.random.normal(keys[4], (heads,)),)
   g = draw(keys[3], heads, values).astype(jnp.float32)
   segments, positions = _packed_rows(rows, length)
-  branches = _branches(work, positions)
+  positions, branches = _branches(work, positions)
   exactly = Compute('float32', q_chunk=max(16, min(length, _SCORES // (heads * length))))
   compute = Compute(dtype, attention=name)
 
@@ -231,30 +236,42 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
 
 
 def _decode_errors(work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
-  """Returns {'out'}: how far the kernel for single tokens is from XLA in float32; slots are filled differently."""
+  """Returns {'out'}: how far the kernel for single tokens is from XLA in float32.
+
+  Of few slots, over whose entries blocks of the device are split, and of many, with more in the cache than are decoded.
+  """
+  found = [_decode_error(work, dtype, window, *sizes) for sizes in _DECODED]
+  return dict(out=max(found))
+
+
+def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, held: int, *rooms: int) -> float:
+  """Compares `slots` of `held` slots; `rooms` are the entries of a cache, and of a block."""
   from jaxpost.models import decode_triton, decoding
 
-  filled, step = jnp.array([0, _BLOCK, _ROOM // 2 + 1, _ROOM]), jnp.int32(_BLOCK // 2)
+  room, block = rooms
+  filled = jnp.resize(jnp.array([0, 33, room // 2 + 1, room, 1, room - 1]), slots)
   kv_heads = min(work.kv_heads, _HEADS)
   heads = kv_heads * (work.heads // work.kv_heads)
   keys = jax.random.split(jax.random.key(0), 6)
 
   def draw(key: jax.Array, *shape: int) -> jax.Array:
-    return jax.random.normal(key, (len(filled), *shape)).astype(dtype)
+    return jax.random.normal(key, shape).astype(dtype)
 
-  q = draw(keys[0], 1, heads, work.head_dim)
+  q = draw(keys[0], slots, 1, heads, work.head_dim)
   cache, recent = (
-    (draw(a, kv_heads, room, work.head_dim), draw(b, kv_heads, room, work.value_dim))
-    for a, b, room in ((keys[1], keys[2], _ROOM), (keys[3], keys[4], _BLOCK))
+    (draw(a, rows, kv_heads, entries, work.head_dim), draw(b, rows, kv_heads, entries, work.value_dim))
+    for a, b, rows, entries in ((keys[1], keys[2], held, room), (keys[3], keys[4], slots, block))
   )
   sinks = jax.random.normal(keys[5], (heads,)) if work.sinks else None
 
   @jax.jit
   def measured(q, cache, recent, sinks):
     given = dict(window=window, cfg=work, sinks=sinks)
-    exactly = jax.tree.map(lambda x: x.astype(jnp.float32), (q, cache, recent))
-    right = decoding.cached_attention(*exactly, filled, step, compute=Compute('float32'), **given)
-    out = decode_triton.cached_attention(q, cache, recent, filled, step, compute=Compute(dtype), **given)
+    exactly = jax.tree.map(lambda x: x[:slots].astype(jnp.float32), (q, cache, recent))
+    right = decoding.cached_attention(*exactly, filled, jnp.int32(block // 2), compute=Compute('float32'), **given)
+    out = decode_triton.cached_attention(
+      q, cache, recent, filled, jnp.int32(block // 2), compute=Compute(dtype), **given
+    )
     return jnp.max(jnp.abs(out - right)) / jnp.max(jnp.abs(right))
 
-  return dict(out=float(measured(q, cache, recent, sinks)))
+  return float(measured(q, cache, recent, sinks))

@@ -80,7 +80,8 @@ def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, par
   shapes for which the check found them wrong.
   """
   why = REFUSALS[compute.attention](q.shape[3], v.shape[3], compute.dtype, cfg.attention_softcap, sinks is not None)
-  if branch_ids is not None and compute.attention not in BRANCHES:
+  # A chunk of a branch may go on after another branch, which a kernel would take for another document.
+  if branch_ids is not None and (compute.attention not in BRANCHES or cfg.chunked):
     why = 'branches of a shared prompt (config.preference.share_prompt=False does without)'
   if why and compute.forced:
     raise InputError(

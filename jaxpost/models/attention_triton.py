@@ -71,6 +71,7 @@ def attend(
   Returns:
     [B, T, H, hv].
   """
+  sinks = sinks if sinks is None else sinks.astype(jnp.float32)
   static = _Static(window, cfg.attention_softcap, tiles or _tiles(q.shape[3], v.shape[3]), interpret)
   number = jnp.arange(q.shape[1], dtype=jnp.int32)
   new = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -257,7 +258,7 @@ def _keys_kernel(
 
 
 def _padded(size: int) -> int:
-  return pl.next_power_of_2(size)
+  return pl.next_power_of_2(max(size, 16))  # the least side of a matrix product
 
 
 def describe_gpu() -> None:

@@ -8,6 +8,7 @@ Legend: S slots, K kv heads, G queries per kv head, h head size, hv that of valu
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,7 +33,7 @@ _LOG2_E = math.log2(math.e)
 _PARTS = 192  # blocks that keep a device busy
 _LEAST = 256  # entries that are worth a block
 _ENTRIES, _WARPS, _STAGES = 32, 4, 4  # the fastest of six on an H200
-_QUERIES = 16  # least rows of a matrix product
+_LEAST_SIDE = 16  # of a matrix product
 
 
 def reads_filled(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
@@ -41,6 +42,14 @@ def reads_filled(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
     return False
   # Not a latent, which queries of all heads read.
   return {(heads, *sizes) for heads, sizes in cfg.layer_caches} <= {x for x in cfg.head_shapes if max(x[1:]) <= 256}
+
+
+def settled(compute: Compute, cfg: ModelConfig | CustomConfig, gathers: bool) -> Compute:
+  """Returns the `compute` of an engine, without this kernel where it does not fit.
+
+  gathers: the cache is read in pages or for drafts, which XLA does.
+  """
+  return dataclasses.replace(compute, decode_kernel=not gathers and reads_filled(cfg, compute))
 
 
 def cached_attention(
@@ -92,15 +101,16 @@ def attend(
     [S, K, G, hv].
   """
   slots, heads, group, size = q.shape
+  filled = jnp.minimum(filled, cache[0].shape[2])  # idle slots count on
   room, block, values = cache[0].shape[2], recent[0].shape[2], cache[1].shape[3]
   parts = max(1, min(-(-_PARTS // (slots * heads)), room // _LEAST))
-  wide, wide_v, rows = (pl.next_power_of_2(n) for n in (size, values, max(group, _QUERIES)))
+  wide, wide_v, rows, new = (pl.next_power_of_2(max(n, _LEAST_SIDE)) for n in (size, values, group, block))
   arrays = [
     (q, (None, None, rows, wide), lambda h, s, i: (s, h, 0, 0)),
     (cache[0], (None, None, room, wide), lambda h, s, i: (s, h, 0, 0)),
     (cache[1], (None, None, room, wide_v), lambda h, s, i: (s, h, 0, 0)),
-    (recent[0], (None, None, pl.next_power_of_2(block), wide), lambda h, s, i: (s, h, 0, 0)),
-    (recent[1], (None, None, pl.next_power_of_2(block), wide_v), lambda h, s, i: (s, h, 0, 0)),
+    (recent[0], (None, None, new, wide), lambda h, s, i: (s, h, 0, 0)),
+    (recent[1], (None, None, new, wide_v), lambda h, s, i: (s, h, 0, 0)),
     (filled.astype(jnp.int32), (slots,), lambda h, s, i: (0,)),
     (jnp.reshape(step, (1,)).astype(jnp.int32), (1,), lambda h, s, i: (0,)),
   ]
@@ -131,7 +141,7 @@ def _merged(out: jax.Array, sums: jax.Array, sinks: jax.Array | None) -> jax.Arr
     return out[0]
   total = jax.nn.logsumexp(sums * math.log(2), axis=0)
   if sinks is not None:  # a key without a value
-    total = jnp.logaddexp(total, sinks)
+    total = jnp.logaddexp(total, sinks.astype(jnp.float32))
   return jnp.sum(out * jnp.exp(sums * math.log(2) - total)[..., None], axis=0)
 
 
@@ -160,25 +170,25 @@ def _kernel(
   real = jnp.arange(q_ref.shape[0]) < group
   q = _load(q_ref, real, size)
 
-  def attend(carry, keys, vals, seen):
+  def add(carry, keys, vals, seen):
     out, top, total = carry
     s = plgpu.dot(q, keys, trans_b=True)
     s = (jnp.tanh(s / static.cap) * static.cap if static.cap else s) * _LOG2_E
     s = jnp.where(seen[None], s, MASKED_LOGIT)
     highest = jnp.maximum(top, jnp.max(s, axis=1))
-    weights, old = jnp.exp2(s - highest[:, None]), jnp.exp2(top - highest)
-    out = out * old[:, None] + plgpu.dot(weights.astype(vals.dtype), vals)
-    return out, highest, total * old + jnp.sum(weights, axis=1)
+    weights, rescale = jnp.exp2(s - highest[:, None]), jnp.exp2(top - highest)
+    out = out * rescale[:, None] + plgpu.dot(weights.astype(vals.dtype), vals)
+    return out, highest, total * rescale + jnp.sum(weights, axis=1)
 
-  def old(j, carry):
+  def add_cached(j, carry):
     at = j * _ENTRIES + jnp.arange(_ENTRIES)
     seen, some = (at >= first) & (at < filled), pl.ds(j * _ENTRIES, _ENTRIES)
-    return attend(carry, _load(k_ref.at[some], seen, size), _load(v_ref.at[some], seen, values), seen)
+    return add(carry, _load(k_ref.at[some], seen, size), _load(v_ref.at[some], seen, values), seen)
 
-  def new(carry):
+  def add_recent(carry):
     at = jnp.arange(new_k_ref.shape[0])
     seen = (at <= step) & (filled + at >= first)
-    return attend(carry, _load(new_k_ref, at < block, size), _load(new_v_ref, at < block, values), seen)
+    return add(carry, _load(new_k_ref, at < block, size), _load(new_v_ref, at < block, values), seen)
 
   low, high = first // _ENTRIES, pl.cdiv(filled, _ENTRIES)
   each = pl.cdiv(high - low, parts)
@@ -188,9 +198,9 @@ def _kernel(
     jnp.full(len(q), MASKED_LOGIT),
     jnp.zeros(len(q), jnp.float32),
   )
-  carry = jax.lax.fori_loop(begin, jnp.minimum(high, begin + each), old, carry)
+  carry = jax.lax.fori_loop(begin, jnp.minimum(high, begin + each), add_cached, carry)
   # The first part always has an entry: the token itself.
-  out, top, total = jax.lax.cond(part == 0, new, lambda carry: carry, carry)
+  out, top, total = jax.lax.cond(part == 0, add_recent, lambda carry: carry, carry)
   total = jnp.where(total > 0, total, 1)
   plgpu.store(out_ref, (out / total[:, None]).astype(out_ref.dtype), mask=_mask(out_ref, real, values))
   plgpu.store(sums_ref, top + jnp.log2(total), mask=real)

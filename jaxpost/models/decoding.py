@@ -80,7 +80,7 @@ def decode(
   weights = transformer.with_inputs(weights, some, x, cfg, compute=compute, layout=constrain)
   positions = (filled + step)[:, None] + jnp.arange(some.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
-  kernel = _kernel(cfg, compute) if tokens.ndim == 1 else None
+  kernel = _kernel(compute) if tokens.ndim == 1 else None
   put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
   ks, vs, experts, states = (list(x) for x in (recent.k, recent.v, recent.experts, recent.states))
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
@@ -111,13 +111,12 @@ def decode(
   return Cache(tuple(ks), tuple(vs), experts=tuple(experts), states=tuple(states)), x.reshape(*tokens.shape, -1)
 
 
-def _kernel(cfg: ModelConfig, compute: Compute):
-  """Returns what computes `cached_attention` of single tokens instead; None where nothing does."""
+def _kernel(compute: Compute):
   if not compute.decode_kernel:
     return None
   from jaxpost.models import decode_triton
 
-  return decode_triton.cached_attention if decode_triton.reads_filled(cfg, compute) else None
+  return decode_triton.cached_attention
 
 
 def _recurrence(states: list, layer: int, cfg: ModelConfig, compute: Compute, layout):

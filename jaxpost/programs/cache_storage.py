@@ -66,10 +66,7 @@ def empty_block(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
 
 
 def first_entries(cache: Cache, rows: int, read: int) -> Cache:
-  """Returns the first `read` entries of the first slots, in the type that programs compute with.
-
-  read: 0: the entries of all slots, as they are; a part would be a copy.
-  """
+  """Returns the first `read` entries (0: all of all slots, uncopied) of the first slots, as programs read them."""
   cache = cache.replace(states=())
   return view(jax.tree.map(lambda x: x[:rows, :, :read], cache) if read else cache)
 

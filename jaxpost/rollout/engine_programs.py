@@ -175,8 +175,7 @@ def compile_jobs(
     prefix = programs.prefill.outputs(weights, tokens, counts)
     jobs.append(functools.partial(programs.prefill.compile, weights, tokens, counts))
     jobs.append(functools.partial(programs.insert.compile, state, prefix, entry, key, step))
-  ends = range(low + engine.block, high + engine.block)
-  for read in sorted({buckets.decode(n) for n in ends}):
+  for read in sorted({buckets.decode(n + engine.block) for n in range(low, high)}):
     for count in buckets.row_sizes():
       jobs.append(functools.partial(programs.decoder(count, read).compile, weights, state, *tables(count, read)))
       if engine.config.speculation:
@@ -186,7 +185,7 @@ def compile_jobs(
         rest = draft, *tables(count, read)
         jobs.append(functools.partial(programs.verifier(count, read).compile, weights, state, *rest))
   if turns and engine.can_reuse_cache:
-    for read in sorted({buckets.read(n) for n in ends}):
+    for read in sorted({buckets.read(n + engine.block) for n in range(low, high)}):
       chunk = jax.tree.map(
         lambda x: _abstract(engine, x.shape, x.dtype), make_chunk(engine.max_concurrent_decodes, {}, 0)
       )

@@ -39,6 +39,14 @@ if TYPE_CHECKING:
   from jaxpost.rollout.sequence import ActiveSequence
 
 
+def _settled(compute: Compute, cfg: Any, config: SamplerConfig) -> Compute:
+  if not compute.decode_kernel:
+    return compute
+  from jaxpost.models import decode_triton
+
+  return decode_triton.settled(compute, cfg, gathers=bool(config.page_size or config.speculation))
+
+
 class NativeEngine:
   """`engine.Engine` on the trainer's own model, with its arrays on `layout`.
 
@@ -61,6 +69,7 @@ class NativeEngine:
     reshard: Reshard | SharedWeights | None = None,
     asynchronous: bool = False,
   ):
+    compute = _settled(compute, model.config, config)
     shards = layout.batch_shards
     sampler_config.check(model.config, config, shards)
     # XLA:CPU multiplies one bfloat16 row 11 x slower than two.
@@ -84,7 +93,7 @@ class NativeEngine:
       self.length = -(-self.length // self.page) * self.page
     self.cache_shape = self._cache_shape()
     self.pages()  # InputError where the longest sequence does not fit
-    self.buckets = self._make_buckets(least_rows, compute)
+    self.buckets = self._make_buckets(least_rows, compute.decode_kernel)
     self.programs = EnginePrograms(
       model,
       layout,
@@ -109,13 +118,7 @@ class NativeEngine:
     self.version = 0
     self._fits = False
 
-  def _make_buckets(self, least_rows: int, compute: Compute) -> Buckets:
-    """The shapes that this engine compiles; `least_rows` of a block."""
-    reads_filled = compute.decode_kernel and not self.page and not self.config.speculation
-    if reads_filled:
-      from jaxpost.models import decode_triton
-
-      reads_filled = decode_triton.reads_filled(self._model_config, compute)
+  def _make_buckets(self, least_rows: int, reads_filled: bool) -> Buckets:
     return Buckets(
       slots=self.max_concurrent_decodes,
       batch_shards=self.layout.batch_shards,

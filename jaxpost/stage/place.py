@@ -13,7 +13,7 @@ from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention
 from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, Ledger
-from jaxpost.stage import batch_shape
+from jaxpost.stage import batch_shape, checks
 from jaxpost.stage.batch_shape import BatchShape
 from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
 
@@ -133,7 +133,8 @@ def place_stage(
 
     attention_kernels.check_platform(compute, platform)
     if not ledger.dry:
-      compute = kernel_check.settle(compute, attended(prepared, layouts, length, compute.attention))
+      rows = attended(prepared, layouts, length, compute.attention)
+      compute = kernel_check.settle(compute, rows, [inputs.model.config] * checks.samples(config, inputs.algorithm))
   return PlacedStage(
     inputs=inputs,
     data=prepared.data,

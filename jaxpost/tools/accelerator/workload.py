@@ -188,7 +188,8 @@ def profile(work: Any, per: int = 1) -> dict[str, Any]:
     files = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
     if not files:
       return dict(profile='this version of JAX wrote no trace')
-    planes = list(jax.profiler.ProfileData.from_file(files[0]).planes)
+    newest = max(files, key=os.path.getmtime)  # a folder that is kept may have older ones
+    planes = list(jax.profiler.ProfileData.from_file(newest).planes)
     seconds: Counter[str] = Counter()
     count = 0
     for event in _operations(planes):
