@@ -354,11 +354,9 @@ def _sampler(case: _Case) -> dict[str, float]:
   some = rollout.prompts if case.inputs.algorithm.on_policy else at_a_time  # whose prefixes are there at a time
   prompts = math.ceil(some / case.rollout.batch_shards)
   entry, state = _entry(case), _state(cfg, shape['tensor'])
-  # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all;
-  # a kernel reads what is filled where it is.
-  # States are there before and after it.
-  kernel = case.compute.decode_kernel and not rollout.page_size and not rollout.speculation
-  copied = mine * ((0 if kernel else 2 ** int(math.log2(length - 1))) * entry + state)
+  # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all. (The
+  # kernel of GPUs copies nothing, so that more fits there than this says.) States are there before and after it.
+  copied = mine * (2 ** int(math.log2(length - 1)) * entry + state)
   cache = (mine * length + prompts * rollout.max_prompt_length) * entry + (mine + prompts) * state
   return dict(sampler=_weights(case), cache=cache, copied=copied, logits=logits)
 
