@@ -25,7 +25,7 @@ from jaxpost.types import MASKED_LOGIT
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
-_LOG2_E = math.log2(math.e)
+LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Tiles:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-  """What a kernel is compiled for."""
+  """Settings that a kernel is compiled for."""
 
   window: int
   cap: float
@@ -104,14 +104,14 @@ def _attend_fwd(static, qkv, sinks, places, ids):
 
 
 def _attend_bwd(static, saved, g):
-  (q, k, v), sinks, (first, last), ids, out, lse = saved
+  qkv, sinks, (first, last), ids, out, lse = saved
   delta = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, H, T]
-  rest = dict(first=first, ids=ids, g=g.astype(v.dtype), lse=lse, delta=delta)
-  dq = _backward_queries(static, q, k, v, **rest)
-  dk, dv = _backward_keys(static, last, q, k, v, **rest)
+  rest = dict(first=first, ids=ids, g=g.astype(out.dtype), lse=lse, delta=delta)
+  dq = _backward_queries(static, qkv, **rest)
+  dk, dv = _backward_keys(static, qkv, last, **rest)
   dsinks = None
   if sinks is not None:
-    dsinks = -jnp.sum(jnp.exp2(sinks[:, None] * _LOG2_E - lse) * delta, axis=(0, 2)).astype(sinks.dtype)
+    dsinks = -jnp.sum(jnp.exp2(sinks[:, None] * LOG2_E - lse) * delta, axis=(0, 2)).astype(sinks.dtype)
   return (dq, dk, dv), dsinks, (None, None), None
 
 
@@ -142,13 +142,27 @@ def _dot(a: jax.Array, b: jax.Array, trans_a: bool = False, trans_b: bool = Fals
   return plgpu.dot(a, b, trans_a=trans_a, trans_b=trans_b, precision=precision)
 
 
-def _scores(q, k, cap: float) -> tuple[jax.Array, jax.Array | float]:
+def scores(q, k, cap: float) -> tuple[jax.Array, jax.Array | float]:
   """Returns capped scores [q, k] and the derivative of the cap."""
   s = _dot(q, k, trans_b=True)
   if not cap:
     return s, 1.0
   s = jnp.tanh(s / cap)
   return s * cap, 1 - s * s
+
+
+def nothing(rows: int, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns what `add_keys` begins with: result, highest score and sum of weights of each row."""
+  return jnp.zeros((rows, width), jnp.float32), jnp.full(rows, MASKED_LOGIT), jnp.zeros(rows, jnp.float32)
+
+
+def add_keys(carry, s, v):
+  """Adds keys with scores `s` [rows, keys] to base 2, and their values, to a softmax over all keys so far."""
+  out, top, total = carry
+  highest = jnp.maximum(top, jnp.max(s, axis=1))
+  weights, old = jnp.exp2(s - highest[:, None]), jnp.exp2(top - highest)
+  out = out * old[:, None] + _dot(weights.astype(v.dtype), v)
+  return out, highest, total * old + jnp.sum(weights, axis=1)
 
 
 def _visible(rows, first, columns, mine, theirs, window: int) -> jax.Array:
@@ -175,23 +189,16 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, from_ref, ids_ref, sinks_ref
   first, mine = first_ref[...], _ids(ids_ref, pl.ds(begin, rows))
 
   def step(j, carry):
-    out, top, total = carry
     keys = pl.ds(j * cols, cols)
-    s, _ = _scores(q, _load(k_ref.at[keys], size), static.cap)
+    s, _ = scores(q, _load(k_ref.at[keys], size), static.cap)
     columns = j * cols + jnp.arange(cols)
     seen = _visible(at, first, columns, mine, _ids(ids_ref, keys), window=static.window)
-    s = jnp.where(seen, s * _LOG2_E, MASKED_LOGIT)
-    highest = jnp.maximum(top, jnp.max(s, axis=1))
-    weights, old = jnp.exp2(s - highest[:, None]), jnp.exp2(top - highest)
-    v = _load(v_ref.at[keys], values)
-    out = out * old[:, None] + _dot(weights.astype(v.dtype), v)
-    return out, highest, total * old + jnp.sum(weights, axis=1)
+    return add_keys(carry, jnp.where(seen, s * LOG2_E, MASKED_LOGIT), _load(v_ref.at[keys], values))
 
-  zeros = jnp.zeros((rows, v_ref.shape[-1]), jnp.float32), jnp.full(rows, MASKED_LOGIT), jnp.zeros(rows, jnp.float32)
   low, high = from_ref[pl.program_id(0)] // cols, pl.cdiv(begin + rows, cols)
-  out, top, total = jax.lax.fori_loop(low, high, step, zeros)
+  out, top, total = jax.lax.fori_loop(low, high, step, nothing(rows, v_ref.shape[-1]))
   if sinks_ref is not None:  # a key without a value
-    sink = sinks_ref[pl.program_id(1)] * _LOG2_E
+    sink = sinks_ref[pl.program_id(1)] * LOG2_E
     highest = jnp.maximum(top, sink)
     old = jnp.exp2(top - highest)
     out, total, top = out * old[:, None], total * old + jnp.exp2(sink - highest), highest
@@ -211,10 +218,10 @@ def _queries_kernel(
   def step(j, dq):
     keys = pl.ds(j * cols, cols)
     k = _load(k_ref.at[keys], size)
-    s, slope = _scores(q, k, static.cap)
+    s, slope = scores(q, k, static.cap)
     columns = j * cols + jnp.arange(cols)
     seen = _visible(at, first, columns, mine, _ids(ids_ref, keys), window=static.window)
-    weights = jnp.exp2(jnp.where(seen, s * _LOG2_E, MASKED_LOGIT) - lse[:, None])
+    weights = jnp.exp2(jnp.where(seen, s * LOG2_E, MASKED_LOGIT) - lse[:, None])
     ds = weights * (_dot(g, _load(v_ref.at[keys], values), trans_b=True) - delta[:, None]) * slope
     return dq + _dot(ds.astype(k.dtype), k)
 
@@ -239,11 +246,11 @@ def _keys_kernel(
     head, i = n // count, low + n % count
     some = pl.ds(i * rows, rows)
     q, g = _load(q_ref.at[some, head], size), _load(g_ref.at[some, head], values)
-    s, slope = _scores(q, k, static.cap)
+    s, slope = scores(q, k, static.cap)
     seen = _visible(
       i * rows + jnp.arange(rows), first_ref[some], columns, _ids(ids_ref, some), theirs, window=static.window
     )
-    weights = jnp.exp2(jnp.where(seen, s * _LOG2_E, MASKED_LOGIT) - lse_ref[head, some][:, None])
+    weights = jnp.exp2(jnp.where(seen, s * LOG2_E, MASKED_LOGIT) - lse_ref[head, some][:, None])
     dv += _dot(weights.astype(g.dtype), g, trans_a=True)
     ds = weights * (_dot(g, v, trans_b=True) - delta_ref[head, some][:, None]) * slope
     return dk + _dot(ds.astype(q.dtype), q, trans_a=True), dv
@@ -257,7 +264,7 @@ def _keys_kernel(
 # ---------------------------------------------------------------------- calls
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
   return pl.next_power_of_2(max(size, 16))  # the least side of a matrix product
 
 
@@ -271,14 +278,16 @@ def describe_gpu() -> None:
   gpu_info.registry.setdefault('cpu', lambda: ampere)
 
 
-def _call(kernel, given, outputs, *, name: str, static: _Static, tile: tuple[int, int, int, int], grid):
-  """Calls a kernel on (array or None, block, index map) triples."""
+def _call(kernel, part: str, static: _Static, given, outputs, grid):
+  """Calls the kernel of a part of `Tiles` on (array or None, block, index map) triples, which begin with q, k and v."""
   describe_gpu()
   there = [x for x in given if x[0] is not None]
+  sizes = given[1][0].shape[3], given[2][0].shape[3]
+  *_, warps, stages = getattr(static.tiles, part)
 
   def whole(*refs):
     inputs, rest = list(refs[: len(there)]), refs[len(there) :]
-    kernel(*(inputs.pop(0) if x[0] is not None else None for x in given), *rest)
+    kernel(*(inputs.pop(0) if x[0] is not None else None for x in given), *rest, static=static, sizes=sizes)
 
   return pl.pallas_call(
     whole,
@@ -286,42 +295,10 @@ def _call(kernel, given, outputs, *, name: str, static: _Static, tile: tuple[int
     in_specs=[pl.BlockSpec(block, index) for _, block, index in there],
     out_specs=[pl.BlockSpec(block, index) for _, block, index in outputs],
     out_shape=[x for x, *_ in outputs],
-    compiler_params=plgpu.CompilerParams(num_warps=tile[2], num_stages=tile[3]),
+    compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
     interpret=static.interpret,
-    name=name,
+    name=f'attention_{part}_{static.window}',
   )(*(x for x, *_ in there))
-
-
-def _forward(static, qkv, sinks, first, ids):
-  """Returns the result [B, T, H, hv] and the logarithms to base 2 of the sums of weights [B, H, T]."""
-  q, k, v = qkv
-  (batch, length, heads, size), values = q.shape, v.shape[3]
-  rows, group = static.tiles.forward[0], heads // k.shape[2]
-  wide, wide_v = _padded(size), _padded(values)
-  given = [
-    (q, (None, rows, None, wide), lambda i, h, b: (b, i, h, 0)),
-    (k, (None, length, None, wide), lambda i, h, b: (b, 0, h // group, 0)),
-    (v, (None, length, None, wide_v), lambda i, h, b: (b, 0, h // group, 0)),
-    (first, (None, rows), lambda i, h, b: (b, i)),
-    _bounds(first, rows),
-    (ids, (None, 2, length), lambda i, h, b: (b, 0, 0)),
-    (sinks, (heads,), lambda i, h, b: (0,)),
-  ]
-  outputs = [
-    (jax.ShapeDtypeStruct((batch, length, heads, values), q.dtype), (None, rows, None, wide_v), given[0][2]),
-    (jax.ShapeDtypeStruct((batch, heads, length), jnp.float32), (None, None, rows), lambda i, h, b: (b, h, i)),
-  ]
-  kernel = functools.partial(_forward_kernel, static=static, sizes=(size, values))
-  grid = length // rows, heads, batch
-  return _call(
-    kernel,
-    given,
-    outputs,
-    name=f'attention_forward_{static.window}',
-    static=static,
-    tile=static.tiles.forward,
-    grid=grid,
-  )
 
 
 def _bounds(places, block: int, last: bool = False):
@@ -331,11 +308,11 @@ def _bounds(places, block: int, last: bool = False):
   return found, (None, found.shape[1]), lambda i, h, b: (b, 0)
 
 
-def _backward_queries(static, q, k, v, *, first, ids, g, lse, delta):
-  """Returns the gradient of the queries."""
-  (batch, length, heads, size), values = q.shape, v.shape[3]
-  rows, group = static.tiles.queries[0], heads // k.shape[2]
-  wide, wide_v = _padded(size), _padded(values)
+def _by_query(rows: int, qkv, first, ids):
+  """Returns the arguments of a kernel that goes through the keys of `rows` queries, and its grid."""
+  q, k, v = qkv
+  batch, length, heads, _ = q.shape
+  group, wide, wide_v = heads // k.shape[2], padded(q.shape[3]), padded(v.shape[3])
   given = [
     (q, (None, rows, None, wide), lambda i, h, b: (b, i, h, 0)),
     (k, (None, length, None, wide), lambda i, h, b: (b, 0, h // group, 0)),
@@ -343,30 +320,46 @@ def _backward_queries(static, q, k, v, *, first, ids, g, lse, delta):
     (first, (None, rows), lambda i, h, b: (b, i)),
     _bounds(first, rows),
     (ids, (None, 2, length), lambda i, h, b: (b, 0, 0)),
-    (g, (None, rows, None, wide_v), lambda i, h, b: (b, i, h, 0)),
+  ]
+  return given, (length // rows, heads, batch)
+
+
+def _forward(static, qkv, sinks, first, ids):
+  """Returns the result [B, T, H, hv] and the logarithms to base 2 of the sums of weights [B, H, T]."""
+  (batch, length, heads, _), values, rows = qkv[0].shape, qkv[2].shape[3], static.tiles.forward[0]
+  given, grid = _by_query(rows, qkv, first, ids)
+  given.append((sinks, (heads,), lambda i, h, b: (0,)))
+  out = jax.ShapeDtypeStruct((batch, length, heads, values), qkv[0].dtype)
+  lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+  outputs = [
+    (out, (None, rows, None, padded(values)), lambda i, h, b: (b, i, h, 0)),
+    (lse, (None, None, rows), lambda i, h, b: (b, h, i)),
+  ]
+  return _call(_forward_kernel, 'forward', static, given, outputs, grid=grid)
+
+
+def _backward_queries(static, qkv, *, first, ids, g, lse, delta):
+  """Returns the gradient of the queries."""
+  rows = static.tiles.queries[0]
+  given, grid = _by_query(rows, qkv, first, ids)
+  given += [
+    (g, (None, rows, None, padded(g.shape[3])), lambda i, h, b: (b, i, h, 0)),
     (lse, (None, None, rows), lambda i, h, b: (b, h, i)),
     (delta, (None, None, rows), lambda i, h, b: (b, h, i)),
   ]
-  outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), *given[0][1:])]
-  kernel = functools.partial(_queries_kernel, static=static, sizes=(size, values))
-  grid = length // rows, heads, batch
+  q, *block = given[0]
   (dq,) = _call(
-    kernel,
-    given,
-    outputs,
-    name=f'attention_queries_{static.window}',
-    static=static,
-    tile=static.tiles.queries,
-    grid=grid,
+    _queries_kernel, 'queries', static, given, [(jax.ShapeDtypeStruct(q.shape, q.dtype), *block)], grid=grid
   )
   return dq
 
 
-def _backward_keys(static, last, q, k, v, *, first, ids, g, lse, delta):
+def _backward_keys(static, qkv, last, *, first, ids, g, lse, delta):
   """Returns the gradients of keys and values, summed over the queries of each kv head."""
-  (batch, length, heads, size), values = q.shape, v.shape[3]
+  q, k, v = qkv
+  batch, length, heads, _ = q.shape
   cols, kv_heads = static.tiles.keys[1], k.shape[2]
-  group, wide, wide_v = heads // kv_heads, _padded(size), _padded(values)
+  group, wide, wide_v = heads // kv_heads, padded(q.shape[3]), padded(v.shape[3])
   given = [
     (q, (None, length, group, wide), lambda j, h, b: (b, 0, h, 0)),
     (k, (None, cols, None, wide), lambda j, h, b: (b, j, h, 0)),
@@ -378,9 +371,5 @@ def _backward_keys(static, last, q, k, v, *, first, ids, g, lse, delta):
     (lse, (None, group, length), lambda j, h, b: (b, h, 0)),
     (delta, (None, group, length), lambda j, h, b: (b, h, 0)),
   ]
-  outputs = [(jax.ShapeDtypeStruct(x.shape, x.dtype), *y[1:]) for x, y in ((k, given[1]), (v, given[2]))]
-  kernel = functools.partial(_keys_kernel, static=static, sizes=(size, values))
-  grid = length // cols, kv_heads, batch
-  return _call(
-    kernel, given, outputs, name=f'attention_keys_{static.window}', static=static, tile=static.tiles.keys, grid=grid
-  )
+  outputs = [(jax.ShapeDtypeStruct(x.shape, x.dtype), *block) for x, *block in given[1:3]]
+  return _call(_keys_kernel, 'keys', static, given, outputs, grid=(length // cols, kv_heads, batch))

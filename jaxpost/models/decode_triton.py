@@ -29,11 +29,9 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.config import ModelConfig
 
-_LOG2_E = math.log2(math.e)
 _PARTS = 192  # blocks that keep a device busy
 _LEAST = 256  # entries that are worth a block
 _ENTRIES, _WARPS, _STAGES = 32, 4, 4  # the fastest of six on an H200
-_LEAST_SIDE = 16  # of a matrix product
 
 
 def reads_filled(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
@@ -68,7 +66,7 @@ def cached_attention(
 
 
 class _Static(NamedTuple):
-  """What the kernel is compiled for."""
+  """Settings that the kernel is compiled for."""
 
   window: int
   chunked: bool
@@ -104,7 +102,7 @@ def attend(
   filled = jnp.minimum(filled, cache[0].shape[2])  # idle slots count on
   room, block, values = cache[0].shape[2], recent[0].shape[2], cache[1].shape[3]
   parts = max(1, min(-(-_PARTS // (slots * heads)), room // _LEAST))
-  wide, wide_v, rows, new = (pl.next_power_of_2(max(n, _LEAST_SIDE)) for n in (size, values, group, block))
+  wide, wide_v, rows, new = map(attention_triton.padded, (size, values, group, block))
   arrays = [
     (q, (None, None, rows, wide), lambda h, s, i: (s, h, 0, 0)),
     (cache[0], (None, None, room, wide), lambda h, s, i: (s, h, 0, 0)),
@@ -171,14 +169,8 @@ def _kernel(
   q = _load(q_ref, real, size)
 
   def add(carry, keys, vals, seen):
-    out, top, total = carry
-    s = plgpu.dot(q, keys, trans_b=True)
-    s = (jnp.tanh(s / static.cap) * static.cap if static.cap else s) * _LOG2_E
-    s = jnp.where(seen[None], s, MASKED_LOGIT)
-    highest = jnp.maximum(top, jnp.max(s, axis=1))
-    weights, rescale = jnp.exp2(s - highest[:, None]), jnp.exp2(top - highest)
-    out = out * rescale[:, None] + plgpu.dot(weights.astype(vals.dtype), vals)
-    return out, highest, total * rescale + jnp.sum(weights, axis=1)
+    s, _ = attention_triton.scores(q, keys, static.cap)
+    return attention_triton.add_keys(carry, jnp.where(seen[None], s * attention_triton.LOG2_E, MASKED_LOGIT), vals)
 
   def add_cached(j, carry):
     at = j * _ENTRIES + jnp.arange(_ENTRIES)
@@ -193,11 +185,7 @@ def _kernel(
   low, high = first // _ENTRIES, pl.cdiv(filled, _ENTRIES)
   each = pl.cdiv(high - low, parts)
   begin = low + part * each
-  carry = (
-    jnp.zeros((len(q), v_ref.shape[-1]), jnp.float32),
-    jnp.full(len(q), MASKED_LOGIT),
-    jnp.zeros(len(q), jnp.float32),
-  )
+  carry = attention_triton.nothing(len(q), v_ref.shape[-1])
   carry = jax.lax.fori_loop(begin, jnp.minimum(high, begin + each), add_cached, carry)
   # The first part always has an entry: the token itself.
   out, top, total = jax.lax.cond(part == 0, add_recent, lambda carry: carry, carry)

@@ -208,5 +208,5 @@ def _operations(planes: list[Any]) -> Iterator[Any]:
       continue
     for line in plane.lines:
       if 'XLA Ops' in line.name or 'Stream' in line.name or (not devices and line.name.startswith('tf_XLA')):
-        # Those of XLA:CPU's executor span the others.
+        # Events of XLA:CPU's executor span the others.
         yield from (e for e in line.events if devices or '::' not in e.name)
