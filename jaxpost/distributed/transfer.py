@@ -47,7 +47,7 @@ def write(x, piece, at, sharding: NamedSharding, shape: tuple[int, ...], rows: N
 def relabelled(x, sharding):
   """The buffers of `x` under an equivalent sharding, of another mesh or spelling.
 
-  Programs with a kernel that brings partitioning rules of its own take arrays of one mesh only.
+  A program whose kernels have partitioning rules of their own takes arrays of one mesh only.
   """
   if x.sharding == sharding:
     return x

@@ -268,19 +268,8 @@ def padded(size: int) -> int:
   return pl.next_power_of_2(max(size, 16))  # the least side of a matrix product
 
 
-def describe_gpu() -> None:
-  """Lets a process without a GPU compile the kernels for a described one, which JAX 0.11 refuses otherwise."""
-  if jax.default_backend() != 'cpu' or jax.__version_info__ < (0, 11):
-    return
-  from jax._src.pallas.triton import gpu_info  # private: the public way needs a mesh around the whole lowering
-
-  ampere = gpu_info.GpuInfo(gpu_version=gpu_info.GpuVersion.A100, arch_name='8.0', compute_capability=80)
-  gpu_info.registry.setdefault('cpu', lambda: ampere)
-
-
 def _call(kernel, part: str, static: _Static, given, outputs, grid):
   """Calls the kernel of a part of `Tiles` on (array or None, block, index map) triples, which begin with q, k and v."""
-  describe_gpu()
   there = [x for x in given if x[0] is not None]
   sizes = given[1][0].shape[3], given[2][0].shape[3]
   *_, warps, stages = getattr(static.tiles, part)

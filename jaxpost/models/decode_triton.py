@@ -113,7 +113,6 @@ def attend(
     (jnp.reshape(step, (1,)).astype(jnp.int32), (1,), lambda h, s, i: (0,)),
   ]
   static = _Static(window, cfg.chunked, cfg.attention_softcap)
-  attention_triton.describe_gpu()
   out, sums = pl.pallas_call(
     functools.partial(_kernel, sizes=(group, size, values, block), parts=parts, static=static),
     grid=(heads, slots, parts),

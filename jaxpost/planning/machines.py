@@ -121,6 +121,18 @@ def set_environment(topology: Topology) -> None:
     )
 
 
+def _describe_gpu() -> None:
+  """Lets Triton kernels be compiled without a GPU, which JAX refuses from 0.11 on."""
+  import jax
+
+  if jax.__version_info__ < (0, 11):
+    return
+  from jax._src.pallas.triton import gpu_info  # private: the public way needs a mesh around the whole lowering
+
+  ampere = gpu_info.GpuInfo(gpu_version=gpu_info.GpuVersion.A100, arch_name='8.0', compute_capability=80)
+  gpu_info.registry['cpu'] = lambda: ampere  # lowering only asks for this much; XLA compiles for the described chip
+
+
 def devices(topology: Topology) -> list:
   """Returns the devices as JAX describes them to its compilers."""
   import jax  # after `set_environment`
@@ -140,6 +152,7 @@ def devices(topology: Topology) -> list:
   chip, size = topology.chip, 'x'.join(map(str, topology.size))
   try:
     if topology.gpu:
+      _describe_gpu()
       target = _TARGET.read_text().format(kind=chip.kind, memory=int(chip.memory), bandwidth=int(chip.bandwidth))
       return topologies.get_topology_desc(topology.name, 'cuda', topology=size, target_config=target).devices
     more = {'num_slices': topology.slices} if topology.slices > 1 else {}
