@@ -89,7 +89,7 @@ def _shapes_to_check(
     return []
   refusal = attention_kernels.REFUSALS[compute.attention]
   shapes = [attention_kernels.attention_shape(cfg, length, parts, heads, branches) for heads in cfg.head_shapes]
-  return [x for x in shapes if not refusal(x.head_dim, x.value_dim, compute.dtype, x.attention_softcap, x.sinks)]
+  return [x for x in shapes if not refusal(x.head_dim, x.value_dim, compute.dtype)]
 
 
 def _decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[AttentionShape]:

@@ -51,7 +51,7 @@ def attention(
   if uses_kernel(compute):
     from jaxpost.models import attention_kernels
 
-    if attention_kernels.kernel_fits(q, v, branch_ids, compute, cfg, sinks=sinks, parts=parts):
+    if attention_kernels.kernel_fits(q, v, branch_ids, compute, cfg, parts=parts):
       return attention_kernels.attend(q, k, v, *rest, layout, parts)
   if parts > 1:
     return _split(q, k, v, *rest, layout, parts)

@@ -30,16 +30,14 @@ _LANES = 128  # of a TPU's registers: blocks and rows are multiples of it
 _PAD = -1  # segment of padding that is added to a row
 
 
-def _splash_refuses(size, values, dtype, cap, sinks) -> str:
-  del cap, sinks
+def _splash_refuses(size, values, dtype) -> str:
   if dtype != 'bfloat16':
     return f'config.model.dtype={dtype} (bfloat16 only)'
   wrong = [n for n in (size, values) if n % 8]
   return f'heads of {wrong[0]} (multiples of 8 only)' if wrong else ''
 
 
-def _triton_refuses(size, values, dtype, cap, sinks) -> str:
-  del cap, sinks
+def _triton_refuses(size, values, dtype) -> str:
   if dtype not in ('bfloat16', 'float16'):
     return f'config.model.dtype={dtype} (bfloat16 and float16 only)'
   return f'heads of {size} and {values} (up to 256 only)' if max(size, values) > 256 else ''
@@ -66,20 +64,20 @@ class AttentionShape(NamedTuple):
   chunked = False
 
 
-# fn(h, hv, dtype, soft cap, has sinks) -> what the kernel does not support, or ''.
-# All support segments, windows and grouped heads.
+# fn(h, hv, dtype) -> what the kernel does not support, or ''. All support segments, windows, grouped heads, soft caps
+# and sinks.
 REFUSALS = {'splash': _splash_refuses, 'triton': _triton_refuses}
 BRANCHES = ('triton',)  # kernels that do branches of a shared prompt
 PLATFORMS = {'splash': ('tpu',), 'triton': ('gpu', 'cuda')}  # where they run
 
 
-def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, sinks, parts: int) -> bool:
+def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, parts: int) -> bool:
   """True if the kernel is to be used; InputError if it is required and cannot be.
 
   With `compute.attention` = auto, kernels are skipped for short rows, and for
   shapes for which the check found them wrong.
   """
-  why = REFUSALS[compute.attention](q.shape[3], v.shape[3], compute.dtype, cfg.attention_softcap, sinks is not None)
+  why = REFUSALS[compute.attention](q.shape[3], v.shape[3], compute.dtype)
   # A chunk of a branch may go on after another branch, which a kernel would take for another document.
   if branch_ids is not None and (compute.attention not in BRANCHES or cfg.chunked):
     why = 'branches of a shared prompt (config.preference.share_prompt=False does without)'

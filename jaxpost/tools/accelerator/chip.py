@@ -100,9 +100,7 @@ def kernels(kernel_length: int, patience: float) -> dict[str, Any]:
     if time.monotonic() > end:
       break
     del left[shape]
-    why = attention_kernels.REFUSALS[name](
-      shape.head_dim, shape.value_dim, compute.dtype, shape.attention_softcap, shape.sinks
-    )
+    why = attention_kernels.REFUSALS[name](shape.head_dim, shape.value_dim, compute.dtype)
     if why:
       refused[preset] = why
     else:
