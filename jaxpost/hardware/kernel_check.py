@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Largest error, as a share of the largest value; rounding to bfloat16 makes a tenth of it.
 _TOLERANCE = 0.05
 _HEADS = 2  # kv heads that are checked, with all their query heads
-_DECODE = 'decode'  # the name of the kernel for single tokens
+DECODE = 'decode'  # the name of the kernel for single tokens
 _DECODED = (4, 4, 1024, 32), (128, 130, 300, 8)  # slots decoded and held, entries of the cache and of a block
 _SCORES = 2**25  # of the reference that exist at a time
 _LARGE = 2**26  # numbers of a q above which there is less of it
@@ -58,7 +58,7 @@ def settle(compute: Compute, uses: Iterable[tuple], decoded: Sequence[ModelConfi
   """
   dtype = compute.dtype
   works = sorted({(compute.attention, work) for use in uses for work in _shapes_to_check(compute, *use)})
-  works += sorted({(_DECODE, work) for cfg in decoded for work in _decoded_shapes(compute, cfg)})
+  works += sorted({(DECODE, work) for cfg in decoded for work in decoded_shapes(compute, cfg)})
   path = probe.cache_file('attention.json')
   keys = [_key(name, dtype, work) for name, work in works]
   known = probe.read_cache(path)
@@ -70,13 +70,13 @@ def settle(compute: Compute, uses: Iterable[tuple], decoded: Sequence[ModelConfi
   device = jax.local_devices()[0].device_kind
   for (name, work), of_processes in zip(works, zip(*coordination.all_gather(whys))):
     why = next(filter(None, of_processes), '')
-    where = f'{device} with jax {jax.__version__} for rows of {work.length} tokens'
+    where = f'{device} with jax {jax.__version__}' + f' for rows of {work.length} tokens' * (work.length > 0)
     wrong = f'{name} is wrong on {where}, {_words(work)}: {why}'
-    if why and compute.forced and name != _DECODE:
+    if why and compute.forced and name != DECODE:
       raise InputError(f'config.model.attention: {wrong}; take auto')
     if why:
-      decode_kernel &= name != _DECODE
-      out += [work] * (name != _DECODE)
+      decode_kernel &= name != DECODE
+      out += [work] * (name != DECODE)
       logging.warning('attention by %s; XLA computes these', wrong)
   return dataclasses.replace(compute, rejected_shapes=tuple(out), decode_kernel=decode_kernel)
 
@@ -92,7 +92,7 @@ def _shapes_to_check(
   return [x for x in shapes if not refusal(x.head_dim, x.value_dim, compute.dtype)]
 
 
-def _decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[AttentionShape]:
+def decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[AttentionShape]:
   """Returns the shapes in which the kernel for single tokens would read a cache."""
   if not compute.decode_kernel:
     return []
@@ -179,7 +179,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   An error is the largest difference over the largest value: 'out' of the forward pass, the others of gradients. Rows
   are packed; long ones are checked with fewer heads. Stripes of a split row are computed one after the other.
   """
-  if name == _DECODE:
+  if name == DECODE:
     return _decode_errors(work, dtype, window)
   length, size, values = work.length, work.head_dim, work.value_dim
   rows, kv_heads = _sizes(work)

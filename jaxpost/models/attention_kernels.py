@@ -49,7 +49,7 @@ class AttentionShape(NamedTuple):
   The fields not described here are those of `ModelConfig`.
   """
 
-  length: int
+  length: int  # 0 for single tokens over a cache
   parts: int  # parts of a row, over the `context` axis
   heads: int
   kv_heads: int
@@ -61,7 +61,7 @@ class AttentionShape(NamedTuple):
   sinks: bool
   branches: bool = False  # of a shared prompt
 
-  chunked = False
+  chunked = False  # chunks are checked as windows
 
 
 # fn(h, hv, dtype) -> what the kernel does not support, or ''. All support segments, windows, grouped heads, soft caps
