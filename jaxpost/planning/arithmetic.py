@@ -25,6 +25,7 @@ from jaxpost.matmul import compute_for
 from jaxpost.models import attention, partition, transformer
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.planning import meshes, traffic_bound
+from jaxpost.rollout import native
 from jaxpost.stage import batch_shape, checks, load_weights
 
 if TYPE_CHECKING:
@@ -354,9 +355,10 @@ def _sampler(case: _Case) -> dict[str, float]:
   some = rollout.prompts if case.inputs.algorithm.on_policy else at_a_time  # whose prefixes are there at a time
   prompts = math.ceil(some / case.rollout.batch_shards)
   entry, state = _entry(case), _state(cfg, shape['tensor'])
-  # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all. (The
-  # kernel of GPUs copies nothing, so that more fits there than this says.) States are there before and after it.
-  copied = mine * (2 ** int(math.log2(length - 1)) * entry + state)
+  # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all; the
+  # decoding kernel of GPUs copies nothing. States are there before and after it.
+  in_place = not rollout.cache and native.compute_of(case.compute, cfg, rollout).decode_kernel
+  copied = mine * ((0 if in_place else 2 ** int(math.log2(length - 1)) * entry) + state)
   cache = (mine * length + prompts * rollout.max_prompt_length) * entry + (mine + prompts) * state
   return dict(sampler=_weights(case), cache=cache, copied=copied, logits=logits)
 

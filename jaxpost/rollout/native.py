@@ -39,7 +39,8 @@ if TYPE_CHECKING:
   from jaxpost.rollout.sequence import ActiveSequence
 
 
-def _settled(compute: Compute, cfg: Any, config: SamplerConfig) -> Compute:
+def compute_of(compute: Compute, cfg: Any, config: Any) -> Compute:
+  """Returns the `compute` of an engine, without the decoding kernel where `cfg` or `config.rollout` rules it out."""
   if not compute.decode_kernel:
     return compute
   from jaxpost.models import decode_triton
@@ -69,7 +70,7 @@ class NativeEngine:
     reshard: Reshard | SharedWeights | None = None,
     asynchronous: bool = False,
   ):
-    compute = _settled(compute, model.config, config)
+    compute = compute_of(compute, model.config, config)
     shards = layout.batch_shards
     sampler_config.check(model.config, config, shards)
     # XLA:CPU multiplies one bfloat16 row 11 x slower than two.
