@@ -18,6 +18,7 @@ from jaxpost.errors import DivergedError
 from jaxpost.monitor.nonfinite import check_states, is_doubtful, merge_metrics
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
+  from jaxpost.hardware.memory import Memory
   from jaxpost.hardware.signals import StopSignal
   from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
@@ -50,12 +51,12 @@ class Stage:
   wait_for_update: bool  # the next item needs the weights of this update
   host_health: HostHealth | None = None  # compares the processes of a run; None: there is one
   save_rollout: Callable[[int, Experience, Credit], None] | None = None
-  memory_usage: Callable[[], dict] = dict
+  memory_usage: Memory | Callable[[], dict] = dict
   eval_every: int = 0
   save_every: int = 0
   samples_every: int = 10
   max_skipped: int = 5
-  flops_per_token: Callable[[float], float] | None = None  # (mean context) -> a third of an update's FLOPs
+  update_flops: Callable[[float], float] | None = None  # (mean context) -> FLOPs of an update per token
   peak_flops: float = 0.0
 
 
@@ -80,7 +81,7 @@ def run_stage(stage: Stage, start: int, stop: StopSignal):
   """Runs the steps after `start`, the number of steps done; raises Preempted after a save if a stop signal arrived."""
   run = _Progress(stage)
   stage.timer.pop()  # compilation is no step's time
-  if start == 0 and stage.evaluate:
+  if start == 0:
     run.evaluate(0)
   for step in range(start + 1, stage.steps + 1):
     stage.on_step_begin(step)
@@ -154,7 +155,7 @@ class _Progress:
       row |= stage.host_health.finish(pending.replica_check, times)
     row['tokens_per_s'] = item.info['tokens'] / times['time/step']
     if stage.peak_flops:
-      row['mfu'] = 3 * stage.flops_per_token(row['mean_context']) * row['tokens_per_s'] / stage.peak_flops
+      row['mfu'] = stage.update_flops(row['mean_context']) * row['tokens_per_s'] / stage.peak_flops
     stage.writer.write(step, 'train', row)
     if item.samples and (step % stage.samples_every == 0 or step in (1, stage.steps)):
       self.write_samples(step, 'train', item.samples())
@@ -170,7 +171,7 @@ class _Progress:
       )
 
   def evaluate(self, step: int):
-    """Writes the metrics and samples of an evaluation after `step` updates."""
+    """Writes the metrics and samples of an evaluation after `step` updates, if there is one."""
     if self.stage.evaluate is None:
       return
     self.log_pending()

@@ -95,14 +95,14 @@ def _run(
   lock: run_lock.RunLock,
 ) -> dict:
   start, console = time.perf_counter(), activity.console
-  consistency.check_same_config(raw)
+  consistency.check_config_agrees(raw)
   configs = config_lib.parse(raw)  # before names of stages are used as keys
-  raw = settle_dtype(raw, workdir, console)
-  raw = epochs.begun_with(raw, configs, workdir / 'config.json')
+  raw = with_dtype(raw, workdir, console)
+  raw = epochs.with_steps_of_run(raw, configs, workdir / 'config.json')
   configs = config_lib.parse(raw)
   _watch('the start of the run', *configs.values())
-  consistency.check_same_run(workdir, configs, console)
-  consistency.check_same_start(workdir, configs)
+  consistency.check_resumed_config(workdir, configs, console)
+  consistency.check_workdir_agrees(workdir, configs)
   if consistency.is_finished(workdir, configs):
     console.out(f'{workdir}: was finished before; another --workdir starts a new run', highlight=False)
     for name in seals.damaged(workdir):
@@ -115,15 +115,15 @@ def _run(
       prepared = prepare.prepare_all(raw)
     for stage in prepared:
       cleanup.callback(stage.close)
-    raw = epochs.with_settled(raw, prepared)
+    raw = epochs.with_counted_steps(raw, prepared)
     stop.check('the start of the run')
     if prepared[-1].config.save.export:
       from jaxpost.formats import hf
 
       hf.check_target(workdir / 'export')
-    consistency.check_same_inputs(prepared)
+    consistency.check_inputs_agree(prepared)
     # From here on devices are used.
-    consistency.check_same_models(prepared, workdir)
+    consistency.check_resumed_models(prepared, workdir)
     with activity('choosing meshes and checking kernels'):
       prepared = with_meshes(prepared, raw, choose_mesh, console.print)
       placed = [place.place_stage(stage) for stage in prepared]
@@ -172,7 +172,7 @@ def with_meshes(
   return choose_mesh(prepared, raw, note)
 
 
-def settle_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) -> dict:
+def with_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) -> dict:
   """Returns the config with a type in place of `model.dtype='auto'`.
 
   It is the type that the run began with, or else the fastest of process 0.
@@ -185,9 +185,9 @@ def settle_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) 
     return raw
   from jaxpost.hardware import probe
 
-  dtype = probe.settle_dtype(workdir / 'config.json', auto, console)
-  settled = {n: blocks[n] | {'model': models[n] | {'dtype': dtype}} for n in auto}
-  return settled.pop('', dict(raw)) | settled
+  dtype = probe.measured_dtype(workdir / 'config.json', auto, console)
+  typed = {n: blocks[n] | {'model': models[n] | {'dtype': dtype}} for n in auto}
+  return typed.pop('', dict(raw)) | typed
 
 
 def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple[Policy, DataStream | Controller]:
@@ -196,7 +196,7 @@ def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple
   `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy algorithm the stream is a `Controller`, which
   has `sampler`, `prompts`, `pool` and the rest. Nothing is written; `stream.close()` ends workers and threads.
   """
-  raw = settle_dtype(prepare.as_dict(config), epath.Path(''), rich.console.Console())
+  raw = with_dtype(prepare.as_dict(config), epath.Path(''), rich.console.Console())
   names = list(config_lib.parse(raw))
   if len(names) > 1:
     raise InputError(f'config.stages: {", ".join(names)} are several; a loop of your own drives one')

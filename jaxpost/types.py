@@ -136,7 +136,8 @@ class Rollout:
     logprobs: under the distribution with temperature, before truncation.
     behavior_logprobs: under the truncated one that tokens were drawn from; nothing is trained with it.
     finished: ended by a stop id, not by max_new_tokens.
-    step: that it was sampled for; version: updates behind the weights.
+    step: that it was sampled for.
+    version: number of optimizer updates that produced the weights (0: the initial ones).
     from_data: completions are demonstrations, nothing was sampled.
     mask: None: the policy sampled all tokens.
     versions: per token, after an in-flight weight update; None: `version`.
@@ -283,7 +284,7 @@ class Item:
 Metrics = dict[str, Array]
 # (outputs, `Batch.arrays`) -> (loss, metrics), all elementwise in tokens.
 TokenLoss = Callable[[Outputs, dict[str, Array]], tuple[Array, Metrics]]
-# (outputs, batch) -> (loss [], metrics []), weighted sums over whole rows.
+# (outputs, batch) -> (loss [], metrics []), sums over the batch, weighted by `loss_weights`.
 BatchLoss = Callable[[Outputs, Batch], tuple[Array, Metrics]]
 # (logits [B, C, V] of the student, those of each teacher, {name: [B, C, ...]}) -> [B, C].
 Divergence = Callable[[Array, Sequence[Array], dict[str, Array]], Array]

@@ -102,7 +102,7 @@ def test_mfu_counts_the_context_of_packed_documents(tmp_path, monkeypatch):
   assert context == found['mean_context'] == 32.5
   cfg = stage.roles.policy.model.config
   attention = 4 * cfg.num_heads * cfg.head_dim
-  assert stage.flops_per_token(context) - stage.flops_per_token(0) == pytest.approx(32.5 * attention)
+  assert stage.update_flops(context) - stage.update_flops(0) == pytest.approx(3 * 32.5 * attention)
 
 
 @pytest.mark.long

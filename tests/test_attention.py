@@ -494,7 +494,7 @@ def settle(monkeypatch, tmp_path):
   def run(kernel, *lengths, cfg=SETTLED, parts=1, **fields):
     monkeypatch.setitem(attention_kernels.KERNELS, 'splash', kernel)
     compute = dataclasses.replace(compute_for('tpu', 'bfloat16', 'none'), **fields)
-    return kernel_check.settle(compute, [(cfg, n, parts) for n in lengths])
+    return kernel_check.verify(compute, [kernel_check.KernelUse(cfg, n, parts) for n in lengths])
 
   yield run
   kernel_check.trusted.cache_clear()
@@ -611,14 +611,14 @@ def test_a_wrong_kernel_for_single_tokens_is_not_used(monkeypatch, settle, caplo
     for kernel, used in ((wrong, False), (right, True)):
       monkeypatch.setattr(decode_triton, 'attend', kernel)
       kernel_check.trusted.cache_clear()
-      settled = kernel_check.settle(compute, [], [SETTLED])
+      settled = kernel_check.verify(compute, [], [SETTLED])
       assert settled == dataclasses.replace(compute, decode_kernel=used)
     assert 'decode is wrong on' in caplog.text
     (key,) = json.loads((probe.cache_file('attention.json')).read_text())
     assert key.startswith('decode ')
     probe.cache_file('attention.json').unlink()
   calls.clear()
-  assert kernel_check.settle(compute, []) == compute and not calls
+  assert kernel_check.verify(compute, []) == compute and not calls
 
 
 def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
@@ -627,11 +627,11 @@ def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
   for platform, name in ('gpu', 'triton'), ('tpu', 'splash'):
     compute = compute_for(platform, 'bfloat16', 'none', name)
     assert attention.uses_kernel(compute)
-    assert kernel_check.settle(compute, [(SETTLED, 256, 1)]) == compute
+    assert kernel_check.verify(compute, [kernel_check.KernelUse(SETTLED, 256)]) == compute
     with pytest.raises(
       InputError, match=f'attention: {name} is wrong on .* for rows of 64 tokens, .*: off by 1.0e[+]00 in v; '
     ):
-      kernel_check.settle(compute, [(SETTLED, n, 1) for n in (256, 64)])
+      kernel_check.verify(compute, [kernel_check.KernelUse(SETTLED, n) for n in (256, 64)])
 
 
 def test_what_one_process_finds_wrong_none_uses(monkeypatch, settle):
@@ -691,12 +691,13 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   from jaxpost.stage import place, prepare
   from jaxpost.tools import completions, inference
 
+  def seen(use):
+    return use.model.head_dim, use.length, use.parts
+
   asked = []
   monkeypatch.setattr(attention, 'uses_kernel', lambda compute: True)
   monkeypatch.setattr(
-    kernel_check,
-    'settle',
-    lambda compute, uses, decoded=(): (asked.append({(cfg.head_dim, *row) for cfg, *row in uses}), compute)[1],
+    kernel_check, 'verify', lambda compute, uses, decoded=(): (asked.append(set(map(seen, uses))), compute)[1]
   )
   path = tiny.folder(tmp_path / 'model')
   other = tiny.folder(tmp_path / 'other', head_dim=32)
@@ -716,10 +717,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
     split.setattr(place, 'row_shards', lambda layout: layout)
     (p,) = prepare.prepare_all(distill)
     p.close()
-    assert {(cfg.head_dim, *row) for cfg, *row in place.attended(p, dict(train=2, score=4), 96)} == {
-      (size, 96, 2),
-      (32, 96, 4),
-    }
+    assert set(map(seen, place.kernel_uses(p, dict(train=2, score=4), 96))) == {(size, 96, 2), (32, 96, 4)}
   with pytest.raises(IndexError):  # a device that is only described
     uses(distill, ledger=Ledger(dry=True))
   rollout = dict(max_prompt_length=100, max_new_tokens=60)

@@ -35,7 +35,7 @@ def test_a_run_of_an_older_version_is_refused_with_one_line(tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(nested('rollout.lag') | {'algorithm': 'grpo'}))
   configs = config_lib.parse({})
   with pytest.raises(InputError, match='was written by another version of jaxpost') as caught:
-    consistency.check_same_run(tmp_path, configs, rich.console.Console())
+    consistency.check_resumed_config(tmp_path, configs, rich.console.Console())
   message = str(caught.value)
   assert '\n' not in message and str(tmp_path / 'config.json') in message
   assert 'write config.rollout.staleness' in message and 'another --workdir' in message

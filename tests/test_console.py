@@ -99,7 +99,7 @@ def test_epochs_of_prompts():
   (stage,) = prepare.prepare_all(raw)
   stage.close()
   assert stage.config.train.steps == round(3 * len(stage.data.stream) / 7)
-  settled = epochs.with_settled(raw, [stage])
+  settled = epochs.with_counted_steps(raw, [stage])
   assert settled['train']['steps'] == stage.config.train.steps and raw['train'].get('steps') is None
 
 
@@ -108,10 +108,10 @@ def test_a_run_of_epochs_is_known_again(tmp_path):
   raw = {'stages': ('a',), 'a': {}, **SMALL}
   saved = epochs.with_steps(raw, {'a': 77})
   (tmp_path / 'config.json').write_text(json.dumps(saved))
-  again = epochs.begun_with(raw, config_lib.parse(raw), tmp_path / 'config.json')
+  again = epochs.with_steps_of_run(raw, config_lib.parse(raw), tmp_path / 'config.json')
   assert config_lib.parse(again)['a'].train.steps == 77
   other = raw | {'train': raw['train'] | {'epochs': 4.0}}
-  again = epochs.begun_with(other, config_lib.parse(other), tmp_path / 'config.json')
+  again = epochs.with_steps_of_run(other, config_lib.parse(other), tmp_path / 'config.json')
   assert config_lib.parse(again)['a'].train.steps == 100
 
 

@@ -70,7 +70,7 @@ def test_what_dynamic_sampling_left_out_is_observed():
 
   def prompts(*indices):
     rollout = types.SimpleNamespace(prompts=[Prompt(i, None, '', {}) for i in indices])
-    return types.SimpleNamespace(rollout=rollout, kept=False)
+    return types.SimpleNamespace(rollout=rollout, from_earlier_step=False)
 
   def graded(*values):
     return Graded(list(values), {'right': list(values)}, None)

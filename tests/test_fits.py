@@ -31,7 +31,7 @@ GIB = 2**30
 
 def inputs(module, arg=f'model={NAME}', **settings):
   """The inputs of a recipe with everything recomputed."""
-  ((name, (algorithm, section)),) = prepare.settle_all(prepare.as_dict(module.get_config(arg))).items()
+  ((name, (algorithm, section)),) = prepare.resolve_all(prepare.as_dict(module.get_config(arg))).items()
   made = dry_run.make_inputs(name, algorithm, section)
   return search.vary(PreparedStage(made), {'model.remat': 'full'} | settings).inputs
 

@@ -559,7 +559,7 @@ def test_groups_that_only_fill_up_are_not_trained(model):
 
 def test_select_varied_takes_the_first_groups_that_differ():
   class Round:  # what `select_varied` reads of a round
-    kept = False
+    from_earlier_step = False
 
     def __init__(self, rewards):
       self.rewards = np.array(rewards, float)
@@ -578,7 +578,7 @@ def test_a_missing_verdict_beside_a_reward_model_is_no_zero():
   class Round:  # what `result` reads of a round
     rollout = rollout(1)
     greedy = None
-    kept = False
+    from_earlier_step = False
     rewards = np.array([[1, np.nan, 0, 1], [np.nan] * 4, [0, 1, 0, 1]], float)
     results = [Graded(list(row), {}, None) for row in rewards]
 

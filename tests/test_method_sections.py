@@ -35,7 +35,7 @@ def stages(*methods, **shared):
 )
 def test_what_no_stage_reads_is_refused(config, field, method):
   with pytest.raises(InputError, match=rf'^config\.{re.escape(field)}: {method} would ignore it'):
-    prepare.settle_all(config)
+    prepare.resolve_all(config)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_what_no_stage_reads_is_refused(config, field, method):
   ],
 )
 def test_what_a_stage_may_read_is_not(config):
-  assert prepare.settle_all(config)
+  assert prepare.resolve_all(config)
 
 
 class Unread:
@@ -68,7 +68,7 @@ def test_methods_read_what_they_declare(name):
   algorithm = load_algorithm(name)
   over = dict(distill=dict(teachers=('folder',))) if name in ('distill', 'gkd', 'opd') else {}
   over |= dict(environment='./env.py:Env') if name in ('mt_grpo', 'gigpo') else {}
-  ((_, (_, config)),) = prepare.settle_all(tiny.merged(dict(algorithm=name, reward='gsm8k'), over)).items()
+  ((_, (_, config)),) = prepare.resolve_all(tiny.merged(dict(algorithm=name, reward='gsm8k'), over)).items()
   assert set(algorithm.sections) < set(SECTIONS)
   config = dataclasses.replace(config, **{key: Unread(key) for key in set(SECTIONS) - set(algorithm.sections)})
   algorithm.check(config)

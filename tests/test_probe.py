@@ -89,12 +89,12 @@ def test_a_run_keeps_the_type_that_it_began_with(tmp_path, monkeypatch):
 def test_stages_of_their_own_type(tmp_path, monkeypatch):
   monkeypatch.setattr(probe, 'matmul_type', lambda: ('float32', 'why'))
   raw = dict(model=dict(dtype='bfloat16'), stages=('a', 'b'), a=dict(model=dict(dtype='auto')), b=dict())
-  found = stages.settle_dtype(raw, tmp_path, rich.console.Console(quiet=True))
+  found = stages.with_dtype(raw, tmp_path, rich.console.Console(quiet=True))
   assert found['a']['model']['dtype'] == 'float32'
   assert found['model']['dtype'] == 'bfloat16' and found['b'] == {}
   # If no type is given, one is chosen for all stages without one.
   for raw in ({}, dict(model=dict(preset='tiny'), stages=('a',), a=dict(model=dict(path='x')))):
-    found = stages.settle_dtype(raw, tmp_path, rich.console.Console(quiet=True))
+    found = stages.with_dtype(raw, tmp_path, rich.console.Console(quiet=True))
     assert found == raw | {'model': raw.get('model', {}) | {'dtype': 'float32'}}
 
 
@@ -105,7 +105,7 @@ from jaxpost import stages
 import pathlib, rich.console
 cluster.connect(sys.argv[1], 2, int(sys.argv[2]))
 raw = dict(model=dict(dtype='auto'))
-print(stages.settle_dtype(raw, pathlib.Path(sys.argv[3]),
+print(stages.with_dtype(raw, pathlib.Path(sys.argv[3]),
                           rich.console.Console(quiet=True))['model']['dtype'])
 """
 

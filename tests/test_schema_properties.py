@@ -56,7 +56,7 @@ def changes(draw):
 
 def validate(raw):
   for section in config_lib.parse(raw).values():
-    algorithm, section = prepare.settle(section)
+    algorithm, section = prepare.resolve(section)
     checks.check_config(section, algorithm)
 
 

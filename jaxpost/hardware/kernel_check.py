@@ -14,7 +14,7 @@ import logging
 import pathlib
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,19 @@ _LARGE = 2**26  # numbers of a q above which there is less of it
 _FAILURES = (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError)
 
 
-def settle(compute: Compute, uses: Iterable[tuple], decoded: Sequence[ModelConfig | CustomConfig] = ()) -> Compute:
+class KernelUse(NamedTuple):
+  """Rows that a run attends to.
+
+  length: tokens of a row; parts: that a row is split into, for context parallelism; branches: rows have them.
+  """
+
+  model: ModelConfig | CustomConfig
+  length: int
+  parts: int = 1
+  branches: bool = False
+
+
+def verify(compute: Compute, uses: Iterable[KernelUse], decoded: Sequence[ModelConfig | CustomConfig] = ()) -> Compute:
   """Checks the attention kernel of a run and returns `compute` with the shapes that XLA has to compute.
 
   A shape that the kernel gets wrong on any process goes to XLA on all. Each shape is checked once in a process; correct
@@ -49,15 +61,14 @@ def settle(compute: Compute, uses: Iterable[tuple], decoded: Sequence[ModelConfi
 
   Args:
     compute: with the kernel that the config or the platform chose.
-    uses: (ModelConfig, tokens of a row, number of parts that the row is split
-      into) of everything that will be attended, and True where rows have branches.
+    uses: all rows that the run attends to.
     decoded: models that sample.
 
   Raises:
     InputError: the kernel is wrong, and the config names it.
   """
   dtype = compute.dtype
-  works = sorted({(compute.attention, work) for use in uses for work in _shapes_to_check(compute, *use)})
+  works = sorted({(compute.attention, work) for use in uses for work in _shapes_to_check(compute, use)})
   works += sorted({(DECODE, work) for cfg in decoded for work in decoded_shapes(compute, cfg)})
   path = probe.cache_file('attention.json')
   keys = [_key(name, dtype, work) for name, work in works]
@@ -75,16 +86,17 @@ def settle(compute: Compute, uses: Iterable[tuple], decoded: Sequence[ModelConfi
     if why and compute.forced and name != DECODE:
       raise InputError(f'config.model.attention: {wrong}; take auto')
     if why:
-      decode_kernel &= name != DECODE
-      out += [work] * (name != DECODE)
+      if name == DECODE:
+        decode_kernel = False
+      else:
+        out.append(work)
       logging.warning('attention by %s; XLA computes these', wrong)
   return dataclasses.replace(compute, rejected_shapes=tuple(out), decode_kernel=decode_kernel)
 
 
-def _shapes_to_check(
-  compute: Compute, cfg: ModelConfig | CustomConfig, length: int, parts: int, branches: bool = False
-) -> list[AttentionShape]:
+def _shapes_to_check(compute: Compute, use: KernelUse) -> list[AttentionShape]:
   """Returns the shapes for which the kernel would be used."""
+  cfg, length, parts, branches = use
   if isinstance(cfg, CustomConfig) or (length < attention_kernels.SHORT * parts and not compute.forced):
     return []
   refusal = attention_kernels.REFUSALS[compute.attention]

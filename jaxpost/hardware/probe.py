@@ -162,7 +162,7 @@ def _cpu() -> str:
   return names[0] if names else f'{platform.machine()} {platform.processor()}'
 
 
-def settle_dtype(saved: epath.Path, stages: list[str], console: rich.console.Console) -> str:
+def measured_dtype(saved: epath.Path, stages: list[str], console: rich.console.Console) -> str:
   """Returns the fastest type of matrix products of process 0, or that of `stages` in `saved`, a run's config.json."""
   dtype = coordination.broadcast(_saved_dtype(saved, stages))
   if not dtype:

@@ -70,7 +70,7 @@ def find(text: str, key: str, earlier: dict, text_only: bool = False) -> Source:
 def prepare_all(config: Mapping, stage: str = '') -> list[PreparedStage]:
   """Prepares the stages of a config, or the one called `stage`, without reading anything."""
   done = []
-  for name, (algorithm, section) in prepare_lib.settle_all(config).items():
+  for name, (algorithm, section) in prepare_lib.resolve_all(config).items():
     done.append(prepare(name, algorithm, section, done))
   chosen = [p for p in done if not stage or p.name == stage]
   if not chosen:
@@ -79,13 +79,13 @@ def prepare_all(config: Mapping, stage: str = '') -> list[PreparedStage]:
 
 
 def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage]) -> PreparedStage:
-  """Prepares a stage from its settled config alone; `before` are the stages that run first."""
+  """Prepares a stage from its resolved config alone; `before` are the stages that run first."""
   inputs = make_inputs(name, algorithm, config, before)
   return PreparedStage(inputs, _made_up_data(inputs))
 
 
 def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage] = ()) -> Inputs:
-  """Makes the first record of a stage from its settled config alone, see `stage.prepare.settle`."""
+  """Makes the first record of a stage from its resolved config alone, see `stage.prepare.resolve`."""
   optim.check(config.optim)
   section = config.model
   if section.path:

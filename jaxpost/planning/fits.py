@@ -121,7 +121,7 @@ def cells(raw: Mapping[str, Mapping], names: Sequence[str]) -> list[Cell]:
   """
   out = []
   for method, config in raw.items():
-    ((name, (algorithm, section)),) = prepare.settle_all(config).items()
+    ((name, (algorithm, section)),) = prepare.resolve_all(config).items()
     inputs = dry_run.make_inputs(name, algorithm, section)
     out += [_best(inputs, topology(device))._replace(method=method) for device in names]
   return out

@@ -109,7 +109,8 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
     if objective.coupled:
       total, metrics = objective.fn(read_outputs(model, plan, params, hidden, batch), batch)
       return total * scale, metrics
-    # The pass that computes the loss computes gradients, too, so the scale is in from the start.
+    # `fused_loss` computes gradients in its forward pass, so scaling its result would come too late for these: the
+    # weights are scaled, and the metrics divided.
     total, metrics = head_lib.fused_loss(
       plan,
       hidden,

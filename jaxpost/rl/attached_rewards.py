@@ -1,18 +1,25 @@
-"""Rewards that come with a rollout: of an environment, or recorded with it.
+"""Rewards besides those of functions: of an environment, recorded with a rollout, or of a reward model.
 
-Legend: N sequences of groups of G.
+Legend: N sequences, in P groups of G; C completion tokens.
 """
+
+from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxpost.rewards.groups import Graded
+from jaxpost.rl.reward_metrics import REWARD_MODEL
 from jaxpost.types import Rollout
 
+if TYPE_CHECKING:
+  from jaxpost.rl.grading import Grader
 
-def add(groups: Sequence[Graded], rollout: Rollout) -> list[Graded]:
+
+def add_attached(groups: Sequence[Graded], rollout: Rollout) -> list[Graded]:
   """Returns the groups with further rewards.
 
   Args:
@@ -35,3 +42,43 @@ def add(groups: Sequence[Graded], rollout: Rollout) -> list[Graded]:
     rewards = [None if None in parts else parts[0] + sum(parts[1:]) for parts in rows]
     results.append(dataclasses.replace(group, components={**group.components, **components}, rewards=rewards))
   return results
+
+
+def add_reward_model(
+  rollout: Rollout, results: Sequence[Graded], rewards: np.ndarray, outputs: np.ndarray, grader: Grader
+) -> tuple[Rollout, list[Graded], np.ndarray]:
+  """Adds the rewards of a reward model, but to samples that have failed: these stay without a reward.
+
+  Args:
+    rewards: [P, G] sums of the other rewards.
+    outputs: [N, C] of the reward model; the one of the last token of a completion is its reward.
+
+  Returns:
+    The rollout, which has the rewards of steps if `grader.per_step`, the results and the sums.
+  """
+  last = np.maximum(rollout.lengths, 1) - 1
+  scores = np.asarray(outputs, np.float64)[np.arange(len(last)), last]
+  if grader.per_step:
+    from jaxpost.rl import process_rewards
+
+    rollout, scores = process_rewards.grade(rollout, outputs, grader)
+  scores = scores.reshape(rewards.shape)
+  failed = _failed(rollout, results, rewards)
+  rewards = np.where(failed, np.nan, np.nan_to_num(rewards) + grader.model_weight * scores)
+  named = [{REWARD_MODEL: row.tolist()} for row in scores]
+  return (
+    rollout,
+    [dataclasses.replace(x, components={**x.components, **own}) for x, own in zip(results, named, strict=True)],
+    rewards,
+  )
+
+
+def _failed(rollout: Rollout, results: Sequence[Graded], rewards: np.ndarray) -> np.ndarray:
+  """[P, G] bool: a reward function or an environment has failed, for which a reward model does not make up."""
+  missing = np.isnan(rewards)
+  no_function = missing.all(axis=1, keepdims=True)  # groups that only the reward model grades
+  raised = np.array([[group.error is not None] for group in results])
+  failed = (missing & ~no_function) | raised
+  for attached in (rollout.rewards or {}).values():
+    failed |= np.isnan(attached).reshape(rewards.shape)  # episodes whose environment failed
+  return failed

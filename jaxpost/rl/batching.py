@@ -41,7 +41,7 @@ def completion_mask(rollout: Rollout) -> np.ndarray:
 
 
 def token_versions(rollout: Rollout) -> np.ndarray:
-  """[N, C] int32: optimizer updates behind the weights that sampled a token."""
+  """[N, C] int32: number of optimizer updates that produced the weights that sampled a token."""
   if rollout.versions is not None:
     return rollout.versions
   return np.full(rollout.completions.shape, rollout.version, np.int32)

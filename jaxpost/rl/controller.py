@@ -28,6 +28,8 @@ if typing.TYPE_CHECKING:  # passed in
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.prompts import PromptStream
   from jaxpost.monitor.timeline import Timeline
+  from jaxpost.rl.dynamic_sampling import Surplus
+  from jaxpost.rl.replay import Replay
   from jaxpost.roles import Roles
   from jaxpost.rollout.engine import Engine
 
@@ -43,7 +45,8 @@ class Controller:
     update_shape: of one minibatch.
     engine: that the sampler runs on; None where it needs no weights.
     memory: what the algorithm remembers between steps.
-    kept: for later steps, by field of `config.rl`: surplus groups of dynamic sampling, right samples of replay.
+    surplus: groups of dynamic sampling for later steps.
+    replay: right samples for later steps (`config.rl.replay`).
   """
 
   algorithm: Algorithm
@@ -58,7 +61,8 @@ class Controller:
   engine: Engine | None = None
   step: int = 0
   memory: dict = dataclasses.field(default_factory=dict)
-  kept: dict[str, typing.Any] = dataclasses.field(default_factory=dict)
+  surplus: Surplus | None = None
+  replay: Replay | None = None
 
   def __post_init__(self):
     self.scorer = Scorer(
@@ -72,9 +76,9 @@ class Controller:
   def __next__(self) -> Item:
     """Makes what the next step trains on."""
     pending = self.rollouts.take(self.step)  # calls `sample` unless it was sampled ahead; grading has begun
-    if replay := self.kept.get('replay'):
+    if self.replay:
       with self.timer('reward'):
-        pending = replay.mix(pending, self.step)
+        pending = self.replay.mix(pending, self.step)
     device_scores = self.scorer.start(pending.rollout)
     # While the devices score and the workers grade, later steps are sampled.
     self.rollouts.prefetch(self.step)
@@ -84,7 +88,9 @@ class Controller:
     with self.timer('pack'):
       credit = self.algorithm.credit(experience, self.config)
       updates = self.make_batches(experience, credit)
-    info = pending.info | (replay or graded).metrics() | credit.metrics
+    # With replay, rewards are logged as the policy has earned them, without the samples that were mixed in.
+    rewards = self.replay.metrics() if self.replay else graded.metrics()
+    info = pending.info | rewards | credit.metrics
     info |= reward_metrics.step_metrics(experience, self.step_shape, self.config)
     self.step += 1
     self.memory = credit.memory
@@ -102,13 +108,12 @@ class Controller:
       return pending
     from jaxpost.rl import dynamic_sampling
 
-    surplus = self.kept['surplus']
-    pending = pending.join(surplus.take(step))
+    pending = pending.join(self.surplus.take(step))
     while True:
       with self.timer('reward'):
         more = dynamic_sampling.needs_more_groups(pending, step, wanted, max_rounds)
       if not more:
-        return surplus.select(pending, wanted)
+        return self.surplus.select(pending, wanted)
       pending = pending.join(self.sample_round(step, on_dispatch))
 
   def sample_round(self, step: int, on_dispatch: OnDispatch | None) -> PendingRollout:
@@ -136,8 +141,17 @@ class Controller:
     arrays = {'sampler_logprobs': rollout.logprobs, **scores._replace(reward_model=None).computed()}
     if rollout.expert is not None:  # demonstrations: the present policy stands for a sampler, so that ratios are 1
       arrays['sampler_logprobs'] = np.where(rollout.expert[:, None], scores.old_logprobs, rollout.logprobs)
-    state = dict(step=self.step, memory=self.memory, verdicts=graded.verdicts.reshape(-1))
-    return Experience(rollout, graded.rewards, mask, arrays, graded.baseline, components=graded.components, **state)
+    return Experience(
+      rollout,
+      graded.rewards,
+      mask,
+      arrays,
+      baseline=graded.baseline,
+      components=graded.components,
+      verdicts=graded.verdicts.reshape(-1),
+      step=self.step,
+      memory=self.memory,
+    )
 
   def make_batches(self, experience: Experience, credit: Credit) -> list[Update]:
     """Packs and places the batch of each update of the step, in order."""
@@ -163,9 +177,12 @@ class Controller:
 
   def state(self) -> dict:
     """JSON values for a checkpoint of the steps done so far."""
-    queue = self.rollouts.state(self.step)  # may read more prompts
-    queue |= {name: kept.state() for name, kept in self.kept.items()}
-    return {'step': self.step, 'memory': self.memory, 'prompts': self.prompts.state(), **queue}
+    out = self.rollouts.state(self.step)  # may read more prompts
+    if self.surplus:
+      out['surplus'] = self.surplus.state()
+    if self.replay:
+      out['replay'] = self.replay.state()
+    return {'step': self.step, 'memory': self.memory, 'prompts': self.prompts.state(), **out}
 
   def restore(self, state: dict) -> None:
     """Continues after the step of `state`."""
@@ -173,8 +190,10 @@ class Controller:
     self.memory = state['memory']
     self.prompts.restore(state['prompts'])
     self.rollouts.restore(state, self.step)
-    for name, kept in self.kept.items():
-      kept.restore(state.get(name, []))
+    if self.surplus:
+      self.surplus.restore(state['surplus'])
+    if self.replay:
+      self.replay.restore(state['replay'])
 
   def close(self) -> None:
     """Ends the worker processes of the grader."""

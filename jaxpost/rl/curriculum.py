@@ -75,7 +75,7 @@ class Curriculum:
     if graded.sampled is None:
       prompts, table = graded.rollout.prompts, graded.verdicts
     else:
-      prompts = [prompt for one in pending.rounds if not one.kept for prompt in one.rollout.prompts]
+      prompts = [prompt for one in pending.rounds if not one.from_earlier_step for prompt in one.rollout.prompts]
       table = verdicts(graded.sampled, reward_table(graded.sampled), pending.grader.correct_by)
     for prompt, values in zip(prompts, table):
       values = values[np.isfinite(values)]

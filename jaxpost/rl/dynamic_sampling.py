@@ -13,7 +13,7 @@ import logging
 import numpy as np
 
 from jaxpost.rl import merging
-from jaxpost.rl.grading import Grader, PendingGroups, PendingRollout, Round, varied
+from jaxpost.rl.grading import Grader, PendingRollout, Round, varied
 from jaxpost.rl.reward_metrics import verdicts
 
 
@@ -27,7 +27,7 @@ def needs_more_groups(pending: PendingRollout, step: int, wanted: int, max_round
     wanted: groups that have to have right and wrong samples.
   """
   found = varied_groups(pending).sum()
-  own = dataclasses.replace(pending, rounds=[r for r in pending.rounds if not r.kept])
+  own = dataclasses.replace(pending, rounds=[r for r in pending.rounds if not r.from_earlier_step])
   num_rounds = len(own.rounds)
   pending.info['dynamic_sampling/rounds'] = num_rounds
   pending.info['dynamic_sampling/kept_ratio'] = float(varied_groups(own).mean())
@@ -58,13 +58,13 @@ def varied_groups(pending: PendingRollout) -> np.ndarray:
 
 
 def select_varied(pending: PendingRollout, num_groups: int) -> PendingRollout:
-  """Selects the first `num_groups` varied groups, kept ones before others.
+  """Selects the first `num_groups` varied groups, those left over by earlier steps first.
 
   Others fill up where there are too few, as all steps have the same shape; the controller takes these out of the
   mask.
   """
   rounds, differs = pending.rounds, varied_groups(pending)
-  old = np.repeat([r.kept for r in rounds], [len(r.rewards) for r in rounds])
+  old = np.repeat([r.from_earlier_step for r in rounds], [len(r.rewards) for r in rounds])
   order = np.concatenate([np.flatnonzero(part) for part in (differs & old, differs & ~old, ~differs)])
   picked = np.isin(np.arange(len(differs)), order[:num_groups])
   ends = np.cumsum([len(r.rewards) for r in rounds])
@@ -125,16 +125,13 @@ class Surplus:
 
     self.waiting = [self.grader.submit(rollout_codec.from_text(text)).rounds[0] for text in state]
     for one in self.waiting:
-      one.kept = True
+      one.from_earlier_step = True
 
 
 def _part(one: Round, groups: list[int]) -> Round:
   """Some groups of a round whose rewards are known."""
-  pending = None
-  if one.pending:
-    pending = PendingGroups(one.pending.pool, len(groups), [])
-    pending.results = [one.pending.results[g] for g in groups]
-  return Round(merging.merge([one.rollout], [groups]), pending, kept=True)
+  rollout = merging.merge([one.rollout], [groups])
+  return Round(rollout, from_earlier_step=True, graded=[one.results[g] for g in groups])
 
 
 def _groups(rounds: list[Round]) -> int:

@@ -96,24 +96,33 @@ class PendingGroups:
 class Round:
   """One call of the sampler, and the rewards that it waits for.
 
-  Dynamic sampling draws several rounds for one step; `kept` are groups of an earlier one.
+  Dynamic sampling draws several rounds for one step.
+
+  Attributes:
+    pending: what the workers grade; None: no reward function grades it.
+    greedy: the same of one greedy answer to each prompt.
+    from_earlier_step: its groups were left over by an earlier step.
+    graded: rewards of each group, where these are known already.
   """
 
   rollout: Rollout
-  pending: PendingGroups | None  # None: no reward function grades it
+  pending: PendingGroups | None = None
   greedy: PendingGroups | None = None
-  kept: bool = False
+  from_earlier_step: bool = False
+  graded: list[Graded] | None = None
 
   @functools.cached_property
   def results(self) -> list[Graded]:
     """Rewards of each group: those of the workers and of the environment."""
+    if self.graded is not None:
+      return self.graded
     size = batching.group_size(self.rollout)
     graded = self.pending.results if self.pending else [Graded([0.0] * size, {}, None)] * len(self.rollout.prompts)
     if not self.rollout.rewards:
       return graded
     from jaxpost.rl import attached_rewards
 
-    return attached_rewards.add(graded, self.rollout)
+    return attached_rewards.add_attached(graded, self.rollout)
 
   @functools.cached_property
   def rewards(self) -> np.ndarray:
@@ -143,62 +152,53 @@ class PendingRollout:
       return self.rounds[0].rollout
     from jaxpost.rl import merging
 
-    measured = [r.rollout for r in self.rounds if not r.kept]
+    measured = [r.rollout for r in self.rounds if not r.from_earlier_step]
     return merging.merge([r.rollout for r in self.rounds], [g for _, g in self._selection()], measured)
 
   def join(self, other: PendingRollout) -> PendingRollout:
     """Returns the rounds of both; `other` was sampled later."""
     return PendingRollout(self.grader, self.rounds + other.rounds, self.info | other.info)
 
-  def result(self, model_values: np.ndarray | None = None) -> GradedRollout:
-    """Waits for the workers and adds up all rewards of the selected groups.
+  def result(self, reward_model_outputs: np.ndarray | None = None) -> GradedRollout:
+    """Waits for the workers, adds up all rewards of the selected groups, and shows them to the observers.
 
     Args:
-      model_values: [N, C] outputs of a reward model; the one of the last token
-        of a completion is its reward.
+      reward_model_outputs: [N, C]; the one of the last token of a completion is its reward.
     """
-    rollout = self.rollout
+    grader, rollout = self.grader, self.rollout
     results = [r.results[g] for r, groups in self._selection() for g in groups]
     rewards = np.concatenate([r.rewards[groups] for r, groups in self._selection()])
-    if model_values is not None:
-      last = np.maximum(rollout.lengths, 1) - 1
-      scores = np.asarray(model_values, np.float64)[np.arange(len(last)), last]
-      if self.grader.per_step:
-        from jaxpost.rl import process_rewards
+    if reward_model_outputs is not None:
+      from jaxpost.rl import attached_rewards
 
-        rollout, scores = process_rewards.grade(rollout, model_values, self.grader)
-      scores = scores.reshape(rewards.shape)
-      missing = np.isnan(rewards)  # some of a group: their verdict is missing; all: there is no function
-      failed = missing & ~missing.all(axis=1, keepdims=True) | np.array([[g.error is not None] for g in results])
-      for attached in (rollout.rewards or {}).values():
-        failed |= np.isnan(attached).reshape(rewards.shape)  # an episode whose environment failed
-      rewards = np.where(failed, np.nan, np.nan_to_num(rewards) + self.grader.model_weight * scores)
-      results = [
-        dataclasses.replace(group, components={**group.components, REWARD_MODEL: row.tolist()})
-        for group, row in zip(results, scores)
-      ]
-    baseline = None
-    if self.rounds[0].greedy is not None:
-      baseline = np.concatenate([reward_table(r.greedy.results)[groups, 0] for r, groups in self._selection()])
-    sampled = [group for r in self.rounds if not r.kept for group in r.results]
-    greedy = [group for r in self.rounds if r.greedy for group in r.greedy.results]
-    found = verdicts(results, rewards, self.grader.correct_by)
-    weights = {REWARD_MODEL: self.grader.model_weight} | (self.grader.pool.weights if self.grader.pool else {})
+      rollout, results, rewards = attached_rewards.add_reward_model(
+        rollout, results, rewards, reward_model_outputs, grader
+      )
+    found = verdicts(results, rewards, grader.correct_by)
+    weights = {REWARD_MODEL: grader.model_weight} | (grader.pool.weights if grader.pool else {})
     tables = {name: reward_table(results, name).reshape(-1) for name in results[0].components}
+    sampled = [group for r in self.rounds if not r.from_earlier_step for group in r.results]
+    greedy = [group for r in self.rounds if r.greedy for group in r.greedy.results]
     graded = GradedRollout(
       rollout=rollout,
       rewards=rewards.reshape(-1),
-      baseline=baseline,
+      baseline=self._greedy_rewards(),
       verdicts=found if rollout.verdicts is None else rollout.verdicts.reshape(found.shape),
       components={name: (weights.get(name, 1.0), values) for name, values in tables.items()},
       results=results,
       sampled=sampled if self.selected else None,
-      stats=stats_of(sampled + greedy) if self.grader.pool else {},
-      tokenizer=self.grader.tokenizer,
+      stats=stats_of(sampled + greedy) if grader.pool else {},
+      tokenizer=grader.tokenizer,
     )
-    for observe in self.grader.observers:
+    for observe in grader.observers:
       observe(self, graded)
     return graded
+
+  def _greedy_rewards(self) -> np.ndarray | None:
+    """[P] float64 rewards of the greedy answers to the selected prompts."""
+    if self.rounds[0].greedy is None:
+      return None
+    return np.concatenate([reward_table(r.greedy.results)[groups, 0] for r, groups in self._selection()])
 
   def _selection(self) -> list[tuple[Round, Sequence[int]]]:
     if self.selected:
@@ -268,7 +268,7 @@ def to_groups(rollout: Rollout, tokenizer: Tokenizer, indices: Sequence[int] | N
   Args:
     indices: of the groups to convert; None: all.
   """
-  size = len(rollout.lengths) // len(rollout.prompts)
+  size = batching.group_size(rollout)
   groups = []
   for i in range(len(rollout.prompts)) if indices is None else indices:
     prompt = rollout.prompts[i]

@@ -64,14 +64,13 @@ class Replay:
     if not used:
       return PendingRollout(grader, pending.rounds, pending.info)
     self.figures['replay/age'] = float(np.mean([step - one.step for one in used.values()]))
-    mixed = Round(_replaced(drawn.rollout, used), None)
-    again = grader.submit(merging.merge([mixed.rollout], [list(used)])).rounds[0].results
+    rollout, results = _replaced(drawn.rollout, used), [*drawn.results]
+    again = grader.submit(merging.merge([rollout], [list(used)])).rounds[0].results
     found = verdicts(again, reward_table(again), self.grader.correct_by)[:, -1]
     self.figures['replay/wrong'] = int((~(found >= self.passes)).sum())
-    mixed.results = [*drawn.results]
     for g, group in zip(used, again):
-      mixed.results[g] = group
-    return PendingRollout(grader, [mixed], pending.info)
+      results[g] = group
+    return PendingRollout(grader, [Round(rollout, graded=results)], pending.info)
 
   def metrics(self) -> dict:
     """Metrics of the rollout as it was sampled, and `replay/*`."""

@@ -57,7 +57,7 @@ class RolloutQueue:
     sample: (step, on_dispatch) -> the rollout of a step, see `Controller.sample`.
     engine: samples the rollouts, needs weights; None: they come from files.
     rollouts: of the next steps, sampled and being graded.
-    version: updates behind the weights that the engine has; None: it has none.
+    version: number of updates that produced the weights of the engine; None: it has none.
     moved_bytes: by the last copy of weights to the engine.
   """
 
@@ -190,7 +190,7 @@ def _to_json(pending: PendingRollout) -> dict:
     'info': pending.info,
     'chosen': selected and [[int(g) for g in groups] for groups in selected],
     'rollouts': [rollout_codec.to_text(r.rollout) for r in pending.rounds],
-    'kept': [r.kept for r in pending.rounds],
+    'kept': [r.from_earlier_step for r in pending.rounds],
   }
 
 
@@ -201,7 +201,7 @@ def _from_json(saved: dict, grader: Grader) -> PendingRollout:
   rounds = [grader.submit(rollout_codec.from_text(text)) for text in saved['rollouts']]
   pending = functools.reduce(PendingRollout.join, rounds)
   pending.selected = saved['chosen']
-  for one, kept in zip(pending.rounds, saved.get('kept', ())):
-    one.kept = kept
+  for one, kept in zip(pending.rounds, saved['kept'], strict=True):
+    one.from_earlier_step = kept
   pending.info = saved['info']
   return pending

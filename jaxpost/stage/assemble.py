@@ -58,12 +58,21 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     if not model.dropout and not config.train_on_rollouts:
       inputs.algorithm.check_first_step(metrics, config)
 
-  stage = Stage(
+  evaluate = make_evaluator(placed, engine)
+  try:
+    memory_usage = precompile.compile_all(placed, roles, engine, evaluate)
+  except jax.errors.JaxRuntimeError as error:
+    if placed.check_fits and (needed := placed.ledger.refused(error)):
+      placed.check_fits(needed, jax.local_devices()[0])
+    raise
+  coordination.all_gather('compiled')  # or a slow process would meet the time limit of the first collective
+  placed.timer.begin(workdir / 'timeline' / f'{placed.name}.json', log.timeline_steps)
+  return Stage(
     name=placed.name,
     steps=config.train.steps,
     roles=roles,
     stream=stream,
-    evaluate=make_evaluator(placed, engine),
+    evaluate=evaluate,
     checkpointer=Checkpointer(
       workdir / 'checkpoints' / placed.name, keep=save.keep, keep_best=save.keep_best, best_mode=save.best_mode
     ),
@@ -76,23 +85,15 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     stop_profiler=trace.close,
     wait_for_update=inputs.algorithm.on_policy and not config.rollout.staleness,
     host_health=host_health_of(placed, roles, writer),
+    memory_usage=memory_usage,
     eval_every=config.eval.every,
     save_every=save.every,
     samples_every=log.samples_every,
     save_rollout=make_rollout_saver(placed.name, workdir, log.rollouts_every),
     max_skipped=config.optim.max_skipped,
-    flops_per_token=lambda context: model.flops_of_update(context) / 3,
+    update_flops=model.flops_of_update,
     peak_flops=program_table.peak_flops(jax.devices()),
   )
-  try:
-    stage.memory_usage = precompile.compile_all(placed, roles, engine, stage.evaluate)
-  except jax.errors.JaxRuntimeError as error:
-    if placed.check_fits and (needed := placed.ledger.refused(error)):
-      placed.check_fits(needed, jax.local_devices()[0])
-    raise
-  coordination.all_gather('compiled')  # or a slow process would meet the time limit of the first collective
-  placed.timer.begin(workdir / 'timeline' / f'{placed.name}.json', log.timeline_steps)
-  return stage
 
 
 def begin_step(placed: PlacedStage, trace: timeline_lib.Trace, step: int) -> None:
@@ -130,7 +131,7 @@ def make_parts(
     params: initial parameters of the policy, in `placed.train`.
     workdir: the run's folder, where precomputed arrays are cached.
   """
-  config, data, algorithm = placed.config, placed.data, placed.algorithm
+  config, algorithm = placed.config, placed.algorithm
   precomputed = ()
   if algorithm.precompute(config):
     from jaxpost.stage import frozen_roles, precompute
@@ -144,16 +145,16 @@ def make_parts(
     from jaxpost.stage import on_policy
 
     engine = on_policy.make_engine(placed)
-  if not algorithm.on_policy:
-    stream = data.stream
-    if coordination.process_count() > 1:
-      from jaxpost.data.shared_rows import SharedStream
+  if algorithm.on_policy:
+    from jaxpost.stage import on_policy
 
-      stream = SharedStream(stream, data.first_batch, roles.policy.place)
-    return roles, DataStream(stream, algorithm, config, roles), engine
-  from jaxpost.stage import on_policy
+    return roles, on_policy.make_controller(placed, roles, engine), engine
+  stream = placed.data.stream
+  if coordination.process_count() > 1:
+    from jaxpost.data.shared_rows import SharedStream
 
-  return roles, on_policy.make_controller(placed, roles, engine), engine
+    stream = SharedStream(stream, placed.data.first_batch, roles.policy.place)
+  return roles, DataStream(stream, algorithm, config, roles), engine
 
 
 def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None, precomputed: tuple = ()) -> Roles:

@@ -63,7 +63,7 @@ def is_finished(workdir: epath.Path, configs: dict) -> bool:
   return bool(steps) and steps[0] >= config.train.steps and exported and (workdir / 'summary.json').exists()
 
 
-def check_same_run(workdir: epath.Path, configs: dict, console: rich.console.Console) -> None:
+def check_resumed_config(workdir: epath.Path, configs: dict, console: rich.console.Console) -> None:
   """Shows what changed since the run began; refuses what would corrupt it.
 
   Stages of which nothing is saved may change in any way.
@@ -104,7 +104,7 @@ def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
     )
 
 
-def check_same_config(raw: dict) -> None:
+def check_config_agrees(raw: dict) -> None:
   """InputError where processes have other code, or other configs."""
   if coordination.process_count() == 1:
     return
@@ -121,7 +121,7 @@ def check_same_config(raw: dict) -> None:
         )
 
 
-def check_same_start(workdir: epath.Path, configs: dict) -> None:
+def check_workdir_agrees(workdir: epath.Path, configs: dict) -> None:
   """InputError where processes see another workdir."""
   if coordination.process_count() == 1:
     return
@@ -137,7 +137,7 @@ def code() -> str:
   return seals.fingerprint([[str(file.relative_to(root)), file.read_text()] for file in sorted(root.rglob('*.py'))])
 
 
-def check_same_inputs(prepared: Sequence[PreparedStage]) -> None:
+def check_inputs_agree(prepared: Sequence[PreparedStage]) -> None:
   """InputError where processes see different data, tokens or weights."""
   if coordination.process_count() == 1:
     return
@@ -157,7 +157,7 @@ def check_same_inputs(prepared: Sequence[PreparedStage]) -> None:
   coordination.check_same(values, 'give all processes the same files')
 
 
-def check_same_models(prepared: Sequence[PreparedStage], workdir: epath.Path) -> None:
+def check_resumed_models(prepared: Sequence[PreparedStage], workdir: epath.Path) -> None:
   """InputError where a stage's checkpoint is of another model, even one of the same shapes."""
   for p in prepared:
     if not (saved := load_weights.saved_meta(p.name, workdir)):

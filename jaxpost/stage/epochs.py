@@ -52,7 +52,7 @@ def _lengths(inputs: Inputs, data: Data) -> list[int]:
   return [min(n, most) for n in known]
 
 
-def settle(inputs: Inputs, data: Data) -> Inputs:
+def count_steps(inputs: Inputs, data: Data) -> Inputs:
   """Returns the stage with `train.steps` for its `train.epochs`, where these are given."""
   train = inputs.config.train
   if not train.epochs:
@@ -61,7 +61,7 @@ def settle(inputs: Inputs, data: Data) -> Inputs:
   return dataclasses.replace(inputs, config=dataclasses.replace(inputs.config, train=train))
 
 
-def begun_with(raw: dict, configs: Mapping[str, Config], path: epath.Path) -> dict:
+def with_steps_of_run(raw: dict, configs: Mapping[str, Config], path: epath.Path) -> dict:
   """Returns the config with the steps that a run in this folder has found for its `train.epochs`.
 
   Args:
@@ -78,7 +78,7 @@ def begun_with(raw: dict, configs: Mapping[str, Config], path: epath.Path) -> di
   return with_steps(raw, {name: c.train.steps for name, c in same.items()})
 
 
-def with_settled(raw: dict, prepared: Sequence[PreparedStage]) -> dict:
+def with_counted_steps(raw: dict, prepared: Sequence[PreparedStage]) -> dict:
   """Returns the config with the steps of all prepared stages that count epochs."""
   return with_steps(raw, {p.name: p.config.train.steps for p in prepared if p.config.train.epochs})
 

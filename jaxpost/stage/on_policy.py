@@ -113,8 +113,14 @@ def make_grader(placed: PlacedStage, observers: Sequence[Callable] = ()) -> grad
   correct_by = sampling_inputs.correct_by(config, sampling_inputs.REWARD_MODEL in placed.inputs.sources)
   weights = dict(zip(config.rewards_tuple(), config.reward_weights))
   model_weight = weights.get(sampling_inputs.REWARD_MODEL, 1.0)
-  shared = placed.workers.rewards, placed.inputs.tokenizer, model_weight, correct_by, observers
-  return grading.Grader(*shared, per_step=config.reward_model.per_step)
+  return grading.Grader(
+    placed.workers.rewards,
+    placed.inputs.tokenizer,
+    model_weight=model_weight,
+    correct_by=correct_by,
+    observers=observers,
+    per_step=config.reward_model.per_step,
+  )
 
 
 def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) -> Controller:
@@ -148,15 +154,16 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
     from jaxpost.rl import mixture
 
     observers.append(mixture.observe)
-  grader, kept = make_grader(placed, observers), {}
+  grader = make_grader(placed, observers)
+  surplus = right_samples = None
   if config.rl.dynamic_sampling:
     from jaxpost.rl import dynamic_sampling
 
-    kept['surplus'] = dynamic_sampling.Surplus(grader, config.rl.keep_surplus)
+    surplus = dynamic_sampling.Surplus(grader, config.rl.keep_surplus)
   if config.rl.replay:
     from jaxpost.rl import replay
 
-    kept['replay'] = replay.Replay(grader, config.rl.replay, config.eval.pass_reward)
+    right_samples = replay.Replay(grader, config.rl.replay, config.eval.pass_reward)
   return Controller(
     algorithm=algorithm,
     config=config,
@@ -168,7 +175,8 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
     step_shape=RowShape(shape.rows, shape.row_length),
     update_shape=RowShape(shape.update_rows, shape.row_length),
     engine=None if config.train_on_rollouts else engine,  # recorded rollouts need no weights
-    kept=kept,
+    surplus=surplus,
+    replay=right_samples,
   )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.distributed.mesh import Layout
+  from jaxpost.hardware import kernel_check
   from jaxpost.models.model import Model
   from jaxpost.stage.config import Config
   from jaxpost.types import Objective
@@ -133,8 +134,8 @@ def place_stage(
 
     attention_kernels.check_platform(compute, platform)
     if not ledger.dry:
-      rows = attended(prepared, layouts, length, compute.attention)
-      compute = kernel_check.settle(compute, rows, [inputs.model.config] * checks.samples(config, inputs.algorithm))
+      decoded = [inputs.model.config] if checks.samples(config, inputs.algorithm) else []
+      compute = kernel_check.verify(compute, kernel_uses(prepared, layouts, length, compute.attention), decoded)
   return PlacedStage(
     inputs=inputs,
     data=prepared.data,
@@ -167,12 +168,15 @@ def _objectives(inputs: Inputs) -> dict[str, Objective]:
   return objectives
 
 
-def attended(prepared: PreparedStage, layouts: dict[str, Layout], length: int, kernel: str = '') -> list[tuple]:
-  """Lists (model, tokens, context shards of a row, ...) of all that a kernel will see, see `kernel_check.settle`.
+def kernel_uses(
+  prepared: PreparedStage, layouts: dict[str, Layout], length: int, kernel: str = ''
+) -> list[kernel_check.KernelUse]:
+  """Lists the rows that an attention kernel will see.
 
-  These are packed rows of `length` tokens, if the kernel can do their branches, and all lengths that the sampler may
+  These are packed rows of `length` tokens, if the kernel supports their branches, and all lengths that the sampler may
   prefill.
   """
+  from jaxpost.hardware.kernel_check import KernelUse
   from jaxpost.models.attention_kernels import BRANCHES
   from jaxpost.rollout import buckets
 
@@ -184,12 +188,12 @@ def attended(prepared: PreparedStage, layouts: dict[str, Layout], length: int, k
     trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
     for name, x in (inputs.sources | trained).items():
       layout = layouts['train' if name in trained else 'score']
-      out.append((x.config, length, row_shards(layout), *(branches * (True,))))
+      out.append(KernelUse(x.config, length, row_shards(layout), branches))
   r = config.rollout
   if on_policy or config.eval.samples:
     room = r.max_prompt_length + r.max_new_tokens
     # Continued conversations and preempted sequences are prefilled as a whole.
     longest = room if prepared.workers.environment or r.page_size else r.max_prompt_length
     lengths = {buckets.bucket(n, room) for n in range(1, longest + 1)}
-    out += [(inputs.model.config, n, 1) for n in lengths]
+    out += [KernelUse(inputs.model.config, n) for n in lengths]
   return out

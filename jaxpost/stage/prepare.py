@@ -61,7 +61,7 @@ def prepare_all(config: Mapping) -> list[PreparedStage]:
   """
   prepared = []
   with contextlib.ExitStack() as undo:
-    for name, (algorithm, section) in settle_all(config).items():
+    for name, (algorithm, section) in resolve_all(config).items():
       prepared.append(prepare(name, algorithm, section, prepared))
       undo.callback(prepared[-1].close)
     undo.pop_all()
@@ -69,7 +69,7 @@ def prepare_all(config: Mapping) -> list[PreparedStage]:
 
 
 def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage]) -> PreparedStage:
-  """Prepares one stage, see `settle`; `before` are the stages that run first."""
+  """Prepares one stage, see `resolve`; `before` are the stages that run first."""
   checks.check_config(config, algorithm)
   samples = checks.samples(config, algorithm)
   if samples or algorithm.scalar_head or config.rewards_tuple() or config.reward_model.per_step:
@@ -88,35 +88,44 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
   inputs = make_inputs(name, config, algorithm, found, tokenizer)
   rows, held_out_rows = read_rows(config), read_held_out_rows(config)
   if samples:
-    sampling_inputs.check_reward_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
+    return _prepare_sampling(inputs, rows, held_out_rows, before)
+  data = make_data(inputs, rows, held_out_rows)
+  return PreparedStage(epochs.count_steps(inputs, data), data, Workers())
+
+
+def _prepare_sampling(
+  inputs: Inputs, rows: Rows, held_out_rows: Rows | None, before: Sequence[PreparedStage]
+) -> PreparedStage:
+  """Makes the data of a stage that samples, and starts its worker processes."""
+  from jaxpost.stage import sampling_inputs
+
+  config, algorithm, found, tokenizer = inputs.config, inputs.algorithm, inputs.sources, inputs.tokenizer
+  sampling_inputs.check_reward_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
   with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
     environment = None
-    if samples and config.environment:
+    if config.environment:
       environment = sampling_inputs.start_environment(inputs)
       undo.callback(environment.close)
     data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
-    rewards = None
-    if samples:
-      sampling_inputs.check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
-      sampling_inputs.correct_by(config, sampling_inputs.REWARD_MODEL in found)
-      if algorithm.from_data(config) or config.rl.expert:
-        from jaxpost.rl import demonstrations
+    sampling_inputs.check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
+    sampling_inputs.correct_by(config, sampling_inputs.REWARD_MODEL in found)  # refuses what is no reward
+    if algorithm.from_data(config) or config.rl.expert:
+      from jaxpost.rl import demonstrations
 
-        demonstrations.check(tokenizer, rows, _CHECKED)
-      if config.rewards_tuple():
-        rewards = sampling_inputs.start_rewards(config, rows)
+      demonstrations.check(tokenizer, rows, _CHECKED)
+    rewards = sampling_inputs.start_rewards(config, rows) if config.rewards_tuple() else None
     undo.pop_all()
-  return PreparedStage(epochs.settle(inputs, data), data, Workers(rewards, environment))
+  return PreparedStage(epochs.count_steps(inputs, data), data, Workers(rewards, environment))
 
 
-def settle_all(config: Mapping) -> dict[str, tuple[Algorithm, Config]]:
-  """Returns what `settle` does for each stage of a config; refuses fields that none of them reads."""
-  stages = {name: settle(section) for name, section in config_lib.parse(config).items()}
+def resolve_all(config: Mapping) -> dict[str, tuple[Algorithm, Config]]:
+  """Returns what `resolve` does for each stage of a config; refuses fields that none of them reads."""
+  stages = {name: resolve(section) for name, section in config_lib.parse(config).items()}
   checks.check_sections(stages.values())
   return stages
 
 
-def settle(config: Config) -> tuple[Algorithm, Config]:
+def resolve(config: Config) -> tuple[Algorithm, Config]:
   """Loads the algorithm of a config; returns it and the config with its defaults, checked."""
   algorithm = load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
@@ -130,7 +139,7 @@ def make_inputs(
   """Makes the first record of a stage, with the model that the policy's weights are for.
 
   Args:
-    config: resolved, see `settle`.
+    config: resolved, see `resolve`.
     found: {role: Source}, see `find_weights`.
   """
   model = make_model(config, algorithm, found['policy'].config)

@@ -236,5 +236,9 @@ def correct_by(config: Config, model_grades: bool) -> str:
   Raises:
     InputError: config.rl.correct_by is no reward of the stage.
   """
-  names = reward_names(config) + ['environment'] * bool(config.environment) + [REWARD_MODEL] * model_grades
+  names = reward_names(config)
+  if config.environment:
+    names = [*names, 'environment']
+  if model_grades:
+    names = [*names, REWARD_MODEL]
   return builtin.pick(names, config.rl.correct_by, 'config.rl.correct_by')

@@ -93,7 +93,7 @@ def make_stage(what: str, options: Options, workdir: epath.PathLike) -> tuple[pl
 
 def place_with_weights(what: str, options: Options) -> tuple[place.PlacedStage, dict]:
   """Returns the stage of a workload on its devices, with random parameters."""
-  algorithm, config = prepare.settle(_config(what, options))
+  algorithm, config = prepare.resolve(_config(what, options))
   source = sources_lib.Source(presets.every()[options.shape])
   vocab = source.config.vocab_size
   # More stop ids end completions of random tokens sooner: after `mean` tokens on average.

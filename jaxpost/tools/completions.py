@@ -174,8 +174,8 @@ def make_engine(
     from jaxpost.hardware import kernel_check
 
     room = max_prompt + max_new_tokens
-    rows = [(model.config, bucket(n, room), 1) for n in range(1, room + 1)]
-    compute = kernel_check.settle(compute, rows, [model.config])
+    rows = [kernel_check.KernelUse(model.config, bucket(n, room)) for n in range(1, room + 1)]
+    compute = kernel_check.verify(compute, rows, [model.config])
   reshard = None
   if share_base:
     reshard, model = shared_weights.share(model, layout)

@@ -95,8 +95,9 @@ def _kernels() -> list[Finding]:
   compute = compute_for(jax.default_backend(), 'bfloat16', 'none', 'auto')
   if not attention.uses_kernel(compute):
     return [Finding('attention', f"{compute.attention}: XLA's own, nothing to check")]
-  settled = kernel_check.settle(compute, [(presets.PRESETS['tiny'], 256, 1)], [presets.PRESETS['tiny']])
-  wrong = '' if settled == compute else 'the kernel was wrong for a shape here; runs use XLA there, which is slower'
+  model = presets.PRESETS['tiny']
+  verified = kernel_check.verify(compute, [kernel_check.KernelUse(model, 256)], [model])
+  wrong = '' if verified == compute else 'the kernel was wrong for a shape here; runs use XLA there, which is slower'
   return [Finding('attention', compute.attention, wrong)]
 
 

@@ -124,7 +124,7 @@ def stage(
     sections = {k: v | base.get(k, {}) if isinstance(v, dict) else v for k, v in (base | dict(config)).items()}
     sections['data'] = dict(path=path, train_on='all')
     ((name, parsed),) = config_lib.parse(sections).items()
-    algorithm, parsed = prepare.settle(parsed)
+    algorithm, parsed = prepare.resolve(parsed)
     source = sources_lib.Source(cfg)
     found = prepare.find_weights(parsed, algorithm, source, {})
     if 'critic' in found:
