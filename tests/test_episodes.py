@@ -78,6 +78,7 @@ def test_the_sampler_is_the_policy(run):
   assert first['tools/failure_frequency'] > 0
   assert first['episodes/failed'] == first['masked_samples'] == 0
   assert first['reward'] == first['rewards/environment/mean'] > 0
+  assert first['pass_rate/none'] > 0  # nothing but the environment decides what is right
 
 
 def test_only_the_tokens_of_the_policy_are_trained(run):
@@ -123,11 +124,13 @@ def test_an_episode_is_replayed(run):
   assert found['components'] == {'environment': found['reward']}
 
 
-def test_it_is_trained_on_again_without_an_environment(folder, run):
-  again = config(folder, train_on_rollouts=str(run), environment='')
-  jaxpost.run(again, folder / 'replayed')
-  for a, b in zip(rows(folder / 'replayed'), rows(run), strict=True):
+@pytest.mark.parametrize('over', [dict(), dict(environment='')], ids=['same config', 'no environment'])
+def test_it_is_trained_on_again(folder, run, tmp_path, over):
+  again = config(folder, train_on_rollouts=str(run), **over)
+  jaxpost.run(again, tmp_path / 'replayed')
+  for a, b in zip(rows(tmp_path / 'replayed'), rows(run), strict=True):
     assert (a['loss'], a['grad_norm']) == (b['loss'], b['grad_norm'])
+    assert a['pass_rate/none'] == b['pass_rate/none']
 
 
 def test_ppo_and_a_reward_function(folder):

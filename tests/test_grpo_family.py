@@ -237,6 +237,12 @@ def test_a_teacher_grades_every_token():
   np.testing.assert_allclose(mixed.arrays['advantages'], (of_rewards + 0.5 * wanted) * valid, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize('algorithm', ['grpo', 'opd'])
+def test_a_reward_model_that_is_named_grades(algorithm):
+  config = config_of(algorithm, reward='gsm8k,reward_model', rl=dict(reference='teacher'))
+  assert sampling_inputs.grades_by_model(config, algorithms.load_algorithm(algorithm))
+
+
 @pytest.mark.parametrize(
   'algorithm, rl, message',
   [

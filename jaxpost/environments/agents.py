@@ -196,7 +196,10 @@ class AgentScheduler:
     self.free = list(owner.pool.all)
     self.running: list[_Running] = []
     # Keys that no agent can guess, so that none writes into the episode of another.
-    self.sessions = {secrets.token_urlsafe(): Session(e, owner.turns, owner.limits, sampling) for e in episodes}
+    self.sessions = {
+      secrets.token_urlsafe(): Session(e, owner.turns, owner.limits, e.prompt.source.get('sampling', {}) | sampling)
+      for e in episodes
+    }
     owner.endpoint.sessions = self.sessions
     self.keys = {session.episode: key for key, session in self.sessions.items()}
 

@@ -37,8 +37,10 @@ def add_attached(groups: Sequence[Graded], rollout: Rollout) -> list[Graded]:
       continue
     own = {name: values[i * size : (i + 1) * size] for name, values in rollout.rewards.items()}
     components = {name: [None if np.isnan(r) else float(r) for r in values] for name, values in own.items()}
+    # Functions that have no verdict on any completion of a group are left out of its rewards.
+    left_out = group.error is None and all(reward is None for reward in group.rewards)
     # In this order: floating-point sums depend on it.
-    rows = zip(group.rewards, *components.values())
+    rows = zip([0.0] * size if left_out else group.rewards, *components.values())
     rewards = [None if None in parts else parts[0] + sum(parts[1:]) for parts in rows]
     results.append(dataclasses.replace(group, components={**group.components, **components}, rewards=rewards))
   return results

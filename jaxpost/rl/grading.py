@@ -55,13 +55,12 @@ class Grader:
       greedy: one greedy answer to each prompt, for a baseline (ReMax).
       info: metrics of sampling that belong to the rollout.
     """
-    pending = greedy_pending = None
-    if self.pool is not None and not rollout.from_data:
-      pending = self._submit_groups(rollout)
-      greedy_pending = self._submit_groups(greedy) if greedy is not None else None
-    return PendingRollout(self, [Round(rollout, pending, greedy_pending)], info or {})
+    baseline = None if greedy is None else Round(greedy, self._submit_groups(greedy))
+    return PendingRollout(self, [Round(rollout, self._submit_groups(rollout), baseline)], info or {})
 
-  def _submit_groups(self, rollout: Rollout) -> PendingGroups:
+  def _submit_groups(self, rollout: Rollout) -> PendingGroups | None:
+    if self.pool is None or rollout.from_data:
+      return None
     num_groups = len(rollout.prompts)
     shard = coordination.shard(range(num_groups))  # each process grades its part
     local = self.pool.submit(to_groups(rollout, self.tokenizer, shard), rollout.step)
@@ -100,14 +99,14 @@ class Round:
 
   Attributes:
     pending: what the workers grade; None: no reward function grades it.
-    greedy: the same of one greedy answer to each prompt.
+    greedy: one greedy answer to each prompt.
     from_earlier_step: its groups were left over by an earlier step.
     graded: rewards of each group, where these are known already.
   """
 
   rollout: Rollout
   pending: PendingGroups | None = None
-  greedy: PendingGroups | None = None
+  greedy: Round | None = None
   from_earlier_step: bool = False
   graded: list[Graded] | None = None
 
@@ -174,7 +173,10 @@ class PendingRollout:
       rollout, results, rewards = attached_rewards.add_reward_model(
         rollout, results, rewards, reward_model_outputs, grader
       )
-    found = verdicts(results, rewards, grader.correct_by)
+    if rollout.verdicts is None:
+      correct = verdicts(results, rewards, grader.correct_by)
+    else:  # recorded
+      correct = rollout.verdicts.reshape(rewards.shape)
     weights = {REWARD_MODEL: grader.model_weight} | (grader.pool.weights if grader.pool else {})
     tables = {name: reward_table(results, name).reshape(-1) for name in results[0].components}
     sampled = [group for r in self.rounds if not r.from_earlier_step for group in r.results]
@@ -183,7 +185,7 @@ class PendingRollout:
       rollout=rollout,
       rewards=rewards.reshape(-1),
       baseline=self._greedy_rewards(),
-      verdicts=found if rollout.verdicts is None else rollout.verdicts.reshape(found.shape),
+      verdicts=correct,
       components={name: (weights.get(name, 1.0), values) for name, values in tables.items()},
       results=results,
       sampled=sampled if self.selected else None,
@@ -198,7 +200,7 @@ class PendingRollout:
     """[P] float64 rewards of the greedy answers to the selected prompts."""
     if self.rounds[0].greedy is None:
       return None
-    return np.concatenate([reward_table(r.greedy.results)[groups, 0] for r, groups in self._selection()])
+    return np.concatenate([r.greedy.rewards[groups, 0] for r, groups in self._selection()])
 
   def _selection(self) -> list[tuple[Round, Sequence[int]]]:
     if self.selected:

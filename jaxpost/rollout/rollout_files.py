@@ -128,4 +128,9 @@ class RecordedSampler:
         f'{path}: {size} completions of {num_prompts} prompts, and config.rollout '
         f'asks for {len(prompts) * group_size} of {len(prompts)}'
       )
-    return rollout if self.rewards else rollout.replace(rewards=None, verdicts=None)
+    if self.rewards:
+      return rollout
+    # All that was graded before goes, and functions are chosen by the sources of this run.
+    chosen = {prompt.index: prompt.source.get('rewards') for prompt in prompts}
+    recorded = tuple(x.replace(source=x.source | {'rewards': chosen.get(x.index)}) for x in rollout.prompts)
+    return rollout.replace(prompts=recorded, rewards=None, turn_rewards=None, verdicts=None)

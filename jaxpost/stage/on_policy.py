@@ -190,11 +190,8 @@ def reward_model_values(rollout: Rollout, roles: Roles, *, max_sequences: int, s
   out = []
   for start in range(0, len(rollout.lengths), max_sequences):
     members = np.arange(start, min(start + max_sequences, len(rollout.lengths)))
-    part = rollout.replace(
-      prompts=tuple(rollout.prompts[n // group_size] for n in members),
-      completions=rollout.completions[members],
-      lengths=rollout.lengths[members],
-    )
+    arrays = {name: x[members] for name, x in vars(rollout).items() if isinstance(x, np.ndarray)}
+    part = rollout.replace(prompts=tuple(rollout.prompts[n // group_size] for n in members), **arrays)
     batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, *shape)
     values = roles.reward_model(roles.policy.place(batch)).values
     out.append(batching.from_rows(part, transfer.to_host(values), *shape))

@@ -181,8 +181,8 @@ def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
 
 
 def grades_by_model(config: Config, algorithm: Algorithm) -> bool:
-  """True if the stage loads a reward model: it learns from rewards, and one is among them."""
-  return algorithm.on_policy and algorithm.rewards and REWARD_MODEL in config.rewards_tuple()
+  """True if the stage loads a reward model, which grades what it samples."""
+  return algorithm.on_policy and REWARD_MODEL in config.rewards_tuple()
 
 
 def check_reward_model(config: Config, algorithm: Algorithm) -> None:

@@ -1,0 +1,138 @@
+"""Rewards of a rollout, added up over functions, an environment, a reward model and recordings.
+
+Legend: P prompts, G samples a prompt, N = P * G sequences, C completion tokens.
+"""
+
+import concurrent.futures
+import types
+
+import numpy as np
+import pytest
+
+from jaxpost.environments import agents, episode
+from jaxpost.rewards.groups import Graded
+from jaxpost.rl.grading import Grader
+from jaxpost.rollout import rollout_files
+from jaxpost.stage import on_policy
+from jaxpost.types import Credit, Experience, Prompt, Rollout, RowShape
+
+P, C = 2, 3
+
+
+class Pool:
+  """A reward pool with one function, which returns `value` for each sample."""
+
+  weights = {'f': 1.0}
+
+  def __init__(self, value):
+    self.value = value
+    self.groups = []
+
+  def submit(self, groups, step):
+    del step
+    self.groups += groups
+    found = []
+    for group in groups:
+      values = [self.value] * len(group.completions)
+      found.append(concurrent.futures.Future())
+      found[-1].set_result(Graded(values, {'f': values}, None))
+    return found
+
+  def count(self, graded):
+    del graded
+
+
+TOKENIZER = types.SimpleNamespace(decode=lambda ids: 'x')
+
+
+def rollout(size, environment=None, source=None, **fields):
+  """Two groups of `size` samples; `environment` has the rewards of all."""
+  count = P * size
+  plain = np.zeros((count, C), np.float32)
+  messages = [{'role': 'user', 'content': 'q'}]
+  return Rollout(
+    prompts=tuple(Prompt(i, np.array([5], np.int32), messages, {}, source or {}) for i in range(P)),
+    completions=np.ones((count, C), np.int32),
+    lengths=np.full(count, C, np.int32),
+    logprobs=plain,
+    behavior_logprobs=plain,
+    finished=np.ones(count, bool),
+    rewards=None if environment is None else {'environment': np.array(environment, float)},
+  ).replace(**fields)
+
+
+@pytest.mark.parametrize('pool, correct_by, function', [(Pool(0.25), 'f', 0.25), (None, 'environment', 0.0)])
+def test_a_greedy_episode_has_the_reward_of_its_environment(pool, correct_by, function):
+  """The baseline of ReMax is the whole reward of the greedy answer, also where no function grades it."""
+  grader = Grader(pool, TOKENIZER, correct_by=correct_by)
+  found = grader.submit(rollout(2, [1, 0, 1, 0]), rollout(1, [1, 0.5])).result()
+  np.testing.assert_array_equal(found.rewards, np.array([1, 0, 1, 0]) + function)
+  np.testing.assert_array_equal(found.baseline, np.array([1, 0.5]) + function)
+
+
+def test_a_function_that_does_not_apply_leaves_the_reward_of_the_environment():
+  grader = Grader(Pool(None), TOKENIZER, correct_by='environment')
+  pending = grader.submit(rollout(2, [1, 0, np.nan, 0]))
+  np.testing.assert_array_equal(pending.result().rewards, [1, 0, np.nan, 0])
+  scores = np.tile(np.arange(C, dtype=float), (2 * P, 1))  # the one of the last token counts
+  np.testing.assert_array_equal(pending.result(scores).rewards, [C, C - 1, np.nan, C - 1])
+
+
+def test_recorded_verdicts_need_no_reward_of_that_name():
+  recorded = rollout(2, verdicts=np.array([1.0, 0, 0, 1]), rewards={'recorded': np.array([0.5, 0, 0, 0.5])})
+  found = Grader(None, TOKENIZER, correct_by='environment').submit(recorded).result()
+  np.testing.assert_array_equal(found.verdicts, [[1, 0], [0, 1]])
+  np.testing.assert_array_equal(found.rewards, [0.5, 0, 0, 0.5])
+
+
+def test_regraded_rollouts_keep_nothing_of_how_they_were_graded(tmp_path):
+  """Rewards of steps go, and the sources of the new run choose the functions."""
+  old = rollout(2, [1, 0, 1, 0], source=dict(rewards=['old'], name='a'), turn_rewards=np.full((2 * P, C), 0.5))
+  rewards, mask = np.array([1.0, 0, 1, 0]), np.ones((2 * P, C), np.float32)
+  arrays = {'sampler_logprobs': old.logprobs}
+  rollout_files.save(tmp_path / '1.npz', Experience(old, rewards, mask, arrays, verdicts=rewards), Credit({}, mask, {}))
+  for now, asked in (({}, None), (dict(rewards=['f']), ['f'])):
+    prompts = [p.replace(source=now) for p in old.prompts]
+    found = rollout_files.RecordedSampler(tmp_path, 'train', rewards=False)(prompts, 2, 0)
+    assert (found.rewards, found.turn_rewards, found.verdicts) == (None, None, None)
+    pool = Pool(0.25)
+    graded = Grader(pool, TOKENIZER, correct_by='f').submit(found).result()
+    np.testing.assert_array_equal(graded.rewards, [0.25] * 4)
+    assert [group.graded_by for group in pool.groups] == [asked] * P
+    assert found.prompts[0].source['name'] == 'a'
+
+
+@pytest.mark.parametrize(
+  'fields', [dict(), dict(mask=np.ones((4 * P, C), bool)), dict(source={'sampling': {'temperature': 0.5}})]
+)
+def test_a_reward_model_reads_more_sequences_than_a_step_has(fields):
+  """In batches of three: with the masks of episodes, or the temperatures of sources, too."""
+  calls = []
+
+  def reward_model(batch):
+    calls.append(batch)
+    return types.SimpleNamespace(values=batch.tokens[None].astype(np.float32) * np.ones_like(batch.loss_weights))
+
+  roles = types.SimpleNamespace(policy=types.SimpleNamespace(place=lambda batch: batch), reward_model=reward_model)
+  made = rollout(4, **fields)
+  made = made.replace(completions=np.arange(4 * P * C, dtype=np.int32).reshape(-1, C))
+  found = on_policy.reward_model_values(made, roles, max_sequences=3, shape=RowShape(3, C + 1))
+  np.testing.assert_array_equal(found, made.completions)
+  assert len(calls) == 3
+
+
+def test_agents_sample_as_their_source_says():
+  source = {'sampling': {'temperature': 0.5, 'top_p': 0.9}}
+  prompt = Prompt(0, np.array([5], np.int32), [{'role': 'user', 'content': 'q'}], {}, source)
+  owner = types.SimpleNamespace(
+    pool=types.SimpleNamespace(all=[]),
+    turns=None,
+    limits=episode.EpisodeLimits(prompt=8, tokens=8),
+    endpoint=types.SimpleNamespace(),
+  )
+  for given, temperature in (({}, 0.5), ({'temperature': 0.0}, 0.0)):  # greedy in an evaluation
+    scheduler = agents.AgentScheduler(owner, [episode.Episode(0, prompt, 0)], given)
+    (session,) = scheduler.sessions.values()
+    body = {'messages': [{'role': 'user', 'content': 'q'}]}
+    sampling = session.request(body, lambda: np.array([5], np.int32), 8).sampling
+    assert sampling == {'temperature': temperature, 'top_p': 0.9, 'max_tokens': 8}
