@@ -234,20 +234,29 @@ def check_first_step(metrics: dict, config: Config) -> None:
   """
   if not metrics.get('ratio'):
     return  # every sample was masked
+  rl, rollout = config.rl, config.rollout
   exact = config.model.dtype == 'float32'
-  rl, coded = config.rl, config.rollout.weights or config.rollout.cache
-  # With several updates of a rollout, another program computes the old log-probs and may round bfloat16 differently.
-  same = exact or not (rl.old_policy == 'sampler' or 'old_logprobs' in rl_fields.scores_in_loss(config))
-  off = coded and rl.old_policy == 'sampler'  # ratios are those to the weights in 8 bits
-  rare = 1.0 if off else 0.0 if same else 1e-2  # fraction of tokens
+  quantized = bool(rollout.weights or rollout.cache)
+  other_program = rl.old_policy == 'sampler' or 'old_logprobs' in rl_fields.scores_in_loss(config)
+  if quantized and rl.old_policy == 'sampler':
+    ratio, clipped = 0.5, 1.0  # the ratio is to a policy whose weights or cache have 8 bits
+  elif other_program and not exact:
+    ratio, clipped = 1e-2, 1e-2  # the program that computed the old log-probs may round bfloat16 differently
+  else:
+    ratio, clipped = 1e-4, 0.0
+  if quantized:
+    mismatch = 0.5
+  else:
+    mismatch = 1e-4 if exact else 0.02
   expect(
     metrics,
     {
-      'ratio': (1.0, 0.5 if off else 1e-4 if same else 1e-2),
-      'clip_ratio/low_mean': (0.0, rare if rl.clip_low > 0.02 else 1.0),
-      'clip_ratio/high_mean': (0.0, rare if rl.clip_high > 0.02 else 1.0),
+      'ratio': (1.0, ratio),
+      # Rounding alone may leave a clip range as narrow as GSPO's.
+      'clip_ratio/low_mean': (0.0, clipped if rl.clip_low > 0.02 else 1.0),
+      'clip_ratio/high_mean': (0.0, clipped if rl.clip_high > 0.02 else 1.0),
       'kl': (0.0, 1e-8 if exact else 1e-3),
-      'sampler_mismatch': (1.0, 0.5 if coded else 1e-4 if exact else 0.02),
+      'sampler_mismatch': (1.0, mismatch),
     },
     'sampler, reference and trainer do not compute the same model',
   )

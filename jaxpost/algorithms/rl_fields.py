@@ -191,31 +191,42 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
   to it precedes these choices: with rl.loss=gspo, DAPO has GSPO's clip range and mean; with clip, LUSPO has PPO's.
   """
 
+  method_loss = choices.get('loss', 'clip')
+  method_advantage = choices.get('advantage', 'group')
+
   def default_of(field: str) -> Callable[[Config], Any]:
     def value(config: Config) -> Any:
       rl = config.rl
-      loss = policy_gradient.LOSSES[rl.loss or choices.get('loss', 'clip')]
-      estimator = advantages.ESTIMATORS.get(rl.advantage or choices.get('advantage', 'group'))
       auto = rl.__dataclass_fields__[field].metadata['auto']
+      if field == 'turn_gamma':  # the method's discount belongs to the method's estimator
+        return choices[field] if rl.advantage in ('', method_advantage) else auto
+      estimator = advantages.ESTIMATORS.get(rl.advantage or method_advantage)
       if field == 'scale_rewards' and estimator and choices.get(field) not in estimator.scales:
         return estimator.scales[0]
-      own_loss = rl.loss in ('', choices.get('loss', 'clip'))
-      if field in loss.sets and not (field in choices and own_loss):
-        return loss.sets[field]
-      foreign = field == 'turn_gamma' and rl.advantage not in ('', choices.get('advantage', 'group'))
-      return auto if foreign or field.startswith('clip_') and not own_loss else choices.get(field, auto)
+      same_loss = rl.loss in ('', method_loss)
+      if same_loss and field in choices:
+        return choices[field]
+      belongs_to_loss = policy_gradient.LOSSES[rl.loss or method_loss].sets
+      if field in belongs_to_loss:
+        return belongs_to_loss[field]
+      # Another surrogate gets no clip range of the method's, which is one for the method's surrogate.
+      return auto if field.startswith('clip_') else choices.get(field, auto)
 
     return value
 
   def importance(config: Config) -> tuple[str, ...]:
     """A correction if samples come from other weights than the old policy's: older ones, or ones in 8 bits."""
-    rl, r = config.rl, config.rollout
-    scored = (rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
-    return ('token_truncated',) * bool(scored and (r.staleness or r.weights or r.cache or rl.keep_surplus or rl.replay))
+    rl, rollout = config.rl, config.rollout
+    recomputed = (rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
+    older = rollout.staleness or rl.keep_surplus or rl.replay
+    quantized = rollout.weights or rollout.cache
+    return ('token_truncated',) if recomputed and (older or quantized) else ()
 
   def kl_estimator(config: Config) -> str:
     """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""
     return 'k3' if (config.rl.kl_in or choices.get('kl_in', 'loss')) == 'loss' else 'k1'
 
-  fields = ['aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards', *({'turn_gamma'} & choices.keys())]
+  fields = ['aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards']
+  if 'turn_gamma' in choices:
+    fields.append('turn_gamma')
   return dict(importance=importance, kl_estimator=kl_estimator) | choices | {name: default_of(name) for name in fields}
