@@ -1,6 +1,6 @@
 """The fields of `config.rl`: which go together, which count, and the defaults of a method.
 
-`grpo.py` reads them; `docs/combinations.md` lists the pairs that are refused here.
+`rl_checks.py` refuses combinations of features that are off by default; `docs/combinations.md` lists refused pairs.
 """
 
 from __future__ import annotations
@@ -94,22 +94,17 @@ def check(config: Config) -> None:
     'sampled' in estimator.takes and not (config.environment or config.train_on_rollouts),
     f'config.rl.advantage: {rl.advantage!r} compares the turns of an environment; set config.environment',
   )
-  check_terms(config)
+  check_shared(config)
 
 
-def check_terms(config: Config) -> None:
-  """Raises InputError for combinations that no surrogate of this file allows, also in PPO."""
-  rl = config.rl
-  refuse(
-    bool(config.train_on_rollouts) and bool(rl.dynamic_sampling or rl.curriculum or greedy_baseline(config)),
-    'config.train_on_rollouts: what was sampled again, or greedily, is not kept, and no prompt is drawn; '
-    'leave out rl.dynamic_sampling, rl.curriculum and remax',
-  )
-  refuse(
-    rl.kl_in != 'reward' and rl.kl_target > 0,
-    'config.rl.kl_target: only a KL in the reward adapts; set config.rl.kl_in=reward',
-  )
-  refuse(rl.kl_target > 0 and not rl.kl_coef, 'config.rl.kl_target: needs a kl_coef to start from')
+def check_shared(config: Config) -> None:
+  """Raises InputError for combinations that cannot work with any estimator; methods with one of their own call it."""
+  rl, rollout = config.rl, config.rollout
+  features = (rl.clip_cov, rl.dynamic_sampling, rl.expert, rl.kl_cov, rl.kl_target, rl.replay, rl.sampling_mask)
+  if any(features) or config.train_on_rollouts or rollout.weights or rollout.cache:
+    from jaxpost.algorithms import rl_checks
+
+    rl_checks.check(config)
   refuse(
     rl.kl_in != 'loss' and rl.kl_estimator != 'k1',
     f'config.rl.kl_estimator: the gradient of {rl.kl_estimator} in the {rl.kl_in} is not that of the KL; '
@@ -125,32 +120,14 @@ def check_terms(config: Config) -> None:
     'config.rl.importance: with old_policy=sampler the surrogate itself holds the ratio to the sampler; '
     'leave importance empty (opsm may stay)',
   )
-  if rl.sampling_mask or rl.expert or rl.replay or config.rollout.weights or config.rollout.cache:
-    from jaxpost.algorithms import token_terms
-
-    token_terms.check(config)
   refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
   for name in ('length_alpha', 'correct_nll_coef', 'turn_gamma'):
     refuse(vars(rl)[name] < 0, f'config.rl.{name}: must not be below 0, but for -1')
   refuse(0 < rl.dual_clip <= 1, f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
-  older = rl.old_policy == 'sampler' and (config.rollout.staleness or rl.keep_surplus or rl.replay)
-  refuse(
-    rl.kl_cov > 0 and rl.epochs * rl.minibatches == 1 and not older,
-    'config.rl.kl_cov: holds tokens to the old policy, which they have not left in the only update of a rollout; '
-    'use rl.clip_cov, more config.rl.minibatches, or rl.old_policy=sampler with config.rollout.staleness',
-  )
-  refuse(
-    rl.clip_cov > 0 and rl.cov_low >= rl.cov_high,
-    f'config.rl.cov_low: {rl.cov_low} is not below cov_high={rl.cov_high}, so no token is clipped; raise cov_high',
-  )
   if rl.importance:
     from jaxpost.losses import importance
 
     importance.check(rl.importance, options(importance.CorrectionOptions, rl))
-  refuse(
-    rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
-    'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
-  )
   refuse_unread(rl, fields_read(rl), f'advantage={rl.advantage!r}, loss={rl.loss!r}, importance={rl.importance!r}')
 
 
