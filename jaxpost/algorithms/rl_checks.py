@@ -1,16 +1,23 @@
-"""Refusals of features of `config.rl` that are off by default: a function for each says what the feature excludes.
+"""Refusals of features and estimators of `config.rl` that are off by default, a function for each.
 
-`rl_fields.check_shared` calls `check` where one of them is on.
+`rl_fields.py` calls `check_estimator` and `check_features` where one of them is on, and refuses the rest itself.
 """
 
 from __future__ import annotations
 
 from jaxpost.algorithms.base import Config
 from jaxpost.errors import refuse
-from jaxpost.losses import importance
+from jaxpost.losses import advantages, importance
 
 
-def check(config: Config) -> None:
+def check_estimator(config: Config) -> None:
+  """Raises InputError where the estimator `config.rl.advantage`, another than GRPO's, lacks what it reads."""
+  check_pass_at_k(config)
+  check_rewards_of_estimator(config)
+  check_turns(config)
+
+
+def check_features(config: Config) -> None:
   """Raises InputError for a feature that is on in a config that it does not go with."""
   check_train_on_rollouts(config)
   check_kl_target(config)
@@ -20,6 +27,42 @@ def check(config: Config) -> None:
   check_quantized_sampler(config)
   check_covariance(config)
   check_dynamic_sampling(config)
+
+
+def check_pass_at_k(config: Config) -> None:
+  """Refuses groups that are too small to have two subsets of k samples."""
+  rl, size = config.rl, config.rollout.group_size
+  refuse(
+    rl.advantage == 'pass_at_k' and rl.pass_k >= size,
+    f'config.rl.pass_k: no two subsets of {rl.pass_k} can be compared in a group of {size}; '
+    'lower it, or raise config.rollout.group_size',
+  )
+
+
+def check_rewards_of_estimator(config: Config) -> None:
+  """Refuses a KL in rewards that must be 0 or 1, or that are compared one by one."""
+  rl = config.rl
+  estimator = advantages.ESTIMATORS[rl.advantage]
+  kl_in_reward = rl.kl_in == 'reward' and rl.kl_coef > 0
+  refuse(
+    estimator.binary and kl_in_reward,
+    f'config.rl.advantage: {rl.advantage!r} is defined for rewards of 0 and 1, which a KL in the reward changes; '
+    'use rl.kl_in=loss',
+  )
+  refuse(
+    'components' in estimator.takes and (kl_in_reward or bool(config.train_on_rollouts and not config.reward)),
+    f'config.rl.advantage: {rl.advantage!r} needs each reward by itself: without a KL in the reward '
+    '(use rl.kl_in=loss), and graded anew under train_on_rollouts (set config.reward)',
+  )
+
+
+def check_turns(config: Config) -> None:
+  """Refuses an estimator that compares turns where a completion has only one."""
+  rl = config.rl
+  refuse(
+    'sampled' in advantages.ESTIMATORS[rl.advantage].takes and not _not_own_samples(config),
+    f'config.rl.advantage: {rl.advantage!r} compares the turns of an environment; set config.environment',
+  )
 
 
 def check_train_on_rollouts(config: Config) -> None:

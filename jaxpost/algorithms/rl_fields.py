@@ -1,6 +1,6 @@
 """The fields of `config.rl`: which go together, which count, and the defaults of a method.
 
-`rl_checks.py` refuses combinations of features that are off by default; `docs/combinations.md` lists refused pairs.
+`rl_checks.py` refuses combinations of what is off by default; `docs/combinations.md` lists the refused pairs.
 """
 
 from __future__ import annotations
@@ -74,37 +74,16 @@ def check(config: Config) -> None:
     f'config.rl.scale_rewards: {rl.scale_rewards!r} does not go with rl.advantage={rl.advantage!r}, '
     f'which takes {" or ".join(estimator.scales)}',
   )
-  refuse(
-    rl.advantage == 'pass_at_k' and rl.pass_k >= size,
-    f'config.rl.pass_k: no two subsets of {rl.pass_k} can be compared in a group of {size}; '
-    'lower it, or raise config.rollout.group_size',
-  )
-  refuse(
-    estimator.binary and rl.kl_in == 'reward' and rl.kl_coef > 0,
-    f'config.rl.advantage: {rl.advantage!r} is defined for rewards of 0 and 1, which a KL in the reward changes; '
-    'use rl.kl_in=loss',
-  )
-  refuse(
-    'components' in estimator.takes
-    and (rl.kl_in == 'reward' and rl.kl_coef > 0 or bool(config.train_on_rollouts and not config.reward)),
-    f'config.rl.advantage: {rl.advantage!r} needs each reward by itself: without a KL in the reward '
-    '(use rl.kl_in=loss), and graded anew under train_on_rollouts (set config.reward)',
-  )
-  refuse(
-    'sampled' in estimator.takes and not (config.environment or config.train_on_rollouts),
-    f'config.rl.advantage: {rl.advantage!r} compares the turns of an environment; set config.environment',
-  )
+  if rl.advantage != 'group':
+    from jaxpost.algorithms import rl_checks
+
+    rl_checks.check_estimator(config)
   check_shared(config)
 
 
 def check_shared(config: Config) -> None:
   """Raises InputError for combinations that cannot work with any estimator; methods with one of their own call it."""
-  rl, rollout = config.rl, config.rollout
-  features = (rl.clip_cov, rl.dynamic_sampling, rl.expert, rl.kl_cov, rl.kl_target, rl.replay, rl.sampling_mask)
-  if any(features) or config.train_on_rollouts or rollout.weights or rollout.cache:
-    from jaxpost.algorithms import rl_checks
-
-    rl_checks.check(config)
+  rl = config.rl
   refuse(
     rl.kl_in != 'loss' and rl.kl_estimator != 'k1',
     f'config.rl.kl_estimator: the gradient of {rl.kl_estimator} in the {rl.kl_in} is not that of the KL; '
@@ -120,6 +99,11 @@ def check_shared(config: Config) -> None:
     'config.rl.importance: with old_policy=sampler the surrogate itself holds the ratio to the sampler; '
     'leave importance empty (opsm may stay)',
   )
+  features = (rl.clip_cov, rl.dynamic_sampling, rl.expert, rl.kl_cov, rl.kl_target, rl.replay, rl.sampling_mask)
+  if any(features) or config.train_on_rollouts or config.rollout.weights or config.rollout.cache:
+    from jaxpost.algorithms import rl_checks
+
+    rl_checks.check_features(config)
   refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
   for name in ('length_alpha', 'correct_nll_coef', 'turn_gamma'):
     refuse(vars(rl)[name] < 0, f'config.rl.{name}: must not be below 0, but for -1')
