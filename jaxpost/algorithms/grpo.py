@@ -23,56 +23,30 @@ from jaxpost.types import Credit, Experience, Objective, Outputs
 def objective(config: Config) -> Objective:
   """Returns the surrogate of `config.rl.loss` with its KL and entropy terms."""
   rl = config.rl
-  masked = 'opsm' in rl.importance
-  chosen = policy_gradient.LOSSES[rl.loss]
-  coupled = masked or chosen.per_sequence is not None
-  options = rl_fields.options(policy_gradient.SurrogateOptions, rl)
-  kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
+  coupled = 'opsm' in rl.importance or policy_gradient.LOSSES[rl.loss].per_sequence is not None
 
-  def surrogate(outputs, arrays, sequence_mean=None, reduced=None):
+  def token_losses(outputs, arrays, reducer=None):
     logp = outputs.logprobs
-    # The recomputed old policy is the present one if a rollout has one update.
-    recomputed = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
-    old = arrays['sampler_logprobs'] if rl.old_policy == 'sampler' else recomputed
-    loss, metrics = chosen.fn(logp, old, arrays['advantages'], options, reduced)
-    if 'expert' in arrays:
-      shaped = policy_gradient.expert(logp, arrays['advantages'], rl.expert_gamma)
-      loss = jax.numpy.where(arrays['expert'] > 0, shaped, loss)
-    if masked:
-      kept = policy_gradient.off_policy_kept(
-        logp, arrays['sampler_logprobs'], arrays['advantages'], rl.opsm_threshold, sequence_mean
-      )
-      loss *= kept
-      metrics['off_policy_kept'] = kept
-    if 'importance_weights' in arrays:
-      loss *= arrays['importance_weights']
-      metrics['importance_weight'] = arrays['importance_weights']
-    metrics |= _diagnosis(outputs, arrays, metrics)
-    if kl:
-      metrics['kl'] = policy_gradient.KL[rl.kl_estimator](logp, arrays['ref_logprobs'])
-      # Weighted, it is the KL of the present policy although an older one sampled (arXiv:2512.02556).
-      weight = policy_gradient.importance_ratio(logp, old) if rl.kl_weighted else 1.0
-      loss += rl.kl_coef * weight * metrics['kl']
-    if 'kl_cov' in arrays:
-      loss += rl.kl_cov_coef * arrays['kl_cov'] * policy_gradient.KL['abs'](logp, old)
-    if 'nll_weights' in arrays:
-      loss -= arrays['nll_weights'] * logp
-    return loss - arrays.get('entropy_coef', rl.entropy_coef) * outputs.entropy, metrics
+    old = _old_logprobs(logp, arrays, rl)
+    loss, metrics = _surrogate(logp, old, arrays, rl, reducer)
+    multipliers = _multipliers(logp, arrays, rl, reducer)
+    for multiplier in multipliers.values():
+      loss *= multiplier
+    terms, kl = _added_terms(outputs, old, arrays, rl)
+    for term in terms:
+      loss += term
+    return loss, metrics | multipliers | _diagnosis(outputs, arrays, metrics) | kl
 
-  def over_sequences(outputs, batch):
+  def batch_loss(outputs, batch):
     weights = batch.loss_weights
 
-    def over(reduction):
+    def reducer(reduction):
       return lambda x: reduction(x, weights != 0, batch.sequence_ids)
 
-    def total(x):
-      return (weights * x).sum()
-
-    loss, metrics = surrogate(outputs, batch.arrays, over(reduce.sequence_mean), over(chosen.per_sequence))
-    return total(loss), jax.tree.map(total, metrics)
+    return jax.tree.map(lambda x: (weights * x).sum(), token_losses(outputs, batch.arrays, reducer))
 
   return Objective(
-    over_sequences if coupled else surrogate,
+    batch_loss if coupled else token_losses,
     coupled=coupled,
     token_means=True,
     reads=('entropy',),
@@ -80,6 +54,57 @@ def objective(config: Config) -> Objective:
     arrays=_arrays_in_loss(config),
     temperature=config.rollout.temperature,
   )
+
+
+def _old_logprobs(logp, arrays, rl) -> jax.Array:
+  """The log-probs [B, T] of the policy that ratios are taken to."""
+  if rl.old_policy == 'sampler':
+    return arrays['sampler_logprobs']
+  # The recomputed old policy is the present one if a rollout has one update.
+  return arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
+
+
+def _surrogate(logp, old, arrays, rl, reducer) -> policy_gradient.LossAndMetrics:
+  """The surrogate of `rl.loss`; `reducer` makes a reduction of packed rows one of [B, T], for coupled losses only."""
+  chosen = policy_gradient.LOSSES[rl.loss]
+  options = rl_fields.options(policy_gradient.SurrogateOptions, rl)
+  gains = arrays['advantages']
+  if chosen.per_sequence is None:
+    loss, metrics = chosen.fn(logp, old, gains, options)
+  else:
+    loss, metrics = chosen.fn(logp, old, gains, options, reducer(chosen.per_sequence))
+  if 'expert' in arrays:
+    loss = jax.numpy.where(arrays['expert'] > 0, policy_gradient.expert(logp, gains, rl.expert_gamma), loss)
+  return loss, metrics
+
+
+def _multipliers(logp, arrays, rl, reducer) -> dict[str, jax.Array]:
+  """What multiplies the surrogate, and no other term of the loss, by the name of its metric."""
+  found = {}
+  if 'opsm' in rl.importance:
+    found['off_policy_kept'] = policy_gradient.off_policy_kept(
+      logp, arrays['sampler_logprobs'], arrays['advantages'], rl.opsm_threshold, reducer(reduce.sequence_mean)
+    )
+  if 'importance_weights' in arrays:
+    found['importance_weight'] = arrays['importance_weights']
+  return found
+
+
+def _added_terms(outputs, old, arrays, rl) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+  """Returns ([terms to add to the surrogate], {'kl': the KL to the reference} where it is one of them)."""
+  logp = outputs.logprobs
+  terms, metrics = [], {}
+  if rl.kl_coef > 0 and rl.kl_in == 'loss':
+    metrics['kl'] = policy_gradient.KL[rl.kl_estimator](logp, arrays['ref_logprobs'])
+    # Weighted, it is the KL of the present policy although an older one sampled (arXiv:2512.02556).
+    weight = policy_gradient.importance_ratio(logp, old) if rl.kl_weighted else 1.0
+    terms.append(rl.kl_coef * weight * metrics['kl'])
+  if 'kl_cov' in arrays:
+    terms.append(rl.kl_cov_coef * arrays['kl_cov'] * policy_gradient.KL['abs'](logp, old))
+  if 'nll_weights' in arrays:
+    terms.append(-arrays['nll_weights'] * logp)
+  terms.append(-arrays.get('entropy_coef', rl.entropy_coef) * outputs.entropy)
+  return terms, metrics
 
 
 def _arrays_in_loss(config: Config) -> tuple[str, ...]:
@@ -216,7 +241,7 @@ def finish(
     from jaxpost.losses import importance
 
     old = arrays['old_logprobs']
-    # Before truncation: the mass that top-p and the like leave out is no difference of weights.
+    # Use log-probs before truncation: the mass that top-p removes is not a difference between the two sets of weights.
     sampler = arrays['sampler_logprobs']
     out['importance_weights'] = importance.correction(
       names, old - sampler, counted, rl_fields.options(importance.CorrectionOptions, rl)

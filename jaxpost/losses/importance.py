@@ -193,7 +193,7 @@ def _arguments(what: str, mask: np.ndarray, array: np.ndarray) -> tuple[np.ndarr
 
 
 def exp(log_ratio: np.ndarray) -> np.ndarray:
-  """Returns the ratio, with |log ratio| held to at most 20."""
+  """Returns the ratio, with its log clamped to [-20, 20]."""
   return np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
