@@ -8,7 +8,6 @@ differ in the fields that they set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 from jaxpost.algorithms import rl_fields
 from jaxpost.algorithms.base import Algorithm, Config, expect, learning_rate
 from jaxpost.losses import advantages, policy_gradient, reduce
-from jaxpost.types import Credit, Experience, Objective, Outputs
+from jaxpost.types import Credit, Experience, Objective
 
 
 def objective(config: Config) -> Objective:
@@ -33,9 +32,7 @@ def objective(config: Config) -> Objective:
     for multiplier in multipliers.values():
       loss *= multiplier
     terms, kl = _added_terms(outputs, old, arrays, rl)
-    for term in terms:
-      loss += term
-    return loss, metrics | multipliers | _diagnosis(outputs, arrays, metrics) | kl
+    return sum(terms, loss), metrics | multipliers | _diagnosis(outputs, arrays, metrics) | kl
 
   def batch_loss(outputs, batch):
     weights = batch.loss_weights
@@ -113,23 +110,21 @@ def _arrays_in_loss(config: Config) -> tuple[str, ...]:
   names = ('advantages', 'sampler_logprobs', *rl_fields.scores_in_loss(config))
   if rl_fields.corrections(rl):
     names += ('importance_weights',)
-  if not rl_fields.has_token_terms(rl):
-    return names
-  from jaxpost.algorithms import token_terms
+  if rl_fields.has_token_terms(rl):
+    from jaxpost.algorithms import token_terms
 
-  return names + token_terms.arrays(rl)
+    names += token_terms.arrays(rl)
+  return names
 
 
-def _diagnosis(
-  outputs: Outputs, arrays: Mapping[str, jax.Array], metrics: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
+def _diagnosis(outputs, arrays, metrics) -> dict[str, jax.Array]:
   """Metrics of every surrogate: clips by sign of the advantage, how far policy and sampler differ."""
   logp, sampler = outputs.logprobs, arrays['sampler_logprobs']
   found = {
     'entropy': outputs.entropy,
     'sampler_mismatch': policy_gradient.mismatch(logp, sampler),
-    'sampler_kl/k1': policy_gradient.kl_k1(sampler, logp),
-    'sampler_kl/k3': policy_gradient.kl_k3(sampler, logp),
+    'sampler_kl/k1': policy_gradient.KL['k1'](sampler, logp),
+    'sampler_kl/k3': policy_gradient.KL['k3'](sampler, logp),
   }
   if 'clip_ratio/low_mean' in metrics:
     clipped = metrics['clip_ratio/low_mean'] + metrics['clip_ratio/high_mean']
@@ -298,7 +293,7 @@ def method(**choices: Any) -> Algorithm:
     check_first_step=check_first_step,
     on_policy=True,
     scores=scores,
-    greedy_baseline=rl_fields.greedy_baseline,
+    greedy_baseline=lambda config: config.rl.advantage == 'remax',
     credit=credit,
   )
 

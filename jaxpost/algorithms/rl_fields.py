@@ -50,22 +50,16 @@ def scores_in_loss(config: Config) -> tuple[str, ...]:
   return tuple(names)
 
 
-def greedy_baseline(config: Config) -> bool:
-  """Returns whether a greedy completion of each prompt is graded, too (ReMax)."""
-  return config.rl.advantage == 'remax'
-
-
 def check(config: Config) -> None:
   """Raises InputError for combinations of fields that cannot work."""
   rl = config.rl
-  size = config.rollout.group_size
   refuse(
     rl.advantage in ('gae', 'best_of_n'),
     f'config.rl.advantage: {rl.advantage!r} belongs to the algorithm {"ppo" if rl.advantage == "gae" else "rft"}',
   )
   estimator = advantages.ESTIMATORS[rl.advantage]
   refuse(
-    size < 2 and estimator.compares,
+    config.rollout.group_size < 2 and estimator.compares,
     'config.rollout.group_size: 1 sample has nothing to be compared '
     f'with, and rl.advantage={rl.advantage!r} compares; use at least 2',
   )

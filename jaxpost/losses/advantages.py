@@ -3,8 +3,8 @@
 Estimators beside GRPO's are in group_advantages.py, token_advantages.py and turn_advantages.py; the critic's is
 `values.gae`.
 
-Legend: N prompts, G samples of each, S = N * G sequences, C completion tokens. Sequence s answers prompt s // G. Masks
-are over trained tokens; masked entries (tool output, padding, samples without a reward) come out as 0.
+Legend: N sequences, G samples per prompt, P = N / G prompts, C completion tokens. Sequence n answers prompt n // G.
+Masks are over trained tokens; masked entries (tool output, padding, samples without a reward) come out as 0.
 
 Arrays are numpy arrays on the host, float64 inside: a few kilobytes per step, computed once for the global batch and
 never inside a micro-batch.
@@ -30,10 +30,9 @@ def group_relative(
   Args:
     rewards: [N, G] float; entries that are not valid are ignored.
     valid: [N, G] bool; False where a reward could not be computed.
-    scale: divide by the std of the 'group' (or True), of the 'batch', or by
-      nothing: 'none' (or False).
-    singleton: advantage in a group with a single valid sample: 'zero', or 'raw'
-      for its reward, as if mean and std were 0 and 1 (as in verl).
+    scale: divide by the std of the 'group' (or True), of the 'batch', or by nothing: 'none' (or False).
+    singleton: advantage in a group with a single valid sample: 'zero', or 'raw' for its reward, as if mean and std
+      were 0 and 1 (as in verl).
 
   Returns:
     [N, G] float32; 0 where not valid and in groups without variance.
@@ -109,9 +108,9 @@ class Estimator:
 
   Attributes:
     fn: (*takes, **reads) -> [N, G], or [S, C].
-    takes: 'rewards' and 'valid' [N, G], 'lengths' [N, G] (trained tokens), 'mask'
-      and 'token_rewards' [S, C], 'greedy' [S] (reward of the prompt's greedy answer), 'turn_rewards', 'sampled' and
-      'completions' [S, C] (see turn_advantages.py), 'components' {name: (weight, [N, G])} (each reward by itself).
+    takes: 'rewards' and 'valid' [P, G], 'lengths' [P, G] (trained tokens), 'mask' and 'token_rewards' [N, C], 'greedy'
+      [N] (reward of the prompt's greedy answer), 'turn_rewards', 'sampled' and 'completions' [N, C] (see
+      turn_advantages.py), 'components' {name: (weight, [P, G])} (each reward by itself).
     reads: {argument of fn: field of config.rl}.
     scales: what config.rl.scale_rewards may be; the first is the default.
     compares: whether it compares the samples of a group, and needs two.

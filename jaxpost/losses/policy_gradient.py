@@ -156,6 +156,10 @@ def clip_metrics(ratio: jax.Array, low: jax.Array, high: jax.Array) -> dict[str,
   }
 
 
+# (logprobs, ref_logprobs) -> [B, T].
+KLEstimator = Callable[[jax.Array, jax.Array], jax.Array]
+
+
 def kl_k1(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
   """d = log pi - log ref: unbiased, of either sign, and of zero mean gradient.
 
@@ -172,22 +176,32 @@ def kl_k2(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 
 
 def kl_k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-  """exp(-d) - 1 + d with d = log pi - log ref: unbiased, never negative.
-
-  Also GRPO (arXiv:2402.03300), eq. 4. d is held within +-20.
-  """
+  """exp(-d) - 1 + d, d clamped to [-20, 20]: unbiased, never negative. Also GRPO (arXiv:2402.03300), eq. 4."""
   d = jnp.clip(kl_k1(logprobs, ref_logprobs), -MAX_LOG_RATIO, MAX_LOG_RATIO)
   return jnp.expm1(-d) + d
 
 
-# (logprobs, ref_logprobs) -> [B, T].
-KLEstimator = Callable[[jax.Array, jax.Array], jax.Array]
+def kl_absolute(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+  """|d|: biased, never negative."""
+  d = kl_k1(logprobs, ref_logprobs)
+  return jnp.where(d == 0, 0.0, jnp.abs(d))  # no gradient where there is no divergence
+
+
+def straight_through(estimator: KLEstimator) -> KLEstimator:
+  """Returns an estimator of the same value with the gradient of k2 (arXiv:2506.09477)."""
+
+  def with_slope_of_k2(logprobs, ref_logprobs):
+    k2 = kl_k2(logprobs, ref_logprobs)
+    return k2 + jax.lax.stop_gradient(-k2) + jax.lax.stop_gradient(estimator(logprobs, ref_logprobs))
+
+  return with_slope_of_k2
+
 
 KL: dict[str, KLEstimator] = {
   'k1': kl_k1,
   'k2': kl_k2,
   'k3': kl_k3,
-  'abs': by_name('kl:absolute'),
-  'k1+': by_name('kl:k1_straight_through'),
-  'k3+': by_name('kl:k3_straight_through'),
+  'abs': kl_absolute,
+  'k1+': straight_through(kl_k1),
+  'k3+': straight_through(kl_k3),
 }
