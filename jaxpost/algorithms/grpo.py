@@ -1,6 +1,6 @@
 """Policy gradients from graded groups of completions: GRPO and its family.
 
-Legend: N sequences, C completion tokens, B rows, T tokens.
+Legend: N sequences, G samples per prompt, P = N / G prompts, C completion tokens, B rows, T tokens.
 
 There is one surrogate and one credit assignment, both selected by `config.rl`; the methods at the end of the file
 differ in the fields that they set.
