@@ -18,6 +18,7 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 # A run with default options reads none of them, and no entry counts them; imported at the top of a file, they count.
 OPTIONS = {
   'jaxpost.algorithms': 'algorithm',
+  'jaxpost.algorithms.rl_checks': 'rl.replay',
   'jaxpost.algorithms.token_terms': 'rl.entropy_target',
   'jaxpost.data.delimited': 'data.path',
   'jaxpost.data.generated': 'data.path',

@@ -187,7 +187,7 @@ def test_every_field_changes_the_loss(case, fields):
 
 @pytest.mark.parametrize('elements', [2**20, B * V * 3])
 def test_top_tokens(case, elements):
-  p = plan(of(), REAL, elements)._replace(objective=None, temperature=0.7)
+  p = plan(of(), REAL, elements)._replace(loss_fn=None, temperature=0.7)
   ids, logprobs = jax.jit(lambda h, w: top_tokens.top_tokens(p, h, w, case['weights'], 5))(case['hidden'], case['head'])
   logits = jnp.einsum('btd,vd->btv', case['hidden'], case['head'][:REAL], precision='highest')
   top, place = jax.lax.top_k(jax.nn.log_softmax(logits / 0.7), 5)
@@ -202,7 +202,7 @@ def test_all_tokens_kept_are_the_whole_distribution(case, beta):
   whole = of(beta=beta, temperature=0.8)
   kept = of(beta=beta, temperature=0.8, top_k=REAL)
   ids, logprobs = top_tokens.top_tokens(
-    plan(whole, REAL)._replace(objective=None, temperature=0.8), *teacher, case['weights'], REAL
+    plan(whole, REAL)._replace(loss_fn=None, temperature=0.8), *teacher, case['weights'], REAL
   )
 
   def run(config, arrays, teachers):

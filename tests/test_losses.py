@@ -41,11 +41,14 @@ def run(name, weights, options, new=NEW, scale=1.0, gains=GAINS):
 
   chosen = policy_gradient.LOSSES[name]
 
-  def reduced(x):
+  def reduce_sequence(x):
     return chosen.per_sequence(x, MASK, MASK.astype(int))
 
   def loss(x):
-    per_token, metrics = chosen.fn(x, OLD, gains, options, reduced)
+    if chosen.per_sequence is None:
+      per_token, metrics = chosen.fn(x, OLD, gains, options)
+    else:
+      per_token, metrics = chosen.fn(x, OLD, gains, options, reduce_sequence)
     return jnp.sum(per_token * scale * weights), (metrics, per_token)
 
   (value, (metrics, per_token)), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(new))

@@ -2,7 +2,8 @@
 
 `base.Algorithm` is the record that each file fills, together with the checks of its options.
 `grpo` serves the whole GRPO family, including the KL term in the loss or in the reward;
-`rl_fields` holds its defaults and checks, `token_terms` its optional terms of single tokens;
+`rl_fields` holds its defaults and checks, `rl_checks` the checks of its optional features,
+`token_terms` its optional terms of single tokens;
 `preference` serves DPO, ORPO, CPO and SimPO.
 
 Imports losses/, types, and the examples and chats of data/; is chosen by name in

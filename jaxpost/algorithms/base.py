@@ -65,8 +65,7 @@ class Algorithm:
     sections: which of the config sections nll, preference, reward_model, distill, rl and critic it reads; None: all.
     critic: config -> Objective of a second trainable role with a scalar head, or None.
     value_head: config -> True if the policy has a scalar head, too.
-    needs: config -> names of the frozen roles: 'reference', 'teachers'. The reward
-      model is not among them; `config.reward` asks for it.
+    needs: config -> names of the frozen roles: 'reference', 'teachers'; `config.reward` asks for a reward model.
     prepare: (placed batch, roles, config) -> batch with all arrays that the objective reads; runs on the devices
       before each update.
     precompute: config -> {name of a frozen role: Precompute}; such a role is not in `Roles`. Teachers are named

@@ -1,6 +1,6 @@
 """Policy gradients from graded groups of completions: GRPO and its family.
 
-Legend: N sequences, C completion tokens, B rows, T tokens.
+Legend: N sequences, G samples per prompt, P = N / G prompts, C completion tokens, B rows, T tokens.
 
 There is one surrogate and one credit assignment, both selected by `config.rl`; the methods at the end of the file
 differ in the fields that they set.
@@ -8,7 +8,6 @@ differ in the fields that they set.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,62 +16,34 @@ import numpy as np
 from jaxpost.algorithms import rl_fields
 from jaxpost.algorithms.base import Algorithm, Config, expect, learning_rate
 from jaxpost.losses import advantages, policy_gradient, reduce
-from jaxpost.types import Credit, Experience, Objective, Outputs
+from jaxpost.types import Credit, Experience, Objective
 
 
 def objective(config: Config) -> Objective:
   """Returns the surrogate of `config.rl.loss` with its KL and entropy terms."""
   rl = config.rl
-  masked = 'opsm' in rl.importance
-  chosen = policy_gradient.LOSSES[rl.loss]
-  coupled = masked or chosen.per_sequence is not None
-  options = rl_fields.options(policy_gradient.SurrogateOptions, rl)
-  kl = rl.kl_coef > 0 and rl.kl_in == 'loss'
+  coupled = 'opsm' in rl.importance or policy_gradient.LOSSES[rl.loss].per_sequence is not None
 
-  def surrogate(outputs, arrays, sequence_mean=None, reduced=None):
+  def token_losses(outputs, arrays, reducer=None):
     logp = outputs.logprobs
-    # The recomputed old policy is the present one if a rollout has one update.
-    recomputed = arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
-    old = arrays['sampler_logprobs'] if rl.old_policy == 'sampler' else recomputed
-    loss, metrics = chosen.fn(logp, old, arrays['advantages'], options, reduced)
-    if 'expert' in arrays:
-      shaped = policy_gradient.expert(logp, arrays['advantages'], rl.expert_gamma)
-      loss = jax.numpy.where(arrays['expert'] > 0, shaped, loss)
-    if masked:
-      kept = policy_gradient.off_policy_kept(
-        logp, arrays['sampler_logprobs'], arrays['advantages'], rl.opsm_threshold, sequence_mean
-      )
-      loss *= kept
-      metrics['off_policy_kept'] = kept
-    if 'importance_weights' in arrays:
-      loss *= arrays['importance_weights']
-      metrics['importance_weight'] = arrays['importance_weights']
-    metrics |= _diagnosis(outputs, arrays, metrics)
-    if kl:
-      metrics['kl'] = policy_gradient.KL[rl.kl_estimator](logp, arrays['ref_logprobs'])
-      # Weighted, it is the KL of the present policy although an older one sampled (arXiv:2512.02556).
-      weight = policy_gradient.importance_ratio(logp, old) if rl.kl_weighted else 1.0
-      loss += rl.kl_coef * weight * metrics['kl']
-    if 'kl_cov' in arrays:
-      loss += rl.kl_cov_coef * arrays['kl_cov'] * policy_gradient.KL['abs'](logp, old)
-    if 'nll_weights' in arrays:
-      loss -= arrays['nll_weights'] * logp
-    return loss - arrays.get('entropy_coef', rl.entropy_coef) * outputs.entropy, metrics
+    old = _old_logprobs(logp, arrays, rl)
+    loss, metrics = _surrogate(logp, old, arrays, rl, reducer)
+    multipliers = _multipliers(logp, arrays, rl, reducer)
+    for multiplier in multipliers.values():
+      loss *= multiplier
+    terms, kl = _added_terms(outputs, old, arrays, rl)
+    return sum(terms, loss), metrics | multipliers | _diagnosis(outputs, arrays, metrics) | kl
 
-  def over_sequences(outputs, batch):
+  def batch_loss(outputs, batch):
     weights = batch.loss_weights
 
-    def over(reduction):
+    def reducer(reduction):
       return lambda x: reduction(x, weights != 0, batch.sequence_ids)
 
-    def total(x):
-      return (weights * x).sum()
-
-    loss, metrics = surrogate(outputs, batch.arrays, over(reduce.sequence_mean), over(chosen.per_sequence))
-    return total(loss), jax.tree.map(total, metrics)
+    return jax.tree.map(lambda x: (weights * x).sum(), token_losses(outputs, batch.arrays, reducer))
 
   return Objective(
-    over_sequences if coupled else surrogate,
+    batch_loss if coupled else token_losses,
     coupled=coupled,
     token_means=True,
     reads=('entropy',),
@@ -82,29 +53,78 @@ def objective(config: Config) -> Objective:
   )
 
 
+def _old_logprobs(logp, arrays, rl) -> jax.Array:
+  """The log-probs [B, T] of the policy that ratios are taken to."""
+  if rl.old_policy == 'sampler':
+    return arrays['sampler_logprobs']
+  # The recomputed old policy is the present one if a rollout has one update.
+  return arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
+
+
+def _surrogate(logp, old, arrays, rl, reducer) -> policy_gradient.LossAndMetrics:
+  """The surrogate of `rl.loss`; `reducer` makes a reduction of packed rows one of [B, T], for coupled losses only."""
+  chosen = policy_gradient.LOSSES[rl.loss]
+  options = rl_fields.options(policy_gradient.SurrogateOptions, rl)
+  gains = arrays['advantages']
+  if chosen.per_sequence is None:
+    loss, metrics = chosen.fn(logp, old, gains, options)
+  else:
+    loss, metrics = chosen.fn(logp, old, gains, options, reducer(chosen.per_sequence))
+  if 'expert' in arrays:
+    loss = jax.numpy.where(arrays['expert'] > 0, policy_gradient.expert(logp, gains, rl.expert_gamma), loss)
+  return loss, metrics
+
+
+def _multipliers(logp, arrays, rl, reducer) -> dict[str, jax.Array]:
+  """What multiplies the surrogate, and no other term of the loss, by the name of its metric."""
+  found = {}
+  if 'opsm' in rl.importance:
+    found['off_policy_kept'] = policy_gradient.off_policy_kept(
+      logp, arrays['sampler_logprobs'], arrays['advantages'], rl.opsm_threshold, reducer(reduce.sequence_mean)
+    )
+  if 'importance_weights' in arrays:
+    found['importance_weight'] = arrays['importance_weights']
+  return found
+
+
+def _added_terms(outputs, old, arrays, rl) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+  """Returns ([terms to add to the surrogate], {'kl': the KL to the reference} where it is one of them)."""
+  logp = outputs.logprobs
+  terms, metrics = [], {}
+  if rl.kl_coef > 0 and rl.kl_in == 'loss':
+    metrics['kl'] = policy_gradient.KL[rl.kl_estimator](logp, arrays['ref_logprobs'])
+    # Weighted, it is the KL of the present policy although an older one sampled (arXiv:2512.02556).
+    weight = policy_gradient.importance_ratio(logp, old) if rl.kl_weighted else 1.0
+    terms.append(rl.kl_coef * weight * metrics['kl'])
+  if 'kl_cov' in arrays:
+    terms.append(rl.kl_cov_coef * arrays['kl_cov'] * policy_gradient.KL['abs'](logp, old))
+  if 'nll_weights' in arrays:
+    terms.append(-arrays['nll_weights'] * logp)
+  terms.append(-arrays.get('entropy_coef', rl.entropy_coef) * outputs.entropy)
+  return terms, metrics
+
+
 def _arrays_in_loss(config: Config) -> tuple[str, ...]:
   """Names of the arrays that the surrogate reads."""
   rl = config.rl
   names = ('advantages', 'sampler_logprobs', *rl_fields.scores_in_loss(config))
   if rl_fields.corrections(rl):
     names += ('importance_weights',)
-  if not rl_fields.has_token_terms(rl):
-    return names
-  from jaxpost.algorithms import token_terms
+  if rl_fields.has_token_terms(rl):
+    from jaxpost.algorithms import token_terms
 
-  return names + token_terms.arrays(rl)
+    names += token_terms.arrays(rl)
+  return names
 
 
-def _diagnosis(
-  outputs: Outputs, arrays: Mapping[str, jax.Array], metrics: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
+def _diagnosis(outputs, arrays, metrics) -> dict[str, jax.Array]:
   """Metrics of every surrogate: clips by sign of the advantage, how far policy and sampler differ."""
   logp, sampler = outputs.logprobs, arrays['sampler_logprobs']
   found = {
     'entropy': outputs.entropy,
     'sampler_mismatch': policy_gradient.mismatch(logp, sampler),
-    'sampler_kl/k1': policy_gradient.kl_k1(sampler, logp),
-    'sampler_kl/k3': policy_gradient.kl_k3(sampler, logp),
+    'sampler_kl/k1': policy_gradient.KL['k1'](sampler, logp),
+    'sampler_kl/k3': policy_gradient.KL['k3'](sampler, logp),
   }
   if 'clip_ratio/low_mean' in metrics:
     clipped = metrics['clip_ratio/low_mean'] + metrics['clip_ratio/high_mean']
@@ -216,7 +236,7 @@ def finish(
     from jaxpost.losses import importance
 
     old = arrays['old_logprobs']
-    # Before truncation: the mass that top-p and the like leave out is no difference of weights.
+    # Use log-probs before truncation: the mass that top-p removes is not a difference between the two sets of weights.
     sampler = arrays['sampler_logprobs']
     out['importance_weights'] = importance.correction(
       names, old - sampler, counted, rl_fields.options(importance.CorrectionOptions, rl)
@@ -234,20 +254,29 @@ def check_first_step(metrics: dict, config: Config) -> None:
   """
   if not metrics.get('ratio'):
     return  # every sample was masked
+  rl, rollout = config.rl, config.rollout
   exact = config.model.dtype == 'float32'
-  rl, coded = config.rl, config.rollout.weights or config.rollout.cache
-  # With several updates of a rollout, another program computes the old log-probs and may round bfloat16 differently.
-  same = exact or not (rl.old_policy == 'sampler' or 'old_logprobs' in rl_fields.scores_in_loss(config))
-  off = coded and rl.old_policy == 'sampler'  # ratios are those to the weights in 8 bits
-  rare = 1.0 if off else 0.0 if same else 1e-2  # fraction of tokens
+  quantized = bool(rollout.weights or rollout.cache)
+  other_program = rl.old_policy == 'sampler' or 'old_logprobs' in rl_fields.scores_in_loss(config)
+  if quantized and rl.old_policy == 'sampler':
+    ratio, clipped = 0.5, 1.0  # the ratio is to a policy whose weights or cache have 8 bits
+  elif other_program and not exact:
+    ratio, clipped = 1e-2, 1e-2  # the program that computed the old log-probs may round bfloat16 differently
+  else:
+    ratio, clipped = 1e-4, 0.0
+  if quantized:
+    mismatch = 0.5
+  else:
+    mismatch = 1e-4 if exact else 0.02
   expect(
     metrics,
     {
-      'ratio': (1.0, 0.5 if off else 1e-4 if same else 1e-2),
-      'clip_ratio/low_mean': (0.0, rare if rl.clip_low > 0.02 else 1.0),
-      'clip_ratio/high_mean': (0.0, rare if rl.clip_high > 0.02 else 1.0),
+      'ratio': (1.0, ratio),
+      # Rounding alone may leave a clip range as narrow as GSPO's.
+      'clip_ratio/low_mean': (0.0, clipped if rl.clip_low > 0.02 else 1.0),
+      'clip_ratio/high_mean': (0.0, clipped if rl.clip_high > 0.02 else 1.0),
       'kl': (0.0, 1e-8 if exact else 1e-3),
-      'sampler_mismatch': (1.0, 0.5 if coded else 1e-4 if exact else 0.02),
+      'sampler_mismatch': (1.0, mismatch),
     },
     'sampler, reference and trainer do not compute the same model',
   )
@@ -264,7 +293,7 @@ def method(**choices: Any) -> Algorithm:
     check_first_step=check_first_step,
     on_policy=True,
     scores=scores,
-    greedy_baseline=rl_fields.greedy_baseline,
+    greedy_baseline=lambda config: config.rl.advantage == 'remax',
     credit=credit,
   )
 

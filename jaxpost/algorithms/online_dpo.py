@@ -1,6 +1,6 @@
 """Online DPO: the best and the worst of the policy's own answers are a pair.
 
-Legend: N sequences, G samples a prompt, C completion tokens, B rows, T tokens.
+Legend: N sequences, G samples per prompt, C completion tokens, B rows, T tokens.
 
 Guo et al. 2024 (arXiv:2402.04792), with rewards instead of a judge. Best and worst are
 by the sum of all rewards, because a preference compares whole answers. A group whose rewards are

@@ -68,7 +68,7 @@ def check(config: Config) -> None:
   if not (is_graded or config.train_on_rollouts):
     read = {field.name for field in dataclasses.fields(config.rl)} - {*_OF_REWARDS}
     refuse_unread(config.rl, read, 'opd without a reward')
-  (rl_fields.check if is_graded else rl_fields.check_terms)(config)
+  (rl_fields.check if is_graded else rl_fields.check_shared)(config)
 
 
 def check_roles(config: Config, found: Mapping[str, Any], tokenizer: Tokenizer) -> None:

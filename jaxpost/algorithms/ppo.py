@@ -151,7 +151,7 @@ def check(config: Config) -> None:
     f'config.critic.warmup_steps: {section.warmup_steps} leaves the policy none of {config.train.steps} steps; '
     'lower it',
   )
-  rl_fields.check_terms(config)
+  rl_fields.check_shared(config)
 
 
 def method(

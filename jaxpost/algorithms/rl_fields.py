@@ -1,6 +1,6 @@
 """The fields of `config.rl`: which go together, which count, and the defaults of a method.
 
-`grpo.py` reads them; `docs/combinations.md` lists the pairs that are refused here.
+`rl_checks.py` refuses combinations of what is off by default; `docs/combinations.md` lists the refused pairs.
 """
 
 from __future__ import annotations
@@ -50,22 +50,16 @@ def scores_in_loss(config: Config) -> tuple[str, ...]:
   return tuple(names)
 
 
-def greedy_baseline(config: Config) -> bool:
-  """Returns whether a greedy completion of each prompt is graded, too (ReMax)."""
-  return config.rl.advantage == 'remax'
-
-
 def check(config: Config) -> None:
   """Raises InputError for combinations of fields that cannot work."""
   rl = config.rl
-  size = config.rollout.group_size
   refuse(
     rl.advantage in ('gae', 'best_of_n'),
     f'config.rl.advantage: {rl.advantage!r} belongs to the algorithm {"ppo" if rl.advantage == "gae" else "rft"}',
   )
   estimator = advantages.ESTIMATORS[rl.advantage]
   refuse(
-    size < 2 and estimator.compares,
+    config.rollout.group_size < 2 and estimator.compares,
     'config.rollout.group_size: 1 sample has nothing to be compared '
     f'with, and rl.advantage={rl.advantage!r} compares; use at least 2',
   )
@@ -74,42 +68,16 @@ def check(config: Config) -> None:
     f'config.rl.scale_rewards: {rl.scale_rewards!r} does not go with rl.advantage={rl.advantage!r}, '
     f'which takes {" or ".join(estimator.scales)}',
   )
-  refuse(
-    rl.advantage == 'pass_at_k' and rl.pass_k >= size,
-    f'config.rl.pass_k: no two subsets of {rl.pass_k} can be compared in a group of {size}; '
-    'lower it, or raise config.rollout.group_size',
-  )
-  refuse(
-    estimator.binary and rl.kl_in == 'reward' and rl.kl_coef > 0,
-    f'config.rl.advantage: {rl.advantage!r} is defined for rewards of 0 and 1, which a KL in the reward changes; '
-    'use rl.kl_in=loss',
-  )
-  refuse(
-    'components' in estimator.takes
-    and (rl.kl_in == 'reward' and rl.kl_coef > 0 or bool(config.train_on_rollouts and not config.reward)),
-    f'config.rl.advantage: {rl.advantage!r} needs each reward by itself: without a KL in the reward '
-    '(use rl.kl_in=loss), and graded anew under train_on_rollouts (set config.reward)',
-  )
-  refuse(
-    'sampled' in estimator.takes and not (config.environment or config.train_on_rollouts),
-    f'config.rl.advantage: {rl.advantage!r} compares the turns of an environment; set config.environment',
-  )
-  check_terms(config)
+  if rl.advantage != 'group':
+    from jaxpost.algorithms import rl_checks
+
+    rl_checks.check_estimator(config)
+  check_shared(config)
 
 
-def check_terms(config: Config) -> None:
-  """Raises InputError for combinations that no surrogate of this file allows, also in PPO."""
+def check_shared(config: Config) -> None:
+  """Raises InputError for combinations that cannot work with any estimator; methods with one of their own call it."""
   rl = config.rl
-  refuse(
-    bool(config.train_on_rollouts) and bool(rl.dynamic_sampling or rl.curriculum or greedy_baseline(config)),
-    'config.train_on_rollouts: what was sampled again, or greedily, is not kept, and no prompt is drawn; '
-    'leave out rl.dynamic_sampling, rl.curriculum and remax',
-  )
-  refuse(
-    rl.kl_in != 'reward' and rl.kl_target > 0,
-    'config.rl.kl_target: only a KL in the reward adapts; set config.rl.kl_in=reward',
-  )
-  refuse(rl.kl_target > 0 and not rl.kl_coef, 'config.rl.kl_target: needs a kl_coef to start from')
   refuse(
     rl.kl_in != 'loss' and rl.kl_estimator != 'k1',
     f'config.rl.kl_estimator: the gradient of {rl.kl_estimator} in the {rl.kl_in} is not that of the KL; '
@@ -125,32 +93,19 @@ def check_terms(config: Config) -> None:
     'config.rl.importance: with old_policy=sampler the surrogate itself holds the ratio to the sampler; '
     'leave importance empty (opsm may stay)',
   )
-  if rl.sampling_mask or rl.expert or rl.replay or config.rollout.weights or config.rollout.cache:
-    from jaxpost.algorithms import token_terms
+  features = (rl.clip_cov, rl.dynamic_sampling, rl.expert, rl.kl_cov, rl.kl_target, rl.replay, rl.sampling_mask)
+  if any(features) or config.train_on_rollouts or config.rollout.weights or config.rollout.cache:
+    from jaxpost.algorithms import rl_checks
 
-    token_terms.check(config)
+    rl_checks.check_features(config)
   refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
   for name in ('length_alpha', 'correct_nll_coef', 'turn_gamma'):
     refuse(vars(rl)[name] < 0, f'config.rl.{name}: must not be below 0, but for -1')
   refuse(0 < rl.dual_clip <= 1, f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
-  older = rl.old_policy == 'sampler' and (config.rollout.staleness or rl.keep_surplus or rl.replay)
-  refuse(
-    rl.kl_cov > 0 and rl.epochs * rl.minibatches == 1 and not older,
-    'config.rl.kl_cov: holds tokens to the old policy, which they have not left in the only update of a rollout; '
-    'use rl.clip_cov, more config.rl.minibatches, or rl.old_policy=sampler with config.rollout.staleness',
-  )
-  refuse(
-    rl.clip_cov > 0 and rl.cov_low >= rl.cov_high,
-    f'config.rl.cov_low: {rl.cov_low} is not below cov_high={rl.cov_high}, so no token is clipped; raise cov_high',
-  )
   if rl.importance:
     from jaxpost.losses import importance
 
     importance.check(rl.importance, options(importance.CorrectionOptions, rl))
-  refuse(
-    rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
-    'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
-  )
   refuse_unread(rl, fields_read(rl), f'advantage={rl.advantage!r}, loss={rl.loss!r}, importance={rl.importance!r}')
 
 
@@ -191,31 +146,42 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
   to it precedes these choices: with rl.loss=gspo, DAPO has GSPO's clip range and mean; with clip, LUSPO has PPO's.
   """
 
+  method_loss = choices.get('loss', 'clip')
+  method_advantage = choices.get('advantage', 'group')
+
   def default_of(field: str) -> Callable[[Config], Any]:
     def value(config: Config) -> Any:
       rl = config.rl
-      loss = policy_gradient.LOSSES[rl.loss or choices.get('loss', 'clip')]
-      estimator = advantages.ESTIMATORS.get(rl.advantage or choices.get('advantage', 'group'))
       auto = rl.__dataclass_fields__[field].metadata['auto']
+      if field == 'turn_gamma':  # the method's discount belongs to the method's estimator
+        return choices[field] if rl.advantage in ('', method_advantage) else auto
+      estimator = advantages.ESTIMATORS.get(rl.advantage or method_advantage)
       if field == 'scale_rewards' and estimator and choices.get(field) not in estimator.scales:
         return estimator.scales[0]
-      own_loss = rl.loss in ('', choices.get('loss', 'clip'))
-      if field in loss.sets and not (field in choices and own_loss):
-        return loss.sets[field]
-      foreign = field == 'turn_gamma' and rl.advantage not in ('', choices.get('advantage', 'group'))
-      return auto if foreign or field.startswith('clip_') and not own_loss else choices.get(field, auto)
+      same_loss = rl.loss in ('', method_loss)
+      if same_loss and field in choices:
+        return choices[field]
+      belongs_to_loss = policy_gradient.LOSSES[rl.loss or method_loss].sets
+      if field in belongs_to_loss:
+        return belongs_to_loss[field]
+      # Another surrogate gets no clip range of the method's, which is one for the method's surrogate.
+      return auto if field.startswith('clip_') else choices.get(field, auto)
 
     return value
 
   def importance(config: Config) -> tuple[str, ...]:
     """A correction if samples come from other weights than the old policy's: older ones, or ones in 8 bits."""
-    rl, r = config.rl, config.rollout
-    scored = (rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
-    return ('token_truncated',) * bool(scored and (r.staleness or r.weights or r.cache or rl.keep_surplus or rl.replay))
+    rl, rollout = config.rl, config.rollout
+    recomputed = (rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
+    older = rollout.staleness or rl.keep_surplus or rl.replay
+    quantized = rollout.weights or rollout.cache
+    return ('token_truncated',) if recomputed and (older or quantized) else ()
 
   def kl_estimator(config: Config) -> str:
     """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""
     return 'k3' if (config.rl.kl_in or choices.get('kl_in', 'loss')) == 'loss' else 'k1'
 
-  fields = ['aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards', *({'turn_gamma'} & choices.keys())]
+  fields = ['aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards']
+  if 'turn_gamma' in choices:
+    fields.append('turn_gamma')
   return dict(importance=importance, kl_estimator=kl_estimator) | choices | {name: default_of(name) for name in fields}

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxpost.algorithms.base import Config
-from jaxpost.errors import refuse
-from jaxpost.losses import entropy_control, importance
+from jaxpost.losses import entropy_control
 from jaxpost.types import Experience
 
 
@@ -79,37 +78,3 @@ def arrays(rl: Any) -> tuple[str, ...]:
   asked = {'entropy_coef': rl.entropy_target, 'kl_cov': rl.kl_cov, 'nll_weights': rl.correct_nll_coef}
   asked['expert'] = rl.expert
   return tuple(name for name, value in asked.items() if value)
-
-
-def check(config: Config) -> None:
-  """Raises InputError where `rl.sampling_mask`, `rl.expert`, `rl.replay` or a sampler in 8 bits does not hold."""
-  rl, rollout = config.rl, config.rollout
-  replayed = config.environment or config.train_on_rollouts
-  refuse(
-    rl.sampling_mask and (not rollout.top_k or bool(rollout.top_logprobs or replayed)),
-    'config.rl.sampling_mask: keeps rollout.top_k ids a token, so set that; and leave out rollout.top_logprobs, '
-    'environment and train_on_rollouts',
-  )
-  estimated = rl.kl_coef or rl.clip_cov or rl.kl_cov or rl.entropy_target
-  refuse(
-    rl.expert and bool(estimated or replayed or config.router.routing_replay),
-    'config.rl.expert: what is estimated from samples does not hold for completions of the data; leave out kl_coef, '
-    'clip_cov, kl_cov, entropy_target, environment, train_on_rollouts and routing_replay',
-  )
-  given = rl.dynamic_sampling or rl.expert or replayed or not config.reward
-  refuse(
-    rl.replay > 0 and bool(given),
-    'config.rl.replay: needs a reward function, and groups that stay as they were drawn; leave out dynamic_sampling, '
-    'expert, environment and train_on_rollouts',
-  )
-  weighted = rl.old_policy == 'sampler' or any(importance.METHODS[x].weighs for x in rl.importance if x != 'opsm')
-  refuse(
-    rl.replay > 0 and not weighted,
-    'config.rl.replay: its samples are those of an older policy, and no weight corrects for that; '
-    "set rl.old_policy=sampler, or leave rl.importance ('auto',)",
-  )
-  refuse(
-    bool(rollout.weights or rollout.cache) and rl.old_policy != 'sampler' and set(rl.importance) <= {'opsm'},
-    f'config.rl.importance: {rl.importance} corrects nothing, and a sampler in 8 bits (rollout.weights, rollout.cache) '
-    "draws from another distribution; leave it ('auto',), or set rl.old_policy=sampler",
-  )

@@ -1,10 +1,9 @@
 """Advantages from the rewards of groups, on the host, and the table of all estimators.
 
-Estimators beside GRPO's are in group_advantages.py, token_advantages.py and turn_advantages.py; the critic's is
-`values.gae`.
+Other estimators are in group_advantages.py, token_advantages.py and turn_advantages.py; the critic's is `values.gae`.
 
-Legend: N prompts, G samples of each, S = N * G sequences, C completion tokens. Sequence s answers prompt s // G. Masks
-are over trained tokens; masked entries (tool output, padding, samples without a reward) come out as 0.
+Legend: N sequences, G samples per prompt, P = N / G prompts, C completion tokens. Sequence n answers prompt n // G.
+Masks are over trained tokens; masked entries (tool output, padding, samples without a reward) come out as 0.
 
 Arrays are numpy arrays on the host, float64 inside: a few kilobytes per step, computed once for the global batch and
 never inside a micro-batch.
@@ -28,15 +27,14 @@ def group_relative(
   5; with the std of the whole batch it is "Lite PPO" (arXiv:2508.08221).
 
   Args:
-    rewards: [N, G] float; entries that are not valid are ignored.
-    valid: [N, G] bool; False where a reward could not be computed.
-    scale: divide by the std of the 'group' (or True), of the 'batch', or by
-      nothing: 'none' (or False).
-    singleton: advantage in a group with a single valid sample: 'zero', or 'raw'
-      for its reward, as if mean and std were 0 and 1 (as in verl).
+    rewards: [P, G] float; entries that are not valid are ignored.
+    valid: [P, G] bool; False where a reward could not be computed.
+    scale: divide by the std of the 'group' (or True), of the 'batch', or by nothing: 'none' (or False).
+    singleton: advantage in a group with a single valid sample: 'zero', or 'raw' for its reward, as if mean and std
+      were 0 and 1 (as in verl).
 
   Returns:
-    [N, G] float32; 0 where not valid and in groups without variance.
+    [P, G] float32; 0 where not valid and in groups without variance.
   """
   rewards, valid = as_groups(rewards, valid)
   scale = {True: 'group', False: 'none'}.get(scale, scale)
@@ -54,7 +52,7 @@ def group_relative(
 
 
 def uniform(rewards: ArrayLike, valid: ArrayLike) -> np.ndarray:
-  """Returns [N] bool: groups whose valid rewards are all equal, so have no gradient."""
+  """Returns [P] bool: groups whose valid rewards are all equal, so have no gradient."""
   rewards, valid = as_groups(rewards, valid)
   low = np.where(valid, rewards, np.inf).min(axis=1)
   high = np.where(valid, rewards, -np.inf).max(axis=1)
@@ -62,15 +60,15 @@ def uniform(rewards: ArrayLike, valid: ArrayLike) -> np.ndarray:
 
 
 def as_groups(rewards: ArrayLike, valid: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-  """Returns (rewards as float64, valid as bool), both [N, G]; ValueError for other shapes."""
+  """Returns (rewards as float64, valid as bool), both [P, G]; ValueError for other shapes."""
   rewards = np.asarray(rewards, np.float64)
   valid = np.asarray(valid, bool)
-  same_shape('rewards, valid [N, G]', 2, rewards, valid)
+  same_shape('rewards, valid [P, G]', 2, rewards, valid)
   return rewards, valid
 
 
 def centered_rewards(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> tuple[np.ndarray, np.ndarray]:
-  """Returns (number of valid samples [N, 1], r - mean [N, G]).
+  """Returns (number of valid samples [P, 1], r - mean [P, G]).
 
   Groups without variance give exactly 0: rounding would leave 1e-17 there, and dividing by eps makes that matter.
   """
@@ -86,7 +84,7 @@ def centered_rewards(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> 
 
 
 def token_rewards(rewards: np.ndarray, mask: np.ndarray, kl: np.ndarray | float, turns: np.ndarray) -> np.ndarray:
-  """Returns [S, C]: `turns`, the rest of the reward [S] on the last trained token, minus the KL; NaN counts as 0."""
+  """Returns [N, C]: `turns`, the rest of the reward [N] on the last trained token, minus the KL; NaN counts as 0."""
   out = np.array(turns)
   trained = mask > 0
   last = mask.shape[1] - 1 - trained[:, ::-1].argmax(axis=1)
@@ -108,10 +106,10 @@ class Estimator:
   """An entry of `ESTIMATORS`.
 
   Attributes:
-    fn: (*takes, **reads) -> [N, G], or [S, C].
-    takes: 'rewards' and 'valid' [N, G], 'lengths' [N, G] (trained tokens), 'mask'
-      and 'token_rewards' [S, C], 'greedy' [S] (reward of the prompt's greedy answer), 'turn_rewards', 'sampled' and
-      'completions' [S, C] (see turn_advantages.py), 'components' {name: (weight, [N, G])} (each reward by itself).
+    fn: (*takes, **reads) -> [P, G], or [N, C].
+    takes: 'rewards' and 'valid' [P, G], 'lengths' [P, G] (trained tokens), 'mask' and 'token_rewards' [N, C], 'greedy'
+      [N] (reward of the prompt's greedy answer), 'turn_rewards', 'sampled' and 'completions' [N, C] (see
+      turn_advantages.py), 'components' {name: (weight, [P, G])} (each reward by itself).
     reads: {argument of fn: field of config.rl}.
     scales: what config.rl.scale_rewards may be; the first is the default.
     compares: whether it compares the samples of a group, and needs two.

@@ -1,6 +1,6 @@
 """Which tokens keep, lose or are held back in their gradient, so that entropy does not collapse.
 
-Legend: S sequences, C completion tokens. Arrays are numpy arrays on the host, of the
+Legend: N sequences, C completion tokens. Arrays are numpy arrays on the host, of the
 whole rollout: a choice does not depend on minibatches, micro-batches or meshes. Log-probs
 are those of the sampler and entropies those before the first update of the rollout, where
 verl takes the present ones of each micro-batch; on policy and in the first update they
@@ -13,12 +13,12 @@ from jaxpost.losses.reduce import same_shape
 
 
 def covariance(logprobs: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
-  """Returns (log pi - mean) (A - mean) of each token [S, C], means over the masked-in tokens; 0 elsewhere.
+  """Returns (log pi - mean) (A - mean) of each token [N, C], means over the masked-in tokens; 0 elsewhere.
 
   "The entropy mechanism" (arXiv:2505.22617): where it is large, an update lowers
   the entropy most.
   """
-  same_shape('logprobs, advantages, mask [S, C]', 2, logprobs, advantages, mask)
+  same_shape('logprobs, advantages, mask [N, C]', 2, logprobs, advantages, mask)
   mask = np.asarray(mask, bool)
   if not mask.any():
     return np.zeros(mask.shape)
@@ -33,7 +33,7 @@ def covariance(logprobs: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -
 def clip_cov(
   cov: np.ndarray, mask: np.ndarray, *, fraction: float, low: float, high: float, random: np.random.Generator
 ) -> np.ndarray:
-  """Returns the tokens [S, C] bool that lose their gradient: Clip-Cov (arXiv:2505.22617).
+  """Returns the tokens [N, C] bool that lose their gradient: Clip-Cov (arXiv:2505.22617).
 
   They are drawn at random from those whose covariance is between `low` and `high`:
   `fraction` of all tokens, at least one, where there are so many.
@@ -47,7 +47,7 @@ def clip_cov(
 
 
 def kl_cov(cov: np.ndarray, mask: np.ndarray, *, fraction: float) -> np.ndarray:
-  """Returns the tokens [S, C] bool of the largest covariance, `fraction` of all, at least one.
+  """Returns the tokens [N, C] bool of the largest covariance, `fraction` of all, at least one.
 
   KL-Cov (arXiv:2505.22617): they are held to the old policy by a KL penalty.
   """
@@ -55,7 +55,7 @@ def kl_cov(cov: np.ndarray, mask: np.ndarray, *, fraction: float) -> np.ndarray:
 
 
 def top_entropy(entropy: np.ndarray, mask: np.ndarray, *, fraction: float) -> np.ndarray:
-  """Returns the tokens [S, C] bool of the largest entropy, `fraction` of all, at least one: those that are trained.
+  """Returns the tokens [N, C] bool of the largest entropy, `fraction` of all, at least one: those that are trained.
 
   "Beyond the 80/20 rule" (arXiv:2506.01939), whose fraction is 0.2.
   """

@@ -1,8 +1,7 @@
 """Advantage estimators from the rewards of groups, beyond that of GRPO.
 
-Legend: N prompts, G samples of each. Unless they say otherwise, functions take
-rewards [N, G] and valid [N, G] bool, as in advantages.py, and return [N, G]
-float32: 0 where not valid, and in groups without variance.
+Legend: P prompts, G samples of each. Unless they say otherwise, functions take rewards [P, G] and valid [P, G] bool, as
+in advantages.py, and return [P, G] float32: 0 where not valid, and in groups without variance.
 """
 
 import math
@@ -44,7 +43,7 @@ def opo(rewards: ArrayLike, valid: ArrayLike, lengths: ArrayLike) -> np.ndarray:
   OPO (arXiv:2505.23585), eq. 8.
 
   Args:
-    lengths: [N, G], trained tokens of each sample.
+    lengths: [P, G], trained tokens of each sample.
   """
   rewards, valid = advantages.as_groups(rewards, valid)
   weight = np.where(valid, lengths, 0)
@@ -134,7 +133,7 @@ def gdpo(components: Mapping[str, tuple[float, ArrayLike]], valid: ArrayLike, *,
   The scale of a reward thus has no effect, only its weight.
 
   Args:
-    components: {name: (weight, [N, G] values)}; NaN where a reward does not apply,
+    components: {name: (weight, [P, G] values)}; NaN where a reward does not apply,
       which adds 0.
   """
   valid = np.asarray(valid, bool)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import BATCH_AXES, TiedWeight
-from jaxpost.losses.head_chunk import ChunkResult, HeadConfig, chunk_length, chunk_loss
+from jaxpost.losses.head_chunk import HeadConfig, HeadResult, chunk_length, chunk_loss, transposes_gradient
 from jaxpost.types import Outputs
 
 
@@ -29,7 +29,7 @@ def token_outputs(
 
   Positions where `mask` [B, T] is 0 are skipped and come out as 0. `arrays`: those of `chunk_loss` and of a divergence.
   """
-  config = config._replace(objective=None)
+  config = config._replace(loss_fn=None)
   hidden, labels, rows_mask, arrays = _split_context(config, (hidden, labels, mask, arrays or {}))
   found = _outputs(config, hidden, head, _nonzero_weights_first(labels, rows_mask, arrays, ()))
   return _split_context(config, found, restore=mask.shape)
@@ -61,16 +61,15 @@ def fused_loss(
   arrays: dict[str, jax.Array],
   teachers: Sequence[tuple[jax.Array, jax.Array]] = (),
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Sums weights * objective over tokens, differentiable in hidden and head.
+  """Sums weights * loss over tokens, differentiable in hidden and head.
 
   Args:
     hidden: [B, T, D].
     head: [V, D].
     labels: [B, T] int32.
     weights: [B, T]; tokens of weight 0 are skipped.
-    arrays: arrays [B, T, ...] that the objective reads; 'allowed' [B, T, k], 'temperature' [B, T]: see `chunk_loss`.
-    teachers: (hidden [B, T, D'], head [V', D']) of each teacher; tokens beyond
-      its V' <= V have probability 0.
+    arrays: arrays [B, T, ...] that the loss reads; 'allowed' [B, T, k], 'temperature' [B, T]: see `chunk_loss`.
+    teachers: (hidden [B, T, D'], head [V', D']) of each teacher; tokens beyond its V' <= V have probability 0.
 
   Returns:
     (loss [], {metric: []}), sums weighted by `weights`.
@@ -124,12 +123,13 @@ def reorder(x: jax.Array, order: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(config, *args):
-  return _run(config, False, *args)[:2]
+  result = _run(config, *args, gradients=False)
+  return result.loss, result.metrics
 
 
 def _fused_forward(config, *args):
-  loss, metrics, _, grads = _run(config, True, *args)
-  return (loss, metrics), grads
+  result = _run(config, *args, gradients=True)
+  return (result.loss, result.metrics), result.gradients
 
 
 def _fused_backward(config, grads, cotangents):
@@ -144,11 +144,11 @@ _fused.defvjp(_fused_forward, _fused_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _outputs(config, *args):
-  return _run(config, False, *args)[2]
+  return _run(config, *args, gradients=False).outputs
 
 
 def _outputs_forward(config, *args):
-  return _run(config, False, *args)[2], args
+  return _run(config, *args, gradients=False).outputs, args
 
 
 def _outputs_backward(config, args, cotangents):
@@ -161,71 +161,66 @@ def _outputs_backward(config, args, cotangents):
     return sum(outputs.__dict__[k] * arrays[k] for k in fields), {}
 
   counts = (tokens.weights != 0).astype(jnp.float32)
-  config = config._replace(objective=linear, reads=config.learns)
-  *_, grads = _run(config, True, hidden, head, tokens._replace(weights=counts, arrays=tokens.arrays | slopes))
-  return *grads, None
+  config = config._replace(loss_fn=linear, reads=config.learns)
+  tokens = tokens._replace(weights=counts, arrays=tokens.arrays | slopes)
+  return *_run(config, hidden, head, tokens, gradients=True).gradients, None
 
 
 _outputs.defvjp(_outputs_forward, _outputs_backward)
 
 
-def _run(config: HeadConfig, grad: bool, hidden, head, tokens: _Tokens) -> ChunkResult:
+def _run(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool) -> HeadResult:
   """Loops over chunks on each batch shard, and sums over shards at the end.
 
   Left to the partitioner, the gradient of the head would be summed over the mesh at every chunk.
-
-  Args:
-    grad: compute gradients, too.
-
-  Returns:
-    (loss, metrics, Outputs [B, T], (d hidden, d head) or ()).
   """
   shape = config.layout.mesh.shape
   axes = tuple(a for a in (*BATCH_AXES, 'context') if shape[a] > 1)
   if not axes or hidden.shape[0] % math.prod(shape[a] for a in axes):
-    loss, metrics, outputs, grads = _loop(config, grad, hidden, head, tokens)
-    if grad:
-      grads = grads[0], grads[1].astype(head.dtype)
-    return loss, metrics, outputs, grads
+    result = _loop(config, hidden, head, tokens, gradients=gradients)
+    if gradients:
+      d_hidden, d_head = result.gradients
+      result = result._replace(gradients=(d_hidden, d_head.astype(head.dtype)))
+    return result
   rows = PartitionSpec(axes)
   whole = PartitionSpec()
 
   def local(*args):
-    loss, metrics, outputs, grads = _loop(config, grad, *args)
-    loss, metrics = jax.lax.psum((loss, metrics), axes)
-    if grad:
-      grads = grads[0], grads[1][None]
-    return loss, metrics, outputs, grads
+    result = _loop(config, *args, gradients=gradients)
+    loss, metrics = jax.lax.psum((result.loss, result.metrics), axes)
+    if gradients:
+      d_hidden, d_head = result.gradients
+      result = result._replace(gradients=(d_hidden, d_head[None]))
+    return result._replace(loss=loss, metrics=metrics)
 
   run = jax.shard_map(
     local,
     mesh=config.layout.mesh,
     in_specs=(rows, whole, _Tokens(rows, rows, rows, rows, rows, heads=whole)),
-    out_specs=(whole, whole, rows, (rows, rows) if grad else ()),
+    out_specs=HeadResult(whole, whole, rows, (rows, rows) if gradients else ()),
     axis_names=set(axes),
     check_vma=False,
   )
   # Cast before the shards of the head are gathered: half the bytes.
   table = head.astype(config.compute.dtype)
   tokens = tokens._replace(heads=[w.astype(config.compute.dtype) for w in tokens.heads])
-  loss, metrics, outputs, grads = run(hidden, table, tokens)
-  if grad:
-    d_hidden, d_head = grads
-    if isinstance(head, TiedWeight):
-      # The embedding adds its part before both are summed over the mesh.
-      d_head = TiedWeight(None, d_head)
-    else:
-      d_head = config.layout.reduced(d_head, ('vocab', 'embed'), axes).astype(head.dtype)
-    grads = d_hidden, d_head
-  return loss, metrics, outputs, grads
+  result = run(hidden, table, tokens)
+  if not gradients:
+    return result
+  d_hidden, d_head = result.gradients
+  if isinstance(head, TiedWeight):
+    # The embedding adds its part before both are summed over the mesh.
+    d_head = TiedWeight(None, d_head)
+  else:
+    d_head = config.layout.reduced(d_head, ('vocab', 'embed'), axes).astype(head.dtype)
+  return result._replace(gradients=(d_hidden, d_head))
 
 
-def _loop(config: HeadConfig, grad: bool, hidden, head, tokens: _Tokens) -> ChunkResult:
+def _loop(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool) -> HeadResult:
   """Loops over the chunks of one shard's rows; arguments and result of `_run`."""
   rows, length, width = hidden.shape
   chunk = chunk_length(rows, length, head.shape[0], config.compute.head_elements)
   padding = -length % chunk
-  turned = config.compute.platform == 'cpu'  # the gradient of the head, see `chunk_loss`
 
   def pad(x):
     return jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
@@ -238,39 +233,45 @@ def _loop(config: HeadConfig, grad: bool, hidden, head, tokens: _Tokens) -> Chun
     take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=chunk, axis=1)
     put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=start, axis=1)
     h, *states = (reorder(x, take(order)) for x in (hidden, *tokens.states))
-    loss, metrics, outputs, grads = chunk_loss(
+    chunk_result = chunk_loss(
       config,
-      grad,
       h,
       head,
       take(labels),
       weights=take(weights),
       arrays={k: take(v) for k, v in arrays.items()},
       teachers=(states, tokens.heads),
+      gradients=gradients,
     )
-    total, sums, outs, acc = carry
-    if grad:
-      d_hidden, d_head = acc
-      acc = (put(d_hidden, grads[0].astype(d_hidden.dtype)), d_head + grads[1])
-    return (total + loss, jax.tree.map(jnp.add, sums, metrics), jax.tree.map(put, outs, outputs), acc)
+    sums = ()
+    if gradients:
+      d_hidden, d_head = chunk_result.gradients
+      all_hidden, sum_head = carry.gradients
+      sums = put(all_hidden, d_hidden.astype(all_hidden.dtype)), sum_head + d_head
+    return HeadResult(
+      carry.loss + chunk_result.loss,
+      jax.tree.map(jnp.add, carry.metrics, chunk_result.metrics),
+      jax.tree.map(put, carry.outputs, chunk_result.outputs),
+      gradients=sums,
+    )
 
   zeros = jnp.zeros((rows, length + padding), jnp.float32)
   fields = ['logprobs', *config.reads]
   if config.divergence:
     fields.append('divergence')
-  outs = Outputs(**dict.fromkeys(fields, zeros))
-  sums = {}
-  if config.objective:
-    _, metrics = jax.eval_shape(config.objective, outs, arrays)
-    sums = {name: jnp.zeros((), jnp.float32) for name in metrics}
-  acc = ()
-  if grad:
+  start = HeadResult(jnp.zeros(()), {}, Outputs(**dict.fromkeys(fields, zeros)), gradients=())
+  if config.loss_fn:
+    _, metrics = jax.eval_shape(config.loss_fn, start.outputs, arrays)
+    start = start._replace(metrics={name: jnp.zeros((), jnp.float32) for name in metrics})
+  if gradients:
     d_hidden = jnp.zeros((rows, length + padding, width), hidden.dtype)
-    d_head = jnp.zeros(head.shape[::-1] if turned else head.shape, jnp.float32)
-    acc = (d_hidden, d_head)
-  total, sums, outs, acc = jax.lax.fori_loop(0, -(-longest // chunk), body, (jnp.zeros(()), sums, outs, acc))
+    d_head = jnp.zeros(head.shape[::-1] if transposes_gradient(config) else head.shape, jnp.float32)
+    start = start._replace(gradients=(d_hidden, d_head))
+  result = jax.lax.fori_loop(0, -(-longest // chunk), body, start)
   back = inverse(order[:, :length])
-  outs = jax.tree.map(lambda x: reorder(x[:, :length], back), outs)
-  if grad:
-    acc = (reorder(acc[0][:, :length], back), acc[1].T if turned else acc[1])
-  return total, sums, outs, acc
+  result = result._replace(outputs=jax.tree.map(lambda x: reorder(x[:, :length], back), result.outputs))
+  if gradients:
+    d_hidden, d_head = result.gradients
+    d_head = d_head.T if transposes_gradient(config) else d_head
+    result = result._replace(gradients=(reorder(d_hidden[:, :length], back), d_head))
+  return result

@@ -1,6 +1,6 @@
 """The head on one chunk of tokens: logits, outputs, loss and gradients.
 
-Legend: B rows, T tokens, C tokens of a chunk, D hidden size, V vocabulary.
+Legend: B rows, T tokens, C tokens of a chunk, D hidden size, V vocabulary, S sequences that are being sampled.
 
 `head.py` loops over chunks and has what other rooms call in training and scoring; samplers take `logits` from here.
 """
@@ -16,25 +16,22 @@ from jaxpost.types import MASKED_LOGIT, Divergence, Outputs, TokenLoss
 
 # Hidden states [B, C, D'] of each teacher, and the head [V', D'] of each.
 Teachers = tuple[list[jax.Array], list[jax.Array]]
-# (loss [], {metric: []}, Outputs [B, C], (d hidden, d head [D, V] on CPUs, else [V, D]) or ()).
-ChunkResult = tuple[jax.Array, dict[str, jax.Array], Outputs, tuple]
 
 
 class HeadConfig(NamedTuple):
   """Static configuration of a compiled head.
 
   Attributes:
-    objective: loss of a chunk, elementwise in tokens; None computes outputs only.
+    loss_fn: loss of a chunk, elementwise in tokens; None computes outputs only.
     vocab_size: number of real rows of the head; the rest is padding.
-    temperature: divides the logits; inside `chunk_loss` also an array [B, C, 1].
+    temperature: divides the logits.
     reads: fields of `Outputs` to compute besides `logprobs`.
     learns: those of them through which the loss is differentiated.
-    divergence: computes `outputs.divergence`; None where no objective reads it.
-    form, teacher_forms: (divisor, soft cap) of the logits of the model and of
-      each teacher, see `logits`.
+    divergence: computes `outputs.divergence`; None where no loss reads it.
+    form, teacher_forms: (divisor, soft cap) of the logits of the model and of each teacher, see `logits`.
   """
 
-  objective: TokenLoss | None
+  loss_fn: TokenLoss | None
   vocab_size: int
   temperature: float
   compute: Compute
@@ -46,14 +43,22 @@ class HeadConfig(NamedTuple):
   teacher_forms: tuple[tuple[float, float], ...] = ()
 
 
+class HeadResult(NamedTuple):
+  """What a pass over tokens returns; `gradients` is (d hidden, d head), or () where they are not asked for."""
+
+  loss: jax.Array  # []
+  metrics: dict[str, jax.Array]  # []
+  outputs: Outputs  # [B, C] of a chunk, [B, T] of all
+  gradients: tuple
+
+
 def logits(hidden: jax.Array, head: jax.Array, form: tuple[float, float], dtype: str) -> jax.Array:
   """Computes the logits of hidden states, alike in training, scoring and sampling.
 
   Args:
     hidden: [B, T, D] or [S, D].
     head: [V, D].
-    form: (divisor, c): x = hidden head^T / divisor, then c tanh(x / c) unless c
-      is 0.
+    form: (divisor, c): x = hidden head^T / divisor, then c tanh(x / c) unless c is 0.
     dtype: type of the operands of the product.
 
   Returns:
@@ -67,28 +72,23 @@ def logits(hidden: jax.Array, head: jax.Array, form: tuple[float, float], dtype:
   return cap * jnp.tanh(x / cap) if cap else x
 
 
-def masked_logits(config: HeadConfig, hidden: jax.Array, head: jax.Array) -> jax.Array:
-  """Computes logits [B, C, V] over the temperature, with padding of V masked."""
-  x = logits(hidden, head, config.form, config.compute.dtype) / config.temperature
+def masked_logits(config: HeadConfig, hidden: jax.Array, head: jax.Array, temperature: float | jax.Array) -> jax.Array:
+  """Computes logits [B, C, V] divided by the temperature (a number, or [B, C, 1]), with padding of V masked."""
+  x = logits(hidden, head, config.form, config.compute.dtype) / temperature
   if config.vocab_size < head.shape[0]:
     x = jnp.where(jnp.arange(head.shape[0]) < config.vocab_size, x, MASKED_LOGIT)
   return x
 
 
-def _logits_slope(config: HeadConfig, logits: jax.Array) -> jax.Array | float:
-  """d logits / d (hidden head^T), for logits over the temperature."""
+def _logits_slope(config: HeadConfig, logits: jax.Array, temperature: float | jax.Array) -> jax.Array | float:
+  """d logits / d (hidden head^T), for logits divided by the temperature."""
   divisor, cap = config.form
-  slope = 1 / (divisor * config.temperature)
+  slope = 1 / (divisor * temperature)
   if not cap:
     return slope
   # tanh' = 1 - tanh^2; clipped, because padding has logits of -1e30.
-  tanh = jnp.clip(logits * (config.temperature / cap), -1, 1)
+  tanh = jnp.clip(logits * (temperature / cap), -1, 1)
   return slope * (1 - tanh * tanh)
-
-
-def _pad_vocab(logits: jax.Array, vocab: int) -> jax.Array:
-  """Pads [B, C, V'] to [B, C, vocab], for teachers with fewer tokens."""
-  return jnp.pad(logits, ((0, 0), (0, 0), (0, vocab - logits.shape[-1])), constant_values=MASKED_LOGIT)
 
 
 def chunk_length(rows: int, length: int, vocab: int, elements: int) -> int:
@@ -111,68 +111,69 @@ class _Softmax(NamedTuple):
 
 def chunk_loss(
   config: HeadConfig,
-  grad: bool,
   hidden: jax.Array,
   head: jax.Array,
   labels: jax.Array,
   weights: jax.Array,
   arrays: dict[str, jax.Array],
   teachers: Teachers,
-) -> ChunkResult:
-  """Computes loss and outputs of one chunk of hidden states [B, C, D].
+  gradients: bool,
+) -> HeadResult:
+  """Computes loss and outputs of one chunk of hidden states [B, C, D], and gradients if asked for.
 
   Args:
-    grad: compute gradients, too.
-    labels, weights: [B, C]; arrays: {name: [B, C, ...]}; 'allowed' restricts the softmax, 'temperature' > 0 divides it.
-    teachers: their hidden states and heads.
+    labels, weights: [B, C]; arrays: {name: [B, C, ...]}, of which 'allowed' restricts the softmax, and 'temperature',
+      where above 0, takes the place of `config.temperature`.
   """
-  dtype, own = config.compute.dtype, arrays.get('temperature')
-  if own is not None:
-    config = config._replace(temperature=jnp.where(own > 0, own, config.temperature)[..., None])
-  softmax = _softmax(config, hidden, head, labels, arrays.get('allowed'))
+  dtype, temperature = config.compute.dtype, config.temperature
+  if 'temperature' in arrays:
+    own = arrays['temperature']
+    temperature = jnp.where(own > 0, own, config.temperature)[..., None]
+  softmax = _softmax(masked_logits(config, hidden, head, temperature), labels, config.vocab_size, arrays.get('allowed'))
   found = _unmasked_outputs(config, softmax)
   pull_divergence = None
   if config.divergence:
-    teacher_logits = _teacher_logits(config, teachers, head.shape[0])
+    teacher_logits = _teacher_logits(config, teachers, head.shape[0], temperature)
 
     def divergence(logits):
       return config.divergence(logits, teacher_logits, arrays)
 
     found['divergence'], pull_divergence = jax.vjp(divergence, softmax.logits)
   outputs = Outputs(**{k: jnp.where(weights != 0, v, 0) for k, v in found.items()})
-  if config.objective is None:
-    return jnp.zeros(()), {}, outputs, ()
+  if config.loss_fn is None:
+    return HeadResult(jnp.zeros(()), {}, outputs, gradients=())
 
   def weighted(outputs):
-    loss, metrics = config.objective(outputs, arrays)
+    loss, metrics = config.loss_fn(outputs, arrays)
     return jnp.sum(weights * loss), {k: jnp.sum(weights * v) for k, v in metrics.items()}
 
-  if not grad:
-    return *weighted(outputs), outputs, ()
+  if not gradients:
+    return HeadResult(*weighted(outputs), outputs, gradients=())
   (loss, metrics), slopes = jax.value_and_grad(weighted, has_aux=True)(outputs)
   d_logits = _logits_gradient(config, softmax, found, slopes)
   if pull_divergence:
     d_logits += pull_divergence(jnp.where(weights != 0, slopes.divergence, 0))[0]
-  d_logits = d_logits * _logits_slope(config, softmax.logits)
+  d_logits = d_logits * _logits_slope(config, softmax.logits, temperature)
   d_hidden = einsum('bcv,vd->bcd', d_logits, head, dtype, hidden.dtype.name)
-  # [D, V] is the form that XLA:CPU contracts without copying d_logits; elsewhere, turning the sum would be a copy.
-  d_head = einsum('bcd,bcv->dv' if config.compute.platform == 'cpu' else 'bcd,bcv->vd', hidden, d_logits, dtype)
-  return loss, metrics, outputs, (d_hidden, d_head)
+  d_head = einsum('bcd,bcv->dv' if transposes_gradient(config) else 'bcd,bcv->vd', hidden, d_logits, dtype)
+  return HeadResult(loss, metrics, outputs, (d_hidden, d_head))
 
 
-def _teacher_logits(config: HeadConfig, teachers: Teachers, vocab: int) -> list[jax.Array]:
-  """The logits [B, C, vocab] of each teacher, which has a divisor and soft cap of its own."""
-  forms = config.teacher_forms or ((1.0, 0.0),) * len(teachers[0])
-  return [
-    _pad_vocab(masked_logits(config._replace(form=form), hidden, head), vocab)
-    for form, hidden, head in zip(forms, *teachers)
-  ]
+def transposes_gradient(config: HeadConfig) -> bool:
+  """Returns whether d head of a chunk is [D, V], which XLA:CPU computes without a copy of d logits; else [V, D]."""
+  return config.compute.platform == 'cpu'
 
 
-def _softmax(
-  config: HeadConfig, hidden: jax.Array, head: jax.Array, labels: jax.Array, allowed: jax.Array | None
-) -> _Softmax:
-  logits = masked_logits(config, hidden, head)
+def _teacher_logits(config, teachers: Teachers, vocab: int, temperature) -> list[jax.Array]:
+  """The logits [B, C, vocab] of each teacher, which has a divisor and soft cap of its own and may have fewer tokens."""
+  found = []
+  for form, hidden, head in zip(config.teacher_forms or ((1.0, 0.0),) * len(teachers[0]), *teachers):
+    x = masked_logits(config._replace(form=form), hidden, head, temperature)
+    found.append(jnp.pad(x, ((0, 0), (0, 0), (0, vocab - x.shape[-1])), constant_values=MASKED_LOGIT))
+  return found
+
+
+def _softmax(logits: jax.Array, labels: jax.Array, vocab_size: int, allowed: jax.Array | None) -> _Softmax:
   if allowed is not None:
     from jaxpost.losses import sampling_mask
 
@@ -182,8 +183,8 @@ def _softmax(
   norm = jnp.sum(exp, axis=-1, keepdims=True)
   lse = top + jnp.log(norm)
   # A comparison, not a gather: it stays local when V is sharded.
-  is_label = jnp.arange(head.shape[0]) == labels[..., None]
-  is_real = jnp.arange(head.shape[0]) < config.vocab_size
+  is_label = jnp.arange(logits.shape[-1]) == labels[..., None]
+  is_real = jnp.arange(logits.shape[-1]) < vocab_size
   return _Softmax(logits, exp, norm, lse, is_label, is_real=is_real)
 
 

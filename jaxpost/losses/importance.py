@@ -1,6 +1,6 @@
 """Importance correction of the mismatch between sampler and trainer.
 
-Legend: S sequences, C completion tokens. log_ratio = log pi_old (trainer) -
+Legend: N sequences, C completion tokens. log_ratio = log pi_old (trainer) -
 log pi_sampler, per token.
 
 Arrays are numpy arrays on the host: the weights are computed once per batch
@@ -60,7 +60,7 @@ class Correction:
   """An entry of `METHODS`.
 
   Attributes:
-    fn: (log_ratio [S, C] float64, mask [S, C] bool, options) -> [S, C]; `correction` masks the result.
+    fn: (log_ratio [N, C] float64, mask [N, C] bool, options) -> [N, C]; `correction` masks the result.
     reads: fields of `CorrectionOptions` that it reads.
     weighs: it multiplies by the ratio, so that no second one may; others are masks of 0 and 1.
   """
@@ -110,13 +110,13 @@ def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, op
   """Returns the product of the named methods, such as ('sequence_mask', 'icepop').
 
   Args:
-    log_ratio: [S, C]; ignored where the mask is 0.
-    mask: [S, C], 1 for trained tokens.
+    log_ratio: [N, C]; ignored where the mask is 0.
+    mask: [N, C], 1 for trained tokens.
 
   Returns:
-    [S, C] float32 weights, 0 where the mask is.
+    [N, C] float32 weights, 0 where the mask is.
   """
-  log_ratio, mask = _arguments('log_ratio, mask [S, C]', mask, log_ratio)
+  log_ratio, mask = _arguments('log_ratio, mask [N, C]', mask, log_ratio)
   weights = mask.astype(np.float64)
   for name in names:
     weights = weights * METHODS[name].fn(log_ratio, mask, options)
@@ -130,13 +130,13 @@ def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, m
   have a trained token.
 
   Args:
-    old_logprobs, sampler_logprobs, mask: [S, C].
+    old_logprobs, sampler_logprobs, mask: [N, C].
 
   Returns:
     {metric: value}; {} if no token is trained.
   """
-  old, mask = _arguments('old_logprobs, mask [S, C]', mask, old_logprobs)
-  sampler, _ = _arguments('sampler_logprobs, mask [S, C]', mask, sampler_logprobs)
+  old, mask = _arguments('old_logprobs, mask [N, C]', mask, old_logprobs)
+  sampler, _ = _arguments('sampler_logprobs, mask [N, C]', mask, sampler_logprobs)
   trained = mask.any(axis=1)
   if not trained.any():
     return {}
@@ -165,7 +165,7 @@ def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, m
 
 
 def weight_metrics(weights: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-  """Returns how much of a batch the weights [S, C] leave, over the tokens of the mask; {} if there are none.
+  """Returns how much of a batch the weights [N, C] leave, over the tokens of the mask; {} if there are none.
 
   ess: (sum w)^2 / (n sum w^2), the effective fraction of the tokens (Kong 1992); 0 if all
   are 0. masked_positive and masked_negative: fractions of the tokens of either sign of
@@ -193,10 +193,10 @@ def _arguments(what: str, mask: np.ndarray, array: np.ndarray) -> tuple[np.ndarr
 
 
 def exp(log_ratio: np.ndarray) -> np.ndarray:
-  """Returns the ratio, with |log ratio| held to at most 20."""
+  """Returns the ratio, with its log clamped to [-20, 20]."""
   return np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def sequence_mean(x: np.ndarray, mask: np.ndarray) -> np.ndarray:
-  """Returns the means [S] over the trained tokens; 0 for sequences without any."""
+  """Returns the means [N] over the trained tokens; 0 for sequences without any."""
   return (x * mask).sum(axis=1) / np.maximum(mask.sum(axis=1), 1)

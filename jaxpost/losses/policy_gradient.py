@@ -1,12 +1,12 @@
 """Surrogate losses and KL estimators for policy gradients.
 
-All arguments and results are per token, [B, T] float32, unreduced and
-elementwise in tokens, so that they may be called on chunks of tokens: the weights of the batch decide token-mean,
-sequence-mean or constant length.
+All arguments and results are per token, [B, T] float32 (B rows, T tokens), and not reduced: the weights of the batch
+decide token-mean, sequence-mean or constant length. r = pi / pi_old throughout, with log r clamped to [-20, 20].
 
-r = pi / pi_old throughout, with |log r| held to at most 20. `LOSSES` holds the surrogates by name (most are in
-surrogates.py), `KL` the estimators. To add one, write the function and name it there and in the choices of `rl.loss` or
-`rl.kl_estimator` (stage/schema_rl.py).
+A surrogate is elementwise in tokens, so that it may be called on chunks of tokens, or couples the tokens of a sequence
+by `reduce_sequence`, see `Surrogate`. `LOSSES` holds the surrogates by name (most are in surrogates.py), `KL` the
+estimators. To add one, write the function and name it there and in the choices of `rl.loss` or `rl.kl_estimator`
+(stage/schema_rl.py).
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from jaxpost.losses.reduce import MAX_LOG_RATIO, by_name, same_shape, sequence_mean, sequence_total
 
-# [B, T] -> [B, T]: the mean or sum over the trained tokens of each sequence, at all of its tokens.
-SequenceMean = Callable[[jax.Array], jax.Array]
+# [B, T] -> [B, T]: the mean or the sum over the trained tokens of each sequence, at all of its tokens.
+ReduceSequence = Callable[[jax.Array], jax.Array]
 LossAndMetrics = tuple[jax.Array, dict[str, jax.Array]]
 
 
@@ -50,31 +50,22 @@ def importance_ratio(logprobs: jax.Array, old_logprobs: jax.Array) -> jax.Array:
 
 
 def clip(
-  logprobs: jax.Array,
-  old_logprobs: jax.Array,
-  advantages: jax.Array,
-  options: SurrogateOptions,
-  sequence_mean: SequenceMean | None = None,
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: SurrogateOptions
 ) -> LossAndMetrics:
   """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): the clipped surrogate.
 
   PPO (arXiv:1707.06347), eq. 7; asymmetric clip as in DAPO (arXiv:2503.14476), eq. 8. With dual_clip = c > 1, at most
   -c A where A < 0 (arXiv:1912.09729).
   """
-  del sequence_mean
   check_shapes(logprobs, old_logprobs, advantages)
   return clip_ratio(importance_ratio(logprobs, old_logprobs), advantages, options)
 
 
 def reinforce(
-  logprobs: jax.Array,
-  old_logprobs: jax.Array,
-  advantages: jax.Array,
-  options: SurrogateOptions,
-  sequence_mean: SequenceMean | None = None,
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: SurrogateOptions
 ) -> LossAndMetrics:
   """-A log pi (Williams 1992): the policy gradient itself, unclipped."""
-  del options, sequence_mean
+  del options
   check_shapes(logprobs, old_logprobs, advantages)
   return -advantages * logprobs, {'ratio': importance_ratio(logprobs, old_logprobs)}
 
@@ -84,11 +75,13 @@ class Surrogate:
   """An entry of `LOSSES`.
 
   Attributes:
-    fn: (logprobs, old_logprobs, advantages, options, sequence_mean) -> (loss [B, T], {metric: [B, T]}).
+    fn: (logprobs, old_logprobs, advantages, options) -> (loss [B, T], {metric: [B, T]}); a fifth argument,
+      `reduce_sequence`, if `per_sequence` is not None.
     reads: fields of `SurrogateOptions` that it reads.
     sets: {field of config.rl: value} that belong to the loss; a config that names the loss gets them, too.
     reads_old: whether the log-probs of the old policy count.
-    per_sequence: what `sequence_mean` computes: `reduce.sequence_mean` or `sequence_total`; None if it is not called.
+    per_sequence: what `reduce_sequence` computes, `reduce.sequence_mean` or `sequence_total`; None where a token's loss
+      depends on that token alone.
   """
 
   fn: Callable[..., LossAndMetrics]
@@ -163,6 +156,10 @@ def clip_metrics(ratio: jax.Array, low: jax.Array, high: jax.Array) -> dict[str,
   }
 
 
+# (logprobs, ref_logprobs) -> [B, T].
+KLEstimator = Callable[[jax.Array, jax.Array], jax.Array]
+
+
 def kl_k1(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
   """d = log pi - log ref: unbiased, of either sign, and of zero mean gradient.
 
@@ -179,22 +176,32 @@ def kl_k2(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 
 
 def kl_k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-  """exp(-d) - 1 + d with d = log pi - log ref: unbiased, never negative.
-
-  Also GRPO (arXiv:2402.03300), eq. 4. d is held within +-20.
-  """
+  """exp(-d) - 1 + d, d clamped to [-20, 20]: unbiased, never negative. Also GRPO (arXiv:2402.03300), eq. 4."""
   d = jnp.clip(kl_k1(logprobs, ref_logprobs), -MAX_LOG_RATIO, MAX_LOG_RATIO)
   return jnp.expm1(-d) + d
 
 
-# (logprobs, ref_logprobs) -> [B, T].
-KLEstimator = Callable[[jax.Array, jax.Array], jax.Array]
+def kl_absolute(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
+  """|d|: biased, never negative."""
+  d = kl_k1(logprobs, ref_logprobs)
+  return jnp.where(d == 0, 0.0, jnp.abs(d))  # no gradient where there is no divergence
+
+
+def straight_through(estimator: KLEstimator) -> KLEstimator:
+  """Returns an estimator of the same value with the gradient of k2 (arXiv:2506.09477)."""
+
+  def with_slope_of_k2(logprobs, ref_logprobs):
+    k2 = kl_k2(logprobs, ref_logprobs)
+    return k2 + jax.lax.stop_gradient(-k2) + jax.lax.stop_gradient(estimator(logprobs, ref_logprobs))
+
+  return with_slope_of_k2
+
 
 KL: dict[str, KLEstimator] = {
   'k1': kl_k1,
   'k2': kl_k2,
   'k3': kl_k3,
-  'abs': by_name('kl:absolute'),
-  'k1+': by_name('kl:k1_straight_through'),
-  'k3+': by_name('kl:k3_straight_through'),
+  'abs': kl_absolute,
+  'k1+': straight_through(kl_k1),
+  'k3+': straight_through(kl_k3),
 }

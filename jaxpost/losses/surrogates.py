@@ -1,7 +1,7 @@
 """Surrogate losses beyond PPO's clip and REINFORCE; `policy_gradient.LOSSES` names them.
 
-Arguments and results are those of the surrogates in policy_gradient.py: per
-token, [B, T] float32, r = pi / pi_old.
+Arguments and results are those of the surrogates in policy_gradient.py: per token, [B, T] float32 (B rows, T tokens),
+r = pi / pi_old. `reduce_sequence` is the mean over a sequence, in `vespo` the sum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def sequence_ratio(mean_log_ratio: jax.Array, logprobs: jax.Array) -> jax.Array:
   """s_it = sg(s_i) pi / sg(pi), s_i = exp(mean over the tokens of log r).
 
   GSPO-token (arXiv:2507.18071), eq. 14: the value is the sequence's ratio,
-  the gradient the token's own. log s_i is held to at most 10.
+  the gradient the token's own. log s_i is clamped to at most 10.
 
   Args:
     mean_log_ratio: [B, T], the same for all tokens of a sequence.
@@ -37,14 +37,14 @@ def gspo(
   old_logprobs: jax.Array,
   advantages: jax.Array,
   options: policy_gradient.SurrogateOptions,
-  sequence_mean: policy_gradient.SequenceMean,
+  reduce_sequence: policy_gradient.ReduceSequence,
 ) -> policy_gradient.LossAndMetrics:
   """PPO's clip of the sequence's ratio: GSPO (arXiv:2507.18071), eq. 13.
 
   For the paper's objective the weights average over each sequence first.
   """
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
-  mean = sequence_mean(jax.lax.stop_gradient(logprobs - old_logprobs))
+  mean = reduce_sequence(jax.lax.stop_gradient(logprobs - old_logprobs))
   return policy_gradient.clip_ratio(sequence_ratio(mean, logprobs), advantages, options)
 
 
@@ -53,30 +53,26 @@ def geo_mean(
   old_logprobs: jax.Array,
   advantages: jax.Array,
   options: policy_gradient.SurrogateOptions,
-  sequence_mean: policy_gradient.SequenceMean,
+  reduce_sequence: policy_gradient.ReduceSequence,
 ) -> policy_gradient.LossAndMetrics:
   """-A exp(mean over the tokens of the clipped log r).
 
   GMPO (arXiv:2507.20673): log r is clipped to [-clip_low, clip_high] where that
   lowers the objective. The gradient is a token's own if the weights average
-  over each sequence first. `sequence_mean` is called on the clipped log r.
+  over each sequence first. `reduce_sequence` is called on the clipped log r.
   """
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
   log_ratio = logprobs - old_logprobs
   low = (log_ratio < -options.clip_low) & (advantages < 0)
   high = (log_ratio > options.clip_high) & (advantages > 0)
   clipped = jnp.where(low, -options.clip_low, jnp.where(high, options.clip_high, log_ratio))
-  mean = sequence_mean(jax.lax.stop_gradient(clipped))
+  mean = reduce_sequence(jax.lax.stop_gradient(clipped))
   ratio = sequence_ratio(mean, clipped)
   return -advantages * ratio, policy_gradient.clip_metrics(ratio, low, high)
 
 
 def cispo(
-  logprobs: jax.Array,
-  old_logprobs: jax.Array,
-  advantages: jax.Array,
-  options: policy_gradient.SurrogateOptions,
-  sequence_mean: policy_gradient.SequenceMean | None = None,
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: policy_gradient.SurrogateOptions
 ) -> policy_gradient.LossAndMetrics:
   """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi.
 
@@ -88,7 +84,6 @@ def cispo(
   The clip ratios count tokens whose weight is bounded, whatever their
   advantage; 'cispo_clip_ratio' those of positive advantage, as in TRL.
   """
-  del sequence_mean
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
   ratio = policy_gradient.importance_ratio(logprobs, old_logprobs)
   weight = jnp.clip(ratio, 1 - options.clip_low, 1 + options.clip_high)
@@ -99,17 +94,12 @@ def cispo(
 
 
 def sapo(
-  logprobs: jax.Array,
-  old_logprobs: jax.Array,
-  advantages: jax.Array,
-  options: policy_gradient.SurrogateOptions,
-  sequence_mean: policy_gradient.SequenceMean | None = None,
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: policy_gradient.SurrogateOptions
 ) -> policy_gradient.LossAndMetrics:
   """-(4 / tau) sigmoid(tau (r - 1)) A, tau by the sign of A: a soft clip.
 
   SAPO (arXiv:2511.20347).
   """
-  del sequence_mean
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
   ratio = policy_gradient.importance_ratio(logprobs, old_logprobs)
   tau = jnp.where(advantages > 0, options.tau_pos, options.tau_neg)
@@ -122,7 +112,7 @@ def vespo(
   old_logprobs: jax.Array,
   advantages: jax.Array,
   options: policy_gradient.SurrogateOptions,
-  sequence_sum: policy_gradient.SequenceMean,
+  reduce_sequence: policy_gradient.ReduceSequence,
 ) -> policy_gradient.LossAndMetrics:
   """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W the product of r over the sequence.
 
@@ -132,7 +122,7 @@ def vespo(
   """
   del options
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
-  drift = sequence_sum(jax.lax.stop_gradient(logprobs - old_logprobs))
+  drift = reduce_sequence(jax.lax.stop_gradient(logprobs - old_logprobs))
   log_ratio = jnp.clip(drift, -MAX_LOG_RATIO, MAX_LOG_RATIO)
   ratio = jnp.exp(log_ratio)
   shape, rate = (jnp.where(advantages >= 0, *values) for values in (_VESPO_SHAPE, _VESPO_RATE))
@@ -141,11 +131,7 @@ def vespo(
 
 
 def dro(
-  logprobs: jax.Array,
-  old_logprobs: jax.Array,
-  advantages: jax.Array,
-  options: policy_gradient.SurrogateOptions,
-  sequence_mean: policy_gradient.SequenceMean | None = None,
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: policy_gradient.SurrogateOptions
 ) -> policy_gradient.LossAndMetrics:
   """-A log pi + beta / 2 (log r)^2: the policy gradient, held to the sampler by a quadratic penalty.
 
@@ -154,7 +140,6 @@ def dro(
   penalty is one of each token, the reference is the policy that sampled, and the group's baseline
   takes the place of V.
   """
-  del sequence_mean
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
   penalty = options.dro_beta / 2 * (logprobs - old_logprobs) ** 2
   ratio = policy_gradient.importance_ratio(logprobs, old_logprobs)
@@ -162,11 +147,7 @@ def dro(
 
 
 def dppo_tv(
-  logprobs: jax.Array,
-  old_logprobs: jax.Array,
-  advantages: jax.Array,
-  options: policy_gradient.SurrogateOptions,
-  sequence_mean: policy_gradient.SequenceMean | None = None,
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: policy_gradient.SurrogateOptions
 ) -> policy_gradient.LossAndMetrics:
   """-sg(min(r, 20)) A log pi, without tokens whose probability has moved too far: DPPO with total variation.
 
@@ -174,25 +155,19 @@ def dppo_tv(
   exceeds clip_high, one of negative advantage if pi_old - pi exceeds clip_low. The
   old policy is the one that sampled; 0.15 is verl's value of both bounds.
   """
-  del sequence_mean
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
   moved = jnp.exp(logprobs) - jnp.exp(old_logprobs)
   return _masked(logprobs, old_logprobs, advantages, low=moved < -options.clip_low, high=moved > options.clip_high)
 
 
 def dppo_kl(
-  logprobs: jax.Array,
-  old_logprobs: jax.Array,
-  advantages: jax.Array,
-  options: policy_gradient.SurrogateOptions,
-  sequence_mean: policy_gradient.SequenceMean | None = None,
+  logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.Array, options: policy_gradient.SurrogateOptions
 ) -> policy_gradient.LossAndMetrics:
   """DPPO with the binary KL divergence: `dppo_tv` with another measure of how far a token has moved.
 
   KL(pi_old, pi) of the two events "this token" and "another one". A token is left out
   only if pi has moved in the direction of its advantage; verl's bound is 0.05.
   """
-  del sequence_mean
   policy_gradient.check_shapes(logprobs, old_logprobs, advantages)
   old = jnp.exp(old_logprobs)
   tiny = 1e-8  # keeps the logarithm finite at probability 1
@@ -229,7 +204,7 @@ def off_policy_kept(
   sampler_logprobs: jax.Array,
   advantages: jax.Array,
   threshold: float,
-  sequence_mean: policy_gradient.SequenceMean,
+  reduce_sequence: policy_gradient.ReduceSequence,
 ) -> jax.Array:
   """Returns a mask: 0 on negative advantages in sequences far off policy, else 1.
 
@@ -237,5 +212,5 @@ def off_policy_kept(
   far off policy if its mean of log (sampler / pi) exceeds the threshold, pi
   being the current policy.
   """
-  drift = sequence_mean(jax.lax.stop_gradient(sampler_logprobs - logprobs))
+  drift = reduce_sequence(jax.lax.stop_gradient(sampler_logprobs - logprobs))
   return 1.0 - ((drift > threshold) & (advantages < 0))

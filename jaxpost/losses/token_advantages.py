@@ -11,11 +11,11 @@ from jaxpost.losses.reduce import same_shape
 
 
 def whiten(x: ArrayLike, mask: ArrayLike) -> np.ndarray:
-  """(x - mean) / sqrt(var + 1e-8) over all masked-in entries of [S, C].
+  """(x - mean) / sqrt(var + 1e-8) over all masked-in entries of [N, C].
 
   The variance is unbiased.
   """
-  mask, x = masked_tokens('x, mask [S, C]', mask, x)
+  mask, x = masked_tokens('x, mask [N, C]', mask, x)
   count = mask.sum()
   mean = x.sum() / max(count, 1)
   variance = ((x - mean) ** 2 * mask).sum() / max(count - 1, 1)
@@ -30,12 +30,12 @@ def returns_to_go(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0)
   discount.
 
   Args:
-    token_rewards: [S, C], including -coef * KL if the KL is part of the reward.
+    token_rewards: [N, C], including -coef * KL if the KL is part of the reward.
 
   Returns:
-    [S, C] float32.
+    [N, C] float32.
   """
-  mask, rewards = masked_tokens('token_rewards, mask [S, C]', mask, token_rewards)
+  mask, rewards = masked_tokens('token_rewards, mask [N, C]', mask, token_rewards)
   returns = np.zeros_like(rewards)
   total = np.zeros(len(rewards))
   for t in reversed(range(rewards.shape[1])):
@@ -45,7 +45,7 @@ def returns_to_go(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0)
 
 
 def reinforce_plus_plus(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0) -> np.ndarray:
-  """Returns whitened `returns_to_go` [S, C]: REINFORCE++ (arXiv:2501.03262)."""
+  """Returns whitened `returns_to_go` [N, C]: REINFORCE++ (arXiv:2501.03262)."""
   return whiten(returns_to_go(token_rewards, mask, gamma), mask)
 
 
@@ -57,15 +57,15 @@ def reinforce_plus_plus_baseline(
   REINFORCE++-baseline (arXiv:2501.03262).
 
   Args:
-    rewards, valid: [N, G].
-    mask: [N * G, C].
+    rewards, valid: [P, G].
+    mask: [N, C].
 
   Returns:
-    [N * G, C] float32.
+    [N, C] float32.
   """
   rewards, valid = advantages.as_groups(rewards, valid)
   mask = np.asarray(mask, bool)
-  same_shape('rewards [N, G] and mask [N * G, C]', 1, rewards.ravel(), mask[:, 0])
+  same_shape('rewards [P, G] and mask [N, C]', 1, rewards.ravel(), mask[:, 0])
   _, centered = advantages.centered_rewards(rewards, valid, singleton)
   mask = mask & valid.reshape(-1, 1)
   return whiten(np.where(mask, centered.reshape(-1, 1), 0), mask)
@@ -77,15 +77,15 @@ def remax(token_rewards: ArrayLike, mask: ArrayLike, greedy_rewards: ArrayLike, 
   ReMax (arXiv:2310.10505).
 
   Args:
-    token_rewards, mask: [S, C].
-    greedy_rewards: [S], reward of the greedy completion of each sequence's prompt.
+    token_rewards, mask: [N, C].
+    greedy_rewards: [N], reward of the greedy completion of each sequence's prompt.
 
   Returns:
-    [S, C] float32.
+    [N, C] float32.
   """
   greedy = np.asarray(greedy_rewards, np.float64)
   returns = returns_to_go(token_rewards, mask, gamma)
-  same_shape('token_rewards [S, C] and greedy_rewards [S]', 1, returns[:, 0], greedy)
+  same_shape('token_rewards [N, C] and greedy_rewards [N]', 1, returns[:, 0], greedy)
   gains = np.where(np.asarray(mask, bool), returns - greedy[:, None], 0)
   return gains.astype(np.float32)
 

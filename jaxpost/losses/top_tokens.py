@@ -31,7 +31,7 @@ def top_tokens(
 
   def body(i, found):
     index = jax.lax.dynamic_slice_in_dim(order, i * chunk, chunk, axis=1)
-    logits = head_chunk.masked_logits(config, head_lib.reorder(hidden, index), head)
+    logits = head_chunk.masked_logits(config, head_lib.reorder(hidden, index), head, config.temperature)
     top, ids = jax.lax.top_k(logits, k)
     top -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return tuple(

@@ -1,6 +1,6 @@
 """Advantage estimators for conversations, from the rewards of their turns: MT-GRPO and GiGPO.
 
-Legend: N prompts, G samples of each, S = N * G sequences, C completion tokens, K turns of the longest.
+Legend: N sequences, G samples per prompt, P = N / G prompts, C completion tokens, K turns of the longest.
 A turn is a run of sampled tokens; answers of the environment stand between two turns.
 """
 
@@ -30,12 +30,12 @@ def mt_grpo(
   with more of them the sum goes on, and turn l is compared in the samples that have one.
 
   Args:
-    rewards, valid: [N, G]; the outcome is what the turns do not add up to.
-    turn_rewards: [S, C], the reward of a turn at one of its tokens.
-    sampled: [S, C], tokens of turns.
+    rewards, valid: [P, G]; the outcome is what the turns do not add up to.
+    turn_rewards: [N, C], the reward of a turn at one of its tokens.
+    sampled: [N, C], tokens of turns.
 
   Returns:
-    [S, C] float32.
+    [N, C] float32.
   """
   rewards, valid = advantages.as_groups(rewards, valid)
   turns = turns_of(sampled)
@@ -71,10 +71,10 @@ def gigpo(
 
   Args:
     rewards, valid, turn_rewards, sampled: as in `mt_grpo`.
-    completions: [S, C] tokens.
+    completions: [N, C] tokens.
 
   Returns:
-    [S, C] float32.
+    [N, C] float32.
   """
   rewards, valid = advantages.as_groups(rewards, valid)
   turns = turns_of(sampled)
@@ -91,7 +91,7 @@ def gigpo(
 
 
 def turns_of(sampled: ArrayLike) -> np.ndarray:
-  """Returns [S, C]: the number of the turn of each sampled token, from 0; -1 for other tokens."""
+  """Returns [N, C]: the number of the turn of each sampled token, from 0; -1 for other tokens."""
   sampled = np.asarray(sampled) > 0
   begins = sampled & ~np.pad(sampled, ((0, 0), (1, 0)))[:, :-1]
   return np.where(sampled, begins.cumsum(axis=1) - 1, -1)
@@ -101,24 +101,24 @@ def states(turns: np.ndarray, completions: ArrayLike, group_size: int) -> dict[t
   """Returns {(prompt, observation): [(sequence, turn), ...]}: turns that start from the same state.
 
   Args:
-    turns: [S, C], of `turns_of`.
-    completions: [S, C] tokens; the observation is those between a turn and the one before.
+    turns: [N, C], of `turns_of`.
+    completions: [N, C] tokens; the observation is those between a turn and the one before.
   """
   found = collections.defaultdict(list)
-  for s, (row, tokens) in enumerate(zip(turns, np.asarray(completions))):
+  for n, (row, tokens) in enumerate(zip(turns, np.asarray(completions))):
     end = 0
     for k in range(row.max(initial=-1) + 1):
       (places,) = np.nonzero(row == k)
-      found[s // group_size, tokens[end : places[0]].tobytes()].append((s, k))
+      found[n // group_size, tokens[end : places[0]].tobytes()].append((n, k))
       end = places[-1] + 1
   return found
 
 
 def _split(rewards: np.ndarray, turn_rewards: ArrayLike, turns: np.ndarray) -> tuple[np.ndarray, ...]:
-  """Returns (rewards of turns [S, K], what is left of the sum [S], number of the last turn [S], -1 for none)."""
+  """Returns (rewards of turns [N, K], what is left of the sum [N], number of the last turn [N], -1 for none)."""
   turn_rewards = np.asarray(turn_rewards, np.float64)
-  same_shape('turn_rewards, sampled [S, C]', 2, turn_rewards, turns)
-  same_shape('rewards [N, G] and sampled [N * G, C]', 1, rewards.ravel(), turns[:, 0])
+  same_shape('turn_rewards, sampled [N, C]', 2, turn_rewards, turns)
+  same_shape('rewards [P, G] and sampled [N, C]', 1, rewards.ravel(), turns[:, 0])
   last = turns.max(axis=1)
   out = np.zeros((len(turns), max(last.max(initial=0) + 1, 1)))
   rows, columns = np.nonzero(turns >= 0)
@@ -127,7 +127,7 @@ def _split(rewards: np.ndarray, turn_rewards: ArrayLike, turns: np.ndarray) -> t
 
 
 def _to_go(x: np.ndarray, gamma: float) -> np.ndarray:
-  """[S, K] -> discounted sums from each turn on."""
+  """[N, K] -> discounted sums from each turn on."""
   out = x.copy()
   for k in reversed(range(x.shape[1] - 1)):
     out[:, k] += gamma * out[:, k + 1]
@@ -135,6 +135,6 @@ def _to_go(x: np.ndarray, gamma: float) -> np.ndarray:
 
 
 def _to_tokens(of_turns: np.ndarray, turns: np.ndarray) -> np.ndarray:
-  """[S, K] -> [S, C] float32: the entry of its turn at each sampled token, 0 elsewhere."""
+  """[N, K] -> [N, C] float32: the entry of its turn at each sampled token, 0 elsewhere."""
   values = np.take_along_axis(of_turns, np.maximum(turns, 0), axis=1)
   return np.where(turns >= 0, values, 0).astype(np.float32)

@@ -1,6 +1,6 @@
 """Critics and reward models: generalized advantage estimation, and losses of values.
 
-Legend: B rows, T tokens, P pairs, S sequences, C completion tokens. All losses are
+Legend: B rows, T tokens, P pairs, N sequences, C completion tokens. All losses are
 unreduced and elementwise.
 """
 
@@ -24,13 +24,13 @@ def gae(
   no discount. The value after the last one is 0.
 
   Args:
-    token_rewards, values, mask: [S, C]; masked entries are ignored.
-    lam: one for all, or [S].
+    token_rewards, values, mask: [N, C]; masked entries are ignored.
+    lam: one for all, or [N].
 
   Returns:
-    (advantages, returns = A + V), each [S, C] float32; not whitened.
+    (advantages, returns = A + V), each [N, C] float32; not whitened.
   """
-  mask, rewards, values = masked_tokens('token_rewards, values, mask [S, C]', mask, token_rewards, values)
+  mask, rewards, values = masked_tokens('token_rewards, values, mask [N, C]', mask, token_rewards, values)
   gains = np.zeros_like(values)
   next_value = np.zeros(len(values))
   gain = np.zeros(len(values))
@@ -44,7 +44,7 @@ def gae(
 
 
 def length_adaptive_lam(mask: ArrayLike, alpha: float) -> np.ndarray:
-  """Returns 1 - 1 / (alpha * trained tokens) of each sequence [S], 0 at least.
+  """Returns 1 - 1 / (alpha * trained tokens) of each sequence [N], 0 at least.
 
   The lambda of the policy in VAPO (arXiv:2504.05118), section 4.2, with which the
   coefficients of GAE sum to the same fraction of a completion, however long it is.

@@ -65,7 +65,7 @@ def loss(
   labels, positions, weights = (jnp.roll(x, -2, axis=1) for x in (batch.tokens, batch.positions, batch.loss_weights))
   # Positions restart with each document: this holds neither across a border nor where the row wraps around.
   weights = jnp.where(positions == batch.positions + 2, weights, 0)
-  plan = plan._replace(objective=_cross_entropy, reads=(), learns=(), divergence=None)
+  plan = plan._replace(loss_fn=_cross_entropy, reads=(), learns=(), divergence=None)
   return head_lib.fused_loss(plan, ahead, model.head(params), labels, weights * scale, arrays={})
 
 

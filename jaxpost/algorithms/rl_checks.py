@@ -1,0 +1,162 @@
+"""Refusals of features and estimators of `config.rl` that are off by default, a function for each.
+
+`rl_fields.py` calls `check_estimator` and `check_features` where one of them is on, and refuses the rest itself.
+"""
+
+from __future__ import annotations
+
+from jaxpost.algorithms.base import Config
+from jaxpost.errors import refuse
+from jaxpost.losses import advantages, importance
+
+
+def check_estimator(config: Config) -> None:
+  """Raises InputError where the estimator `config.rl.advantage`, another than GRPO's, lacks what it reads."""
+  check_pass_at_k(config)
+  check_rewards_of_estimator(config)
+  check_turns(config)
+
+
+def check_features(config: Config) -> None:
+  """Raises InputError for a feature that is on in a config that it does not go with."""
+  check_train_on_rollouts(config)
+  check_kl_target(config)
+  check_sampling_mask(config)
+  check_expert(config)
+  check_replay(config)
+  check_quantized_sampler(config)
+  check_covariance(config)
+  check_dynamic_sampling(config)
+
+
+def check_pass_at_k(config: Config) -> None:
+  """Refuses groups that are too small to have two subsets of k samples."""
+  rl, size = config.rl, config.rollout.group_size
+  refuse(
+    rl.advantage == 'pass_at_k' and rl.pass_k >= size,
+    f'config.rl.pass_k: no two subsets of {rl.pass_k} can be compared in a group of {size}; '
+    'lower it, or raise config.rollout.group_size',
+  )
+
+
+def check_rewards_of_estimator(config: Config) -> None:
+  """Refuses a KL in rewards that must be 0 or 1, or that are compared one by one."""
+  rl = config.rl
+  estimator = advantages.ESTIMATORS[rl.advantage]
+  kl_in_reward = rl.kl_in == 'reward' and rl.kl_coef > 0
+  refuse(
+    estimator.binary and kl_in_reward,
+    f'config.rl.advantage: {rl.advantage!r} is defined for rewards of 0 and 1, which a KL in the reward changes; '
+    'use rl.kl_in=loss',
+  )
+  refuse(
+    'components' in estimator.takes and (kl_in_reward or bool(config.train_on_rollouts and not config.reward)),
+    f'config.rl.advantage: {rl.advantage!r} needs each reward by itself: without a KL in the reward '
+    '(use rl.kl_in=loss), and graded anew under train_on_rollouts (set config.reward)',
+  )
+
+
+def check_turns(config: Config) -> None:
+  """Refuses an estimator that compares turns where a completion has only one."""
+  rl = config.rl
+  refuse(
+    'sampled' in advantages.ESTIMATORS[rl.advantage].takes and not _not_own_samples(config),
+    f'config.rl.advantage: {rl.advantage!r} compares the turns of an environment; set config.environment',
+  )
+
+
+def check_train_on_rollouts(config: Config) -> None:
+  """Refuses saved rollouts with features that decide what is sampled."""
+  rl = config.rl
+  refuse(
+    bool(config.train_on_rollouts) and bool(rl.dynamic_sampling or rl.curriculum or rl.advantage == 'remax'),
+    'config.train_on_rollouts: what was sampled again, or greedily, is not kept, and no prompt is drawn; '
+    'leave out rl.dynamic_sampling, rl.curriculum and remax',
+  )
+
+
+def check_kl_target(config: Config) -> None:
+  """Refuses an adaptive coefficient of a KL that is not in the reward, or starts at 0."""
+  rl = config.rl
+  refuse(
+    rl.kl_in != 'reward' and rl.kl_target > 0,
+    'config.rl.kl_target: only a KL in the reward adapts; set config.rl.kl_in=reward',
+  )
+  refuse(rl.kl_target > 0 and not rl.kl_coef, 'config.rl.kl_target: needs a kl_coef to start from')
+
+
+def check_sampling_mask(config: Config) -> None:
+  """Refuses a sampling mask without a bounded set of ids, or where rollouts do not carry it."""
+  rollout = config.rollout
+  refuse(
+    config.rl.sampling_mask and (not rollout.top_k or bool(rollout.top_logprobs or _not_own_samples(config))),
+    'config.rl.sampling_mask: keeps rollout.top_k ids a token, so set that; and leave out rollout.top_logprobs, '
+    'environment and train_on_rollouts',
+  )
+
+
+def check_expert(config: Config) -> None:
+  """Refuses completions of the data among the samples of a prompt where something is estimated from samples."""
+  rl = config.rl
+  estimated = rl.kl_coef or rl.clip_cov or rl.kl_cov or rl.entropy_target
+  refuse(
+    rl.expert and bool(estimated or _not_own_samples(config) or config.router.routing_replay),
+    'config.rl.expert: what is estimated from samples does not hold for completions of the data; leave out kl_coef, '
+    'clip_cov, kl_cov, entropy_target, environment, train_on_rollouts and routing_replay',
+  )
+
+
+def check_replay(config: Config) -> None:
+  """Refuses a buffer of old groups where groups change after they are drawn, or no weight corrects for their age."""
+  rl = config.rl
+  if not rl.replay:
+    return
+  changed = rl.dynamic_sampling or rl.expert or _not_own_samples(config) or not config.reward
+  refuse(
+    bool(changed),
+    'config.rl.replay: needs a reward function, and groups that stay as they were drawn; leave out dynamic_sampling, '
+    'expert, environment and train_on_rollouts',
+  )
+  refuse(
+    rl.old_policy != 'sampler' and not any(importance.METHODS[x].weighs for x in rl.importance if x != 'opsm'),
+    'config.rl.replay: its samples are those of an older policy, and no weight corrects for that; '
+    "set rl.old_policy=sampler, or leave rl.importance ('auto',)",
+  )
+
+
+def check_quantized_sampler(config: Config) -> None:
+  """Refuses a sampler in 8 bits whose difference from the policy nothing corrects."""
+  rl, rollout = config.rl, config.rollout
+  refuse(
+    bool(rollout.weights or rollout.cache) and rl.old_policy != 'sampler' and set(rl.importance) <= {'opsm'},
+    f'config.rl.importance: {rl.importance} corrects nothing, and a sampler in 8 bits (rollout.weights, rollout.cache) '
+    "draws from another distribution; leave it ('auto',), or set rl.old_policy=sampler",
+  )
+
+
+def check_covariance(config: Config) -> None:
+  """Refuses Clip-Cov and KL-Cov where they would change no token."""
+  rl = config.rl
+  older = rl.old_policy == 'sampler' and (config.rollout.staleness or rl.keep_surplus or rl.replay)
+  refuse(
+    rl.kl_cov > 0 and rl.epochs * rl.minibatches == 1 and not older,
+    'config.rl.kl_cov: holds tokens to the old policy, which they have not left in the only update of a rollout; '
+    'use rl.clip_cov, more config.rl.minibatches, or rl.old_policy=sampler with config.rollout.staleness',
+  )
+  refuse(
+    rl.clip_cov > 0 and rl.cov_low >= rl.cov_high,
+    f'config.rl.cov_low: {rl.cov_low} is not below cov_high={rl.cov_high}, so no token is clipped; raise cov_high',
+  )
+
+
+def check_dynamic_sampling(config: Config) -> None:
+  """Refuses to sample again for groups that cannot have two different rewards."""
+  refuse(
+    config.rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
+    'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
+  )
+
+
+def _not_own_samples(config: Config) -> bool:
+  """Whether completions come from an environment or a file rather than from the sampler alone."""
+  return bool(config.environment or config.train_on_rollouts)
