@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 @struct.dataclass
-class Prefix:
-  """Prefilled prompts, to be forked into any number of samples."""
+class Prefilled:
+  """Prompts that a prefill has read, to be forked into any number of samples."""
 
   cache: Cache  # L x [N, K, P, h]
   hidden: Array  # [N, D], of the last prompt token
@@ -60,11 +60,11 @@ class DecodeState:
 class Entry:
   """Sequences that enter slots; `source` is -1 where a slot stays as it is."""
 
-  source: Array  # [S] int32, row of the Prefix
+  source: Array  # [S] int32, row of the Prefilled
   prompts: Array  # [S] int32, global prompt index
   samples: Array  # [S] int32, index within the group
   sampling: Sampling
-  # [M, 3] int32: row of the Prefix, part of that row, target page; -1 is none.
+  # [M, 3] int32: row of the Prefilled, part of that row, target page; -1 is none.
   copies: Array | None = None
 
 
@@ -140,11 +140,11 @@ def slot_shardings(layout: Layout) -> Callable:
 
 
 def make_prefill(model: Model, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
-  """Makes the program prefill(weights, tokens [N, P], lengths [N]) -> Prefix."""
+  """Makes the program prefill(weights, tokens [N, P], lengths [N]) -> Prefilled."""
 
   def prefill(weights, tokens, lengths):
     cache, hidden = model.prefill(weights, tokens, lengths, compute=compute, constrain=layout)
-    return Prefix(stored(cache.replace(experts=())), hidden, lengths, cache.experts)
+    return Prefilled(stored(cache.replace(experts=())), hidden, lengths, cache.experts)
 
   def flops(weights, tokens, lengths):
     del weights, lengths
@@ -154,16 +154,16 @@ def make_prefill(model: Model, layout: Layout, compute: Compute, ledger: Ledger)
 
 
 def make_insert(layout: Layout, ledger: Ledger) -> Program:
-  """Makes the program insert(state, prefix, entry, run_key, step) -> state, which donates the state."""
+  """Makes the program insert(state, prefilled, entry, run_key, step) -> state, which donates the state."""
 
-  def insert(state, prefix, entry, run_key, step):
+  def insert(state, prefilled, entry, run_key, step):
     source = jnp.maximum(entry.source, 0)
-    cache = (
-      put_rows(state.cache, prefix.cache, entry.source >= 0, source)
-      if entry.copies is None
-      else put_pages(state.cache, prefix.cache, entry.copies)
-    )
-    return enter(state.replace(cache=cache), entry, prefix.hidden[source], prefix.lengths[source], run_key, step=step)
+    if entry.copies is None:
+      cache = put_rows(state.cache, prefilled.cache, entry.source >= 0, source)
+    else:
+      cache = put_pages(state.cache, prefilled.cache, entry.copies)
+    hidden, positions = prefilled.hidden[source], prefilled.lengths[source]
+    return enter(state.replace(cache=cache), entry, hidden, positions, run_key, step=step)
 
   return Program('insert', insert, ledger, slot_shardings(layout), donate=(0,))
 

@@ -33,8 +33,8 @@ class EnginePrograms:
   """Programs of one engine on one layout.
 
   init: () -> DecodeState with empty slots.
-  prefill: (weights, tokens, lengths) -> Prefix.
-  insert: (state, prefix, entry, run key, step) -> state.
+  prefill: (weights, tokens, lengths) -> Prefilled.
+  insert: (state, prefilled, entry, run key, step) -> state.
   move: (state, source slots) -> state.
   """
 
@@ -103,7 +103,7 @@ def make_entry(
 
   Args:
     sequences: {slot: `ActiveSequence`}.
-    rows: {slot: row of the prefix}.
+    rows: {slot: row of the `Prefilled`}.
     copies: pages to be filled.
   """
   slots = engine.max_concurrent_decodes
@@ -172,9 +172,9 @@ def compile_jobs(
   for size in sorted({buckets.prompt(n) for n in (*lengths, *again)}):
     tokens = _abstract(engine, (rows, size))
     counts = _abstract(engine, (rows,))
-    prefix = programs.prefill.outputs(weights, tokens, counts)
+    prefilled = programs.prefill.outputs(weights, tokens, counts)
     jobs.append(functools.partial(programs.prefill.compile, weights, tokens, counts))
-    jobs.append(functools.partial(programs.insert.compile, state, prefix, entry, key, step))
+    jobs.append(functools.partial(programs.insert.compile, state, prefilled, entry, key, step))
   for read in sorted({buckets.decode(n + engine.block) for n in range(low, high)}):
     for count in buckets.row_sizes():
       jobs.append(functools.partial(programs.decoder(count, read).compile, weights, state, *tables(count, read)))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
   from jaxpost.models.shared_weights import SharedWeights
-  from jaxpost.programs.generate import Block, DecodeState, Prefix
+  from jaxpost.programs.generate import Block, DecodeState, Prefilled
   from jaxpost.rollout.page_table import PageCopy, PageTable
   from jaxpost.rollout.sequence import ActiveSequence
 
@@ -201,7 +201,7 @@ class NativeEngine:
     state = self.programs.init.outputs()
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
 
-  def prefill(self, prompts: Sequence[np.ndarray], rows: int = 0) -> Prefix:
+  def prefill(self, prompts: Sequence[np.ndarray], rows: int = 0) -> Prefilled:
     """Prefills prompts, token ids, as one right-padded batch of `rows` (0: a row bucket)."""
     shape = rows or self.buckets.rows(len(prompts)), self.buckets.prompt(max(map(len, prompts)))
     tokens = np.zeros(shape, np.int32)
@@ -220,10 +220,10 @@ class NativeEngine:
 
     return page_table.PageTable(self.page, self.cache_shape[0], self.length)
 
-  def insert(self, state: DecodeState, prefix: Prefix, entry: Entry, run_key: Any, step: int) -> DecodeState:
-    """Forks sequences of a prefix into their slots."""
+  def insert(self, state: DecodeState, prefilled: Prefilled, entry: Entry, run_key: Any, step: int) -> DecodeState:
+    """Forks prefilled sequences into their slots."""
     key, step = self.layout.put((run_key, np.int32(step)), None)
-    return self.programs.insert(state, prefix, self.layout.put(entry, 'batch', None), key, step)
+    return self.programs.insert(state, prefilled, self.layout.put(entry, 'batch', None), key, step)
 
   def extend(
     self,
@@ -304,28 +304,7 @@ class NativeEngine:
     reuse_cache: bool = True,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> dict:
-    """Serves requests with continuous batching, until no more come.
-
-    Turns of conversations, and any request that depends on what was drawn, come from `next_requests`. Draws depend on
-    (run key, step, prompt, sample, position in the sequence), never on other requests or on the order of arrival.
-
-    Args:
-      requests: the first ones; sequences of any length that fits a slot.
-      run_key: key data, [2] uint32.
-      next_requests: (completions, idle) -> requests, called between any two blocks with the completions that ended
-        since (often none); it returns the requests that became ready (often none). With `idle` nothing is decoded and
-        the queue is empty: it may block until a request is ready, and returning none ends the call. It must return the
-        same on every process.
-      prefill_rows: prompts of a prefill; None: as many as are queued, up to the slots.
-      on_tokens: called with (request, token ids so far) after each block, before `next_requests`.
-      reuse_cache: a request that begins with a finished sequence continues from its cache entries; False prefills it
-        from its beginning.
-      on_dispatch: called before each block with the number of blocks dispatched so far; it may `load` newer weights.
-        Cache entries that were filled with the old ones stay as they are.
-
-    Returns:
-      Figures of the call; see `Scheduler.figures`.
-    """
+    """Serves requests with continuous batching, until no more come; see `engine.Engine.serve`."""
     return self._scheduler(
       self,
       run_key,

@@ -15,9 +15,9 @@ from jaxpost.errors import InputError
 
 @dataclasses.dataclass
 class PageCopy:
-  """Copies entries of a prefilled prefix into a page.
+  """Copies entries of a prefilled prompt into a page.
 
-  row: of the prefix. place: which `size` entries of that row. page: their target.
+  row: of the `generate.Prefilled`. place: which `size` entries of that row. page: their target.
   """
 
   row: int
@@ -52,7 +52,7 @@ class PageTable:
     return -(-entries // self.size)
 
   def admit(self, holder: Hashable, prompt: bytes, row: int, length: int, extra: int) -> list[PageCopy] | None:
-    """Allocates pages for a prompt of `length` entries, which is row `row` of a prefix.
+    """Allocates pages for a prompt of `length` entries, which is row `row` of a `generate.Prefilled`.
 
     Returns:
       The copies that fill the pages; None where the free pages do not hold the prompt and `extra` entries more.
