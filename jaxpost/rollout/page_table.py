@@ -10,8 +10,6 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from jaxpost.errors import InputError
-
 
 @dataclasses.dataclass
 class PageCopy:
@@ -30,15 +28,9 @@ class PageTable:
 
   size: entries of a page.
   count: pages, including the reserved page 0.
-  longest: tokens of the longest sequence, which has to fit.
   """
 
-  def __init__(self, size: int, count: int, longest: int):
-    if (count - 1) * size < longest:
-      raise InputError(
-        f'config.rollout.cache_tokens: {count - 1} pages of {size} do not hold one sequence of {longest} entries; '
-        'raise it'
-      )
+  def __init__(self, size: int, count: int):
     self.size = size
     self.count = count
     self.free = collections.deque(range(1, count))
