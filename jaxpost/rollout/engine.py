@@ -53,10 +53,12 @@ class Engine(Protocol):
     """Returns shapes and shardings of the weights and caches that it will hold."""
 
   def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable]:
-    """Returns functions that compile what sampling needs; they may run in parallel.
+    """Returns functions that compile what sampling needs; they are independent of each other, and may run in parallel.
 
     Args:
-      lengths: of the prompts.
+      params: the trainer's parameters, or their shapes and shardings.
+      lengths: tokens of each prompt.
+      group_size: samples of each prompt.
       turns: conversations of several turns will be served.
     """
 
@@ -113,9 +115,10 @@ class Engine(Protocol):
     sampling: dict | None = None,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> Rollout:
-    """Samples `group_size` completions of each prompt; there may be fewer slots.
+    """Samples `group_size` completions of each prompt, of one turn each; there may be fewer slots.
 
     Args:
-      sampling: fields of `Sampling` that differ from the default.
-      on_dispatch: see `serve`.
+      run_key: key data, [2] uint32; with step, prompt index and sample index it decides every draw.
+      sampling: fields of `Sampling` that differ from the config, as scalars.
+      on_dispatch: as in `serve`.
     """

@@ -143,14 +143,7 @@ def make_chunk(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], start: i
 def compile_jobs(
   engine: NativeEngine, params: Any, lengths: Sequence[int], group_size: int, turns: bool
 ) -> list[Callable[[], Any]]:
-  """Functions that compile what sampling from prompts needs; independent of each other.
-
-  Args:
-    params: the trainer's parameters, or their shapes and shardings.
-    lengths: tokens of each prompt.
-    group_size: samples of each prompt.
-    turns: conversations of several turns will be served.
-  """
+  """Functions that compile what sampling from prompts needs; see `engine.Engine.jobs`."""
   buckets = engine.buckets
   programs = engine.programs
   weights, state = engine.described(params)
@@ -182,8 +175,8 @@ def compile_jobs(
         from jaxpost.rollout import drafts
 
         draft = jax.tree.map(lambda x: _abstract(engine, x.shape, x.dtype), drafts.no_draft(count, engine.block - 1))
-        rest = draft, *tables(count, read)
-        jobs.append(functools.partial(programs.verifier(count, read).compile, weights, state, *rest))
+        verify = programs.verifier(count, read)
+        jobs.append(functools.partial(verify.compile, weights, state, draft, *tables(count, read)))
   if turns and engine.can_reuse_cache:
     for read in sorted({buckets.read(n + engine.block) for n in range(low, high)}):
       chunk = jax.tree.map(

@@ -333,13 +333,7 @@ class NativeEngine:
     sampling: dict | None = None,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> Rollout:
-    """Samples `group_size` completions of each prompt, of one turn each.
-
-    Args:
-      run_key: key data, [2] uint32; with step, prompt index and sample index it decides every draw.
-      sampling: fields of `Sampling` that differ from the config, as scalars.
-      on_dispatch: as in `serve`.
-    """
+    """Samples `group_size` completions of each prompt, of one turn each; see `engine.Engine.__call__`."""
     longest = max(len(p.tokens) for p in prompts)
     if longest > self.config.max_prompt:
       raise InputError(
@@ -370,5 +364,5 @@ class NativeEngine:
   # ------------------------------------------------------------------ compile
 
   def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable[[], Any]]:
-    """Functions that compile what sampling needs; see `engine_programs.compile_jobs`."""
+    """Functions that compile what sampling needs; see `engine.Engine.jobs`."""
     return engine_programs.compile_jobs(self, params, lengths, group_size, turns)

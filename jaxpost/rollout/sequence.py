@@ -167,17 +167,7 @@ class ActiveSequence:
     drawn = jax.tree.map(lambda *x: np.concatenate(x), *self.blocks)
     new = len(self.tokens) - len(self.request.tokens)  # drawn before it was prefilled again
     most = self.request.sampling.get('top_logprobs')
-    top_ids, top_logprobs = [x[:, :most] for x in drawn.top] or (None, None)
-    return Completion(
-      self.request,
-      drawn.tokens,
-      drawn.logprobs,
-      drawn.behavior_logprobs,
-      finished,
-      stop_string,
-      top_ids,
-      top_logprobs,
-      experts=np.concatenate([self.experts[0], drawn.experts[0][new:]]) if drawn.experts else None,
-      versions=drawn.versions,
-      allowed=drawn.allowed[0] if drawn.allowed else None,
-    )
+    top = [x[:, :most] for x in drawn.top] or (None, None)
+    experts = np.concatenate([self.experts[0], drawn.experts[0][new:]]) if drawn.experts else None
+    allowed = drawn.allowed[0] if drawn.allowed else None
+    return Completion(self.request, *drawn[:3], finished, stop_string, *top, experts, drawn.versions, allowed)
