@@ -127,7 +127,7 @@ def test_blocks_of_any_length_draw_the_same():
   logits = jnp.asarray(np.random.default_rng(4).normal(size=(64, 1000)), jnp.float32) * 3
   for fields in (dict(), dict(temperature=jnp.full(64, 0.7, jnp.float32)), dict(top_k=jnp.full(64, 30))):
     given = logits, slots_of(64, **fields), uniforms()[:64], jnp.zeros(64, int)
-    few, many = (jax.jit(functools.partial(sampling.draw, block=n))(*given) for n in (128, 256))
+    few, many = (jax.jit(functools.partial(sampling.draw, vocab_tile=n))(*given) for n in (128, 256))
     np.testing.assert_array_equal(few.tokens, many.tokens)
     np.testing.assert_allclose(few.logprobs, many.logprobs, atol=2e-6)
 

@@ -407,7 +407,7 @@ def test_pages_change_nothing(model, params, engine, page, tokens):
 def test_pages_hold_more_texts_than_slots_do():
   """At most 16,384 entries and 4,096 on average, as many as fit."""
   size, room, memory = 128, 16384, 64 * 16384
-  pool = page_table.PageTable(size, memory // size + 1, room)
+  pool = page_table.PageTable(size, memory // size + 1)
   lengths = np.random.RandomState(0).exponential(4096 - 512, 9999)
   holders = 0
   for i, length in enumerate(np.minimum(lengths, room - 512).astype(int)):
@@ -423,7 +423,7 @@ def test_pages_hold_more_texts_than_slots_do():
 
 
 def test_pages_are_shared_and_copied_where_they_part():
-  pool = page_table.PageTable(4, 11, 20)
+  pool = page_table.PageTable(4, 11)
   first = pool.admit('a', b'x', 1, 10, 4)
   second = pool.admit('b', b'x', 1, 10, 4)
   assert [(c.row, c.place) for c in first] == [(1, 0), (1, 1), (1, 2)]

@@ -110,7 +110,7 @@ def decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[At
     return []
   from jaxpost.models import decode_triton
 
-  if not decode_triton.reads_filled(cfg, compute):
+  if not decode_triton.supports(cfg, compute):
     return []
   return [attention_kernels.attention_shape(cfg, 0, 1, heads) for heads in cfg.head_shapes]
 

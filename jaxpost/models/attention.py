@@ -1,4 +1,4 @@
-"""Attention over packed rows; `attention_cached.py` has that over a cache.
+"""Attention over packed rows; `decoding.py` attends over a cache.
 
 Legend: B rows, T queries, S keys, K kv heads, G queries per kv head, h head
 size, hv that of values.

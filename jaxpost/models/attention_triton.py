@@ -73,16 +73,18 @@ def attend(
   """
   sinks = sinks if sinks is None else sinks.astype(jnp.float32)
   static = _Static(window, cfg.attention_softcap, tiles or _tiles(q.shape[3], v.shape[3]), interpret)
-  number = jnp.arange(q.shape[1], dtype=jnp.int32)
-  new = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-  first = jax.lax.cummax(jnp.where(new, number, 0), axis=1)
-  last = jax.lax.cummin(jnp.where(jnp.roll(new, -1, axis=1), number, q.shape[1]), axis=1, reverse=True)
+  index = jnp.arange(q.shape[1], dtype=jnp.int32)
+  starts_document = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+  ends_document = jnp.roll(starts_document, -1, axis=1)
+  # The first key that each query attends to, and the last query that attends to each key.
+  first_key = jax.lax.cummax(jnp.where(starts_document, index, 0), axis=1)
+  last_query = jax.lax.cummin(jnp.where(ends_document, index, q.shape[1]), axis=1, reverse=True)
   ids = None
   if branch_ids is not None:  # what is shared is closer by position than by place
     ids = jnp.stack([branch_ids, positions], axis=1).astype(jnp.int32)
   elif window:
-    first, last = jnp.maximum(first, number - window + 1), jnp.minimum(last, number + window - 1)
-  return _attend(static, (q, k, v), sinks, (first, last), ids)
+    first_key, last_query = jnp.maximum(first_key, index - window + 1), jnp.minimum(last_query, index + window - 1)
+  return _attend(static, (q, k, v), sinks, (first_key, last_query), ids)
 
 
 def _tiles(size: int, values: int) -> Tiles:
@@ -92,26 +94,26 @@ def _tiles(size: int, values: int) -> Tiles:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, qkv, sinks, places, ids):
-  return _forward(static, qkv, sinks, places[0], ids)[0]
+def _attend(static: _Static, qkv, sinks, bounds, ids):
+  return _forward(static, qkv, sinks, bounds[0], ids)[0]
 
 
-def _attend_fwd(static, qkv, sinks, places, ids):
-  out, lse = _forward(static, qkv, sinks, places[0], ids)
+def _attend_fwd(static, qkv, sinks, bounds, ids):
+  out, lse2 = _forward(static, qkv, sinks, bounds[0], ids)
   # Rematerialization keeps both, so that the backward pass does not run the kernel again.
-  out, lse = checkpoint_name(out, 'dots'), checkpoint_name(lse, 'dots')
-  return out, (qkv, sinks, places, ids, out, lse)
+  out, lse2 = checkpoint_name(out, 'dots'), checkpoint_name(lse2, 'dots')
+  return out, (qkv, sinks, bounds, ids, out, lse2)
 
 
 def _attend_bwd(static, saved, g):
-  qkv, sinks, (first, last), ids, out, lse = saved
+  qkv, sinks, (first_key, last_query), ids, out, lse2 = saved
   delta = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, H, T]
-  rest = dict(first=first, ids=ids, g=g.astype(out.dtype), lse=lse, delta=delta)
-  dq = _backward_queries(static, qkv, **rest)
-  dk, dv = _backward_keys(static, qkv, last, **rest)
+  residuals = dict(ids=ids, g=g.astype(out.dtype), lse2=lse2, delta=delta)
+  dq = _backward_queries(static, qkv, first_key, **residuals)
+  dk, dv = _backward_keys(static, qkv, first_key, last_query, **residuals)
   dsinks = None
   if sinks is not None:
-    dsinks = -jnp.sum(jnp.exp2(sinks[:, None] * LOG2_E - lse) * delta, axis=(0, 2)).astype(sinks.dtype)
+    dsinks = -jnp.sum(jnp.exp2(sinks[:, None] * LOG2_E - lse2) * delta, axis=(0, 2)).astype(sinks.dtype)
   return (dq, dk, dv), dsinks, (None, None), None
 
 
@@ -165,37 +167,42 @@ def add_keys(carry, s, v):
   return out, highest, total * old + jnp.sum(weights, axis=1)
 
 
-def _visible(rows, first, columns, mine, theirs, window: int) -> jax.Array:
+def _visible(rows, first_key, columns, query_ids, key_ids, window: int) -> jax.Array:
   """Returns [q, k]: which keys each query attends to.
 
-  rows, columns: places of queries and keys; first: [q], first key; mine, theirs: (branch, position) of each, or None.
+  Without branches, `attend` has already folded the window into `first_key`. With branches, other branches lie between a
+  token and its prompt, so the window is measured here, in positions.
+
+  rows, columns: places of queries and keys. first_key: [q]. query_ids, key_ids: (branch, position) of each, or None.
   """
-  seen = (columns[None] >= first[:, None]) & (columns[None] <= rows[:, None])
-  if mine is None:
+  seen = (columns[None] >= first_key[:, None]) & (columns[None] <= rows[:, None])
+  if query_ids is None:
     return seen
-  seen &= (theirs[0][None] == 0) | (theirs[0][None] == mine[0][:, None])
-  return seen & (mine[1][:, None] - theirs[1][None] < window) if window else seen
+  seen &= (key_ids[0][None] == 0) | (key_ids[0][None] == query_ids[0][:, None])
+  return seen & (query_ids[1][:, None] - key_ids[1][None] < window) if window else seen
 
 
 def _ids(ref, place) -> tuple[jax.Array, jax.Array] | None:
   return None if ref is None else (ref[0, place], ref[1, place])
 
 
-def _forward_kernel(q_ref, k_ref, v_ref, first_ref, from_ref, ids_ref, sinks_ref, out_ref, lse_ref, *, static, sizes):
+def _forward_kernel(
+  q_ref, k_ref, v_ref, first_key_ref, min_key_ref, ids_ref, sinks_ref, out_ref, lse2_ref, *, static, sizes
+):
   rows, cols, *_ = static.tiles.forward
   size, values = sizes
   begin = pl.program_id(0) * rows
   q, at = _load(q_ref, size), begin + jnp.arange(rows)
-  first, mine = first_ref[...], _ids(ids_ref, pl.ds(begin, rows))
+  first_key, query_ids = first_key_ref[...], _ids(ids_ref, pl.ds(begin, rows))
 
   def step(j, carry):
     keys = pl.ds(j * cols, cols)
     s, _ = scores(q, _load(k_ref.at[keys], size), static.cap)
     columns = j * cols + jnp.arange(cols)
-    seen = _visible(at, first, columns, mine, _ids(ids_ref, keys), window=static.window)
+    seen = _visible(at, first_key, columns, query_ids, _ids(ids_ref, keys), window=static.window)
     return add_keys(carry, jnp.where(seen, s * LOG2_E, MASKED_LOGIT), _load(v_ref.at[keys], values))
 
-  low, high = from_ref[pl.program_id(0)] // cols, pl.cdiv(begin + rows, cols)
+  low, high = min_key_ref[pl.program_id(0)] // cols, pl.cdiv(begin + rows, cols)
   out, top, total = jax.lax.fori_loop(low, high, step, nothing(rows, v_ref.shape[-1]))
   if sinks_ref is not None:  # a key without a value
     sink = sinks_ref[pl.program_id(1)] * LOG2_E
@@ -203,56 +210,70 @@ def _forward_kernel(q_ref, k_ref, v_ref, first_ref, from_ref, ids_ref, sinks_ref
     old = jnp.exp2(top - highest)
     out, total, top = out * old[:, None], total * old + jnp.exp2(sink - highest), highest
   _store(out_ref, out / total[:, None], values)
-  lse_ref[...] = top + jnp.log2(total)
+  lse2_ref[...] = top + jnp.log2(total)
 
 
 def _queries_kernel(
-  q_ref, k_ref, v_ref, first_ref, from_ref, ids_ref, g_ref, lse_ref, delta_ref, dq_ref, *, static, sizes
+  q_ref, k_ref, v_ref, first_key_ref, min_key_ref, ids_ref, g_ref, lse2_ref, delta_ref, dq_ref, *, static, sizes
 ):
   rows, cols, *_ = static.tiles.queries
   size, values = sizes
   begin = pl.program_id(0) * rows
   q, g, at = _load(q_ref, size), _load(g_ref, values), begin + jnp.arange(rows)
-  first, mine, lse, delta = first_ref[...], _ids(ids_ref, pl.ds(begin, rows)), lse_ref[...], delta_ref[...]
+  first_key, lse2, delta = first_key_ref[...], lse2_ref[...], delta_ref[...]
+  query_ids = _ids(ids_ref, pl.ds(begin, rows))
 
   def step(j, dq):
     keys = pl.ds(j * cols, cols)
     k = _load(k_ref.at[keys], size)
     s, slope = scores(q, k, static.cap)
     columns = j * cols + jnp.arange(cols)
-    seen = _visible(at, first, columns, mine, _ids(ids_ref, keys), window=static.window)
-    weights = jnp.exp2(jnp.where(seen, s * LOG2_E, MASKED_LOGIT) - lse[:, None])
+    seen = _visible(at, first_key, columns, query_ids, _ids(ids_ref, keys), window=static.window)
+    weights = jnp.exp2(jnp.where(seen, s * LOG2_E, MASKED_LOGIT) - lse2[:, None])
     ds = weights * (_dot(g, _load(v_ref.at[keys], values), trans_b=True) - delta[:, None]) * slope
     return dq + _dot(ds.astype(k.dtype), k)
 
-  low, high = from_ref[pl.program_id(0)] // cols, pl.cdiv(begin + rows, cols)
+  low, high = min_key_ref[pl.program_id(0)] // cols, pl.cdiv(begin + rows, cols)
   dq = jax.lax.fori_loop(low, high, step, jnp.zeros((rows, q_ref.shape[-1]), jnp.float32))
   _store(dq_ref, dq, size)
 
 
 def _keys_kernel(
-  q_ref, k_ref, v_ref, first_ref, until_ref, ids_ref, g_ref, lse_ref, delta_ref, dk_ref, dv_ref, *, static, sizes
+  q_ref,
+  k_ref,
+  v_ref,
+  first_key_ref,
+  max_query_ref,
+  ids_ref,
+  g_ref,
+  lse2_ref,
+  delta_ref,
+  dk_ref,
+  dv_ref,
+  *,
+  static,
+  sizes,
 ):
   rows, cols, *_ = static.tiles.keys
   size, values = sizes
   begin = pl.program_id(0) * cols
   k, v, columns = _load(k_ref, size), _load(v_ref, values), begin + jnp.arange(cols)
-  theirs = _ids(ids_ref, pl.ds(begin, cols))
-  low, high = begin // rows, until_ref[pl.program_id(0)] // rows + 1
+  key_ids = _ids(ids_ref, pl.ds(begin, cols))
+  low, high = begin // rows, max_query_ref[pl.program_id(0)] // rows + 1
   count = high - low
 
   def step(n, carry):
     dk, dv = carry
+    # One loop over (query head of the group) x (block of queries).
     head, i = n // count, low + n % count
-    some = pl.ds(i * rows, rows)
-    q, g = _load(q_ref.at[some, head], size), _load(g_ref.at[some, head], values)
+    queries = pl.ds(i * rows, rows)
+    q, g = _load(q_ref.at[queries, head], size), _load(g_ref.at[queries, head], values)
     s, slope = scores(q, k, static.cap)
-    seen = _visible(
-      i * rows + jnp.arange(rows), first_ref[some], columns, _ids(ids_ref, some), theirs, window=static.window
-    )
-    weights = jnp.exp2(jnp.where(seen, s * LOG2_E, MASKED_LOGIT) - lse_ref[head, some][:, None])
+    at, query_ids = i * rows + jnp.arange(rows), _ids(ids_ref, queries)
+    seen = _visible(at, first_key_ref[queries], columns, query_ids, key_ids, window=static.window)
+    weights = jnp.exp2(jnp.where(seen, s * LOG2_E, MASKED_LOGIT) - lse2_ref[head, queries][:, None])
     dv += _dot(weights.astype(g.dtype), g, trans_a=True)
-    ds = weights * (_dot(g, v, trans_b=True) - delta_ref[head, some][:, None]) * slope
+    ds = weights * (_dot(g, v, trans_b=True) - delta_ref[head, queries][:, None]) * slope
     return dk + _dot(ds.astype(q.dtype), q, trans_a=True), dv
 
   zeros = jnp.zeros((cols, k_ref.shape[-1]), jnp.float32), jnp.zeros((cols, v_ref.shape[-1]), jnp.float32)
@@ -290,14 +311,14 @@ def _call(kernel, part: str, static: _Static, given, outputs, grid):
   )(*(x for x, *_ in there))
 
 
-def _bounds(places, block: int, last: bool = False):
-  """Returns the first or last of places [B, T] in each block of tokens, for a kernel of a row."""
-  parts = places.reshape(len(places), -1, block)
+def _extremes(bounds, block: int, last: bool = False):
+  """Returns the least (`last`: the largest) of `bounds` [B, T] in each block of tokens, for a kernel of a row."""
+  parts = bounds.reshape(len(bounds), -1, block)
   found = parts.max(axis=2) if last else parts.min(axis=2)
   return found, (None, found.shape[1]), lambda i, h, b: (b, 0)
 
 
-def _by_query(rows: int, qkv, first, ids):
+def _by_query(rows: int, qkv, first_key, ids):
   """Returns the arguments of a kernel that goes through the keys of `rows` queries, and its grid."""
   q, k, v = qkv
   batch, length, heads, _ = q.shape
@@ -306,34 +327,34 @@ def _by_query(rows: int, qkv, first, ids):
     (q, (None, rows, None, wide), lambda i, h, b: (b, i, h, 0)),
     (k, (None, length, None, wide), lambda i, h, b: (b, 0, h // group, 0)),
     (v, (None, length, None, wide_v), lambda i, h, b: (b, 0, h // group, 0)),
-    (first, (None, rows), lambda i, h, b: (b, i)),
-    _bounds(first, rows),
+    (first_key, (None, rows), lambda i, h, b: (b, i)),
+    _extremes(first_key, rows),
     (ids, (None, 2, length), lambda i, h, b: (b, 0, 0)),
   ]
   return given, (length // rows, heads, batch)
 
 
-def _forward(static, qkv, sinks, first, ids):
+def _forward(static, qkv, sinks, first_key, ids):
   """Returns the result [B, T, H, hv] and the logarithms to base 2 of the sums of weights [B, H, T]."""
   (batch, length, heads, _), values, rows = qkv[0].shape, qkv[2].shape[3], static.tiles.forward[0]
-  given, grid = _by_query(rows, qkv, first, ids)
+  given, grid = _by_query(rows, qkv, first_key, ids)
   given.append((sinks, (heads,), lambda i, h, b: (0,)))
   out = jax.ShapeDtypeStruct((batch, length, heads, values), qkv[0].dtype)
-  lse = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+  lse2 = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
   outputs = [
     (out, (None, rows, None, padded(values)), lambda i, h, b: (b, i, h, 0)),
-    (lse, (None, None, rows), lambda i, h, b: (b, h, i)),
+    (lse2, (None, None, rows), lambda i, h, b: (b, h, i)),
   ]
   return _call(_forward_kernel, 'forward', static, given, outputs, grid=grid)
 
 
-def _backward_queries(static, qkv, *, first, ids, g, lse, delta):
+def _backward_queries(static, qkv, first_key, *, ids, g, lse2, delta):
   """Returns the gradient of the queries."""
   rows = static.tiles.queries[0]
-  given, grid = _by_query(rows, qkv, first, ids)
+  given, grid = _by_query(rows, qkv, first_key, ids)
   given += [
     (g, (None, rows, None, padded(g.shape[3])), lambda i, h, b: (b, i, h, 0)),
-    (lse, (None, None, rows), lambda i, h, b: (b, h, i)),
+    (lse2, (None, None, rows), lambda i, h, b: (b, h, i)),
     (delta, (None, None, rows), lambda i, h, b: (b, h, i)),
   ]
   q, *block = given[0]
@@ -343,7 +364,7 @@ def _backward_queries(static, qkv, *, first, ids, g, lse, delta):
   return dq
 
 
-def _backward_keys(static, qkv, last, *, first, ids, g, lse, delta):
+def _backward_keys(static, qkv, first_key, last_query, *, ids, g, lse2, delta):
   """Returns the gradients of keys and values, summed over the queries of each kv head."""
   q, k, v = qkv
   batch, length, heads, _ = q.shape
@@ -353,11 +374,11 @@ def _backward_keys(static, qkv, last, *, first, ids, g, lse, delta):
     (q, (None, length, group, wide), lambda j, h, b: (b, 0, h, 0)),
     (k, (None, cols, None, wide), lambda j, h, b: (b, j, h, 0)),
     (v, (None, cols, None, wide_v), lambda j, h, b: (b, j, h, 0)),
-    (first, (None, length), lambda j, h, b: (b, 0)),
-    _bounds(last, cols, last=True),
+    (first_key, (None, length), lambda j, h, b: (b, 0)),
+    _extremes(last_query, cols, last=True),
     (ids, (None, 2, length), lambda j, h, b: (b, 0, 0)),
     (g, (None, length, group, wide_v), lambda j, h, b: (b, 0, h, 0)),
-    (lse, (None, group, length), lambda j, h, b: (b, h, 0)),
+    (lse2, (None, group, length), lambda j, h, b: (b, h, 0)),
     (delta, (None, group, length), lambda j, h, b: (b, h, 0)),
   ]
   outputs = [(jax.ShapeDtypeStruct(x.shape, x.dtype), *block) for x, *block in given[1:3]]

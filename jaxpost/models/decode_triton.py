@@ -8,7 +8,6 @@ Legend: S slots, K kv heads, G queries per kv head, h head size, hv that of valu
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,20 +33,13 @@ _LEAST = 256  # entries that are worth a block
 _ENTRIES, _WARPS, _STAGES = 32, 4, 4  # the fastest of six on an H200
 
 
-def reads_filled(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
-  """True if single tokens attend by this kernel: all layers keep keys and values of 16 bits, for heads up to 256."""
-  if not compute.decode_kernel or jnp.dtype(compute.cache).itemsize != 2 or isinstance(cfg, CustomConfig):
+def supports(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
+  """Returns whether this kernel can decode: every layer caches keys and values of 16 bits, for heads up to 256."""
+  if isinstance(cfg, CustomConfig) or jnp.dtype(compute.cache).itemsize != 2:
     return False
-  # Not a latent, which queries of all heads read.
-  return {(heads, *sizes) for heads, sizes in cfg.layer_caches} <= {x for x in cfg.head_shapes if max(x[1:]) <= 256}
-
-
-def settled(compute: Compute, cfg: ModelConfig | CustomConfig, gathers: bool) -> Compute:
-  """Returns the `compute` of an engine, without this kernel where it does not fit.
-
-  gathers: the cache is read in pages or for drafts, which XLA does.
-  """
-  return dataclasses.replace(compute, decode_kernel=not gathers and reads_filled(cfg, compute))
+  plain = {(heads, size, values) for heads, size, values in cfg.head_shapes if max(size, values) <= 256}
+  # A latent cache (MLA) has one array for all heads, so its entries match no head shape.
+  return all((heads, *sizes) in plain for heads, sizes in cfg.layer_caches)
 
 
 def cached_attention(
@@ -99,8 +91,8 @@ def attend(
     [S, K, G, hv].
   """
   slots, heads, group, size = q.shape
-  filled = jnp.minimum(filled, cache[0].shape[2])  # idle slots count on
   room, block, values = cache[0].shape[2], recent[0].shape[2], cache[1].shape[3]
+  filled = jnp.minimum(filled, room)  # The position of an idle slot keeps growing past its cache.
   parts = max(1, min(-(-_PARTS // (slots * heads)), room // _LEAST))
   wide, wide_v, rows, new = map(attention_triton.padded, (size, values, group, block))
   arrays = [
@@ -113,7 +105,7 @@ def attend(
     (jnp.reshape(step, (1,)).astype(jnp.int32), (1,), lambda h, s, i: (0,)),
   ]
   static = _Static(window, cfg.chunked, cfg.attention_softcap)
-  out, sums = pl.pallas_call(
+  out, lse2 = pl.pallas_call(
     functools.partial(_kernel, sizes=(group, size, values, block), parts=parts, static=static),
     grid=(heads, slots, parts),
     in_specs=[pl.BlockSpec(shape, index) for _, shape, index in arrays],
@@ -129,17 +121,23 @@ def attend(
     interpret=interpret,
     name=f'decode_{window}',
   )(*(x for x, *_ in arrays))
-  return _merged(out, sums, sinks).astype(q.dtype)
+  return _merged(out, lse2, sinks).astype(q.dtype)
 
 
-def _merged(out: jax.Array, sums: jax.Array, sinks: jax.Array | None) -> jax.Array:
-  """Returns [S, K, G, hv] of the parts' results [n, S, K, G, hv] and logarithms to base 2 of their sums."""
+def _merged(out: jax.Array, lse2: jax.Array, sinks: jax.Array | None) -> jax.Array:
+  """Returns [S, K, G, hv], the attention to all n parts of the entries.
+
+  Args:
+    out: [n, S, K, G, hv], the attention to each part alone.
+    lse2: [n, S, K, G], log2 of the sum of exp2(scores) of each part; scores are to base 2.
+  """
   if len(out) == 1 and sinks is None:
     return out[0]
-  total = jax.nn.logsumexp(sums * math.log(2), axis=0)
+  lse = lse2 * math.log(2)
+  total = jax.nn.logsumexp(lse, axis=0)
   if sinks is not None:  # a key without a value
     total = jnp.logaddexp(total, sinks.astype(jnp.float32))
-  return jnp.sum(out * jnp.exp(sums * math.log(2) - total)[..., None], axis=0)
+  return jnp.sum(out * jnp.exp(lse - total)[..., None], axis=0)
 
 
 def _kernel(
@@ -151,7 +149,7 @@ def _kernel(
   filled_ref,
   step_ref,
   out_ref,
-  sums_ref,
+  lse2_ref,
   *,
   sizes: tuple[int, int, int, int],
   parts: int,
@@ -190,7 +188,7 @@ def _kernel(
   out, top, total = jax.lax.cond(part == 0, add_recent, lambda carry: carry, carry)
   total = jnp.where(total > 0, total, 1)
   plgpu.store(out_ref, (out / total[:, None]).astype(out_ref.dtype), mask=_mask(out_ref, real, values))
-  plgpu.store(sums_ref, top + jnp.log2(total), mask=real)
+  plgpu.store(lse2_ref, top + jnp.log2(total), mask=real)
 
 
 def _mask(ref, rows, size: int) -> jax.Array:

@@ -1,6 +1,6 @@
 """The sampler's passes: `prefill` makes a key-value cache, `decode` adds a token to each slot.
 
-Legend: B rows, T tokens, D hidden size, L layers, H heads, K kv heads, h head size, S slots.
+Legend: B rows, T tokens, D hidden size, L layers, H heads, K kv heads, h head size, S slots, N entries of a slot.
 
 Both passes run the layers of `transformer.py`; `decode` attends over the cache.
 """
@@ -29,14 +29,15 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
 
   def attend(q, k, v, keep, window, sinks):
     if jnp.dtype(compute.cache).itemsize == 1:  # what a token attends to does not depend on where its prompt ends
-      k, v = (cached(y, compute).dense(y.dtype) for y in (k, v))
+      k, v = (to_cache_type(y, compute).dense(y.dtype) for y in (k, v))
     out = attention_of(q, k, v, window=window, sinks=sinks)
-    return out, [cached(y.swapaxes(1, 2), compute) for y in keep]
+    return out, [to_cache_type(y.swapaxes(1, 2), compute) for y in keep]
 
   tables = rope.tables(positions, lengths[:, None], cfg)
   recur = transformer.recurrence_over(segment_ids, cfg, compute, constrain, keep=True)
-  rest = dict(compute=compute, constrain=constrain, recur=recur)
-  x, kept, routes = transformer.run_layers(params, x, tables, attend, cfg, **rest)
+  x, kept, routes = transformer.run_layers(
+    params, x, tables, attend, cfg, compute=compute, constrain=constrain, recur=recur
+  )
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
   experts = ()
   if routes is not None:
@@ -63,60 +64,58 @@ def decode(
   """Decodes one token per slot.
 
   A block of T tokens only reads the cache, because XLA would copy a cache that is written at every token. New entries
-  are in `recent` until the block ends (`programs.cache_storage.extend`).
+  are in `recent` until the block ends (`programs.cache_storage.append`).
 
   Args:
     weights: parameters with a list of layers (`unstack_layers`); an entry may
       also be a function of the layer's input that returns its parameters.
-    cache: L x [S, K, length, h], or pages and a table; the first `filled` [S] entries are valid.
+    cache: L x [S, K, N, h], or pages and a table; the first `filled` [S] entries are valid.
     recent: L x [S, K, T, h], of which the first `step` are valid, and the present states.
     tokens: [S], at positions filled + step; or [S, T'], consecutive tokens.
 
   Returns:
     (recent with the new entries, hidden [S, D] or [S, T', D]).
   """
-  some = tokens.reshape(len(tokens), -1)
-  x = transformer.embed(weights, some, cfg, compute, constrain)
-  weights = transformer.with_inputs(weights, some, x, cfg, compute=compute, layout=constrain)
-  positions = (filled + step)[:, None] + jnp.arange(some.shape[1])
+  rows = tokens.reshape(len(tokens), -1)
+  x = transformer.embed(weights, rows, cfg, compute, constrain)
+  weights = transformer.with_inputs(weights, rows, x, cfg, compute=compute, layout=constrain)
+  positions = (filled + step)[:, None] + jnp.arange(rows.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
-  kernel = _kernel(compute) if tokens.ndim == 1 else None
-  put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
   ks, vs, experts, states = (list(x) for x in (recent.k, recent.v, recent.experts, recent.states))
+  put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
+
+  def attend(q, k, v, keep, layer, window, p):
+    """Adds the entries of a layer to `ks` and `vs`, and attends to them and to the cache."""
+    del k, v
+    for recent_entries, new in zip((ks, vs), keep):
+      new = to_cache_type(new.swapaxes(1, 2), compute)
+      recent_entries[layer] = jax.tree.map(put, recent_entries[layer], new)
+    entries = layer_entries(cache, layer, step), [ks[layer], *vs[layer : layer + 1]]
+    options = dict(compute=compute, window=window, cfg=cfg, sinks=p.get('sinks'))
+    if 'kv_a' in p:
+      from jaxpost.models import mla
+
+      q, *entries, choose = mla.from_cache(q, *entries, cfg, compute)
+      return cached_attention(q, *entries, filled, step, choose=choose, **options), None
+    if compute.decode_kernel and tokens.ndim == 1:
+      from jaxpost.models import decode_triton
+
+      return decode_triton.cached_attention(q, *entries, filled, step, layout=constrain, **options), None
+    return cached_attention(q, *entries, filled, step, **options), None
+
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
-    p, place = p(x) if callable(p) else p, cfg.place_in_cache(i)
-
-    def attend(q, k, v, keep, i=place, window=kind.window, p=p):
-      del k, v
-      for kept, new in zip((ks, vs), keep):
-        kept[i] = jax.tree.map(put, kept[i], cached(new.swapaxes(1, 2), compute))
-      old, new = layer_entries(cache, i, step), [ks[i], *vs[i : i + 1]]
-      more = dict(window=window, cfg=cfg, sinks=p.get('sinks'))
-      if 'kv_a' in p:
-        from jaxpost.models import mla
-
-        q, old, new, more['choose'] = mla.from_cache(q, old, new, cfg, compute)
-      elif kernel:
-        return kernel(q, old, new, filled, step, compute=compute, layout=constrain, **more), None
-      return cached_attention(q, old, new, filled, step, compute=compute, **more), None
-
-    rest = dict(compute=compute, layout=constrain, absorbed=True, recur=_recurrence(states, i, cfg, compute, constrain))
-    x, _, routing = transformer.layer(p, x, rope.pick(tables, kind.rope), attend, cfg, **rest)
+    p = p(x) if callable(p) else p
+    table, recur = rope.pick(tables, kind.rope), _recurrence(states, i, cfg, compute, constrain)
+    attend_layer = functools.partial(attend, layer=cfg.place_in_cache(i), window=kind.window, p=p)
+    x, _, routing = transformer.layer(
+      p, x, table, attend_layer, cfg, compute=compute, layout=constrain, absorbed=True, recur=recur
+    )
     x = constrain(x, 'batch', None, None)
     if experts and routing:
       j = cfg.place_of_experts(i)
-      new = routing.chosen[:, None].astype(experts[j].dtype)
-      experts[j] = jax.lax.dynamic_update_slice_in_dim(experts[j], new, step, axis=2)
+      experts[j] = put(experts[j], routing.chosen[:, None].astype(experts[j].dtype))
   x = layers.rms_norm(x, weights['norm'], cfg)
   return Cache(tuple(ks), tuple(vs), experts=tuple(experts), states=tuple(states)), x.reshape(*tokens.shape, -1)
-
-
-def _kernel(compute: Compute):
-  if not compute.decode_kernel:
-    return None
-  from jaxpost.models import decode_triton
-
-  return decode_triton.cached_attention
 
 
 def _recurrence(states: list, layer: int, cfg: ModelConfig, compute: Compute, layout):
@@ -133,7 +132,7 @@ def _recurrence(states: list, layer: int, cfg: ModelConfig, compute: Compute, la
   return recur
 
 
-def cached(x, compute: Compute):
+def to_cache_type(x, compute: Compute):
   """Returns keys or values [..., h] as the cache keeps them."""
   if jnp.dtype(compute.cache).itemsize > 1:
     return x.astype(compute.dtype).astype(compute.cache)
@@ -143,10 +142,10 @@ def cached(x, compute: Compute):
 
 
 def layer_entries(cache: Cache, layer: int, step):
-  """Returns keys and values of a layer, [S, K, length, h], gathered from pages if any.
+  """Returns keys and values of a layer, [S, K, N, h], gathered from pages if any.
 
-  Pages are gathered at every step: gathered for all layers at once, for a block
-  of steps, they would take the memory that paging saves.
+  Pages are gathered at every step: gathered for all layers at once, for a block of steps, they would take the memory
+  that paging saves.
   """
   pair = [x[layer] for x in (cache.k, cache.v) if x]
   table = cache.table
@@ -155,8 +154,8 @@ def layer_entries(cache: Cache, layer: int, step):
   table, _ = jax.lax.optimization_barrier((table, step))
 
   def gather(pool):
-    some = pool[table].swapaxes(1, 2)  # [S, K, n, p, h]
-    return from_bits(some.reshape(*some.shape[:2], -1, some.shape[-1]))
+    pages = pool[table].swapaxes(1, 2)  # [S, K, n, p, h]
+    return from_bits(pages.reshape(*pages.shape[:2], -1, pages.shape[-1]))
 
   return [jax.tree.map(gather, pool) for pool in pair]
 
@@ -167,39 +166,40 @@ def cached_attention(
   """Attends from new tokens to the filled part of the KV cache.
 
   Args:
-    q: [B, T', H, h], of one token or of several consecutive ones.
-    cache: keys and values [B, K, S, h], of which the first `filled` [B] are valid.
-    recent: keys and values [B, K, T, h] of the tokens after those. The first
+    q: [S, T', H, h], of one token per slot or of several consecutive ones.
+    cache: keys and values [S, K, N, h], of which the first `filled` [S] are valid.
+    recent: keys and values [S, K, T, h] of the tokens after those. The first
       query is at `step` there; each query attends up to itself.
     window, cfg, sinks: see `attention`.
-    choose: (mask [B, T', S + T]) -> mask, of the entries that each query attends to, or None.
+    choose: (mask [S, T', N + T]) -> mask, of the entries that each query attends to, or None.
 
   Returns:
-    [B, T', H, h].
+    [S, T', H, h].
   """
-  batch, count, heads, size = q.shape
+  slots, count, heads, size = q.shape
   kv_heads, room = cache[0].shape[1:3]
-  kind = cache[0].dtype.name  # its values are rounded to the operand type, see Compute
+  operand_dtype = cache[0].dtype.name  # its values are rounded to the operand type, see Compute
   q = scale_queries(q, cfg).astype(compute.dtype)
-  q = q.reshape(batch, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
-  q = q.reshape(batch, kv_heads, -1, size)  # queries by time, then by head
+  q = q.reshape(slots, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
+  q = q.reshape(slots, kv_heads, -1, size)  # queries by time, then by head
   # XLA:GPU would merge two products of the same q into one, and copy the cache at every token.
   pairs = (q, cache[0]), (jax.lax.optimization_barrier(q), recent[0])
-  scores = jnp.concatenate([einsum('bkgh,bksh->bkgs', q, keys, kind) for q, keys in pairs], axis=-1)
-  flat, scores = scores.shape, scores.reshape(batch, kv_heads, count, -1, scores.shape[-1])
+  scores = jnp.concatenate([einsum('bkgh,bksh->bkgs', q, keys, operand_dtype) for q, keys in pairs], axis=-1)
+  flat, scores = scores.shape, scores.reshape(slots, kv_heads, count, -1, scores.shape[-1])
   entry, new = jnp.arange(room), jnp.arange(recent[0].shape[2])
-  stands = step + jnp.arange(count)[:, None]
+  query_offset = step + jnp.arange(count)[:, None]  # in `recent`
   mask = jnp.concatenate(
     [
-      jnp.broadcast_to(entry < filled[:, None, None], (batch, count, room)),
-      jnp.broadcast_to(new <= stands, (batch, count, len(new))),
+      jnp.broadcast_to(entry < filled[:, None, None], (slots, count, room)),
+      jnp.broadcast_to(new <= query_offset, (slots, count, len(new))),
     ],
     axis=-1,
   )
   if window:
-    at = jnp.concatenate([jnp.broadcast_to(entry, (batch, room)), filled[:, None] + new], -1)
-    now = filled[:, None, None] + stands
-    mask &= at[:, None] > (now - now % window - 1 if cfg.chunked else now - window)
+    key_position = jnp.concatenate([jnp.broadcast_to(entry, (slots, room)), filled[:, None] + new], -1)
+    query_position = filled[:, None, None] + query_offset
+    before = query_position - query_position % window - 1 if cfg.chunked else query_position - window
+    mask &= key_position[:, None] > before
   mask = choose(mask) if choose else mask
   weights = softmax(
     jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT),
@@ -207,8 +207,8 @@ def cached_attention(
   )
   weights = weights.reshape(flat).astype(compute.dtype)
   out = sum(
-    einsum('bkgs,bksh->bkgh', part, v, kind)
+    einsum('bkgs,bksh->bkgh', part, v, operand_dtype)
     for part, v in zip(jnp.split(weights, [room], axis=-1), (cache[1], recent[1]))
   )
-  out = out.reshape(batch, kv_heads, count, -1, out.shape[-1]).swapaxes(1, 2)
-  return out.reshape(batch, count, heads, -1)
+  out = out.reshape(slots, kv_heads, count, -1, out.shape[-1]).swapaxes(1, 2)
+  return out.reshape(slots, count, heads, -1)

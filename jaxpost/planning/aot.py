@@ -20,7 +20,7 @@ from jaxpost.hardware import memory
 from jaxpost.losses import head_chunk
 from jaxpost.planning import cost, machines, traffic_bound
 from jaxpost.programs.compile import Ledger
-from jaxpost.programs.generate import DecodeState, Prefix
+from jaxpost.programs.generate import DecodeState, Prefilled
 from jaxpost.stage import assemble, load_weights, place, precompile
 from jaxpost.types import Batch, Cache, TrainState
 
@@ -154,7 +154,7 @@ def _parts(arg: Any) -> dict[str, int]:
   """Returns bytes of an argument on a device, by purpose."""
   if isinstance(arg, TrainState):
     return dict(parameters=memory.size(arg.params), optimizer=memory.size(arg.opt_state))
-  if isinstance(arg, (DecodeState, Prefix)):
+  if isinstance(arg, (DecodeState, Prefilled)):
     cache = memory.size(arg.cache)
     return dict(kv_cache=cache, other=memory.size(arg) - cache)
   if isinstance(arg, Cache):

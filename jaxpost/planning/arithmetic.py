@@ -357,7 +357,7 @@ def _sampler(case: _Case) -> dict[str, float]:
   entry, state = _entry(case), _state(cfg, shape['tensor'])
   # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all; the
   # decoding kernel of GPUs copies nothing. States are there before and after it.
-  in_place = not rollout.cache and native.compute_of(case.compute, cfg, rollout).decode_kernel
+  in_place = not rollout.cache and native.without_unsupported_kernel(case.compute, cfg, rollout).decode_kernel
   copied = mine * ((0 if in_place else 2 ** int(math.log2(length - 1)) * entry) + state)
   cache = (mine * length + prompts * rollout.max_prompt_length) * entry + (mine + prompts) * state
   return dict(sampler=_weights(case), cache=cache, copied=copied, logits=logits)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -74,9 +74,13 @@ def first_entries(cache: Cache, rows: int, read: int) -> Cache:
 def append(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
   """Returns the cache with the entries of a block and its last states; see `extend`."""
   entries, states = stored(recent.replace(experts=(), states=())), cache.states
-  rows = len(filled)
-  states = jax.tree.map(lambda old, new: old.at[:rows].set(new) if rows < len(old) else new, states, recent.states)
-  return extend(cache.replace(states=()), entries, filled, one_by_one).replace(states=states)
+  cache = extend(cache.replace(states=()), entries, filled, one_by_one)
+  return cache.replace(states=replace_first(states, recent.states))
+
+
+def replace_first(old: Any, new: Any) -> Any:
+  """Returns trees of arrays whose first rows are replaced by those of `new`."""
+  return jax.tree.map(lambda old, new: old.at[: len(new)].set(new) if len(new) < len(old) else new, old, new)
 
 
 def stored(cache: Cache) -> Cache:

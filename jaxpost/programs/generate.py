@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec
 from jaxpost.losses import head_chunk
 from jaxpost.models.config import CustomConfig
 from jaxpost.models.parameters import STATEFUL
-from jaxpost.models.transformer import flops_per_token
+from jaxpost.models.transformer import flops_per_token, unconstrained
+from jaxpost.programs import cache_storage
 from jaxpost.programs import sampling as sampling_lib
-from jaxpost.programs.cache_storage import append, empty_block, first_entries, put_pages, put_rows, stored, where
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.sampling import Sampling
 from jaxpost.types import MASKED_LOGIT, Array, Cache
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 @struct.dataclass
-class Prefix:
-  """Prefilled prompts, to be forked into any number of samples."""
+class Prefilled:
+  """Prompts that a prefill has read, to be forked into any number of samples."""
 
   cache: Cache  # L x [N, K, P, h]
   hidden: Array  # [N, D], of the last prompt token
@@ -60,11 +60,11 @@ class DecodeState:
 class Entry:
   """Sequences that enter slots; `source` is -1 where a slot stays as it is."""
 
-  source: Array  # [S] int32, row of the Prefix
+  source: Array  # [S] int32, row of the Prefilled
   prompts: Array  # [S] int32, global prompt index
   samples: Array  # [S] int32, index within the group
   sampling: Sampling
-  # [M, 3] int32: row of the Prefix, part of that row, target page; -1 is none.
+  # [M, 3] int32: row of the Prefilled, part of that row, target page; -1 is none.
   copies: Array | None = None
 
 
@@ -111,9 +111,9 @@ def empty_state(
       return tuple(zeros((cache_shape[0], heads, cache_shape[1], sizes[part])) for heads, sizes in cfg.layer_caches)
 
     k, *v = map(of_layers, range(len(cfg.cached[1])))  # latent attention caches one array per layer
-    # In float32: what a state forgets slowly, it would lose at every rounding.
+    # Recurrent states decay slowly; rounding them to bfloat16 each step would erase small contributions.
     states = tuple(tuple(jnp.zeros((slots, *shape)) for shape in cfg.state_shapes) for _ in range(with_state))
-    return stored(Cache(k, v[0] if v else (), states=states))
+    return cache_storage.stored(Cache(k, v[0] if v else (), states=states))
 
   def init():
     return DecodeState(
@@ -140,11 +140,11 @@ def slot_shardings(layout: Layout) -> Callable:
 
 
 def make_prefill(model: Model, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
-  """Makes the program prefill(weights, tokens [N, P], lengths [N]) -> Prefix."""
+  """Makes the program prefill(weights, tokens [N, P], lengths [N]) -> Prefilled."""
 
   def prefill(weights, tokens, lengths):
     cache, hidden = model.prefill(weights, tokens, lengths, compute=compute, constrain=layout)
-    return Prefix(stored(cache.replace(experts=())), hidden, lengths, cache.experts)
+    return Prefilled(cache_storage.stored(cache.replace(experts=())), hidden, lengths, cache.experts)
 
   def flops(weights, tokens, lengths):
     del weights, lengths
@@ -154,16 +154,16 @@ def make_prefill(model: Model, layout: Layout, compute: Compute, ledger: Ledger)
 
 
 def make_insert(layout: Layout, ledger: Ledger) -> Program:
-  """Makes the program insert(state, prefix, entry, run_key, step) -> state, which donates the state."""
+  """Makes the program insert(state, prefilled, entry, run_key, step) -> state, which donates the state."""
 
-  def insert(state, prefix, entry, run_key, step):
+  def insert(state, prefilled, entry, run_key, step):
     source = jnp.maximum(entry.source, 0)
-    cache = (
-      put_rows(state.cache, prefix.cache, entry.source >= 0, source)
-      if entry.copies is None
-      else put_pages(state.cache, prefix.cache, entry.copies)
-    )
-    return enter(state.replace(cache=cache), entry, prefix.hidden[source], prefix.lengths[source], run_key, step=step)
+    if entry.copies is None:
+      cache = cache_storage.put_rows(state.cache, prefilled.cache, entry.source >= 0, source)
+    else:
+      cache = cache_storage.put_pages(state.cache, prefilled.cache, entry.copies)
+    hidden, positions = prefilled.hidden[source], prefilled.lengths[source]
+    return enter(state.replace(cache=cache), entry, hidden, positions, run_key, step=step)
 
   return Program('insert', insert, ledger, slot_shardings(layout), donate=(0,))
 
@@ -177,7 +177,7 @@ def enter(
   """
 
   def pick(value, old):
-    return where(entry.source >= 0, value, old)
+    return cache_storage.where(entry.source >= 0, value, old)
 
   keys = sampling_lib.slot_keys(run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
   return state.replace(
@@ -199,11 +199,10 @@ def make_move(layout: Layout, ledger: Ledger, *, paged: bool) -> Program:
   def move(state, source):
     new, slots = source >= 0, jnp.arange(len(source))
     source = jnp.maximum(source, 0)
-    cache = state.cache if paged else put_rows(state.cache, None, new, source)
-    rest = state.replace(cache=None)
-    rest = jax.tree.map(lambda x: where(new, x[source], x), rest)
+    cache = state.cache if paged else cache_storage.put_rows(state.cache, None, new, source)
+    moved = jax.tree.map(lambda x: cache_storage.where(new, x[source], x), state.replace(cache=None))
     taken = jnp.any(new & (source == slots[:, None]), axis=1)
-    return rest.replace(cache=cache, active=rest.active & ~taken)
+    return moved.replace(cache=cache, active=moved.active & ~taken)
 
   return Program('move', move, ledger, slot_shardings(layout), donate=(0,))
 
@@ -220,27 +219,28 @@ def make_generate(
 ) -> Program:
   """Makes the program generate(weights, state, table) -> (state, Block): `steps` tokens per slot.
 
-  It decodes the first `rows` slots; attention reads the first `read` entries of their caches (0: those that are filled,
-  see `models/decode_triton.py`), or the pages of `table` [rows, n]. The caller makes sure that no other slot is in use,
-  and that none grows past `read`. The state is donated; the host can read the block while the next call runs.
+  It decodes the first `rows` slots; attention reads the first `read` entries of their caches, or the pages of `table`
+  [rows, n]. The caller makes sure that no other slot is in use, and that none grows past `read`. The state is donated;
+  the host can read the block while the next call runs.
 
   Args:
+    read: 0 passes the whole cache, uncopied, to the kernel of `models/decode_triton.py`, which reads what is filled.
     report: `top` and `allowed` of `sampling.draw`.
   """
-  block = functools.partial(decode_block, model, steps, read, report, compute)
+  decode = functools.partial(decode_block, model=model, compute=compute, steps=steps, read=read, report=report)
   shards = layout.mesh.shape['data'] * layout.mesh.shape['fsdp']
   # These axes replicate weights. A custom model may use the mesh by itself.
   independent = layout.mesh.size == shards > 1 and not isinstance(model.config, CustomConfig)
 
   def generate(weights, state, table=None):
     if not independent or table is not None or rows < len(state.active):
-      return block(rows, layout, weights, state, table)
+      return decode(weights, state, table, rows=rows, constrain=layout)
     # Each device decodes its own slots, which are independent of each other. The partitioner would all-reduce the
     # branch of every draw, and all-gather what is written to a cache.
     split = layout.spec(('batch',))
     by_step = PartitionSpec(None, *split)
     return jax.shard_map(
-      functools.partial(block, rows // shards, lambda x, *axes: x),
+      functools.partial(decode, rows=rows // shards, constrain=unconstrained),
       mesh=layout.mesh,
       check_vma=False,
       in_specs=(PartitionSpec(), split),
@@ -265,25 +265,28 @@ def make_generate(
 
 
 def decode_block(
-  model: Model,
-  steps: int,
-  read: int,
-  report: dict[str, int],
-  compute: Compute,
-  rows: int,
-  constrain: Callable,
   weights: Any,
   state: DecodeState,
   table: jax.Array | None = None,
+  *,
+  model: Model,
+  compute: Compute,
+  steps: int,
+  rows: int,
+  read: int,
+  report: dict[str, int],
+  constrain: Callable,
 ) -> tuple[DecodeState, Block]:
-  """Decodes `steps` tokens of the first `rows` slots, of all devices or of one.
+  """Decodes `steps` tokens of the first `rows` slots, of all devices or of one; see `make_generate`.
 
-  constrain: a `Layout`; in a shard_map, where a device works alone, a function that returns x.
+  constrain: a `Layout`; in a shard_map, where a device works alone, `unconstrained`.
   """
+  live, cache = first_slots(state, table, rows=rows, read=read)
+  filled, numbers = live.positions, jnp.arange(steps)
 
-  def step(cache, filled, carry, now):
+  def step(carry, inputs):
     state, recent = carry
-    number, uniform = now
+    number, uniform = inputs
     drawn = draw(model, weights, state, uniform, report=report, compute=compute)
     recent, hidden = model.decode(
       weights, cache, recent, drawn.tokens, filled, step=number, compute=compute, constrain=constrain
@@ -292,17 +295,11 @@ def decode_block(
     after = after.replace(hidden=hidden.astype(state.hidden.dtype))
     return (after, recent), (drawn, state.active, stopped)
 
-  few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
-  cache = state.cache.replace(table=table) if table is not None else first_entries(state.cache, rows, read)
-  recent = empty_block(model, state.cache, rows, steps)
-  # All numbers of the block at once: the generator is a loop of its own.
-  number, filled = jnp.arange(steps), few.positions
-  uniform = jax.vmap(lambda n: sampling_lib.uniforms(few.keys, filled + n))(number)
-  (few, recent), (drawn, active, stopped) = jax.lax.scan(
-    functools.partial(step, cache, filled), (few, recent), (number, uniform)
-  )
-  few = few.replace(positions=filled + steps)
-  rest = jax.tree.map(lambda old, x: old.at[:rows].set(x) if rows < len(old) else x, state.replace(cache=None), few)
+  recent = cache_storage.empty_block(model, state.cache, rows, steps)
+  # All uniforms of the block at once: the generator is a loop of its own.
+  uniforms = jax.vmap(lambda n: sampling_lib.uniforms(live.keys, filled + n))(numbers)
+  (live, recent), (drawn, active, stopped) = jax.lax.scan(step, (live, recent), (numbers, uniforms))
+  live = live.replace(positions=filled + steps)
   experts = ()
   if recent.experts:
     from jaxpost.models import routing_replay
@@ -313,16 +310,33 @@ def decode_block(
     logprobs=drawn.logprobs,
     behavior_logprobs=drawn.behavior_logprobs,
     drawn=active,
-    active=few.active | False,  # an output beside the state's, which the next call is given to reuse
+    # A value of its own: live.active is in the state, too, which is donated while the host still reads this block.
+    active=live.active | False,
     finished=jnp.any(stopped, axis=0),
     broken=jnp.any(active & drawn.broken, axis=0),
     top=drawn.top,
     allowed=drawn.allowed,
     experts=experts,
   )
-  by_slot = compute.platform != 'gpu'
-  cache = append(state.cache.replace(table=table), recent, filled, by_slot)
-  return rest.replace(cache=cache.replace(table=None)), block
+  return with_first_slots(state, live, recent, table, compute), block
+
+
+def first_slots(state: DecodeState, table: jax.Array | None, rows: int, read: int) -> tuple[DecodeState, Cache]:
+  """Returns (the first slots, without their caches; the cache that they attend to, see `make_generate`)."""
+  live = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
+  if table is not None:
+    return live, state.cache.replace(table=table)
+  return live, cache_storage.first_entries(state.cache, rows, read)
+
+
+def with_first_slots(
+  state: DecodeState, live: DecodeState, recent: Cache, table: jax.Array | None, compute: Compute
+) -> DecodeState:
+  """Returns the state with the first slots replaced by `live`, and `recent` appended to their caches."""
+  all_slots = cache_storage.replace_first(state.replace(cache=None), live)
+  filled, by_slot = state.positions[: len(live.positions)], compute.platform != 'gpu'
+  cache = cache_storage.append(state.cache.replace(table=table), recent, filled, by_slot)
+  return all_slots.replace(cache=cache.replace(table=None))
 
 
 def draw(
@@ -330,7 +344,7 @@ def draw(
 ) -> sampling_lib.Drawn:
   """Draws the next token of each slot from its hidden state; `uniform` [S] decides."""
   logits = head_logits(model, weights, state.hidden, compute)
-  options = dict(unroll=compute.platform == 'gpu', block=256 if compute.platform == 'cpu' else 128)
+  options = dict(unroll=compute.platform == 'gpu', vocab_tile=256 if compute.platform == 'cpu' else 128)
   return sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, **options)
 
 

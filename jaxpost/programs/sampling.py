@@ -82,7 +82,7 @@ def draw(
   top: int = 0,
   allowed: int = 0,
   unroll: bool = False,
-  block: int = 256,
+  vocab_tile: int = 256,
 ) -> Drawn:
   """Samples from softmax(logits / T), without the tokens that `sampling` excludes.
 
@@ -95,7 +95,7 @@ def draw(
     allowed: report the tokens that could be drawn, this many at most; `top_k` of a slot is not larger, or 0.
     unroll: write out the search for a truncation. A CUDA graph can hold a branch, but no loop in it: with one, the
       host would wait for the branch's predicate at each token.
-    block: tokens whose weights are summed at a time; in lanes of a TPU, 128, there is no copy into another layout.
+    vocab_tile: tokens whose weights are summed at a time; 128 on TPU, its lane count, avoids a relayout copy.
   """
   greedy = sampling.temperature < _GREEDY
   # Logits are scaled where they are needed: an array of them would be written and read again for each token.
@@ -103,7 +103,7 @@ def draw(
   highest = (jnp.max(logits, axis=-1) * scale)[:, None]
   early = counts < sampling.min_tokens
   forbidden = jnp.concatenate([sampling.forbidden_ids, jnp.where(early[:, None], sampling.stop_ids, -1)], axis=1)
-  options = dict(forbidden=forbidden, allowed=allowed, unroll=unroll, block=block)
+  options = dict(forbidden=forbidden, allowed=allowed, unroll=unroll, tile=vocab_tile)
   tokens, kept_total, total, top_kept, ids = _choose(logits, scale, highest, sampling, uniform, **options)
   tokens = tokens.astype(jnp.int32)
   picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] * scale
@@ -124,7 +124,7 @@ def draw(
 
 
 @jax.named_scope('choose')  # planning finds its branches by this name
-def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, allowed: int, unroll: bool, block: int):
+def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, allowed: int, unroll: bool, tile: int):
   """Returns (tokens, sum of the weights drawn from, sum of all, largest logit drawn from, ids drawn from), [S, ...]."""
   greedy = sampling.temperature < _GREEDY
   cuts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
@@ -133,8 +133,9 @@ def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, a
     return jnp.exp(logits * scale[:, None] - highest)
 
   def untruncated():
-    tokens, total = _invert(logits, weigh, -jnp.inf, uniform, block)
-    return tokens, total, total, highest, (jnp.zeros((len(logits), allowed), jnp.int32),) * bool(allowed)
+    tokens, total = _invert(logits, weigh, -jnp.inf, uniform, tile)
+    ids = (jnp.zeros((len(logits), allowed), jnp.int32),) if allowed else ()
+    return tokens, total, total, highest, ids
 
   def truncated():
     # Relative to the best remaining token: excluded ones may be far more probable.
@@ -150,7 +151,7 @@ def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, a
       kept, *ids = reported.of_top_k(kept, sampling.top_k, allowed)
     # An argmax over the vocabulary costs more than the draw on CPU.
     best = jnp.argmax(left, axis=-1)
-    tokens, total = _invert(kept, lambda x: x, 0.0, uniform, block)
+    tokens, total = _invert(kept, lambda x: x, 0.0, uniform, tile)
     return jnp.where(greedy, best, tokens), total, jnp.sum(weigh(logits), axis=-1), top, tuple(ids)
 
   # The weights stay inside: a branch that returned them would copy them.
@@ -201,23 +202,23 @@ def _cut(weights, values, wanted, wants, unroll):
   return jnp.where(weights > above, weights, 0)
 
 
-def _invert(values, weigh, nothing: float, uniform, block: int):
+def _invert(values, weigh, nothing: float, uniform, tile: int):
   """Returns the index whose cumulative weight passes uniform * total, [S], and the total, [S].
 
-  Weights are `weigh` of the values [S, V], which is computed again for the block that is drawn from; it is 0 of
+  Weights are `weigh` of the values [S, V], which is computed again for the tile that is drawn from; it is 0 of
   `nothing`.
   """
-  values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % block)), constant_values=nothing)
-  sums = jnp.sum(weigh(values).reshape(len(values), -1, block), axis=-1)
+  values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % tile)), constant_values=nothing)
+  sums = jnp.sum(weigh(values).reshape(len(values), -1, tile), axis=-1)
   ends = jnp.cumsum(sums, axis=-1)
   total = ends[:, -1]
   target = uniform * total
   at = jnp.sum(ends <= target[:, None], axis=-1)
   at = jnp.minimum(at, ends.shape[-1] - 1)
-  row = weigh(jax.vmap(lambda x, i: jax.lax.dynamic_slice(x, (i,), (block,)))(values, at * block))
+  row = weigh(jax.vmap(lambda x, i: jax.lax.dynamic_slice(x, (i,), (tile,)))(values, at * tile))
   start = jnp.where(at > 0, jnp.take_along_axis(ends, jnp.maximum(at - 1, 0)[:, None], axis=-1)[:, 0], 0)
   inner = start[:, None] + jnp.cumsum(row, axis=-1)
   offset = jnp.sum(inner <= target[:, None], axis=-1)
   # Rounding may step past the last weight, or onto one that is 0.
-  last = block - 1 - jnp.argmax(row[:, ::-1] > 0, axis=-1)
-  return at * block + jnp.minimum(offset, last), total
+  last = tile - 1 - jnp.argmax(row[:, ::-1] > 0, axis=-1)
+  return at * tile + jnp.minimum(offset, last), total

@@ -19,7 +19,7 @@ from flax import struct
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import generate
 from jaxpost.programs import sampling as sampling_lib
-from jaxpost.programs.cache_storage import append, empty_block, first_entries, where
+from jaxpost.programs.cache_storage import empty_block, where
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.generate import Block, DecodeState
 from jaxpost.types import Array
@@ -47,26 +47,25 @@ def make_verify(
   more by a decode step, so that a slot advances by 1 to T + 1 tokens: `Block.drawn` says which. The cache entries of
   the others are written, too, and overwritten by the next block. Arguments as in `generate.make_generate`.
   """
-  one_step = functools.partial(generate.decode_block, model, 1, read, report, compute)
+  one_step = functools.partial(
+    generate.decode_block, model=model, compute=compute, steps=1, rows=rows, read=read, report=report, constrain=layout
+  )
 
   def verify(weights, state: DecodeState, draft: Draft, table=None):
-    few = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
-    cache = state.cache.replace(table=table) if table is not None else first_entries(state.cache, rows, read)
+    live, cache = generate.first_slots(state, table, rows=rows, read=read)
     recent, hidden = model.decode(
       weights,
       cache,
       empty_block(model, state.cache, rows, draft.tokens.shape[1]),
       draft.tokens,
-      few.positions,
+      live.positions,
       step=0,
       compute=compute,
       constrain=layout,
     )
-    few, accepted = _accept(model, weights, few, draft, hidden, report=report, compute=compute)
-    by_slot = compute.platform != 'gpu'
-    cache = append(state.cache.replace(table=table), recent, state.positions[:rows], by_slot).replace(table=None)
-    rest = jax.tree.map(lambda old, x: old.at[:rows].set(x), state.replace(cache=None), few)
-    state, last = one_step(rows, layout, weights, rest.replace(cache=cache), table)
+    live, accepted = _accept(model, weights, live, draft, hidden, report=report, compute=compute)
+    state = generate.with_first_slots(state, live, recent, table, compute)
+    state, last = one_step(weights, state, table)
     return state, _join(accepted, last)
 
   def flops(weights, state, draft, table=None):
@@ -88,11 +87,11 @@ def _accept(
   hidden: [R, T, D], of each drafted token.
   """
   numbers = jnp.arange(draft.tokens.shape[1])
-  uniform = jax.vmap(lambda n: sampling_lib.uniforms(state.keys, state.positions + n))(numbers)
+  uniforms = jax.vmap(lambda n: sampling_lib.uniforms(state.keys, state.positions + n))(numbers)
 
-  def step(carry, now):
+  def step(carry, inputs):
     state, right = carry  # right: [R], all drafted tokens up to here were drawn
-    number, uniform, expected, after = now
+    number, uniform, expected, after = inputs
     # One position at a time: the logits of all of them may take more memory than the model.
     drawn = generate.draw(model, weights, state, uniform, report=report, compute=compute)
     broken = right & state.active & drawn.broken
@@ -106,8 +105,8 @@ def _accept(
     return (state, right), (drawn, right, stopped, broken)
 
   every = jnp.ones(len(state.active), bool)
-  given = (numbers, uniform, draft.tokens.T, hidden.astype(state.hidden.dtype).swapaxes(0, 1))
-  (state, _), (drawn, taken, stopped, broken) = jax.lax.scan(step, (state, every), given)
+  by_step = (numbers, uniforms, draft.tokens.T, hidden.astype(state.hidden.dtype).swapaxes(0, 1))
+  (state, _), (drawn, taken, stopped, broken) = jax.lax.scan(step, (state, every), by_step)
   return state, Block(
     tokens=drawn.tokens,
     logprobs=drawn.logprobs,

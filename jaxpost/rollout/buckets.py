@@ -49,7 +49,7 @@ class Buckets:
     return bucket(length, self.cache_length, max(64, self.page_size))
 
   def decode(self, length: int) -> int:
-    """Cache entries that a block of decoding reads where `length` are filled; 0: those."""
+    """Cache entries that a block of decoding reads; 0 means that the kernel reads exactly the filled entries."""
     return 0 if self.reads_filled else self.read(length)
 
   def rows(self, count: int) -> int:

@@ -1,9 +1,8 @@
-"""The interface of rollout engines, with the verbs of JetStream's Engine.
+"""The interface of rollout engines.
 
-`rollout.sampler.Sampler` needs `__call__`, conversations need `serve`; the verbs `prefill`, `insert`, `extend` and
-`generate` are for adapters and for drivers of a user. `native.py` is the engine that ships, `scheduler.py` drives it.
-
-Legend: S slots.
+`rollout.sampler.Sampler` needs `__call__`, conversations need `serve`. `native.py` is the engine that ships; the verbs
+that it has besides, `prefill`, `insert`, `extend` and `generate` as in JetStream's Engine, are for `scheduler.py` and
+`jetstream.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Engine(Protocol):
     max_concurrent_decodes: number of slots.
     weights: made by `load`; None: there are none.
     layout: mesh and shardings that it samples on.
-    version: optimizer updates behind its weights.
+    version: number of optimizer updates that produced its weights (0: the initial ones).
   """
 
   max_concurrent_decodes: int
@@ -54,35 +53,13 @@ class Engine(Protocol):
     """Returns shapes and shardings of the weights and caches that it will hold."""
 
   def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable]:
-    """Returns functions that compile what sampling needs; they may run in parallel.
+    """Returns functions that compile what sampling needs; they are independent of each other, and may run in parallel.
 
     Args:
-      lengths: of the prompts.
+      params: the trainer's parameters, or their shapes and shardings.
+      lengths: tokens of each prompt.
+      group_size: samples of each prompt.
       turns: conversations of several turns will be served.
-    """
-
-  # ------------------------------------------------------------------- verbs
-
-  def init_decode_state(self) -> Any:
-    """Returns a decode state with empty slots."""
-
-  def prefill(self, prompts: Sequence[Any]) -> Any:
-    """Runs token ids through the model once and returns their KV cache.
-
-    The result may be inserted any number of times.
-    """
-
-  def insert(self, state: Any, prefix: Any, entry: Any, run_key: Any, step: int) -> Any:
-    """Copies samples of a prefix into free slots; `run_key` decides the draws."""
-
-  def extend(self, state: Any, entry: Any, suffixes: dict, run_key: Any, step: int) -> Any:
-    """Prefills the rest of texts that begin with the contents of their slots."""
-
-  def generate(self, state: Any) -> tuple[Any, Any]:
-    """Decodes a block of tokens in every slot.
-
-    Returns:
-      The new state and a `programs.generate.Block`.
     """
 
   # ------------------------------------------------------------------- calls
@@ -99,19 +76,27 @@ class Engine(Protocol):
     reuse_cache: bool = True,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> dict:
-    """Serves requests and those that follow from their completions.
+    """Serves requests with continuous batching, until no more come.
+
+    Turns of conversations, and any request that depends on what was drawn, come from `next_requests`. Draws depend on
+    (run key, step, prompt, sample, position in the sequence), never on other requests or on the order of arrival.
 
     Args:
-      next_requests: (completions since the last call, idle) -> further requests; called
-        between any two blocks.
-      prefill_rows: prompts of one prefill.
-      on_tokens: called with (request, token ids so far) after each block.
-      reuse_cache: a request that begins with a finished text continues from its cache.
-      on_dispatch: called before each block with the number of blocks dispatched
-        so far; it may `load` newer weights (in-flight weight update).
+      requests: the first ones; sequences of any length that fits a slot.
+      run_key: key data, [2] uint32.
+      next_requests: (completions, idle) -> requests, called between any two blocks with the completions that ended
+        since (often none); it returns the requests that became ready (often none). With `idle` nothing is decoded and
+        the queue is empty: it may block until a request is ready, and returning none ends the call. It must return the
+        same on every process.
+      prefill_rows: prompts of a prefill; None: as many as are queued, up to the slots.
+      on_tokens: called with (request, token ids so far) after each block, before `next_requests`.
+      reuse_cache: a request that begins with a finished sequence continues from its cache entries; False prefills it
+        from its beginning.
+      on_dispatch: called before each block with the number of blocks dispatched so far; it may `load` newer weights
+        (in-flight weight update). Cache entries that were filled with the old ones stay as they are.
 
     Returns:
-      Metrics of the call.
+      Figures of the call, such as those of `Scheduler.figures`.
     """
 
   def prefill_rows(self, group_size: int) -> int:
@@ -130,9 +115,10 @@ class Engine(Protocol):
     sampling: dict | None = None,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> Rollout:
-    """Samples `group_size` completions of each prompt; there may be fewer slots.
+    """Samples `group_size` completions of each prompt, of one turn each; there may be fewer slots.
 
     Args:
-      sampling: fields of `Sampling` that differ from the default.
-      on_dispatch: see `serve`.
+      run_key: key data, [2] uint32; with step, prompt index and sample index it decides every draw.
+      sampling: fields of `Sampling` that differ from the config, as scalars.
+      on_dispatch: as in `serve`.
     """

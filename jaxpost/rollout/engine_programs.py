@@ -33,8 +33,8 @@ class EnginePrograms:
   """Programs of one engine on one layout.
 
   init: () -> DecodeState with empty slots.
-  prefill: (weights, tokens, lengths) -> Prefix.
-  insert: (state, prefix, entry, run key, step) -> state.
+  prefill: (weights, tokens, lengths) -> Prefilled.
+  insert: (state, prefilled, entry, run key, step) -> state.
   move: (state, source slots) -> state.
   """
 
@@ -103,7 +103,7 @@ def make_entry(
 
   Args:
     sequences: {slot: `ActiveSequence`}.
-    rows: {slot: row of the prefix}.
+    rows: {slot: row of the `Prefilled`}.
     copies: pages to be filled.
   """
   slots = engine.max_concurrent_decodes
@@ -143,14 +143,7 @@ def make_chunk(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], start: i
 def compile_jobs(
   engine: NativeEngine, params: Any, lengths: Sequence[int], group_size: int, turns: bool
 ) -> list[Callable[[], Any]]:
-  """Functions that compile what sampling from prompts needs; independent of each other.
-
-  Args:
-    params: the trainer's parameters, or their shapes and shardings.
-    lengths: tokens of each prompt.
-    group_size: samples of each prompt.
-    turns: conversations of several turns will be served.
-  """
+  """Functions that compile what sampling from prompts needs; see `engine.Engine.jobs`."""
   buckets = engine.buckets
   programs = engine.programs
   weights, state = engine.described(params)
@@ -172,9 +165,9 @@ def compile_jobs(
   for size in sorted({buckets.prompt(n) for n in (*lengths, *again)}):
     tokens = _abstract(engine, (rows, size))
     counts = _abstract(engine, (rows,))
-    prefix = programs.prefill.outputs(weights, tokens, counts)
+    prefilled = programs.prefill.outputs(weights, tokens, counts)
     jobs.append(functools.partial(programs.prefill.compile, weights, tokens, counts))
-    jobs.append(functools.partial(programs.insert.compile, state, prefix, entry, key, step))
+    jobs.append(functools.partial(programs.insert.compile, state, prefilled, entry, key, step))
   for read in sorted({buckets.decode(n + engine.block) for n in range(low, high)}):
     for count in buckets.row_sizes():
       jobs.append(functools.partial(programs.decoder(count, read).compile, weights, state, *tables(count, read)))
@@ -182,8 +175,8 @@ def compile_jobs(
         from jaxpost.rollout import drafts
 
         draft = jax.tree.map(lambda x: _abstract(engine, x.shape, x.dtype), drafts.no_draft(count, engine.block - 1))
-        rest = draft, *tables(count, read)
-        jobs.append(functools.partial(programs.verifier(count, read).compile, weights, state, *rest))
+        verify = programs.verifier(count, read)
+        jobs.append(functools.partial(verify.compile, weights, state, draft, *tables(count, read)))
   if turns and engine.can_reuse_cache:
     for read in sorted({buckets.read(n + engine.block) for n in range(low, high)}):
       chunk = jax.tree.map(

@@ -9,6 +9,7 @@ Legend: S slots, N prompts, P prompt tokens, C completion tokens, K kv heads.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,18 +35,20 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
   from jaxpost.models.shared_weights import SharedWeights
-  from jaxpost.programs.generate import Block, DecodeState, Prefix
+  from jaxpost.programs.generate import Block, DecodeState, Prefilled
   from jaxpost.rollout.page_table import PageCopy, PageTable
   from jaxpost.rollout.sequence import ActiveSequence
 
 
-def compute_of(compute: Compute, cfg: Any, config: Any) -> Compute:
-  """Returns the `compute` of an engine, without the decoding kernel where `cfg` or `config.rollout` rules it out."""
+def without_unsupported_kernel(compute: Compute, cfg: Any, config: Any) -> Compute:
+  """Returns `compute`, without the decoding kernel if that does not support the model or `config.rollout`."""
   if not compute.decode_kernel:
     return compute
   from jaxpost.models import decode_triton
 
-  return decode_triton.settled(compute, cfg, gathers=bool(config.page_size or config.speculation))
+  # XLA gathers pages, and attends from several drafted tokens at a time.
+  plain = not config.page_size and not config.speculation
+  return dataclasses.replace(compute, decode_kernel=plain and decode_triton.supports(cfg, compute))
 
 
 class NativeEngine:
@@ -70,7 +73,7 @@ class NativeEngine:
     reshard: Reshard | SharedWeights | None = None,
     asynchronous: bool = False,
   ):
-    compute = compute_of(compute, model.config, config)
+    compute = without_unsupported_kernel(compute, model.config, config)
     shards = layout.batch_shards
     sampler_config.check(model.config, config, shards)
     # XLA:CPU multiplies one bfloat16 row 11 x slower than two.
@@ -93,7 +96,6 @@ class NativeEngine:
     if self.page:  # a sequence takes whole pages
       self.length = -(-self.length // self.page) * self.page
     self.cache_shape = self._cache_shape()
-    self.pages()  # InputError where the longest sequence does not fit
     self.buckets = self._make_buckets(least_rows, compute.decode_kernel)
     self.programs = EnginePrograms(
       model,
@@ -107,7 +109,8 @@ class NativeEngine:
       report=dict(top=config.top_logprobs, allowed=config.top_k if config.sampling_mask else 0),
       sampling=sampler_config.sampling(config, {}),
     )
-    # A custom model decodes single tokens, or prefills whole prompts; a state is that of the last token alone.
+    # A cached prefix cannot be extended for custom models (no multi-token decode), for recurrent layers (only the last
+    # state is kept), or while routing is recorded.
     whole = isinstance(model.config, CustomConfig) or bool(model.config.state_shapes)
     self.can_reuse_cache = not whole and not (model.config.experts and model.config.experts.record)
     self._scheduler: type[Scheduler] = Scheduler
@@ -133,12 +136,18 @@ class NativeEngine:
     )
 
   def _cache_shape(self) -> tuple[int, int]:
-    """(slots, entries of each), or (pages, entries of each)."""
+    """(slots or pages, entries of each); InputError where the pages do not hold the longest sequence."""
     slots = self.max_concurrent_decodes
     if not self.page:
       return slots, self.length
     entries = self.config.cache_tokens or max(slots * self.length // 2, self.length)
-    return entries // self.page + 1, self.page  # page 0 is reserved
+    pages = entries // self.page
+    if pages * self.page < self.length:
+      raise InputError(
+        f'config.rollout.cache_tokens: {pages} pages of {self.page} do not hold one sequence of {self.length} entries; '
+        'raise it'
+      )
+    return pages + 1, self.page  # page 0 is reserved
 
   def load(self, params: Any, version: int) -> dict:
     """Copies the trainer's parameters into the sampling layout; {'bytes': moved}."""
@@ -201,7 +210,7 @@ class NativeEngine:
     state = self.programs.init.outputs()
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
 
-  def prefill(self, prompts: Sequence[np.ndarray], rows: int = 0) -> Prefix:
+  def prefill(self, prompts: Sequence[np.ndarray], rows: int = 0) -> Prefilled:
     """Prefills prompts, token ids, as one right-padded batch of `rows` (0: a row bucket)."""
     shape = rows or self.buckets.rows(len(prompts)), self.buckets.prompt(max(map(len, prompts)))
     tokens = np.zeros(shape, np.int32)
@@ -218,12 +227,12 @@ class NativeEngine:
       return None
     from jaxpost.rollout import page_table
 
-    return page_table.PageTable(self.page, self.cache_shape[0], self.length)
+    return page_table.PageTable(self.page, self.cache_shape[0])
 
-  def insert(self, state: DecodeState, prefix: Prefix, entry: Entry, run_key: Any, step: int) -> DecodeState:
-    """Forks sequences of a prefix into their slots."""
+  def insert(self, state: DecodeState, prefilled: Prefilled, entry: Entry, run_key: Any, step: int) -> DecodeState:
+    """Forks prefilled sequences into their slots."""
     key, step = self.layout.put((run_key, np.int32(step)), None)
-    return self.programs.insert(state, prefix, self.layout.put(entry, 'batch', None), key, step)
+    return self.programs.insert(state, prefilled, self.layout.put(entry, 'batch', None), key, step)
 
   def extend(
     self,
@@ -264,13 +273,11 @@ class NativeEngine:
     source[list(moves.values())] = list(moves)
     return self.programs.move(state, self.layout.put(source, 'batch'))
 
-  # ------------------------------------------------------------------ buckets
+  # ----------------------------------------------------------------- requests
 
   def prefill_rows(self, group_size: int) -> int:
     """Prompts of a prefill: as many as fill the slots once with `group_size` samples each."""
     return self.buckets.prefill_rows(group_size)
-
-  # ----------------------------------------------------------------- requests
 
   def entry(self, sequences: dict[int, ActiveSequence], rows: dict[int, int], copies: Sequence[PageCopy] = ()) -> Entry:
     """The argument of `insert`; see `engine_programs.make_entry`."""
@@ -304,28 +311,7 @@ class NativeEngine:
     reuse_cache: bool = True,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> dict:
-    """Serves requests with continuous batching, until no more come.
-
-    Turns of conversations, and any request that depends on what was drawn, come from `next_requests`. Draws depend on
-    (run key, step, prompt, sample, position in the sequence), never on other requests or on the order of arrival.
-
-    Args:
-      requests: the first ones; sequences of any length that fits a slot.
-      run_key: key data, [2] uint32.
-      next_requests: (completions, idle) -> requests, called between any two blocks with the completions that ended
-        since (often none); it returns the requests that became ready (often none). With `idle` nothing is decoded and
-        the queue is empty: it may block until a request is ready, and returning none ends the call. It must return the
-        same on every process.
-      prefill_rows: prompts of a prefill; None: as many as are queued, up to the slots.
-      on_tokens: called with (request, token ids so far) after each block, before `next_requests`.
-      reuse_cache: a request that begins with a finished sequence continues from its cache entries; False prefills it
-        from its beginning.
-      on_dispatch: called before each block with the number of blocks dispatched so far; it may `load` newer weights.
-        Cache entries that were filled with the old ones stay as they are.
-
-    Returns:
-      Figures of the call; see `Scheduler.figures`.
-    """
+    """Serves requests with continuous batching, until no more come; see `engine.Engine.serve`."""
     return self._scheduler(
       self,
       run_key,
@@ -347,13 +333,7 @@ class NativeEngine:
     sampling: dict | None = None,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> Rollout:
-    """Samples `group_size` completions of each prompt, of one turn each.
-
-    Args:
-      run_key: key data, [2] uint32; with step, prompt index and sample index it decides every draw.
-      sampling: fields of `Sampling` that differ from the config, as scalars.
-      on_dispatch: as in `serve`.
-    """
+    """Samples `group_size` completions of each prompt, of one turn each; see `engine.Engine.__call__`."""
     longest = max(len(p.tokens) for p in prompts)
     if longest > self.config.max_prompt:
       raise InputError(
@@ -384,5 +364,5 @@ class NativeEngine:
   # ------------------------------------------------------------------ compile
 
   def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable[[], Any]]:
-    """Functions that compile what sampling needs; see `engine_programs.compile_jobs`."""
+    """Functions that compile what sampling needs; see `engine.Engine.jobs`."""
     return engine_programs.compile_jobs(self, params, lengths, group_size, turns)

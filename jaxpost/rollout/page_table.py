@@ -10,14 +10,12 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from jaxpost.errors import InputError
-
 
 @dataclasses.dataclass
 class PageCopy:
-  """Copies entries of a prefilled prefix into a page.
+  """Copies entries of a prefilled prompt into a page.
 
-  row: of the prefix. place: which `size` entries of that row. page: their target.
+  row: of the `generate.Prefilled`. place: which `size` entries of that row. page: their target.
   """
 
   row: int
@@ -30,15 +28,9 @@ class PageTable:
 
   size: entries of a page.
   count: pages, including the reserved page 0.
-  longest: tokens of the longest sequence, which has to fit.
   """
 
-  def __init__(self, size: int, count: int, longest: int):
-    if (count - 1) * size < longest:
-      raise InputError(
-        f'config.rollout.cache_tokens: {count - 1} pages of {size} do not hold one sequence of {longest} entries; '
-        'raise it'
-      )
+  def __init__(self, size: int, count: int):
     self.size = size
     self.count = count
     self.free = collections.deque(range(1, count))
@@ -52,7 +44,7 @@ class PageTable:
     return -(-entries // self.size)
 
   def admit(self, holder: Hashable, prompt: bytes, row: int, length: int, extra: int) -> list[PageCopy] | None:
-    """Allocates pages for a prompt of `length` entries, which is row `row` of a prefix.
+    """Allocates pages for a prompt of `length` entries, which is row `row` of a `generate.Prefilled`.
 
     Returns:
       The copies that fill the pages; None where the free pages do not hold the prompt and `extra` entries more.

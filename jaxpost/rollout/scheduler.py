@@ -33,7 +33,7 @@ if TYPE_CHECKING:
   from jaxpost.rollout.page_table import PageCopy
   from jaxpost.rollout.prefix_cache import CachedPrefix
 
-# (finished completions, idle) -> further requests; see NativeEngine.serve.
+# (finished completions, idle) -> further requests; see Engine.serve.
 NextRequests = Callable[[list[Completion], bool], Iterable[Request]]
 # (request, token ids drawn so far), after each block.
 OnTokens = Callable[[Request, np.ndarray], None]
@@ -80,8 +80,8 @@ class Scheduler:
     self.active: dict[int, ActiveSequence] = {}  # by slot, first admitted first
     self.state = engine.init_decode_state()
     self.pages = engine.pages()
-    self.prefix: Any = None  # the last prefill
-    self.prefix_rows: dict[bytes, int] = {}  # prompt -> its row there
+    self.prefilled: Any = None  # the `Prefilled` of the last prefill
+    self.prefilled_rows: dict[bytes, int] = {}  # prompt -> its row there
     self.running: collections.deque[Dispatched] = collections.deque()
     self.prefix_cache = PrefixCache(self.pages)
     # Counts that `figures` reports.
@@ -104,18 +104,20 @@ class Scheduler:
         self.drop_cancelled()
       self.admit()
       if not self.active:
-        more = list(self.next_requests([], True))
-        if not more:
+        arrived = list(self.next_requests([], True))
+        if not arrived:
           return self.figures()
-        self.enqueue(more)
+        self.enqueue(arrived)
         finished = []
         continue
-      # If the queue is empty, the next block may run while the last is harvested.
-      overlap = self.overlaps and not self.queue and any(sequence.left > 0 for sequence in self.active.values())
+      can_draw = any(sequence.left > 0 for sequence in self.active.values())
+      overlap = self.overlaps and not self.queue and can_draw
+      dispatched = False
       if overlap or not self.running:
-        overlap = self.dispatch() and overlap
-      in_flight = 1 if overlap else 0
-      finished = self.harvest() if len(self.running) > in_flight else []
+        dispatched = self.dispatch()
+      # With overlap, the block just dispatched runs while the one before it is read.
+      blocks_to_leave = 1 if overlap and dispatched else 0
+      finished = self.harvest() if len(self.running) > blocks_to_leave else []
 
   def enqueue(self, requests: Iterable[Request]) -> None:
     """Checks requests and puts them at the end of the queue."""
@@ -142,12 +144,14 @@ class Scheduler:
     self.admit_cached()
     free = self.free_slots()
     while free and self.queue:
-      taken, copies, has_room = self.match_prefix(free)
-      if not taken and has_room:
+      taken, copies, has_room = self.match_prefilled(free)
+      if taken:
+        self.insert(taken, copies)
+        free = free[len(taken) :]
+      elif has_room:
         self.prefill()
-        continue
-      self.insert(taken, copies)
-      free = free[len(taken) :] if has_room else []
+      if not has_room:
+        return
 
   def free_slots(self) -> list[int]:
     """Slots without a sequence; those with a cached prefix come last."""
@@ -155,14 +159,14 @@ class Scheduler:
     slots = range(self.engine.max_concurrent_decodes)
     return [slot for slot in slots if slot not in self.active and slot not in cached] + cached
 
-  def match_prefix(self, free: list[int]) -> tuple[dict[int, ActiveSequence], list[PageCopy], bool]:
+  def match_prefilled(self, free: list[int]) -> tuple[dict[int, ActiveSequence], list[PageCopy], bool]:
     """({free slot: ActiveSequence}, page copies, whether pages sufficed) of those that the last prefill holds."""
     taken: dict[int, ActiveSequence] = {}
     copies: list[PageCopy] = []
     for sequence in self.queue:
       if len(taken) == len(free):
         break
-      if sequence.key in self.prefix_rows:
+      if sequence.key in self.prefilled_rows:
         found = self.allocate_pages(sequence)
         if found is None:
           return taken, copies, False
@@ -174,7 +178,7 @@ class Scheduler:
     """Pages for a prefilled sequence, evicting cached prefixes; None where they do not suffice."""
     if not self.pages:
       return []
-    row = self.prefix_rows[sequence.key]
+    row = self.prefilled_rows[sequence.key]
     while True:
       found = self.pages.admit(sequence, sequence.key, row, len(sequence.tokens), self.engine.block)
       if found is not None or not self.prefix_cache.evict():
@@ -196,7 +200,7 @@ class Scheduler:
     suffixes = {}
     for sequence in list(self.queue):
       cached = self.prefix_cache.longest_match(sequence.key) if free else None
-      slot = self.reuse_slot(cached, sequence, free) if cached else None
+      slot = self.claim_cached_slot(cached, sequence, free) if cached else None
       if slot is None:
         continue
       free.remove(slot)
@@ -217,8 +221,11 @@ class Scheduler:
     self.state = self.engine.extend(self.state, entry, suffixes, self.run_key, self.step, table=table)
     self.active |= taken
 
-  def reuse_slot(self, cached: CachedPrefix, sequence: ActiveSequence, free: list[int]) -> int | None:
-    """The slot in which a sequence continues from a cached prefix; None where pages do not suffice."""
+  def claim_cached_slot(self, cached: CachedPrefix, sequence: ActiveSequence, free: list[int]) -> int | None:
+    """Takes a prefix, and its pages, from the cache for a sequence that continues it; returns the slot.
+
+    None where pages do not suffice: the prefix is dropped then, and the sequence stays in the queue without pages.
+    """
     self.prefix_cache.take(cached)
     if not self.pages:
       return cached.slot
@@ -244,25 +251,23 @@ class Scheduler:
         break
       if engine.buckets.prompt(len(sequence.tokens)) == bucket:
         prompts.setdefault(sequence.key, sequence.tokens)
-    self.prefix = None  # frees the last one first
-    self.prefix = engine.prefill(list(prompts.values()), self.prefill_rows or 0)
-    self.prefix_experts = to_host(self.prefix.experts, share=False)
-    self.prefix_rows = {key: row for row, key in enumerate(prompts)}
+    self.prefilled = None  # frees the last one first
+    self.prefilled = engine.prefill(list(prompts.values()), self.prefill_rows or 0)
+    self.prefilled_experts = to_host(self.prefilled.experts, share=False)
+    self.prefilled_rows = {key: row for row, key in enumerate(prompts)}
     self.tokens_prefilled += sum(map(len, prompts.values()))
 
   def insert(self, taken: dict[int, ActiveSequence], copies: list[PageCopy]) -> None:
-    """Forks prefilled sequences from the prefix into their slots."""
-    if not taken:
-      return
+    """Forks prefilled sequences into their slots."""
     self.dequeue(taken)
     if not self.pages:
       self.prefix_cache.evict(taken)
-    rows = {slot: self.prefix_rows[sequence.key] for slot, sequence in taken.items()}
+    rows = {slot: self.prefilled_rows[sequence.key] for slot, sequence in taken.items()}
     entry = self.engine.entry(taken, rows, copies)
-    self.state = self.engine.insert(self.state, self.prefix, entry, self.run_key, self.step)
+    self.state = self.engine.insert(self.state, self.prefilled, entry, self.run_key, self.step)
     self.active |= taken
     for slot, sequence in taken.items():
-      found = [x[rows[slot], 0, : len(sequence.tokens)] for x in self.prefix_experts]
+      found = [x[rows[slot], 0, : len(sequence.tokens)] for x in self.prefilled_experts]
       sequence.experts = (np.stack(found, axis=1),) if found else ()
 
   # --------------------------------------------------------------------- decode
@@ -350,8 +355,8 @@ class Scheduler:
     if block.broken.any():
       raise DivergedError(
         f'sampling at step {self.step}: logits of the weights after {version} updates are not finite (the run has '
-        'diverged: lower the learning rate and restart from an earlier '
-        'checkpoint), or forbidden_ids and min_new_tokens leave no token to draw'
+        'diverged: lower the learning rate and restart from an earlier checkpoint), or forbidden_ids and '
+        'min_new_tokens leave no token to draw'
       )
     finished = []
     for slot, sequence in slots.items():
@@ -381,8 +386,7 @@ class Scheduler:
     occupancy: share of computed slot-steps that drew a wanted token.
     time/dispatch_gap: seconds from a block's result to the next dispatch, on average; 0 where the next one ran already.
     preempted: sequences that gave up their slot because no page was free.
-    tokens_prefilled: prompt tokens that were computed. tokens_cached: those
-      that were not, because the prefix cache had them.
+    tokens_prefilled: prompt tokens that were computed. tokens_cached: those that the prefix cache had.
     """
     paged = {'preempted': self.preempted} if self.pages else {}
     return {

@@ -58,7 +58,7 @@ class Completion:
     top_ids, top_logprobs: [C, n] int32 and float32, most probable first.
     allowed: [C, k] int32, see `Rollout`.
     experts: [P + C, L, k] uint16 chosen by the router, for the whole text.
-    versions: [C] int32, optimizer updates behind the weights of each token.
+    versions: [C] int32, number of optimizer updates that produced the weights of each token (0: the initial ones).
   """
 
   request: Request
@@ -166,8 +166,8 @@ class ActiveSequence:
     """The record of a finished sequence."""
     drawn = jax.tree.map(lambda *x: np.concatenate(x), *self.blocks)
     new = len(self.tokens) - len(self.request.tokens)  # drawn before it was prefilled again
-    experts = [np.concatenate([read, more[new:]]) for read, more in zip(self.experts, drawn.experts)]
     most = self.request.sampling.get('top_logprobs')
     top = [x[:, :most] for x in drawn.top] or (None, None)
-    rest = dict(zip(('allowed',), drawn.allowed), versions=drawn.versions)
-    return Completion(self.request, *drawn[:3], finished, stop_string, *top, *(experts or (None,)), **rest)
+    experts = np.concatenate([self.experts[0], drawn.experts[0][new:]]) if drawn.experts else None
+    allowed = drawn.allowed[0] if drawn.allowed else None
+    return Completion(self.request, *drawn[:3], finished, stop_string, *top, experts, drawn.versions, allowed)
