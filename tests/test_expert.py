@@ -154,6 +154,7 @@ def test_a_run_trains_on_the_data_where_its_samples_are_wrong(folder, tmp_path):
     dict(algorithm='rft'),
     dict(algorithm='online_dpo'),
     dict(train_on_rollouts='run'),
+    dict(algorithm='reinforce_pp', rl=dict(kl_coef=0.0), rollout=dict(group_size=1)),
   ],
 )
 def test_where_it_does_not_hold_it_is_refused(over):

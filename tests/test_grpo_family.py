@@ -578,6 +578,19 @@ def test_select_varied_takes_the_first_groups_that_differ():
   assert dynamic_sampling.select_varied(short, 2).selected == [[0, 1]]
 
 
+@pytest.mark.parametrize('over', [dict(advantage='gpg'), dict(scale_rewards='batch')])
+def test_groups_that_only_fill_up_a_step_change_no_advantage(over):
+  """Statistics across groups are those of the groups that are trained on."""
+  rewards = np.array([0, 1, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0], float)
+  given = experience(rewards=rewards)
+  filled = experience(rewards=rewards, mask=given.mask * (np.arange(N) // 4 != 1)[:, None])
+  found = grpo.credit(filled, config_of('grpo', rl=over)).arrays['advantages']
+  centered = rewards.reshape(3, 4) - rewards.reshape(3, 4).mean(axis=1, keepdims=True)
+  spread = 1.0 if 'advantage' in over else np.delete(rewards, slice(4, 8)).std(ddof=1)
+  np.testing.assert_allclose(found[:, 0], (centered / spread).ravel(), rtol=1e-4)
+  assert not np.allclose(grpo.credit(given, config_of('grpo', rl=over)).arrays['advantages'][:, 0], found[:, 0])
+
+
 def test_a_missing_verdict_beside_a_reward_model_is_no_zero():
   """Some of a group: no reward. All of it: the reward model alone decides."""
 

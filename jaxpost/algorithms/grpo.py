@@ -193,11 +193,13 @@ def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
   rl = config.rl
   estimator = advantages.ESTIMATORS[rl.advantage]
   shape = (experience.groups, -1)
+  # Not the groups that only fill up a step (`rl.dynamic_sampling`): the mean of the loss does not count them, either.
+  trained = experience.mask.reshape(shape).any(axis=1, keepdims=True)
   kl, of_token = (0.0, kl) if rl.kl_in == 'advantage' else (kl, 0.0)
   arrays = {
     # An estimator of groups has one reward per sequence, so the KL is summed over it.
     'rewards': (experience.rewards - np.sum(kl * np.ones_like(mask), axis=1)).reshape(shape),
-    'valid': valid.reshape(shape),
+    'valid': valid.reshape(shape) & trained,
     'lengths': (mask > 0).sum(axis=1).reshape(shape),
     'mask': mask,
     'token_rewards': advantages.token_rewards(experience.rewards, mask, kl, experience.turn_rewards),

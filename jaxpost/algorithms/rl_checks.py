@@ -104,6 +104,10 @@ def check_expert(config: Config) -> None:
     'config.rl.expert: what is estimated from samples does not hold for completions of the data; leave out kl_coef, '
     'clip_cov, kl_cov, entropy_target, environment, train_on_rollouts and routing_replay',
   )
+  refuse(
+    rl.expert and config.rollout.group_size < 2,
+    'config.rl.expert: a group is one completion of the data and at least one sample; raise config.rollout.group_size',
+  )
 
 
 def check_replay(config: Config) -> None:
