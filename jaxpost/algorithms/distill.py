@@ -49,8 +49,8 @@ def objective(config: Config) -> Objective:
   def loss(outputs, arrays):
     metrics = {'divergence': outputs.divergence, 'nll': -outputs.logprobs, 'entropy': outputs.entropy}
     # No cross entropy on the student's own samples.
-    given = arrays.get('from_data', 1.0)
-    return outputs.divergence - options.nll_coef * given * outputs.logprobs, metrics
+    is_from_data = arrays.get('from_data', 1.0)
+    return outputs.divergence - options.nll_coef * is_from_data * outputs.logprobs, metrics
 
   divergence = from_cache(options) if options.top_k else from_logits(options)
   return Objective(loss, reads=('entropy',), divergence=divergence)

@@ -232,8 +232,8 @@ def finish(
   if rl_fields.has_token_terms(rl):
     from jaxpost.algorithms import token_terms
 
-    more, remembered = token_terms.apply(experience, out, counted, config)
-    metrics, memory = metrics | more, memory | remembered
+    term_metrics, term_memory = token_terms.apply(experience, out, counted, config)
+    metrics, memory = metrics | term_metrics, memory | term_memory
   if names := rl_fields.corrections(rl):
     from jaxpost.losses import importance
 

@@ -1,7 +1,6 @@
 """Attention over packed rows; `decoding.py` attends over a cache.
 
-Legend: B rows, T queries, S keys, K kv heads, G queries per kv head, h head
-size, hv that of values.
+Legend: B rows, T queries, S keys, K kv heads, G queries per kv head, h head size, hv that of values.
 """
 
 import jax

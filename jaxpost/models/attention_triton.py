@@ -75,9 +75,9 @@ def attend(
   static = _Static(window, cfg.attention_softcap, tiles or _tiles(q.shape[3], v.shape[3]), interpret)
   index = jnp.arange(q.shape[1], dtype=jnp.int32)
   starts_document = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-  ends_document = jnp.roll(starts_document, -1, axis=1)
   # The first key that each query attends to, and the last query that attends to each key.
   first_key = jax.lax.cummax(jnp.where(starts_document, index, 0), axis=1)
+  ends_document = jnp.roll(starts_document, -1, axis=1)
   last_query = jax.lax.cummin(jnp.where(ends_document, index, q.shape[1]), axis=1, reverse=True)
   ids = None
   if branch_ids is not None:  # what is shared is closer by position than by place
@@ -220,8 +220,8 @@ def _queries_kernel(
   size, values = sizes
   begin = pl.program_id(0) * rows
   q, g, at = _load(q_ref, size), _load(g_ref, values), begin + jnp.arange(rows)
-  first_key, lse2, delta = first_key_ref[...], lse2_ref[...], delta_ref[...]
-  query_ids = _ids(ids_ref, pl.ds(begin, rows))
+  first_key, query_ids = first_key_ref[...], _ids(ids_ref, pl.ds(begin, rows))
+  lse2, delta = lse2_ref[...], delta_ref[...]
 
   def step(j, dq):
     keys = pl.ds(j * cols, cols)
@@ -269,8 +269,8 @@ def _keys_kernel(
     queries = pl.ds(i * rows, rows)
     q, g = _load(q_ref.at[queries, head], size), _load(g_ref.at[queries, head], values)
     s, slope = scores(q, k, static.cap)
-    at, query_ids = i * rows + jnp.arange(rows), _ids(ids_ref, queries)
-    seen = _visible(at, first_key_ref[queries], columns, query_ids, key_ids, window=static.window)
+    at, first_key = i * rows + jnp.arange(rows), first_key_ref[queries]
+    seen = _visible(at, first_key, columns, _ids(ids_ref, queries), key_ids, window=static.window)
     weights = jnp.exp2(jnp.where(seen, s * LOG2_E, MASKED_LOGIT) - lse2_ref[head, queries][:, None])
     dv += _dot(weights.astype(g.dtype), g, trans_a=True)
     ds = weights * (_dot(g, v, trans_b=True) - delta_ref[head, queries][:, None]) * slope

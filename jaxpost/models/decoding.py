@@ -15,10 +15,11 @@ from jaxpost.models import layers, rope, transformer
 from jaxpost.models.attention_xla import scale_queries, softcap, softmax
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.parameters import STATEFUL
+from jaxpost.models.transformer import unconstrained
 from jaxpost.types import MASKED_LOGIT, Cache
 
 
-def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constrain=transformer.unconstrained):
+def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constrain=unconstrained):
   """Right-padded prompts [B, T] -> (Cache of length T, last hidden [B, D])."""
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
@@ -51,15 +52,7 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
 
 
 def decode(
-  weights,
-  cache: Cache,
-  recent: Cache,
-  tokens,
-  filled,
-  step,
-  cfg: ModelConfig,
-  compute: Compute,
-  constrain=transformer.unconstrained,
+  weights, cache: Cache, recent, tokens, filled, step, cfg: ModelConfig, compute: Compute, constrain=unconstrained
 ):
   """Decodes one token per slot.
 
@@ -70,7 +63,7 @@ def decode(
     weights: parameters with a list of layers (`unstack_layers`); an entry may
       also be a function of the layer's input that returns its parameters.
     cache: L x [S, K, N, h], or pages and a table; the first `filled` [S] entries are valid.
-    recent: L x [S, K, T, h], of which the first `step` are valid, and the present states.
+    recent: a Cache, too: L x [S, K, T, h], of which the first `step` are valid, and the present states.
     tokens: [S], at positions filled + step; or [S, T'], consecutive tokens.
 
   Returns:

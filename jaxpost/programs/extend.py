@@ -1,7 +1,6 @@
 """The extend program: continues cached sequences; only their new tokens are read.
 
-Legend: S slots, T tokens read at a time, K kv heads, h head size, D hidden
-size, L layers.
+Legend: S slots, T tokens read at a time, K kv heads, h head size, D hidden size, L layers.
 """
 
 from __future__ import annotations

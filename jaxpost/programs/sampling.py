@@ -19,9 +19,8 @@ _GREEDY = 1e-4  # a lower temperature is 0: quotients would overflow
 class Sampling:
   """Sampling parameters of each slot, arrays so that a new value compiles nothing.
 
-  Example: temperature 1, top_k 0 (off), top_p 1 (off), min_p 0 (off),
-  stop_ids [2, -1] and forbidden_ids [-1] (padded with -1), min_tokens 0,
-  max_tokens 128, seed 0, top_logprobs 0.
+  Example: temperature 1, top_k 0 (off), top_p 1 (off), min_p 0 (off), stop_ids [2, -1] and forbidden_ids [-1] (padded
+  with -1), min_tokens 0, max_tokens 128, seed 0, top_logprobs 0.
   """
 
   temperature: Array  # [S] float32, 0 is greedy
@@ -146,9 +145,7 @@ def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, a
       jnp.any(cuts & ~greedy), functools.partial(_truncate, unroll=unroll), lambda w, _: w, kept, sampling
     )
     if allowed:
-      from jaxpost.programs import reported
-
-      kept, *ids = reported.of_top_k(kept, sampling.top_k, allowed)
+      kept, *ids = _at_most(kept, sampling.top_k, allowed)
     # An argmax over the vocabulary costs more than the draw on CPU.
     best = jnp.argmax(left, axis=-1)
     tokens, total = _invert(kept, lambda x: x, 0.0, uniform, tile)
@@ -180,6 +177,18 @@ def _truncate(weights, sampling: Sampling, unroll: bool):
   kept = jax.lax.cond(jnp.any(sampling.top_k > 0), by_count, lambda kept: kept, weights)
   kept = jax.lax.cond(jnp.any(sampling.top_p < 1), by_mass, lambda kept: kept, kept)
   return jnp.where(weights >= sampling.min_p[:, None], kept, 0)
+
+
+def _at_most(weights, top_k, most: int):
+  """Returns (weights [S, V] of `most` tokens, 1 + the ids of those that are not 0 [S, most] int32, padded with 0).
+
+  Top-k keeps all of equal weights, which may be more. Slots of `top_k` [S] = 0 keep all tokens, and report none.
+  """
+  values, ids = jax.lax.top_k(weights, most)
+  rows = jnp.arange(len(weights))[:, None]
+  limited = (top_k > 0)[:, None]
+  kept = jnp.where(limited, jnp.zeros_like(weights).at[rows, ids].set(values), weights)
+  return kept, jnp.where(limited & (values > 0), ids + 1, 0).astype(jnp.int32)
 
 
 def _cut(weights, values, wanted, wants, unroll):

@@ -29,8 +29,7 @@ class Request:
     tokens: [P] int32, the text so far: prompt, completions, tool results.
     prompt: global index of the prompt.
     sample: index within the group of the prompt.
-    sampling: {field of `programs.sampling.Sampling` or 'stop_strings': scalar or tuple} that
-      differ from the config.
+    sampling: {field of `programs.sampling.Sampling` or 'stop_strings': scalar or tuple} that differ from the config.
     tag: of the caller; comes back with the completion.
     is_cancelled: asked between blocks; True gives up the place in the queue or the slot, without a completion. It must
       answer the same on every process.
@@ -50,8 +49,7 @@ class Completion:
 
   Attributes:
     tokens: [C] int32, including the stop id.
-    logprobs: [C] float32 under the distribution with temperature, before top-k,
-      top-p and min-p.
+    logprobs: [C] float32 under the distribution with temperature, before top-k, top-p and min-p.
     behavior_logprobs: [C] float32 under the truncated distribution that the tokens were drawn from.
     finished: ended by a stop id or a stop string, not by max_tokens.
     stop_string: that ended it, or ''; the last token completes it.
