@@ -356,21 +356,15 @@ def stages_done(placed: Sequence[PlacedStage], workdir: epath.Path) -> int:
 
 def initial_params(placed: PlacedStage, workdir: epath.PathLike | None) -> dict:
   """Loads the weights that a stage starts from, in its training layout."""
-  config = placed.config
-  return load_weights.load(
-    placed.inputs.sources['policy'],
-    placed.model,
-    placed.train,
-    config.model.param_dtype,
-    workdir,
-    seed=config.seed,
-    ledger=placed.ledger,
-  )
+  return _load_params(placed, placed.inputs.sources['policy'], workdir)
 
 
 def final_params(placed: PlacedStage, workdir: epath.PathLike) -> dict:
   """Loads the weights that a finished stage has left."""
-  source = sources.outcome(placed.inputs)
-  return load_weights.load(
-    source, placed.model, placed.train, placed.config.model.param_dtype, workdir, ledger=placed.ledger
-  )
+  return _load_params(placed, sources.outcome(placed.inputs), workdir)
+
+
+def _load_params(placed: PlacedStage, source: sources.Source, workdir: epath.PathLike | None) -> dict:
+  config, ledger = placed.config, placed.ledger
+  dtype = config.model.param_dtype
+  return load_weights.load(source, placed.model, placed.train, dtype, workdir, seed=config.seed, ledger=ledger)

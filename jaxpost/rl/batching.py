@@ -110,10 +110,7 @@ def to_batch(
     A host batch [num_rows, row_length]; each sequence is one segment.
   """
   shape = num_rows, row_length
-  tokens = np.zeros(shape, np.int32)
-  positions = np.zeros(shape, np.int32)
-  segment_ids = np.zeros(shape, np.int32)
-  sequence_ids = np.zeros(shape, np.int32)
+  tokens, positions, segment_ids, sequence_ids = (np.zeros(shape, np.int32) for _ in range(4))
   loss_weights = np.zeros(shape, np.float32)
   if 'temperature' in rollout.prompts[0].source.get('sampling', ()):  # then every source has one
     own = np.repeat([p.source['sampling']['temperature'] for p in rollout.prompts], group_size(rollout))
@@ -162,20 +159,3 @@ def from_rows(rollout: Rollout, values: Array, num_rows: int, row_length: int) -
     length = rollout.lengths[n]
     out[n, :length] = values[row, first : first + length]
   return out
-
-
-def top_logprobs(rollout: Rollout, n: int) -> dict:
-  """The most probable tokens at each position of completion n, for its sample row.
-
-  Returns:
-    {'top_logprobs': [length, k] pairs of token id and log-prob}; {} where the sampler did not report them.
-  """
-  if rollout.top_ids is None:
-    return {}
-  length = rollout.lengths[n]
-  return {
-    'top_logprobs': [
-      [[int(i), round(float(x), 6)] for i, x in zip(ids, logprobs)]
-      for ids, logprobs in zip(rollout.top_ids[n, :length], rollout.top_logprobs[n, :length])
-    ]
-  }

@@ -173,10 +173,8 @@ class PendingRollout:
       rollout, results, rewards = attached_rewards.add_reward_model(
         rollout, results, rewards, reward_model_outputs, grader
       )
-    if rollout.verdicts is None:
-      correct = verdicts(results, rewards, grader.correct_by)
-    else:  # recorded
-      correct = rollout.verdicts.reshape(rewards.shape)
+    recorded = rollout.verdicts
+    correct = verdicts(results, rewards, grader.correct_by) if recorded is None else recorded.reshape(rewards.shape)
     weights = {REWARD_MODEL: grader.model_weight} | (grader.pool.weights if grader.pool else {})
     tables = {name: reward_table(results, name).reshape(-1) for name in results[0].components}
     sampled = [group for r in self.rounds if not r.from_earlier_step for group in r.results]

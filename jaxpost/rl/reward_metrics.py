@@ -157,7 +157,7 @@ def sample_rows(
     groups, results: of each prompt; rewards: [N].
   """
   rows = []
-  size = len(rollout.lengths) // len(rollout.prompts)
+  size = batching.group_size(rollout)
   for n, length in enumerate(rollout.lengths):
     group = groups[n // size]
     result = results[n // size]
@@ -179,12 +179,14 @@ def sample_rows(
       'components': {name: values[i] for name, values in result.components.items()},
       'length': int(length),
       'finished': bool(rollout.finished[n]),
-      **batching.top_logprobs(rollout, n),
       'logprob': float(rollout.logprobs[n, :length].sum()),
       'prompt_index': rollout.prompts[n // size].index,
       'sample': i,
       'version': rollout.version,
     }
+    if rollout.top_ids is not None:  # pairs of token id and log-prob, at each position
+      logprobs = rollout.top_logprobs[n, :length].astype(np.float64).round(6).tolist()
+      row['top_logprobs'] = [[*zip(*at)] for at in zip(rollout.top_ids[n, :length].tolist(), logprobs)]
     rows.append(row)
   return rows
 

@@ -122,8 +122,6 @@ class RolloutQueue:
         self._unload_weights()
     return pending
 
-  # ----------------------------------------------------------------- weights
-
   def _updates(self, steps: int) -> int:
     return steps * self.config.rl.epochs * self.config.rl.minibatches
 
@@ -150,7 +148,7 @@ class RolloutQueue:
 
   @contextlib.contextmanager
   def _offloaded(self) -> Iterator[None]:
-    """Keeps optimizer states, critic and reference in host memory meanwhile."""
+    """Keeps optimizer states, critic and reference in host memory inside the block."""
     if not self.config.rollout.offload:
       yield
       return
@@ -159,8 +157,6 @@ class RolloutQueue:
     yield
     with self.timer('reshard'):
       self.roles.reload_to_devices()
-
-  # -------------------------------------------------------------- checkpoints
 
   def state(self, steps_done: int) -> dict:
     """JSON values for a checkpoint after `steps_done` steps; {} if on-policy."""

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.config import Config
   from jaxpost.stage.sources import Source
 
+READ_FIRST = 20_000  # documents that are tokenized, and so checked, before step 0
 _OF_METHODS = dict(  # section of a method: its fields that sampling reads, whatever the method
   nll=(), preference=(), reward_model=('path', 'per_step'), distill=(), rl=('correct_by', 'sources'), critic=()
 )

@@ -112,11 +112,10 @@ def make_grader(placed: PlacedStage, observers: Sequence[Callable] = ()) -> grad
   config = placed.config
   correct_by = sampling_inputs.correct_by(config, sampling_inputs.REWARD_MODEL in placed.inputs.sources)
   weights = dict(zip(config.rewards_tuple(), config.reward_weights))
-  model_weight = weights.get(sampling_inputs.REWARD_MODEL, 1.0)
   return grading.Grader(
     placed.workers.rewards,
     placed.inputs.tokenizer,
-    model_weight=model_weight,
+    model_weight=weights.get(sampling_inputs.REWARD_MODEL, 1.0),
     correct_by=correct_by,
     observers=observers,
     per_step=config.reward_model.per_step,

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
   from jaxpost.stage.schema import ModelSection
   from jaxpost.types import Batch
 
-_CHECKED = 20_000  # documents tokenized (and so checked) before step 0
-
 
 def as_dict(config: Any) -> dict:
   """Returns a ConfigDict, a dict or a Config as nested dicts."""
@@ -88,34 +86,9 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
   inputs = make_inputs(name, config, algorithm, found, tokenizer)
   rows, held_out_rows = read_rows(config), read_held_out_rows(config)
   if samples:
-    return _prepare_sampling(inputs, rows, held_out_rows, before)
+    return sampling_inputs.prepare(inputs, rows, held_out_rows, before, make_data)
   data = make_data(inputs, rows, held_out_rows)
   return PreparedStage(epochs.count_steps(inputs, data), data, Workers())
-
-
-def _prepare_sampling(
-  inputs: Inputs, rows: Rows, held_out_rows: Rows | None, before: Sequence[PreparedStage]
-) -> PreparedStage:
-  """Makes the data of a stage that samples, and starts its worker processes."""
-  from jaxpost.stage import sampling_inputs
-
-  config, algorithm, found, tokenizer = inputs.config, inputs.algorithm, inputs.sources, inputs.tokenizer
-  sampling_inputs.check_reward_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
-  with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
-    environment = None
-    if config.environment:
-      environment = sampling_inputs.start_environment(inputs)
-      undo.callback(environment.close)
-    data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
-    sampling_inputs.check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
-    sampling_inputs.correct_by(config, sampling_inputs.REWARD_MODEL in found)  # refuses what is no reward
-    if algorithm.from_data(config) or config.rl.expert:
-      from jaxpost.rl import demonstrations
-
-      demonstrations.check(tokenizer, rows, _CHECKED)
-    rewards = sampling_inputs.start_rewards(config, rows) if config.rewards_tuple() else None
-    undo.pop_all()
-  return PreparedStage(epochs.count_steps(inputs, data), data, Workers(rewards, environment))
 
 
 def resolve_all(config: Mapping) -> dict[str, tuple[Algorithm, Config]]:
@@ -317,7 +290,7 @@ def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:
     fields: of arrays that frozen models compute, see `Documents`.
   """
   render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)
-  checked = 0 if inputs.config.data.streaming else min(len(rows), _CHECKED)
+  checked = 0 if inputs.config.data.streaming else min(len(rows), checks.READ_FIRST)
   ready = [render(i) for i in range(checked)]
   if not inputs.algorithm.scalar_head:  # which writes no text
     warn_without_stop(ready, inputs.tokenizer)

@@ -6,16 +6,17 @@ Imported only by stages that sample or name a reward. The checks of every stage 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError, refuse
 from jaxpost.rewards import builtin
 from jaxpost.rl.reward_metrics import REWARD_MODEL
+from jaxpost.stage import checks, epochs
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.batch_shape import row_length
-from jaxpost.stage.checks import samples_held_out
+from jaxpost.stage.records import PreparedStage, Workers
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
@@ -25,8 +26,35 @@ if TYPE_CHECKING:
   from jaxpost.environments.pool import EnvironmentPool
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
-  from jaxpost.stage.records import Inputs
+  from jaxpost.stage.records import Data, Inputs
   from jaxpost.stage.sources import Source
+
+
+def prepare(
+  inputs: Inputs,
+  rows: Rows,
+  held_out_rows: Rows | None,
+  before: Sequence[PreparedStage],
+  make_data: Callable[..., Data],
+) -> PreparedStage:
+  """Makes the data of a stage that samples, see `prepare.make_data`, and starts its worker processes."""
+  config, algorithm, found, tokenizer = inputs.config, inputs.algorithm, inputs.sources, inputs.tokenizer
+  check_reward_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
+  with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
+    environment = None
+    if config.environment:
+      environment = start_environment(inputs)
+      undo.callback(environment.close)
+    data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
+    check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
+    correct_by(config, REWARD_MODEL in found)  # refuses what is no reward
+    if algorithm.from_data(config) or config.rl.expert:
+      from jaxpost.rl import demonstrations
+
+      demonstrations.check(tokenizer, rows, checks.READ_FIRST)
+    rewards = start_rewards(config, rows) if config.rewards_tuple() else None
+    undo.pop_all()
+  return PreparedStage(epochs.count_steps(inputs, data), data, Workers(rewards, environment))
 
 
 def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> None:
@@ -34,7 +62,7 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
 
   rewards: False where nothing is graded.
   """
-  recorded = config.train_on_rollouts and not samples_held_out(config)
+  recorded = config.train_on_rollouts and not checks.samples_held_out(config)
   given = config.rewards_tuple() or config.environment or recorded
   refuse(rewards and not given, 'config.reward: is empty; name a built-in reward, pkg.module:fn or ./file.py:fn')
   if not on_policy:
@@ -236,9 +264,6 @@ def correct_by(config: Config, model_grades: bool) -> str:
   Raises:
     InputError: config.rl.correct_by is no reward of the stage.
   """
-  names = reward_names(config)
-  if config.environment:
-    names = [*names, 'environment']
-  if model_grades:
-    names = [*names, REWARD_MODEL]
+  others = {'environment': bool(config.environment), REWARD_MODEL: model_grades}
+  names = reward_names(config) + [name for name, grades in others.items() if grades]
   return builtin.pick(names, config.rl.correct_by, 'config.rl.correct_by')
