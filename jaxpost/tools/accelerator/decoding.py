@@ -49,7 +49,7 @@ def _best(work: Callable[[], Any], rounds: int = _ROUNDS) -> float:
 
 
 def _entry(engine: NativeEngine, prompt: np.ndarray, slots: int) -> Any:
-  """Returns an entry that forks the first row of a prefix into `slots` slots."""
+  """Returns an entry that forks the first row of a prefill into `slots` slots."""
   sequences = {i: ActiveSequence(Request(prompt, 0, i), engine.config.max_new_tokens, prompt) for i in range(slots)}
   return engine.entry(sequences, dict.fromkeys(range(slots), 0))
 
@@ -77,8 +77,10 @@ def decode(
   config = _config(max(16, len(prompt)), blocks * block, slots=slots, block=block, top_p=top_p)
   with workload.stage(cfg, config, ('prompts', np.array([len(prompt)] * 2))) as running:
     engine = _loaded(running, slots)
-    prefix = engine.prefill([prompt])
-    state = engine.insert(engine.init_decode_state(), prefix, _entry(engine, prompt, slots), on_policy.run_key(0, 1), 0)
+    prefilled = engine.prefill([prompt])
+    state = engine.insert(
+      engine.init_decode_state(), prefilled, _entry(engine, prompt, slots), on_policy.run_key(0, 1), 0
+    )
     read = engine.buckets.decode(min(length, engine.length))
     held = [state]
 
@@ -135,14 +137,14 @@ def moves(preset: str, layers: int, slots: int, length: int) -> dict[str, Any]:
       moved = engine.load(running.params, 0)['bytes']
       loads.append(time.perf_counter() - start)
     read = sum(x.nbytes for x in jax.tree.leaves(running.params))
-    prefix, key = engine.prefill([prompt]), on_policy.run_key(0, 1)
+    prefilled, key = engine.prefill([prompt]), on_policy.run_key(0, 1)
     held = [engine.init_decode_state()]
 
     def insert(count: int) -> Callable[[], Any]:
       entry = _entry(engine, prompt, count)
 
       def run() -> Any:
-        held[0] = engine.insert(held[0], prefix, entry, key, 0)
+        held[0] = engine.insert(held[0], prefilled, entry, key, 0)
         return held[0].positions
 
       return run
