@@ -18,7 +18,6 @@ from jaxpost.errors import DivergedError
 from jaxpost.monitor.nonfinite import check_states, is_doubtful, merge_metrics
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
-  from jaxpost.hardware.memory import Memory
   from jaxpost.hardware.signals import StopSignal
   from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
@@ -51,7 +50,7 @@ class Stage:
   wait_for_update: bool  # the next item needs the weights of this update
   host_health: HostHealth | None = None  # compares the processes of a run; None: there is one
   save_rollout: Callable[[int, Experience, Credit], None] | None = None
-  memory_usage: Memory | Callable[[], dict] = dict
+  memory_usage: Callable[[], dict] = dict
   eval_every: int = 0
   save_every: int = 0
   samples_every: int = 10

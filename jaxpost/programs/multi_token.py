@@ -50,23 +50,23 @@ def hidden(
 
 
 def loss(
-  model: Model, plan: HeadConfig, params: dict, batch: Batch, states: jax.Array, scale: float | jax.Array
+  model: Model, head: HeadConfig, params: dict, batch: Batch, states: jax.Array, scale: float | jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
   """Returns the cross entropy of trained tokens two positions on, and {metric: []}, both times `scale`.
 
   A token has the weight that it has in the main loss, and none if its document begins less than two tokens before it.
 
   Args:
-    plan: the head of the model.
+    head: the head of the model.
     states: [B, T, D], hidden states of the model.
   """
   rows = batch.tokens, batch.positions, batch.segment_ids
-  ahead = hidden(params, states, *rows, cfg=model.config, compute=plan.compute, layout=plan.layout)
+  ahead = hidden(params, states, *rows, cfg=model.config, compute=head.compute, layout=head.layout)
   labels, positions, weights = (jnp.roll(x, -2, axis=1) for x in (batch.tokens, batch.positions, batch.loss_weights))
   # Positions restart with each document: this holds neither across a border nor where the row wraps around.
   weights = jnp.where(positions == batch.positions + 2, weights, 0)
-  plan = plan._replace(loss_fn=_cross_entropy, reads=(), learns=(), divergence=None)
-  return head_lib.fused_loss(plan, ahead, model.head(params), labels, weights * scale, arrays={})
+  head = head._replace(loss_fn=_cross_entropy, reads=(), learns=(), divergence=None)
+  return head_lib.fused_loss(head, ahead, model.head(params), labels, weights * scale, arrays={})
 
 
 def _cross_entropy(outputs, arrays):

@@ -74,13 +74,13 @@ def run_model(
   )
 
 
-def read_outputs(model: Model, plan: head_chunk.HeadConfig, params: dict, hidden: jax.Array, batch: Batch) -> Outputs:
+def read_outputs(model: Model, head: head_chunk.HeadConfig, params: dict, hidden: jax.Array, batch: Batch) -> Outputs:
   """Returns the `Outputs` [B, T] of the tokens that have a weight, from hidden states [B, T, D]."""
   outputs = Outputs()
   if model.head:
-    arrays = jax.tree.map(next_token, batch.arrays if plan.divergence else {}) | _sampled_by(batch)
+    arrays = jax.tree.map(next_token, batch.arrays if head.divergence else {}) | _sampled_by(batch)
     labels, mask = next_token(batch.tokens), next_token(batch.loss_weights)
-    predicted = head_lib.token_outputs(plan, hidden, model.head(params), labels, mask, arrays=arrays)
+    predicted = head_lib.token_outputs(head, hidden, model.head(params), labels, mask, arrays=arrays)
     # From the position that predicts a token back to the token itself.
     outputs = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), predicted)
   if model.values:
@@ -103,16 +103,16 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
     scale: multiplies the loss (loss_scale.py).
     tokens: number of tokens without padding in the whole batch; default: in the micro-batch.
   """
-  plan = head_config(model, objective, layout, compute)
+  head = head_config(model, objective, layout, compute)
 
   def head_loss(params, batch, hidden, frozen, scale):
     if objective.coupled:
-      total, metrics = objective.fn(read_outputs(model, plan, params, hidden, batch), batch)
+      total, metrics = objective.fn(read_outputs(model, head, params, hidden, batch), batch)
       return total * scale, metrics
     # `fused_loss` computes gradients in its forward pass, so scaling its result would come too late for these: the
     # weights are scaled, and the metrics divided.
     total, metrics = head_lib.fused_loss(
-      plan,
+      head,
       hidden,
       model.head(params),
       next_token(batch.tokens),
@@ -123,7 +123,7 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
     if objective.mtp_weight:
       from jaxpost.programs import multi_token
 
-      more, found = multi_token.loss(model, plan, params, batch, states=hidden, scale=scale)
+      more, found = multi_token.loss(model, head, params, batch, states=hidden, scale=scale)
       total, metrics = total + objective.mtp_weight * more, metrics | found
     return total, jax.tree.map(lambda x: x / scale, metrics)
 

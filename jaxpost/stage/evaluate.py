@@ -120,8 +120,7 @@ class SampledEval:
       rollout = self.sampler(self.prompts, self.samples, step, temperature=self.temperature)
       engine.unload()
     pending = self.grader.submit(rollout)
-    model_values = self.score(rollout, roles) if self.score else None
-    graded = pending.result(model_values)
+    graded = pending.result(self.score(rollout, roles) if self.score else None)
     out = {
       'completions/mean_length': float(rollout.lengths.mean()),
       'completions/clipped_ratio': float(1 - rollout.finished.mean()),

@@ -99,8 +99,7 @@ def run_key(seed: int, purpose: int) -> np.ndarray:
 def make_sampler(placed: PlacedStage, engine: NativeEngine, purpose: int) -> Sampler | Episodes:
   """Makes what samples single answers, or episodes of an environment."""
   key = run_key(placed.config.seed, purpose)
-  environment = placed.workers.environment
-  if environment:
+  if environment := placed.workers.environment:
     from jaxpost.environments import factory
 
     return factory.make_sampler(environment, placed.inputs.tokenizer, placed.config, engine, key)
@@ -126,12 +125,11 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
   """Makes the stream of an on-policy algorithm: prompts to graded batches."""
   config, algorithm, tokenizer = placed.config, placed.algorithm, placed.inputs.tokenizer
   sampler = make_sampler(placed, engine, _TRAINING)
-  share = algorithm.from_data(config)
   if config.train_on_rollouts:
     from jaxpost.rollout import rollout_files
 
     sampler = rollout_files.RecordedSampler(config.train_on_rollouts, placed.name, not config.reward)
-  elif share:
+  elif share := algorithm.from_data(config):
     from jaxpost.rl import demonstrations
 
     sampler = demonstrations.DemonstrationSampler(

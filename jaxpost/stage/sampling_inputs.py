@@ -26,16 +26,12 @@ if TYPE_CHECKING:
   from jaxpost.environments.pool import EnvironmentPool
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
-  from jaxpost.stage.records import Data, Inputs
+  from jaxpost.stage.records import Inputs
   from jaxpost.stage.sources import Source
 
 
 def prepare(
-  inputs: Inputs,
-  rows: Rows,
-  held_out_rows: Rows | None,
-  before: Sequence[PreparedStage],
-  make_data: Callable[..., Data],
+  inputs: Inputs, rows: Rows, held_out_rows: Rows | None, before: Sequence[PreparedStage], make_data: Callable
 ) -> PreparedStage:
   """Makes the data of a stage that samples, see `prepare.make_data`, and starts its worker processes."""
   config, algorithm, found, tokenizer = inputs.config, inputs.algorithm, inputs.sources, inputs.tokenizer
