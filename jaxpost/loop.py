@@ -46,7 +46,7 @@ class Stage:
   on_step_begin: Callable[[int], None]  # with the number of the step
   forbid_compiles: Callable[[], None]  # after the first step a compilation is a warning
   check_first_step: Callable[[dict], None]  # raises where the metrics of step 1 cannot be right
-  stop_profiler: Callable[[], None]  # after the last step, or an error
+  stop_profiler: Callable[[], None] | None  # after the last step, or an error; None: nothing is profiled
   wait_for_update: bool  # the next item needs the weights of this update
   host_health: HostHealth | None = None  # compares the processes of a run; None: there is one
   save_rollout: Callable[[int, Experience, Credit], None] | None = None
@@ -97,8 +97,10 @@ def run_stage(stage: Stage, start: int, stop: StopSignal):
     # If the host does not wait for the devices, the time of a step ends when its metrics are read.
     times = stage.timer.pop() if stage.wait_for_update else {}
     run.pending = _PendingStep(step, item, done, times, replica_check)
+    if step == 1:
+      stage.check_first_step(to_host(done[0][1]))
     if step == start + 1:
-      run.after_first_step(step, done[0][1])
+      stage.forbid_compiles()
     preempted = stop.reached()
     last = step == stage.steps
     if last or (stage.eval_every and step % stage.eval_every == 0):
@@ -131,12 +133,6 @@ class _Progress:
     self.skipped, self.in_doubt = 0, False
     self.evaluated: dict[int, dict] = {}  # the step evaluated last: its finite metrics
     self.sample_step, self.sample_rows = -1, []
-
-  def after_first_step(self, step: int, metrics: dict):
-    """Checks the metrics of step 1; from here on, a compilation is a warning."""
-    if step == 1:
-      self.stage.check_first_step(to_host(metrics))
-    self.stage.forbid_compiles()
 
   def log_pending(self):
     """Writes the metrics, samples and rollout of the step dispatched last."""
@@ -177,6 +173,8 @@ class _Progress:
     with self.stage.timer('eval'):
       metrics, samples = self.stage.evaluate(self.stage.roles, step)
     metrics |= self.stage.timer.pop()
+    if step == 0:
+      self.stage.checkpointer.check_metrics(metrics)
     self.stage.writer.write(step, 'eval', metrics)
     self.evaluated = {step: {name: value for name, value in metrics.items() if math.isfinite(value)}}
     if samples:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.distributed import transfer
-from jaxpost.hardware import memory
 from jaxpost.models.parameters import join
 
 if TYPE_CHECKING:
@@ -167,37 +166,3 @@ class Roles:
     """The policy and, if there is one, the critic."""
     both = {'policy': self.policy, 'critic': self.critic}
     return {k: v for k, v in both.items() if v is not None}
-
-  def offloadable(self) -> dict:
-    """{id: array} of what no program reads while the policy samples.
-
-    Optimizer states, the critic and the reference, without the arrays that
-    these share with the policy. A reward model scores meanwhile and stays.
-    """
-    used = memory.distinct(self.policy.params)
-    trained = [(role.state, role.frozen) for role in self.trainable.values()]
-    found = memory.distinct(trained, self.reference and self.reference.params)
-    return {key: x for key, x in found.items() if key not in used}
-
-  def offload_to_host(self):
-    """Moves what sampling does not read into the memory of the host."""
-    self._move_offloadable('pinned_host')
-
-  def reload_to_devices(self):
-    """Moves it into the memory of the devices again."""
-    device = self.policy.layout.mesh.local_devices[0]
-    self._move_offloadable(device.default_memory().kind)
-
-  def _move_offloadable(self, memory_kind: str):
-    arrays = self.offloadable()
-    shardings = [x.sharding.with_memory_kind(memory_kind) for x in arrays.values()]
-    moved = dict(zip(arrays, jax.device_put(list(arrays.values()), shardings)))
-
-    def replace(tree):
-      return jax.tree.map(lambda x: moved.get(id(x), x), tree)
-
-    for role in self.trainable.values():
-      role.state = replace(role.state)
-      role.frozen = replace(role.frozen)
-    if self.reference:
-      self.reference.params = replace(self.reference.params)

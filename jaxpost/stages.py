@@ -246,6 +246,8 @@ def _run_stages(
     for i in range(done, len(placed)):
       _watch(f'the start of {placed[i].name}', placed[i].config)
       placed[i].ledger.announce = activity.compiling
+      if params is not None and not _takes_over(placed[i], placed[i - 1]):
+        params = None
       with activity(f'loading weights of {placed[i].name}'):
         params = _params_to_start_from(placed[i], placed[i - 1], params, workdir)
         stage = assemble.assemble(placed[i], workdir, writer, params)
@@ -281,9 +283,16 @@ def _trackers(log: schema.LogSection, workdir: epath.Path) -> Any:
   return trackers.Trackers(trackers.Options(log.trackers, tags=log.tags, offline=log.offline, **place), workdir)
 
 
+def _takes_over(placed: PlacedStage, before: PlacedStage) -> bool:
+  """True if a stage starts from the weights of the one before, and those in memory are what a resume would load."""
+  was, now = before.model, placed.model
+  same_codes = was.quantized == now.quantized and (not was.quantized or was.config.lora in ((), now.config.lora))
+  return placed.inputs.sources['policy'].stage == before.name and same_codes
+
+
 def _params_to_start_from(placed: PlacedStage, before: PlacedStage, params: dict | None, workdir: epath.Path) -> dict:
-  """The weights that a stage starts from: `params` of the stage before, if it goes on from these."""
-  if params is None or placed.inputs.sources['policy'].stage != before.name:
+  """The weights that a stage starts from: `params` of the stage before, if there are any."""
+  if params is None:
     return initial_params(placed, workdir)
   config = placed.config
   return partition.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, seed=config.seed)
@@ -315,7 +324,8 @@ def _run_stage(
     cleanup.callback(stage.checkpointer.close)  # waits for a save in progress
     cleanup.callback(placed.timer.close)
     cleanup.callback(stage.stream.close)
-    cleanup.callback(stage.stop_profiler)
+    if stage.stop_profiler:
+      cleanup.callback(stage.stop_profiler)
     if coordination.process_index() == 0:
       program_table.write(workdir / 'plan.json', plans)
       if activity.verbose:

@@ -67,6 +67,7 @@ OPTIONS = {
   'jaxpost.losses.importance': 'rl.importance',
   'jaxpost.hardware.kernel_check': 'model.attention',
   'jaxpost.losses.sampling_mask': 'rl.sampling_mask',
+  'jaxpost.monitor.profile': 'log.profile_from',
   'jaxpost.monitor.trackers': 'log.trackers',
   'jaxpost.losses.top_tokens': 'distill.top_k',
   'jaxpost.programs.multi_token': 'nll.mtp_weight',
@@ -81,6 +82,7 @@ OPTIONS = {
   'jaxpost.rl.demonstrations': 'distill.on_policy',
   'jaxpost.rl.dynamic_sampling': 'rl.dynamic_sampling',
   'jaxpost.rl.merging': 'rl.dynamic_sampling',
+  'jaxpost.rl.offload': 'rollout.offload',
   'jaxpost.rl.privileged': 'rl.privileged',
   'jaxpost.rl.process_rewards': 'reward_model.per_step',
   'jaxpost.rl.replay': 'rl.replay',
@@ -124,7 +126,7 @@ ENTRIES = (
   Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (22, 3_745, 6)),
   Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (47, 8_610, 7)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (70, 13_255, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (70, 13_245, 8), lazy=False
   ),
   Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (138, 25_210, 11)),
 )

@@ -265,10 +265,12 @@ def test_keeps_the_newest_and_the_best(tmp_path):
       metrics = None if score is None else {'acc': score, 'loss': 1.0}
       ck.save(step, make_state(step), {}, metrics)
     ck.save(8, make_state(8), {})
+    ck.save(9, make_state(9), {}, {'loss': 1.0})  # an evaluation that graded nothing loses no step
+    ck.check_metrics(['acc', 'loss'])
     with pytest.raises(errors.InputError, match="no metric 'acc'.*loss"):
-      ck.save(9, make_state(9), {}, {'loss': 1.0})
+      ck.check_metrics(['loss'])
     ck.close()
-    assert steps_in(folder) == sorted({best, 7, 8})
+    assert steps_in(folder) == sorted({best, 8, 9})
   save_steps(tmp_path / 'plain', [1, 2, 3, 4], keep=3)
   assert steps_in(tmp_path / 'plain') == [2, 3, 4]
 

@@ -24,6 +24,7 @@ from jaxpost.rewards import math
 from jaxpost.rewards.groups import Graded
 from jaxpost.rollout import sampler_config
 from jaxpost.stage.evaluate import pass_at_k
+from jaxpost.stage.sources import Source
 from jaxpost.tools import chat, completion_files, completions, inference, score_dataset
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -111,15 +112,23 @@ def test_a_cut_file_is_continued(weights, source, whole, tmp_path, kept):
   assert out.read_bytes() == whole.read_bytes()
 
 
+def of(weights, **fields):
+  """The same weights with other fields in their inputs."""
+  return dataclasses.replace(weights, inputs=dataclasses.replace(weights.inputs, **fields))
+
+
 def test_a_file_of_something_else_is_refused(weights, source, whole):
   prompts = completions.make_prompts(weights, file=str(source))
   before = whole.read_bytes()
   for change, word in (
     (dict(draws=completions.Draws(n=64, max_new_tokens=4, seed=1)), 'draws'),
     (dict(source='other'), 'weights'),
+    (dict(weights=of(weights, name='another stage')), 'weights'),
+    (dict(weights=of(weights, sources={'policy': Source(None, folder=pathlib.Path('adapter'))})), 'weights'),
   ):
+    given = dict(weights=weights, prompts=prompts, out=whole, draws=DRAWS) | change
     with pytest.raises(InputError, match=f'of other {word}'):
-      completion_files.complete_file(weights, prompts, whole, **dict(draws=DRAWS) | change)
+      completion_files.complete_file(**given)
   with pytest.raises(InputError, match='of other prompts'):
     completion_files.complete_file(weights, prompts[:3], whole, DRAWS)
   assert whole.read_bytes() == before

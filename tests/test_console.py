@@ -92,6 +92,33 @@ def test_epochs_are_steps_of_the_data():
   assert used[-1] == pytest.approx(3, rel=0.1)
 
 
+def two_sources(folder):
+  """The path of 300 rows of 10 and 300 of 60 characters."""
+  for name, length in (('short', 10), ('long', 60)):
+    rows = [json.dumps(dict(prompt='a' * length, completion='b')) + '\n' for _ in range(300)]
+    (folder / f'{name}.jsonl').write_text(''.join(rows))
+  return f'{folder}/short.jsonl + {folder}/long.jsonl'
+
+
+def test_held_out_rows_are_of_each_source(tmp_path):
+  held_out = dict(data=dict(path=two_sources(tmp_path)), size=4)
+  (stage,) = prepare.prepare_all(SMALL | dict(eval=held_out))
+  documents = stage.data.held_out.documents
+  lengths = [len(documents[n].tokens) for n in range(len(documents))]
+  assert lengths[0] == lengths[1] < lengths[2] == lengths[3]
+
+
+@pytest.mark.parametrize('over', [dict(overlong='drop'), dict(weights=(9.0, 1.0))])
+def test_epochs_count_what_the_stream_packs(tmp_path, over):
+  """Neither rows that are dropped for their length, nor sources by their size where they have weights."""
+  length = 40 if 'overlong' in over else 64
+  data = dict(path=two_sources(tmp_path), **over)
+  (stage,) = prepare.prepare_all(SMALL | dict(data=data, train=dict(epochs=2.0, batch_size=2, row_length=length)))
+  used = [info['epochs'] for _, info in (next(stage.data.stream) for _ in range(stage.config.train.steps))]
+  stage.data.stream.close()
+  assert used[-1] == pytest.approx(2, rel=0.1)
+
+
 def test_epochs_of_prompts():
   raw = SMALL | dict(
     algorithm='grpo', reward='exact_match', rollout=dict(prompts=7, max_prompt_length=40, max_new_tokens=8)

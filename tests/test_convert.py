@@ -209,6 +209,38 @@ def test_the_weight_of_multi_token_prediction_needs_its_switch():
     assert 'nll' not in convert.convert('verl', over, algorithm)[0]
 
 
+def test_settings_of_other_models_are_not_those_of_the_policy():
+  given = {
+    'actor_rollout_ref.rollout.n': 8,
+    'actor_rollout_ref.rollout.val_kwargs.n': 2,
+    'actor_rollout_ref.rollout.val_kwargs.top_p': 0.7,
+    'actor_rollout_ref.actor.optim.lr_warmup_steps_ratio': 0.1,
+    'critic.optim.lr_warmup_steps_ratio': 0.05,
+    'critic.optim.lr': 1e-5,
+    'critic.ppo_epochs': 3,
+    'critic.ppo_mini_batch_size': 4,
+    'data.train_batch_size': 16,
+    'reward_model.max_length': 99,
+    'actor_rollout_ref.actor.clip_ratio_high': 0.28,
+    'actor_rollout_ref.actor.clip_ratio': 0.2,
+  }
+  config, settings = convert.convert('verl', given)
+  assert config['rollout']['group_size'] == 8 and config['eval']['samples'] == 2
+  assert config['optim'] == {'warmup_ratio': 0.1} and config['critic'] == {'lr': 1e-5}
+  assert config['rl'] == {'clip_low': 0.2, 'clip_high': 0.28} and 'row_length' not in config.get('train', {})
+  answers = {s.name: s.reason for s in settings if not s.fields}
+  assert answers['critic.ppo_epochs'] == 'is of the critic, for which nothing here has this name'
+  assert 'the evaluation' in answers['actor_rollout_ref.rollout.val_kwargs.top_p']
+
+
+@pytest.mark.parametrize(
+  'method, field', [('dpo', 'preference.beta'), ('simpo', 'preference.beta'), ('gkd', 'distill.beta')]
+)
+def test_beta_is_of_the_method(method, field):
+  _, (setting,) = convert.convert('trl', {'beta': 0.3}, method)
+  assert setting.fields == (field,)
+
+
 def test_common_settings_of_verl_have_an_answer():
   """Those of its GRPO example on one node, which have no field of that name here."""
   given = {

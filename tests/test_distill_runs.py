@@ -122,6 +122,9 @@ def test_the_first_step_is_checked(small, big):
     distill.check_first_step({'divergence': 0.1}, same)
   for other in (dict(distill=dict(teachers=(big,))), dict(init_from=big), dict(distill=dict(teachers=(small, big)))):
     distill.check_first_step({'divergence': 0.1}, config_lib.parse(settings(small, small, **other))['distill'])
+  for other in (dict(model=dict(path=small, quantize='nf4'), lora=dict(rank=2)), dict(lora=dict(path=big))):
+    changed = tiny.merged(settings(small, small), other)  # the teacher is the model without codes or adapter
+    distill.check_first_step({'divergence': 0.1}, config_lib.parse(changed)['distill'])
 
 
 def test_completions_of_the_data_are_those_of_distill(small, big):

@@ -20,6 +20,7 @@ from jaxpost.data import text_alignment, tokenizer
 from jaxpost.data.examples import Example
 from jaxpost.errors import InputError
 from jaxpost.losses import divergences
+from jaxpost.stage import prepare
 from jaxpost.types import Batch, Outputs
 
 LETTERS = bytes_to_unicode()
@@ -266,3 +267,14 @@ def test_the_arrays_of_a_plan_have_the_shapes_of_a_run():
   assert json.dumps({k: v[0] for k, v in spec['teacher_1'].arrays.items()}) == json.dumps(
     {'teacher_1_ids': [5], 'teacher_1_logprobs': [5], 'teacher_1_kind': [], 'teacher_1_span': []}
   )
+
+
+def test_a_tokenizer_of_other_weights_is_not_replaced_by_bytes(tmp_path):
+  """`init_from` without `model.path`: the tokens that its weights know have to be named."""
+  path = tiny.folder(tmp_path / 'model', vocab_size=300)
+  config = tiny.merged(tiny.run_config(''), dict(model=dict(path='', preset='tiny', tokenizer=''), init_from=path))
+  prepare.prepare_all(config)[0].close()
+  save_tokenizer(tmp_path / 'model')
+  with pytest.raises(InputError, match='config.model.tokenizer: is empty, and .* has a tokenizer of its own'):
+    prepare.prepare_all(config)
+  prepare.prepare_all(tiny.merged(config, dict(model=dict(tokenizer=path))))[0].close()

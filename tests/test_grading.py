@@ -9,11 +9,14 @@ import types
 import numpy as np
 import pytest
 
-from jaxpost.environments import agents, episode
+from jaxpost.environments import agents, episode, openai_server
 from jaxpost.rewards.groups import Graded
+from jaxpost.rl import mixture
 from jaxpost.rl.grading import Grader
 from jaxpost.rollout import rollout_files
+from jaxpost.rollout.sequence import Request
 from jaxpost.stage import on_policy
+from jaxpost.tools import reproduce
 from jaxpost.types import Credit, Experience, Prompt, Rollout, RowShape
 
 P, C = 2, 3
@@ -85,6 +88,15 @@ def test_recorded_verdicts_need_no_reward_of_that_name():
   np.testing.assert_array_equal(found.rewards, [0.5, 0, 0, 0.5])
 
 
+def test_recorded_rewards_count_for_sources_without_an_environment(tmp_path):
+  old = rollout(2, [1, 0, 1, 0], source=dict(name='a', environment=''))
+  rewards, mask = np.array([1.0, 0, 0.5, 0]), np.ones((2 * P, C), np.float32)
+  arrays = {'sampler_logprobs': old.logprobs}
+  rollout_files.save(tmp_path / '1.npz', Experience(old, rewards, mask, arrays, verdicts=rewards), Credit({}, mask, {}))
+  found = rollout_files.RecordedSampler(tmp_path, 'train', rewards=True)(old.prompts, 2, 0)
+  np.testing.assert_array_equal(Grader(None, TOKENIZER).submit(found).result().rewards, rewards)
+
+
 def test_regraded_rollouts_keep_nothing_of_how_they_were_graded(tmp_path):
   """Rewards of steps go, and the sources of the new run choose the functions."""
   old = rollout(2, [1, 0, 1, 0], source=dict(rewards=['old'], name='a'), turn_rewards=np.full((2 * P, C), 0.5))
@@ -119,6 +131,34 @@ def test_a_reward_model_reads_more_sequences_than_a_step_has(fields):
   found = on_policy.reward_model_values(made, roles, max_sequences=3, shape=RowShape(3, C + 1))
   np.testing.assert_array_equal(found, made.completions)
   assert len(calls) == 3
+
+
+@pytest.mark.parametrize('asked, stops', [((), ()), (('b',), ('a', 'b'))])
+def test_an_agent_adds_to_the_stop_strings_of_the_run(asked, stops):
+  """() leaves those of the run, which the engine knows."""
+  request = Request(np.array([5], np.int32), 0, 0, {'max_tokens': 4, 'stop_strings': asked})
+  session = types.SimpleNamespace(
+    request=lambda body, encode, most: Request(encode(), 0, 0, {'temperature': 0.5, 'max_tokens': most})
+  )
+  engine = types.SimpleNamespace(config=types.SimpleNamespace(stop_strings=('a',)))
+  found = openai_server._session_request(session, {}, [request], engine).sampling
+  assert found == {'temperature': 0.5, 'max_tokens': 4} | ({'stop_strings': stops} if stops else {})
+
+
+def test_rows_of_one_source_with_a_temperature_are_checked():
+  """It has no functions of its own."""
+  seen = []
+  pool = types.SimpleNamespace(check_rows=lambda rows, names=None: seen.append(names))
+  rows = types.SimpleNamespace(sizes=(3,), streaming=False)
+  mixture.check_rows(pool, rows, ({'sampling': {'temperature': 0.5}},))
+  assert seen == [None]
+
+
+def test_a_step_without_stored_samples_cannot_be_compared(tmp_path):
+  (tmp_path / 'samples/grpo').mkdir(parents=True)
+  (tmp_path / 'samples/grpo/25.jsonl').write_text('{"split": "eval"}\n')
+  item = types.SimpleNamespace(experience=types.SimpleNamespace(rollout=rollout(2)))
+  assert reproduce.compare(tmp_path, 'grpo', 25, 0, item) is None
 
 
 def test_agents_sample_as_their_source_says():

@@ -618,6 +618,31 @@ def test_a_run_goes_on_from_another_run(base, trained):
   )
 
 
+def test_another_type_of_parameters_than_that_of_the_run(base, trained):
+  """From its checkpoint, and from the stage before: rounded to the type of this stage."""
+  _, at, stream = parts(sft(base, init_from=f'{trained}@2'))
+  stream.close()
+  _, roles, stream = parts(tiny.merged(sft(base, init_from=f'{trained}@2'), dict(model=dict(param_dtype='bfloat16'))))
+  stream.close()
+  wanted, found = (parameters.flatten(x.policy.params) for x in (at, roles))
+  model = roles.policy.model
+  layout = roles.policy.layout
+  adopted = parameters.flatten(partition.adopt(at.policy.params, at.policy.model, model, layout, 'bfloat16'))
+  for path, x in wanted.items():
+    rounded = x.astype(model.table[path].dtype or 'bfloat16')
+    for y in (found[path], adopted[path]):
+      assert y.dtype == rounded.dtype, path
+      np.testing.assert_array_equal(*(np.asarray(z, np.float32) for z in (y, rounded)), err_msg=path)
+
+
+@pytest.mark.nightly
+def test_a_critic_shares_no_array_that_the_policy_trains(base, tmp_path):
+  """The embedding is trained beside the adapters, and its buffer is donated in each update."""
+  config = tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2), train=dict(steps=2))
+  config['train']['freeze'] = '(?!lora/|embed).*'
+  assert [row['step'] for row in run(config, tmp_path) if row['split'] == 'train'] == [1, 2]
+
+
 def test_recipe():
   from configs import sft_gsm8k
 

@@ -151,9 +151,10 @@ def test_the_sum_decides_where_the_deciding_reward_does_not_grade():
     Graded([1.0, 0.0], {'right': [1.0, 0.0], 'short': [None, None]}, None, graded_by=['right']),
     Graded([0.2, 0.7], {'right': [None, None], 'short': [0.2, 0.7]}, None, graded_by=['short']),
     Graded([None, None], {'right': [None, None], 'short': [None, None]}, 'failed', graded_by=['short']),
+    Graded([0.0, 1.0], {'right': [None, None], 'short': [0.0, 1.0]}, None, graded_by=['right', 'short']),  # unreadable
   ]
   found = reward_metrics.verdicts(graded, reward_metrics.reward_table(graded), 'right')
-  np.testing.assert_array_equal(found, [[1, 0], [0.2, 0.7], [np.nan, np.nan]])
+  np.testing.assert_array_equal(found, [[1, 0], [0.2, 0.7], [np.nan, np.nan], [np.nan, np.nan]])
 
 
 @pytest.fixture(scope='module')

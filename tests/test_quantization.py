@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -284,6 +285,28 @@ def test_stages_change_how_matrices_are_held(base, tmp_path):
   assert losses[-1] < losses[0]
   assert inference.from_run(tmp_path, 'three').inputs.model.quantized
   assert not inference.from_run(tmp_path).inputs.model.quantized
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+  'second', [dict(model=dict(quantize='')), dict(lora=dict(rank=3)), dict(model=dict(quantize=''), lora=dict(rank=0))]
+)
+def test_a_resumed_stage_has_the_base_that_it_began_with(base, tmp_path, second):
+  """Whether the stage before is in memory or on disk."""
+
+  def made(steps):
+    return sft(
+      base,
+      stages=('one', 'two'),
+      one=dict(),
+      two=tiny.merged(second, dict(train=dict(steps=steps))),
+      train=dict(steps=2),
+    )
+
+  rows = run(made(2), tmp_path / 'at_once')
+  run(made(1), tmp_path / 'halves')
+  shutil.rmtree(tmp_path / 'halves/export')
+  assert run(made(2), tmp_path / 'halves') == rows
 
 
 def test_ppo_has_a_critic_on_the_same_codes(base):

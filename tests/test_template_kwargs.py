@@ -39,7 +39,8 @@ def folder(tmp_path):
 def load(folder, **data):
   """The tokenizer of a stage by a config with these data fields."""
   config = config_lib.parse(dict(model=dict(tokenizer=folder), data=data))['sft']
-  return prepare.load_tokenizer(config, sources_lib.Source(tiny.config(vocab_size=512)))
+  source = sources_lib.Source(tiny.config(vocab_size=512))
+  return prepare.load_tokenizer(config, source, source)
 
 
 def texts(folder, **data):

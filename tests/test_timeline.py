@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from jaxpost import loop, stages
-from jaxpost.monitor import metrics, timeline
+from jaxpost.monitor import metrics, profile, timeline
 from jaxpost.types import Item
 
 
@@ -31,7 +31,7 @@ def test_steps_of_a_trace(monkeypatch, tmp_path):
     (8, 9, 1, {8: 'start', 9: 'stop'}),
     (2, 9, 6, {}),
   ):
-    trace = timeline.Trace(tmp_path, first, 3, last)
+    trace = profile.Trace(tmp_path, first, 3, last)
     found = {}
     for step in range(begun, last + 1):
       said.clear()
@@ -92,7 +92,7 @@ def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
     roles=types.SimpleNamespace(trainable={'policy': devices}),
     stream=itertools.repeat(Item([('policy', None)], {'tokens': 11})),
     evaluate=evaluate,
-    checkpointer=types.SimpleNamespace(check=list),
+    checkpointer=types.SimpleNamespace(check=list, check_metrics=sorted),
     writer=types.SimpleNamespace(write=lambda *row: rows.append(row)),
     timer=metrics.Chrono(),
     meta={},

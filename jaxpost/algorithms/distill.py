@@ -263,7 +263,7 @@ def rl_fields_read(rl: Any) -> set[str]:
 def check_first_step(metrics: dict, config: Config) -> None:
   """Raises AssertionError unless the divergence is 0 where student and teacher are the same model."""
   start = config.init_from
-  if not start and len(config.stages) < 2:
+  if not start and len(config.stages) < 2 and not config.model.quantize and not config.lora.path:
     start = config.model.path
   if start and set(config.distill.teachers) == {start}:
     exact = config.model.dtype == 'float32'

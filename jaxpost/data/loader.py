@@ -278,17 +278,21 @@ class PackedStream:
     made = {row: self._examples_fn(row) for row in sorted(set(numbers))}
     kept, counts = [], {'truncated': 0, 'dropped': 0}
     for row in numbers:
-      example = fitted = made[row]
-      if example is not None and len(example.tokens) > self._row_length:
-        fitted = self._fitted(row, example)
-      if fitted is None or not fitted.trained.any():
+      fitted = self.fitted(row, made[row])
+      if fitted is None:
         counts['dropped'] += 1
         continue
-      counts['truncated'] += fitted is not example
+      counts['truncated'] += fitted is not made[row]
       kept.append((row, fitted))
     return kept, counts
 
-  def _fitted(self, row: int, example: Example) -> Example | None:
+  def fitted(self, row: int, example: Example | None) -> Example | None:
+    """Returns the Example of a row of the data as it is packed, at most T tokens; None if it is dropped."""
+    if example is not None and len(example.tokens) > self._row_length:
+      example = self._cut(row, example)
+    return example if example is not None and example.trained.any() else None
+
+  def _cut(self, row: int, example: Example) -> Example | None:
     """Cuts an over-long Example to a row, or returns None to drop it."""
     if self._overlong == 'error':
       raise InputError(

@@ -188,7 +188,9 @@ class Translator:
 
   def _text_logprobs(self, ids: np.ndarray, logprobs: np.ndarray, top_ids: Any, top_logprobs: Any, count: int) -> dict:
     """Returns the log-probs of tokens as completions have them, with `count` of the most probable tokens each."""
-    top = [self._by_text(*x, count) for x in zip(ids, logprobs, top_ids, top_logprobs)] if count else None
+    top = None
+    if count and top_ids is not None:  # an agent of a run may ask, but its sampler reports none
+      top = [self._by_text(*x, count) for x in zip(ids, logprobs, top_ids, top_logprobs)]
     return dict(
       tokens=[self._piece(i) for i in ids],
       text_offset=_starts(self._tokenizer, ids),

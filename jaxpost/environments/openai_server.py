@@ -305,7 +305,7 @@ class Endpoint:
     if self.sessions and not session:
       raise InputError('Authorization: this API key belongs to no episode of the run')
     if session:
-      requests = [_session_request(session, body, requests)]
+      requests = [_session_request(session, body, requests, self.engines[name])]
     else:
       openai_format.check_supported(body, call.path == _CHAT, self._scorers.get(name))
     echo, prompts = bool(body.get('echo')) and not session, [request.tokens for request in requests[::count]]
@@ -377,13 +377,14 @@ class Endpoint:
     ]
 
 
-def _session_request(session: Session, body: dict, requests: list[Request]) -> Request:
+def _session_request(session: Session, body: dict, requests: list[Request], engine: Any) -> Request:
   """Returns the request of an agent in a training run; its session decides about tokens and sampling."""
   if len(requests) != 1:
     raise InputError('n, prompt: an episode of a run asks for one answer')
   sampling = requests[0].sampling
   request = session.request(body, lambda: requests[0].tokens, sampling['max_tokens'])
-  request.sampling['stop_strings'] = sampling['stop_strings']
+  if sampling['stop_strings']:  # in addition to those of the run
+    request.sampling['stop_strings'] = (*engine.config.stop_strings, *sampling['stop_strings'])
   return request
 
 

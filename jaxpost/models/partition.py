@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +96,8 @@ def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 
   """Converts parameters of `theirs` to those of `model`, the same decoder.
 
   Adapters of `theirs` are merged unless `model` has the same; new adapters are initialized, and a scalar head is 0.
-  Leaves that `model` lacks are dropped. Matrices are quantized or dequantized as `model` has them.
+  Leaves that `model` lacks are dropped. Matrices are quantized or dequantized as `model` has them; the others get type
+  `dtype`, unless the table of the model says another.
   """
   if theirs.config.lora not in ((), model.config.lora):
     params = theirs.merge(params)
@@ -106,7 +107,8 @@ def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 
   for i, (path, spec) in enumerate(model.table.items()):
     sharding = layout.sharding(spec.axes, spec.shape)
     if path in have:
-      out[path] = have[path] if not model.quantized else jax.device_put(have[path], sharding)
+      value = in_type(have[path], spec.dtype or dtype)
+      out[path] = jax.device_put(value, sharding) if model.quantized else value
       continue
     value = np.zeros(spec.shape)  # of a scalar head
     if is_adapter(path):
@@ -115,6 +117,11 @@ def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 
       value = np.asarray(lora.fresh(i, spec, key))
     out[path] = jax.device_put(value.astype(spec.dtype or dtype), sharding)
   return nest(out)
+
+
+def in_type(x: jax.Array, dtype: Any) -> jax.Array:
+  """Returns the array in another type, or itself if it has that."""
+  return x if x.dtype == dtype else x.astype(dtype)
 
 
 def adopt_sharing_frozen(params: dict, theirs: Model, model: Model, layout, dtype) -> dict:

@@ -11,7 +11,10 @@ from jaxpost.rl import batching
 from jaxpost.types import Prompt, Rollout
 
 # Metrics of rounds that are added up; others are averaged.
-_COUNTS = ('tools/malformed', 'episodes/failed', 'episodes/killed', 'tokens_prefilled', 'tokens_cached', 'preempted')
+_COUNTS = (
+  *('tools/malformed', 'episodes/failed', 'episodes/killed', 'episodes/begun_again', 'episodes/cancelled'),
+  *('tokens_prefilled', 'tokens_cached', 'preempted', 'draft/tokens', 'draft/blocks'),
+)
 _OPTIONAL = ('mask', 'turn_rewards', 'experts', 'versions', 'top_ids', 'top_logprobs', 'allowed', 'expert', 'replayed')
 
 

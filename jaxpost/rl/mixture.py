@@ -210,7 +210,7 @@ def check_rows(pool: RewardPool, rows: Rows | Chain, sources: Sequence[dict]) ->
   if not sources:
     pool.check_rows(rows)
   for source, start, stop in zip(sources, *_spans(rows.sizes)):
-    pool.check_rows(_Part(rows, start, stop), source['rewards'])
+    pool.check_rows(_Part(rows, start, stop), source.get('rewards'))
 
 
 def _spans(sizes: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -36,7 +36,8 @@ def verdicts(graded: Sequence[Graded], rewards: np.ndarray, name: str) -> np.nda
   """
   values = reward_table(graded, name) if name and graded[0].components else rewards
   other = [
-    g.graded_by is not None and name in g.components and all(v is None for v in g.components[name]) for g in graded
+    g.graded_by is not None and name not in g.graded_by and all(v is None for v in g.components.get(name, [0]))
+    for g in graded
   ]
   values = np.where(np.array(other)[:, None], rewards, values)  # of sources that this reward does not grade
   return np.where(np.isfinite(rewards), values, np.nan)

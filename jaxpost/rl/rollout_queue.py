@@ -152,11 +152,13 @@ class RolloutQueue:
     if not self.config.rollout.offload:
       yield
       return
+    from jaxpost.rl import offload
+
     with self.timer('reshard'):
-      self.roles.offload_to_host()
+      offload.to_host(self.roles)
     yield
     with self.timer('reshard'):
-      self.roles.reload_to_devices()
+      offload.to_devices(self.roles)
 
   def state(self, steps_done: int) -> dict:
     """JSON values for a checkpoint after `steps_done` steps; {} if on-policy."""

@@ -128,9 +128,13 @@ class RecordedSampler:
         f'{path}: {size} completions of {num_prompts} prompts, and config.rollout '
         f'asks for {len(prompts) * group_size} of {len(prompts)}'
       )
+    # What is recorded counts for every source, also where the environment of that run did not.
+    changes = {'environment': None}
     if self.rewards:
-      return rollout
+      return rollout.replace(prompts=tuple(x.replace(source=x.source | changes) for x in rollout.prompts))
     # All that was graded before goes, and functions are chosen by the sources of this run.
-    chosen = {prompt.index: prompt.source.get('rewards') for prompt in prompts}
-    recorded = tuple(x.replace(source=x.source | {'rewards': chosen.get(x.index)}) for x in rollout.prompts)
+    chosen = {prompt.index: {'rewards': prompt.source.get('rewards')} for prompt in prompts}
+    recorded = tuple(
+      x.replace(source=x.source | changes | chosen.get(x.index, {'rewards': None})) for x in rollout.prompts
+    )
     return rollout.replace(prompts=recorded, rewards=None, turn_rewards=None, verdicts=None)

@@ -20,7 +20,6 @@ from jaxpost.loop import Stage
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition
 from jaxpost.monitor import program_table
-from jaxpost.monitor import timeline as timeline_lib
 from jaxpost.programs import train as programs
 from jaxpost.roles import Policy, Roles, Trainable
 from jaxpost.stage import checks, load_weights, optim, precompile, sources
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
   from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
+  from jaxpost.monitor.profile import Trace
   from jaxpost.rl.controller import Controller
   from jaxpost.rollout.native import NativeEngine
   from jaxpost.stage.config import Config
@@ -51,7 +51,11 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
   workdir = epath.Path(workdir)
   roles, stream, engine = make_parts(placed, params, workdir)
   save, log = config.save, config.log
-  trace = timeline_lib.Trace(workdir / 'profile' / placed.name, log.profile_from, log.profile_steps, config.train.steps)
+  trace = None
+  if log.profile_from:
+    from jaxpost.monitor.profile import Trace
+
+    trace = Trace(workdir / 'profile' / placed.name, log.profile_from, log.profile_steps, config.train.steps)
 
   def check_first_step(metrics: dict):
     # Dropout and rollouts of another run change what must hold at the start.
@@ -82,7 +86,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     on_step_begin=functools.partial(begin_step, placed, trace),
     forbid_compiles=placed.ledger.seal,
     check_first_step=check_first_step,
-    stop_profiler=trace.close,
+    stop_profiler=trace and trace.close,
     wait_for_update=inputs.algorithm.on_policy and not config.rollout.staleness,
     host_health=host_health_of(placed, roles, writer),
     memory_usage=memory_usage,
@@ -96,11 +100,12 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
   )
 
 
-def begin_step(placed: PlacedStage, trace: timeline_lib.Trace, step: int) -> None:
+def begin_step(placed: PlacedStage, trace: Trace | None, step: int) -> None:
   """Resets the watchdog, and starts or stops the profiler, as a step begins."""
   placed.timer.flush()
   watchdog.start_operation(f'step {step} of {placed.name}', placed.config.log.watchdog_s)
-  trace.at(step)
+  if trace:
+    trace.at(step)
 
 
 def host_health_of(placed: PlacedStage, roles: Roles, writer: MetricsWriter) -> HostHealth | None:
@@ -192,7 +197,7 @@ def make_critic(placed: PlacedStage, params: dict, workdir: epath.PathLike | Non
   dtype = placed.config.model.param_dtype
   policy, source = placed.model, placed.inputs.sources['critic']
   model = partition.frozen_base_model(model_lib.with_scalar_head(source.config, policy.config.lora), policy.quantized)
-  if model.frozen and source == placed.inputs.sources['policy']:
+  if model.frozen and model.frozen <= policy.frozen and source == placed.inputs.sources['policy']:
     params = partition.adopt_sharing_frozen(params, policy, model, placed.train, dtype)
   else:
     params = load_weights.load(

@@ -56,19 +56,17 @@ class Documents:
 
   Attributes:
     fields: {name: (shape after [T], dtype)} of the arrays.
-    lengths: tokens of the documents that have been rendered, in order; () for none.
   """
 
-  def __init__(self, plain: Callable, size: int, fields: Mapping | None = None, lengths: tuple[int, ...] = ()):
+  def __init__(self, plain: Callable, size: int, fields: Mapping | None = None):
     """See the class.
 
     Args:
       plain: number -> Example without the arrays; None for a row that a map drops.
-      fields, lengths: as the attributes; None for no arrays.
+      fields: as the attribute; None for no arrays.
     """
     self.plain = plain
     self.fields = dict(fields or {})
-    self.lengths = lengths
     self._size = size
     self._starts: np.ndarray | None = None  # [N + 1]: where the tokens of a document begin in `_values`
     self._values: dict[str, np.ndarray] = {}  # name -> [S, ...]

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.data import packing
+from jaxpost.stage import checks
 from jaxpost.stage.batch_shape import row_length
 
 if TYPE_CHECKING:
@@ -18,38 +19,50 @@ if TYPE_CHECKING:
   from jaxpost.stage.config import Config
   from jaxpost.stage.records import Data, Inputs, PreparedStage
 
-_SAMPLED = 256  # documents that are measured where none have been read yet
+_SAMPLED = 256  # documents of a source that are measured where none have been read yet
 
 
 def steps_of(inputs: Inputs, data: Data) -> float:
   """Returns the steps in which a stage uses each of its documents, or prompts, once.
 
-  Exact for prompts. Documents are packed in windows, in another order each epoch, so
-  their rows are counted by packing the lengths of the first 20,000 of them.
+  Exact for prompts, but those that streaming leaves out. Documents are packed in windows, in another order each epoch,
+  so their rows are counted by packing the first 20,000 of them.
   """
   config = inputs.config
   if inputs.algorithm.on_policy:
     return len(data.stream) / config.rollout.prompts
-  lengths = _lengths(inputs, data)
-  rows = len(packing.pack(lengths, row_length(config, False))) if config.data.packing else len(lengths)
-  return len(data.rows) * rows / (max(1, len(lengths)) * config.train.batch_size)
+  rows = 0.0
+  for share, lengths in _lengths(inputs, data):
+    kept = [n for n in lengths if n]
+    packed = len(packing.pack(kept, row_length(config, False))) if config.data.packing else len(kept)
+    rows += share * max(1, packed) / len(lengths)
+  return len(data.rows) * rows / config.train.batch_size
 
 
 def tokens_of(inputs: Inputs, data: Data) -> float:
   """Returns the tokens of one pass over the documents; 0 for an on-policy stage, which samples them."""
   if inputs.algorithm.on_policy:
     return 0.0
-  lengths = _lengths(inputs, data)
-  return len(data.rows) * sum(lengths) / max(1, len(lengths))
+  return len(data.rows) * sum(share * sum(lengths) / len(lengths) for share, lengths in _lengths(inputs, data))
 
 
-def _lengths(inputs: Inputs, data: Data) -> list[int]:
-  """Tokens of the documents that were read so far, cut to a row."""
-  documents, most = data.documents, row_length(inputs.config, False)
-  known = documents.lengths or [
-    len(e.tokens) for n in range(min(_SAMPLED, len(data.rows))) if (e := documents.plain(n))
-  ]
-  return [min(n, most) for n in known]
+def _lengths(inputs: Inputs, data: Data) -> list[tuple[float, list[int]]]:
+  """(share of the documents, tokens in packed rows of its first ones, 0 for those dropped) of each source."""
+  rows = data.rows
+  read = 0 if rows.streaming else checks.READ_FIRST
+  shares = rows.weights or rows.sizes
+
+  def length(n: int) -> int:
+    example = data.stream.fitted(n, data.documents.plain(n))
+    return 0 if example is None else len(example.tokens)
+
+  out, start = [], 0
+  for share, size in zip(shares, rows.sizes, strict=True):
+    measured = range(start, start + min(size, max(read - start, _SAMPLED)))
+    if size:
+      out.append((share / sum(shares), [length(n) for n in measured]))
+    start += size
+  return out
 
 
 def count_steps(inputs: Inputs, data: Data) -> Inputs:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
   """Writes a folder that `transformers` loads; adapter/ in it is for `peft`."""
   tokenizer, model, section = inputs.tokenizer, inputs.model, inputs.config.model
+  policy = inputs.sources['policy']
+  base = policy.base or policy
   pad, save = tokenizer.pad_id, tokenizer.save
   if inputs.algorithm.scalar_head:
     pad = pad_id(tokenizer)
@@ -60,7 +62,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
       bos_id=tokenizer.bos_id,
       pad_id=pad,
       # The model's, also where the tokenizer is from elsewhere.
-      generation=hf.read_generation(section.path if section.tokenizer else tokenizer.source),
+      generation=hf.read_generation(str(base.folder or section.path) if section.tokenizer else tokenizer.source),
       tokenizer_save=save_beside,
       origin=origin,
     )

@@ -19,7 +19,7 @@ from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.models import partition
-from jaxpost.models.parameters import join, nest
+from jaxpost.models.parameters import flatten, join, nest
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage.sources import Source, checkpoints, record
@@ -111,14 +111,14 @@ def read_checkpoint(
   role: str = 'policy',
   partial: bool = False,
 ) -> dict:
-  """Reads the parameters of one role in a checkpoint; with `partial`, only those that it holds."""
+  """Reads the parameters of one role in a checkpoint, as type `dtype`; with `partial`, only those that it holds."""
   at = f'{role}/params'
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
-    keep = None
-    if partial:
-      keep = {leaf.removeprefix(f'{at}/') for leaf in checkpointer.leaves(step)}
-    template = described(model, layout, dtype, keep)
-    return checkpointer.restore_params(template, step, at=at)
+    saved = {leaf.removeprefix(f'{at}/'): kind for leaf, (_, kind) in checkpointer.leaves(step).items()}
+    wanted = flatten(described(model, layout, dtype, saved if partial else None))
+    stored = {path: x.update(dtype=saved.get(path, x.dtype)) for path, x in wanted.items()}
+    found = flatten(checkpointer.restore_params(nest(stored), step, at=at))
+    return nest({path: partition.in_type(found[path], x.dtype) for path, x in wanted.items()})
 
 
 def make_meta(inputs: Inputs, workdir: epath.PathLike) -> dict:

@@ -25,8 +25,8 @@ if typing.TYPE_CHECKING:
 
 def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) -> memory.Memory:
   """Predicts the memory that the compiled programs of a stage will need."""
-  offload = placed.config.rollout.offload
-  if offload and not placed.ledger.dry and not memory.can_offload(placed.train.mesh.local_devices[0]):
+  offloads = placed.config.rollout.offload
+  if offloads and not placed.ledger.dry and not memory.can_offload(placed.train.mesh.local_devices[0]):
     raise InputError(
       'config.rollout.offload: these devices reach no memory of the host that could hold it; set it to False'
     )
@@ -36,7 +36,11 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) ->
     [r.params for r in (roles.reference, roles.reward_model, *roles.teachers) if r],
   )
   sampler = memory.distinct(engine.described(roles.policy.params)) if engine else {}
-  offloaded = roles.offloadable() if offload else {}
+  offloaded = {}
+  if offloads:
+    from jaxpost.rl import offload
+
+    offloaded = offload.offloadable(roles)
   own = {k: x for k, x in sampler.items() if k not in held}
   out = {}
   for mesh in dict.fromkeys(x.mesh for x in (placed.train, placed.rollout, placed.score)):

@@ -76,7 +76,7 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
     sampling_inputs.check_reward_model(config, algorithm)
   source = model_source(config.model)
   found = find_weights(config, algorithm, source, {p.name: sources_lib.outcome(p.inputs) for p in before})
-  tokenizer = load_tokenizer(config, source)
+  tokenizer = load_tokenizer(config, source, found['policy'])
   if isinstance(found['policy'].config, CustomConfig):
     from jaxpost.stage import custom_model
 
@@ -245,15 +245,23 @@ def find_weights(
   return out
 
 
-def load_tokenizer(config: Config, source: Source) -> Tokenizer:
-  """Loads the tokenizer of `config.model`; InputError if the model has too few embeddings."""
+def load_tokenizer(config: Config, source: Source, policy: Source) -> Tokenizer:
+  """Loads the tokenizer of `config.model`; InputError if the policy has another, or too few embeddings."""
   section = config.model
-  path = section.tokenizer or str((source.base or source).folder or 'bytes')
-  tokenizer = tokenizer_lib.load(path, config.data.chat_template, config.data.template_kwargs)
-  if tokenizer.vocab_size > source.config.padded_vocab_size:
+  path = section.tokenizer or str((source.base or source).folder or '')
+  tokenizer = tokenizer_lib.load(path or 'bytes', config.data.chat_template, config.data.template_kwargs)
+  if not path and config.init_from and not policy.stage:
+    from jaxpost.stage import sampling_inputs
+
+    theirs, probe = sampling_inputs.tokenizer_of(policy, {}), 'Zwölf: 12 + 345'
+    refuse(
+      theirs is not None and theirs.encode(probe) != tokenizer.encode(probe),
+      f'config.model.tokenizer: is empty, and {config.init_from} has a tokenizer of its own; name it',
+    )
+  if tokenizer.vocab_size > policy.config.padded_vocab_size:
     raise InputError(
-      f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more '
-      f'than the {source.config.vocab_size} rows of the embedding of {section.path or section.preset}'
+      f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more than the '
+      f'{policy.config.vocab_size} rows of the embedding of {config.init_from or section.path or section.preset}'
     )
   return tokenizer
 
@@ -302,7 +310,7 @@ def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:
     # A row that a map drops while streaming is None.
     return render(number) if rows[number] is not None else None
 
-  return Documents(example, len(rows), fields, lengths=tuple(len(e.tokens) for e in ready if e is not None))
+  return Documents(example, len(rows), fields)
 
 
 def row_stream(inputs: Inputs, rows: Rows, documents: Documents) -> tuple[loader.PackedStream, Batch]:
@@ -335,7 +343,9 @@ def make_held_out(
     tools: JSON schemas that prompts show.
   """
   section = inputs.config.eval
-  count = min(len(rows), section.size)
+  every, count = rows, min(len(rows), section.size)
+  if count < len(rows):
+    rows = sources.First(rows, count)  # of each source
   documents, prompts = None, ()
   if not inputs.algorithm.on_policy:
     render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)
@@ -346,4 +356,4 @@ def make_held_out(
 
     stream = sampling_inputs.prompt_stream(inputs, rows, per_step=count, shuffle=False, tools=tools)
     prompts = tuple(stream.prompt(i) for i in range(min(count, len(stream))))
-  return HeldOutData(rows, documents, prompts)
+  return HeldOutData(every, documents, prompts)

@@ -125,9 +125,8 @@ class Checkpointer:
     self.wait()
     if step == self._last:
       return
-    if self._keep_best and metrics is not None:
-      if self._keep_best not in metrics:
-        raise errors.InputError(f"keep_best: no metric '{self._keep_best}'; there are {', '.join(sorted(metrics))}")
+    if self._keep_best and metrics is not None and self._keep_best not in metrics:
+      logging.warning('%s: no finite %s at step %d, so it cannot be the best', self._folder, self._keep_best, step)
     named, _ = manifests.name_leaves(state)
     manifests.check_arrays(named)
     manifest = manifests.Manifest(
@@ -145,6 +144,13 @@ class Checkpointer:
     )
     self._orbax.save(self._written_to(step), args=args, force=True)
     self._pending = step, self._thread.submit(self._finish, manifest)
+
+  def check_metrics(self, metrics: Iterable[str]) -> None:
+    """Raises InputError if `keep_best` is none of these metrics of an evaluation."""
+    if self._keep_best and self._keep_best not in metrics:
+      raise errors.InputError(
+        f"config.save.keep_best: no metric '{self._keep_best}'; there are {', '.join(sorted(metrics))}"
+      )
 
   def check(self) -> None:
     """Raises the error of a background save that failed. Never waits."""
@@ -207,8 +213,8 @@ class Checkpointer:
     """Reads only what was saved as `meta`."""
     return self._read_meta(self._choose(step, warn))
 
-  def leaves(self, step: int | None = None) -> Iterable[str]:
-    """Returns the names of the leaves of a step ('params/embed')."""
+  def leaves(self, step: int | None = None) -> dict[str, list]:
+    """Returns {name ('params/embed'): [shape, type]} of the leaves of a step."""
     return manifests.read(self._folder, self._choose(step, _ignore)).leaves
 
   def restore_params(

@@ -53,8 +53,9 @@ def complete_file(
     The number of prompts that were completed now.
   """
   together = max(1, _TOGETHER // draws.n)
+  policy = weights.inputs.sources['policy']
   about = dict(
-    weights=[source, weights.step],
+    weights=[source, weights.inputs.name, str(policy.folder or policy.checkpoints or ''), weights.step],
     draws=dataclasses.asdict(draws),
     prompts=seals.fingerprint([p.tokens.tolist() for p in prompts]),
   )

@@ -25,6 +25,7 @@ _VALUES, _EVERY = _TABLES.pop('values'), _TABLES.pop('every')
 LIBRARIES = tuple(_TABLES)
 _FLAG = re.compile(r'(?:--|\+{0,2})(?P<name>[A-Za-z_][\w./@-]*)=(?P<value>.*)', re.DOTALL)
 
+_APART = {'val_kwargs': 'the evaluation', 'critic': 'the critic', 'reward_model': 'the reward model'}
 NOT_NEEDED = 'is not needed here'  # the reason of a setting that asks for what is done anyway
 
 
@@ -96,7 +97,7 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
   for name, value in given.items():
     settings.append(_setting(library, name, value, method))
   settings = [_computed(setting, given) for setting in _without_epochs(settings)]
-  for setting in settings:
+  for setting in sorted(settings, key=lambda s: -len(s.fields)):  # one clip range for both sides gives way to its own
     for field in setting.fields:
       _put(config, field, _ours(setting.name, field, setting.value))
   config['algorithm'] = method
@@ -117,6 +118,8 @@ def _computed(setting: Setting, given: dict[str, Any]) -> Setting:
   trains = given.get(f'{block}.enable_train') and given.get(f'{block}.enable', True)
   if setting.fields == ('nll.mtp_weight',) and not trains:
     return Setting(setting.name, setting.value, (), 'has no effect without enable and enable_train')
+  if 'critic' in setting.name.split('.'):
+    return setting
   whole = next((v for name, v in given.items() if name.rpartition('.')[2] == 'train_batch_size'), None)
   part = setting.value
   if setting.name.rpartition('.')[2] != 'ppo_mini_batch_size' or not (isinstance(whole, int) and isinstance(part, int)):
@@ -135,7 +138,9 @@ def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...]
   """The fields that a name stands for, or the reason why there are none."""
   parts = name.replace('/', '.').split('.')
   table = _EVERY | _TABLES[library]
-  tails = ['.'.join(parts[i:]) for i in range(len(parts))]
+  # What is of another model, or of the evaluation, is no setting of the policy: such a part is never cut off.
+  apart = max((i for i, part in enumerate(parts) if part in _APART), default=len(parts) - 1)
+  tails = ['.'.join(parts[i:]) for i in range(apart + 1)]
   for tail in tails:
     for key in (f'{tail}={_spelled(value)}', f'{tail}@{method}', tail):
       if key in table:
@@ -143,6 +148,8 @@ def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...]
   for tail in tails:
     if tail in field_names.SYNONYMS:
       return field_names.SYNONYMS[tail]
+  if parts[apart] in _APART:
+    return f'is of {_APART[parts[apart]]}, for which nothing here has this name'
   same = [f for f in field_names.FIELDS if f.rpartition('.')[2] == parts[-1] and '.' in f]
   return (same[0],) if len(same) == 1 and len(parts) == 1 else 'nothing here has this name'
 

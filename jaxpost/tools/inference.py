@@ -221,7 +221,7 @@ def prepare_model(name: str, config: config_lib.Config, made: Source | None = No
   source = prepare.model_source(config.model)
   made = made or sources_lib.with_adapter(config.lora.path, source)
   sources_lib.check_head(source, algorithm.scalar_head, 'config.model.path')
-  return prepare.make_inputs(name, config, algorithm, {'policy': made}, prepare.load_tokenizer(config, source))
+  return prepare.make_inputs(name, config, algorithm, {'policy': made}, prepare.load_tokenizer(config, source, made))
 
 
 def export(weights: Weights, folder: epath.PathLike) -> None:

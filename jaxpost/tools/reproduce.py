@@ -114,7 +114,10 @@ def compare(run: epath.Path, name: str, step: int, row: int, item: Item) -> bool
   path = run / 'samples' / name / f'{step}.jsonl'
   if not path.exists():
     return None
-  theirs = [r for r in read_growing(path) if r['split'] == 'train'][row]
+  trained = [r for r in read_growing(path) if r['split'] == 'train']
+  if row >= len(trained):  # the file has only what an evaluation of this step drew
+    return None
+  theirs = trained[row]
   return all(theirs[k] == item.samples()[row][k] for k in ('prompt', 'completion', 'length', 'logprob'))
 
 

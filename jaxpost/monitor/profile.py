@@ -1,0 +1,33 @@
+"""A profile of some steps, recorded with `jax.profiler` (`config.log.profile_from`)."""
+
+import jax
+from etils import epath
+
+
+class Trace:
+  """Traces steps `first` to `first` + `number` - 1 into a folder.
+
+  Open it with TensorBoard or xprof; every process writes files of its own.
+  """
+
+  def __init__(self, folder: epath.Path, first: int, number: int, last: int):
+    """`first` = 0 traces nothing; `last` is the last step there is."""
+    self._folder, self._first = folder, first
+    self._after = first and min(first + number, last)
+    self._open = False
+
+  def at(self, step: int) -> None:
+    """Starts or ends the trace; called before each step."""
+    if step >= self._after:
+      self.close()
+    # A run that was resumed inside these steps traces the rest of them.
+    elif not self._open and self._first <= step < self._after:
+      self._folder.mkdir(parents=True, exist_ok=True)
+      jax.profiler.start_trace(str(self._folder))
+      self._open = True
+
+  def close(self) -> None:
+    """Ends a trace that is under way; JAX has one at a time."""
+    if self._open:
+      jax.profiler.stop_trace()
+      self._open = False

@@ -1,0 +1,50 @@
+"""Arrays that leave the devices while the policy samples (`config.rollout.offload`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+
+from jaxpost.hardware import memory
+
+if TYPE_CHECKING:
+  from jaxpost.roles import Roles
+
+
+def offloadable(roles: Roles) -> dict:
+  """{id: array} of what no program reads while the policy samples.
+
+  Optimizer states, the critic and the reference, without the arrays that these share with the policy. A reward model
+  scores meanwhile and stays.
+  """
+  used = memory.distinct(roles.policy.params)
+  trained = [(role.state, role.frozen) for role in roles.trainable.values()]
+  found = memory.distinct(trained, roles.reference and roles.reference.params)
+  return {key: x for key, x in found.items() if key not in used}
+
+
+def to_host(roles: Roles) -> None:
+  """Moves what sampling does not read into the memory of the host."""
+  _move(roles, 'pinned_host')
+
+
+def to_devices(roles: Roles) -> None:
+  """Moves it into the memory of the devices again."""
+  device = roles.policy.layout.mesh.local_devices[0]
+  _move(roles, device.default_memory().kind)
+
+
+def _move(roles: Roles, memory_kind: str) -> None:
+  arrays = offloadable(roles)
+  shardings = [x.sharding.with_memory_kind(memory_kind) for x in arrays.values()]
+  moved = dict(zip(arrays, jax.device_put(list(arrays.values()), shardings)))
+
+  def replace(tree):
+    return jax.tree.map(lambda x: moved.get(id(x), x), tree)
+
+  for role in roles.trainable.values():
+    role.state = replace(role.state)
+    role.frozen = replace(role.frozen)
+  if roles.reference:
+    roles.reference.params = replace(roles.reference.params)
