@@ -43,7 +43,7 @@ class Groups:
   def std(self, x: np.ndarray, mask: np.ndarray) -> float:
     """Unbiased."""
     variance = self.mean((x - self.mean(x, mask)) ** 2, mask)
-    number = self.draws * mask.sum() / mask[..., 0].size if mask.ndim == 3 else self.draws
+    number = self.draws * (mask.sum() / mask[..., 0].size if mask.ndim == 3 else mask.mean())
     return float(np.sqrt(variance / (1 - 1 / number)))
 
 
@@ -56,8 +56,7 @@ def gradient(groups: Groups, rl: Any, max_tokens: int, entropy_weight: float = 0
     entropy_weight: of the bonus, where it adapts.
   """
   mask = groups.mask.astype(np.float64)
-  if rl.dynamic_sampling:
-    mask = mask * (groups.rewards.max(axis=1) > groups.rewards.min(axis=1))[:, None, None]
+  mask = mask * trained(groups, rl)[:, None, None]
   if rl.mask_truncated:
     mask = mask * groups.finished[..., None]
   advantage = advantages(groups, rl, mask)
@@ -99,6 +98,17 @@ def gradient(groups: Groups, rl: Any, max_tokens: int, entropy_weight: float = 0
   return weight * slope, -bonus * weight
 
 
+def trained(groups: Groups, rl: Any) -> np.ndarray:
+  """Returns the groups [K] that are trained on; others only fill up a step, and no statistic counts them."""
+  varied = groups.rewards.max(axis=1) > groups.rewards.min(axis=1)
+  return varied if rl.dynamic_sampling else np.ones(len(varied), bool)
+
+
+def counted(groups: Groups, rl: Any) -> np.ndarray:
+  """Returns the sequences [K, G] that statistics over sequences are taken of: 1, or 0."""
+  return np.repeat(trained(groups, rl)[:, None], groups.rewards.shape[1], axis=1).astype(float)
+
+
 def token_weights(groups: Groups, mask: np.ndarray, aggregate: str, max_tokens: int) -> np.ndarray:
   """Returns the weight of each token in the loss [K, G, C], times the probability of its group."""
   chance = groups.chance[:, None, None]
@@ -129,7 +139,7 @@ def group(groups, rl, rewards, mask, penalty):
   """GRPO (arXiv:2402.03300); Dr. GRPO (2503.20783) without the std, "Lite PPO" (2508.08221) with that of the batch."""
   centered = rewards - rewards.mean(axis=1, keepdims=True)
   if rl.scale_rewards == 'batch':
-    return centered / (groups.std(rewards, np.ones(rewards.shape)) + EPS)
+    return centered / (groups.std(rewards, counted(groups, rl)) + EPS)
   return centered / (rewards.std(axis=1, ddof=1, keepdims=True) + EPS) if rl.scale_rewards == 'group' else centered
 
 
@@ -181,7 +191,8 @@ def opo(groups, rl, rewards, mask, penalty):
 
 def gpg(groups, rl, rewards, mask, penalty):
   """GPG (arXiv:2504.02546), eq. 7: scaled by the share of groups that are not uniform."""
-  varied = (rewards.max(axis=1) > rewards.min(axis=1)) @ groups.chance
+  chance = trained(groups, rl) * groups.chance
+  varied = (rewards.max(axis=1) > rewards.min(axis=1)) @ chance / chance.sum()
   return (rewards - rewards.mean(axis=1, keepdims=True)) / varied
 
 
@@ -218,7 +229,7 @@ def gdpo(groups, rl, rewards, mask, penalty):
   for weight, values in groups.components.values():
     std = values.std(axis=1, ddof=1, keepdims=True)
     total = total + weight * (values - values.mean(axis=1, keepdims=True)) / (std + EPS)
-  return total / (groups.std(total, np.ones(total.shape)) + EPS)
+  return total / (groups.std(total, counted(groups, rl)) + EPS)
 
 
 def gigpo(groups, rl, rewards, mask, penalty):

@@ -659,8 +659,8 @@ cluster.connect(sys.argv[1], 2, rank)
 kernel_check_lib.errors = lambda name, work, *rest: {
     'out': float(rank and work.length == 384)}
 cfg = tiny.config(head_dim=64)
-compute = kernel_check_lib.settle(compute_for('tpu', 'bfloat16', 'none'), [
-    (cfg, n, 1) for n in (512, 384, 256)])
+compute = kernel_check_lib.verify(compute_for('tpu', 'bfloat16', 'none'), [
+    kernel_check_lib.KernelUse(cfg, n) for n in (512, 384, 256)])
 print([w.length for w in compute.rejected_shapes])
 """
 

@@ -82,7 +82,7 @@ def test_pairs_have_the_gradient_of_the_formulas(updated, where):
     size = np.linalg.norm(wanted)
     assert size > 1e-3, pair
     assert (update.gradient * wanted).sum() > (1 - 1e-6) * size * np.linalg.norm(update.gradient), pair
-    assert np.isclose(np.linalg.norm(update.gradient), size, rtol=1e-3), pair
+    assert np.isclose(np.linalg.norm(update.gradient), size, rtol=1e-3), (pair, np.linalg.norm(update.gradient), size)
 
 
 @pytest.mark.parametrize('field', ['rl.loss', 'KL', 'rl.importance', 'rl.aggregate', 'entropy control', 'rl.expert'])
