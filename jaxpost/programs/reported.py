@@ -1,10 +1,13 @@
-"""Reports the most probable tokens beside each drawn token.
+"""The most probable tokens beside each drawn one: on the device, and as rows of files (`rollout.top_logprobs`).
 
 Legend: S slots, V vocabulary.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jaxpost.types import Rollout
 
 
 def most_probable(
@@ -24,3 +27,10 @@ def most_probable(
     return jnp.zeros((len(logits), top), jnp.int32), jnp.zeros((len(logits), top))
 
   return jax.lax.cond(jnp.any(wanted > 0), top_tokens, no_tokens)
+
+
+def pairs(rollout: Rollout, n: int) -> list[list[tuple[int, float]]]:
+  """Returns [length, k] pairs of token id and log-prob of completion n, for files that people read."""
+  length = rollout.lengths[n]
+  logprobs = rollout.top_logprobs[n, :length].astype(np.float64).round(6).tolist()
+  return [list(zip(*at)) for at in zip(rollout.top_ids[n, :length].tolist(), logprobs)]

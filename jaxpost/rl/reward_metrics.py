@@ -160,8 +160,7 @@ def sample_rows(
   rows = []
   size = batching.group_size(rollout)
   for n, length in enumerate(rollout.lengths):
-    group = groups[n // size]
-    result = results[n // size]
+    group, result = groups[n // size], results[n // size]
     i = n % size
     row = {
       'prompt': _text(group.prompts[i]),
@@ -185,9 +184,10 @@ def sample_rows(
       'sample': i,
       'version': rollout.version,
     }
-    if rollout.top_ids is not None:  # pairs of token id and log-prob, at each position
-      logprobs = rollout.top_logprobs[n, :length].astype(np.float64).round(6).tolist()
-      row['top_logprobs'] = [[*zip(*at)] for at in zip(rollout.top_ids[n, :length].tolist(), logprobs)]
+    if rollout.top_ids is not None:
+      from jaxpost.programs import reported
+
+      row['top_logprobs'] = reported.pairs(rollout, n)
     rows.append(row)
   return rows
 

@@ -14,7 +14,7 @@ import rich.text
 from rich import progress
 
 from jaxpost.errors import InputError
-from jaxpost.rl import batching
+from jaxpost.programs import reported
 from jaxpost.storage import object_store, seals
 from jaxpost.tools.completions import Draws, complete, completion_rows, draw, engine_for, only, text_after
 from jaxpost.tools.inference import Weights, to_stderr
@@ -94,7 +94,7 @@ def _rows_of(rollout: Rollout, tokenizer: Tokenizer) -> list[dict]:
       }
     )
     if rollout.top_ids is not None:
-      rows[-1]['top_logprobs'] = [batching.top_logprobs(rollout, n)['top_logprobs'] for n in members]
+      rows[-1]['top_logprobs'] = [reported.pairs(rollout, n) for n in members]
   return rows
 
 
