@@ -158,6 +158,7 @@ def test_sft_and_grpo_differ_in_few_lines():
 
 # Arguments that are handed one block of the config.
 ARGUMENTS = {
+  ('algorithms/grpo', 'rl'): 'rl',
   ('stage/prepare', 'section'): 'model',
   ('stage/optim', 'section'): 'optim',
   ('stages', 'log'): 'log',
