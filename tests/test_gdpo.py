@@ -62,7 +62,7 @@ def test_a_reward_model_is_a_reward_by_itself():
   class Round:  # what `result` reads of a round
     rollout = rollout_
     greedy = None
-    kept = False
+    from_earlier_step = False
     rewards = np.array([[1.0, 0.0]])
     results = [Graded([1.0, 0.0], {'right': [1.0, 0.0], 'style': [None, None]}, None)]
 

@@ -146,9 +146,7 @@ class SharedStream(loader.PackedStream):
     return batch, sum(f.length for f in facts), sum(f.context for f in facts)
 
   def _again(self, number: int, length: int) -> Example:
-    example = self._made.get(number) or self._examples_fn(number)
-    if example is not None and len(example.tokens) > self._row_length:
-      example = self._fitted(number, example)
+    example = self.fitted(number, self._made.get(number) or self._examples_fn(number))
     here = len(example.tokens) if example is not None else 0
     if here != length:
       raise InputError(
