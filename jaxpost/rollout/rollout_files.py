@@ -128,13 +128,11 @@ class RecordedSampler:
         f'{path}: {size} completions of {num_prompts} prompts, and config.rollout '
         f'asks for {len(prompts) * group_size} of {len(prompts)}'
       )
-    # What is recorded counts for every source, also where the environment of that run did not.
-    changes = {'environment': None}
-    if self.rewards:
-      return rollout.replace(prompts=tuple(x.replace(source=x.source | changes) for x in rollout.prompts))
-    # All that was graded before goes, and functions are chosen by the sources of this run.
-    chosen = {prompt.index: {'rewards': prompt.source.get('rewards')} for prompt in prompts}
-    recorded = tuple(
-      x.replace(source=x.source | changes | chosen.get(x.index, {'rewards': None})) for x in rollout.prompts
-    )
-    return rollout.replace(prompts=recorded, rewards=None, turn_rewards=None, verdicts=None)
+    # Recorded rewards count for every source, also for one that had no environment in that run.
+    sources = [prompt.source | {'environment': None} for prompt in rollout.prompts]
+    if not self.rewards:  # nothing stays of how they were graded; the sources of this run name the functions
+      rollout = rollout.replace(rewards=None, turn_rewards=None, verdicts=None)
+      functions = {prompt.index: prompt.source.get('rewards') for prompt in prompts}
+      sources = [x | {'rewards': functions.get(p.index)} for x, p in zip(sources, rollout.prompts, strict=True)]
+    recorded = [p.replace(source=x) for p, x in zip(rollout.prompts, sources, strict=True)]
+    return rollout.replace(prompts=tuple(recorded))
