@@ -118,7 +118,7 @@ def _computed(setting: Setting, given: dict[str, Any]) -> Setting:
   trains = given.get(f'{block}.enable_train') and given.get(f'{block}.enable', True)
   if setting.fields == ('nll.mtp_weight',) and not trains:
     return Setting(setting.name, setting.value, (), 'has no effect without enable and enable_train')
-  if 'critic' in setting.name.split('.'):
+  if not _APART.keys().isdisjoint(setting.name.split('.')):
     return setting
   whole = next((v for name, v in given.items() if name.rpartition('.')[2] == 'train_batch_size'), None)
   part = setting.value
@@ -138,7 +138,7 @@ def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...]
   """The fields that a name stands for, or the reason why there are none."""
   parts = name.replace('/', '.').split('.')
   table = _EVERY | _TABLES[library]
-  # What is of another model, or of the evaluation, is no setting of the policy: such a part is never cut off.
+  # A setting of another model, or of the evaluation, is none of the policy's: the part that says so is never cut off.
   apart = max((i for i, part in enumerate(parts) if part in _APART), default=len(parts) - 1)
   tails = ['.'.join(parts[i:]) for i in range(apart + 1)]
   for tail in tails:
