@@ -76,7 +76,7 @@ def _surrogate(logp, old, arrays, rl, reducer) -> policy_gradient.LossAndMetrics
 
 
 def _multipliers(logp, arrays, rl, reducer) -> dict[str, jax.Array]:
-  """What multiplies the surrogate, and no other term of the loss, by the name of its metric."""
+  """Returns {name of its metric: factor [B, T]} of all that multiplies the surrogate, and no other term of the loss."""
   found = {}
   if 'opsm' in rl.importance:
     found['off_policy_kept'] = policy_gradient.off_policy_kept(

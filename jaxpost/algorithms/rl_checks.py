@@ -60,7 +60,7 @@ def check_turns(config: Config) -> None:
   """Refuses an estimator that compares turns where a completion has only one."""
   rl = config.rl
   refuse(
-    'sampled' in advantages.ESTIMATORS[rl.advantage].takes and not _not_own_samples(config),
+    'sampled' in advantages.ESTIMATORS[rl.advantage].takes and not _from_environment_or_file(config),
     f'config.rl.advantage: {rl.advantage!r} compares the turns of an environment; set config.environment',
   )
 
@@ -89,7 +89,7 @@ def check_sampling_mask(config: Config) -> None:
   """Refuses a sampling mask without a bounded set of ids, or where rollouts do not carry it."""
   rollout = config.rollout
   refuse(
-    config.rl.sampling_mask and (not rollout.top_k or bool(rollout.top_logprobs or _not_own_samples(config))),
+    config.rl.sampling_mask and (not rollout.top_k or bool(rollout.top_logprobs or _from_environment_or_file(config))),
     'config.rl.sampling_mask: keeps rollout.top_k ids a token, so set that; and leave out rollout.top_logprobs, '
     'environment and train_on_rollouts',
   )
@@ -100,7 +100,7 @@ def check_expert(config: Config) -> None:
   rl = config.rl
   estimated = rl.kl_coef or rl.clip_cov or rl.kl_cov or rl.entropy_target
   refuse(
-    rl.expert and bool(estimated or _not_own_samples(config) or config.router.routing_replay),
+    rl.expert and bool(estimated or _from_environment_or_file(config) or config.router.routing_replay),
     'config.rl.expert: what is estimated from samples does not hold for completions of the data; leave out kl_coef, '
     'clip_cov, kl_cov, entropy_target, environment, train_on_rollouts and routing_replay',
   )
@@ -115,7 +115,7 @@ def check_replay(config: Config) -> None:
   rl = config.rl
   if not rl.replay:
     return
-  changed = rl.dynamic_sampling or rl.expert or _not_own_samples(config) or not config.reward
+  changed = rl.dynamic_sampling or rl.expert or _from_environment_or_file(config) or not config.reward
   refuse(
     bool(changed),
     'config.rl.replay: needs a reward function, and groups that stay as they were drawn; leave out dynamic_sampling, '
@@ -161,6 +161,6 @@ def check_dynamic_sampling(config: Config) -> None:
   )
 
 
-def _not_own_samples(config: Config) -> bool:
-  """Whether completions come from an environment or a file rather than from the sampler alone."""
+def _from_environment_or_file(config: Config) -> bool:
+  """Returns whether completions come from an environment or a file, and not from the sampler alone."""
   return bool(config.environment or config.train_on_rollouts)

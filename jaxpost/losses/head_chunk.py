@@ -44,7 +44,7 @@ class HeadConfig(NamedTuple):
 
 
 class HeadResult(NamedTuple):
-  """What a pass over tokens returns; `gradients` is (d hidden, d head), or () where they are not asked for."""
+  """The result of a pass over tokens; `gradients` is (d hidden, d head), or () where they are not asked for."""
 
   loss: jax.Array  # []
   metrics: dict[str, jax.Array]  # []

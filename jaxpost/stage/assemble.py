@@ -86,7 +86,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     on_step_begin=functools.partial(begin_step, placed, trace),
     forbid_compiles=placed.ledger.seal,
     check_first_step=check_first_step,
-    stop_profiler=trace and trace.close,
+    stop_profiler=trace.close if trace else None,
     wait_for_update=inputs.algorithm.on_policy and not config.rollout.staleness,
     host_health=host_health_of(placed, roles, writer),
     memory_usage=memory_usage,
