@@ -45,10 +45,11 @@ class Stage:
   meta: dict  # goes into each checkpoint, besides the stream's state
   on_step_begin: Callable[[int], None]  # with the number of the step
   forbid_compiles: Callable[[], None]  # after the first step a compilation is a warning
-  check_first_step: Callable[[dict], None]  # raises where the metrics of step 1 cannot be right
+  check_first_step: Callable[[dict], None]  # raises where the metrics of its step cannot be right
   stop_profiler: Callable[[], None] | None  # after the last step, or an error; None: nothing is profiled
   wait_for_update: bool  # the next item needs the weights of this update
   host_health: HostHealth | None = None  # compares the processes of a run; None: there is one
+  first_policy_step: int = 1  # the steps before it update a critic only
   save_rollout: Callable[[int, Experience, Credit], None] | None = None
   memory_usage: Callable[[], dict] = dict
   eval_every: int = 0
@@ -97,8 +98,8 @@ def run_stage(stage: Stage, start: int, stop: StopSignal):
     # If the host does not wait for the devices, the time of a step ends when its metrics are read.
     times = stage.timer.pop() if stage.wait_for_update else {}
     run.pending = _PendingStep(step, item, done, times, replica_check)
-    if step == 1:
-      stage.check_first_step(to_host(done[0][1]))
+    if step == stage.first_policy_step:
+      stage.check_first_step(to_host(next(metrics for role, metrics in done if role == 'policy')))
     if step == start + 1:
       stage.forbid_compiles()
     preempted = stop.reached()

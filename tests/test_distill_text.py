@@ -20,7 +20,7 @@ from jaxpost.data import text_alignment, tokenizer
 from jaxpost.data.examples import Example
 from jaxpost.errors import InputError
 from jaxpost.losses import divergences
-from jaxpost.stage import prepare
+from jaxpost.stage import prepare, teacher_text
 from jaxpost.types import Batch, Outputs
 
 LETTERS = bytes_to_unicode()
@@ -278,3 +278,20 @@ def test_a_tokenizer_of_other_weights_is_not_replaced_by_bytes(tmp_path):
   with pytest.raises(InputError, match='config.model.tokenizer: is empty, and .* has a tokenizer of its own'):
     prepare.prepare_all(config)
   prepare.prepare_all(tiny.merged(config, dict(model=dict(tokenizer=path))))[0].close()
+
+
+def test_a_teacher_reads_the_template_with_the_variables_of_the_run(tmp_path):
+  """Not only the student: the texts of both would differ, and the spans that are compared with them."""
+  (tmp_path / 'thinks.jinja').write_text('{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}')
+  mine = tokenizer.load('bytes', str(tmp_path / 'thinks.jinja'), dict(enable_thinking=True))
+  tokenizer.load('bytes', str(tmp_path / 'thinks.jinja')).save(tmp_path / 'teacher')
+  seen = []
+  inputs = types.SimpleNamespace(
+    sources=dict(teacher_0=types.SimpleNamespace(stage='', checkpoints=None, folder=tmp_path / 'teacher')),
+    tokenizer=mine,
+    algorithm=types.SimpleNamespace(render=lambda rows, own, config: seen.append(own)),
+    config=types.SimpleNamespace(data=types.SimpleNamespace(template_kwargs=mine.template_kwargs)),
+  )
+  teacher_text.TextsOfTeacher(types.SimpleNamespace(inputs=inputs), 'teacher_0', [], None).theirs  # noqa: B018
+  message = [dict(role='user', content='a')]
+  assert seen[0].render_chat(message) == mine.render_chat(message) == ('a<think>', [])

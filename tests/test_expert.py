@@ -123,6 +123,18 @@ def test_metrics_are_those_of_the_samples(item):
   assert info['masked_samples'] == 0
 
 
+def test_metrics_of_a_source_are_those_of_its_samples(folder):
+  _, stream = jaxpost.policy_and_stream(config_of(folder, rl=dict(sources=('sums',))))
+  try:
+    info = next(stream).info
+  finally:
+    stream.close()
+  assert info['sources/sums/reward'] == info['reward'] == 0 < info['expert/reward']
+  for name in ('mean_length', 'clipped_ratio'):
+    assert info[f'sources/sums/{name}'] == pytest.approx(info[f'completions/{name}'])
+  assert info['sources/sums/frac_reward_zero_std'] == 1
+
+
 @pytest.mark.long
 def test_a_run_trains_on_the_data_where_its_samples_are_wrong(folder, tmp_path):
   """The run has staleness, dynamic sampling and minibatches; the first step is on-policy, and it resumes to the bit."""

@@ -423,6 +423,21 @@ def test_warm_up_trains_the_critic_only(model, tmp_path):
   assert [r['critic/lr'] for r in made] == pytest.approx([1e-3] * 3)
 
 
+def test_the_first_update_of_the_policy_is_checked_after_a_warm_up(model, tmp_path):
+  (tmp_path / 'checked.py').write_text(
+    'import dataclasses\n'
+    'from jaxpost.algorithms.ppo import PPO\n'
+    'def check(metrics, config):\n'
+    "  raise AssertionError(f'ratio {metrics[\"ratio\"]:.3f}')\n"
+    'CHECKED = dataclasses.replace(PPO, check_first_step=check)\n'
+  )
+  changed = dict(critic=dict(warmup_steps=1), train=dict(steps=3))
+  config = run_config(model, **changed) | dict(algorithm=f'{tmp_path}/checked.py:CHECKED')
+  with pytest.raises(AssertionError, match='ratio 1.000'):
+    jaxpost.run(config, tmp_path / 'run')
+  assert [row['step'] for row in rows(tmp_path / 'run')] == [1]
+
+
 def test_groups_of_one_and_the_values_that_are_trained(model):
   """The critic is clipped against its values at the time of the rollout."""
   policy, controller = stages.policy_and_stream(

@@ -317,6 +317,14 @@ def test_ppo_has_a_critic_on_the_same_codes(base):
   assert both[0] == both[1]
 
 
+def test_a_critic_that_is_trained_whole_has_no_codes(base):
+  """Beside a policy of which `train.freeze` leaves only the embedding to train."""
+  over = dict(model=dict(quantize='int8'), train=dict(freeze='(?!embed).*'))
+  roles = parts(tiny.merged(tiny.grpo_config(base, algorithm='ppo'), over))
+  assert roles.policy.model.quantized and not roles.critic.model.quantized
+  assert set(roles.critic.model.table) == {*partition.build(roles.policy.model.config).table, 'score'}
+
+
 @pytest.mark.parametrize(
   'over, text',
   [

@@ -73,6 +73,10 @@ class Tokenizer:
   # Variables of the chat template besides messages and tools; thinking is off unless it is switched on here.
   template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+  def with_template_kwargs(self, given: Mapping[str, Any]) -> Tokenizer:
+    """Returns the tokenizer with these values for variables of its chat template, over those that it has."""
+    return dataclasses.replace(self, template_kwargs={**self.template_kwargs, **given})
+
   def encode(self, text: str) -> list[int]:
     """Returns the token ids of `text`; nothing is added, special tokens are parsed."""
     # The wrapper's own encode sets options on the shared tokenizer, which

@@ -224,7 +224,7 @@ def make_update(
     (loss, metrics), grads = accumulate(functools.partial(loss_fn, **fixed), state.params, batch)
     loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
     routing = metrics.pop(_ROUTER, None)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     empty = ~jnp.any(batch.loss_weights != 0)
     if objective.token_means or not objective.coupled:

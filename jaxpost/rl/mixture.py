@@ -237,12 +237,13 @@ class _Part(collections.abc.Sequence):
 
 
 def observe(pending: PendingRollout, graded: GradedRollout) -> None:
-  """Adds `sources/NAME/*` to the metrics of a graded rollout: of the groups that are trained on."""
+  """Adds `sources/NAME/*` to the metrics of a graded rollout: of the samples of its groups, not of the data's answers."""
   groups = collections.defaultdict(list)
   for n, prompt in enumerate(graded.rollout.prompts):
     groups[prompt.source['name']].append(n)
   shape = graded.verdicts.shape
-  tables = [x.reshape(shape) for x in (graded.rewards, graded.rollout.lengths, graded.rollout.finished)]
+  sampled = shape[1] - (graded.rollout.expert is not None)  # an answer of the data is the last of its group
+  tables = [x.reshape(shape)[:, :sampled] for x in (graded.rewards, graded.rollout.lengths, graded.rollout.finished)]
   messages = graded.rollout.messages or ()  # of episodes
   turns = np.array([sum(m['role'] == 'assistant' for m in own) for own in messages]).reshape(-1, shape[1])
   for name, members in sorted(groups.items()):
@@ -258,6 +259,6 @@ def observe(pending: PendingRollout, graded: GradedRollout) -> None:
     if np.isfinite(rewards).any():
       out['reward'] = float(np.nanmean(rewards))
     whole = rewards[np.isfinite(rewards).all(axis=1)]
-    if len(whole) and shape[1] > 1:
+    if len(whole) and sampled > 1:
       out['frac_reward_zero_std'] = float((whole == whole[:, :1]).all(axis=1).mean())
     pending.info |= {f'sources/{name}/{key}': value for key, value in out.items()}

@@ -86,6 +86,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     on_step_begin=functools.partial(begin_step, placed, trace),
     forbid_compiles=placed.ledger.seal,
     check_first_step=check_first_step,
+    first_policy_step=1 + (config.critic.warmup_steps if 'critic' in roles.trainable else 0),
     stop_profiler=trace.close if trace else None,
     wait_for_update=inputs.algorithm.on_policy and not config.rollout.staleness,
     host_health=host_health_of(placed, roles, writer),
@@ -196,7 +197,9 @@ def make_critic(placed: PlacedStage, params: dict, workdir: epath.PathLike | Non
   """Makes the critic: from weights of its own, or under adapters, where it can, on the policy's."""
   dtype = placed.config.model.param_dtype
   policy, source = placed.model, placed.inputs.sources['critic']
-  model = partition.frozen_base_model(model_lib.with_scalar_head(source.config, policy.config.lora), policy.quantized)
+  cfg = model_lib.with_scalar_head(source.config, policy.config.lora)
+  # Without adapters all weights of the critic are trained, and codes cannot be.
+  model = partition.frozen_base_model(cfg, policy.quantized if cfg.lora else '')
   if model.frozen and model.frozen <= policy.frozen and source == placed.inputs.sources['policy']:
     params = partition.adopt_sharing_frozen(params, policy, model, placed.train, dtype)
   else:

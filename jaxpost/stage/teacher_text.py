@@ -47,6 +47,7 @@ class TextsOfTeacher:
     tokenizer = tokenizer_of(source, {})
     if not tokenizer.chat_template and inputs.tokenizer.chat_template:
       tokenizer = tokenizer_lib.load(tokenizer.source, inputs.tokenizer.chat_template)
+    tokenizer = tokenizer.with_template_kwargs(inputs.config.data.template_kwargs)
     self.texts = text_alignment.Bytes.of(inputs.tokenizer), text_alignment.Bytes.of(tokenizer)
     render = inputs.algorithm.render(self.rows, tokenizer, inputs.config)
     return [None if e is None else render(n) for n, e in enumerate(self.mine)]

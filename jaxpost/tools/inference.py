@@ -92,7 +92,7 @@ def with_template_kwargs(tokenizer: Tokenizer, text: str) -> Tokenizer:
   except ValueError as error:
     raise InputError(f'--template_kwargs: bad JSON: {error}') from error
   given = messages.template_kwargs_of({'chat_template_kwargs': given}, '--template_kwargs')
-  return dataclasses.replace(tokenizer, template_kwargs={**tokenizer.template_kwargs, **given})
+  return tokenizer.with_template_kwargs(given)
 
 
 def from_run(
