@@ -37,6 +37,7 @@ from jaxpost.models import (
   decode_triton,
   decoding,
 )
+from jaxpost.stage import place, prepare
 
 CLONE = pathlib.Path(__file__).parents[1]
 # Options that a layer may have besides documents and groups of heads.
@@ -619,6 +620,24 @@ def test_a_wrong_kernel_for_single_tokens_is_not_used(monkeypatch, settle, caplo
     probe.cache_file('attention.json').unlink()
   calls.clear()
   assert kernel_check.verify(compute, []) == compute and not calls
+
+
+def test_a_run_says_what_decodes(tmp_path):
+  folder = tiny.folder(tmp_path / 'model', head_dim=64)
+  for over, rejected, said in (
+    (dict(), False, 'triton (gpu)'),
+    (dict(), True, 'triton (gpu), decoding by XLA'),
+    (dict(rollout=dict(page_size=16)), False, 'triton (gpu), decoding by XLA'),
+  ):
+    (prepared,) = prepare.prepare_all(tiny.grpo_config(folder, **over))
+    try:
+      placed = place.place_stage(prepared)
+    finally:
+      prepared.close()
+    compute = dataclasses.replace(
+      compute_for('gpu', 'bfloat16', 'none'), **{'decode_kernel': False} if rejected else {}
+    )
+    assert dataclasses.replace(placed, compute=compute).choices['model.attention'] == said
 
 
 def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):

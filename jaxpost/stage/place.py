@@ -96,6 +96,11 @@ class PlacedStage:
     out |= {k: f'{functools.reduce(getattr, k.split("."), config)} ({why})' for k, why in self.by_memory.items()}
     if compute.rejected_shapes:
       out['model.attention'] += f', by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
+    if compute.attention == 'triton' and checks.samples(config, self.algorithm):
+      from jaxpost.rollout import native
+
+      if not native.without_unsupported_kernel(compute, self.model.config, config.rollout).decode_kernel:
+        out['model.attention'] += ', decoding by XLA'
     out |= {f'rl.{name}': str(vars(config.rl)[name]) for name in self.algorithm.defaults.get('rl', ())}
     return {'model.dtype': compute.dtype} | out
 
