@@ -23,6 +23,7 @@ OPTIONS = {
   'jaxpost.data.delimited': 'data.path',
   'jaxpost.data.generated': 'data.path',
   'jaxpost.data.maps': 'data.map',
+  'jaxpost.data.row_views': 'data.max_samples',
   'jaxpost.environments': 'environment',
   'jaxpost.distributed.bridge': 'mesh.rollout_devices',
   'jaxpost.formats.chunked_fields': 'model.path',
@@ -42,6 +43,7 @@ OPTIONS = {
   'jaxpost.models.decode_triton': 'model.attention',
   'jaxpost.data.shared_rows': 'mesh.train',  # of several processes
   'jaxpost.distributed.channel': 'mesh.train',  # of several processes
+  'jaxpost.distributed.cluster': 'mesh.train',  # of several processes
   'jaxpost.models.context_parallel': 'mesh.train',
   'jaxpost.models.chunked_config': 'model.path',
   'jaxpost.models.convolution': 'model.path',

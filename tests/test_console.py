@@ -168,7 +168,7 @@ def test_what_a_run_starts_with(tmp_path):
 
 def test_max_samples_of_a_mixture():
   rows = sources.read_sources('generated:arithmetic:max=9,size=40 + generated:arithmetic:max=9,size=20')
-  first = sources.First(rows, len(rows) // 2)
+  first = sources.first(rows, len(rows) // 2)
   assert len(first) == len(rows) // 2 == sum(first.sizes) and all(first.sizes)
   starts = [0, rows.sizes[0]]
   picked = [starts[part] + n for part, size in enumerate(first.sizes) for n in range(size)]

@@ -367,9 +367,9 @@ def test_the_slow_host_is_named(tmp_path):
 # A process prints why it ends, and JAX aborts it while it leaves.
 LEAVES = """
 import os, sys
-from jaxpost.distributed import watchdog
+from jaxpost.distributed import peers, watchdog
 
-watchdog.on_abort(lambda: 'another process is gone')
+peers.on_abort(lambda: 'another process is gone')
 if sys.argv[1] == 'late':
   watchdog.print_reason('the data of process 1 are wrong', 2, sys.stderr)
 os.abort()

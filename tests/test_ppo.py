@@ -428,7 +428,7 @@ def test_the_first_update_of_the_policy_is_checked_after_a_warm_up(model, tmp_pa
     'import dataclasses\n'
     'from jaxpost.algorithms.ppo import PPO\n'
     'def check(metrics, config):\n'
-    "  raise AssertionError(f'ratio {metrics[\"ratio\"]:.3f}')\n"
+    '  raise AssertionError(f\'ratio {metrics["ratio"]:.3f}\')\n'
     'CHECKED = dataclasses.replace(PPO, check_first_step=check)\n'
   )
   changed = dict(critic=dict(warmup_steps=1), train=dict(steps=3))

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
   import numpy as np
 
-  from jaxpost.data.sources import Chain, Lazy, Rows
+  from jaxpost.data.row_views import Chain, Lazy
+  from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
 
 

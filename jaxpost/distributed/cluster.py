@@ -1,6 +1,6 @@
 """Connects the processes of a run through `jax.distributed`, with readable errors.
 
-A process that does not connect in time is named on all the others. Connected processes are watched by the watchdog.
+A process that does not connect in time is named on all the others; `peers.py` has the heartbeats of connected ones.
 """
 
 import atexit
@@ -16,7 +16,7 @@ import jax
 from jax._src import distributed  # the service has no public name
 
 from jaxpost import errors
-from jaxpost.distributed import coordination, watchdog
+from jaxpost.distributed import coordination, peers
 
 _TRANSFER_TIMEOUT_S = 3600  # weights wait for a process that still samples
 
@@ -65,9 +65,10 @@ def connect(
       '--coordinator=HOST:PORT, --num_processes and --process_id'
     ) from e
   state = distributed.global_state
-  watchdog.watch_peers(state.client, state.process_id, state.num_processes, heartbeat_s, coordination.failed_process)
-  coordination.on_connected(watchdog.who_is_gone)
-  atexit.register(watchdog.leave)  # registered last, so it runs first
+  others = peers.Peers(state.client, state.process_id, state.num_processes, heartbeat_s, coordination.failed_process)
+  others.watch()
+  coordination.on_connected(others.who_is_gone)
+  atexit.register(others.leave)  # registered last, so it runs first
 
 
 def _open_for_transfers(address: str):
@@ -140,7 +141,7 @@ def _names_absent(address: str, seconds: int):
     os.write(2, text.encode())
     return 'JAX gave up while it started (see above)'
 
-  watchdog.on_abort(explain, stacks=False)
+  peers.on_abort(explain, stacks=False)
   os.dup2(kept.fileno(), 2)
   try:
     yield

@@ -23,7 +23,8 @@ from jaxpost.errors import InputError, refuse
 if typing.TYPE_CHECKING:
   from collections.abc import Collection, Sequence
 
-  from jaxpost.data.sources import Chain, Rows
+  from jaxpost.data.row_views import Chain
+  from jaxpost.data.sources import Rows
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.rl.grading import GradedRollout, PendingRollout
 
@@ -237,7 +238,7 @@ class _Part(collections.abc.Sequence):
 
 
 def observe(pending: PendingRollout, graded: GradedRollout) -> None:
-  """Adds `sources/NAME/*` to the metrics of a graded rollout: of the samples of its groups, not of the data's answers."""
+  """Adds `sources/NAME/*` to the metrics of a graded rollout: of its samples, not of answers of the data."""
   groups = collections.defaultdict(list)
   for n, prompt in enumerate(graded.rollout.prompts):
     groups[prompt.source['name']].append(n)

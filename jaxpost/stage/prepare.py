@@ -270,7 +270,7 @@ def read_rows(config: Config) -> Rows:
   """Reads the training data of `config.data`."""
   data = config.data
   rows = sources.read_sources(data.path, data.columns, data.map, data.weights, data.streaming)
-  return sources.First(rows, data.max_samples) if 0 < data.max_samples < len(rows) else rows
+  return sources.first(rows, data.max_samples or len(rows))
 
 
 def read_held_out_rows(config: Config) -> Rows | None:
@@ -344,8 +344,7 @@ def make_held_out(
   """
   section = inputs.config.eval
   every, count = rows, min(len(rows), section.size)
-  if count < len(rows):
-    rows = sources.First(rows, count)  # of each source
+  rows = sources.first(rows, count)
   documents, prompts = None, ()
   if not inputs.algorithm.on_policy:
     render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)

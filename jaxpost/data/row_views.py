@@ -1,0 +1,98 @@
+"""Sequences of rows that hold none of their own: sources one after the other, rows read on demand, the first rows.
+
+They have the attributes of `sources.Rows`.
+"""
+
+import bisect
+import collections.abc
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jaxpost.data.sources import Row
+from jaxpost.errors import InputError
+
+
+class Chain(collections.abc.Sequence):
+  """Sources one after the other."""
+
+  def __init__(self, name: str, parts: Sequence[Any], weights: Iterable[float] = (), streaming: bool = False):
+    self.name = name
+    self.weights = tuple(weights)
+    self.streaming = streaming
+    self.sizes = tuple(len(part) for part in parts)
+    self.dropped = sum(part.dropped for part in parts)
+    self._parts = parts
+    self._stops = list(itertools.accumulate(self.sizes))
+
+  def __len__(self) -> int:
+    return self._stops[-1]
+
+  def __getitem__(self, i: int) -> Row | None:
+    part, n = self._find(i)
+    return part[n]
+
+  def where(self, i: int) -> str:
+    """Returns the place of a row, see `Rows.where`."""
+    part, n = self._find(i)
+    return part.where(n)
+
+  def _find(self, i: int) -> tuple[Any, int]:
+    """Returns the source of a row, and its number there."""
+    number = range(len(self))[i]
+    part = bisect.bisect_right(self._stops, number)
+    return self._parts[part], number - self._stops[part] + self.sizes[part]
+
+
+class Lazy(collections.abc.Sequence):
+  """Rows of one source, read one by one and then passed through `prepare`."""
+
+  streaming = True
+  weights = ()
+  dropped = 0  # counted where they are reached
+
+  def __init__(self, name: str, opened: Sequence[Any], prepare: Callable[[Any, str], Row | None]):
+    self.name = name
+    self._opened = Chain(name, opened)
+    self.sizes = (len(self._opened),)
+    self._prepare = prepare
+
+  def __len__(self) -> int:
+    return len(self._opened)
+
+  def __getitem__(self, i: int) -> Row | None:
+    return self._prepare(self._opened[i], self.where(i))
+
+  def where(self, i: int) -> str:
+    """Returns the place of a row, see `Rows.where`."""
+    return self._opened.where(i)
+
+
+class First(collections.abc.Sequence):
+  """The first rows of a source, or of a mixture; of each of its sources the first in proportion."""
+
+  def __init__(self, rows: Any, count: int):
+    """`count` is how many rows stay, fewer than there are."""
+    self.name, self.weights, self.streaming, self.dropped = rows.name, rows.weights, rows.streaming, rows.dropped
+    starts = [0, *itertools.accumulate(rows.sizes)]
+    ends = [count * stop // len(rows) for stop in starts]  # sums of the sizes that stay
+    self.sizes = tuple(stop - start for start, stop in zip(ends, ends[1:]))
+    if rows.weights and not all(self.sizes):
+      raise InputError(f'data: {count} samples of {rows.name} leave a source without rows; raise data.max_samples')
+    self._rows, self._starts, self._stops = rows, starts, ends[1:]
+
+  def __len__(self) -> int:
+    return self._stops[-1]
+
+  def __getitem__(self, i: int) -> Row | None:
+    return self._rows[self._place(i)]
+
+  def where(self, i: int) -> str:
+    """Returns the place of a row, see `Rows.where`."""
+    return self._rows.where(self._place(i))
+
+  def _place(self, i: int) -> int:
+    """Returns the number of a row in all rows."""
+    number = range(len(self))[i]
+    part = bisect.bisect_right(self._stops, number)
+    return self._starts[part] + number - (self._stops[part - 1] if part else 0)
