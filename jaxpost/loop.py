@@ -29,15 +29,12 @@ if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
 
 @dataclasses.dataclass
 class Stage:
-  """Everything one stage of a run needs; `stage/assemble.py` makes it.
-
-  The stream also has state() and restore(state). A `peak_flops` of 0 is unknown.
-  """
+  """Everything one stage of a run needs; `stage/assemble.py` makes it."""
 
   name: str
   steps: int
   roles: Roles
-  stream: Iterator[Item]
+  stream: Iterator[Item]  # with state() and restore(state), for checkpoints
   evaluate: Callable[[Roles, int], tuple[dict, list[dict]]] | None  # (roles, step) -> metrics, sample rows
   checkpointer: Checkpointer
   writer: MetricsWriter
@@ -57,7 +54,7 @@ class Stage:
   samples_every: int = 10
   max_skipped: int = 5
   update_flops: Callable[[float], float] | None = None  # (mean context) -> FLOPs of an update per token
-  peak_flops: float = 0.0
+  peak_flops: float = 0.0  # of all devices; 0: unknown
 
 
 def resume(stage: Stage) -> int:

@@ -24,7 +24,7 @@ from jaxpost.rewards import math
 from jaxpost.rewards.groups import Graded
 from jaxpost.rollout import sampler_config
 from jaxpost.stage.evaluate import pass_at_k
-from jaxpost.stage.sources import Source
+from jaxpost.stage.weight_sources import Source
 from jaxpost.tools import chat, completion_files, completions, inference, score_dataset
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]

@@ -18,7 +18,7 @@ from jaxpost.algorithms import distill
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
-from jaxpost.stage import assemble, frozen_roles, load_weights, place, precompute, prepare, sources
+from jaxpost.stage import assemble, frozen_roles, load_weights, place, precompute, prepare, weight_sources
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import array_cache
 
@@ -177,7 +177,7 @@ def test_resume_is_bitwise(small, big, tmp_path, over):
   assert [clock(r) for r in whole] == [clock(r) for r in parts]
   ends = []
   for name in ('whole', 'parts'):
-    source = sources.find(str(tmp_path / name), 'end', {})
+    source = weight_sources.find(str(tmp_path / name), 'end', {})
     ends.append(load_weights.load(source, model_lib.build(source.config), tiny.one_device(), 'float32'))
   jax.tree.map(np.testing.assert_array_equal, *ends)
 

@@ -16,7 +16,7 @@ from jaxpost.errors import InputError
 from jaxpost.formats import hf, multimodal
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
-from jaxpost.stage import model_folders, schema, sources
+from jaxpost.stage import model_folders, schema, weight_sources
 from jaxpost.storage import seals
 
 TEXT = dict(
@@ -157,7 +157,7 @@ def test_logits(made):
 def test_a_multimodal_folder_is_refused_without_the_option(made):
   """The message names the part and the field to set."""
   with pytest.raises(InputError, match='vision_config of .* set config.model.text_only=True'):
-    sources.find(str(made[0]), 'config.model.path', {})
+    weight_sources.find(str(made[0]), 'config.model.path', {})
 
 
 @pytest.mark.long

@@ -11,8 +11,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import openai_format, turns
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import documents, overrides, prepare
-from jaxpost.stage import sources as sources_lib
+from jaxpost.stage import documents, overrides, prepare, weight_sources
 from jaxpost.tools import completions, inference
 from launch import config_flag
 
@@ -39,7 +38,7 @@ def folder(tmp_path):
 def load(folder, **data):
   """The tokenizer of a stage by a config with these data fields."""
   config = config_lib.parse(dict(model=dict(tokenizer=folder), data=data))['sft']
-  source = sources_lib.Source(tiny.config(vocab_size=512))
+  source = weight_sources.Source(tiny.config(vocab_size=512))
   return prepare.load_tokenizer(config, source, source)
 
 

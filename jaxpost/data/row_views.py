@@ -9,8 +9,9 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxpost.data.sources import Row
 from jaxpost.errors import InputError
+
+Row = dict[str, Any]
 
 
 class Chain(collections.abc.Sequence):

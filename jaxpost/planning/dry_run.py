@@ -15,12 +15,11 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
-from jaxpost.stage import model_folders, optim, sampling_inputs
+from jaxpost.stage import model_folders, optim, sampling_inputs, weight_sources
 from jaxpost.stage import prepare as prepare_lib
-from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.documents import Documents
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage
-from jaxpost.stage.sources import Source
+from jaxpost.stage.weight_sources import Source
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
@@ -58,9 +57,9 @@ def shape_of(text: str, key: str, text_only: bool = False) -> ModelConfig:
 
 
 def find(text: str, key: str, earlier: dict, text_only: bool = False) -> Source:
-  """The source that `text` names, with its shapes but without weights; see `stage.sources.find`."""
+  """The source that `text` names, with its shapes but without weights; see `stage.weight_sources.find`."""
   if text.startswith('stage:'):
-    return sources_lib.find(text, key, earlier)
+    return weight_sources.find(text, key, earlier)
   shape = shape_of(text, key, text_only)
   if key.startswith(('config.critic', 'config.reward_model')):
     shape = model_lib.with_scalar_head(shape)

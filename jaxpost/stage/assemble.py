@@ -22,7 +22,7 @@ from jaxpost.models import partition
 from jaxpost.monitor import program_table
 from jaxpost.programs import train as programs
 from jaxpost.roles import Policy, Roles, Trainable
-from jaxpost.stage import checks, load_weights, optim, precompile, sources
+from jaxpost.stage import checks, load_weights, optim, precompile, weight_sources
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.types import Item, Update
 
@@ -143,7 +143,7 @@ def make_parts(
     from jaxpost.stage import frozen_roles, precompute
 
     make_run = functools.partial(frozen_roles.make_frozen_run, placed, params, workdir)
-    identity = functools.partial(sources.identity, workdir=workdir, seed=config.seed)
+    identity = functools.partial(weight_sources.identity, workdir=workdir, seed=config.seed)
     precomputed = precompute.precompute(placed, make_run, identity, workdir)
   roles = make_roles(placed, params, workdir, precomputed)
   engine = None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.models.model import Model
   from jaxpost.stage.config import Config
-  from jaxpost.stage.sources import Source
+  from jaxpost.stage.weight_sources import Source
 
 READ_FIRST = 20_000  # documents that are tokenized, and so checked, before step 0
 _OF_METHODS = dict(  # section of a method: its fields that sampling reads, whatever the method

@@ -17,7 +17,7 @@ from etils import epath
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import load_weights, sources
+from jaxpost.stage import load_weights, weight_sources
 from jaxpost.storage import disk_errors, object_store, seals
 from jaxpost.storage.manifest import finished_steps
 
@@ -153,7 +153,7 @@ def check_inputs_agree(prepared: Sequence[PreparedStage]) -> None:
       [inputs.tokenizer.encode(str(data.rows[0])), first is not None and first.tokens.tolist()]
     )
     for role, source in inputs.sources.items():
-      values[f'the {role} of {p.name}'] = seals.fingerprint(sources.outline(source))
+      values[f'the {role} of {p.name}'] = seals.fingerprint(weight_sources.outline(source))
   coordination.check_same(values, 'give all processes the same files')
 
 
@@ -162,7 +162,7 @@ def check_resumed_models(prepared: Sequence[PreparedStage], workdir: epath.Path)
   for p in prepared:
     if not (saved := load_weights.saved_meta(p.name, workdir)):
       continue
-    was = dataclasses.asdict(sources.saved_config(saved['model']))
+    was = dataclasses.asdict(weight_sources.saved_config(saved['model']))
     for k, v in dataclasses.asdict(p.inputs.model.config).items():
       if was.get(k) != v:
         raise InputError(

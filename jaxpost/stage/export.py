@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from jaxpost.formats import hf
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import after
-from jaxpost.stage import sources
+from jaxpost.stage import weight_sources
 from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
   if model.config.lora and not (origin and origin.renames):
     from jaxpost.formats import peft
 
-    save_adapter = peft.writer(model, params, sources.adapter_base(inputs))
+    save_adapter = peft.writer(model, params, weight_sources.adapter_base(inputs))
 
     def save_beside(path: epath.Path) -> None:
       save(path)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.precompute import Run
   from jaxpost.stage.records import Inputs
-  from jaxpost.stage.sources import Source
+  from jaxpost.stage.weight_sources import Source
   from jaxpost.types import Batch
 
 

@@ -22,7 +22,7 @@ from jaxpost.models import partition
 from jaxpost.models.parameters import flatten, join, nest
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
-from jaxpost.stage.sources import Source, checkpoints, record
+from jaxpost.stage.weight_sources import Source, checkpoints, record
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 

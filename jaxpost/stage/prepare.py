@@ -21,15 +21,14 @@ from jaxpost.errors import InputError, refuse
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition
 from jaxpost.models.config import CustomConfig, ModelConfig
-from jaxpost.stage import checks, epochs
+from jaxpost.stage import checks, epochs, weight_sources
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.algorithms import load_algorithm
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.config import Config
 from jaxpost.stage.documents import Documents, warn_unseen, warn_without_stop
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Workers
-from jaxpost.stage.sources import Source
+from jaxpost.stage.weight_sources import Source
 
 if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
@@ -75,7 +74,7 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
 
     sampling_inputs.check_reward_model(config, algorithm)
   source = model_source(config.model)
-  found = find_weights(config, algorithm, source, {p.name: sources_lib.outcome(p.inputs) for p in before})
+  found = find_weights(config, algorithm, source, {p.name: weight_sources.outcome(p.inputs) for p in before})
   tokenizer = load_tokenizer(config, source, found['policy'])
   if isinstance(found['policy'].config, CustomConfig):
     from jaxpost.stage import custom_model
@@ -151,9 +150,9 @@ def model_source(section: ModelSection) -> Source:
   """Finds the weights that `config.model` names; random ones for a preset."""
   path, preset = section.path, section.preset
   if ':' in preset:
-    return sources_lib.of_code(preset, path)
+    return weight_sources.of_code(preset, path)
   if path:
-    return sources_lib.find(path, 'config.model.path', {}, section.text_only)
+    return weight_sources.find(path, 'config.model.path', {}, section.text_only)
   from jaxpost.models import presets
 
   refuse(
@@ -214,15 +213,15 @@ def find_weights(
   Args:
     source: of `config.model`.
     earlier: {stage: Source} of what the stages before end with, in order.
-    find: (text, config field, earlier) -> Source; a plan knows shapes without weights. None: `sources.find`.
+    find: (text, config field, earlier) -> Source; a plan knows shapes without weights. None: `weight_sources.find`.
   """
-  find = find or functools.partial(sources_lib.find, text_only=config.model.text_only)
+  find = find or functools.partial(weight_sources.find, text_only=config.model.text_only)
   if config.init_from:
     source = find(config.init_from, 'config.init_from', earlier)
   elif earlier:
     source = list(earlier.values())[-1]
-  source = sources_lib.with_adapter(config.lora.path, source)
-  sources_lib.check_head(source, algorithm.scalar_head, 'config.init_from')
+  source = weight_sources.with_adapter(config.lora.path, source)
+  weight_sources.check_head(source, algorithm.scalar_head, 'config.init_from')
   if _trains_mtp(config, algorithm):
     from jaxpost.stage import model_folders
 

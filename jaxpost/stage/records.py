@@ -31,7 +31,7 @@ if TYPE_CHECKING:
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
   from jaxpost.stage.documents import Documents
-  from jaxpost.stage.sources import Source
+  from jaxpost.stage.weight_sources import Source
   from jaxpost.types import Batch, Prompt
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
   from jaxpost.stage.records import Inputs
-  from jaxpost.stage.sources import Source
+  from jaxpost.stage.weight_sources import Source
 
 
 def prepare(
@@ -236,7 +236,7 @@ def check_reward_model(config: Config, algorithm: Algorithm) -> None:
 
 
 def find_reward_model(config: Config, earlier: Mapping[str, Source], find_source: Callable) -> Source:
-  """Finds its weights by `find_source`, see `sources.find`; `earlier` is {stage: Source}."""
+  """Finds its weights by `find_source`, see `weight_sources.find`; `earlier` is {stage: Source}."""
   key, path = 'config.reward_model.path', config.reward_model.path
   if not path:
     raise InputError(f'{key}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME')

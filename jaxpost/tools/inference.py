@@ -24,13 +24,22 @@ from jaxpost.errors import InputError, NoCheckpointError
 from jaxpost.models import partition
 from jaxpost.models.parameters import join
 from jaxpost.roles import Policy, Roles
-from jaxpost.stage import algorithms, assemble, frozen_roles, on_policy, place, prepare, sampling_inputs, schema
+from jaxpost.stage import (
+  algorithms,
+  assemble,
+  frozen_roles,
+  on_policy,
+  place,
+  prepare,
+  sampling_inputs,
+  schema,
+  weight_sources,
+)
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import export as export_lib
 from jaxpost.stage import load_weights as weights_lib
-from jaxpost.stage import sources as sources_lib
 from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
-from jaxpost.stage.sources import Source
+from jaxpost.stage.weight_sources import Source
 from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
@@ -110,7 +119,7 @@ def from_run(
   run = epath.Path(run).expanduser()
   configs = run_config(run)
   name, step = find_step(run, list(configs), stage, step, warn)
-  source = sources_lib.of_checkpoint(run / 'checkpoints' / name, step)
+  source = weight_sources.of_checkpoint(run / 'checkpoints' / name, step)
   inputs = prepare_model(name, configs[name], source)
   layout = make_layout('fsdp=-1', 'train')
   params = weights_lib.load(source, inputs.model, layout, inputs.config.model.param_dtype)
@@ -154,7 +163,7 @@ def adapters(base: Weights, values: Sequence[str]) -> dict[str, Weights]:
   below = base.inputs.sources['policy']
   params = merged(base).params if pairs else {}
   for name, _, folder in pairs:
-    source = sources_lib.with_adapter(folder, below)
+    source = weight_sources.with_adapter(folder, below)
     model = partition.frozen_base_model(source.config)
     adapter = frozen_roles.load_adapter(source, model, base.layout, None)
     inputs = dataclasses.replace(base.inputs, model=model, sources={'policy': source})
@@ -219,8 +228,8 @@ def prepare_model(name: str, config: config_lib.Config, made: Source | None = No
   algorithm = algorithms.load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
   source = prepare.model_source(config.model)
-  made = made or sources_lib.with_adapter(config.lora.path, source)
-  sources_lib.check_head(source, algorithm.scalar_head, 'config.model.path')
+  made = made or weight_sources.with_adapter(config.lora.path, source)
+  weight_sources.check_head(source, algorithm.scalar_head, 'config.model.path')
   return prepare.make_inputs(name, config, algorithm, {'policy': made}, prepare.load_tokenizer(config, source, made))
 
 
