@@ -101,6 +101,10 @@ def _run(
   raw = epochs.with_steps_of_run(raw, configs, workdir / 'config.json')
   configs = config_lib.parse(raw)
   _watch('the start of the run', *configs.values())
+  if names := list(configs.values())[-1].log.trackers:
+    from jaxpost.monitor import trackers
+
+    trackers.check_installed(names)
   consistency.check_resumed_config(workdir, configs, console)
   consistency.check_workdir_agrees(workdir, configs)
   if consistency.is_finished(workdir, configs):

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from jaxpost.errors import InputError
 from jaxpost.rewards import math
 from jaxpost.rewards.groups import Graded
 from jaxpost.rollout import sampler_config
+from jaxpost.stage import config as config_lib
 from jaxpost.stage.evaluate import pass_at_k
 from jaxpost.stage.weight_sources import Source
 from jaxpost.tools import chat, completion_files, completions, inference, score_dataset
@@ -311,3 +313,28 @@ def test_evaluate_by_a_reward(folder, tmp_path, shared_data):
   assert json.loads(out.stdout.splitlines()[-1])['count'] == 2
   out = run(f'--data={data}', '--reward=nothing')
   assert out.returncode == 2 and out.stderr.count('jaxpost: ') == 1
+
+
+@pytest.mark.parametrize('algorithm, role', [('dpo', 'reference'), ('kto', 'reference'), ('distill', 'teacher')])
+def test_what_needs_another_model_is_not_evaluated_here(algorithm, role, folder):
+  over = dict(algorithm=algorithm, eval=dict(data=dict(path='x.jsonl')), distill=dict(teachers=(str(folder),)))
+  (config,) = config_lib.parse(tiny.run_config(str(folder), **over)).values()
+  with pytest.raises(InputError, match=f'{algorithm} is evaluated beside its {role}'):
+    inference.evaluate(None, config)
+
+
+def test_a_file_of_earlier_weights_of_the_same_folder_is_refused(folder, source, tmp_path):
+  copied = shutil.copytree(folder, tmp_path / 'model')
+
+  def completed():
+    weights = inference.from_folder(str(copied))
+    prompts = completions.make_prompts(weights, file=str(source))[:1]
+    return completion_files.complete_file(weights, prompts, tmp_path / 'out.jsonl', completions.Draws(max_new_tokens=2))
+
+  assert completed() == 1 and completed() == 0
+  (weights,) = copied.glob('*.safetensors')
+  data = bytearray(weights.read_bytes())
+  data[-1] ^= 1
+  weights.write_bytes(data)
+  with pytest.raises(InputError, match='of other weights'):
+    completed()

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import rich.console
+import tiny
 
 import jaxpost
 from jaxpost.data import sources
@@ -254,3 +255,18 @@ def test_schema_for_editors():
   assert not list(check.iter_errors(plain | {'stages': ['one'], 'one': {'optim': {'lr': 0.1}}}))
   for wrong in ({'optim': {'lr': -2}}, {'one': {'optim': {'lrr': 1}}}, {'train': {'steps': 'x'}}):
     assert list(check.iter_errors(plain | wrong)), wrong
+
+
+def test_held_out_data_has_the_columns_of_the_first_source(tmp_path):
+  rows = ''.join(json.dumps(dict(q=f'{n}+1=', r=str(n + 1))) + '\n' for n in range(4))
+  path = tmp_path / 'rows.jsonl'
+  path.write_text(rows)
+  columns = 'prompt=q,completion=r'
+  for given in (f'{columns} + {columns}', (columns, columns)):
+    data = dict(path=f'{path} + {path}', columns=given)
+    (config,) = config_lib.parse(tiny.run_config('', data=data, eval=dict(data=dict(path=str(path))))).values()
+    assert [row['prompt'] for row in prepare.read_held_out_rows(config)] == [f'{n}+1=' for n in range(4)]
+  (config,) = config_lib.parse(
+    tiny.run_config('', data=dict(columns=()), eval=dict(data=dict(path=str(path))))
+  ).values()
+  assert prepare.read_held_out_rows(config)[0]['q'] == '0+1='

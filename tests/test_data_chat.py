@@ -82,7 +82,9 @@ def test_qwen3_dropped_reasoning_is_refused_unless_untrained(qwen):
   row = {'messages': [USER, THOUGHT, USER_2, ANSWER_2]}
   with pytest.raises(InputError, match='a.jsonl:1: message 1.*reasoning'):
     chat.make_example(qwen, row, 'a.jsonl:1')
-  assert render(qwen, row, train_on='completion') == (f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n')
+  untrained = f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n'
+  assert render(qwen, row, train_on='completion') == untrained
+  assert render(qwen, {'messages': [USER, THOUGHT | {'weight': 0}, USER_2, ANSWER_2]}) == untrained
 
 
 def test_a_context_that_sampling_never_sees_is_refused(qwen, tmp_path):
@@ -166,6 +168,13 @@ def test_tokens_equal_those_of_transformers(qwen):
     assert prompt.tolist() == qwen.hf.apply_chat_template(
       messages[:-1], add_generation_prompt=True, enable_thinking=False, return_dict=False
     )
+
+
+def test_a_chat_that_ends_with_a_question_is_a_prompt_as_it_is(plain):
+  row = {'messages': [USER, ANSWER, USER_2]}
+  assert chat.prompt_of(row, 'x') == row['messages'] == chat.prompt_of({'messages': [*row['messages'], ANSWER]}, 'x')
+  with pytest.raises(InputError, match='nothing stands before the last assistant turn'):
+    chat.prompt_of({'messages': [ANSWER]}, 'x')
 
 
 @pytest.mark.parametrize('content', ['A1', ' A1', '\nA1', '\n\n A1', 'é', ''])

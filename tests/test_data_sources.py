@@ -75,6 +75,15 @@ def test_columnar_files(tmp_path):
     assert list(rows) == ROWS and rows.where(2) == f'{path}[2]'
 
 
+def test_objects_of_a_columnar_file_have_their_own_keys_only(tmp_path):
+  """Its lists have one type, with the keys of all objects: a call would get the arguments of others, as nulls."""
+  calls = [dict(function=dict(name='f', arguments=dict(a=1))), dict(function=dict(name='g', arguments=dict(b=2)))]
+  row = dict(messages=[dict(role='user', content='q'), dict(role='assistant', tool_calls=calls)], note=None)
+  path = write_parquet(tmp_path / 'a.parquet', [row])
+  assert list(sources.read(path)) == [row]
+  assert sources.read(path, streaming=True)[0] == row
+
+
 def test_text_files(tmp_path):
   path = write(tmp_path / 'a.txt', 'a\nb\n<|endoftext|>\nc\n\nd\n')
   rows = sources.read(path)
@@ -255,6 +264,7 @@ def test_map_fn_maps_drops_and_counts(tmp_path):
     (lambda row: None, 'x: map_fn dropped all 5 rows'),
     (lambda row: 5, r'x\[0\]: map_fn returned a int'),
     (lambda row: row['y'], r"x\[0\]: map_fn raised KeyError: 'y'; .*n, x"),
+    (lambda row: 1 / 0, r'x\[0\]: map_fn raised ZeroDivisionError'),
   ]:
     with pytest.raises(InputError, match=message):
       sources.read('x', map_fn=map_fn, fake_rows=data)

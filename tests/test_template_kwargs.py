@@ -1,7 +1,9 @@
 """config.data.chat_template and config.data.template_kwargs reach every chat that a stage renders."""
 
+import dataclasses
 import json
 import logging
+import types
 
 import pytest
 import tiny
@@ -11,7 +13,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import openai_format, turns
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import documents, overrides, prepare, weight_sources
+from jaxpost.stage import documents, overrides, prepare, schema, weight_sources
 from jaxpost.tools import completions, inference
 from launch import config_flag
 
@@ -154,3 +156,18 @@ def test_a_template_that_ends_no_turn_with_a_stop_token_is_told(end, warned, cap
     assert not caplog.text
     documents.warn_without_stop([example, None], tokenizer)
   assert ('no trained span ends in a stop token (<|im_end|>)' in caplog.text) == warned
+
+
+def test_weights_of_a_run_or_an_adapter_come_with_their_tokenizer(tmp_path, monkeypatch):
+  """Of an adapter it is that of the base; a run as `model.path` does not fall back to bytes."""
+  cfg = tiny.config(vocab_size=512)
+  base = weight_sources.Source(cfg, folder=tmp_path / 'base')
+  adapter = weight_sources.Source(cfg, folder=tmp_path / 'adapter', base=base)
+  assert weight_sources.tokenizer_path(schema.ModelSection(path='x'), adapter) == str(tmp_path / 'base')
+  assert weight_sources.tokenizer_path(schema.ModelSection(path='x', tokenizer='y'), adapter) == 'y'
+  of_run = weight_sources.Source(cfg, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
+  other = types.SimpleNamespace(encode=lambda text: [1])
+  monkeypatch.setattr('jaxpost.stage.sampling_inputs.tokenizer_of', lambda source, earlier: other)
+  (config,) = config_lib.parse(tiny.run_config('run')).values()
+  with pytest.raises(InputError, match='config.model.tokenizer: is empty, and run has a tokenizer of its own'):
+    prepare.load_tokenizer(dataclasses.replace(config, model=schema.ModelSection(path='run')), of_run, of_run)

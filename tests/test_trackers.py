@@ -1,13 +1,16 @@
 """Trackers get rows, samples and the report; one that fails is left out and the run goes on."""
 
 import functools
+import importlib.util
 import logging
 import sys
 import types
 
 import pytest
 import rich.console
+import tiny
 
+import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics, trackers
 
@@ -121,9 +124,11 @@ def test_a_failing_tracker_is_left_out(fails, tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize('name', trackers.TRACKERS)
 def test_a_package_that_is_missing_is_said_before_the_run(name, tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, name, None)
+  found = importlib.util.find_spec
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda asked: None if asked == name else found(asked))
   with pytest.raises(InputError, match=f'pip install {name}'):
-    trackers.Trackers(trackers.Options(names=(name,)), tmp_path)
+    jaxpost.run(tiny.run_config('nowhere', log=dict(trackers=(name,))), tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
 
 
 def test_the_config_chooses(tmp_path, monkeypatch):

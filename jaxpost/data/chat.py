@@ -83,9 +83,8 @@ def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Messa
     messages = messages_lib.check_messages(prompt, f'{where}: prompt')
   elif row.get('messages') is not None:
     messages = messages_lib.check_messages(row['messages'], f'{where}: messages')
-    turns = [i for i, m in enumerate(messages) if m['role'] == 'assistant']
-    if turns:
-      messages = messages[: turns[-1]]
+    if messages[-1]['role'] == 'assistant':
+      messages = messages[:-1]
     if not messages:
       raise InputError(f'{where}: messages: nothing stands before the last assistant turn')
   else:
@@ -184,6 +183,8 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
     spans = [_span(tokenizer, text_of, text, messages, n, header=header(n), where=where) for n in turns]
   unseen = ''
   for n, (start, end), weight in zip(turns, spans, weights):
+    if not weight:
+      continue
     reasoning = _check_reasoning(messages[n], text[start:end], f'{where}: message {n}')
     found = '' if train_on == 'all' else _begin(header(n), text, start)[1]
     if found in ('', header(n)):
@@ -193,7 +194,7 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
       switch = f'set config.data.template_kwargs.enable_thinking={bool(reasoning)}'
       raise InputError(f'{why} {header(n)!r}; {switch}, or the column chat_template_kwargs of the row')
     # Told once by the caller and not refused: some templates drop the empty <think> block of turns that others follow.
-    unseen = unseen or (f'{why} {header(n)!r}' if weight else '')
+    unseen = unseen or f'{why} {header(n)!r}'
   example = _example(*_encode_spans(tokenizer, text, spans, weights, where))
   return dataclasses.replace(example, unseen=unseen)
 

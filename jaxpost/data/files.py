@@ -143,8 +143,22 @@ def _batches(batches: Iterable[Any]) -> NumberedRows:
   number = 0
   for batch in batches:
     for row in batch.to_pylist():
-      yield number, row
+      yield number, without_filled_in(row)
       number += 1
+
+
+def without_filled_in(row: dict[str, Any]) -> dict[str, Any]:
+  """Returns a row of a columnar file without the nulls of the objects in its lists, such as messages and their calls.
+
+  All objects of a column have the same keys there: each has nulls for those that only others have.
+  """
+
+  def cleaned(value: Any) -> Any:
+    if isinstance(value, dict):
+      return {k: cleaned(x) for k, x in value.items() if x is not None}
+    return [cleaned(x) for x in value] if isinstance(value, list) else value
+
+  return {k: cleaned(x) if isinstance(x, list) else x for k, x in row.items()}
 
 
 def array_record(path: epath.Path, name: str) -> NumberedRows:

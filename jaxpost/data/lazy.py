@@ -160,7 +160,8 @@ class Parquet:
   def __getitem__(self, i: int) -> Any:
     group = int(np.searchsorted(self._starts, i, 'right')) - 1
     table = self._groups.get((self._name, group), lambda: self._with_file(lambda file: file.read_row_group(group)))
-    return table.slice(i - int(self._starts[group]), 1).to_pylist()[0]
+    (row,) = table.slice(i - int(self._starts[group]), 1).to_pylist()
+    return files.without_filled_in(row)
 
   def where(self, i: int) -> str:
     """Returns the place of a row, for errors."""

@@ -224,7 +224,7 @@ class PackedStream:
       if barren >= self._num_rows:
         raise InputError(
           f'data: none of the {self._num_rows} documents has a trained'
-          f' token within {self._row_length} tokens; raise row_length'
+          f' token within {self._row_length} tokens; raise row_length, or change data.map if it drops them all'
         )
       while row < len(packed):
         take = self._batch_size - len(rows)

@@ -78,7 +78,7 @@ def read_sources(
       gives each the share of its size.
     streaming: see `read`.
   """
-  paths = _split(path)
+  paths = split(path)
   if not paths or '' in paths:
     raise InputError(f'data: {path!r}: names no source where one should be')
   columns = _for_all(columns, paths, 'columns')
@@ -108,7 +108,7 @@ def first(rows: Any, count: int) -> Any:
   return First(rows, count)
 
 
-def _split(value: Any) -> list[str]:
+def split(value: str | Sequence[Any]) -> list[str]:
   """Returns the parts of 'a + b', or of a tuple."""
   if isinstance(value, (tuple, list)):
     return list(map(str, value))
@@ -120,7 +120,7 @@ def _for_all(value: Any, paths: list[str], what: str) -> list:
   if value is None or callable(value):
     return [value] * len(paths)
   if isinstance(value, str):
-    value = _split(value)
+    value = split(value)
   if len(value) == 1:
     return list(value) * len(paths)
   if value and len(value) != len(paths):
@@ -228,7 +228,7 @@ def _mapped(map_fn: MapFn, row: Row, where: str) -> Row | None:
     made = map_fn(dict(row))
   except InputError as error:
     raise InputError(f'{where}: {error}') from error
-  except (LookupError, TypeError, ValueError, AttributeError) as error:
+  except Exception as error:  # of any kind
     said = ' '.join(str(error).split())
     raise InputError(
       f'{where}: map_fn raised {type(error).__name__}: {said:.200}; the row has {messages.columns_of(row)}'

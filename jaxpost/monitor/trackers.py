@@ -7,6 +7,7 @@ in a run is left out from then on, with one warning: `metrics.jsonl` has all tha
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import os
 import zlib
@@ -118,18 +119,23 @@ def _mlflow(options: Options, folder: str) -> Client:
 TRACKERS: dict[str, Callable[[Options, str], Client]] = {'wandb': _wandb, 'trackio': _trackio, 'mlflow': _mlflow}
 
 
+def check_installed(names: Sequence[str]) -> None:
+  """Raises InputError for a tracker whose package is not installed."""
+  for name in names:
+    if importlib.util.find_spec(name) is None:
+      raise InputError(f'config.log.trackers: {name} is not installed: pip install {name}, or leave it out')
+
+
 class Trackers:
   """The trackers of a run. No failure of theirs ends it."""
 
   def __init__(self, options: Options, workdir: epath.PathLike):
-    """Starts them; InputError if the package of one is not installed."""
+    """Starts them; `check_installed` has seen their packages."""
     self._folder = object_store.resolved(epath.Path(workdir))
     self._clients: dict[str, Client] = {}
     for name in options.names:
       try:
         self._clients[name] = TRACKERS[name](options, self._folder)
-      except ImportError as e:
-        raise InputError(f'config.log.trackers: {name} is not installed: pip install {name}, or leave it out') from e
       except InputError:
         raise
       except BaseException as error:

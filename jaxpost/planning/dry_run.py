@@ -90,7 +90,7 @@ def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequenc
   if section.path:
     source = Source(shape_of(section.path, 'config.model.path', section.text_only))
   else:
-    source = Source(prepare_lib.model_source(section).config)
+    source = Source(weight_sources.of_model(section).config)
   earlier = {p.name: Source(p.inputs.model.config, stage=p.name) for p in before}
   found = prepare_lib.find_weights(
     config, algorithm, source, earlier, functools.partial(find, text_only=section.text_only)

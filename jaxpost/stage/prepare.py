@@ -34,7 +34,6 @@ if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.models.model import Model
-  from jaxpost.stage.schema import ModelSection
   from jaxpost.types import Batch
 
 
@@ -73,7 +72,7 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
     from jaxpost.stage import sampling_inputs
 
     sampling_inputs.check_reward_model(config, algorithm)
-  source = model_source(config.model)
+  source = weight_sources.of_model(config.model)
   found = find_weights(config, algorithm, source, {p.name: weight_sources.outcome(p.inputs) for p in before})
   tokenizer = load_tokenizer(config, source, found['policy'])
   if isinstance(found['policy'].config, CustomConfig):
@@ -144,22 +143,6 @@ def make_data(inputs: Inputs, rows: Rows, held_out_rows: Rows | None = None, too
   if held_out_rows is not None:
     held_out = make_held_out(inputs, held_out_rows, fields, tools)
   return Data(rows, stream, documents, first_batch, held_out)
-
-
-def model_source(section: ModelSection) -> Source:
-  """Finds the weights that `config.model` names; random ones for a preset."""
-  path, preset = section.path, section.preset
-  if ':' in preset:
-    return weight_sources.of_code(preset, path)
-  if path:
-    return weight_sources.find(path, 'config.model.path', {}, section.text_only)
-  from jaxpost.models import presets
-
-  refuse(
-    preset not in presets.every(),
-    f'config.model.preset: no shape is called {preset!r}; known: {", ".join(presets.every())}',
-  )
-  return Source(presets.every()[preset])
 
 
 def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
@@ -247,15 +230,15 @@ def find_weights(
 def load_tokenizer(config: Config, source: Source, policy: Source) -> Tokenizer:
   """Loads the tokenizer of `config.model`; InputError if the policy has another, or too few embeddings."""
   section = config.model
-  path = section.tokenizer or str((source.base or source).folder or '')
+  path = weight_sources.tokenizer_path(section, source)
   tokenizer = tokenizer_lib.load(path or 'bytes', config.data.chat_template, config.data.template_kwargs)
-  if not path and config.init_from and not policy.stage:
+  if not path and not policy.stage and (config.init_from or source.checkpoints):
     from jaxpost.stage import sampling_inputs
 
     theirs, probe = sampling_inputs.tokenizer_of(policy, {}), 'Zwölf: 12 + 345'
     refuse(
       theirs is not None and theirs.encode(probe) != tokenizer.encode(probe),
-      f'config.model.tokenizer: is empty, and {config.init_from} has a tokenizer of its own; name it',
+      f'config.model.tokenizer: is empty, and {config.init_from or section.path} has a tokenizer of its own; name it',
     )
   if tokenizer.vocab_size > policy.config.padded_vocab_size:
     raise InputError(
@@ -285,9 +268,9 @@ def read_held_out_rows(config: Config) -> Rows | None:
     raise InputError(f'config.eval.data: {error}') from error
 
 
-def _first(option: Any) -> Any:
+def _first(option: str | Sequence[str]) -> str:
   """The option of the first source, where each has one."""
-  return option[0] if isinstance(option, (tuple, list)) else option
+  return next(iter(sources.split(option)), '')
 
 
 def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:

@@ -13,7 +13,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError, refuse
 from jaxpost.rewards import builtin
 from jaxpost.rl.reward_metrics import REWARD_MODEL
-from jaxpost.stage import checks, epochs
+from jaxpost.stage import checks, epochs, weight_sources
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.records import PreparedStage, Workers
@@ -127,7 +127,7 @@ def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer 
     run, stage = source.checkpoints.parent.parent, source.checkpoints.name
     saved = config_lib.parse_saved(run / 'config.json')
     section = saved[stage].model
-    return tokenizer_lib.load(section.tokenizer or section.path or 'bytes')
+    return tokenizer_lib.load(weight_sources.tokenizer_path(section, weight_sources.of_model(section)) or 'bytes')
   if source.folder and (source.folder / 'tokenizer.json').exists():
     return tokenizer_lib.load(str(source.folder))
   return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 from jaxpost.distributed import coordination
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
 from jaxpost.storage import object_store, seals
@@ -23,6 +23,7 @@ from jaxpost.storage.checkpoint import Checkpointer
 if TYPE_CHECKING:
   from jaxpost.models.config import CustomConfig, ModelConfig
   from jaxpost.stage.records import Inputs
+  from jaxpost.stage.schema import ModelSection
 
 _STAGE = 'stage:'
 _BLOCK = 1 << 16  # bytes of a sample of a file
@@ -216,6 +217,31 @@ def adapter_base(inputs: Inputs) -> str:
   trained = set(model.table) - model.frozen
   only_adapter = all(parameters.is_adapter(path) or path == 'score' for path in trained)
   return source.name if only_adapter and source.base is None else ''
+
+
+def of_model(section: ModelSection) -> Source:
+  """Finds the weights that `config.model` names; random ones for a preset."""
+  path, preset = section.path, section.preset
+  if ':' in preset:
+    return of_code(preset, path)
+  if path:
+    return find(path, 'config.model.path', {}, section.text_only)
+  from jaxpost.models import presets
+
+  refuse(
+    preset not in presets.every(),
+    f'config.model.preset: no shape is called {preset!r}; known: {", ".join(presets.every())}',
+  )
+  return Source(presets.every()[preset])
+
+
+def tokenizer_path(section: ModelSection, source: Source) -> str:
+  """Returns what the tokenizer of a model is read from; '' where nothing is named, and it is 'bytes'.
+
+  Args:
+    section: `config.model`. source: what its path names; of an adapter, the base has the tokenizer.
+  """
+  return section.tokenizer or str((source.base or source).folder or '')
 
 
 def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bool = True) -> list:

@@ -15,6 +15,7 @@ from rich import progress
 
 from jaxpost.errors import InputError
 from jaxpost.programs import reported
+from jaxpost.stage import weight_sources
 from jaxpost.storage import object_store, seals
 from jaxpost.tools.completions import Draws, complete, completion_rows, draw, engine_for, only, text_after
 from jaxpost.tools.inference import Weights, to_stderr
@@ -54,8 +55,9 @@ def complete_file(
   """
   together = max(1, _TOGETHER // draws.n)
   policy = weights.inputs.sources['policy']
+  content = seals.fingerprint(weight_sources.identity(policy, None, 0, here=False))
   about = dict(
-    weights=[source, weights.inputs.name, str(policy.folder or policy.checkpoints or ''), weights.step],
+    weights=[source, weights.inputs.name, str(policy.folder or policy.checkpoints or ''), weights.step, content],
     draws=dataclasses.asdict(draws),
     prompts=seals.fingerprint([p.tokens.tolist() for p in prompts]),
   )

@@ -227,7 +227,7 @@ def prepare_model(name: str, config: config_lib.Config, made: Source | None = No
   """
   algorithm = algorithms.load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
-  source = prepare.model_source(config.model)
+  source = weight_sources.of_model(config.model)
   made = made or weight_sources.with_adapter(config.lora.path, source)
   weight_sources.check_head(source, algorithm.scalar_head, 'config.model.path')
   return prepare.make_inputs(name, config, algorithm, {'policy': made}, prepare.load_tokenizer(config, source, made))
@@ -293,6 +293,13 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
     raise InputError(
       f'config.eval.samples: 0 measures the loss only, and {config.algorithm}'
       ' is evaluated by its samples; set how many a prompt'
+    )
+  roles = [] if algorithm.on_policy else sorted({*algorithm.needs(config), *algorithm.precompute(config)})
+  if roles:
+    raise InputError(
+      f'config.algorithm: {config.algorithm} is evaluated beside its {roles[0]}, which only training loads; '
+      'metrics.jsonl has what the run evaluated (split eval); give --reward to grade completions, or --config with '
+      'algorithm=sft'
     )
   rows = prepare.read_held_out_rows(config)
   config = _on_these_devices(config, algorithm.on_policy, weights.layout, mesh)

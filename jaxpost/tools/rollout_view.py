@@ -119,8 +119,10 @@ class Viewer:
   @functools.cached_property
   def tokenizer(self) -> Tokenizer:
     """The tokenizer that the run samples with."""
-    config = list(config_lib.parse_saved(self.index.run / 'config.json').values())[-1]
-    return tokenizer_lib.load(config.model.tokenizer or config.model.path or 'bytes')
+    from jaxpost.stage import weight_sources
+
+    section = list(config_lib.parse_saved(self.index.run / 'config.json').values())[-1].model
+    return tokenizer_lib.load(weight_sources.tokenizer_path(section, weight_sources.of_model(section)) or 'bytes')
 
 
 def _query(asked: dict[str, str]) -> Query:
