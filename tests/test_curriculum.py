@@ -1,6 +1,7 @@
 """Prompts that are solved are retired, or drawn by what is missing; what is known is in the checkpoint."""
 
 import collections
+import json
 import types
 
 import numpy as np
@@ -30,6 +31,16 @@ def make(kind, rates, **fields):
   return curriculum.Curriculum(kind, 0, 1.0, Stream(), dict(enumerate(rates)), **fields)
 
 
+def drawn(chosen, epochs):
+  """The rows that are drawn, in order; all of them are prompts."""
+  found = []
+  for n in range(ROWS * epochs):
+    if chosen.draws(n % ROWS, n):
+      chosen.count_drawn()
+      found.append(n % ROWS)
+  return found
+
+
 def test_solved_rows_are_retired():
   chosen = make('retire', [1.0, 0.5, 0.0, 1.0])  # two rows were never sampled
   assert [n for n in range(ROWS) if chosen.draws(n, n)] == [1, 2, 4, 5]
@@ -40,10 +51,10 @@ def test_rows_are_drawn_in_proportion_to_what_is_missing():
   rates = [0.0, 0.25, 0.5, 0.75, 1.0, 0.9]
   chosen = make('prioritized', rates)
   epochs = 4000
-  drawn = collections.Counter(n % ROWS for n in range(ROWS * epochs) if chosen.draws(n % ROWS, n))
+  counts = collections.Counter(drawn(chosen, epochs))
   for row, rate in enumerate(rates):
     error = np.sqrt(rate * (1 - rate) / epochs)
-    assert abs(drawn[row] / epochs - (1 - rate)) <= 4 * error
+    assert abs(counts[row] / epochs - (1 - rate)) <= 4 * error
 
 
 def test_all_are_drawn_again_when_all_are_solved(caplog):
@@ -56,7 +67,7 @@ def test_all_are_drawn_again_when_all_are_solved(caplog):
 def test_a_step_does_not_repeat_a_few_prompts(kind, caplog):
   """One row of six is not solved, and a step takes three."""
   chosen = make(kind, [1.0, 1.0, 0.0, 1.0, 1.0, 1.0], per_step=3)
-  steps = np.array([n % ROWS for n in range(8 * ROWS) if chosen.draws(n % ROWS, n)][:12]).reshape(4, 3)
+  steps = np.array(drawn(chosen, 8)[:12]).reshape(4, 3)
   assert max(np.bincount(step).max() for step in steps) == 1 and '1 of 6 prompts' in caplog.text
   again = make(kind, [], per_step=3)
   again.restore(chosen.state())
@@ -124,11 +135,46 @@ def test_runs_and_goes_on_from_a_checkpoint(folder, staleness):
     again.close()
 
 
-@pytest.mark.parametrize(
-  'over', [dict(train_on_rollouts='run'), dict(algorithm='opd', reward='', rl=dict(reference='x'))]
-)
-def test_where_nothing_is_drawn_or_right_it_is_refused(over):
-  over = tiny.merged(dict(algorithm='grpo', reward='x', rl=dict(curriculum='retire')), over)
-  method = algorithms.load_algorithm(over['algorithm'])
+def test_rows_that_are_too_long_are_not_prompts_of_a_pass(folder, tmp_path):
+  """Where rows are read when they are drawn, every other one is too long, and the rest is solved: all begin again."""
+  texts = ['x' * 60 if n % 2 else f'{n}+1=' for n in range(16)]
+  (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(dict(prompt=text, answer='1')) + '\n' for text in texts))
+  data = dict(path=str(tmp_path / 'rows.jsonl'), streaming=True, shuffle=False)
+  over = dict(data=data, rl=dict(curriculum='retire'), rollout=dict(prompts=4))
+  _, stream = jaxpost.policy_and_stream(tiny.grpo_config(folder, reward=easy, **over))
+  try:
+    prompts = stream.prompts
+    assert len([next(prompts) for _ in range(2)]) == 2
+    prompts.curriculum.rates |= dict.fromkeys(range(0, 16, 2), 1.0)
+    assert len(next(prompts)[0]) == 4
+  finally:
+    stream.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize('kind', ['retire', 'prioritized'])
+def test_a_checkpoint_draws_what_a_run_without_it_draws(folder, kind):
+  """With replay, too, which needs the rewards before the prompts of the next step are drawn."""
+
+  def sampled(at):
+    over = dict(data=dict(path='generated:arithmetic:max=99,ops=+,size=6'), rollout=dict(staleness=2))
+    config = tiny.grpo_config(folder, reward=easy, rl=dict(curriculum=kind, replay=50), train=dict(steps=30), **over)
+    _, stream = jaxpost.policy_and_stream(config)
+    try:
+      found = []
+      for step in range(8):
+        if step in at:
+          stream.state()
+        found.append([p.index for p in next(stream).experience.rollout.prompts])
+      return found
+    finally:
+      stream.close()
+
+  assert sampled(()) == sampled((3,)) == sampled((4,))
+
+
+def test_where_nothing_is_right_it_is_refused():
+  over = dict(algorithm='opd', reward='', rl=dict(reference='x', curriculum='retire'))
+  method = algorithms.load_algorithm('opd')
   with pytest.raises(InputError, match='rl.curriculum'):
     method.check(config_lib.resolve(next(iter(config_lib.parse(over).values())), method.defaults))

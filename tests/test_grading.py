@@ -8,14 +8,17 @@ import types
 
 import numpy as np
 import pytest
+import tiny
 
 from jaxpost.environments import agents, episode, openai_server
+from jaxpost.errors import InputError
 from jaxpost.rewards.groups import Graded
-from jaxpost.rl import mixture
+from jaxpost.rl import merging, mixture
 from jaxpost.rl.grading import Grader
 from jaxpost.rollout import rollout_files
 from jaxpost.rollout.sequence import Request
-from jaxpost.stage import on_policy
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import on_policy, sampling_inputs
 from jaxpost.tools import reproduce
 from jaxpost.types import Credit, Experience, Prompt, Rollout, RowShape
 
@@ -176,3 +179,49 @@ def test_agents_sample_as_their_source_says():
     body = {'messages': [{'role': 'user', 'content': 'q'}]}
     sampling = session.request(body, lambda: np.array([5], np.int32), 8).sampling
     assert sampling == {'temperature': temperature, 'top_p': 0.9, 'max_tokens': 8}
+
+
+def test_what_decides_prompts_goes_with_no_stored_rollouts(tmp_path):
+  """Also in methods that do not share the checks of GRPO."""
+  for algorithm in 'rft', 'online_dpo', 'grpo':
+    for feature in dict(dynamic_sampling=2), dict(curriculum='retire'):
+      over = dict(algorithm=algorithm, train_on_rollouts=str(tmp_path), rl=feature)
+      (config,) = config_lib.parse(tiny.grpo_config('', **over)).values()
+      with pytest.raises(InputError, match='config.train_on_rollouts: what was sampled again'):
+        sampling_inputs.check_sampling(config, True)
+
+
+def test_merged_rounds_keep_the_verdict_of_each_sample():
+  one, two = (rollout(2, verdicts=np.array(x)) for x in ([1.0, 0, 0, 1], [0.0, 0, 1, 1]))
+  np.testing.assert_array_equal(merging.merge([one, two], [[1], [0, 1]]).verdicts, [0, 1, 0, 0, 1, 1])
+
+
+def test_a_stored_rollout_is_the_whole_record(tmp_path):
+  rewards, mask = np.arange(4.0), np.ones((2 * P, C), np.float32)
+
+  def stored(**fields):
+    made = rollout(2, **fields)
+    experience = Experience(made, rewards, mask, {'sampler_logprobs': made.logprobs}, verdicts=rewards)
+    rollout_files.save(tmp_path / '1.npz', experience, Credit({}, mask, {}), 0.7)
+    return made
+
+  def read(temperature=None):
+    return rollout_files.RecordedSampler(tmp_path, 'train', True, temperature)(made.prompts, 2, 0)
+
+  optional = dict(versions=np.full((2 * P, C), 3, np.int32), replayed=np.array([True, False] * P), from_data=True)
+  made = stored(**optional)
+  found = read(0.7)
+  assert found.from_data
+  np.testing.assert_array_equal(found.versions, made.versions)
+  np.testing.assert_array_equal(found.replayed, made.replayed)
+  assert read().from_data
+  with pytest.raises(InputError, match='at temperature 0.7, and config.rollout.temperature is 1, '):
+    read(1.0)
+  for name, field, value in (
+    ('expert', 'expert', np.array([False, True] * P)),
+    ('allowed', 'sampling_mask', np.ones((2 * P, C, 2), np.int32)),
+  ):
+    made = stored(**{name: value})
+    np.testing.assert_array_equal(vars(rollout_files.load(tmp_path / '1.npz')[0])[name], value)  # for the viewer
+    with pytest.raises(InputError, match=f'was sampled with config.rl.{field}'):
+      read()

@@ -1,6 +1,8 @@
 """Memory: what is predicted before step 0, and what is then in use."""
 
+import contextlib
 import json
+import types
 
 import jax
 import pytest
@@ -13,7 +15,9 @@ from jaxpost.formats import hf
 from jaxpost.hardware import memory
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
+from jaxpost.rl import offload
 from jaxpost.rollout import sampler
+from jaxpost.stage import evaluate
 
 
 @pytest.fixture(scope='module')
@@ -128,6 +132,30 @@ def test_by_hand():
   assert found == dict(
     update=100 + 3 + 10 + 7, prefill=100 - 60 + 30 + 5 + 2, generate=100 - 60 + 30 + 5 + 10 + 4, peak=120
   )
+  found = memory.predict([row('verify', temp_bytes=1), row('update')], 100, 60, 30, overlap=True, preserved=20)
+  assert found == dict(verify=100 - 60 + 30 + 20 + 1, update=100 + 30, peak=130)
+
+
+def test_evaluation_samples_with_the_optimizer_on_the_host(monkeypatch):
+  events = []
+  monkeypatch.setattr(offload, 'to_host', lambda roles: events.append('to host'))
+  monkeypatch.setattr(offload, 'to_devices', lambda roles: events.append('to devices'))
+
+  class Sampler:
+    engine = types.SimpleNamespace(
+      preserve_weights=contextlib.nullcontext, load=lambda *args: events.append('load'), unload=lambda: None
+    )
+
+    def __call__(self, *args, **sampling):
+      events.append('sample')
+      raise LookupError
+
+  roles = types.SimpleNamespace(policy=types.SimpleNamespace(params={}))
+  for offloads, before in ((True, ['to host']), (False, [])):
+    with pytest.raises(LookupError):
+      evaluate.SampledEval(Sampler(), None, (), 1, 1.0, 0.0, offload=offloads)(roles, 0)
+    assert events == [*before, 'load', 'sample']
+    events.clear()
 
 
 def test_devices_without_such_memory_are_told(model, monkeypatch, tmp_path):

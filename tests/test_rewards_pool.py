@@ -7,10 +7,12 @@ completion and behave for every text but 'bad'.
 import logging
 import os
 import pathlib
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -566,3 +568,18 @@ def test_no_jax_and_no_numpy_here():
   )
   out = subprocess.check_output([sys.executable, '-c', code], cwd=root, text=True)
   assert out == 'set()\n'
+
+
+def test_a_pool_that_is_closed_waits_for_no_job_that_a_thread_has_taken():
+  """The queue says that there is a job, and a thread is faster."""
+
+  class Raced(queue.Queue):
+    def empty(self):
+      return False
+
+  made = RewardPool(('exact_match',))
+  made._jobs = Raced()
+  closing = threading.Thread(target=made.close, daemon=True)
+  closing.start()
+  closing.join(20)
+  assert not closing.is_alive()

@@ -15,6 +15,7 @@ from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import engine as protocol
 from jaxpost.rollout import native, page_table, sampler_config
 from jaxpost.rollout.sequence import Request
+from jaxpost.types import Prompt
 
 NEW, KEY = 12, np.array([1, 2], np.uint32)
 
@@ -191,6 +192,18 @@ def test_nothing_is_compiled_on_the_way(model, params, fields):
   if 'page_size' in fields:
     assert serve.figures['preempted'] > 0
   assert serve.figures['tokens_cached'] > 0
+
+
+def test_many_page_copies_are_compiled_before(model, params):
+  """Of the first wave: each of eight prompts fills a page, and each of 40 samples has a last page of its own."""
+  ledger = Ledger()
+  engine = make_engine(model, params, ledger, slots=40, page_size=8, max_prompt=16, max_new_tokens=8)
+  for job in engine.jobs(params, [11], 5, False):
+    job()
+  before = len(ledger.rows)
+  prompts = [Prompt(n, np.arange(2 + n, 13 + n, dtype=np.int32), '', {}) for n in range(8)]
+  engine(prompts, group_size=5, run_key=KEY, step=0)
+  assert [r['program'] for r in ledger.rows[before:]] == []
 
 
 def test_it_is_the_engine_that_the_protocol_describes(engine):

@@ -19,7 +19,6 @@ def check_estimator(config: Config) -> None:
 
 def check_features(config: Config) -> None:
   """Raises InputError for a feature that is on in a config that it does not go with."""
-  check_train_on_rollouts(config)
   check_kl_target(config)
   check_sampling_mask(config)
   check_expert(config)
@@ -62,16 +61,6 @@ def check_turns(config: Config) -> None:
   refuse(
     'sampled' in advantages.ESTIMATORS[rl.advantage].takes and not _from_environment_or_file(config),
     f'config.rl.advantage: {rl.advantage!r} compares the turns of an environment; set config.environment',
-  )
-
-
-def check_train_on_rollouts(config: Config) -> None:
-  """Refuses saved rollouts with features that decide what is sampled."""
-  rl = config.rl
-  refuse(
-    bool(config.train_on_rollouts) and bool(rl.dynamic_sampling or rl.curriculum or rl.advantage == 'remax'),
-    'config.train_on_rollouts: what was sampled again, or greedily, is not kept, and no prompt is drawn; '
-    'leave out rl.dynamic_sampling, rl.curriculum and remax',
   )
 
 

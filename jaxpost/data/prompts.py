@@ -167,6 +167,8 @@ class PromptStream:
       prompt = self.prompt(index)
       if prompt is not None:
         prompts.append(prompt)
+        if self.curriculum:
+          self.curriculum.count_drawn()
         barren = 0
         continue
       self.skipped += 1

@@ -14,7 +14,7 @@ import jax
 from jaxpost.types import Batch
 
 # Programs that run while the sampler's weights and cache are there.
-SAMPLING = ('reshard', 'init_state', 'prefill', 'insert', 'extend', 'generate', 'move')
+SAMPLING = ('reshard', 'init_state', 'prefill', 'insert', 'extend', 'generate', 'verify', 'move')
 START = ('init', 'copy', 'random')  # when not everything is there yet
 
 
@@ -42,7 +42,9 @@ def batches(args: Iterable[Any]) -> int:
   return sum(size(x) for x in args if isinstance(x, Batch))
 
 
-def predict(rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, overlap: bool = False) -> dict[str, int]:
+def predict(
+  rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, overlap: bool = False, preserved: int = 0
+) -> dict[str, int]:
   """Returns {program: most bytes in use while it runs}; 'peak' is the largest of them.
 
   Args:
@@ -50,6 +52,7 @@ def predict(rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, o
     held: parameters, optimizer states and frozen models, which stay.
     offloaded: bytes of `held` that are in host memory while sampling.
     sampler: its weights and cache, except what is in `held`; 0: it has other devices.
+    preserved: the sampler's weights for the next rollout, which stay while an evaluation samples from others.
     overlap: the sampler is there while the others run, too; see `rl/rollout_queue.py`.
   """
   prefix = max((r['output_bytes'] for r in rows if r['program'] == 'prefill'), default=0)
@@ -62,7 +65,7 @@ def predict(rows: list[dict], held: int, offloaded: int = 0, sampler: int = 0, o
     if name in START:
       more += row['argument_bytes'] + row['output_bytes'] - row['alias_bytes']
     elif name in SAMPLING:
-      more += held - offloaded + sampler + prefix
+      more += held - offloaded + sampler + preserved + prefix
       # The outputs of the others are counted in `sampler` and `prefix`.
       if name == 'reshard':
         more += moved

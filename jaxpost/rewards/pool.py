@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import collections
 import concurrent.futures
+import contextlib
 import json
 import logging
 import math
@@ -170,8 +171,9 @@ class RewardPool:
       return
     self._closed = True
     atexit.unregister(self.close)
-    while not self._jobs.empty():
-      self._jobs.get()[0].cancel()
+    with contextlib.suppress(queue.Empty):  # threads take jobs meanwhile
+      while True:
+        self._jobs.get_nowait()[0].cancel()
     for _ in self._threads:
       self._jobs.put(None)
     for thread in self._threads:

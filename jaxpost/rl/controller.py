@@ -75,22 +75,25 @@ class Controller:
 
   def __next__(self) -> Item:
     """Makes what the next step trains on."""
-    pending = self.rollouts.take(self.step)  # calls `sample` unless it was sampled ahead; grading has begun
+    sampled = pending = self.rollouts.take(self.step)  # calls `sample` unless sampled ahead; grading has begun
     if self.replay:
       with self.timer('reward'):
-        pending = self.replay.mix(pending, self.step)
+        pending = self.replay.mix(sampled, self.step)
     device_scores = self.scorer.start(pending.rollout)
     # While the devices score and the workers grade, later steps are sampled.
     self.rollouts.prefetch(self.step)
     scores = self.scorer.fetch(pending.rollout, device_scores)
     graded = self.grade(pending, scores)
+    # After `prefetch`, which draws the prompts of the next step: a checkpoint here would draw them, too.
+    for observe in self.grader.observers:
+      observe(sampled, self.replay.drawn if self.replay else graded)
     experience = self.make_experience(graded, scores)
     with self.timer('pack'):
       credit = self.algorithm.credit(experience, self.config)
       updates = self.make_batches(experience, credit)
     # With replay, rewards are logged as the policy has earned them, without the samples that were mixed in.
     rewards = self.replay.metrics() if self.replay else graded.metrics()
-    info = pending.info | rewards | credit.metrics
+    info = sampled.info | rewards | credit.metrics
     info |= reward_metrics.step_metrics(experience, self.step_shape, self.config)
     self.step += 1
     self.memory = credit.memory

@@ -66,9 +66,12 @@ class Curriculum:
       drawn = rate < 1
     else:
       drawn = np.random.default_rng((self.seed, index, 0xC0)).random() >= rate
-    self.drawn += drawn
     self.passed_over += not drawn
     return drawn
+
+  def count_drawn(self) -> None:
+    """Counts a row that was drawn and is a prompt; one that is skipped for its length trains nothing."""
+    self.drawn += 1
 
   def observe(self, pending: PendingRollout, graded: GradedRollout) -> None:
     """Takes down the pass rates of a graded rollout; adds `curriculum/*` to its metrics."""

@@ -38,7 +38,7 @@ class Grader:
     pool: the workers; None where a run has no reward function.
     model_weight: weight of the reward model in the sum of rewards; per_step: it grades the steps of a completion.
     correct_by: name of the reward that decides what is correct; '': the sum.
-    observers: called with each rollout and its grades: of a curriculum, of sources.
+    observers: called by the controller with each rollout as sampled, and its grades: of a curriculum, of sources.
   """
 
   pool: RewardPool | None
@@ -159,7 +159,7 @@ class PendingRollout:
     return PendingRollout(self.grader, self.rounds + other.rounds, self.info | other.info)
 
   def result(self, reward_model_outputs: np.ndarray | None = None) -> GradedRollout:
-    """Waits for the workers, adds up all rewards of the selected groups, and shows them to the observers.
+    """Waits for the workers, and adds up all rewards of the selected groups.
 
     Args:
       reward_model_outputs: [N, C]; the one of the last token of a completion is its reward.
@@ -179,7 +179,7 @@ class PendingRollout:
     tables = {name: reward_table(results, name).reshape(-1) for name in results[0].components}
     sampled = [group for r in self.rounds if not r.from_earlier_step for group in r.results]
     greedy = [group for r in self.rounds if r.greedy for group in r.greedy.results]
-    graded = GradedRollout(
+    return GradedRollout(
       rollout=rollout,
       rewards=rewards.reshape(-1),
       baseline=self._greedy_rewards(),
@@ -190,9 +190,6 @@ class PendingRollout:
       stats=stats_of(sampled + greedy) if grader.pool else {},
       tokenizer=grader.tokenizer,
     )
-    for observe in grader.observers:
-      observe(self, graded)
-    return graded
 
   def _greedy_rewards(self) -> np.ndarray | None:
     """[P] float64 rewards of the greedy answers to the selected prompts."""

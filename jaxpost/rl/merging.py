@@ -15,7 +15,10 @@ _COUNTS = (
   *('tools/malformed', 'episodes/failed', 'episodes/killed', 'episodes/begun_again', 'episodes/cancelled'),
   *('tokens_prefilled', 'tokens_cached', 'preempted', 'draft/tokens', 'draft/blocks'),
 )
-_OPTIONAL = ('mask', 'turn_rewards', 'experts', 'versions', 'top_ids', 'top_logprobs', 'allowed', 'expert', 'replayed')
+_OPTIONAL = (
+  *('mask', 'turn_rewards', 'verdicts', 'experts', 'versions', 'top_ids', 'top_logprobs'),
+  *('allowed', 'expert', 'replayed'),
+)
 
 
 def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]], measured: Sequence[Rollout] = ()) -> Rollout:

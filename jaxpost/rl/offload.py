@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import jax
@@ -22,6 +24,20 @@ def offloadable(roles: Roles) -> dict:
   trained = [(role.state, role.frozen) for role in roles.trainable.values()]
   found = memory.distinct(trained, roles.reference and roles.reference.params)
   return {key: x for key, x in found.items() if key not in used}
+
+
+@contextlib.contextmanager
+def offloaded(roles: Roles, timer: Callable = contextlib.nullcontext) -> Iterator[None]:
+  """Keeps optimizer states, critic and reference in the memory of the host inside the block.
+
+  Args:
+    timer: phase -> context in which each of the two moves runs.
+  """
+  with timer('reshard'):
+    to_host(roles)
+  yield
+  with timer('reshard'):
+    to_devices(roles)
 
 
 def to_host(roles: Roles) -> None:

@@ -59,18 +59,16 @@ class Replay:
       elif key in self.stored and np.isfinite(found[:-1]).any():
         used[g] = self.stored[key]
     self.figures = {'replay/used': len(used), 'replay/stored': len(self.stored), 'replay/expired': expired}
-    # The samples of this step are observed already.
-    grader = dataclasses.replace(self.grader, observers=())
     if not used:
-      return PendingRollout(grader, pending.rounds, pending.info)
+      return pending
     self.figures['replay/age'] = float(np.mean([step - one.step for one in used.values()]))
     rollout, results = _replaced(drawn.rollout, used), [*drawn.results]
-    again = grader.submit(merging.merge([rollout], [list(used)])).rounds[0].results
+    again = self.grader.submit(merging.merge([rollout], [list(used)])).rounds[0].results
     found = verdicts(again, reward_table(again), self.grader.correct_by)[:, -1]
     self.figures['replay/wrong'] = int((~(found >= self.passes)).sum())
     for g, group in zip(used, again):
       results[g] = group
-    return PendingRollout(grader, [Round(rollout, graded=results)], pending.info)
+    return PendingRollout(self.grader, [Round(rollout, graded=results)], pending.info)
 
   def metrics(self) -> dict:
     """Metrics of the rollout as it was sampled, and `replay/*`."""

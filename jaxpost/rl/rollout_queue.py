@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -119,7 +119,9 @@ class RolloutQueue:
       if self.config.rollout.staleness:
         self._load_weights(newest)  # for the next rollout; dispatched, not waited for
       else:
-        self._unload_weights()
+        self.version = None
+        if self.engine:
+          self.engine.unload()
     return pending
 
   def _updates(self, steps: int) -> int:
@@ -136,29 +138,17 @@ class RolloutQueue:
       self.timer.watch('reshard', self.engine.weights)
     self.version = version
 
-  def _unload_weights(self):
-    if self.engine:
-      self.engine.unload()
-    self.version = None
-
   def _update_in_flight(self, version: int, dispatched_blocks: int):
     """Loads newer weights in the middle of a rollout (`rollout.inflight_update_blocks`)."""
     if dispatched_blocks == self.config.rollout.inflight_update_blocks:
       self._load_weights(version)
 
-  @contextlib.contextmanager
-  def _offloaded(self) -> Iterator[None]:
-    """Keeps optimizer states, critic and reference in host memory inside the block."""
+  def _offloaded(self) -> contextlib.AbstractContextManager:
     if not self.config.rollout.offload:
-      yield
-      return
+      return contextlib.nullcontext()
     from jaxpost.rl import offload
 
-    with self.timer('reshard'):
-      offload.to_host(self.roles)
-    yield
-    with self.timer('reshard'):
-      offload.to_devices(self.roles)
+    return offload.offloaded(self.roles, self.timer)
 
   def state(self, steps_done: int) -> dict:
     """JSON values for a checkpoint after `steps_done` steps; {} if on-policy."""

@@ -7,11 +7,11 @@ a part of them. So nothing is compiled while a run samples.
 import dataclasses
 
 
-def bucket(length: int, longest: int, smallest: int = 32) -> int:
-  """Smallest of 32, 64, 128, ... that holds `length`; at most `longest`."""
+def bucket(length: int, longest: int, smallest: int = 32, factor: int = 2) -> int:
+  """Smallest of 32, 64, 128, ... that holds `length`; at most `longest`. `factor` is between two of them."""
   size = smallest
   while size < length:
-    size *= 2
+    size *= factor
   return min(size, longest)
 
 
@@ -65,6 +65,13 @@ class Buckets:
     if self.batch_shards > 1 or self.max_new_tokens <= 4 * self.block:
       return [self.slots]
     return [self.slots // n for n in (1, 2, 4, 8) if self.slots // n >= self.least_rows]
+
+  def copy_sizes(self, rows: int, length: int) -> list[int]:
+    """Sizes of the table of page copies, where a prefill is `rows` prompts padded to `length`; [0] without pages."""
+    if not self.page_size:
+      return [0]
+    most = self.slots + rows * (length // self.page_size)  # each slot has a last page of its own
+    return sorted({bucket(n, 1 << 30, factor=8) for n in range(most + 1)})
 
   def prefill_rows(self, group_size: int) -> int:
     """Prompts of a prefill: as many as fill the slots once with `group_size` samples each."""

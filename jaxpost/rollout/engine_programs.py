@@ -121,9 +121,8 @@ def make_entry(
     each[slot] = s.replace(max_tokens=s.max_tokens - drawn, min_tokens=s.min_tokens - drawn)
   table = None
   if engine.page:
-    table = np.full((bucket(len(copies), 1 << 30), 3), -1, np.int32)
-    for i, copy in enumerate(copies):
-      table[i] = dataclasses.astuple(copy)
+    table = np.full((bucket(len(copies), 1 << 30, factor=8), 3), -1, np.int32)
+    table[: len(copies)] = np.array([dataclasses.astuple(copy) for copy in copies]).reshape(-1, 3)
   return Entry(source, index, sample, jax.tree.map(lambda *x: np.stack(x), *each), table)
 
 
@@ -167,7 +166,9 @@ def compile_jobs(
     counts = _abstract(engine, (rows,))
     prefilled = programs.prefill.outputs(weights, tokens, counts)
     jobs.append(functools.partial(programs.prefill.compile, weights, tokens, counts))
-    jobs.append(functools.partial(programs.insert.compile, state, prefilled, entry, key, step))
+    for copies in buckets.copy_sizes(rows, size):
+      enters = entry.replace(copies=_abstract(engine, (copies, 3))) if copies else entry
+      jobs.append(functools.partial(programs.insert.compile, state, prefilled, enters, key, step))
   for read in sorted({buckets.decode(n + engine.block) for n in range(low, high)}):
     for count in buckets.row_sizes():
       jobs.append(functools.partial(programs.decoder(count, read).compile, weights, state, *tables(count, read)))

@@ -17,25 +17,26 @@ from jaxpost.types import Credit, Experience, Prompt, Rollout
 
 _SEAL = b'crc32 %08x\n'
 _ARRAYS = ('completions', 'lengths', 'logprobs', 'behavior_logprobs', 'finished')
-_OF_EPISODES = ('mask', 'turn_rewards')
+_OPTIONAL = ('mask', 'turn_rewards', 'versions', 'allowed', 'expert', 'replayed')
 
 
-def make_saver(folder: epath.Path, every: int) -> Callable[[int, Experience, Credit], None]:
-  """Returns a function that saves every `every`th step into `folder`."""
+def make_saver(folder: epath.Path, every: int, temperature: float) -> Callable[[int, Experience, Credit], None]:
+  """Returns a function that saves every `every`th step into `folder`; `temperature` is that of the run."""
 
   def save_step(step: int, experience: Experience, credit: Credit):
     if step % every == 0:
-      save(folder / f'{step}.npz', experience, credit)
+      save(folder / f'{step}.npz', experience, credit, temperature)
 
   return save_step
 
 
-def save(path: epath.PathLike, experience: Experience, credit: Credit):
+def save(path: epath.PathLike, experience: Experience, credit: Credit, temperature: float = 1.0):
   """Writes a rollout, its rewards, advantages and scores as arrays and JSON; no pickle."""
   rollout = experience.rollout
   arrays = {name: vars(rollout)[name] for name in _ARRAYS}
-  arrays |= {name: vars(rollout)[name] for name in _OF_EPISODES if vars(rollout)[name] is not None}
+  arrays |= {name: vars(rollout)[name] for name in _OPTIONAL if vars(rollout)[name] is not None}
   arrays |= {'rewards': experience.rewards, 'verdicts': experience.verdicts, 'trained': credit.mask}
+  arrays['temperature'] = np.array([temperature])
   arrays |= {f'credit/{name}': x for name, x in credit.arrays.items()}
   scores = {name: x for name, x in experience.arrays.items() if name not in {'sampler_logprobs', *credit.arrays}}
   arrays |= {f'score/{name}': x for name, x in scores.items()}
@@ -44,6 +45,7 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit):
     'version': rollout.version,
     'prompts': prompts_to_json(rollout),
     'messages': rollout.messages,
+    'from_data': rollout.from_data,
   }
   object_store.write(path, _sealed(encode(about, arrays)))
 
@@ -65,7 +67,8 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
       **{name: arrays[name] for name in _ARRAYS},
       step=about['step'],
       version=about['version'],
-      **{name: arrays.get(name) for name in _OF_EPISODES},
+      **{name: arrays.get(name) for name in _OPTIONAL},
+      from_data=about['from_data'],
       messages=about['messages'] and tuple(about['messages']),
       rewards={'recorded': arrays['rewards']},
       verdicts=arrays['verdicts'],
@@ -95,17 +98,19 @@ def _unsealed(data: bytes) -> bytes:
 class RecordedSampler:
   """A sampler that reads the rollouts of another run, step by step."""
 
-  def __init__(self, folder: epath.PathLike, stage: str, rewards: bool):
+  def __init__(self, folder: epath.PathLike, stage: str, rewards: bool, temperature: float | None = None):
     """Reads from a run's folder, or from the folder of the files.
 
     Args:
       stage: of the other run.
       rewards: the rewards of the other run count; False: they are graded anew.
+      temperature: at which the log-probs of the other run are read; None: they are not.
     """
     folder = epath.Path(folder).expanduser()
     of_run = folder / 'rollouts' / stage
     self.folder = of_run if of_run.exists() else folder
     self.rewards = rewards
+    self.temperature = temperature
 
   def __call__(
     self,
@@ -120,7 +125,8 @@ class RecordedSampler:
     if sampling:
       raise InputError(f'config.train_on_rollouts: the stored rollouts cannot be sampled with {sampling}')
     path = self.folder / f'{step + 1}.npz'
-    rollout, _ = load(path)
+    rollout, arrays = load(path)
+    self._check_logprobs(path, rollout, arrays['temperature'].item())
     num_prompts = len(rollout.prompts)
     size = len(rollout.lengths)
     if (num_prompts, size) != (len(prompts), len(prompts) * group_size):
@@ -136,3 +142,17 @@ class RecordedSampler:
       sources = [x | {'rewards': functions.get(p.index)} for x, p in zip(sources, rollout.prompts, strict=True)]
     recorded = [p.replace(source=x) for p, x in zip(rollout.prompts, sources, strict=True)]
     return rollout.replace(prompts=tuple(recorded))
+
+  def _check_logprobs(self, path: epath.Path, rollout: Rollout, temperature: float) -> None:
+    """Raises InputError where the recorded log-probs are not those that this run would have computed."""
+    for name, field in (('allowed', 'sampling_mask'), ('expert', 'expert')):
+      if vars(rollout)[name] is not None:
+        raise InputError(
+          f'{path}: was sampled with config.rl.{field}, and its log-probs are not those of the whole distribution; '
+          f'sample again without rl.{field}'
+        )
+    if self.temperature not in (None, temperature):
+      raise InputError(
+        f'{path}: was sampled at temperature {temperature:g}, and config.rollout.temperature is {self.temperature:g}, '
+        'for which its log-probs do not hold; set it to the former'
+      )

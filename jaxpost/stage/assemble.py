@@ -94,7 +94,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     eval_every=config.eval.every,
     save_every=save.every,
     samples_every=log.samples_every,
-    save_rollout=make_rollout_saver(placed.name, workdir, log.rollouts_every),
+    save_rollout=make_rollout_saver(placed, workdir),
     max_skipped=config.optim.max_skipped,
     update_flops=model.flops_of_update,
     peak_flops=program_table.peak_flops(jax.devices()),
@@ -118,13 +118,15 @@ def host_health_of(placed: PlacedStage, roles: Roles, writer: MetricsWriter) -> 
   return make_host_health(roles, placed.config.log.every, placed.ledger, writer.note)
 
 
-def make_rollout_saver(stage: str, workdir: epath.PathLike, every: int) -> Callable | None:
+def make_rollout_saver(placed: PlacedStage, workdir: epath.PathLike) -> Callable | None:
   """Returns a function that saves what a step learns from, or None (`log.rollouts_every` = 0)."""
+  config = placed.config
+  every, temperature = config.log.rollouts_every, config.rollout.temperature
   if not every or coordination.process_index():
     return None
   from jaxpost.rollout import rollout_files
 
-  return rollout_files.make_saver(epath.Path(workdir) / 'rollouts' / stage, every)
+  return rollout_files.make_saver(epath.Path(workdir) / 'rollouts' / placed.name, every, temperature)
 
 
 def make_parts(

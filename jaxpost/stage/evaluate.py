@@ -5,6 +5,7 @@ Legend: N prompts, k samples a prompt.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -101,6 +102,7 @@ class SampledEval:
   The reward `config.rl.correct_by` says what has passed, see `pass_metrics`.
 
   score: (rollout, roles) -> [N k, C] values of the reward model, if there is one.
+  offload: `config.rollout.offload`, as in training.
   """
 
   sampler: Sampler
@@ -110,12 +112,18 @@ class SampledEval:
   pass_reward: float
   temperature: float
   score: Callable[[Rollout, Roles], np.ndarray] | None = None
+  offload: bool = False
 
   def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
     from jaxpost.rl import reward_metrics
 
     engine = self.sampler.engine
-    with engine.preserve_weights():  # the next rollout may need those that are loaded now
+    with contextlib.ExitStack() as during:
+      during.enter_context(engine.preserve_weights())  # the next rollout may need those that are loaded now
+      if self.offload:
+        from jaxpost.rl import offload
+
+        during.enter_context(offload.offloaded(roles))
       engine.load(roles.policy.params, step)
       rollout = self.sampler(self.prompts, self.samples, step, temperature=self.temperature)
       engine.unload()

@@ -128,7 +128,9 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
   if config.train_on_rollouts:
     from jaxpost.rollout import rollout_files
 
-    sampler = rollout_files.RecordedSampler(config.train_on_rollouts, placed.name, not config.reward)
+    reads_logprobs = 'advantages' in placed.objectives['policy'].arrays
+    temperature = config.rollout.temperature if reads_logprobs else None
+    sampler = rollout_files.RecordedSampler(config.train_on_rollouts, placed.name, not config.reward, temperature)
   elif share := algorithm.from_data(config):
     from jaxpost.rl import demonstrations
 
@@ -213,4 +215,5 @@ def make_sampled_eval(placed: PlacedStage, engine: NativeEngine, prompts: tuple[
     pass_reward=config.eval.pass_reward,
     temperature=config.eval.temperature,
     score=values,
+    offload=config.rollout.offload,
   )

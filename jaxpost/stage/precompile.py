@@ -23,8 +23,8 @@ if typing.TYPE_CHECKING:
   from jaxpost.stage.place import PlacedStage
 
 
-def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) -> memory.Memory:
-  """Predicts the memory that the compiled programs of a stage will need."""
+def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None, evaluates: bool) -> memory.Memory:
+  """Predicts the memory that the compiled programs of a stage will need; `evaluates`: by samples, too."""
   offloads = placed.config.rollout.offload
   if offloads and not placed.ledger.dry and not memory.can_offload(placed.train.mesh.local_devices[0]):
     raise InputError(
@@ -41,6 +41,8 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) ->
     from jaxpost.rl import offload
 
     offloaded = offload.offloadable(roles)
+  ahead = placed.config.rollout.staleness > 0
+  preserved = memory.distinct(engine.described(roles.policy.params)[0]) if engine and ahead and evaluates else {}
   own = {k: x for k, x in sampler.items() if k not in held}
   out = {}
   for mesh in dict.fromkeys(x.mesh for x in (placed.train, placed.rollout, placed.score)):
@@ -49,7 +51,8 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) ->
     found = memory.predict(
       [r for r in placed.ledger.rows if r['device'] in ids],
       *(memory.size(x, device) for x in (held, offloaded, own)),
-      overlap=placed.config.rollout.staleness > 0,
+      overlap=ahead,
+      preserved=memory.size(preserved, device),
     )
     if placed.check_fits:
       placed.check_fits(found, (mesh.local_devices or jax.local_devices())[0])
@@ -109,7 +112,7 @@ def compile_all(
     for some in (jobs, later):
       for done in [pool.submit(job) for job in some]:
         done.result()
-  return memory_of(placed, roles, engine)
+  return memory_of(placed, roles, engine, bool(evaluator and evaluator.sampled))
 
 
 def _rollout_row(placed: PlacedStage) -> Batch:

@@ -65,6 +65,11 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
     return
   r, rl = config.rollout, config.rl
   refuse(
+    bool(config.train_on_rollouts) and bool(rl.dynamic_sampling or rl.curriculum or rl.advantage == 'remax'),
+    'config.train_on_rollouts: what was sampled again, or greedily, is not kept, and no prompt is drawn; '
+    'leave out rl.dynamic_sampling, rl.curriculum and remax',
+  )
+  refuse(
     r.staleness > 0 and bool(config.train_on_rollouts or rl.advantage == 'remax'),
     f'config.rollout.staleness: {r.staleness} steps ahead there is neither '
     'config.train_on_rollouts nor the greedy answer of remax; set it to 0',
