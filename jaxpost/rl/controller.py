@@ -41,8 +41,7 @@ class Controller:
   Attributes:
     config: that of the stage.
     sampler: an engine, an environment, recorded rollouts or demonstrations.
-    step_shape: of a batch of all sequences of a step. Shapes are fixed, so that nothing is compiled twice.
-    update_shape: of one minibatch.
+    step_shape, update_shape: of a batch of all sequences of a step, and of a minibatch; they never change.
     engine: that the sampler runs on; None where it needs no weights.
     memory: what the algorithm remembers between steps.
     surplus: groups of dynamic sampling for later steps.
@@ -84,9 +83,7 @@ class Controller:
     self.rollouts.prefetch(self.step)
     scores = self.scorer.fetch(pending.rollout, device_scores)
     graded = self.grade(pending, scores)
-    # After `prefetch`, which draws the prompts of the next step: a checkpoint here would draw them, too.
-    for observe in self.grader.observers:
-      observe(sampled, self.replay.drawn if self.replay else graded)
+    self.grader.observe(sampled, self.replay.drawn if self.replay else graded)
     experience = self.make_experience(graded, scores)
     with self.timer('pack'):
       credit = self.algorithm.credit(experience, self.config)

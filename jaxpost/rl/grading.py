@@ -38,7 +38,7 @@ class Grader:
     pool: the workers; None where a run has no reward function.
     model_weight: weight of the reward model in the sum of rewards; per_step: it grades the steps of a completion.
     correct_by: name of the reward that decides what is correct; '': the sum.
-    observers: called by the controller with each rollout as sampled, and its grades: of a curriculum, of sources.
+    observers: what learns from the grades or measures them: a curriculum, sources.
   """
 
   pool: RewardPool | None
@@ -65,6 +65,11 @@ class Grader:
     shard = coordination.shard(range(num_groups))  # each process grades its part
     local = self.pool.submit(to_groups(rollout, self.tokenizer, shard), rollout.step)
     return PendingGroups(self.pool, num_groups, local)
+
+  def observe(self, sampled: PendingRollout, graded: GradedRollout) -> None:
+    """Shows grades to the observers, after the prompts of later steps are drawn: a checkpoint draws them first, too."""
+    for observe in self.observers:
+      observe(sampled, graded)
 
   def close(self) -> None:
     """Ends the worker processes."""

@@ -162,8 +162,7 @@ def compile_jobs(
   again = range(low, high) if turns or engine.page else ()
   rows = buckets.prefill_rows(group_size)
   for size in sorted({buckets.prompt(n) for n in (*lengths, *again)}):
-    tokens = _abstract(engine, (rows, size))
-    counts = _abstract(engine, (rows,))
+    tokens, counts = _abstract(engine, (rows, size)), _abstract(engine, (rows,))
     prefilled = programs.prefill.outputs(weights, tokens, counts)
     jobs.append(functools.partial(programs.prefill.compile, weights, tokens, counts))
     for copies in buckets.copy_sizes(rows, size):
