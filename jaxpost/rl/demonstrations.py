@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpost.data import chat
+from jaxpost.rollout.rollout_codec import arrays_of
 from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -94,9 +95,8 @@ class ExpertSampler:
       groups = x.reshape(len(prompts), group_size - 1, *x.shape[1:])
       return np.concatenate([groups, last[:, None]], axis=1).reshape(-1, *x.shape[1:])
 
-    arrays = {name: x for name, x in vars(drawn).items() if isinstance(x, np.ndarray)}
     expert = np.arange(len(prompts) * group_size) % group_size == group_size - 1
-    return drawn.replace(expert=expert, **{name: joined(x, vars(given)[name]) for name, x in arrays.items()})
+    return drawn.replace(expert=expert, **{name: joined(x, vars(given)[name]) for name, x in arrays_of(drawn).items()})
 
 
 def without_experts(rollout: Rollout, *grades: list[Graded] | None) -> tuple:

@@ -8,16 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxpost.rl import batching
+from jaxpost.rollout.rollout_codec import arrays_of
 from jaxpost.types import Prompt, Rollout
 
 # Metrics of rounds that are added up; others are averaged.
 _COUNTS = (
   *('tools/malformed', 'episodes/failed', 'episodes/killed', 'episodes/begun_again', 'episodes/cancelled'),
   *('tokens_prefilled', 'tokens_cached', 'preempted', 'draft/tokens', 'draft/blocks'),
-)
-_OPTIONAL = (
-  *('mask', 'turn_rewards', 'verdicts', 'experts', 'versions', 'top_ids', 'top_logprobs'),
-  *('allowed', 'expert', 'replayed'),
 )
 
 
@@ -37,8 +34,6 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]], measured
   def join(name: str) -> np.ndarray:
     return np.concatenate([_pad_to(vars(r)[name][members], width) for r, members in zip(rollouts, chosen)])
 
-  names = ['completions', 'lengths', 'logprobs', 'behavior_logprobs', 'finished']
-  names += [name for name in _OPTIONAL if vars(first)[name] is not None]
   prompts: tuple[Prompt, ...] = tuple(r.prompts[g] for r, indices in zip(rollouts, groups) for g in indices)
   rewards = first.rewards
   if rewards:
@@ -58,7 +53,7 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]], measured
     messages=messages,
     figures=figures,
     occupancy=float(np.mean([r.occupancy for r in measured or rollouts])),
-    **{name: join(name) for name in names},
+    **{name: join(name) for name in arrays_of(first)},
   )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxpost.rl import batching, merging
 from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout, Round
 from jaxpost.rl.reward_metrics import reward_table, verdicts
+from jaxpost.rollout.rollout_codec import arrays_of
 from jaxpost.types import Prompt, Rollout
 
 
@@ -99,7 +100,7 @@ def _most_certain(rollout: Rollout, members: np.ndarray) -> Rollout:
     return (x[:, : rollout.lengths[n]] if x.ndim > 1 and x.shape[1] == width else x).copy()
 
   prompt = rollout.prompts[n // batching.group_size(rollout)]
-  arrays = {name: one(x) for name, x in _arrays(rollout).items()}
+  arrays = {name: one(x) for name, x in arrays_of(rollout).items()}
   arrays |= {'replayed': np.ones(1, bool), 'versions': one(batching.token_versions(rollout))}
   return Rollout(
     prompts=(Prompt(prompt.index, np.asarray(prompt.tokens, np.int32), '', {}),), step=rollout.step, **arrays
@@ -108,7 +109,7 @@ def _most_certain(rollout: Rollout, members: np.ndarray) -> Rollout:
 
 def _replaced(rollout: Rollout, used: Mapping[int, Rollout]) -> Rollout:
   """The rollout with stored samples in the place of the last ones of these groups."""
-  arrays = {name: x.copy() for name, x in _arrays(rollout).items()}
+  arrays = {name: x.copy() for name, x in arrays_of(rollout).items()}
   arrays['replayed'] = np.zeros(len(rollout.lengths), bool)
   arrays['versions'] = batching.token_versions(rollout).copy()
   size = batching.group_size(rollout)
@@ -118,7 +119,3 @@ def _replaced(rollout: Rollout, used: Mapping[int, Rollout]) -> Rollout:
       x[n] = 0
       x[(n, *map(slice, vars(one)[name].shape[1:]))] = vars(one)[name][0]
   return rollout.replace(**arrays)
-
-
-def _arrays(rollout: Rollout) -> dict[str, np.ndarray]:
-  return {name: x for name, x in vars(rollout).items() if isinstance(x, np.ndarray)}

@@ -11,9 +11,14 @@ from jaxpost.types import Prompt, Rollout
 _SCALARS = ('step', 'version', 'occupancy', 'figures', 'from_data', 'messages')
 
 
+def arrays_of(rollout: Rollout) -> dict[str, np.ndarray]:
+  """Returns {field: array [N, ...]} of what a rollout holds of each sequence; `rewards` are apart."""
+  return {name: x for name, x in vars(rollout).items() if isinstance(x, np.ndarray)}
+
+
 def to_text(rollout: Rollout) -> str:
   """Encodes a whole rollout, bit for bit, as text for JSON."""
-  arrays = {name: x for name, x in vars(rollout).items() if isinstance(x, np.ndarray)}
+  arrays = arrays_of(rollout)
   arrays |= {f'rewards/{name}': x for name, x in (rollout.rewards or {}).items()}
   about = {name: vars(rollout)[name] for name in _SCALARS}
   about['prompts'] = prompts_to_json(rollout)

@@ -3,6 +3,7 @@
 Legend: N sequences, C completion tokens.
 """
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,13 +12,12 @@ import numpy as np
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.rollout.rollout_codec import decode, encode, prompts_from_json, prompts_to_json
+from jaxpost.rollout.rollout_codec import arrays_of, decode, encode, prompts_from_json, prompts_to_json
 from jaxpost.storage import object_store
 from jaxpost.types import Credit, Experience, Prompt, Rollout
 
 _SEAL = b'crc32 %08x\n'
-_ARRAYS = ('completions', 'lengths', 'logprobs', 'behavior_logprobs', 'finished')
-_OPTIONAL = ('mask', 'turn_rewards', 'versions', 'allowed', 'expert', 'replayed')
+_LEFT_OUT = ('experts', 'top_ids', 'top_logprobs')  # of the arrays of a rollout: large, and no update reads them
 
 
 def make_saver(folder: epath.Path, every: int, temperature: float) -> Callable[[int, Experience, Credit], None]:
@@ -33,8 +33,7 @@ def make_saver(folder: epath.Path, every: int, temperature: float) -> Callable[[
 def save(path: epath.PathLike, experience: Experience, credit: Credit, temperature: float = 1.0):
   """Writes a rollout, its rewards, advantages and scores as arrays and JSON; no pickle."""
   rollout = experience.rollout
-  arrays = {name: vars(rollout)[name] for name in _ARRAYS}
-  arrays |= {name: vars(rollout)[name] for name in _OPTIONAL if vars(rollout)[name] is not None}
+  arrays = {name: x for name, x in arrays_of(rollout).items() if name not in _LEFT_OUT}
   arrays |= {'rewards': experience.rewards, 'verdicts': experience.verdicts, 'trained': credit.mask}
   arrays['temperature'] = np.array([temperature])
   arrays |= {f'credit/{name}': x for name, x in credit.arrays.items()}
@@ -62,21 +61,20 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
   path = epath.Path(path)
   try:
     about, arrays = decode(_unsealed(path.read_bytes()))
+    fields = {field.name for field in dataclasses.fields(Rollout)} - {'rewards'}
     rollout = Rollout(
       prompts_from_json(about['prompts']),
-      **{name: arrays[name] for name in _ARRAYS},
+      **{name: x for name, x in arrays.items() if name in fields},
       step=about['step'],
       version=about['version'],
-      **{name: arrays.get(name) for name in _OPTIONAL},
       from_data=about['from_data'],
       messages=about['messages'] and tuple(about['messages']),
       rewards={'recorded': arrays['rewards']},
-      verdicts=arrays['verdicts'],
     )
   except FileNotFoundError as error:
     raise InputError(f'{path}: is not there; a run keeps its rollouts where config.log.rollouts_every is 1') from error
-  except KeyError as error:
-    raise InputError(f'{path}: has no {error}; another version of jaxpost has written it, sample again') from error
+  except (KeyError, TypeError) as error:
+    raise InputError(f'{path}: another version of jaxpost has written it ({error}); sample again') from error
   except (ValueError, OSError) as error:
     raise InputError(f'{path}: not a rollout of a run: {error}') from error
   return rollout, arrays

@@ -185,11 +185,13 @@ def reward_model_values(rollout: Rollout, roles: Roles, *, max_sequences: int, s
   Args:
     max_sequences: how many sequences fit into a batch of `shape`.
   """
+  from jaxpost.rollout.rollout_codec import arrays_of
+
   group_size = batching.group_size(rollout)
   out = []
   for start in range(0, len(rollout.lengths), max_sequences):
     members = np.arange(start, min(start + max_sequences, len(rollout.lengths)))
-    arrays = {name: x[members] for name, x in vars(rollout).items() if isinstance(x, np.ndarray)}
+    arrays = {name: x[members] for name, x in arrays_of(rollout).items()}
     part = rollout.replace(prompts=tuple(rollout.prompts[n // group_size] for n in members), **arrays)
     batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, *shape)
     values = roles.reward_model(roles.policy.place(batch)).values
