@@ -89,13 +89,14 @@ def gradient(groups: Groups, rl: Any, max_tokens: int, entropy_weight: float = 0
     slope = slope + rl.kl_cov_coef * np.sign(groups.present - groups.old) * largest(
       pieces[0] * pieces[1], mask, rl.kl_cov
     )
+  nll = 0.0
   if rl.correct_nll_coef:  # VAPO (arXiv:2504.05118): the mean over right answers
     right = mask * (groups.rewards >= rl.keep_reward)[..., None]
-    counted = [x[..., 0] if rl.aggregate == 'sequence' else x for x in (right, mask)]
-    slope = slope - rl.correct_nll_coef * right / groups.mean(*counted)
+    of_mean = 'sequence' if rl.aggregate == 'sequence' else 'token'
+    nll = rl.correct_nll_coef * token_weights(groups, right, of_mean, max_tokens)
   weight = token_weights(groups, mask, rl.aggregate, max_tokens)
   bonus = entropy_weight if rl.entropy_target else rl.entropy_coef
-  return weight * slope, -bonus * weight
+  return weight * slope - nll, -bonus * weight
 
 
 def trained(groups: Groups, rl: Any) -> np.ndarray:

@@ -126,14 +126,15 @@ def test_the_terms_of_the_loss():
   assert made.memory['entropy_coef'] == pytest.approx(0.025)  # below its target: raised by entropy_step
 
 
-def test_the_nll_of_right_answers_is_a_mean_over_sequences_where_the_loss_is():
+def test_the_nll_of_right_answers_is_a_mean_whatever_the_loss_divides_by():
+  """Over sequences where the loss is one over sequences, and over tokens otherwise."""
   given = combinations.experience()
-  for aggregate in ('token', 'sequence'):
+  for aggregate in ('token', 'sequence', 'constant'):
     config = config_of(rl=dict(correct_nll_coef=0.1, aggregate=aggregate))
     made = grpo.credit(given, config)
-    weights = batching.token_weights(made.mask, aggregate, combinations.C)
+    weights = batching.token_weights(made.mask, aggregate, config.rollout.max_new_tokens)
     right = (given.verdicts[:, None] > 0) * made.mask
-    ones = batching.token_weights(right, aggregate, combinations.C)
+    ones = batching.token_weights(right, 'sequence' if aggregate == 'sequence' else 'token', combinations.C)
     np.testing.assert_allclose(weights * made.arrays['nll_weights'], 0.1 * ones, rtol=1e-5)
 
 

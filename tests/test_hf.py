@@ -13,7 +13,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import hf, tensor_layout
+from jaxpost.formats import config_json, hf, tensor_layout
 from jaxpost.models import model as model_lib
 from jaxpost.programs import train
 
@@ -509,3 +509,18 @@ def test_export_in_shards_is_whole(large, tmp_path):
   assert one.keys() == other.keys() == index['weight_map'].keys()
   for name in one:
     equal(one[name], other[name])
+
+
+def test_a_model_without_windows_keeps_a_size_where_transformers_wants_one():
+  """Where `layer_types` says which layers have it; elsewhere null says that none has."""
+  for family, fields, wanted in (
+    ('gemma2', dict(attention_scale=0.5), 4096),
+    ('olmo3', {}, 4096),
+    ('qwen2', {}, 4096),
+    ('mistral', {}, None),
+    ('phi3', {}, None),
+  ):
+    raw = config_json.to_hf(tiny.config(family=family, layer_windows=(), **fields))
+    assert raw['sliding_window'] == wanted, family
+    assert set(raw.get('layer_types', ['full_attention'])) == {'full_attention'}
+    assert not any(config_json.from_hf(raw, 'x')[0].layer_windows)

@@ -182,3 +182,53 @@ def test_what_peft_cannot_tell_apart_is_not_written(tmp_path, caplog):
   model = partition.build(config('experts/gate'))
   peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists() and 'both need' in caplog.text
+
+
+@pytest.mark.parametrize(
+  'family, first_dense, targets, said',
+  [
+    ('glm4_moe', 1, lora.DEFAULT, 'of down_proj, gate_proj, up_proj in a glm4_moe model'),
+    ('glm4_moe', 1, 'q|k|v|o', ''),
+    ('qwen3_moe', 0, lora.DEFAULT, ''),
+  ],
+)
+def test_adapters_that_peft_would_give_to_the_experts_are_not_written(
+  tmp_path, caplog, family, first_dense, targets, said
+):
+  """It takes gate_proj of a dense layer for that of the experts, and drops the adapter."""
+  experts = dataclasses.replace(EXPERTS, first_dense=first_dense)
+  cfg = tiny.config(family=family, num_layers=2, experts=experts, lora=(2, 3.0, False, targets))
+  model = partition.build(cfg)
+  peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
+  assert (tmp_path / 'adapter').exists() == (not said) and said in caplog.text
+
+
+def test_all_linear_is_every_matrix_of_layers_but_those_of_experts(caplog):
+  table = partition.build(tiny.config(family='qwen3_moe', num_layers=2, experts=EXPERTS)).table
+  every = partition.build(config(lora.ALL_LINEAR))
+  adapted = {path.split('/', 1)[1][:-2] for path in every.table if path.startswith('lora/') and path.endswith('/a')}
+  assert adapted == {p for p in lora.targets(table) if 'expert' not in table[p].axes} == {*lora.all_linear(table)}
+  latent = partition.build(tiny.latent()).table
+  lora.warn_left_out(latent, lora.DEFAULT)
+  assert 'kv_a, kv_b' in caplog.text and 'all-linear has them' in caplog.text
+  caplog.clear()
+  lora.warn_left_out(latent, 'q|o')
+  lora.warn_left_out(table, lora.DEFAULT)
+  assert not caplog.text
+
+
+@pytest.mark.parametrize(
+  'family, targets, said',
+  [
+    ('kimi_linear', lora.DEFAULT, ''),
+    ('kimi_linear', 'o|in_b', ''),
+    ('kimi_linear', 'o|in_a_down', 'of f_a_proj in a kimi_linear model'),
+    ('kimi_linear', 'o|shared_up', 'of up_proj in a kimi_linear model'),
+    ('nemotron_h', lora.DEFAULT, 'of out_proj in a nemotron_h model'),
+    ('nemotron_h', 'q|k|v', ''),
+  ],
+)
+def test_adapters_that_peft_refuses_or_does_not_find_are_not_written(tmp_path, caplog, family, targets, said):
+  model = partition.build(tiny.hybrid(family, lora=(2, 3.0, False, targets)))
+  peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
+  assert (tmp_path / 'adapter').exists() == (not said) and said in caplog.text

@@ -124,6 +124,16 @@ def test_published_fields_are_read():
   assert transformer.flops_per_token(cfg, 1024) == pytest.approx(2 * 2.3e9, rel=0.05)
 
 
+def test_numbers_of_layers_may_be_padded_with_zeros():
+  """As `transformers` 5.23 writes them for more than ten layers."""
+  raw = {k: v for k, v in RAW.items() if k not in ('global_head_dim', 'num_global_key_value_heads')}
+  full = [i for i, kind in enumerate(RAW['layer_types']) if kind == FULL]
+  blocks = {f'{i:02}': dict(head_dim=512, num_key_value_heads=1) for i in full}
+  assert config_json.from_hf(raw | dict(per_layer_config=blocks), 'here')[0] == config_json.from_hf(RAW, 'here')[0]
+  with pytest.raises(InputError, match='per_layer_config'):
+    config_json.from_hf(raw | dict(per_layer_config=blocks | {'00': blocks['04']}), 'here')
+
+
 def test_tensors_of_layers_without_keys_are_no_part_of_the_model(tmp_path):
   """Published folders hold keys and values of layers that read those of others."""
   model, params = made('e')

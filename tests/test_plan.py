@@ -94,10 +94,12 @@ def test_peak_of_a_device_by_its_kind():
     'NVIDIA A100 80GB PCIe': 'a100_pcie_80gb',
     'NVIDIA L4': 'l4',
     'NVIDIA L40S': 'l40s',
+    'NVIDIA L40': 'l40',
     'Tesla T4': 't4',
   }.items():
     assert chips.of_kind(kind) == chips.CHIPS[name]
   assert chips.of_kind('cpu') is None
+  assert chips.of_kind('NVIDIA T400 4GB') is None
 
 
 def test_shapes_by_any_of_their_names():

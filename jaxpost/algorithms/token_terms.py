@@ -65,10 +65,14 @@ def apply(
     out['expert'] = np.float32(mask & experience.rollout.expert[:, None])
   if rl.correct_nll_coef:
     right = mask & (experience.verdicts >= rl.keep_reward)[:, None]
-    # The loss is a mean over all tokens, or sequences; this makes the term the mean over those of right answers.
-    counted = (x.any(axis=1) if rl.aggregate == 'sequence' else x for x in (mask, right))
-    every, kept = (int(x.sum()) for x in counted)
-    scale = rl.correct_nll_coef * every / max(kept, 1)
+    # The loss divides by tokens, by sequences, or by sequences of the longest length; the term is a mean of its own.
+    sequences = int(mask.any(axis=1).sum())
+    divided, kept = {
+      'token': (int(mask.sum()), right),
+      'sequence': (sequences, right.any(axis=1)),
+      'constant': (sequences * config.rollout.max_new_tokens, right),
+    }[rl.aggregate]
+    scale = rl.correct_nll_coef * divided / max(int(kept.sum()), 1)
     out['nll_weights'] = np.float32(scale * right)
   return metrics, memory
 

@@ -266,8 +266,10 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
       out[field] = scalar.write(dataclasses.asdict(cfg)[scalar.name])
     if field in _biases(family):
       out[field] = set(_biases(family)[field]) <= set(cfg.biases)
+  # Without a window, families with `layer_types` still want a size.
+  unused = family.defaults.get('sliding_window') if 'layer_types' in family.fields else None
   optional = {
-    'sliding_window': max(cfg.layer_windows, default=None),
+    'sliding_window': max(cfg.layer_windows, default=0) or unused,
     'layer_types': types,
     'use_sliding_window': has_windows,
     'max_window_layers': types.index(LOCAL) if has_windows else cfg.num_layers,

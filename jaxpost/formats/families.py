@@ -93,7 +93,9 @@ FAMILIES = {
     architecture='Ministral3ForCausalLM',
     window='all',
     reads=('sliding_window', 'llama_4_scaling_beta'),
-    defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262_144),
+    defaults=dict(
+      num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e6, max_position_embeddings=262_144
+    ),
   ),
   'qwen2': Family(
     architecture='Qwen2ForCausalLM',

@@ -70,9 +70,10 @@ def _full_heads(raw: dict[str, Any], cfg: ModelConfig, windows: list[bool], wher
   size, heads = raw[_SIZE], raw[_HEADS] if raw[_ALIKE] else None
   source = _HEADS
   if (of_layers := raw.get('per_layer_config')) is not None:
-    full = {str(i) for i, window in enumerate(windows) if not window}
+    full = {i for i, window in enumerate(windows) if not window}
     blocks = list(of_layers.values()) if isinstance(of_layers, dict) else []
-    if not blocks or {*of_layers} != full or any(block != blocks[0] for block in blocks):
+    layers = {int(name) if name.isdecimal() else name for name in of_layers} if blocks else ()  # '05' is 5
+    if layers != full or any(block != blocks[0] for block in blocks):
       raise InputError(f'{where}: per_layer_config={of_layers!r} must have the same fields for each layer of {FULL}')
     if unknown := {*blocks[0]} - {'head_dim', 'num_key_value_heads'}:
       raise InputError(f'{where}: per_layer_config: {sorted(unknown)} of layers are not supported')

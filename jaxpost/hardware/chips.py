@@ -1,6 +1,7 @@
 """Chips as data: peak rates and memory of the accelerators that are known."""
 
 import dataclasses
+import re
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +42,7 @@ CHIPS = {
   'a100': Chip('A100', 312e12, 40e9, 1555e9, 300e9),
   'a100_80gb': Chip('A100-SXM4-80GB', 312e12, 80e9, 2039e9, 300e9),
   'a100_pcie_80gb': Chip('A100 80GB PCIe', 312e12, 80e9, 1935e9),
+  'l40': Chip('L40', 181e12, 48e9, 864e9),
   'l40s': Chip('L40S', 362e12, 48e9, 864e9),
   'l4': Chip('L4', 121e12, 24e9, 300e9),
   't4': Chip('T4', 65e12, 16e9, 320e9),  # of float16: it has no units for bfloat16
@@ -51,5 +53,5 @@ _MORE_KINDS = {'TPU v5e': 'v5e', 'TPU v5p': 'v5p', 'TPU v6e': 'v6e'}
 def of_kind(kind: str) -> Chip | None:
   """Returns the chip that a `device_kind` names; if several match, the longest name."""
   names = {c.kind: c for c in CHIPS.values()} | {k: CHIPS[v] for k, v in _MORE_KINDS.items()}
-  found = [name for name in names if name in kind]
+  found = [name for name in names if re.search(rf'{re.escape(name)}(?![0-9A-Za-z])', kind)]  # an L40 is no L4
   return names[max(found, key=len)] if found else None

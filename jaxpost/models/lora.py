@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -66,10 +67,16 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   # 'q' also matches any path that ends in /q, except for experts: those are
   # selected by 'experts/q'.
   expression = r'(?:(?!.*experts/).*/|\w+/(?=experts/))?(?:{})'
-  if pattern != _LINEAR and re.fullmatch(r'[\w/|]+', pattern):  # a list of names, each of which is meant
+  if pattern not in (DEFAULT, ALL_LINEAR) and re.fullmatch(
+    r'[\w/|]+', pattern
+  ):  # a list of names, each of which is meant
     for name in pattern.split('|'):
       match_paths(names, name, 'config.lora.targets', expression)
-  for path in map(names.get, match_paths(names, pattern, 'config.lora.targets', expression)):
+  if pattern == ALL_LINEAR:
+    chosen = all_linear(table)
+  else:
+    chosen = [names[name] for name in match_paths(names, pattern, 'config.lora.targets', expression)]
+  for path in chosen:
     spec = table[path]
     if path not in targets(table):
       raise InputError(
@@ -102,16 +109,16 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   return rows
 
 
-_LINEAR = 'q|k|v|o|gate|up|down'  # what PEFT calls all-linear
+DEFAULT = 'q|k|v|o|gate|up|down'  # of `config.lora.targets`
+ALL_LINEAR = 'all-linear'  # as in PEFT: every matrix of layers that can have an adapter, but of experts
+_MOST_LAYERS = 4096  # of a stack, in numbers of dropout keys
 
 
 def target_pattern(text: str) -> str:
   """Returns the regex of `config.lora.targets` for names as PEFT writes them; other text is returned as it is.
 
-  'q_proj,v_proj' is 'q|v'; 'all-linear' has all matrices of attention and MLP.
+  'q_proj,v_proj' is 'q|v'.
   """
-  if text == 'all-linear':
-    return _LINEAR
   names = [name.strip() for name in text.split(',')]
   if len(names) > 1 or re.fullmatch(r'[\w|]*_proj[\w|]*', text):
     return '|'.join(re.sub(r'\b([qkvo]|gate|up|down)_proj\b', r'\1', name) for name in names)
@@ -121,6 +128,19 @@ def target_pattern(text: str) -> str:
 def targets(table: dict) -> list[str]:
   """Returns the paths of the matrices that can have an adapter."""
   return [p for p, s in table.items() if s.matrix and s.stacked and not s.exact]
+
+
+def all_linear(table: dict) -> list[str]:
+  """Returns the paths that `lora.targets=all-linear` stands for."""
+  return [p for p in targets(table) if 'expert' not in table[p].axes and not is_mtp(p)]
+
+
+def warn_left_out(table: dict, pattern: str) -> None:
+  """Warns of matrices of layers that the default pattern, where it is that, gives no adapter."""
+  names = sorted({p.rpartition('/')[2] for p in all_linear(table)} - {*DEFAULT.split('|')})
+  if pattern == DEFAULT and names:
+    shown = ', '.join(names)
+    logging.warning('config.lora.targets: %s of this model get no adapters; all-linear has them, too', shown)
 
 
 def target_name(path: str, spec: Param) -> str:
@@ -208,7 +228,7 @@ def _forward(
   def pair(number, w, a, b):
     keys = None
     if dropout is not None:
-      layers = number * len(a) + jnp.arange(len(a))
+      layers = number * _MOST_LAYERS + jnp.arange(len(a))  # stacks have different numbers of layers
       keys = jax.vmap(lambda i: jax.vmap(lambda k: jax.random.fold_in(k, i))(dropout))(layers)
     return Adapted(w, a, b, keys, scale(cfg), rate=rate)
 

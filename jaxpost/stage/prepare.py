@@ -159,6 +159,7 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
     from jaxpost.models import lora
 
     spec = (adapter.rank, adapter.alpha, adapter.rslora, lora.target_pattern(adapter.targets))
+    lora.warn_left_out(partition.build(dataclasses.replace(cfg, lora=())).table, spec[-1])
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(model_lib.with_value_head(cfg, algorithm.value_head(config)), lora=spec)
