@@ -287,6 +287,16 @@ def test_wrong_flags_are_said_in_words(case):
   assert code == 2 and re.fullmatch(f'jaxpost: {wanted}\n', err), err
 
 
+def test_a_config_and_its_file_may_be_two_words(tmp_path):
+  words = ['train', '--config', 'a.yaml', '--', '--config', 'b.py']
+  assert config_flag.joined(words) == ['train', '--config=a.yaml', *words[3:]]
+  assert config_flag.joined(['train', '--config']) == ['train', '--config']
+  for name, text in (('a.yaml', 'a: [1\n'), ('a.py', 'def get_config():\n  return a\n')):
+    (tmp_path / name).write_text(text)
+    together = command('inspect', f'--config={tmp_path / name}')
+    assert name in together[2] and command('inspect', '--config', tmp_path / name) == together
+
+
 @pytest.mark.parametrize('words', [('train', '--help'), ('main', 'train', '--help')])
 def test_help_into_a_pipe_that_nobody_reads(words):
   read, write = os.pipe()
