@@ -23,7 +23,7 @@ from jaxpost import errors, stages
 from jaxpost.errors import InputError
 from jaxpost.stage import assemble, consistency
 from jaxpost.stage import place as place_lib
-from jaxpost.storage import disk_errors
+from jaxpost.storage import disk_errors, object_store
 from launch import exits
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -727,6 +727,12 @@ def test_a_folder_in_whose_place_something_is(tmp_path):
   (tmp_path / 'timeline').symlink_to('timeline')
   with pytest.raises(InputError, match='timeline: File exists; name another path'), disk_errors.explained():
     (tmp_path / 'timeline').mkdir(exist_ok=True)
+
+
+def test_a_folder_as_the_file_to_write(tmp_path):
+  """etils raises it without a number and a path."""
+  with pytest.raises(InputError, match=f'{tmp_path} is a directory; name another path'), disk_errors.explained():
+    object_store.write(tmp_path, b'x')
 
 
 @pytest.mark.parametrize('name', ['config.json', 'summary.json', 'metrics.jsonl', 'plan.json'])
