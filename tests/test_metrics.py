@@ -407,6 +407,10 @@ def test_short_number():
     3e10: '30G',
     -20000: '-20k',
     9999.0: '9999',
+    9999.7: '10k',
+    999.97: '1000',
+    999_999.7: '1M',
+    -999_999_999: '-1G',
   }
   assert {x: metrics.short_number(x) for x in cases} == cases
   assert metrics.short_number(math.nan) == 'nan'

@@ -100,6 +100,7 @@ def short_number(x: float | None, small_digits: int = 2) -> str:
   """Returns a number as text with four digits (`small_digits` below 0.001): 0.1235, 12.35k, 1.2e-06."""
   if x is None or not math.isfinite(x):
     return str(x)
+  x = float(f'{x:.4g}') if abs(x) >= 1e-3 else x  # 9999.7 is 10k
   for unit, name in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
     if abs(x) >= (1e4 if name == 'k' else unit):
       return f'{x / unit:.4g}{name}'
