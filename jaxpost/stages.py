@@ -246,6 +246,7 @@ def _run_stages(
     primary=coordination.process_index() == 0,
     print_every=log.every,
     console=activity.console,
+    stages=[stage.name for stage in placed],
   ) as writer:
     for i in range(done, len(placed)):
       _watch(f'the start of {placed[i].name}', placed[i].config)

@@ -16,7 +16,7 @@ from absl import flags
 from jaxpost.errors import InputError
 from jaxpost.hardware import host
 
-from . import model_flags, sampling_flags
+from . import exits, model_flags, sampling_flags
 
 _WEIGHTS = model_flags.define()
 _ADAPTER = flags.DEFINE_string('adapter', '', 'PEFT adapter on the weights, as NAME=FOLDER.')
@@ -31,6 +31,7 @@ def main(argv):
   """Reads messages until the end."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
+  exits.refuse(('n',), 'in a chat, where each message has one answer')
   host.tune_host()
   host.use_compile_cache()
   from jaxpost.tools import chat, completions, inference
@@ -52,6 +53,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  from . import exits
-
   exits.run(main)

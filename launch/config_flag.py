@@ -50,7 +50,7 @@ def parse(argv: Sequence[str]) -> list[str]:
     return flags.FLAGS(argv)
   argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
   rest, given = split(argv)
-  words = flags.FLAGS([_read_yaml(word) for word in rest])
+  words = flags.FLAGS([_read_yaml(word) for word in joined(rest)])
   if flags.FLAGS['config'].value is None:
     if given:
       raise InputError(f'--config.{next(iter(given))}: there is no config to change; give --config=FILE, too')
@@ -61,6 +61,17 @@ def parse(argv: Sequence[str]) -> list[str]:
   for line in apply(config, given):
     print(line, file=sys.stderr)
   return words
+
+
+def joined(argv: Sequence[str]) -> list[str]:
+  """Returns the words of a command line with --config FILE as the one word --config=FILE; those after -- stay."""
+  words = []
+  left = list(argv)
+  while left and left[0] != '--':
+    word = left.pop(0)
+    alone = word in ('--config', '-config') and left
+    words.append(f'{word}={left.pop(0)}' if alone else word)
+  return words + left
 
 
 def _read_yaml(word: str) -> str:

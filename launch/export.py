@@ -18,7 +18,7 @@ from absl import flags
 
 from jaxpost.hardware import host
 
-from . import model_flags
+from . import exits, model_flags
 
 _WEIGHTS = model_flags.define()
 _OUT = flags.DEFINE_string('out', None, 'Folder to write.')
@@ -31,6 +31,8 @@ def main(argv):
   """Exports the checkpoint and prints the folder."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
+  if not _PUSH.value:
+    exits.refuse(('public',), 'without --push')
   host.tune_host()
   host.use_compile_cache()
   from jaxpost.formats import hf
@@ -52,6 +54,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  from . import exits
-
   exits.run(main)

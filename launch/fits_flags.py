@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from absl import flags
 
+from jaxpost.errors import refuse
+
 flags.disclaim_key_flags()  # the flags belong to launch.plan
 
 
@@ -26,12 +28,13 @@ def define() -> FitsFlags:
     flags.DEFINE_list('devices', [], 'With --fits: these devices, as H100,8xH100,v5e-8; default: all.'),
   )
 
-  @flags.multi_flags_validator(
-    ['fits', 'model', 'config', 'topology'], '--config and --topology say what to plan; or give --fits and --model'
-  )
+  @flags.multi_flags_validator(['fits', 'model', 'config', 'topology'])
   def asks_for_one(given):
     wanted = ('model',) if given['fits'] else ('config', 'topology')
-    return all(given[name] for name in wanted)
+    missing = any(not given[name] for name in wanted)
+    # A message of absl's own would have all of the config before it.
+    refuse(missing, '--config and --topology say what to plan; or give --fits and --model')
+    return True
 
   del asks_for_one
   return found

@@ -9,10 +9,11 @@ import traceback
 
 from absl import flags
 
-# What absl and ml_collections write before an InputError of a config file, and before a condition on several flags.
+from . import config_flag
+
+# What absl and ml_collections write before an InputError of a config file.
 _BEFORE_MESSAGE = re.compile(
-  r'^(flag --config=.*?: Error whilst parsing config file: jaxpost\.errors\.InputError: |flags (\w+=\S*, )+\w+=\S*: )',
-  re.DOTALL,
+  r'^flag --config=.*?: Error whilst parsing config file: jaxpost\.errors\.InputError: ', re.DOTALL
 )
 
 
@@ -60,7 +61,7 @@ def line_of_config(error: BaseException, argv: list[str]) -> str:
   """Returns 'FILE:LINE: ' of the line in the config file that raised; '' if none did."""
   configs = {
     os.path.abspath(arg.partition('=')[2].partition(':')[0])
-    for arg in argv
+    for arg in config_flag.joined(argv)
     if arg.startswith(('--config=', '-config='))
   }
   where = [

@@ -6,7 +6,7 @@ from typing import Any
 
 from absl import flags
 
-from . import model_flags, sampling_flags
+from . import exits, model_flags, sampling_flags
 
 
 def measure(given: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlags) -> dict[str, Any]:
@@ -14,8 +14,8 @@ def measure(given: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlag
   from jaxpost.tools import completions, inference, score_dataset, suites
 
   value = flags.FLAGS
-  if value.suite:
-    suites.find(value.suite)  # before weights are read
+  if value.suite and not suites.find(value.suite).reward:  # before weights are read
+    exits.refuse(('out', *sampling._fields), f'with --suite={value.suite}, which compares log-probs of the choices')
   weights = inference.load(**given.arguments())
   draws = completions.Draws(**sampling.arguments())
   more = dict(mesh=value.mesh, source=given.name)

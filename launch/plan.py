@@ -18,7 +18,7 @@ import sys
 
 from absl import flags
 
-from . import config_flag, fits_flags
+from . import config_flag, exits, fits_flags
 
 _CONFIG = config_flag.define_config()
 _TOPOLOGY = flags.DEFINE_string('topology', None, 'Machine: v6e:16x16, v5p:8x8x8, h200:1x8x8, cpu or cpu:8.')
@@ -41,14 +41,12 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.ERROR)
   if _FITS.fits.value:
+    exits.refuse(('config', 'topology', 'slices', 'stage', 'programs', 'search'), 'with --fits')
     return fits_flags.show(_FITS, _PRICE.value, _OUT.value)
-  from jaxpost.errors import InputError
+  exits.refuse(('model', 'devices'), 'without --fits')
   from jaxpost.planning import machines
 
-  try:
-    price = float(_PRICE.value or 0)
-  except ValueError as e:
-    raise InputError(f'--price: {_PRICE.value!r}: write US dollars per chip and hour, as in 1.5') from e
+  price = machines.price(_PRICE.value or '0')
   topology = machines.parse(_TOPOLOGY.value, _SLICES.value)
   machines.set_environment(topology)
   import rich.console
@@ -75,6 +73,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  from . import exits
-
   exits.run(main)

@@ -15,13 +15,16 @@ flags.mark_flags_as_required(['run'])
 def main(argv):
   """Writes the page."""
   del argv
+  from etils import epath
+
   from jaxpost.errors import InputError
   from jaxpost.monitor import report
   from jaxpost.monitor.metrics import read_rows
 
-  if not read_rows(f'{_RUN.value}/metrics.jsonl'):
+  run = epath.Path(_RUN.value).expanduser()
+  if not read_rows(run / 'metrics.jsonl'):
     raise InputError(f'--run={_RUN.value}: has no rows in metrics.jsonl; name the folder of a run that has made a step')
-  print(report.write_report(_RUN.value))
+  print(report.write_report(run))
 
 
 if __name__ == '__main__':

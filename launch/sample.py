@@ -47,6 +47,10 @@ def main(argv):
     raise InputError('nothing to do; give --prompt=, --prompts= or --chat')
   if _CHAT.value:
     exits.refuse(('prompts', 'out', 'n', 'json'), 'with --chat')
+  if _OUT.value:
+    exits.refuse(('json',), 'with --out, whose rows are JSON')
+  else:
+    exits.refuse(('top_logprobs',), 'without --out')
   host.tune_host()
   host.use_compile_cache()
   from jaxpost.tools import chat, completion_files, completions, inference

@@ -10,37 +10,50 @@ defaults. docs/config_schema.json is its schema for editors:
     train: {epochs: 3, batch_size: 32}
 """
 
+import re
+
 import ml_collections
 import yaml
 
 from jaxpost import defaults
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.stage.config import merge
+
+
+class _Loader(yaml.SafeLoader):
+  """Reads YAML 1.1, with 1e-5 as a number, and refuses a key that stands twice in a block."""
+
+  def compose_mapping_node(self, anchor):
+    node, lines = super().compose_mapping_node(anchor), {}  # before << adds the keys of another block
+    for key, _ in node.value:
+      line, first = key.start_mark.line + 1, lines.get(str(key.value))
+      refuse(bool(first), f'--config: {self.name}:{line}: {key.value} stands in line {first}, too; keep one of them')
+      lines[str(key.value)] = line
+    return node
+
+
+# YAML 1.1 takes a number without a point or a sign of the exponent for text.
+_Loader.add_implicit_resolver(
+  'tag:yaml.org,2002:float', re.compile(r'[-+]?([0-9][0-9_]*\.?|\.[0-9])[0-9_]*[eE][-+]?[0-9]+$'), list('+-.0123456789')
+)
 
 
 def get_config(path):
   """Returns the config in a YAML file."""
   try:
     with open(path, encoding='utf-8') as file:
-      given = yaml.safe_load(file)
+      given = yaml.load(file, _Loader)
   except OSError as error:
     raise InputError(f'--config: {path}: {error.strerror}') from None
   except yaml.YAMLError as error:
     raise InputError(f'--config: {" ".join(str(error).split())}') from None
   if not isinstance(given, dict):
     raise InputError(f'--config: {path}: holds no fields; write `algorithm: sft`, and so on')
-  return ml_collections.ConfigDict(merge(defaults(), _floats(given)))
+  return ml_collections.ConfigDict(merge(defaults(), _plain(given)))
 
 
-def _floats(value):
-  """Numbers such as 1e-5, which YAML 1.1 takes for text, as numbers; lists as tuples."""
+def _plain(value):
+  """The value with the keys of its blocks as text, and its lists as tuples."""
   if isinstance(value, dict):
-    return {str(key): _floats(inner) for key, inner in value.items()}
-  if isinstance(value, list):
-    return tuple(_floats(inner) for inner in value)
-  if isinstance(value, str) and value[:1] in '+-.0123456789' and 'e' in value.lower():
-    try:
-      return float(value)
-    except ValueError:
-      return value
-  return value
+    return {str(key): _plain(inner) for key, inner in value.items()}
+  return tuple(_plain(inner) for inner in value) if isinstance(value, list) else value

@@ -23,7 +23,7 @@ from jaxpost import errors, stages
 from jaxpost.errors import InputError
 from jaxpost.stage import assemble, consistency
 from jaxpost.stage import place as place_lib
-from jaxpost.storage import disk_errors
+from jaxpost.storage import disk_errors, object_store
 from launch import exits
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -635,7 +635,9 @@ def test_first_mistakes_can_be_corrected(model, place):
   config = tiny.run_config(model, train=dict(steps=1))
   workdir = place / 'run'
   said(tiny.merged(config, dict(data=dict(path='nothing.jsonl'))), workdir)
-  stages.run(config, workdir)
+  workdir.mkdir(exist_ok=True)
+  (workdir / 'metrics.jsonl').write_text('{"stage": "dpo", "split": "train", "step": 1, "loss": 9.0}\n')
+  assert 'loss/dpo' not in stages.run(config, workdir)  # of a method that was given up before it saved anything
   # A second stage that failed may change; the first, which is saved, may not.
   rl = tiny.grpo_config(
     model,
@@ -727,6 +729,12 @@ def test_a_folder_in_whose_place_something_is(tmp_path):
   (tmp_path / 'timeline').symlink_to('timeline')
   with pytest.raises(InputError, match='timeline: File exists; name another path'), disk_errors.explained():
     (tmp_path / 'timeline').mkdir(exist_ok=True)
+
+
+def test_a_folder_as_the_file_to_write(tmp_path):
+  """etils raises it without a number and a path."""
+  with pytest.raises(InputError, match=f'{tmp_path} is a directory; name another path'), disk_errors.explained():
+    object_store.write(tmp_path, b'x')
 
 
 @pytest.mark.parametrize('name', ['config.json', 'summary.json', 'metrics.jsonl', 'plan.json'])

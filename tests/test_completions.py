@@ -187,6 +187,16 @@ def test_chat_streams_answers_and_remembers(weights, monkeypatch):
   assert answer and out.getvalue().startswith(answer)
 
 
+def test_a_line_that_is_no_text_is_refused_and_the_chat_goes_on(weights, monkeypatch):
+  asked = []
+  monkeypatch.setattr(chat, '_reply', lambda speaker, text, *_: asked.append(text))
+  monkeypatch.setattr(chat, '_speaker', lambda *_: chat.Speaker('', None, None, []))
+  given = io.TextIOWrapper(io.BytesIO(b'\xff\n/system \xff\nhello\n'), 'utf-8', errors='strict')
+  out = io.StringIO()
+  chat.chat_loop({'nano': weights}, completions.Draws(), 'data=-1', ['gr\udcfc\udcdf'], given, out=out)
+  assert asked == ['hello'] and out.getvalue().count('not valid text; write it in UTF-8\n') == 3
+
+
 def test_two_models_answer_side_by_side(weights):
   """Each has its own chat; a command holds for both, and is answered once."""
   other = dataclasses.replace(weights, params=jax.tree.map(lambda x: -x, weights.params))

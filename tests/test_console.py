@@ -211,6 +211,27 @@ def test_yaml_config(tmp_path):
     yaml_config.get_config(path)
 
 
+def test_numbers_of_yaml_in_quotes_are_text(tmp_path):
+  path = tmp_path / 'my.yaml'
+  numbers = '[12e5, 1E-5, -.5e3, 1.5e+2, 2.e1, 7]'
+  path.write_text(f'log: {{run_name: "12e5"}}\nuser: {{numbers: {numbers}, texts: ["1e5", 1e5.py, e5, +1e]}}\n')
+  found = prepare.as_dict(yaml_config.get_config(path))
+  assert found['log']['run_name'] == '12e5' and found['user']['numbers'] == (12e5, 1e-5, -500.0, 150.0, 20.0, 7)
+  assert found['user']['texts'] == ('1e5', '1e5.py', 'e5', '+1e')
+
+
+def test_keys_that_stand_twice_in_yaml_are_refused(tmp_path):
+  """Of two blocks of one name, the first was lost."""
+  path = tmp_path / 'my.yaml'
+  twice = ('optim: {lr: 1.0}\nseed: 1\noptim: {b1: 0.9}\n', 3), ('data: {path: a, path: b}\n', 1)
+  for text, line in twice:
+    path.write_text(text)
+    with pytest.raises(InputError, match=f'my.yaml:{line}: (optim|path) stands in line 1, too; keep one'):
+      yaml_config.get_config(path)
+  path.write_text('optim: &a {lr: 1.0}\nsft: {optim: &b {<<: *a, lr: 2.0}}\nrl: {<<: *b}\n')
+  assert yaml_config.get_config(path).sft.optim.lr == 2.0
+
+
 def run(*words, env=None):
   return subprocess.run(
     [sys.executable, *words], cwd=CLONE, env={**os.environ, **(env or {})}, text=True, capture_output=True, timeout=200

@@ -260,3 +260,56 @@ def test_common_settings_of_verl_have_an_answer():
   answers = {s.name.rpartition('.')[2]: s.reason for s in settings if not s.fields}
   assert not [name for name, reason in answers.items() if 'nothing here' in reason]
   assert 'rollout.offload' in answers['param_offload'] and answers['name'] == 'is not needed here'
+
+
+SCRIPT = r"""#!/bin/bash
+# don't stop here
+accelerate launch --num_processes 4 --multi_gpu train.py \
+  --lora_target_modules q_proj v_proj \
+  --max_steps -1 --min_lr -.5 --bf16 --eos_token '<|im_end|>' \
+  --reward_funcs a.b ./c:d 2>&1 | tee log  # it's kept
+echo done --num_train_epochs 3; trl sft --seed 7 # the last
+echo $HOME
+"""
+
+
+def test_options_of_a_script_have_all_their_words(tmp_path):
+  (tmp_path / 'a.sh').write_text(SCRIPT)
+  assert convert.read(str(tmp_path / 'a.sh')) == {
+    'num_processes': 4,
+    'multi_gpu': 'train.py',
+    'lora_target_modules': ['q_proj', 'v_proj'],
+    'max_steps': -1,
+    'min_lr': '-.5',
+    'bf16': True,
+    'eos_token': '<|im_end|>',
+    'reward_funcs': ['a.b', './c:d'],
+    'num_train_epochs': 3,
+    'seed': 7,
+  }
+
+
+def test_no_largest_number_of_steps_leaves_the_epochs():
+  config, (steps, _) = convert.convert('trl', {'max_steps': -1, 'num_train_epochs': 2})
+  assert steps.reason == convert.NOT_NEEDED and config['train'] == {'epochs': 2.0}
+
+
+@pytest.mark.parametrize('method', ['grpo', 'ppo', 'sft', 'kto', 'gkd'])
+def test_names_that_are_ours(method):
+  """Fields of no section, and those of several, of which methods with rewards take that of the sampler."""
+  given = {'seed': 7, 'init_from': 'runs/a', 'temperature': 0.9, 'timeout_s': 3, 'epochs': 2, 'warmup_steps': 5}
+  config, settings = convert.convert('trl', given, method)
+  assert config['seed'] == 7 and config['init_from'] == 'runs/a' and config['optim'] == {'warmup_steps': 5}
+  answers = {s.name: s.reason for s in settings if not s.fields}
+  if method in ('grpo', 'ppo'):
+    assert config['rollout'] == {'temperature': 0.9} and 'temperature' not in answers
+  else:
+    fields = 'rollout.temperature, distill.temperature, eval.temperature'
+    assert answers['temperature'] == f'may stand for {fields}; choose' and 'rollout' not in config
+  assert answers['timeout_s'] == 'may stand for rewards.timeout_s, tools.timeout_s; choose'
+  assert 'train.epochs' in answers['epochs'] and 'rl.epochs' in answers['epochs']
+
+
+def test_a_section_is_no_field():
+  _, settings = convert.convert('trl', {'model': 'a/b', 'x.seed': 3})
+  assert [s.reason for s in settings] == ['nothing here has this name'] * 2

@@ -38,6 +38,16 @@ def test_it_says_what_to_mend(tmp_path, monkeypatch):
   assert 'ulimit -n 4096' in found['open files'].fix and '[cuda]' in found['devices'].fix
 
 
+def test_folders_that_can_hold_no_run(tmp_path, monkeypatch):
+  file = tmp_path / 'file'
+  file.touch()
+  for path in (file, file / 'run'):
+    assert f'{file} is a file, and a run needs a folder' in doctor._disk_of_runs(str(path)).fix
+  assert 'name a folder' in doctor._disk_of_runs('').fix and not doctor._disk_of_runs(str(tmp_path / 'new')).fix
+  monkeypatch.setattr('os.access', lambda path, mode: False)  # root may write everywhere
+  assert f'{tmp_path} cannot be written' in doctor._disk_of_runs(str(tmp_path / 'new')).fix
+
+
 def test_the_command(tmp_path):
   command = [sys.executable, '-m', 'launch.doctor', f'--workdir={tmp_path}']
   done = subprocess.run(command, cwd=CLONE, text=True, capture_output=True, timeout=100)

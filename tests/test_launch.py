@@ -371,6 +371,40 @@ def test_evaluate_refuses(run, call, args, words):
   refused(call('evaluate', *(a.format(run=run) for a in args)), 2, *words)
 
 
+# ------------------------------------------------- flags that would do nothing
+
+CPU, FITS = '--topology=cpu', ('--fits', '--model=qwen3_0_6b')
+
+
+@pytest.mark.parametrize(
+  'verb, flag, given, when',
+  [
+    *(
+      ('evaluate', flag, ('--model=x', '--data=x', f'--suite={suite}'), f'with --suite={suite}')
+      for suite in ('mmlu', 'choices')
+      for flag in ('--n=2', '--temperature=0', '--out=x')
+    ),
+    ('chat', '--n=2', ('--run=x',), 'in a chat'),
+    ('sample', '--top_logprobs=2', ('--run=x', '--prompt=x'), 'without --out'),
+    ('sample', '--top_logprobs=2', ('--run=x', '--chat'), 'without --out'),
+    ('sample', '--json', ('--run=x', '--prompt=x', '--out=x'), 'with --out'),
+    ('export', '--public', ('--run=x', '--out=x'), 'without --push'),
+    *(
+      ('plan', flag, FITS, 'with --fits')
+      for flag in (CPU, '--search', '--stage=x', '--programs=update', '--slices=2', QUICKSTART)
+    ),
+    *(('plan', flag, (QUICKSTART, CPU), 'without --fits') for flag in ('--model=x', '--devices=T4')),
+  ],
+)
+def test_flags_that_would_do_nothing_are_refused(call, verb, flag, given, when):
+  refused(call(verb, *given, flag), 2, f'{flag.partition("=")[0]} does nothing {when}', 'leave it out')
+
+
+@pytest.mark.parametrize('price', ['-1', 'nan', 'inf', 'x', 'H100=1'])
+def test_a_price_is_a_number_from_0(call, price):
+  refused(call('plan', QUICKSTART, CPU, f'--price={price}'), 2, f'--price: {price!r}: write US dollars')
+
+
 # --------------------------------------------------------------------- help
 
 

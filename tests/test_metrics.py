@@ -135,6 +135,24 @@ def test_start_keeps_earlier_and_drops_later(tmp_path):
   assert keys(path) == a
 
 
+def test_stages_that_the_run_has_not_leave_nothing(tmp_path):
+  """A run that is started anew with another method, before anything was saved."""
+  write_run(tmp_path, [('a', 2), ('gone', 3), ('b', 3)])
+  (tmp_path / 'samples/early').mkdir()  # samples are written before the row of their step
+  (tmp_path / 'samples/early/1.jsonl').touch()
+  writer, _ = make_writer(tmp_path, stages=['a', 'b', 'c'])
+  with writer:
+    writer.start_stage('b', 3, resume_step=1)
+  a = [('a', 'eval', 0), ('a', 'train', 1), ('a', 'train', 2), ('a', 'eval', 2)]
+  assert keys(tmp_path / 'metrics.jsonl') == [*a, ('b', 'eval', 0), ('b', 'train', 1)]
+  samples = {str(p.relative_to(tmp_path / 'samples')) for p in tmp_path.glob('samples/*/*.jsonl')}
+  assert samples == {'a/1.jsonl', 'a/2.jsonl', 'b/1.jsonl'}
+  writer, _ = make_writer(tmp_path, stages=['c', 'a'])
+  with writer:
+    writer.start_stage('c', 3)
+  assert keys(tmp_path / 'metrics.jsonl') == [] and not [*tmp_path.glob('samples/*/*.jsonl')]
+
+
 def test_atomic_write_leaves_the_old_file_on_failure(tmp_path, monkeypatch):
   path = tmp_path / 'summary.json'
   object_store.write_text(path, 'old')
@@ -407,6 +425,10 @@ def test_short_number():
     3e10: '30G',
     -20000: '-20k',
     9999.0: '9999',
+    9999.7: '10k',
+    999.97: '1000',
+    999_999.7: '1M',
+    -999_999_999: '-1G',
   }
   assert {x: metrics.short_number(x) for x in cases} == cases
   assert metrics.short_number(math.nan) == 'nan'

@@ -287,6 +287,16 @@ def test_wrong_flags_are_said_in_words(case):
   assert code == 2 and re.fullmatch(f'jaxpost: {wanted}\n', err), err
 
 
+def test_a_config_and_its_file_may_be_two_words(tmp_path):
+  words = ['train', '--config', 'a.yaml', '--', '--config', 'b.py']
+  assert config_flag.joined(words) == ['train', '--config=a.yaml', *words[3:]]
+  assert config_flag.joined(['train', '--config']) == ['train', '--config']
+  (tmp_path / 'a.yaml').write_text('a: [1\n')
+  (tmp_path / 'a.py').write_text('def get_config():\n  return a\n')
+  for name, wanted in (('a.yaml', 'while parsing a flow sequence'), ('a.py', f'{tmp_path}/a.py:2: NameError')):
+    assert wanted in command('inspect', '--config', tmp_path / name)[2]
+
+
 @pytest.mark.parametrize('words', [('train', '--help'), ('main', 'train', '--help')])
 def test_help_into_a_pipe_that_nobody_reads(words):
   read, write = os.pipe()

@@ -586,8 +586,9 @@ def test_titles_with_names():
 def test_the_command_writes_it_for_a_run_that_goes_on(tmp_path):
   make_run(tmp_path / 'run')
   (tmp_path / 'run/summary.json').unlink(missing_ok=True)
-  call = [sys.executable, '-m', 'launch.report', f'--run={tmp_path / "run"}']
-  done = subprocess.run(call, cwd=CLONE, text=True, capture_output=True, timeout=100)
+  call = [sys.executable, '-m', 'launch.report', '--run=~/run']
+  home = os.environ | {'HOME': str(tmp_path)}
+  done = subprocess.run(call, cwd=CLONE, text=True, capture_output=True, timeout=100, env=home)
   assert done.returncode == 0, done.stderr
   assert 'grpo' in pathlib.Path(done.stdout.strip()).read_text('utf-8')
   done = subprocess.run([*call[:-1], f'--run={tmp_path}'], cwd=CLONE, text=True, capture_output=True, timeout=100)

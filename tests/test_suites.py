@@ -124,11 +124,23 @@ def test_answers_are_numbers_letters_or_texts():
     assert choices.question({**ASKED['mmlu'], 'answer': answer}, 'x', True).right == right
   shown = choices.question(ASKED['mmlu'], 'x', True)
   assert shown.prompt == 'Which is even?\nA. 1\nB. 2\nC. 3\nD. 5\nAnswer:' and shown.answers == ('A', 'B', 'C', 'D')
-  for bad in (4, -1, True, 'E', None, 1.0):
+  for bad in (4, -1, True, 'E', 1.0, '', '  ', 'AB', 'BC', 'ABCD'):
     with pytest.raises(InputError, match='f.jsonl:3: answer'):
       choices.question({**ASKED['mmlu'], 'answer': bad}, 'f.jsonl:3', True)
-  with pytest.raises(InputError, match='want question, choices and answer'):
-    choices.question({'question': 'q'}, 'f.jsonl:3', True)
+  for row in ({'question': 'q'}, {**ASKED['mmlu'], 'answer': None}):
+    with pytest.raises(InputError, match='want question, choices and answer; has no (choices|answer)'):
+      choices.question(row, 'f.jsonl:3', True)
+
+
+@pytest.mark.parametrize('letters', [True, False])
+def test_choices_are_a_list_of_texts(letters):
+  """A CSV has one text, whose characters were the choices."""
+  for bad in ('["a", "b"]', 'AB', ['a'], [], {'text': ['a', 'b']}, 3):
+    with pytest.raises(InputError, match='f.csv:3: choices: .*: want a list of two or more texts'):
+      choices.question({**ASKED['mmlu'], 'choices': bad}, 'f.csv:3', letters)
+  for bad, words in ((['a', ''], 'is empty'), (['a', None], 'is null'), (['a', 2], 'is a int'), (['a', ['b']], 'list')):
+    with pytest.raises(InputError, match=rf'f.csv:3: choices\[1\]: .*{words}'):
+      choices.question({**ASKED['mmlu'], 'choices': bad}, 'f.csv:3', letters)
 
 
 GOOD_AND_BAD = {

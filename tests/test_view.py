@@ -118,6 +118,23 @@ def test_it_follows_a_run(run):
   assert len(index.find(rollout_index.Query(step=3))) == GROUP
 
 
+def test_samples_that_a_resume_removes_are_forgotten(run):
+  viewer = rollout_view.Viewer(run)
+  assert viewer.answer('/api/episodes', {'step': '2'})['total'] == 8
+  (run / 'samples/grpo/2.jsonl').unlink()
+  assert viewer.answer('/api/episodes', {'text': 'SAID 2'})['total'] == 0  # before the index knows
+  for number in ('9', '13'):
+    with pytest.raises(InputError, match=f'episode {number}: a resume of the run has removed it'):
+      viewer.answer('/api/episode', {'id': number})
+  assert viewer.answer('/api/overview', {})['episodes'] == 8 and not viewer.index.refresh()
+  assert viewer.answer('/api/episodes', {'step': '2'})['total'] == 0
+  assert [e['step'] for e in viewer.answer('/api/history', {'id': '5'})] == [1] * GROUP
+  write(run, 2, [row(2, 0, 0)])  # the run comes to that step again
+  assert viewer.answer('/api/overview', {})['episodes'] == 9
+  with pytest.raises(InputError, match='removed'):
+    viewer.answer('/api/group', {'id': '8'})  # another one's place now
+
+
 def test_a_folder_of_no_run_is_refused(tmp_path):
   with pytest.raises(InputError, match='not the folder of a run'):
     rollout_view.Viewer(tmp_path)

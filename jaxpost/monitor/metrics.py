@@ -100,6 +100,7 @@ def short_number(x: float | None, small_digits: int = 2) -> str:
   """Returns a number as text with four digits (`small_digits` below 0.001): 0.1235, 12.35k, 1.2e-06."""
   if x is None or not math.isfinite(x):
     return str(x)
+  x = float(f'{x:.4g}') if abs(x) >= 1e-3 else x  # 9999.7 is 10k
   for unit, name in ((1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k')):
     if abs(x) >= (1e4 if name == 'k' else unit):
       return f'{x / unit:.4g}{name}'
@@ -217,8 +218,9 @@ class MetricsWriter:
     primary: bool = True,
     console: rich.console.Console | None = None,
     print_every: int = 10,
+    stages: Sequence[str] = (),
   ):
-    """`trackers` starts those of the run, see `trackers.Trackers`; None: there are none."""
+    """`trackers` starts those of the run, see `trackers.Trackers`; `stages` are its names of stages, in order."""
     self.workdir = epath.Path(workdir)
     self.path = self.workdir / 'metrics.jsonl'
     # An object store cannot append: growing files are kept here and uploaded.
@@ -227,9 +229,8 @@ class MetricsWriter:
       from jaxpost.storage import remote
 
       self._remote, self._board_dir = remote, remote.folder()
-    self._primary, self._tensorboard = primary, tensorboard
-    self.alerts, self._stage, self._noted = Alerts(), '', False
-    self._said = set()
+    self._primary, self._tensorboard, self._stages = primary, tensorboard, [*stages]
+    self.alerts, self._stage, self._noted, self._said = Alerts(), '', False, set()
     self._file = self._tb = self._trackers = None
     if not primary:
       return
@@ -256,7 +257,7 @@ class MetricsWriter:
       self._board.line(f'note: {text}')
 
   def start_stage(self, stage: str, total_steps: int, resume_step: int = 0) -> None:
-    """Keeps rows of earlier stages, and this one's up to a resume_step > 0."""
+    """Keeps rows and samples of the stages before this one, and its own up to a resume_step > 0; others go."""
     first, self._stage, self._said = not self._stage, stage, set()
     if not self._primary:
       return
@@ -264,43 +265,60 @@ class MetricsWriter:
     rows = read_rows(self.path)
     if seals.damaged(self.workdir, [self.path.name]):
       self._board.line(f'{self.path}: differs from its checksum: rows were damaged or changed since they were written')
-    # Behind the first row of this stage, those of others are of later stages.
-    mine = ([row['stage'] for row in rows] + [stage]).index(stage)
-    kept = rows[:mine] + [row for row in rows[mine:] if row['stage'] == stage and 0 < resume_step >= row['step']]
-    text = ''.join(json.dumps(row) + '\n' for row in kept)
-    object_store.write_text(self.path, text)
-    for name in {stage} | {row['stage'] for row in rows[mine:]}:
-      for old in (self.workdir / 'samples' / name).glob('[0-9]*.jsonl'):
-        if name != stage or not 0 < resume_step >= int(old.stem):
-          old.unlink()
+    earlier = self._stages_before(stage, rows)
+
+    def stays(name: str, step: int) -> bool:
+      return name in earlier or name == stage and 0 < resume_step >= step
+
+    kept = [row for row in rows if stays(row['stage'], row['step'])]
+    self._begin_file(kept)
+    for file in self.workdir.glob('samples/*/[0-9]*.jsonl'):
+      if file.stem.isdigit() and not stays(file.parent.name, int(file.stem)):
+        file.unlink()
     for row in kept if first else ():  # levels and warnings go on
       if row['split'] == 'train':
         self.alerts.check(row['stage'], row['step'], row)
     self._board.start(stage, total_steps, resume_step)
     if resume_step:
-      lost = len(rows) - len(kept)
-      self._board.line(f'{stage} resumes after step {resume_step}; rows of metrics past it, dropped: {lost}')
-      file = self.workdir / 'resumes.jsonl'
-      old = file.read_text() if file.exists() else ''
-      object_store.write_text(file, old + json.dumps(dict(stage=stage, step=resume_step, rows_dropped=lost)) + '\n')
+      self._say_resumed(resume_step, dropped=len(rows) - len(kept))
+    if self._tensorboard:
+      self._start_tensorboard(resume_step)
+    if self._trackers is not None:
+      self._trackers.start_stage(stage)
+
+  def _stages_before(self, stage: str, rows: Sequence[Mapping[str, Any]]) -> set[str]:
+    """The stages before one: of the run, or of the rows where those of the run are not known."""
+    names = self._stages or [*dict.fromkeys(row['stage'] for row in rows), stage]
+    return {*names[: names.index(stage)]}
+
+  def _begin_file(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes metrics.jsonl anew with these rows, and opens it for more."""
+    text = ''.join(json.dumps(row) + '\n' for row in rows)
+    object_store.write_text(self.path, text)
     # Object stores cannot append: there flush() writes the whole file.
     self._file = io.StringIO() if self._remote else open(self.path, 'a', 1)
     self._file.write(text if self._remote else '')
     self._size, self._crc = len(text.encode()), zlib.crc32(text.encode())
     seals.add_beginning(self.path, self._size, self._crc)
-    if self._tensorboard:
-      import tensorboardX  # half a second, so only where it is used
 
-      folder = os.fspath(self._board_dir / 'tensorboard' / stage)
-      try:
-        self._tb = tensorboardX.SummaryWriter(folder, flush_secs=10, purge_step=resume_step and resume_step + 1)
-      except OSError as error:
-        if error.filename:
-          raise
-        # Its queue takes a semaphore of the system; a container without a writable /dev/shm has none.
-        self._board.line(f'tensorboard: left out ({error.strerror}; is /dev/shm writable?); metrics.jsonl has it all')
-    if self._trackers is not None:
-      self._trackers.start_stage(stage)
+  def _say_resumed(self, step: int, dropped: int) -> None:
+    """Prints that the stage resumes, and adds it to resumes.jsonl."""
+    self._board.line(f'{self._stage} resumes after step {step}; rows of metrics past it, dropped: {dropped}')
+    file = self.workdir / 'resumes.jsonl'
+    old = file.read_text() if file.exists() else ''
+    object_store.write_text(file, old + json.dumps(dict(stage=self._stage, step=step, rows_dropped=dropped)) + '\n')
+
+  def _start_tensorboard(self, resume_step: int) -> None:
+    import tensorboardX  # half a second, so only where it is used
+
+    folder = os.fspath(self._board_dir / 'tensorboard' / self._stage)
+    try:
+      self._tb = tensorboardX.SummaryWriter(folder, flush_secs=10, purge_step=resume_step and resume_step + 1)
+    except OSError as error:
+      if error.filename:
+        raise
+      # Its queue takes a semaphore of the system; a container without a writable /dev/shm has none.
+      self._board.line(f'tensorboard: left out ({error.strerror}; is /dev/shm writable?); metrics.jsonl has it all')
 
   def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
     """One row: to every sink, and in split 'train' under watch."""

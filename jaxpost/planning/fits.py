@@ -15,7 +15,7 @@ from jaxpost.errors import InputError
 from jaxpost.hardware.chips import CHIPS
 from jaxpost.monitor.metrics import short_number
 from jaxpost.monitor.program_table import console_table
-from jaxpost.planning import arithmetic, dry_run, meshes, search
+from jaxpost.planning import arithmetic, dry_run, machines, meshes, search
 from jaxpost.planning.machines import Topology
 from jaxpost.planning.tables import gib
 from jaxpost.stage import batch_shape, prepare
@@ -102,13 +102,7 @@ def prices(text: str, names: Sequence[str]) -> dict[str, float]:
   out = {}
   for part in filter(None, text.replace(' ', '').split(',')):
     name, _, number = part.rpartition('=')
-    try:
-      price = float(number)
-    except ValueError:
-      price = math.nan
-    if not 0 <= price < math.inf:
-      raise InputError(f'--price: {part!r}: write USD per chip and hour, as in 1.5 or h100=2.5,v5e-8=1.2')
-    out |= dict.fromkeys(devices([name]) if name else names, price)
+    out |= dict.fromkeys(devices([name]) if name else names, machines.price(number))
   return out
 
 

@@ -73,6 +73,19 @@ def here(devices: list) -> Topology:
   return Topology(f'{len(devices)} x {kind}', name, chip, (len(devices) // count,), count, owned=tuple(devices))
 
 
+def price(text: str) -> float:
+  """Parses US dollars per chip and hour; InputError unless they are a number from 0."""
+  try:
+    found = float(text)
+  except ValueError:
+    found = math.nan
+  if not 0 <= found < math.inf:
+    raise InputError(
+      f'--price: {text!r}: write US dollars per chip and hour, as in 1.5; with --fits also as H100=2.5,v5e-8=1.2'
+    )
+  return found
+
+
 def parse(text: str, slices: int = 1) -> Topology:
   """Parses 'v6e:16x16'; InputError with a suggestion otherwise."""
   name, _, size = text.partition(':')

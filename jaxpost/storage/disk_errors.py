@@ -47,13 +47,15 @@ def explained(where: str = 'a file') -> Iterator[None]:
   except (NoRoomError, InputError):
     raise
   except (OSError, RuntimeError, ValueError) as error:
-    notes = ' '.join(getattr(error, '__notes__', ()))
-    where = getattr(error, 'filename', None) or notes or where
+    notes, named = ' '.join(getattr(error, '__notes__', ())), getattr(error, 'filename', None)
+    where = named or notes or where
     if _no_room(error):
       raise NoRoomError(
         f'{where}: no room on the disk, or in the quota; what was saved before is good: make room and run the '
         'same command again'
       ) from error
-    if getattr(error, 'errno', None) in _PATH and getattr(error, 'filename', None):
+    if isinstance(error, (IsADirectoryError, NotADirectoryError)) and not named:  # as etils raises them
+      raise InputError(f'{error}; name another path') from error
+    if getattr(error, 'errno', None) in _PATH and named:
       raise InputError(f'{where}: {error.strerror}; name another path, or change its permissions') from error
     raise

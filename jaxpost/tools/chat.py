@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from jaxpost.data import chat
+from jaxpost.data.messages import check_text
+from jaxpost.errors import InputError
 from jaxpost.rollout.native import NativeEngine
 from jaxpost.rollout.sequence import Completion, Request
 from jaxpost.stage import on_policy
@@ -50,8 +52,15 @@ def chat_loop(
   """
   for weights in models.values():  # a template that cannot render a chat is reported before an engine is made
     chat.encode_prompt(weights.inputs.tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
+  if isinstance(asked, io.TextIOWrapper):
+    asked.reconfigure(errors='surrogateescape')  # or a byte that is no UTF-8 would end the chat in some locales
   speakers = [_speaker(name if len(models) > 1 else '', weights, draws, mesh) for name, weights in models.items()]
   for turn, text in enumerate(itertools.chain(first, _lines(asked, out))):
+    try:
+      check_text(text, 'this message')
+    except InputError as error:
+      out.write(f'{error}; write it in UTF-8\n')
+      continue
     if not text.startswith('/'):
       for speaker in speakers:
         _reply(speaker, text, turn, draws, out)

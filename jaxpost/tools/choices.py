@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxpost.data.examples import Example
-from jaxpost.errors import InputError
+from jaxpost.data.messages import check_text, shown
+from jaxpost.errors import InputError, refuse
 from jaxpost.tools import scoring
 
 if TYPE_CHECKING:
@@ -35,12 +36,18 @@ def question(row: Mapping[str, Any], where: str, letters: bool) -> Question:
   Args:
     where: names the row in errors.
     letters: the choices are shown with letters, and the letter is the answer; else their texts are.
+
+  Raises:
+    InputError: a column is not there, the choices are no list of two or more texts, or the answer is none of them.
   """
-  try:
-    asked, choices, answer = str(row['question']).strip(), [str(c) for c in row['choices']], row['answer']
-  except (KeyError, TypeError) as e:
-    raise InputError(f'{where}: want question, choices and answer') from e
-  names = string.ascii_uppercase[: len(choices)]
+  if lacking := [column for column in ('question', 'choices', 'answer') if row.get(column) is None]:
+    raise InputError(f'{where}: want question, choices and answer; has no {lacking[0]}')
+  asked, choices, answer = str(row['question']).strip(), row['choices'], row['answer']
+  if not isinstance(choices, (list, tuple)) or len(choices) < 2:
+    raise InputError(f'{where}: choices: {shown(choices)}: want a list of two or more texts')
+  for n, choice in enumerate(choices):
+    refuse(not check_text(choice, f'{where}: choices[{n}]'), f'{where}: choices[{n}]: is empty')
+  names = list(string.ascii_uppercase[: len(choices)])
   if isinstance(answer, str) and answer.strip().upper() in names and answer not in choices:
     answer = names.index(answer.strip().upper())
   elif isinstance(answer, str) and answer in choices:

@@ -7,6 +7,9 @@ need not mean equal results: docs/from_trl_and_verl.md says where definitions di
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import itertools
 import json
 import pathlib
 import re
@@ -17,13 +20,16 @@ from typing import Any, NamedTuple
 import yaml
 
 from jaxpost.errors import InputError
+from jaxpost.stage import algorithms, field_names
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import field_names
 
 _TABLES = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
 _VALUES, _EVERY = _TABLES.pop('values'), _TABLES.pop('every')
 LIBRARIES = tuple(_TABLES)
 _FLAG = re.compile(r'(?:--|\+{0,2})(?P<name>[A-Za-z_][\w./@-]*)=(?P<value>.*)', re.DOTALL)
+_NEGATIVE = re.compile(r'-\.?\d')
+_ENDS = '\n;&|<>'  # what ends the words of a command in a shell
+_STREAM = re.compile(r'(?<=\s)\d+(?=[<>])')  # as in 2>&1
 
 _APART = {'val_kwargs': 'the evaluation', 'critic': 'the critic', 'reward_model': 'the reward model'}
 NOT_NEEDED = 'is not needed here'  # the reason of a setting that asks for what is done anyway
@@ -69,17 +75,35 @@ def _flat(value: Any, prefix: str = '') -> dict[str, Any]:
   return out
 
 
+class _Lines(io.StringIO):
+  """A script whose comments, which shlex reads as lines, leave the end of the line, where a command ends."""
+
+  def readline(self, size: int = -1, /) -> str:
+    line = super().readline(size)
+    self.seek(self.tell() - line.endswith('\n'))
+    return line
+
+
 def _options(script: str) -> dict[str, Any]:
-  """The options `name=value`, `--name=value` and `--name value` in the commands of a script."""
-  words = shlex.split(script.replace('\\\n', ' '), comments=True)
-  found = {}
+  """The options `name=value`, `--name=value`, `--name value value` and `--name` in the commands of a script."""
+  lexer = shlex.shlex(_Lines(_STREAM.sub('', script.replace('\\\n', ' '))), posix=True, punctuation_chars=_ENDS)
+  lexer.whitespace, lexer.whitespace_split = ' \t\r', True
+  words, found = list(lexer), {}
   for i, word in enumerate(words):
     if match := _FLAG.fullmatch(word):
       found[match['name']] = yaml.safe_load(match['value']) if '$' not in match['value'] else match['value']
     elif word.startswith('--'):
-      follows = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith('-') else 'true'
-      found[word[2:]] = yaml.safe_load(follows)
+      values = list(itertools.takewhile(_is_value, words[i + 1 :]))
+      program = next((n for n, value in enumerate(values) if n and value.endswith('.py')), None)  # of a launcher
+      values = [yaml.safe_load(value) for value in values[:program]]
+      found[word[2:]] = values if len(values) > 1 else values[0] if values else True
   return found
+
+
+def _is_value(word: str) -> bool:
+  """Returns whether a word behind an option belongs to it: it is no option itself, and the command goes on."""
+  is_option = _FLAG.fullmatch(word) or word.startswith('-') and not _NEGATIVE.match(word)
+  return not is_option and not (word and set(word) <= set(_ENDS))
 
 
 def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[dict[str, Any], list[Setting]]:
@@ -150,8 +174,17 @@ def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...]
       return field_names.SYNONYMS[tail]
   if parts[apart] in _APART:
     return f'is of {_APART[parts[apart]]}, for which nothing here has this name'
-  same = [f for f in field_names.FIELDS if f.rpartition('.')[2] == parts[-1] and '.' in f]
-  return (same[0],) if len(same) == 1 and len(parts) == 1 else 'nothing here has this name'
+  same = [
+    field
+    for field, kind in field_names.FIELDS.items()
+    if field.rpartition('.')[2] == name and not dataclasses.is_dataclass(kind)
+  ]
+  return tuple(same) or 'nothing here has this name'
+
+
+def _learns_from_rewards(method: str) -> bool:
+  found = algorithms.load_algorithm(method) if method in algorithms.ALGORITHMS else None
+  return found is not None and found.on_policy and found.rewards
 
 
 def _setting(library: str, name: str, value: Any, method: str) -> Setting:
@@ -160,11 +193,11 @@ def _setting(library: str, name: str, value: Any, method: str) -> Setting:
     return Setting(name, value, (), fields)
   both_clips = set(fields) == {'rl.clip_low', 'rl.clip_high'}
   if len(fields) > 1 and not both_clips:
-    chosen = tuple(f for f in fields if f.startswith('rl.')) if method not in ('sft', 'dpo') else ()
+    chosen = tuple(f for f in fields if f.startswith(('rl.', 'rollout.')) and _learns_from_rewards(method))
     if len(chosen) != 1:
-      return Setting(name, value, (), f'stands for {", ".join(fields)}; choose')
+      return Setting(name, value, (), f'may stand for {", ".join(fields)}; choose')
     fields = chosen
-  if value is None or isinstance(value, str) and '$' in value:
+  if value is None or '$' in str(value):
     why = 'has no value in this file' if value is None else 'holds a variable of the shell; write its value'
     return Setting(name, value, (), f'is {fields[0]}, but {why}')
   for field in fields:

@@ -15,10 +15,14 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 
 from jaxpost.distributed import coordination
+from jaxpost.errors import InputError
 from jaxpost.hardware import chips, host
 from jaxpost.monitor import start
+from jaxpost.stage import consistency
+from jaxpost.storage import object_store
 
 _OPTIONAL = {
   'pyarrow': ('data', 'parquet and arrow files'),
@@ -104,15 +108,29 @@ def _kernels() -> list[Finding]:
 def _host(workdir: str) -> list[Finding]:
   free = host.free_memory()
   out = [Finding('host memory', f'{free / _GIB:.1f} GiB free', 'below 2 GiB; end other programs' * (free < 2 * _GIB))]
-  for what, path in (('disk of runs', workdir), ('disk of compiled programs', host.use_compile_cache())):
-    place = pathlib.Path(path).expanduser().absolute()
-    there = next(p for p in (place, *place.parents) if p.exists())
-    left = shutil.disk_usage(there).free
-    few = f'below 5 GiB; a checkpoint needs 12 bytes a parameter, choose another folder than {there}'
-    out.append(Finding(what, f'{left / _GIB:.1f} GiB free in {there}', few * (left < 5 * _GIB)))
+  out += [_disk_of_runs(workdir), _disk('disk of compiled programs', host.use_compile_cache())]
   files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
   fix = f'raise it: ulimit -n {min(most, 65536) if most > 0 else 65536}' if 0 < files < _FEW_FILES else ''
   return [*out, Finding('open files', str(files), fix)]
+
+
+def _disk_of_runs(workdir: str) -> Finding:
+  """The disk of a folder that a run may have; checked as training does."""
+  try:
+    folder = consistency.check_workdir(workdir)
+  except InputError as error:
+    return Finding('disk of runs', workdir or 'no folder', str(error))
+  if object_store.is_remote(folder):
+    return Finding('disk of runs', f'{workdir}, an object store that answers')
+  return _disk('disk of runs', folder)
+
+
+def _disk(what: str, path: epath.PathLike) -> Finding:
+  place = pathlib.Path(path).expanduser().absolute()
+  there = next(p for p in (place, *place.parents) if p.exists())
+  left = shutil.disk_usage(there).free
+  few = f'below 5 GiB; a checkpoint needs 12 bytes a parameter, choose another folder than {there}'
+  return Finding(what, f'{left / _GIB:.1f} GiB free in {there}', few * (left < 5 * _GIB))
 
 
 def _network() -> list[Finding]:

@@ -1,12 +1,13 @@
 """An index of the samples of a run: samples/STAGE/STEP.jsonl, found, filtered and read page by page.
 
 Only the short fields of an episode are kept in memory; its texts are read from the file when
-they are shown or searched. `refresh` reads files that are new or were written again, so
-that an index can follow a run that goes on.
+they are shown or searched. `refresh` reads files that are new or were written again, and forgets those
+that a resume has removed, so that an index can follow a run that goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -70,19 +71,26 @@ class Index:
     self.refresh()
 
   def refresh(self) -> bool:
-    """Reads files that have changed; returns whether any has."""
-    changed = False
+    """Reads files that have changed and forgets those that are gone; returns whether there are any."""
+    changed, there = False, set()
     for path in sorted(self.run.glob('samples/*/[0-9]*.jsonl'), key=lambda p: (p.parent.name, int(p.stem))):
-      stat = path.stat()
-      key = (int(stat.length), int(stat.mtime))
-      known = self._files.get(str(path))
-      if known and known[:2] == key:
-        continue
+      with contextlib.suppress(FileNotFoundError):  # removed after it was listed
+        stat = path.stat()
+        key = (int(stat.length), int(stat.mtime))
+        if self._files.get(str(path), ())[:2] != key:
+          changed = True
+          self._forget(str(path))
+          self._files[str(path)] = (*key, list(self._read(path)))
+        there.add(str(path))
+    for name in self._files.keys() - there:
       changed = True
-      for number in known[2] if known else ():
-        self.episodes[number]['gone'] = True
-      self._files[str(path)] = (*key, list(self._read(path)))
+      self._forget(name)
     return changed
+
+  def _forget(self, name: str) -> None:
+    """Marks the episodes of a file, if it is known, as gone."""
+    for number in self._files.pop(name, (0, 0, []))[2]:
+      self.episodes[number]['gone'] = True
 
   def _read(self, path: epath.Path) -> Iterator[int]:
     """Adds the episodes of a file and yields their ids; a torn last line is left out."""
@@ -102,17 +110,26 @@ class Index:
     """Returns an episode with its texts, as the run wrote it, and the fields of `episodes`.
 
     Raises:
-      InputError: there is no such episode.
+      InputError: there is no such episode, or not any more.
     """
     if not 0 <= number < len(self.episodes):
       raise InputError(f'episode {number}: there are {len(self.episodes)}')
-    return json.loads(self._line(number)) | {'short': self.episodes[number]}
+    try:
+      return json.loads(self._line(number)) | {'short': self.episodes[number]}
+    except ValueError:
+      raise InputError(f'episode {number}: a resume of the run has removed it; load the page again') from None
 
   def _line(self, number: int) -> bytes:
+    """The line of an episode; b'' if its file is not there any more or was written again."""
     path, begin, size = self._places[number]
-    with epath.Path(path).open('rb') as file:
-      file.seek(begin)
-      return file.read(size)
+    if 'gone' in self.episodes[number]:
+      return b''
+    try:
+      with epath.Path(path).open('rb') as file:
+        file.seek(begin)
+        return file.read(size)
+    except FileNotFoundError:  # since the last refresh
+      return b''
 
   def find(self, query: Query) -> list[int]:
     """Returns the ids of the episodes that a query asks for, in its order."""
