@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxpost.errors import InputError
-from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, ExpertFields, Family
+from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, TAKEN_BY_EXPERTS, ExpertFields, Family
 
 # Groups of fields that several families read.
 _LAYERS = ('sliding_window', 'layer_types')
@@ -114,6 +114,7 @@ FAMILIES = {
   'qwen3_moe': Family(
     architecture='Qwen3MoeForCausalLM',
     fixed=dict(qk_norm='head'),
+    lost_adapters=TAKEN_BY_EXPERTS,
     experts=ExpertFields(num='num_experts', size='moe_intermediate_size'),
     aliases=_EXPERTS,
     window='all',
@@ -203,6 +204,7 @@ FAMILIES = {
   'olmoe': Family(
     architecture='OlmoeForCausalLM',
     fixed=dict(qk_norm='wide'),
+    lost_adapters=TAKEN_BY_EXPERTS,
     experts=ExpertFields(num='num_experts', size='intermediate_size'),
     aliases=_EXPERTS,
     reads=('attention_bias',),
@@ -263,6 +265,7 @@ FAMILIES = {
     architecture='Ernie4_5_MoeForCausalLM',
     interleaved=True,
     extra_layers=True,
+    lost_adapters=TAKEN_BY_EXPERTS,
     experts=_ERNIE_ROUTER,
     names={'gate.e_score_correction_bias': 'moe_statics.e_score_correction_bias'},
     rows=('layers/router_choice',),
@@ -294,6 +297,7 @@ FAMILIES = {
     fixed=dict(qk_norm='head'),
     extra_layers=True,
     predictor={},
+    lost_adapters=TAKEN_BY_EXPERTS,
     experts=DEEPSEEK_ROUTER,
     aliases={'num_local_experts': 'n_routed_experts'},
     reads=(*_GLM.reads, 'use_qk_norm'),

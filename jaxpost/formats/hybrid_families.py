@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, ExpertFields, Family
+from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, TAKEN_BY_EXPERTS, ExpertFields, Family
 from jaxpost.formats.latent_families import SIZES
 
 _DELTA = dict(
@@ -46,6 +46,7 @@ QWEN3_5_MOE = dataclasses.replace(
 QWEN3_NEXT = dataclasses.replace(
   QWEN3_5_MOE,
   architecture='Qwen3NextForCausalLM',
+  lost_adapters=TAKEN_BY_EXPERTS,
   mixer=dict(joined=True),
   experts=_EXPERTS,
   defaults=_DEFAULTS | _SIZES_OF_EXPERTS | dict(num_experts=512, num_experts_per_tok=10, norm_topk_prob=True),
@@ -73,6 +74,7 @@ OLMO = Family(
 _MOE, _W = 'block_sparse_moe', {'gate_proj': 'w1', 'up_proj': 'w3', 'down_proj': 'w2'}
 KIMI = Family(
   architecture='KimiLinearForCausalLM',
+  lost_adapters=r'\.block_sparse_moe\.|\.f_[ab]_proj\.',
   hybrid='delta',
   latent=True,
   mixer=dict(gated=False),
@@ -177,6 +179,7 @@ _NAMES_OF_SIZES = {
 }
 NEMOTRON_H = Family(
   architecture='NemotronHForCausalLM',
+  lost_adapters=r'\.out_proj\.',
   hybrid='state_space',
   mixer=dict(gated=False),
   single=True,

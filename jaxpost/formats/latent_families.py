@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpost.formats.family import DEEPSEEK_ROUTER, Family
+from jaxpost.formats.family import DEEPSEEK_ROUTER, TAKEN_BY_EXPERTS, Family
 from jaxpost.formats.layer_fields import QUERY_SCALE
 
 SIZES = ('kv_lora_rank', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim')
@@ -13,6 +13,7 @@ DEEPSEEK = Family(
   latent=True,
   extra_layers=True,
   predictor={},
+  lost_adapters=TAKEN_BY_EXPERTS,
   experts=DEEPSEEK_ROUTER,
   reads=(*SIZES, 'q_lora_rank', 'rope_interleave'),
   aliases={'num_local_experts': 'n_routed_experts'},

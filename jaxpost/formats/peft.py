@@ -18,6 +18,7 @@ import functools
 import logging
 import math
 import pathlib
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -272,26 +273,13 @@ def _check_written(model: Model, kept: dict):
     raise InputError(f'`peft` cannot tell which matrices adapters of experts are of in a {model.config.family} model')
 
 
-# Families in which `peft` takes these modules for the experts, wherever they are.
-_EXPERTS_ALONE = (
-  *('deepseek_v3', 'deepseek_v32', 'ernie4_5_moe', 'glm4_moe', 'glm_moe_dsa', 'olmoe', 'qwen3_moe', 'qwen3_next'),
-)
-_OF_EXPERTS = {'gate_proj', 'up_proj', 'down_proj'}
-
-
 def _check_loadable(model: Model, kept: dict):
   """InputError for adapters that `peft` 0.21 would drop, or put elsewhere, when it loads the folder."""
-  family = model.config.family
-  plain = {path: _module(k) for path, k in kept.items() if path.endswith('/a') and k.spec.stack == 1}
-  wrong: set[str] = set()
-  if family in _EXPERTS_ALONE and model.config.experts:
-    wrong = _OF_EXPERTS & {*plain.values()}
-  elif family == 'nemotron_h':  # refused by name, though its layers of attention have none
-    wrong = {'out_proj'} & {*plain.values()}
-  elif family == 'kimi_linear':  # transformers has other names for these than the published folder
-    wrong = {_module(k) for k in kept.values() if '.block_sparse_moe.' in k.names[0] or '.f_' in k.names[0]}
+  family = families.of_model(model.config.family)
+  names = [name for k in kept.values() for name in k.names]
+  wrong = sorted({name for name in names if family.lost_adapters and re.search(family.lost_adapters, name)})
   if wrong:
-    raise InputError(f'`peft` does not load adapters of {", ".join(sorted(wrong))} in a {family} model')
+    raise InputError(f'`peft` does not load adapters such as {wrong[0]} of a {model.config.family} model')
 
 
 def _check(folder, kept: dict, have: dict):
