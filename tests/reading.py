@@ -22,6 +22,7 @@ OPTIONS = {
   'jaxpost.algorithms.token_terms': 'rl.entropy_target',
   'jaxpost.data.delimited': 'data.path',
   'jaxpost.data.generated': 'data.path',
+  'jaxpost.data.lazy': 'data.streaming',
   'jaxpost.data.maps': 'data.map',
   'jaxpost.data.row_views': 'data.max_samples',
   'jaxpost.environments': 'environment',
@@ -69,9 +70,11 @@ OPTIONS = {
   'jaxpost.losses.importance': 'rl.importance',
   'jaxpost.hardware.kernel_check': 'model.attention',
   'jaxpost.losses.sampling_mask': 'rl.sampling_mask',
+  'jaxpost.monitor.host_health': 'mesh.train',  # of several processes
   'jaxpost.monitor.profile': 'log.profile_from',
   'jaxpost.monitor.trackers': 'log.trackers',
   'jaxpost.losses.top_tokens': 'distill.top_k',
+  'jaxpost.programs.extend': 'environment',  # of turns
   'jaxpost.programs.multi_token': 'nll.mtp_weight',
   'jaxpost.programs.noise': 'nll.neftune_alpha',
   'jaxpost.programs.topk': 'distill.top_k',

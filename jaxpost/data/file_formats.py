@@ -9,11 +9,13 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxpost.data import files, lazy
+from jaxpost.data import files
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
   from etils import epath
+
+  from jaxpost.data import lazy
 
 
 class Format(NamedTuple):
@@ -22,7 +24,7 @@ class Format(NamedTuple):
   read: Callable[[epath.Path, str], files.NumberedRows]  # (path, name in errors) -> numbered rows
   mark: str  # ':' if rows are numbered by lines from 1, '[' if by entries from 0
   gzip: bool = False  # may have .gz behind its suffix
-  random_access: Callable[[epath.Path, str, lazy.Caches], lazy.RandomAccess] | None = None  # for streaming
+  random_access: str = ''  # the class of `lazy.py` that reads single rows, for streaming
 
 
 def _delimited(delimiter: str, path: epath.Path, name: str) -> files.NumberedRows:
@@ -32,13 +34,13 @@ def _delimited(delimiter: str, path: epath.Path, name: str) -> files.NumberedRow
 
 
 FORMATS = {
-  '.jsonl': Format(files.jsonl, ':', gzip=True, random_access=lazy.Lines),
+  '.jsonl': Format(files.jsonl, ':', gzip=True, random_access='Lines'),
   '.json': Format(files.json_list, '[', gzip=True),
   '.txt': Format(files.txt, ':', gzip=True),
   '.csv': Format(functools.partial(_delimited, ','), ':', gzip=True),
   '.tsv': Format(functools.partial(_delimited, '\t'), ':', gzip=True),
-  '.parquet': Format(files.parquet, '[', random_access=lazy.Parquet),
-  '.array_record': Format(files.array_record, '[', random_access=lazy.ArrayRecord),
+  '.parquet': Format(files.parquet, '[', random_access='Parquet'),
+  '.array_record': Format(files.array_record, '[', random_access='ArrayRecord'),
   '.arrow': Format(files.arrow, '['),
 }
 NAMES = ', '.join(FORMATS)
@@ -85,14 +87,16 @@ def open_file(path: epath.Path, name: str) -> tuple[str, files.NumberedRows]:
 
 def open_streaming(paths: list[tuple[epath.Path, str]]) -> list[lazy.RandomAccess]:
   """Opens files, given as (path, name in errors), whose rows are read when they are asked for."""
+  from jaxpost.data import lazy
+
   caches = lazy.Caches()
   opened = []
   for path, name in paths:
     found = find(path.name)
-    if found is None or found.random_access is None or path.name.lower().endswith('.gz'):
+    if found is None or not found.random_access or path.name.lower().endswith('.gz'):
       able = [suffix for suffix, f in FORMATS.items() if f.random_access]
       raise InputError(
         f'{name}: cannot be read with streaming, only {", ".join(able)}; make it one of them, or turn streaming off'
       )
-    opened.append(found.random_access(path, name, caches))
+    opened.append(getattr(lazy, found.random_access)(path, name, caches))
   return opened

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from jaxpost.models.transformer import flops_per_token
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
 
+CHUNK = 32  # tokens that are read at a time
+
 
 @struct.dataclass
 class More:
@@ -30,6 +33,19 @@ class More:
   tokens: Array  # [S, T] int32, padded on the right
   lengths: Array  # [S] int32, number of tokens; 0 leaves a slot as it is
   filled: Array  # [S] int32, cache entries that stay
+
+
+def make_chunk(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], start: int) -> More:
+  """The next tokens of each suffix, from `start` on."""
+  tokens = np.zeros((slots, CHUNK), np.int32)
+  lengths = np.zeros(slots, np.int32)
+  filled = np.zeros(slots, np.int32)
+  for slot, (at, ids) in suffixes.items():
+    part = ids[start : start + CHUNK]
+    tokens[slot, : len(part)] = part
+    lengths[slot] = len(part)
+    filled[slot] = at + start
+  return More(tokens, lengths, filled)
 
 
 def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledger: Ledger) -> Program:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxpost.programs import extend, generate
+from jaxpost.programs import generate
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.programs.extend import More
 from jaxpost.programs.generate import Entry
 from jaxpost.rollout import sampler_config
 from jaxpost.rollout.buckets import bucket
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
   from jaxpost.rollout.native import NativeEngine
   from jaxpost.rollout.page_table import PageCopy
   from jaxpost.rollout.sequence import ActiveSequence
-
-CHUNK = 32  # tokens by which a cached prefix is extended at a time
 
 
 class EnginePrograms:
@@ -81,6 +78,8 @@ class EnginePrograms:
 
   def extender(self, read: int) -> Program:
     """The program that extends cached prefixes, attending to `read` cache entries."""
+    from jaxpost.programs import extend
+
     return self._once(extend.make_extend, read)
 
   def verifier(self, rows: int, read: int) -> Program:
@@ -126,19 +125,6 @@ def make_entry(
   return Entry(source, index, sample, jax.tree.map(lambda *x: np.stack(x), *each), table)
 
 
-def make_chunk(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], start: int) -> More:
-  """The next tokens of each suffix, from `start` on."""
-  tokens = np.zeros((slots, CHUNK), np.int32)
-  lengths = np.zeros(slots, np.int32)
-  filled = np.zeros(slots, np.int32)
-  for slot, (at, ids) in suffixes.items():
-    part = ids[start : start + CHUNK]
-    tokens[slot, : len(part)] = part
-    lengths[slot] = len(part)
-    filled[slot] = at + start
-  return More(tokens, lengths, filled)
-
-
 def compile_jobs(
   engine: NativeEngine, params: Any, lengths: Sequence[int], group_size: int, turns: bool
 ) -> list[Callable[[], Any]]:
@@ -178,9 +164,11 @@ def compile_jobs(
         verify = programs.verifier(count, read)
         jobs.append(functools.partial(verify.compile, weights, state, draft, *tables(count, read)))
   if turns and engine.can_reuse_cache:
+    from jaxpost.programs import extend
+
     for read in sorted({buckets.read(n + engine.block) for n in range(low, high)}):
       chunk = jax.tree.map(
-        lambda x: _abstract(engine, x.shape, x.dtype), make_chunk(engine.max_concurrent_decodes, {}, 0)
+        lambda x: _abstract(engine, x.shape, x.dtype), extend.make_chunk(engine.max_concurrent_decodes, {}, 0)
       )
       table = tables(engine.max_concurrent_decodes, read)
       jobs.append(functools.partial(programs.extender(read).compile, weights, state, entry, chunk, key, step, *table))

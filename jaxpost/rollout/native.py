@@ -23,7 +23,7 @@ from jaxpost.programs.generate import Entry
 from jaxpost.programs.reshard import Reshard
 from jaxpost.rollout import engine_programs, sampler, sampler_config
 from jaxpost.rollout.buckets import Buckets
-from jaxpost.rollout.engine_programs import CHUNK, EnginePrograms, make_chunk, make_entry
+from jaxpost.rollout.engine_programs import EnginePrograms, make_entry
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
 from jaxpost.rollout.sequence import Completion, Request
@@ -249,12 +249,14 @@ class NativeEngine:
       suffixes: {slot: (entries that stay, [n] token ids to prefill)}.
       table: [S, pages] int32, where the cache has pages.
     """
+    from jaxpost.programs import extend
+
     key, step = self.layout.put((run_key, np.int32(step)), None)
     entry = self.layout.put(entry, 'batch', None)
     read = self.buckets.read(max(filled + len(ids) for filled, ids in suffixes.values()))
     tables = () if table is None else (self.layout.put(table),)
-    for start in range(0, max(len(x) for _, x in suffixes.values()), CHUNK):
-      chunk = self.layout.put(make_chunk(self.max_concurrent_decodes, suffixes, start), 'batch', None)
+    for start in range(0, max(len(x) for _, x in suffixes.values()), extend.CHUNK):
+      chunk = self.layout.put(extend.make_chunk(self.max_concurrent_decodes, suffixes, start), 'batch', None)
       state = self.programs.extender(read)(self.weights, state, entry, chunk, key, step, *tables)
     return state
 
