@@ -31,7 +31,6 @@ from jaxpost.storage.manifest import finished_steps
 if TYPE_CHECKING:
   from jaxpost.rl.controller import Controller
   from jaxpost.roles import Policy
-  from jaxpost.stage import schema
   from jaxpost.stage.assemble import DataStream
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import PreparedStage
@@ -95,7 +94,10 @@ def _run(
   lock: run_lock.RunLock,
 ) -> dict:
   start, console = time.perf_counter(), activity.console
-  consistency.check_config_agrees(raw)
+  if several := coordination.process_count() > 1:
+    from jaxpost.stage import agreement
+
+    agreement.check_config(raw)
   configs = config_lib.parse(raw)  # before names of stages are used as keys
   raw = with_dtype(raw, workdir, console)
   raw = epochs.with_steps_of_run(raw, configs, workdir / 'config.json')
@@ -106,7 +108,8 @@ def _run(
 
     trackers.check_installed(names)
   consistency.check_resumed_config(workdir, configs, console)
-  consistency.check_workdir_agrees(workdir, configs)
+  if several:
+    agreement.check_workdir(workdir, configs)
   if consistency.is_finished(workdir, configs):
     console.out(f'{workdir}: was finished before; another --workdir starts a new run', highlight=False)
     for name in seals.damaged(workdir):
@@ -125,7 +128,8 @@ def _run(
       from jaxpost.formats import hf
 
       hf.check_target(workdir / 'export')
-    consistency.check_inputs_agree(prepared)
+    if several:
+      agreement.check_inputs(prepared)
     # From here on devices are used.
     consistency.check_resumed_models(prepared, workdir)
     with activity('choosing meshes and checking kernels'):
@@ -237,12 +241,17 @@ def _run_stages(
   last = placed[-1]
   log = last.config.log
   done = stages_done(placed, workdir)
+  start_trackers = None
+  if log.trackers:
+    from jaxpost.monitor import trackers
+
+    start_trackers = functools.partial(trackers.start, log)
   plans = program_table.read(workdir / 'plan.json', [stage.name for stage in placed[:done]])
   params = None
   with metrics.MetricsWriter(
     workdir,
     tensorboard=log.tensorboard,
-    trackers=functools.partial(_trackers, log) if log.trackers else None,
+    trackers=start_trackers,
     primary=coordination.process_index() == 0,
     print_every=log.every,
     console=activity.console,
@@ -278,14 +287,6 @@ def _run_stages(
         if row['split'] == 'train':
           writer.alerts.check(row['stage'], row['step'], row)
     return writer.alerts.warnings
-
-
-def _trackers(log: schema.LogSection, workdir: epath.Path) -> Any:
-  """Starts the trackers of `config.log`."""
-  from jaxpost.monitor import trackers
-
-  place = dict(project=log.project, entity=log.entity, run_name=log.run_name)
-  return trackers.Trackers(trackers.Options(log.trackers, tags=log.tags, offline=log.offline, **place), workdir)
 
 
 def _takes_over(placed: PlacedStage, before: PlacedStage) -> bool:

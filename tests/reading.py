@@ -96,6 +96,7 @@ OPTIONS = {
   'jaxpost.rollout.drafts': 'rollout.speculation',
   'jaxpost.rollout.rollout_codec': 'rollout.staleness',
   'jaxpost.rollout.rollout_files': 'log.rollouts_every',
+  'jaxpost.stage.agreement': 'mesh.train',  # of several processes
   'jaxpost.stage.custom_model': 'model.preset',
   'jaxpost.stage.frozen_roles': 'rl.reference',
   'jaxpost.stage.model_folders': 'model.path',

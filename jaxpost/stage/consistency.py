@@ -1,4 +1,4 @@
-"""Checks that the processes of a run agree, and that a resumed run is the one that began."""
+"""Checks of a run folder: a resumed run is the one that began. `agreement.py` compares the processes of a run."""
 
 from __future__ import annotations
 
@@ -6,32 +6,24 @@ import contextlib
 import dataclasses
 import json
 import os
-import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-import numpy as np
 from etils import epath
 
-from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights, weight_sources
-from jaxpost.storage import disk_errors, object_store, seals
+from jaxpost.storage import disk_errors, object_store
 from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
   import rich.console
 
-  from jaxpost.data.sources import Rows
   from jaxpost.stage.records import PreparedStage
 
 # Changing these does not change what a run computes, or only from here on.
 _FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
-
-# Rows that processes compare at the start: all of most data sets.
-_HASHED, _HASHED_LAZY = 20_000, 100
 
 
 def check_workdir(text: epath.PathLike) -> epath.Path:
@@ -104,59 +96,6 @@ def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
     )
 
 
-def check_config_agrees(raw: dict) -> None:
-  """InputError where processes have other code, or other configs."""
-  if coordination.process_count() == 1:
-    return
-  coordination.check_same(  # first: other code may have other fields
-    {'the version of jax': jax.__version__, 'the code of jaxpost': code()}, 'install one everywhere'
-  )
-  plain = spelled(raw)
-  if len(set(coordination.all_gather(seals.fingerprint(plain)))) > 1:
-    every = coordination.all_gather(plain)
-    for i, other in enumerate(every):
-      for key, (was, now) in difference(every[0], other).items():
-        raise InputError(
-          f'config.{key}: {was!r} on process 0 and {now!r} on process {i}; start all with the same config'
-        )
-
-
-def check_workdir_agrees(workdir: epath.Path, configs: dict) -> None:
-  """InputError where processes see another workdir."""
-  if coordination.process_count() == 1:
-    return
-  saved = {n: finished_steps(workdir / 'checkpoints' / n) for n in configs}
-  coordination.check_same(
-    {f'what {workdir} holds': [is_finished(workdir, configs), saved]}, 'give a --workdir that all processes reach'
-  )
-
-
-def code() -> str:
-  """Returns a hash of this library as it is installed here."""
-  root = pathlib.Path(__file__).parents[1]
-  return seals.fingerprint([[str(file.relative_to(root)), file.read_text()] for file in sorted(root.rglob('*.py'))])
-
-
-def check_inputs_agree(prepared: Sequence[PreparedStage]) -> None:
-  """InputError where processes see different data, tokens or weights."""
-  if coordination.process_count() == 1:
-    return
-  values = {}
-  for p in prepared:
-    inputs, data = p.inputs, p.data
-    rows, held_out = p.config.data.path, p.config.eval.data.path
-    values[f'config.data.path of {p.name}: what is in {rows}'] = digest(data.rows)
-    if data.held_out is not None:
-      values[f'config.eval.data.path of {p.name}: what is in {held_out}'] = digest(data.held_out.rows)
-    first = data.first_batch
-    values[f'the tokenizer of {p.name}'] = seals.fingerprint(
-      [inputs.tokenizer.encode(str(data.rows[0])), first is not None and first.tokens.tolist()]
-    )
-    for role, source in inputs.sources.items():
-      values[f'the {role} of {p.name}'] = seals.fingerprint(weight_sources.outline(source))
-  coordination.check_same(values, 'give all processes the same files')
-
-
 def check_resumed_models(prepared: Sequence[PreparedStage], workdir: epath.Path) -> None:
   """InputError where a stage's checkpoint is of another model, even one of the same shapes."""
   for p in prepared:
@@ -169,13 +108,6 @@ def check_resumed_models(prepared: Sequence[PreparedStage], workdir: epath.Path)
           f'config.model.path of {p.name}: has {k} {v!r}, in the checkpoint '
           f'{was.get(k)!r}; bring it back or change --workdir'
         )
-
-
-def digest(rows: Rows) -> str:
-  """Returns a hash of the number of rows and of up to 20,000 of them."""
-  most = _HASHED_LAZY if rows.streaming else _HASHED
-  chosen = np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(int)
-  return seals.fingerprint([len(rows), list(rows.sizes), *(json.dumps(rows[n], default=str) for n in chosen.tolist())])
 
 
 def spelled(value: Any) -> Any:
