@@ -133,12 +133,11 @@ def test_a_package_that_is_missing_is_said_before_the_run(name, tmp_path, monkey
 
 def test_the_config_chooses(tmp_path, monkeypatch):
   """One field, of a list; other names are refused."""
-  from jaxpost import stages
   from jaxpost.stage import config
 
   monkeypatch.setitem(sys.modules, 'mlflow', fake := Fake('mlflow'))
   (log,) = (c.log for c in config.parse({'log': {'trackers': ('mlflow',), 'project': 'p', 'offline': True}}).values())
-  stages._trackers(log, tmp_path)
+  trackers.start(log, tmp_path)
   assert fake.of('set_experiment')[0][0] == ('p',)
   with pytest.raises(InputError, match="did you mean 'mlflow'"):
     config.parse({'log': {'trackers': ('mlfow',)}})
