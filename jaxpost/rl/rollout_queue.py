@@ -1,12 +1,15 @@
 """The rollouts of the next steps: which weights sample them, and when.
 
-On-policy (`config.rollout.staleness` = 0) the rollout of a step is sampled when the
-step begins. With bounded staleness L > 0 the rollout of update u is sampled
-from the weights after update u - 1 - L; the first ones are sampled from the
-initial weights. The host dispatches update u - 1, samples while the training
-devices run it, and copies its weights afterwards, so training and sampling
-overlap where they have devices of their own. The order never depends on the
-clock: runs repeat bit for bit.
+The staleness L is `config.rollout.staleness`; the first rollouts of L > 0 are sampled from the initial weights.
+
+    L   the rollout of step u is sampled          from the weights after
+    0   when step u begins                        step u - 1
+    1   then, while step u - 1 is being trained   step u - 2
+    2   in step u - 1, before its update          step u - 3
+
+With L > 0 the host dispatches an update, samples while the training devices run it, and copies its weights
+afterwards, so training and sampling overlap where they have devices of their own. The order never depends on the clock:
+runs repeat bit for bit.
 
 A checkpoint holds the rollouts in the queue. Rollouts that need weights which no checkpoint holds are sampled before it
 is written.
