@@ -103,10 +103,6 @@ def _run(
   raw = epochs.with_steps_of_run(raw, configs, workdir / 'config.json')
   configs = config_lib.parse(raw)
   _watch('the start of the run', *configs.values())
-  if names := list(configs.values())[-1].log.trackers:
-    from jaxpost.monitor import trackers
-
-    trackers.check_installed(names)
   consistency.check_resumed_config(workdir, configs, console)
   if several:
     agreement.check_workdir(workdir, configs)
@@ -115,6 +111,11 @@ def _run(
     for name in seals.damaged(workdir):
       console.out(f'{workdir / name}: differs from its checksum: it was damaged or changed', highlight=False)
     return object_store.read_json(workdir / 'summary.json')
+  names = list(configs.values())[-1].log.trackers
+  if names and coordination.process_index() == 0:
+    from jaxpost.monitor import trackers
+
+    trackers.check_installed(names)
   if coordination.process_index() == 0 and workdir.exists():
     lock.acquire(console.print)
   with contextlib.ExitStack() as cleanup:

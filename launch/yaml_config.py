@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
 
   def compose_mapping_node(self, anchor):
     node, lines = super().compose_mapping_node(anchor), {}  # before << adds the keys of another block
-    for key, _ in node.value:
+    for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
       line, first = key.start_mark.line + 1, lines.get(str(key.value))
       refuse(bool(first), f'--config: {self.name}:{line}: {key.value} stands in line {first}, too; keep one of them')
       lines[str(key.value)] = line

@@ -194,7 +194,7 @@ def test_a_line_that_is_no_text_is_refused_and_the_chat_goes_on(weights, monkeyp
   given = io.TextIOWrapper(io.BytesIO(b'\xff\n/system \xff\nhello\n'), 'utf-8', errors='strict')
   out = io.StringIO()
   chat.chat_loop({'nano': weights}, completions.Draws(), 'data=-1', ['gr\udcfc\udcdf'], given, out=out)
-  assert asked == ['hello'] and out.getvalue().count('not valid text; write it in UTF-8\n') == 3
+  assert asked == ['hello'] and out.getvalue().count('this message is not valid UTF-8; type it again\n') == 3
 
 
 def test_two_models_answer_side_by_side(weights):
@@ -325,11 +325,11 @@ def test_evaluate_by_a_reward(folder, tmp_path, shared_data):
   assert out.returncode == 2 and out.stderr.count('jaxpost: ') == 1
 
 
-@pytest.mark.parametrize('algorithm, role', [('dpo', 'reference'), ('kto', 'reference'), ('distill', 'teacher')])
+@pytest.mark.parametrize('algorithm, role', [('dpo', 'reference'), ('kto', 'reference'), ('distill', 'teachers')])
 def test_what_needs_another_model_is_not_evaluated_here(algorithm, role, folder):
   over = dict(algorithm=algorithm, eval=dict(data=dict(path='x.jsonl')), distill=dict(teachers=(str(folder),)))
   (config,) = config_lib.parse(tiny.run_config(str(folder), **over)).values()
-  with pytest.raises(InputError, match=f'{algorithm} is evaluated beside its {role}'):
+  with pytest.raises(InputError, match=f'evaluating {algorithm} needs its {role}, '):
     inference.evaluate(None, config)
 
 

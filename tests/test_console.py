@@ -15,7 +15,7 @@ import tiny
 import jaxpost
 from jaxpost.data import sources
 from jaxpost.errors import InputError
-from jaxpost.models import lora
+from jaxpost.models import lora, partition
 from jaxpost.monitor import activity, metrics, start
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import epochs, json_schema, optim, prepare
@@ -185,13 +185,13 @@ def test_max_samples_of_a_mixture():
     ('q_proj,v_proj', 'q|v'),
     ('q_proj|k_proj', 'q|k'),
     ('gate_proj, up_proj, down_proj', 'gate|up|down'),
-    ('all-linear', 'all-linear'),
+    ('all-linear', 'q|k|v|o|gate|up|down'),
     ('q|k', 'q|k'),
     ('layers/.*q', 'layers/.*q'),
   ],
 )
 def test_peft_names_of_targets(theirs, ours):
-  assert lora.target_pattern(theirs) == ours
+  assert lora.target_pattern(theirs, partition.build(tiny.config()).table, 2) == ours
 
 
 def test_warmup_ratio():

@@ -78,7 +78,11 @@ def test_columnar_files(tmp_path):
 def test_objects_of_a_columnar_file_have_their_own_keys_only(tmp_path):
   """Its lists have one type, with the keys of all objects: a call would get the arguments of others, as nulls."""
   calls = [dict(function=dict(name='f', arguments=dict(a=1))), dict(function=dict(name='g', arguments=dict(b=2)))]
-  row = dict(messages=[dict(role='user', content='q'), dict(role='assistant', tool_calls=calls)], note=None)
+  tools = [dict(type='function', function=dict(name=n, parameters={'properties': {n: {}}})) for n in 'ab']
+  tools[0]['function']['parameters']['properties']['a']['type'] = 'string'
+  tools[1]['function']['parameters']['properties']['b']['enum'] = ['x']
+  seen = [dict(a=1, b=None), dict(a=None, b=2)]  # of other objects they stay, as a function may read them
+  row = dict(messages=[dict(role='assistant', content='', tool_calls=calls)], tools=tools, seen=seen, note=None)
   path = write_parquet(tmp_path / 'a.parquet', [row])
   assert list(sources.read(path)) == [row]
   assert sources.read(path, streaming=True)[0] == row

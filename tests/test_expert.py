@@ -179,4 +179,13 @@ def test_where_it_does_not_hold_it_is_refused(over):
 def test_rows_without_a_completion_are_refused(folder, tmp_path):
   (tmp_path / 'rows.jsonl').write_text(json.dumps(dict(prompt='1+1=', answer='2')) + '\n')
   with pytest.raises(InputError, match='completion'):
-    jaxpost.policy_and_stream(config_of(folder, data=dict(path=str(tmp_path / 'rows.jsonl'))))
+    over = dict(data=dict(path=str(tmp_path / 'rows.jsonl')), rollout=dict(max_prompt_length=64))
+    jaxpost.policy_and_stream(config_of(folder, **over))
+
+
+def test_a_chat_that_ends_with_a_question_has_no_answer(folder, tmp_path):
+  chat = [dict(role='user', content='a'), dict(role='assistant', content='b'), dict(role='user', content='c')]
+  (tmp_path / 'rows.jsonl').write_text(json.dumps(dict(messages=chat, answer='b')) + '\n')
+  with pytest.raises(InputError, match='rows.jsonl:1: messages: ends with a turn of the user, so it has no answer'):
+    over = dict(data=dict(path=str(tmp_path / 'rows.jsonl')), rollout=dict(max_prompt_length=64))
+    jaxpost.policy_and_stream(config_of(folder, **over))

@@ -11,12 +11,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import children
 import pytest
 import tiny
 
+from jaxpost.distributed import watchdog
 from jaxpost.monitor import metrics
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -384,3 +386,18 @@ def test_only_the_first_reason_is_printed(when, code, reason):
   done = subprocess.run([sys.executable, '-c', LEAVES, when], cwd=ROOT, capture_output=True, text=True)
   assert done.returncode == code
   assert [x for x in done.stderr.splitlines() if x.startswith('jaxpost: ')] == [f'jaxpost: {reason}']
+
+
+def test_a_main_thread_waits_where_its_reading_thread_waits_for_another_process():
+  """The code of the thread is compiled under the name of a module in which this library waits."""
+  made, done = {}, threading.Event()
+  exec(compile('def wait(event):\n  event.wait()', watchdog._WAITING[0], 'exec'), made)
+  assert not watchdog.place()[1]
+  thread = threading.Thread(target=made['wait'], args=(done,), daemon=True)
+  thread.start()
+  try:
+    assert watchdog.place()[1]
+  finally:
+    done.set()
+    thread.join()
+  assert not watchdog.place()[1]

@@ -208,20 +208,22 @@ def test_a_stored_rollout_is_the_whole_record(tmp_path):
   def read(temperature=None):
     return rollout_files.RecordedSampler(tmp_path, 'train', True, temperature)(made.prompts, 2, 0)
 
-  optional = dict(versions=np.full((2 * P, C), 3, np.int32), replayed=np.array([True, False] * P), from_data=True)
+  optional = dict(versions=np.full((2 * P, C), 3, np.int32), replayed=np.array([True, False] * P))
   made = stored(**optional)
   found = read(0.7)
-  assert found.from_data
   np.testing.assert_array_equal(found.versions, made.versions)
   np.testing.assert_array_equal(found.replayed, made.replayed)
-  assert read().from_data
-  with pytest.raises(InputError, match='at temperature 0.7, and config.rollout.temperature is 1, '):
+  with pytest.raises(InputError, match='was sampled at temperature 0.7, .*temperature=0.7 .now 1'):
     read(1.0)
-  for name, field, value in (
-    ('expert', 'expert', np.array([False, True] * P)),
-    ('allowed', 'sampling_mask', np.ones((2 * P, C, 2), np.int32)),
+  made = stored(source={'sampling': {'temperature': 0.5}})
+  assert read(1.0).lengths.size  # each prompt has its own temperature
+  for fields, said in (
+    (dict(from_data=True), 'answers of the data'),
+    (dict(expert=np.array([False, True] * P)), 'answers of the data'),
+    (dict(allowed=np.ones((2 * P, C, 2), np.int32)), 'was sampled with config.rl.sampling_mask'),
   ):
-    made = stored(**{name: value})
-    np.testing.assert_array_equal(vars(rollout_files.load(tmp_path / '1.npz')[0])[name], value)  # for the viewer
-    with pytest.raises(InputError, match=f'was sampled with config.rl.{field}'):
-      read()
+    made = stored(**fields)
+    found = read()  # by a method that reads no log-probs
+    assert found.from_data == ('from_data' in fields)
+    with pytest.raises(InputError, match=said):
+      read(0.7)

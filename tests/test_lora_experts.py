@@ -209,12 +209,21 @@ def test_all_linear_is_every_matrix_of_layers_but_those_of_experts(caplog):
   adapted = {path.split('/', 1)[1][:-2] for path in every.table if path.startswith('lora/') and path.endswith('/a')}
   assert adapted == {p for p in lora.targets(table) if 'expert' not in table[p].axes} == {*lora.all_linear(table)}
   latent = partition.build(tiny.latent()).table
-  lora.warn_left_out(latent, lora.DEFAULT)
-  assert 'kv_a, kv_b' in caplog.text and 'all-linear has them' in caplog.text
-  caplog.clear()
-  lora.warn_left_out(latent, 'q|o')
-  lora.warn_left_out(table, lora.DEFAULT)
-  assert not caplog.text
+  assert lora.target_pattern(lora.ALL_LINEAR, latent, 2) == lora.ALL_LINEAR
+  assert lora.target_pattern(lora.ALL_LINEAR, table, 2) == lora.DEFAULT  # which has the same matrices here
+
+  def warned(pattern, rank=2):
+    caplog.clear()
+    lora.warn_left_out(partition.build(tiny.latent(lora=(rank, 2.0, False, pattern))))
+    return caplog.text
+
+  assert 'kv_a, kv_b' in warned(lora.DEFAULT) and 'all-linear has them' in warned(lora.DEFAULT)
+  assert not warned('o') and not warned(lora.ALL_LINEAR)
+  least = min(lora.full_rank(latent[p]) for p in lora.all_linear(latent))
+  small = [p for p in lora.all_linear(latent) if lora.full_rank(latent[p]) == least]
+  model = partition.build(tiny.latent(lora=(least + 1, 2.0, False, lora.ALL_LINEAR)))
+  assert not any(f'lora/{p}/a' in model.table for p in small)
+  assert f'their rank is below {least + 1}' in warned(lora.ALL_LINEAR, least + 1)
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,13 @@ def test_weights_of_a_run_or_an_adapter_come_with_their_tokenizer(tmp_path, monk
   adapter = weight_sources.Source(cfg, folder=tmp_path / 'adapter', base=base)
   assert weight_sources.tokenizer_path(schema.ModelSection(path='x'), adapter) == str(tmp_path / 'base')
   assert weight_sources.tokenizer_path(schema.ModelSection(path='x', tokenizer='y'), adapter) == 'y'
+  gone = str(tmp_path / 'gone')
+  for section, path in (
+    (dict(path=gone, tokenizer='y'), 'y'),
+    (dict(path='', preset='./gone.py:f'), 'bytes'),
+    (dict(path='org/name'), 'org/name'),
+  ):
+    assert weight_sources.saved_tokenizer_path(schema.ModelSection(**section)) == path
   of_run = weight_sources.Source(cfg, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
   other = types.SimpleNamespace(encode=lambda text: [1])
   monkeypatch.setattr('jaxpost.stage.sampling_inputs.tokenizer_of', lambda source, earlier: other)

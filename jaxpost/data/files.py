@@ -148,17 +148,25 @@ def _batches(batches: Iterable[Any]) -> NumberedRows:
 
 
 def without_filled_in(row: dict[str, Any]) -> dict[str, Any]:
-  """Returns a row of a columnar file without the nulls of the objects in its lists, such as messages and their calls.
+  """Returns a row of a columnar file without the nulls in calls and schemas of tools.
 
-  All objects of a column have the same keys there: each has nulls for those that only others have.
+  All objects of a list have the same keys there: a call has the arguments of the others, as nulls.
   """
+  return {k: [_own_keys(x) for x in value] if isinstance(value, list) else value for k, value in row.items()}
 
-  def cleaned(value: Any) -> Any:
-    if isinstance(value, dict):
-      return {k: cleaned(x) for k, x in value.items() if x is not None}
-    return [cleaned(x) for x in value] if isinstance(value, list) else value
 
-  return {k: cleaned(x) if isinstance(x, list) else x for k, x in row.items()}
+def _own_keys(item: Any) -> Any:
+  """Returns a message with its calls, or a tool, without nulls."""
+  if isinstance(item, dict) and isinstance(item.get('tool_calls'), list):
+    return item | {'tool_calls': _without_nulls(item['tool_calls'])}
+  is_tool = isinstance(item, dict) and isinstance(item.get('function'), dict)
+  return _without_nulls(item) if is_tool else item
+
+
+def _without_nulls(value: Any) -> Any:
+  if isinstance(value, dict):
+    return {k: _without_nulls(x) for k, x in value.items() if x is not None}
+  return [_without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
 def array_record(path: epath.Path, name: str) -> NumberedRows:

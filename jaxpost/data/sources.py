@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 MapFn = Callable[[Row], Row | None]
 # What a user's function raises when it meets a row that it was not written for.
-_OF_FUNCTIONS = (
+_ERRORS_OF_MAP = (
   ArithmeticError,
   AssertionError,
   AttributeError,
@@ -239,7 +239,7 @@ def _mapped(map_fn: MapFn, row: Row, where: str) -> Row | None:
     made = map_fn(dict(row))
   except InputError as error:
     raise InputError(f'{where}: {error}') from error
-  except _OF_FUNCTIONS as error:
+  except _ERRORS_OF_MAP as error:
     said = ' '.join(str(error).split())
     raise InputError(
       f'{where}: map_fn raised {type(error).__name__}: {said:.200}; the row has {messages.columns_of(row)}'

@@ -110,7 +110,8 @@ def place() -> tuple[str, bool]:
     others = [_own(frame) for frame in frames.values()]
     of_user = [frame for frame, _ in others if frame and not frame.f_code.co_filename.startswith(_HERE)]
     inner = of_user[-1] if of_user else inner
-    waits = not of_user and any(waits for _, waits in others)  # for the thread that reads rows with other processes
+    # For the thread that reads rows together with other processes.
+    waits = not of_user and any(frame and frame.f_code.co_filename in _WAITING for frame, _ in others)
   code = inner.f_code
   return f'{code.co_filename}:{inner.f_lineno} in {code.co_name}', waits
 

@@ -67,14 +67,12 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
   # 'q' also matches any path that ends in /q, except for experts: those are
   # selected by 'experts/q'.
   expression = r'(?:(?!.*experts/).*/|\w+/(?=experts/))?(?:{})'
-  if pattern not in (DEFAULT, ALL_LINEAR) and re.fullmatch(
-    r'[\w/|]+', pattern
-  ):  # a list of names, each of which is meant
-    for name in pattern.split('|'):
-      match_paths(names, name, 'config.lora.targets', expression)
   if pattern == ALL_LINEAR:
-    chosen = all_linear(table)
+    chosen = all_linear(table, rank)
   else:
+    if pattern != DEFAULT and re.fullmatch(r'[\w/|]+', pattern):  # a list of names, each of which is meant
+      for name in pattern.split('|'):
+        match_paths(names, name, 'config.lora.targets', expression)
     chosen = [names[name] for name in match_paths(names, pattern, 'config.lora.targets', expression)]
   for path in chosen:
     spec = table[path]
@@ -84,9 +82,10 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
         'leave them out: "q|k|v|o"'
       )
     cut = spec.stack + input_dims(spec)
-    full_rank = min(math.prod(spec.shape[spec.stack : cut]), math.prod(spec.shape[cut:]))
-    if rank > full_rank:
-      raise InputError(f'config.lora.rank: {rank} is larger than {path}, whose rank is at most {full_rank}; lower it')
+    if rank > full_rank(spec):
+      raise InputError(
+        f'config.lora.rank: {rank} is larger than {path}, whose rank is at most {full_rank(spec)}; lower it'
+      )
     hf = f'base_model.model.{spec.hf.removesuffix("weight")}lora_'
     rows[f'{ADAPTER_ROOT}/{path}/a'] = Param(
       (*spec.shape[:cut], rank),
@@ -110,15 +109,20 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
 
 
 DEFAULT = 'q|k|v|o|gate|up|down'  # of `config.lora.targets`
-ALL_LINEAR = 'all-linear'  # as in PEFT: every matrix of layers that can have an adapter, but of experts
+ALL_LINEAR = 'all-linear'  # as in PEFT: every matrix of a layer that can have an adapter, except those of experts
 _MOST_LAYERS = 4096  # of a stack, in numbers of dropout keys
 
 
-def target_pattern(text: str) -> str:
+def target_pattern(text: str, table: dict, rank: int) -> str:
   """Returns the regex of `config.lora.targets` for names as PEFT writes them; other text is returned as it is.
 
-  'q_proj,v_proj' is 'q|v'.
+  'q_proj,v_proj' is 'q|v'. 'all-linear' is the default where it names the same matrices.
+
+  Args:
+    table: of the model without adapters. rank: of the adapters.
   """
+  if text == ALL_LINEAR and {p.rpartition('/')[2] for p in all_linear(table, rank)} <= {*DEFAULT.split('|')}:
+    return DEFAULT
   names = [name.strip() for name in text.split(',')]
   if len(names) > 1 or re.fullmatch(r'[\w|]*_proj[\w|]*', text):
     return '|'.join(re.sub(r'\b([qkvo]|gate|up|down)_proj\b', r'\1', name) for name in names)
@@ -130,17 +134,30 @@ def targets(table: dict) -> list[str]:
   return [p for p, s in table.items() if s.matrix and s.stacked and not s.exact]
 
 
-def all_linear(table: dict) -> list[str]:
-  """Returns the paths that `lora.targets=all-linear` stands for."""
-  return [p for p in targets(table) if 'expert' not in table[p].axes and not is_mtp(p)]
+def all_linear(table: dict, rank: int = 1) -> list[str]:
+  """Returns the paths that `lora.targets=all-linear` stands for: not those of a full rank below `rank`."""
+  found = [p for p in targets(table) if 'expert' not in table[p].axes and not is_mtp(p)]
+  return [p for p in found if full_rank(table[p]) >= rank]
 
 
-def warn_left_out(table: dict, pattern: str) -> None:
-  """Warns of matrices of layers that the default pattern, where it is that, gives no adapter."""
-  names = sorted({p.rpartition('/')[2] for p in all_linear(table)} - {*DEFAULT.split('|')})
-  if pattern == DEFAULT and names:
-    shown = ', '.join(names)
-    logging.warning('config.lora.targets: %s of this model get no adapters; all-linear has them, too', shown)
+def full_rank(spec: Param) -> int:
+  """Returns the largest rank that a matrix may have."""
+  cut = spec.stack + input_dims(spec)
+  return min(math.prod(spec.shape[spec.stack : cut]), math.prod(spec.shape[cut:]))
+
+
+def warn_left_out(model: Model) -> None:
+  """Warns about layer matrices that get no adapter by the default pattern, or for their size by `ALL_LINEAR`."""
+  rank, *_, pattern = model.config.lora
+  table = (model.base or model).table
+  if pattern == DEFAULT:
+    names = {p.rpartition('/')[2] for p in all_linear(table, rank)} - {*DEFAULT.split('|')}
+    why = 'all-linear has them, too'
+  else:
+    names = {*all_linear(table)} - {*all_linear(table, rank)} if pattern == ALL_LINEAR else set()
+    why = f'their rank is below {rank}'
+  if names:
+    logging.warning('config.lora.targets: %s get no adapters; %s', ', '.join(sorted(names)), why)
 
 
 def target_name(path: str, spec: Param) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpost.data import chat
+from jaxpost.errors import InputError
 from jaxpost.rollout.rollout_codec import arrays_of
 from jaxpost.types import Prompt, Rollout
 
@@ -112,6 +113,8 @@ def without_experts(rollout: Rollout, *grades: list[Graded] | None) -> tuple:
 def check(tokenizer: Tokenizer, rows: Rows, limit: int) -> None:
   """Raises InputError if one of the first `limit` rows has no completion."""
   for i in range(0 if rows.streaming else min(len(rows), limit)):
+    if rows[i].get('prompt') is None and rows[i].get('messages'):
+      _answer(rows[i]['messages'], rows.where(i))
     make_example(tokenizer, rows[i], rows.where(i))
 
 
@@ -155,5 +158,13 @@ def _row(prompt: Prompt) -> dict:
   messages = prompt.columns.get('messages')
   if messages is None:
     return {**prompt.columns, 'prompt': prompt.prompt}
-  last = [m for m in messages if m['role'] == 'assistant'][-1]
-  return {**prompt.columns, 'messages': [*prompt.prompt, last]}
+  return {**prompt.columns, 'messages': [*prompt.prompt, _answer(messages, f'prompt {prompt.index}')]}
+
+
+def _answer(messages: Sequence[dict], where: str) -> dict:
+  """Returns the last message, which `chat.prompt_of` leaves out; InputError unless it is one of the assistant."""
+  if messages[-1]['role'] != 'assistant':
+    raise InputError(
+      f'{where}: messages: ends with a turn of the {messages[-1]["role"]}, so it has no answer to train on'
+    )
+  return messages[-1]

@@ -67,7 +67,7 @@ class Grader:
     return PendingGroups(self.pool, num_groups, local)
 
   def observe(self, sampled: PendingRollout, graded: GradedRollout) -> None:
-    """Shows grades to the observers, after the prompts of later steps are drawn: a checkpoint draws them first, too."""
+    """Passes grades to the observers; called after the prompts of later steps are drawn, as a checkpoint does first."""
     for observe in self.observers:
       observe(sampled, graded)
 

@@ -8,7 +8,7 @@ import dataclasses
 
 
 def bucket(length: int, longest: int, smallest: int = 32, factor: int = 2) -> int:
-  """Smallest of 32, 64, 128, ... that holds `length`; at most `longest`. `factor` is between two of them."""
+  """Smallest of `smallest`, `smallest * factor`, ... that holds `length`; at most `longest`."""
   size = smallest
   while size < length:
     size *= factor

@@ -17,7 +17,7 @@ from jaxpost.storage import object_store
 from jaxpost.types import Credit, Experience, Prompt, Rollout
 
 _SEAL = b'crc32 %08x\n'
-_LEFT_OUT = ('experts', 'top_ids', 'top_logprobs')  # of the arrays of a rollout: large, and no update reads them
+_LEFT_OUT = ('allowed', 'experts', 'top_ids', 'top_logprobs')  # of the arrays of a rollout: large, and never read
 
 
 def make_saver(folder: epath.Path, every: int, temperature: float) -> Callable[[int, Experience, Credit], None]:
@@ -45,6 +45,7 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit, temperatu
     'prompts': prompts_to_json(rollout),
     'messages': rollout.messages,
     'from_data': rollout.from_data,
+    'sampling_mask': rollout.allowed is not None,
   }
   object_store.write(path, _sealed(encode(about, arrays)))
 
@@ -67,7 +68,7 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
       **{name: x for name, x in arrays.items() if name in fields},
       step=about['step'],
       version=about['version'],
-      from_data=about['from_data'],
+      from_data=about.get('from_data', False),
       messages=about['messages'] and tuple(about['messages']),
       rewards={'recorded': arrays['rewards']},
     )
@@ -77,6 +78,7 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
     raise InputError(f'{path}: another version of jaxpost has written it ({error}); sample again') from error
   except (ValueError, OSError) as error:
     raise InputError(f'{path}: not a rollout of a run: {error}') from error
+  arrays['sampling_mask'] = np.array([about.get('sampling_mask', False)])
   return rollout, arrays
 
 
@@ -102,7 +104,7 @@ class RecordedSampler:
     Args:
       stage: of the other run.
       rewards: the rewards of the other run count; False: they are graded anew.
-      temperature: at which the log-probs of the other run are read; None: they are not.
+      temperature: of this run, where it trains on the recorded log-probs; None: it does not read them.
     """
     folder = epath.Path(folder).expanduser()
     of_run = folder / 'rollouts' / stage
@@ -124,7 +126,8 @@ class RecordedSampler:
       raise InputError(f'config.train_on_rollouts: the stored rollouts cannot be sampled with {sampling}')
     path = self.folder / f'{step + 1}.npz'
     rollout, arrays = load(path)
-    self._check_logprobs(path, rollout, arrays['temperature'].item())
+    if self.temperature is not None:
+      self._check_logprobs(path, rollout, arrays)
     num_prompts = len(rollout.prompts)
     size = len(rollout.lengths)
     if (num_prompts, size) != (len(prompts), len(prompts) * group_size):
@@ -141,16 +144,20 @@ class RecordedSampler:
     recorded = [p.replace(source=x) for p, x in zip(rollout.prompts, sources, strict=True)]
     return rollout.replace(prompts=tuple(recorded))
 
-  def _check_logprobs(self, path: epath.Path, rollout: Rollout, temperature: float) -> None:
+  def _check_logprobs(self, path: epath.Path, rollout: Rollout, arrays: dict[str, np.ndarray]) -> None:
     """Raises InputError where the recorded log-probs are not those that this run would have computed."""
-    for name, field in (('allowed', 'sampling_mask'), ('expert', 'expert')):
-      if vars(rollout)[name] is not None:
-        raise InputError(
-          f'{path}: was sampled with config.rl.{field}, and its log-probs are not those of the whole distribution; '
-          f'sample again without rl.{field}'
-        )
-    if self.temperature not in (None, temperature):
+    if rollout.from_data or rollout.expert is not None:
+      raise InputError(f'{path}: has answers of the data, which have no log-probs; sample again')
+    if arrays['sampling_mask'].item():
       raise InputError(
-        f'{path}: was sampled at temperature {temperature:g}, and config.rollout.temperature is {self.temperature:g}, '
-        'for which its log-probs do not hold; set it to the former'
+        f'{path}: was sampled with config.rl.sampling_mask, and its log-probs are not those of the whole distribution; '
+        'sample again without it'
+      )
+    if 'temperature' not in arrays:
+      raise InputError(f'{path}: another version of jaxpost has written it (it has no temperature); sample again')
+    of_sources = 'temperature' in rollout.prompts[0].source.get('sampling', ())  # each prompt has its own
+    if not of_sources and (was := arrays['temperature'].item()) != self.temperature:
+      raise InputError(
+        f'{path}: was sampled at temperature {was:g}, at which alone its log-probs hold; set '
+        f'config.rollout.temperature={was:g} (now {self.temperature:g})'
       )

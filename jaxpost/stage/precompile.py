@@ -24,7 +24,10 @@ if typing.TYPE_CHECKING:
 
 
 def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None, evaluates: bool) -> memory.Memory:
-  """Predicts the memory that the compiled programs of a stage will need; `evaluates`: by samples, too."""
+  """Predicts the memory that the compiled programs of a stage will need.
+
+  evaluates: whether the run also samples for its evaluation.
+  """
   offloads = placed.config.rollout.offload
   if offloads and not placed.ledger.dry and not memory.can_offload(placed.train.mesh.local_devices[0]):
     raise InputError(

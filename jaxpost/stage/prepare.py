@@ -82,6 +82,10 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
   checks.check_replay(config, algorithm, found)
   algorithm.check_roles(config, found, tokenizer)
   inputs = make_inputs(name, config, algorithm, found, tokenizer)
+  if config.lora.rank:
+    from jaxpost.models import lora
+
+    lora.warn_left_out(inputs.model)
   rows, held_out_rows = read_rows(config), read_held_out_rows(config)
   if samples:
     return sampling_inputs.prepare(inputs, rows, held_out_rows, before, make_data)
@@ -158,8 +162,8 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   elif adapter.rank:
     from jaxpost.models import lora
 
-    spec = (adapter.rank, adapter.alpha, adapter.rslora, lora.target_pattern(adapter.targets))
-    lora.warn_left_out(partition.build(dataclasses.replace(cfg, lora=())).table, spec[-1])
+    table = partition.build(dataclasses.replace(cfg, lora=())).table
+    spec = (adapter.rank, adapter.alpha, adapter.rslora, lora.target_pattern(adapter.targets, table, adapter.rank))
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(model_lib.with_value_head(cfg, algorithm.value_head(config)), lora=spec)

@@ -132,7 +132,7 @@ def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer 
     run, stage = source.checkpoints.parent.parent, source.checkpoints.name
     saved = config_lib.parse_saved(run / 'config.json')
     section = saved[stage].model
-    return tokenizer_lib.load(weight_sources.tokenizer_path(section, weight_sources.of_model(section)) or 'bytes')
+    return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
   if source.folder and (source.folder / 'tokenizer.json').exists():
     return tokenizer_lib.load(str(source.folder))
   return None

@@ -244,6 +244,13 @@ def tokenizer_path(section: ModelSection, source: Source) -> str:
   return section.tokenizer or str((source.base or source).folder or '')
 
 
+def saved_tokenizer_path(section: ModelSection) -> str:
+  """Returns what a run with this section has read its tokenizer from, without its weights or code of the user."""
+  if not section.tokenizer and section.path and epath.Path(section.path).expanduser().is_dir():
+    return tokenizer_path(section, find(section.path, 'config.model.path', {}, section.text_only)) or 'bytes'
+  return section.tokenizer or section.path or 'bytes'
+
+
 def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bool = True) -> list:
   """Returns JSON that tells these weights from others, without reading them.
 

@@ -58,8 +58,8 @@ def chat_loop(
   for turn, text in enumerate(itertools.chain(first, _lines(asked, out))):
     try:
       check_text(text, 'this message')
-    except InputError as error:
-      out.write(f'{error}; write it in UTF-8\n')
+    except InputError:
+      out.write('this message is not valid UTF-8; type it again\n')
       continue
     if not text.startswith('/'):
       for speaker in speakers:

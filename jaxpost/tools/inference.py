@@ -297,9 +297,9 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
   roles = [] if algorithm.on_policy else sorted({*algorithm.needs(config), *algorithm.precompute(config)})
   if roles:
     raise InputError(
-      f'config.algorithm: {config.algorithm} is evaluated beside its {roles[0]}, which only training loads; '
-      'metrics.jsonl has what the run evaluated (split eval); give --reward to grade completions, or --config with '
-      'algorithm=sft'
+      f'config.algorithm: evaluating {config.algorithm} needs its {roles[0].partition("_")[0]}, which only training '
+      'loads; metrics.jsonl has what the run evaluated (split eval); give --reward to grade completions, or --config '
+      'with algorithm=sft'
     )
   rows = prepare.read_held_out_rows(config)
   config = _on_these_devices(config, algorithm.on_policy, weights.layout, mesh)

@@ -122,7 +122,7 @@ class Viewer:
     from jaxpost.stage import weight_sources
 
     section = list(config_lib.parse_saved(self.index.run / 'config.json').values())[-1].model
-    return tokenizer_lib.load(weight_sources.tokenizer_path(section, weight_sources.of_model(section)) or 'bytes')
+    return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
 
 
 def _query(asked: dict[str, str]) -> Query:
