@@ -733,8 +733,11 @@ def test_a_folder_in_whose_place_something_is(tmp_path):
 
 def test_a_folder_as_the_file_to_write(tmp_path):
   """etils raises it without a number and a path."""
-  with pytest.raises(InputError, match=f'{tmp_path} is a directory; name another path'), disk_errors.explained():
-    object_store.write(tmp_path, b'x')
+  folder = tmp_path / 'folder'
+  folder.mkdir()
+  with pytest.raises(InputError, match=f'{folder} is a directory; name another path'), disk_errors.explained():
+    object_store.write(folder, b'x')
+  assert [*tmp_path.rglob('*')] == [folder]  # no draft is left
 
 
 @pytest.mark.parametrize('name', ['config.json', 'summary.json', 'metrics.jsonl', 'plan.json'])

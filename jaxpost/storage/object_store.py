@@ -68,7 +68,11 @@ def write(path: epath.PathLike, data: bytes) -> None:
   draft = path.parent / (f'.{path.name}.{socket.gethostname()}.{os.getpid()}.tmp')
   draft.write_bytes(data)
   sync(draft)
-  draft.replace(path)
+  try:
+    draft.replace(path)
+  except OSError:  # such as a folder of this name
+    draft.unlink()
+    raise
   sync(path.parent)
 
 
