@@ -106,7 +106,7 @@ def pairs() -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
 @functools.lru_cache(maxsize=None)
 def config_of(*chosen: tuple[str, str]) -> config_lib.Config:
   """The config of GRPO, or of another method, with these choices, resolved and checked; InputError where refused."""
-  over = dict(algorithm='grpo', reward='x', rollout=dict(group_size=SIZE))
+  over = dict(algorithm='grpo', reward='x', rollout=dict(group_size=SIZE, max_new_tokens=C))
   for field, choice in chosen:
     over = tiny.merged(over, OTHERS[choice] if choice in OTHERS else FIELDS[field][choice])
   algorithm = algorithms.load_algorithm(over['algorithm'])
