@@ -192,15 +192,14 @@ def test_what_peft_cannot_tell_apart_is_not_written(tmp_path, caplog):
     ('qwen3_moe', 0, lora.DEFAULT, ''),
   ],
 )
-def test_adapters_that_peft_would_give_to_the_experts_are_not_written(
-  tmp_path, caplog, family, first_dense, targets, said
-):
+def test_adapters_that_peft_would_give_to_the_experts_are_named(tmp_path, caplog, family, first_dense, targets, said):
   """It takes gate_proj of a dense layer for that of the experts, and drops the adapter."""
   experts = dataclasses.replace(EXPERTS, first_dense=first_dense)
   cfg = tiny.config(family=family, num_layers=2, experts=experts, lora=(2, 3.0, False, targets))
   model = partition.build(cfg)
   peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
-  assert (tmp_path / 'adapter').exists() == (not said) and said in caplog.text
+  assert (tmp_path / 'adapter').exists()  # for this library, and for servers that read it as it is
+  assert said in caplog.text and bool(said) == ('does not load' in caplog.text)
 
 
 def test_all_linear_is_every_matrix_of_layers_but_those_of_experts(caplog):
@@ -237,7 +236,8 @@ def test_all_linear_is_every_matrix_of_layers_but_those_of_experts(caplog):
     ('nemotron_h', 'q|k|v', ''),
   ],
 )
-def test_adapters_that_peft_refuses_or_does_not_find_are_not_written(tmp_path, caplog, family, targets, said):
+def test_adapters_that_peft_refuses_or_does_not_find_are_named(tmp_path, caplog, family, targets, said):
   model = partition.build(tiny.hybrid(family, lora=(2, 3.0, False, targets)))
   peft.writer(model, tiny.params(model), 'base')(tmp_path / 'adapter')
-  assert (tmp_path / 'adapter').exists() == (not said) and said in caplog.text
+  assert (tmp_path / 'adapter').exists()  # for this library, and for servers that read it as it is
+  assert said in caplog.text and bool(said) == ('does not load' in caplog.text)

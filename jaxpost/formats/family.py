@@ -115,7 +115,7 @@ class Family:
   rows: tuple[str, ...] = ()  # parameters that are matrices of one row in a folder
   quantized: str = ''  # a `quant_method` that can be read, besides 'fp8'
   unused: str = ''  # regular expression of tensors that folders may hold and that have no effect
-  lost_adapters: str = ''  # regular expression of adapters that `peft` 0.21 drops or refuses when it loads a folder
+  lost_adapters: str = ''  # regular expression of adapters that `peft` 0.21 drops or refuses
   extra_layers: bool = False  # folders may hold layers for multi-token prediction behind the last
   # Beginnings of names in that layer -> those of the family; None: such a module cannot be trained.
   predictor: Mapping[str, str] | None = None

@@ -273,13 +273,17 @@ def _check_written(model: Model, kept: dict):
     raise InputError(f'`peft` cannot tell which matrices adapters of experts are of in a {model.config.family} model')
 
 
-def _check_loadable(model: Model, kept: dict):
-  """InputError for adapters that `peft` 0.21 would drop, or put elsewhere, when it loads the folder."""
+def _warn_of_lost(model: Model, kept: dict):
+  """Warns of adapters that `peft` 0.21 drops, or puts elsewhere, when it loads the folder; `load` reads them."""
   family = families.of_model(model.config.family)
   names = [name for k in kept.values() for name in k.names]
-  wrong = sorted({name for name in names if family.lost_adapters and re.search(family.lost_adapters, name)})
-  if wrong:
-    raise InputError(f'`peft` does not load adapters such as {wrong[0]} of a {model.config.family} model')
+  lost = sorted({name for name in names if family.lost_adapters and re.search(family.lost_adapters, name)})
+  if lost:
+    logging.warning(
+      'adapter/: `peft` does not load adapters such as %s of a %s model; jaxpost does, and the merged export has them',
+      lost[0],
+      model.config.family,
+    )
 
 
 def _check(folder, kept: dict, have: dict):
@@ -340,10 +344,10 @@ def writer(model: Model, params: dict, base: str) -> Callable:
   rank, alpha, rslora, _ = model.config.lora
   try:
     table = _kept(model)
-    _check_loadable(model, table)
   except InputError as e:  # the merged folder is whole without it
     logging.warning('no adapter/ is written: %s', e)
     return lambda folder: None
+  _warn_of_lost(model, table)
   tensors = dict(hf.export_tensors(table, params, np.dtype(np.float32)))
   wide = {_module(k): k.shape[1] // rank for p, k in table.items() if p.endswith('/b') and k.shape[1] > rank}
   if rslora and (wide or any(k.spec.stack > 1 for k in table.values())):
