@@ -136,8 +136,8 @@ def test_the_config_chooses(tmp_path, monkeypatch):
   from jaxpost.stage import config
 
   monkeypatch.setitem(sys.modules, 'mlflow', fake := Fake('mlflow'))
-  (log,) = (c.log for c in config.parse({'log': {'trackers': ('mlflow',), 'project': 'p', 'offline': True}}).values())
-  trackers.start(log, tmp_path)
+  (chosen,) = config.parse({'log': {'trackers': ('mlflow',), 'project': 'p', 'offline': True}}).values()
+  trackers.start(chosen, tmp_path)
   assert fake.of('set_experiment')[0][0] == ('p',)
   with pytest.raises(InputError, match="did you mean 'mlflow'"):
     config.parse({'log': {'trackers': ('mlfow',)}})

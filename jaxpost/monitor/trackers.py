@@ -126,8 +126,9 @@ def check_installed(names: Sequence[str]) -> None:
       raise InputError(f'config.log.trackers: {name} is not installed: pip install {name}, or leave it out')
 
 
-def start(log: Any, workdir: epath.PathLike) -> Trackers:
+def start(config: Any, workdir: epath.PathLike) -> Trackers:
   """Starts the trackers of `config.log`."""
+  log = config.log
   place = dict(project=log.project, entity=log.entity, run_name=log.run_name)
   return Trackers(Options(log.trackers, tags=log.tags, offline=log.offline, **place), workdir)
 
