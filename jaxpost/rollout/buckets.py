@@ -67,11 +67,13 @@ class Buckets:
     return [self.slots // n for n in (1, 2, 4, 8) if self.slots // n >= self.least_rows]
 
   def copy_sizes(self, rows: int, length: int) -> list[int]:
-    """Sizes of the table of page copies, where a prefill is `rows` prompts padded to `length`; [0] without pages."""
-    if not self.page_size:
-      return [0]
+    """Sizes of the table of page copies, where a prefill is `rows` prompts padded to `length`."""
     most = self.slots + rows * (length // self.page_size)  # each slot has a last page of its own
-    return sorted({bucket(n, 1 << 30, factor=8) for n in range(most + 1)})
+    return sorted({self.page_copies(n) for n in range(most + 1)})
+
+  def page_copies(self, count: int) -> int:
+    """Rows of the table for `count` page copies: few sizes, as each is a program of its own."""
+    return bucket(count, 1 << 30, factor=8)
 
   def prefill_rows(self, group_size: int) -> int:
     """Prompts of a prefill: as many as fill the slots once with `group_size` samples each."""

@@ -14,7 +14,6 @@ from jaxpost.programs import generate
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.generate import Entry
 from jaxpost.rollout import sampler_config
-from jaxpost.rollout.buckets import bucket
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
@@ -120,7 +119,7 @@ def make_entry(
     each[slot] = s.replace(max_tokens=s.max_tokens - drawn, min_tokens=s.min_tokens - drawn)
   table = None
   if engine.page:
-    table = np.full((bucket(len(copies), 1 << 30, factor=8), 3), -1, np.int32)
+    table = np.full((engine.buckets.page_copies(len(copies)), 3), -1, np.int32)
     table[: len(copies)] = np.array([dataclasses.astuple(copy) for copy in copies]).reshape(-1, 3)
   return Entry(source, index, sample, jax.tree.map(lambda *x: np.stack(x), *each), table)
 
@@ -151,7 +150,7 @@ def compile_jobs(
     tokens, counts = _abstract(engine, (rows, size)), _abstract(engine, (rows,))
     prefilled = programs.prefill.outputs(weights, tokens, counts)
     jobs.append(functools.partial(programs.prefill.compile, weights, tokens, counts))
-    for copies in buckets.copy_sizes(rows, size):
+    for copies in buckets.copy_sizes(rows, size) if engine.page else [0]:
       enters = entry.replace(copies=_abstract(engine, (copies, 3))) if copies else entry
       jobs.append(functools.partial(programs.insert.compile, state, prefilled, enters, key, step))
   for read in sorted({buckets.decode(n + engine.block) for n in range(low, high)}):
