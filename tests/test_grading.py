@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxpost import stages
 from jaxpost.environments import agents, episode, openai_server
 from jaxpost.errors import InputError
 from jaxpost.rewards.groups import Graded
@@ -227,3 +228,14 @@ def test_a_stored_rollout_is_the_whole_record(tmp_path):
     assert found.from_data == ('from_data' in fields)
     with pytest.raises(InputError, match=said):
       read(0.7)
+
+
+@pytest.mark.parametrize('algorithm, temperature', [('grpo', 0.5), ('rft', None)])
+def test_only_methods_that_read_stored_logprobs_ask_for_their_temperature(tmp_path, algorithm, temperature):
+  folder = tiny.folder(tmp_path / 'model')
+  over = dict(algorithm=algorithm, train_on_rollouts=str(tmp_path), rollout=dict(temperature=0.5))
+  _, stream = stages.policy_and_stream(tiny.grpo_config(folder, **over))
+  try:
+    assert stream.sampler.temperature == temperature
+  finally:
+    stream.close()

@@ -35,7 +35,7 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit, temperatu
   rollout = experience.rollout
   arrays = {name: x for name, x in arrays_of(rollout).items() if name not in _LEFT_OUT}
   arrays |= {'rewards': experience.rewards, 'verdicts': experience.verdicts, 'trained': credit.mask}
-  arrays['temperature'] = np.array([temperature])
+  arrays |= {'temperature': np.array([temperature]), 'sampling_mask': np.array([rollout.allowed is not None])}
   arrays |= {f'credit/{name}': x for name, x in credit.arrays.items()}
   scores = {name: x for name, x in experience.arrays.items() if name not in {'sampler_logprobs', *credit.arrays}}
   arrays |= {f'score/{name}': x for name, x in scores.items()}
@@ -45,7 +45,6 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit, temperatu
     'prompts': prompts_to_json(rollout),
     'messages': rollout.messages,
     'from_data': rollout.from_data,
-    'sampling_mask': rollout.allowed is not None,
   }
   object_store.write(path, _sealed(encode(about, arrays)))
 
@@ -78,7 +77,6 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
     raise InputError(f'{path}: another version of jaxpost has written it ({error}); sample again') from error
   except (ValueError, OSError) as error:
     raise InputError(f'{path}: not a rollout of a run: {error}') from error
-  arrays['sampling_mask'] = np.array([about.get('sampling_mask', False)])
   return rollout, arrays
 
 
@@ -148,13 +146,13 @@ class RecordedSampler:
     """Raises InputError where the recorded log-probs are not those that this run would have computed."""
     if rollout.from_data or rollout.expert is not None:
       raise InputError(f'{path}: has answers of the data, which have no log-probs; sample again')
+    if 'temperature' not in arrays:
+      raise InputError(f'{path}: another version of jaxpost has written it (it has no temperature); sample again')
     if arrays['sampling_mask'].item():
       raise InputError(
         f'{path}: was sampled with config.rl.sampling_mask, and its log-probs are not those of the whole distribution; '
         'sample again without it'
       )
-    if 'temperature' not in arrays:
-      raise InputError(f'{path}: another version of jaxpost has written it (it has no temperature); sample again')
     of_sources = 'temperature' in rollout.prompts[0].source.get('sampling', ())  # each prompt has its own
     if not of_sources and (was := arrays['temperature'].item()) != self.temperature:
       raise InputError(
