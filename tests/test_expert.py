@@ -185,7 +185,12 @@ def test_rows_without_a_completion_are_refused(folder, tmp_path):
 
 def test_a_chat_that_ends_with_a_question_has_no_answer(folder, tmp_path):
   chat = [dict(role='user', content='a'), dict(role='assistant', content='b'), dict(role='user', content='c')]
-  (tmp_path / 'rows.jsonl').write_text(json.dumps(dict(messages=chat, answer='b')) + '\n')
-  with pytest.raises(InputError, match='rows.jsonl:1: messages: ends with a turn of the user, so it has no answer'):
+  for row, said in (
+    (dict(messages=chat, answer='b'), 'ends with a turn of the user, so it has no answer'),
+    (dict(prompt=chat[:1], messages=chat, answer='b'), 'ends with a turn of the user'),
+    (dict(prompt='a', messages='b', answer='b'), 'is a str, must be a list of messages'),
+  ):
+    (tmp_path / 'rows.jsonl').write_text(json.dumps(row) + '\n')
     over = dict(data=dict(path=str(tmp_path / 'rows.jsonl')), rollout=dict(max_prompt_length=64))
-    jaxpost.policy_and_stream(config_of(folder, **over))
+    with pytest.raises(InputError, match=f'rows.jsonl:1: messages: {said}'):
+      jaxpost.policy_and_stream(config_of(folder, **over))

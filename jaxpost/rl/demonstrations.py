@@ -113,9 +113,10 @@ def without_experts(rollout: Rollout, *grades: list[Graded] | None) -> tuple:
 def check(tokenizer: Tokenizer, rows: Rows, limit: int) -> None:
   """Raises InputError if one of the first `limit` rows has no completion."""
   for i in range(0 if rows.streaming else min(len(rows), limit)):
-    if rows[i].get('prompt') is None and rows[i].get('messages'):
-      _answer(rows[i]['messages'], rows.where(i))
-    make_example(tokenizer, rows[i], rows.where(i))
+    row, where = rows[i], rows.where(i)
+    make_example(tokenizer, row, where)
+    if row.get('messages') is not None:
+      _answer(row['messages'], where)
 
 
 def make_example(tokenizer: Tokenizer, row: dict, where: str) -> Example:
