@@ -42,7 +42,7 @@ class Stage:
   meta: dict  # goes into each checkpoint, besides the stream's state
   on_step_begin: Callable[[int], None]  # with the number of the step
   forbid_compiles: Callable[[], None]  # after the first step a compilation is a warning
-  check_first_step: Callable[[dict], None]  # raises where those of `first_policy_step` cannot be right
+  check_first_step: Callable[[dict], None]  # raises if the metrics of `first_policy_step` cannot be right
   stop_profiler: Callable[[], None] | None  # after the last step, or an error; None: nothing is profiled
   wait_for_update: bool  # the next item needs the weights of this update
   host_health: HostHealth | None = None  # compares the processes of a run; None: there is one

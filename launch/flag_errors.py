@@ -11,7 +11,7 @@ from absl import flags
 
 from . import config_flag
 
-# What absl and ml_collections write before an InputError of a config file.
+# Matches the text that absl and ml_collections write before an InputError of a config file.
 _BEFORE_MESSAGE = re.compile(
   r'^flag --config=.*?: Error whilst parsing config file: jaxpost\.errors\.InputError: ', re.DOTALL
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 MapFn = Callable[[Row], Row | None]
-# What a user's function raises when it meets a row that it was not written for.
+# A user's function may raise these on a row that it was not written for.
 _ERRORS_OF_MAP = (
   ArithmeticError,
   AssertionError,

@@ -1,7 +1,7 @@
 """Heartbeats between the processes of a run: which one is gone, and what each was in.
 
 Each process sends one to JAX's coordination service every second, with the operation that it is in. A process without
-heartbeats is gone; the watchdog of one whose operation takes too long reads from them whom it waits for.
+heartbeats is gone. Where an operation takes too long, its watchdog reads from them which process it waits for.
 """
 
 from __future__ import annotations

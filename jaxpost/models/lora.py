@@ -135,7 +135,7 @@ def targets(table: dict) -> list[str]:
 
 
 def all_linear(table: dict, rank: int = 1) -> list[str]:
-  """Returns the paths that `lora.targets=all-linear` stands for: not those of a full rank below `rank`."""
+  """Returns the paths that `lora.targets=all-linear` stands for, except those whose full rank is below `rank`."""
   found = [p for p in targets(table) if 'expert' not in table[p].axes and not is_mtp(p)]
   return [p for p in found if full_rank(table[p]) >= rank]
 

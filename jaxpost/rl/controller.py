@@ -88,7 +88,7 @@ class Controller:
     with self.timer('pack'):
       credit = self.algorithm.credit(experience, self.config)
       updates = self.make_batches(experience, credit)
-    # With replay, rewards are logged as the policy has earned them, without the samples that were mixed in.
+    # The logged rewards are those of the rollout as it was sampled: replayed samples do not count.
     rewards = self.replay.metrics() if self.replay else graded.metrics()
     info = sampled.info | rewards | credit.metrics
     info |= reward_metrics.step_metrics(experience, self.step_shape, self.config)

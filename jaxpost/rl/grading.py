@@ -67,7 +67,7 @@ class Grader:
     return PendingGroups(self.pool, num_groups, local)
 
   def observe(self, sampled: PendingRollout, graded: GradedRollout) -> None:
-    """Passes grades to the observers; called after the prompts of later steps are drawn, as a checkpoint does first."""
+    """Passes grades to the observers, once the prompts of later steps are drawn, as they are before a checkpoint."""
     for observe in self.observers:
       observe(sampled, graded)
 

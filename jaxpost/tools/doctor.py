@@ -134,7 +134,7 @@ def _disk(what: str, path: epath.PathLike) -> Finding:
 
 
 def _network() -> list[Finding]:
-  """What the hosts have in common, and how fast messages and reductions between them are."""
+  """Examines the hosts: whether they are equal, and how fast messages and reductions between them are."""
   if coordination.process_count() == 1:
     return [Finding('hosts', 'one; give --distributed or --coordinator on each to examine several')]
   mine = {'host': socket.gethostname(), 'devices': len(jax.local_devices()), 'versions': start.versions()}
@@ -150,7 +150,7 @@ def _network() -> list[Finding]:
 
 
 def _unlike(hosts: list[dict]) -> str:
-  """What to do where hosts differ in what a run needs to be equal; '' where none does."""
+  """Returns what to do about hosts that differ where a run needs them to be equal; '' if none does."""
   for i, other in enumerate(hosts):
     for key in 'versions', 'devices':
       if other[key] != hosts[0][key]:
