@@ -390,12 +390,14 @@ def test_only_the_first_reason_is_printed(when, code, reason):
 
 def test_a_main_thread_waits_where_its_reading_thread_waits_for_another_process():
   """The code of the thread is compiled under the name of a module in which this library waits."""
-  made, done = {}, threading.Event()
-  exec(compile('def wait(event):\n  event.wait()', watchdog._WAITING[0], 'exec'), made)
+  made, begun, done = {}, threading.Event(), threading.Event()
+  code = 'def wait(begun, event):\n  begun.set()\n  event.wait()'
+  exec(compile(code, watchdog._WAITING[0], 'exec'), made)
   assert not watchdog.place()[1]
-  thread = threading.Thread(target=made['wait'], args=(done,), daemon=True)
+  thread = threading.Thread(target=made['wait'], args=(begun, done), daemon=True)
   thread.start()
   try:
+    assert begun.wait(10)
     assert watchdog.place()[1]
   finally:
     done.set()
