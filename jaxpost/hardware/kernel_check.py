@@ -14,7 +14,7 @@ import logging
 import pathlib
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ _TOLERANCE = 0.05
 _HEADS = 2  # kv heads that are checked, with all their query heads
 DECODE = 'decode'  # the name of the kernel for single tokens
 _DECODED = (4, 4, 1024, 32), (128, 130, 300, 8)  # slots decoded and held, entries of the cache and of a block
+# Autotuning the products of the reference took half a minute for each shape on an H200, and the kernels have none.
+_GPU_OPTIONS = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 _SCORES = 2**25  # of the reference that exist at a time
 _LARGE = 2**26  # numbers of a q above which there is less of it
 # Errors of a kernel, or of JAX lowering it (JaxRuntimeError is a RuntimeError), for a shape that it does not support.
@@ -153,6 +155,14 @@ def trusted(name: str, work: AttentionShape, dtype: str) -> str:
   return f'off by {", ".join(wrong)}' if wrong else ''
 
 
+def _compiler_options() -> dict[str, Any]:
+  """Returns options of XLA with which a check compiles in seconds."""
+  if jax.default_backend() != 'gpu':
+    return {}
+  refused = probe.refused_options(tuple(_GPU_OPTIONS.items()))
+  return {k: v for k, v in _GPU_OPTIONS.items() if k not in refused}
+
+
 def _packed_rows(count: int, length: int) -> tuple[jax.Array, jax.Array]:
   """Returns (segment_ids, positions) of one or two rows: documents and padding, and documents that fill a row."""
   cuts = jnp.array(
@@ -237,7 +247,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
       return run(q)
     return jnp.stack([run(q[:, i::n], stripe=(i, n)) for i in range(n)], axis=2).reshape(rows, length, heads, values)
 
-  @jax.jit
+  @functools.partial(jax.jit, compiler_options=_compiler_options())
   def measured(given, g):
     right, right_back = jax.vjp(exact, *(x.astype(jnp.float32) for x in given))
     out, back = jax.vjp(fast, *given)
@@ -276,7 +286,7 @@ def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, hel
   )
   sinks = jax.random.normal(keys[5], (heads,)) if work.sinks else None
 
-  @jax.jit
+  @functools.partial(jax.jit, compiler_options=_compiler_options())
   def measured(q, cache, recent, sinks):
     given = dict(window=window, cfg=work, sinks=sinks)
     exactly = jax.tree.map(lambda x: x[:slots].astype(jnp.float32), (q, cache, recent))

@@ -100,16 +100,31 @@ def model_flops(stage: Stage, tokens_per_s: float, context: float) -> dict[str, 
 
 
 def on_policy(
-  algorithm: str, preset: str, layers: int, prompts: int, group: int, prompt: int, new: int, steps: int
+  algorithm: str,
+  preset: str,
+  layers: int,
+  prompts: int,
+  group: int,
+  prompt: int,
+  new: int,
+  steps: int,
+  slots: int = 0,
+  micro: int = 0,
 ) -> dict[str, Any]:
-  """Times whole steps of a method that samples, by phase, after one that is not timed."""
+  """Times whole steps of a method that samples, by phase, after one that is not timed.
+
+  Args:
+    group: completions of each of the `prompts`, which have `prompt` tokens.
+    slots: sequences sampled at a time; 0: the default.
+    micro: rows of a micro-batch; 0: the default.
+  """
   cfg = workload.shape_of(preset, layers)
   config = dict(
     algorithm=algorithm,
     reward='even_words',
-    train=dict(steps=steps + 1),
+    train=dict(steps=steps + 1, micro_batch_size=micro),
     optim=dict(lr=1e-6),
-    rollout=dict(prompts=prompts, group_size=group, max_prompt_length=prompt, max_new_tokens=new),
+    rollout=dict(prompts=prompts, group_size=group, max_prompt_length=prompt, max_new_tokens=new, slots=slots),
   )
   watch = workload.Watch()
   lengths = np.full(prompts * (steps + 1), prompt)
