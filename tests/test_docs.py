@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import pathlib
 import re
 import shlex
@@ -211,3 +212,14 @@ def test_the_docs_say_where_things_happen():
     source = '\n'.join((CLONE / 'jaxpost' / file).read_text('utf-8') for file in files)
     for name in re.findall(r'`(\w+)`', names):
       assert re.search(rf'^\s*(?:class|def) {name}\b|^{name}\b.* = ', source, re.M), (files, name)
+
+
+def test_the_example_of_rounding_shows_what_other_sums_change(monkeypatch, capsys):
+  spec = importlib.util.spec_from_file_location('rounding', CLONE / 'docs/examples/rounding.py')
+  example = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(example)
+  for name, value in dict(T=64, D=128, F=256, H=4, V=256, L=8).items():
+    monkeypatch.setattr(example, name, value)
+  example.main()
+  found = [float(x) for x in re.findall(r'KL (\S+),', capsys.readouterr().out)]
+  assert len(found) == 3 and all(0 < kl < 1e-2 for kl in found)

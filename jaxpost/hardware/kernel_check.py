@@ -35,7 +35,6 @@ _TOLERANCE = 0.05
 _HEADS = 2  # kv heads that are checked, with all their query heads
 DECODE = 'decode'  # the name of the kernel for single tokens
 _DECODED = (4, 4, 1024, 32), (128, 130, 300, 8)  # slots decoded and held, entries of the cache and of a block
-# Autotuning the products of the reference took half a minute for each shape on an H200, and the kernels have none.
 _GPU_OPTIONS = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
 _SCORES = 2**25  # of the reference that exist at a time
 _LARGE = 2**26  # numbers of a q above which there is less of it
@@ -121,12 +120,8 @@ def _words(work: AttentionShape) -> str:
   words = [f'{work.heads} heads of {work.head_dim} on {work.kv_heads}']
   if work.parts > 1:
     words.insert(0, f'{work.parts} parts')
-  if work.sinks:
-    words.append('sinks')
-  if work.attention_softcap:
-    words.append('a soft cap')
-  if work.branches:
-    words.append('branches')
+  more = dict(sinks=work.sinks, branches=work.branches) | {'a soft cap': work.attention_softcap}
+  words += [name for name, there in more.items() if there]
   return ', '.join(words)
 
 
@@ -156,11 +151,9 @@ def trusted(name: str, work: AttentionShape, dtype: str) -> str:
 
 
 def _compiler_options() -> dict[str, Any]:
-  """Returns options of XLA with which a check compiles in seconds."""
-  if jax.default_backend() != 'gpu':
-    return {}
-  refused = probe.refused_options(tuple(_GPU_OPTIONS.items()))
-  return {k: v for k, v in _GPU_OPTIONS.items() if k not in refused}
+  """Returns options of XLA; tuning the products of the reference takes half a minute for each shape on an H200."""
+  options = _GPU_OPTIONS if jax.default_backend() == 'gpu' else {}
+  return {k: v for k, v in options.items() if k not in probe.refused_options(tuple(options.items()))}
 
 
 def _packed_rows(count: int, length: int) -> tuple[jax.Array, jax.Array]:
@@ -262,8 +255,7 @@ def _decode_errors(work: AttentionShape, dtype: str, window: int) -> dict[str, f
 
   Of few slots, over whose entries blocks of the device are split, and of many, with more in the cache than are decoded.
   """
-  found = [_decode_error(work, dtype, window, *sizes) for sizes in _DECODED]
-  return dict(out=max(found))
+  return dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
 
 
 def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, held: int, *rooms: int) -> float:

@@ -2,7 +2,8 @@
 
 A program takes as long as the slowest of its three parts, were they perfectly
 overlapped: products at the peak rate, bytes through the memory, bytes over
-the network. The sum of the three is what it takes without any overlap.
+the network. The sum of the three is what it takes without any overlap. What is expected uses the
+rates that a chip was measured to reach, where they are known; docs/performance.md compares it with steps.
 
 Programs of a step follow each other. Where sampling is asynchronous (`rl/rollout_queue.py`),
 those on devices of their own run at the same time.
@@ -26,8 +27,13 @@ if TYPE_CHECKING:
 
   import jax
 
+  from jaxpost.hardware.chips import Chip
   from jaxpost.stage.place import PlacedStage
 
+_ESTIMATES = 'roofline', 'expected', 'no_overlap', 'xla'
+# Shares of FLOP/s and bandwidth that large products and copies reached on an H200, which has the die of an H100.
+_REACHED = 0.72, 0.86
+_MEASURED = 'H100', 'H200'
 _SCORING = 'score', 'values'
 # Programs that training and sampling devices both wait for, or an update does.
 _WAITED_FOR = 'reshard', 'hidden'
@@ -205,6 +211,7 @@ def work(
     collective_minimum=least,
     seconds=dict(
       roofline=seconds,
+      expected=expected(totals.flops, totals.bytes, wire, chip),
       no_overlap=sum(known) if known else None,
       **parts,
       xla=totals.cycles / chip.clock if chip.clock and totals.cycles else None,
@@ -212,6 +219,21 @@ def work(
     roofline_mfu=model / chip.flops / seconds if seconds else None,
     unknown_loops=list(totals.unknown),
   )
+
+
+def expected(flops: float, count: float, wire: float, chip: Chip) -> float | None:
+  """Returns the seconds of a program at the rates that a chip reaches, None where they are unknown.
+
+  The longest of products, memory and network, and half of the others: the overlap of what was measured on an H200.
+
+  Args:
+    count: bytes through the memory.
+    wire: seconds of the network.
+  """
+  if chip.kind not in _MEASURED:
+    return None
+  parts = flops / chip.flops / _REACHED[0], count / chip.bandwidth / _REACHED[1], wire
+  return (sum(parts) + max(parts)) / 2
 
 
 def host_of(topology: machines.Topology, mesh: jax.sharding.Mesh) -> list[tuple[int, int]]:
@@ -233,7 +255,7 @@ def step_seconds(rows: list[dict], name: str, staleness: int) -> float:
 
   Args:
     rows: of `programs`.
-    name: which estimate: roofline, no_overlap or xla.
+    name: which estimate, one of _ESTIMATES.
     staleness: as in config.rollout.
   """
   alone = 0.0
@@ -249,10 +271,10 @@ def step_seconds(rows: list[dict], name: str, staleness: int) -> float:
 
 
 def summary(placed: PlacedStage, topology: machines.Topology, rows: list, price: float) -> dict:
-  """Returns seconds a step, rates and cost, with and without overlap, and by XLA; price: USD per chip-hour."""
+  """Returns seconds a step, rates and cost by each estimate; price: USD per chip-hour."""
   step = step_of(placed)
   out = {}
-  for name in ('roofline', 'no_overlap', 'xla'):
+  for name in _ESTIMATES:
     used = [r for r in rows if r['calls']]
     if not used or any(r['seconds'][name] is None for r in used):
       continue

@@ -30,8 +30,8 @@ class BatchShape:
 
 
 def slots(rollout: RolloutSection, sequences: int) -> int:
-  """Returns the sequences to sample at a time: `config.rollout.slots`, or all of them, but at most 256."""
-  return rollout.slots or min(sequences, 256)
+  """Returns the sequences to sample at a time: `config.rollout.slots`, or all of them, but at most 512."""
+  return rollout.slots or min(sequences, 512)
 
 
 def row_length(config: Config, on_policy: bool) -> int:

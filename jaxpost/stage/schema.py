@@ -101,7 +101,7 @@ class TrainSection:
   )
   micro_batch_size: int = option(
     0,
-    'Rows at a time; 0: all of data, about 8,192 tokens a device of rollouts (2,048 on CPU), but no more than fits.',
+    'Rows at a time; 0: all of data, about 16,384 tokens a device of rollouts (2,048 on CPU), but no more than fits.',
     lo=0,
     hi=2**20,
   )

@@ -25,7 +25,7 @@ class RolloutSection:
   stop_strings: tuple = option((), 'Strings that end a completion, in addition to the stop tokens.', each=str)
   min_new_tokens: int = option(0, 'Tokens before the first stop token or stop string is allowed.', lo=0, hi=2**24)
   top_logprobs: int = option(0, 'Most probable tokens at each position whose log-probs samples/ has; 0: none.', lo=0)
-  slots: int = option(0, 'Sequences decoded at a time; 0: all, up to 256, or what fits.', lo=0, hi=2**20)
+  slots: int = option(0, 'Sequences decoded at a time; 0: all, up to 512, or what fits.', lo=0, hi=2**20)
   page_size: int = option(
     0,
     'Tokens in a page of the key-value cache, a power of two; 0: no pages, each slot fits the longest text.',

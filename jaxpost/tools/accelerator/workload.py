@@ -98,7 +98,9 @@ class Running:
       if 'totals' in row:
         hosts = dict(roofline.host_of(topology, row['mesh']))
         work = roofline.work(row, row['mesh'], topology, hosts)
-        found |= dict(roofline_s=work['seconds']['roofline'], program_flops=work['flops']['program'])
+        seconds = work['seconds']
+        found |= dict(roofline_s=seconds['roofline'], expected_s=seconds['expected'])
+        found |= dict(program_flops=work['flops']['program'])
         found |= dict(model_flops=work['flops']['model'], memory_traffic_bytes=work['memory_traffic_bytes'])
       out.append(found)
     return out
