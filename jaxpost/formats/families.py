@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxpost.errors import InputError
-from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, TAKEN_BY_EXPERTS, ExpertFields, Family
+from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, TAKEN_BY_EXPERTS, ExpertFields, Family, fused_experts
 
 # Groups of fields that several families read.
 _LAYERS = ('sliding_window', 'layer_types')
@@ -62,11 +62,6 @@ _GEMMA2 = Family(
 )
 
 # A tensor has gate and up in turn: gate is every second entry from 0 on, up from 1 on.
-_GPT_OSS_EXPERTS = {
-  f'layers/{name}{kind}': (f'model.layers.{{}}.mlp.experts.{tensor}_proj{kind}', first, step)
-  for name, tensor, first, step in (('gate', 'gate_up', 0, 2), ('up', 'gate_up', 1, 2), ('down', 'down', 0, 1))
-  for kind in ('', '_bias')
-}
 _GPT_OSS_DEFAULTS = dict(
   num_key_value_heads=8,
   head_dim=64,
@@ -153,7 +148,7 @@ FAMILIES = {
       num='num_local_experts', size='intermediate_size', normalize=True, limit='swiglu_limit', alpha='swiglu_alpha'
     ),
     names={'gate': 'router'},
-    fused=_GPT_OSS_EXPERTS,
+    fused=fused_experts('model.layers.{}.mlp.experts.%s_proj', 'interleaved'),
     reads=('attention_bias', *_LAYERS),
     # Spellings of what is read besides, in the files of OpenAI.
     ignored=('experts_per_token', 'initial_context_length', 'quantization_config'),

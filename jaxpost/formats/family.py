@@ -63,6 +63,12 @@ DEEPSEEK_ROUTER = ExpertFields(
 TAKEN_BY_EXPERTS = r'\.mlp\.(shared_experts?\.)?(gate|up|down)_proj\.'
 
 
+def fused_experts(tensor: str, order: str, *, inner: str = 'gate_up', down: str = 'down') -> dict[str, tuple[str, str]]:
+  """Returns `Family.fused` of experts whose gates and up projections are in one tensor; `tensor` has %s."""
+  names = dict(gate=inner, up=inner, down=down).items()
+  return {f'layers/{x}{kind}': (tensor % y + kind, order) for x, y in names for kind in ('', '_bias')}
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
   """A family of decoders as data. Every field is a difference from Llama.
@@ -108,10 +114,9 @@ class Family:
   prefix: str = 'model'  # how the names of all but the head begin
   spellings: Mapping[str, str] = _mapping()  # other spelling of a part of a name -> the one that is read
   names: Mapping[str, str] = _mapping()  # Llama's module -> the family's; parameters of one name are its rows
-  # Parameter -> (tensor, first, step): all experts are in one tensor, which is not
-  # transposed, and the parameter is every `step`-th entry of its last dimension; 0: the entries
-  # are those of the parameters in this order; -1: the same, and each expert is transposed.
-  fused: Mapping[str, tuple[str, int, int]] = _mapping()
+  # Parameter -> (tensor, order): a tensor has all experts, [experts, inputs, outputs], and its parameters are 'joined'
+  # one behind the other in the outputs, or 'interleaved' there; 'transposed' is joined in [experts, outputs, inputs].
+  fused: Mapping[str, tuple[str, str]] = _mapping()
   rows: tuple[str, ...] = ()  # parameters that are matrices of one row in a folder
   quantized: str = ''  # a `quant_method` that can be read, besides 'fp8'
   unused: str = ''  # regular expression of tensors that folders may hold and that have no effect

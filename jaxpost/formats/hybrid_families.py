@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, TAKEN_BY_EXPERTS, ExpertFields, Family
+from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, TAKEN_BY_EXPERTS, ExpertFields, Family, fused_experts
 from jaxpost.formats.latent_families import SIZES
 
 _DELTA = dict(
@@ -157,9 +157,7 @@ GRANITE_HYBRID = Family(
   experts=ExpertFields(num='num_local_experts', size='intermediate_size', normalize=True, optional=True),
   names={'mlp.gate': 'block_sparse_moe.router.layer', 'mlp.shared_experts': 'shared_mlp', 'mlp': 'shared_mlp'}
   | {'gate_proj': 'input_linear', 'up_proj': 'input_linear', 'down_proj': 'output_linear'},
-  fused={
-    f'layers/{name}': (_ONE % side, 0, -1) for name, side in dict(gate='input', up='input', down='output').items()
-  },
+  fused=fused_experts(_ONE, 'transposed', inner='input', down='output'),
   reads=('attention_bias', 'mamba_conv_bias', 'shared_intermediate_size', *_SPACE_LAYERS, *_SPACE, *MULTIPLIERS),
   only=dict(normalization_function='rmsnorm'),
   ignored=('mamba_chunk_size', 'init_method'),

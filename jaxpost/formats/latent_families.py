@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpost.formats.family import DEEPSEEK_ROUTER, TAKEN_BY_EXPERTS, Family
+from jaxpost.formats.family import DEEPSEEK_ROUTER, TAKEN_BY_EXPERTS, Family, fused_experts
 from jaxpost.formats.layer_fields import QUERY_SCALE
 
 SIZES = ('kv_lora_rank', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim')
@@ -41,12 +41,11 @@ DEEPSEEK = Family(
   ),
 )
 
-_EXPERTS = 'model.layers.{}.mlp.experts.%s_proj'  # all experts of a layer
 MISTRAL4 = Family(
   architecture='Mistral4ForCausalLM',
   latent=True,
   experts=dataclasses.replace(DEEPSEEK_ROUTER, sigmoid=False, choice_bias=False),
-  fused={f'layers/{x}': (_EXPERTS % y, 0, -1) for x, y in dict(gate='gate_up', up='gate_up', down='down').items()},
+  fused=fused_experts('model.layers.{}.mlp.experts.%s_proj', 'transposed'),
   reads=(*DEEPSEEK.reads, QUERY_SCALE),
   aliases=DEEPSEEK.aliases,
   ignored=('qk_head_dim',),

@@ -4,15 +4,13 @@ Those of Gemma 4 have heads of two sizes (`mixed_fields.py`), and some of Llama 
 (`chunked_fields.py`).
 """
 
-from jaxpost.formats.family import ExpertFields, Family
+from jaxpost.formats.family import ExpertFields, Family, fused_experts
 from jaxpost.formats.layer_fields import FULL, LOCAL
 
 _ROPES = {
   FULL: dict(rope_type='proportional', partial_rotary_factor=0.25, rope_theta=1e6),
   LOCAL: dict(rope_type='default', rope_theta=1e4),
 }
-_EXPERTS = 'model.layers.{}.experts.%s_proj'  # all experts of a layer
-_LLAMA_EXPERTS = 'model.layers.{}.feed_forward.experts.%s_proj'  # all experts of a layer
 _SIDE = ('hidden_size_per_layer_input', 'vocab_size_per_layer_input')
 _FULL = ('global_head_dim', 'num_global_key_value_heads', 'per_layer_config', 'attention_k_eq_v')
 
@@ -29,7 +27,7 @@ FAMILIES = {
     ),
     aliases={'top_k_experts': 'num_experts_per_tok'},
     names={'mlp.shared_experts': 'mlp', 'mlp.gate': 'router.proj'},
-    fused={f'layers/{x}': (_EXPERTS % y, 0, -1) for x, y in dict(gate='gate_up', up='gate_up', down='down').items()},
+    fused=fused_experts('model.layers.{}.experts.%s_proj', 'transposed'),
     unused=r'model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight',  # of layers that read those of others
     reads=('sliding_window', 'layer_types', 'final_logit_softcapping', *_SIDE, *_FULL, 'use_bidirectional_attention')
     + ('num_kv_shared_layers', 'use_double_wide_mlp'),
@@ -50,9 +48,7 @@ FAMILIES = {
       'mlp.gate': 'feed_forward.router',
       'mlp': 'feed_forward',
     },
-    fused={
-      f'layers/{x}': (_LLAMA_EXPERTS % y, 0, 0) for x, y in dict(gate='gate_up', up='gate_up', down='down').items()
-    },
+    fused=fused_experts('model.layers.{}.feed_forward.experts.%s_proj', 'joined'),
     reads=('attention_bias', 'use_qk_norm', 'no_rope_layers', 'no_rope_layer_interval', 'layer_types')
     + ('intermediate_size_mlp', 'moe_layers', 'interleave_moe_layer_step', 'attention_chunk_size')
     + ('attn_temperature_tuning', 'floor_scale', 'attn_scale'),

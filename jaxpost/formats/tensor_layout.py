@@ -25,7 +25,7 @@ from jaxpost.models.parameters import Param, input_dims, is_mtp
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
-_JOINED = {-1: 1, 0: 2}  # step -> the dimension of a tensor in which parameters follow each other, where it is not 0
+_AXES = {'joined': 2, 'transposed': 1}  # the dimension of a tensor in which parameters follow each other
 _PIECE = 16 << 20  # bytes that are read at a time
 
 
@@ -33,17 +33,15 @@ _PIECE = 16 << 20  # bytes that are read at a time
 class Stored:
   """The place of a parameter: rows of tensors, one for each layer (or expert).
 
-  names: of the tensors. shape: of each tensor. first: the first row in each.
-  step: above 1, the parameter is every `step`-th entry of the last dimension, from `first` on; 0 or -1, all experts are
-    in a tensor, and the parameter is entries of the last dimension that follow each other; with -1, each expert is
-    transposed. column: the first column of a matrix. copies: further tensors that an export has of it.
+  names: of the tensors. shape: of each tensor. first: the first row in each, or the first entry where `order` (of
+  `Family.fused`) is not ''. column: the first column of a matrix. copies: further tensors that an export has of it.
   """
 
   spec: Param
   names: tuple[str, ...]
   shape: tuple[int, ...]
   first: int = 0
-  step: int = 1
+  order: str = ''
   column: int = 0
   copies: tuple[str, ...] = ()
 
@@ -53,17 +51,18 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
   family = families.of_model(cfg.family)
   out, ends = {}, {}
   for path, spec in (rows or transformer.param_table(cfg)).items():
-    fused = family.fused.get(f'layers/{path.partition("/")[2]}') if 'expert' in spec.axes else None
-    if fused:
-      name, first, step = fused
+    inside = f'layers/{path.partition("/")[2]}'
+    if 'expert' in spec.axes and inside in family.fused:
+      name, order = family.fused[inside]
       spec = dataclasses.replace(spec, hf=name, matrix=False)
       *outer, last = spec.shape[spec.stack :]
-      names = _names(spec.hf, spec)
-      if step < 1:
-        first = ends.get(names, 0)
+      names, turns = _names(spec.hf, spec), [x for x, (tensor, _) in family.fused.items() if tensor == name]
+      if order == 'interleaved':
+        shape, first = (*outer, last * len(turns)), turns.index(inside)
+      else:
+        shape, first = (outer[0], last, outer[1]) if order == 'transposed' else (*outer, last), ends.get(names, 0)
         ends[names] = first + last
-      shape = (outer[0], last, outer[1]) if step < 0 else (*outer, last * max(step, 1))
-      out[path] = Stored(spec, names, shape, first, step)
+      out[path] = Stored(spec, names, shape, first, order)
       continue
     name = f'.{re.sub("^model(?=[.])", family.prefix, spec.hf)}.'
     for ours, theirs in family.names.items():
@@ -92,7 +91,7 @@ def _whole(stored: Stored, rows: int | None) -> tuple[int, ...]:
   """Returns the shape of the tensors of a parameter, which have `rows` rows of all their parameters, if several."""
   if rows is None:
     return stored.shape
-  at = _JOINED.get(stored.step, 0)
+  at = _AXES.get(stored.order, 0)
   return (*stored.shape[:at], rows, *stored.shape[at + 1 :])
 
 
@@ -285,15 +284,16 @@ def _read(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tu
     end = min(end, tensor.get_shape()[0])
     if start >= end:  # only padding; safetensors refuses empty slices
       return np.zeros((0, *(b - a for a, b in rest)))
-    if stored.step < 1:
+    if stored.order in _AXES:
       inputs, (low, high) = rest
       rows = slice(stored.first + low, stored.first + high)
-      if stored.step == 0:
+      if stored.order == 'joined':
         return tensor[(slice(start, end), slice(*inputs), rows)]
       return tensor[(slice(start, end), rows, slice(*inputs))].swapaxes(1, 2)
-    if stored.step > 1:
-      rest[-1] = tuple(stored.step * x for x in rest[-1])
-      return tensor[(slice(start, end), *(slice(*x) for x in rest))][..., stored.first :: stored.step]
+    if stored.order == 'interleaved':
+      turns = stored.shape[-1] // stored.spec.shape[-1]
+      rest[-1] = tuple(turns * x for x in rest[-1])
+      return tensor[(slice(start, end), *(slice(*x) for x in rest))][..., stored.first :: turns]
     rows = slice(stored.first + start, stored.first + end)
     return tensor[(rows, *(slice(*x) for x in rest))]
   cut = input_dims(stored.spec)
@@ -313,13 +313,13 @@ def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
     value = value.reshape(size, -1).T
     others = stored.shape[1] - size  # columns of other parameters
     return np.pad(value, ((0, 0), (stored.column, others - stored.column))) if others else value
-  if stored.step < 0:
+  if stored.order == 'transposed':
     return value.swapaxes(1, 2)
   return value[None] if len(stored.shape) > value.ndim else value[: stored.shape[0]]
 
 
 def together(stored: Stored, parts: list[np.ndarray]) -> np.ndarray:
   """Joins the `rows` of all parameters in a tensor."""
-  if stored.step > 1:
+  if stored.order == 'interleaved':
     return np.stack(parts, axis=-1).reshape(stored.shape)
-  return np.concatenate(parts, axis=_JOINED.get(stored.step, 0)) if len(parts) > 1 else parts[0]
+  return np.concatenate(parts, axis=_AXES.get(stored.order, 0)) if len(parts) > 1 else parts[0]
