@@ -197,7 +197,9 @@ def _below(start: Any, size: int, end: Any) -> jax.Array | None:
 
 
 def _mask(shape: tuple[int, int], down: jax.Array | None, across: jax.Array | None) -> jax.Array | None:
-  masks = [m for m in (None if down is None else down[:, None], None if across is None else across[None]) if m is not None]
+  masks = [
+    m for m in (None if down is None else down[:, None], None if across is None else across[None]) if m is not None
+  ]
   return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape) if masks else None
 
 
