@@ -84,6 +84,17 @@ def test_the_kernel_is_a_product_for_each_group(case, dtype):
   close(GROUPS(x, g, sizes, interpret=True), dw, 1e-5)
 
 
+@pytest.mark.parametrize('case', ['uneven', 'many tiles', 'tiles of 64'])
+def test_the_order_of_programs_does_not_matter(monkeypatch, case):
+  """None writes rows of another one: a device runs them at the same time, the interpreter one after the other."""
+  x, w, g, sizes, groups = draw(CASES[case], 'bfloat16')
+  of = grouped_triton._Places.of
+  monkeypatch.setattr(grouped_triton._Places, 'of', lambda places, i: of(places, places.rows * places.columns - 1 - i))
+  out, _, dw = right(x, w, g, groups)
+  close(ROWS(x, w, sizes, interpret=True), out, 1e-5)
+  close(GROUPS(x, g, sizes, interpret=True), dw, 1e-5)
+
+
 def test_a_result_may_be_rounded():
   x, w, g, sizes, groups = draw(CASES['uneven'], 'bfloat16')
   for kernel, given in (ROWS, (x, w)), (GROUPS, (x, g)):
