@@ -30,7 +30,7 @@ def grouped(x, w, sizes, compute: Compute, out: str = 'float32'):
     compute: defines the type of the operands, forward and backward.
     out: type of the result, accumulated in float32.
   """
-  return _rows_by_groups('nd,df->nf', x, w, sizes, compute, out)
+  return _rows_by_groups('nd,df->nf', x, w, sizes, compute, out=out)
 
 
 def _grouped_forward(x, w, sizes, compute, out):
@@ -43,7 +43,7 @@ def _grouped_backward(compute, out, residuals, g):
   del out
   x, w, sizes, (x_kind, w_kind) = residuals
   g = g.astype(compute.dtype)
-  dx = _rows_by_groups('nf,df->nd', g, w, sizes, compute, x_kind.dtype.name)
+  dx = _rows_by_groups('nf,df->nd', g, w, sizes, compute, out=x_kind.dtype.name)
   return dx, _groups_of_rows(x, g, sizes, compute, w_kind.dtype.name), None
 
 
