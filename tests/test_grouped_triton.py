@@ -12,6 +12,7 @@ import pathlib
 import subprocess
 import sys
 
+import children
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,8 @@ import tiny
 from jaxpost.distributed import coordination
 from jaxpost.hardware import grouped_check, kernel_check, probe
 from jaxpost.matmul import Compute, compute_for
-from jaxpost.models import expert_mlp, grouped, grouped_triton
+from jaxpost.models import expert_mlp, grouped, grouped_triton, moe
+from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 from jaxpost.planning import cost
 
@@ -151,6 +153,36 @@ def test_experts_are_those_of_xla(interpreted, room):
   )
   for a, b in zip(ours, plain, strict=True):
     close(a, np.asarray(b), 1e-2)  # sums of another order are rounded to bfloat16 between products
+
+
+def main():
+  """Prints {mesh: largest error} of a layer of experts on 4 devices, each of which runs the kernel."""
+  from jaxpost.distributed.mesh import make_layout
+
+  grouped_triton.rows_by_groups = functools.partial(ROWS, interpret=True)
+  grouped_triton.groups_of_rows = functools.partial(GROUPS, interpret=True)
+  model = model_lib.build(tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24)))
+  params = {k: tiny.params(model)['layers'][k][0] for k in ('router', 'gate', 'up', 'down')}
+  x = jnp.asarray(np.random.RandomState(0).standard_normal((8, 4, 32)), jnp.float32)
+
+  def run(layout, on):
+    compute = Compute(platform='gpu', grouped_kernel=on)
+
+    def loss(p, x):
+      return jnp.sum(jnp.square(moe.mlp(p, x, model.config, compute, layout)[0]))
+
+    return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x))
+
+  right, out = run(tiny.one_device(), False), {}
+  for mesh in 'expert=4', 'expert=2,tensor=2', 'tensor=2,fsdp=2':
+    ours = run(make_layout(mesh, 'train', '--mesh'), True)
+    out[mesh] = max(float(tiny.largest(a - b) / tiny.largest(b)) for a, b in zip(ours, right, strict=True))
+  print(json.dumps(out))
+
+
+def test_each_device_runs_it_on_its_own_rows():
+  found = json.loads(children.run(__file__, devices=4).stdout)
+  assert len(found) == 3 and {k: x for k, x in found.items() if not x <= 1e-2} == {}
 
 
 def test_which_platforms_have_it():
@@ -299,3 +331,7 @@ def test_it_compiles_for_gpus_without_copies():
   for (n, d, f, _), (memory, flops) in zip(shapes, found.values(), strict=True):
     assert memory < 2**17  # the numbers of tiles and no array of rows or matrices
     assert flops == pytest.approx(3 * 2 * n * d * f, rel=0.01)
+
+
+if __name__ == '__main__':
+  main()
