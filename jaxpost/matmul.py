@@ -19,17 +19,15 @@ class Compute:
   """How a program computes on a platform: types, memory and implementations.
 
   Attributes:
-    dtype: type of the operands of matrix products. 'bfloat16' and 'float16'
-      accumulate in float32; 'float32' is the exact mode of tests and parity
-      (without HIGHEST an accelerator would use TF32 or bfloat16 passes).
+    dtype: type of the operands of matrix products. 'bfloat16' and 'float16' accumulate in float32; 'float32' is the
+      exact mode of tests and parity (without HIGHEST an accelerator would use TF32 or bfloat16 passes).
     residual: type of the residual stream and other activations.
     cache: type of cached keys and values, which are rounded to `dtype` before; types of 8 bits have scales.
     unroll: layers as straight-line code (CPU, samplers) instead of `lax.scan`.
     remat: what the backward pass does not store but recomputes: 'none'; 'dots', all but the results of
       projections and attention; 'full', all but the input of each layer.
     q_chunk: queries attended to at a time.
-    micro_tokens: tokens of a device at a time in an on-policy update; small
-      parts waste less computation on the padding of completions.
+    micro_tokens: tokens of a device at a time in an on-policy update; small parts waste less on padding.
     head_elements: upper bound of logits (tokens x vocabulary) in memory.
     decode_block: tokens that a sampler decodes per dispatch (`rollout.block=0`).
     platform: 'cpu', 'gpu' or 'tpu', for what XLA does well on one of them only.
@@ -39,8 +37,8 @@ class Compute:
     attention: implementation, see `models/attention.py`.
     forced: raise an error where it does not support something, instead of using another one.
     decode_kernel: decode by `models/decode_triton.py`; an engine clears it for models that this does not support.
-    rejected_shapes: `attention_kernels.AttentionShape`s for which the kernel was
-      found wrong on this device; XLA computes those.
+    grouped_kernel: multiply groups of rows, of 16 bits, by `models/grouped_triton.py`.
+    rejected_shapes: `AttentionShape`s for which the attention kernel is wrong on this device; XLA computes those.
   """
 
   dtype: str = 'bfloat16'
@@ -58,6 +56,7 @@ class Compute:
   attention: str = 'chunked'
   forced: bool = False
   decode_kernel: bool = False
+  grouped_kernel: bool = False
   rejected_shapes: tuple = ()
 
 
@@ -92,6 +91,7 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto', 
     group_block=256,
     ragged=platform == 'tpu',
     decode_kernel=attention == 'triton',
+    grouped_kernel=platform != 'tpu' and dtype != 'float32',
   )
 
 

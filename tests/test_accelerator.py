@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpost.hardware import kernel_check, memory, probe
+from jaxpost.hardware import grouped_check, kernel_check, memory, probe
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention_kernels, presets
 from jaxpost.stage import on_policy
@@ -40,6 +40,16 @@ def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length):
   if refused:
     pytest.skip(f'{name} cannot do {refused}')
   assert not kernel_check.trusted(name, shape, compute.dtype)
+
+
+@pytest.mark.parametrize('preset', [name for name in WIDE if presets.every()[name].experts])
+def test_experts_agree_with_products_in_float32(accelerator, preset):
+  """Also with adapters."""
+  compute = compute_for(accelerator.platform, probe.matmul_type()[0], 'none')
+  if not compute.grouped_kernel:
+    pytest.skip(f'XLA computes experts on {accelerator.platform} in {compute.dtype}')
+  for matrix in grouped_check.matrices(presets.every()[preset], rank=16):
+    assert not grouped_check.trusted(grouped_check.GROUPED, matrix, compute.dtype), matrix
 
 
 @pytest.mark.parametrize('preset', ['xs', 'tiny_moe'])

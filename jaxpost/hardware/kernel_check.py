@@ -1,4 +1,4 @@
-"""Numerical check of attention kernels on this device, shape by shape.
+"""Numerical check of attention kernels on this device, shape by shape; `grouped_check.py` has that of experts.
 
 It runs before the programs of a run are compiled. A shape that a kernel gets
 wrong goes to XLA's attention. `models/attention_kernels.py` has the kernels.
@@ -13,7 +13,8 @@ import functools
 import logging
 import pathlib
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -36,6 +37,7 @@ _HEADS = 2  # kv heads that are checked, with all their query heads
 DECODE = 'decode'  # the name of the kernel for single tokens
 _DECODED = (4, 4, 1024, 32), (128, 130, 300, 8)  # slots decoded and held, entries of the cache and of a block
 _GPU_OPTIONS = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
+_AT_A_TIME = 4
 _SCORES = 2**25  # of the reference that exist at a time
 _LARGE = 2**26  # numbers of a q above which there is less of it
 # Errors of a kernel, or of JAX lowering it (JaxRuntimeError is a RuntimeError), for a shape that it does not support.
@@ -71,18 +73,9 @@ def verify(compute: Compute, uses: Iterable[KernelUse], decoded: Sequence[ModelC
   dtype = compute.dtype
   works = sorted({(compute.attention, work) for use in uses for work in _shapes_to_check(compute, use)})
   works += sorted({(DECODE, work) for cfg in decoded for work in decoded_shapes(compute, cfg)})
-  path = probe.cache_file('attention.json')
-  keys = [_key(name, dtype, work) for name, work in works]
-  known = probe.read_cache(path)
-  whys = ['' if key in known else trusted(name, work, dtype) for key, (name, work) in zip(keys, works)]
-  correct = {key: 1 for key, why in zip(keys, whys) if not why}
-  if not correct.keys() <= known.keys():
-    probe.add_to_cache(path, correct)
   out, decode_kernel = [], compute.decode_kernel
-  device = jax.local_devices()[0].device_kind
-  for (name, work), of_processes in zip(works, zip(*coordination.all_gather(whys))):
-    why = next(filter(None, of_processes), '')
-    where = f'{device} with jax {jax.__version__}' + f' for rows of {work.length} tokens' * (work.length > 0)
+  for (name, work), why in zip(works, faults(works, dtype, trusted)):
+    where = where_it_runs() + f' for rows of {work.length} tokens' * (work.length > 0)
     wrong = f'{name} is wrong on {where}, {_words(work)}: {why}'
     if why and compute.forced and name != DECODE:
       raise InputError(f'config.model.attention: {wrong}; take auto')
@@ -93,6 +86,28 @@ def verify(compute: Compute, uses: Iterable[KernelUse], decoded: Sequence[ModelC
         out.append(work)
       logging.warning('attention by %s; XLA computes these', wrong)
   return dataclasses.replace(compute, rejected_shapes=tuple(out), decode_kernel=decode_kernel)
+
+
+def faults(works: Sequence[tuple[str, Any]], dtype: str, check: Callable[[str, Any, str], str]) -> list[str]:
+  """Returns for each (kernel, shape) why it is wrong on a process, or ''; see `verify`.
+
+  Args:
+    check: fn(kernel, shape, dtype) -> the same for this process.
+  """
+  path = probe.cache_file('attention.json')
+  keys = [_key(name, dtype, work) for name, work in works]
+  known = probe.read_cache(path)
+  with futures.ThreadPoolExecutor(_AT_A_TIME) as pool:  # most of the time goes to compiling
+    found = [pool.submit(check, *work, dtype) if key not in known else None for key, work in zip(keys, works)]
+    whys = [future.result() if future else '' for future in found]
+  correct = {key: 1 for key, why in zip(keys, whys) if not why}
+  if not correct.keys() <= known.keys():
+    probe.add_to_cache(path, correct)
+  return [next(filter(None, of_processes), '') for of_processes in zip(*coordination.all_gather(whys))]
+
+
+def where_it_runs() -> str:
+  return f'{jax.local_devices()[0].device_kind} with jax {jax.__version__}'
 
 
 def _shapes_to_check(compute: Compute, use: KernelUse) -> list[AttentionShape]:
@@ -125,12 +140,12 @@ def _words(work: AttentionShape) -> str:
   return ', '.join(words)
 
 
-def _key(name: str, dtype: str, work: AttentionShape) -> str:
+def _key(name: str, dtype: str, work: tuple) -> str:
   """Returns a text that changes with the kernel, its code, the shape, and what it runs on."""
   device = jax.local_devices()[0]
   code = zlib.crc32(device.client.platform_version.encode())
   models = pathlib.Path(attention_kernels.__file__).parent
-  for file in (*sorted(models.glob('attention_*.py')), models / 'decode_triton.py'):
+  for file in (*sorted(models.glob('attention_*.py')), models / 'decode_triton.py', models / 'grouped_triton.py'):
     code = zlib.crc32(file.read_bytes(), code)
   return ' '.join(map(str, (name, dtype, *work, jax.__version__, device.device_kind, code)))
 
@@ -138,19 +153,29 @@ def _key(name: str, dtype: str, work: AttentionShape) -> str:
 @functools.cache
 def trusted(name: str, work: AttentionShape, dtype: str) -> str:
   """Checks a kernel for each window of a model; returns '' if all are right, else what differs from XLA."""
-  wrong = []
-  for window in work.windows:
-    try:
-      found = errors(name, work, dtype, window)
-    except _FAILURES as e:
-      return f'{type(e).__name__}: {str(e).partition(chr(10))[0]}'
-    where = f' with window {window}' if window else ''
+
+  def found() -> dict[str, float]:
+    windows = {window: f' with window {window}' if window else '' for window in work.windows}
+    return {f'{k}{where}': x for n, where in windows.items() for k, x in errors(name, work, dtype, n).items()}
+
+  return judge(found)
+
+
+def judge(found: Callable[[], dict[str, float]]) -> str:
+  """Returns '' if a check finds only small errors, else what is wrong or has failed.
+
+  Args:
+    found: fn() -> {what: largest error over the largest value}.
+  """
+  try:
     # NaN is wrong, too, which `x > _TOLERANCE` would miss.
-    wrong += [f'{x:.1e} in {k}{where}' for k, x in found.items() if not x <= _TOLERANCE]
+    wrong = [f'{x:.1e} in {k}' for k, x in found().items() if not x <= _TOLERANCE]
+  except _FAILURES as e:
+    return f'{type(e).__name__}: {str(e).partition(chr(10))[0]}'
   return f'off by {", ".join(wrong)}' if wrong else ''
 
 
-def _compiler_options() -> dict[str, Any]:
+def compiler_options() -> dict[str, Any]:
   """Returns options of XLA; tuning the products of the reference takes half a minute for each shape on an H200."""
   options = _GPU_OPTIONS if jax.default_backend() == 'gpu' else {}
   return {k: v for k, v in options.items() if k not in probe.refused_options(tuple(options.items()))}
@@ -240,7 +265,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
       return run(q)
     return jnp.stack([run(q[:, i::n], stripe=(i, n)) for i in range(n)], axis=2).reshape(rows, length, heads, values)
 
-  @functools.partial(jax.jit, compiler_options=_compiler_options())
+  @functools.partial(jax.jit, compiler_options=compiler_options())
   def measured(given, g):
     right, right_back = jax.vjp(exact, *(x.astype(jnp.float32) for x in given))
     out, back = jax.vjp(fast, *given)
@@ -278,7 +303,7 @@ def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, hel
   )
   sinks = jax.random.normal(keys[5], (heads,)) if work.sinks else None
 
-  @functools.partial(jax.jit, compiler_options=_compiler_options())
+  @functools.partial(jax.jit, compiler_options=compiler_options())
   def measured(q, cache, recent, sinks):
     given = dict(window=window, cfg=work, sinks=sinks)
     exactly = jax.tree.map(lambda x: x[:slots].astype(jnp.float32), (q, cache, recent))

@@ -93,8 +93,9 @@ def _mlp_by_expert(p: dict, x: jax.Array, expert: jax.Array, cfg: ModelConfig, c
   sizes = jnp.sum(expert[:, None] == jnp.arange(len(p['up'])), axis=0, dtype=jnp.int32)
 
   def dot(x, name):
-    y = grouped(x, p[name], sizes, compute)
-    if f'{name}_a' in p:  # low-rank adapter
+    adapted = f'{name}_a' in p  # a low-rank adapter is added in float32
+    y = grouped(x, p[name], sizes, compute, 'float32' if adapted else compute.residual)
+    if adapted:
       x = grouped(x, p[f'{name}_a'], sizes, compute)
       y = y + grouped(x, p[f'{name}_b'], sizes, compute)
     y = checkpoint_name(y.astype(compute.residual), 'dots')

@@ -16,40 +16,52 @@ from jaxpost.matmul import Compute, einsum, on_bits, precision_of
 _COPIES = 4
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def grouped(x, w, sizes, compute: Compute):
-  """Multiplies each group of rows by its own matrix, in float32: [N, F].
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def grouped(x, w, sizes, compute: Compute, out: str = 'float32'):
+  """Multiplies each group of rows by its own matrix: [N, F].
+
+  With `compute.grouped_kernel` this is one kernel for all groups (`grouped_triton.py`). It is for one device, or for
+  code inside a `jax.shard_map` over the whole mesh, as in `moe.py`.
 
   Args:
     x: [N, D], the rows of group 0, then of group 1, ...; further rows give 0.
     w: [E, D, F].
     sizes: [E] int32, rows of each group.
     compute: defines the type of the operands, forward and backward.
+    out: type of the result, accumulated in float32.
   """
-  return _rows_by_groups('nd,df->nf', x, w, sizes, compute)
+  return _rows_by_groups('nd,df->nf', x, w, sizes, compute, out=out)
 
 
-def _grouped_forward(x, w, sizes, compute):
+def _grouped_forward(x, w, sizes, compute, out):
   kinds = (jnp.zeros((0,), x.dtype), jnp.zeros((0,), w.dtype))
   x, w = x.astype(compute.dtype), w.astype(compute.dtype)
-  return grouped(x, w, sizes, compute), (x, w, sizes, kinds)
+  return grouped(x, w, sizes, compute, out), (x, w, sizes, kinds)
 
 
-def _grouped_backward(compute, residuals, g):
+def _grouped_backward(compute, out, residuals, g):
+  del out
   x, w, sizes, (x_kind, w_kind) = residuals
   g = g.astype(compute.dtype)
-  dx = _rows_by_groups('nf,df->nd', g, w, sizes, compute)
-  dw = _groups_of_rows(x, g, sizes, compute)
-  return dx.astype(x_kind.dtype), dw.astype(w_kind.dtype), None
+  dx = _rows_by_groups('nf,df->nd', g, w, sizes, compute, out=x_kind.dtype.name)
+  return dx, _groups_of_rows(x, g, sizes, compute, w_kind.dtype.name), None
 
 
 grouped.defvjp(_grouped_forward, _grouped_backward)
 
 
-def _rows_by_groups(spec, x, w, sizes, compute):
+def _rows_by_groups(spec, x, w, sizes, compute, out):
   """Computes `einsum(spec, x, w[e])` for the rows of each group e."""
+  x, w = x.astype(compute.dtype), w.astype(compute.dtype)
+  if compute.grouped_kernel:
+    from jaxpost.models import grouped_triton
+
+    return grouped_triton.rows_by_groups(x, w, sizes, transposed=spec != 'nd,df->nf', out=out)
+  return _rows_by_xla(spec, x, w, sizes, compute).astype(out)
+
+
+def _rows_by_xla(spec, x, w, sizes, compute):
   dtype = compute.dtype
-  x, w = x.astype(dtype), w.astype(dtype)
   if compute.ragged:
     w = w if spec == 'nd,df->nf' else w.swapaxes(1, 2)
     y = jax.lax.ragged_dot(x, w, sizes, precision=precision_of(dtype), preferred_element_type=jnp.float32)
@@ -81,8 +93,12 @@ def _all_blocks(spec, x, w, sizes, parts, dtype):
   return jnp.where((row < ends[-1])[:, None], out.reshape(-1, out.shape[-1])[place], 0)
 
 
-def _groups_of_rows(x, g, sizes, compute):
+def _groups_of_rows(x, g, sizes, compute, out):
   """Computes x^T g for the rows of each group, [E, D, F]: the gradient of its matrix."""
+  if compute.grouped_kernel:
+    from jaxpost.models import grouped_triton
+
+    return grouped_triton.groups_of_rows(x, g, sizes, out=out)
   parts = _Parts(sizes, len(x), compute)
   x, g = (jnp.pad(y, ((0, parts.block), (0, 0))) for y in (x, g))
 
@@ -92,7 +108,7 @@ def _groups_of_rows(x, g, sizes, compute):
     return jax.lax.dynamic_update_index_in_dim(dw, _slice(dw, parts.group[i]) + add, parts.group[i], 0)
 
   dw = jnp.zeros((len(sizes), x.shape[1], g.shape[1]), jnp.float32)
-  return parts.loop(part, dw)
+  return parts.loop(part, dw).astype(out)
 
 
 class _Parts:

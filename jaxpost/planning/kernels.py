@@ -1,8 +1,7 @@
 """Costs of kernels, which are opaque to XLA's cost analysis.
 
-Kernels of attention (`models/attention_kernels.py`) and of grouped matrix
-products (`matmul.py`) are known; others count their arguments as read once and
-no FLOPs.
+Kernels of attention (`models/attention_kernels.py`) and of products of groups (`models/grouped.py`) are known; others
+count their arguments as read once and no FLOPs.
 
 Legend: B rows, T tokens, H heads, h head size, hv that of values.
 """
@@ -18,6 +17,7 @@ _SPLASH_NAME = re.compile(r'splash_m\w+?_(fwd|dq|dkv)_')
 _TRITON = {'forward': (1, 1), 'queries': (2, 1), 'keys': (2, 2)}
 _TRITON_NAME = re.compile(r'attention_(forward|queries|keys)_(\d+)')
 _DECODE_NAME = re.compile(r'decode_\d+')
+_GROUPED_NAME = re.compile(r'grouped_(rows|matrices)')
 _TRITON_TARGET = '__gpu$xla.gpu.triton'
 
 
@@ -32,6 +32,8 @@ def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
   if _target(op) == _TRITON_TARGET:
     if _DECODE_NAME.search(hlo.op_name(op)):
       return _decode(given)
+    if found := _GROUPED_NAME.search(hlo.op_name(op)):
+      return _rows_by_groups(op, given) if found[1] == 'rows' else _groups_of_rows(op, given)
     found = _TRITON_NAME.search(hlo.op_name(op))
     return _causal(_TRITON[found[1]], int(found[2]), given) if found else (0.0, 0.0)
   if hlo.op_name(op).endswith('/ragged-dot-none'):
@@ -50,13 +52,26 @@ def _target(op: hlo.Op) -> str:
 
 
 def _groups(op: hlo.Op, x: hlo.Array) -> tuple[float, float]:
-  """(FLOPs, extra bytes) of `jax.lax.ragged_dot` on rows [N, D], with groups of equal size.
+  """(FLOPs, extra bytes) of a product of rows [N, D] with a matrix for each group of equal size."""
+  return 2.0 * _share_of_rows(op) * math.prod(x.dims) * op.arrays[0].dims[-1], 0.0
 
-  A round of experts (`models/moe.py`) then has rows for half of its room.
-  """
-  half = re.search(r'\brounds\)*/', hlo.op_name(op))
-  real = math.prod(x.dims) / (2 if half else 1)
-  return 2.0 * real * op.arrays[0].dims[-1], 0.0
+
+def _share_of_rows(op: hlo.Op) -> float:
+  """Returns the share of rows that belong to a group: half in a round of experts (`expert_mlp.py`), with its room."""
+  return 0.5 if re.search(r'\brounds\)*/', hlo.op_name(op)) else 1.0
+
+
+def _rows_by_groups(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
+  """(FLOPs, bytes) of `_groups`, which reads no matrix of a group without rows, for a uniform router."""
+  x, w = given[:2]
+  unused = (1 - 1 / w.dims[0]) ** (_share_of_rows(op) * x.dims[0])
+  return _groups(op, x)[0], -unused * w.bytes
+
+
+def _groups_of_rows(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
+  """(FLOPs, extra bytes) of the gradient of the matrices from rows [N, D] and gradients [N, F]."""
+  x, g = given[:2]
+  return 2.0 * _share_of_rows(op) * math.prod(x.dims) * g.dims[-1], 0.0
 
 
 def _splash(op: hlo.Op, kind: str, given) -> tuple[float, float]:

@@ -141,6 +141,11 @@ def place_stage(
     if not ledger.dry:
       decoded = [inputs.model.config] if checks.samples(config, inputs.algorithm) else []
       compute = kernel_check.verify(compute, kernel_uses(prepared, layouts, length, compute.attention), decoded)
+  if compute.grouped_kernel and not ledger.dry:
+    from jaxpost.hardware import grouped_check
+
+    models, shards = (inputs.model, *inputs.sources.values()), {x.mesh.shape['tensor'] for x in layouts.values()}
+    compute = grouped_check.verify(compute, [x.config for x in models], shards, config.lora.rank)
   return PlacedStage(
     inputs=inputs,
     data=prepared.data,
@@ -176,19 +181,14 @@ def _objectives(inputs: Inputs) -> dict[str, Objective]:
 def kernel_uses(
   prepared: PreparedStage, layouts: dict[str, Layout], length: int, kernel: str = ''
 ) -> list[kernel_check.KernelUse]:
-  """Lists the rows that an attention kernel will see.
-
-  These are packed rows of `length` tokens, if the kernel supports their branches, and all lengths that the sampler may
-  prefill.
-  """
+  """Lists the rows that attention will see: packed ones, if the kernel supports their branches, and all for prefill."""
   from jaxpost.hardware.kernel_check import KernelUse
   from jaxpost.models.attention_kernels import BRANCHES
   from jaxpost.rollout import buckets
 
   inputs, first_batch = prepared.inputs, prepared.data.first_batch
   config, on_policy = inputs.config, inputs.algorithm.on_policy
-  out = []
-  branches = first_batch is not None and first_batch.branch_ids is not None
+  out, branches = [], first_batch is not None and first_batch.branch_ids is not None
   if not branches or kernel in BRANCHES:
     trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
     for name, x in (inputs.sources | trained).items():

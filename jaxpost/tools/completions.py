@@ -176,6 +176,10 @@ def make_engine(
     room = max_prompt + max_new_tokens
     rows = [kernel_check.KernelUse(model.config, bucket(n, room)) for n in range(1, room + 1)]
     compute = kernel_check.verify(compute, rows, [model.config])
+  if compute.grouped_kernel:
+    from jaxpost.hardware import grouped_check
+
+    compute = grouped_check.verify(compute, [model.config], [layout.mesh.shape['tensor']])
   reshard = None
   if share_base:
     reshard, model = shared_weights.share(model, layout)

@@ -91,8 +91,8 @@ def _devices() -> list[Finding]:
 
 
 def _kernels() -> list[Finding]:
-  """The attention kernel of this platform on a small shape, against XLA's attention."""
-  from jaxpost.hardware import kernel_check
+  """The kernels of this platform for attention and experts on small shapes, against XLA."""
+  from jaxpost.hardware import grouped_check, kernel_check
   from jaxpost.matmul import compute_for
   from jaxpost.models import attention, presets
 
@@ -101,8 +101,10 @@ def _kernels() -> list[Finding]:
     return [Finding('attention', f"{compute.attention}: XLA's own, nothing to check")]
   model = presets.PRESETS['tiny']
   verified = kernel_check.verify(compute, [kernel_check.KernelUse(model, 256)], [model])
-  wrong = '' if verified == compute else 'the kernel was wrong for a shape here; runs use XLA there, which is slower'
-  return [Finding('attention', compute.attention, wrong)]
+  experts = grouped_check.verify(compute, [presets.PRESETS['tiny_moe']])
+  fix = 'the kernel was wrong for a shape here; runs use XLA there, which is slower'
+  out = [Finding('attention', compute.attention, fix * (verified != compute))]
+  return out + [Finding('experts', grouped_check.GROUPED, fix * (experts != compute))] * compute.grouped_kernel
 
 
 def _host(workdir: str) -> list[Finding]:

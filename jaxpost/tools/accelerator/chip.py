@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxpost.hardware import chips, kernel_check, memory_rate, probe
+from jaxpost.hardware import chips, grouped_check, kernel_check, memory_rate, probe
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention_kernels, presets
 from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS
@@ -77,10 +77,11 @@ def compiler_options() -> dict[str, Any]:
 
 
 def kernels(kernel_length: int) -> dict[str, Any]:
-  """Returns the largest errors of the attention kernels of this platform, in the shapes of all families.
+  """Returns the largest errors of the kernels of this platform, in the shapes of all families.
 
-  An error is the largest difference from attention in float32 over the largest value: of training forward and backward,
-  of decoding single tokens forward ('PRESET decode'). Shapes that the limit of time leaves are in 'not_checked'.
+  An error is the largest difference from XLA in float32 over the largest value: of attention in training and of experts
+  ('PRESET experts D x F') forward and backward, of decoding single tokens forward ('PRESET decode'). Shapes that the
+  limit of time leaves are in 'not_checked'.
 
   Args:
     kernel_length: tokens of a row.
@@ -95,11 +96,16 @@ def kernels(kernel_length: int) -> dict[str, Any]:
     todo.setdefault((name, attention_kernels.attention_shape(cfg, kernel_length, 1)), preset)
     for shape in kernel_check.decoded_shapes(compute, cfg):
       todo.setdefault((kernel_check.DECODE, shape), f'{preset} decode')
+    for shape in grouped_check.matrices(cfg) if compute.grouped_kernel else ():
+      todo.setdefault((grouped_check.GROUPED, shape), f'{preset} experts {shape.inputs} x {shape.outputs}')
   errors, refused, left = {}, {}, dict(todo)
   with contextlib.suppress(TimeoutError):  # the limit of this row
     for (kernel, shape), label in todo.items():
-      why = attention_kernels.REFUSALS[name](shape.head_dim, shape.value_dim, compute.dtype)
-      if why:
+      if kernel == grouped_check.GROUPED:
+        errors[label] = grouped_check.trusted(kernel, shape, compute.dtype) or grouped_check.errors(
+          shape, compute.dtype
+        )
+      elif why := attention_kernels.REFUSALS[name](shape.head_dim, shape.value_dim, compute.dtype):
         refused[label] = why
       else:
         errors[label] = kernel_check.trusted(kernel, shape, compute.dtype) or {

@@ -1,0 +1,337 @@
+"""Products of groups by the Triton kernel, in Pallas' interpreter on CPU.
+
+Legend: N rows, E groups, D inputs, F outputs.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import children
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxpost.distributed import coordination
+from jaxpost.hardware import grouped_check, kernel_check, probe
+from jaxpost.matmul import Compute, compute_for
+from jaxpost.models import expert_mlp, grouped, grouped_triton, moe
+from jaxpost.models import model as model_lib
+from jaxpost.models.config import Experts
+from jaxpost.planning import cost
+
+CLONE = pathlib.Path(__file__).resolve().parents[1]
+ROWS, GROUPS = grouped_triton.rows_by_groups, grouped_triton.groups_of_rows
+# (N, D, F, sizes): uneven groups, of which some are empty, one ends inside of a tile and one has several tiles; rows of
+# no group; sides that are no multiples of a tile; few rows and one row; tiles for 16, 64 and 128 rows.
+CASES = {
+  'uneven': (100, 40, 24, [5, 0, 60, 1, 10]),
+  'none past the end': (64, 32, 16, [40, 24]),
+  'the first is empty': (70, 16, 40, [0, 0, 37, 33]),
+  'all are empty': (20, 24, 16, [0, 0, 0]),
+  'one row': (1, 16, 16, [1]),
+  'many tiles': (700, 136, 144, [430, 3]),
+  'tiles of 64': (300, 72, 130, [200, 0, 9]),
+  'one group': (130, 64, 128, [129]),
+}
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+  monkeypatch.setattr(grouped_triton, 'rows_by_groups', functools.partial(ROWS, interpret=True))
+  monkeypatch.setattr(grouped_triton, 'groups_of_rows', functools.partial(GROUPS, interpret=True))
+
+
+def draw(case, dtype):
+  """Returns x [N, D], w [E, D, F], g [N, F], sizes, and the group of each row, -1 past the end."""
+  n, d, f, sizes = case
+  random = np.random.RandomState(0)
+  x, w, g = (jnp.asarray(random.standard_normal(s), dtype) for s in ((n, d), (len(sizes), d, f), (n, f)))
+  groups = np.append(np.repeat(np.arange(len(sizes)), sizes), [-1] * (n - sum(sizes)))
+  return x, w, g, jnp.asarray(sizes, jnp.int32), groups
+
+
+def right(x, w, g, groups):
+  """Returns (x w, g w^T, x^T g) of each group in float32."""
+  x, w, g = (np.asarray(a, np.float32) for a in (x, w, g))
+  out, dx, dw = np.zeros_like(g), np.zeros_like(x), np.zeros_like(w)
+  for e in range(len(w)):
+    mine = groups == e
+    out[mine], dx[mine], dw[e] = x[mine] @ w[e], g[mine] @ w[e].T, x[mine].T @ g[mine]
+  return out, dx, dw
+
+
+def close(ours, right, tolerance):
+  assert np.max(np.abs(np.asarray(ours, np.float32) - right), initial=0) <= tolerance * max(1, tiny.largest(right))
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('case', CASES.values(), ids=CASES)
+def test_the_kernel_is_a_product_for_each_group(case, dtype):
+  x, w, g, sizes, groups = draw(case, dtype)
+  out, dx, dw = right(x, w, g, groups)
+  # What rows of no group hold is not read.
+  x, g = (jnp.where(groups[:, None] < 0, jnp.nan, a).astype(dtype) for a in (x, g))
+  ours = ROWS(x, w, sizes, interpret=True)
+  assert ours.dtype == jnp.float32
+  close(ours, out, 1e-5)
+  close(ROWS(g, w, sizes, transposed=True, interpret=True), dx, 1e-5)
+  close(GROUPS(x, g, sizes, interpret=True), dw, 1e-5)
+
+
+@pytest.mark.parametrize('case', ['uneven', 'many tiles', 'tiles of 64'])
+def test_the_order_of_programs_does_not_matter(monkeypatch, case):
+  """None writes rows of another one: a device runs them at the same time, the interpreter one after the other."""
+  x, w, g, sizes, groups = draw(CASES[case], 'bfloat16')
+  of = grouped_triton._Places.of
+  monkeypatch.setattr(grouped_triton._Places, 'of', lambda places, i: of(places, places.rows * places.columns - 1 - i))
+  out, _, dw = right(x, w, g, groups)
+  close(ROWS(x, w, sizes, interpret=True), out, 1e-5)
+  close(GROUPS(x, g, sizes, interpret=True), dw, 1e-5)
+
+
+def test_a_result_may_be_rounded():
+  x, w, g, sizes, groups = draw(CASES['uneven'], 'bfloat16')
+  for kernel, given in (ROWS, (x, w)), (GROUPS, (x, g)):
+    exact = kernel(*given, sizes, interpret=True)
+    ours = kernel(*given, sizes, out='bfloat16', interpret=True)
+    assert ours.dtype == jnp.bfloat16 and jnp.all(ours == exact.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize('rows, columns', [(1, 1), (3, 2), (8, 3), (19, 4)])
+def test_every_tile_is_computed_once(rows, columns):
+  places = grouped_triton._Places(rows, columns)
+  found = [tuple(map(int, places.of(i))) for i in range(rows * columns)]
+  assert sorted(found) == [(i, j) for i in range(rows) for j in range(columns)]
+  # Neighbors share columns as long as there are rows in a band.
+  assert all(a[1] == b[1] for a, b in zip(found, found[1:]) if a[0] % 8 < min(rows - a[0] // 8 * 8, 8) - 1)
+
+
+@pytest.mark.parametrize('given', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('out', ['float32', 'bfloat16'])
+def test_gradients_are_those_of_xla(interpreted, given, out):
+  """Both round the same operands and results, of any type that parameters have."""
+  x, w, g, sizes, _ = draw(CASES['uneven'], given)
+  ours, plain = (Compute(platform='gpu', grouped_kernel=on) for on in (True, False))
+
+  def run(compute):
+    y, back = jax.vjp(lambda x, w: grouped.grouped(x, w, sizes, compute, out), x, w)
+    return y, *back(g.astype(out))
+
+  for a, b in zip(run(ours), run(plain), strict=True):
+    assert a.dtype == b.dtype
+    close(a, np.asarray(b, np.float32), 1e-5 if a.dtype == jnp.float32 else 1e-2)
+
+
+@pytest.mark.parametrize('room', [0, 20])
+def test_experts_are_those_of_xla(interpreted, room):
+  """A layer with biases and adapters, for some of the experts, as a whole and in rounds."""
+  random = np.random.RandomState(0)
+  cfg = tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24))
+  shapes = {'gate': (32, 24), 'up': (32, 24), 'down': (24, 32), 'up_a': (32, 4), 'up_b': (4, 24), 'down_bias': (32,)}
+  p = {k: jnp.asarray(random.standard_normal((4, *s)) / 5, jnp.float32) for k, s in shapes.items()}
+  x = jnp.asarray(random.standard_normal((20, 32)), jnp.float32)
+  weights = jnp.asarray(random.uniform(size=(20, 3)), jnp.float32)
+  chosen = jnp.asarray(np.argsort(random.uniform(size=(20, 8)), axis=1)[:, :3])
+
+  def loss(compute, p, x):
+    out = expert_mlp.apply_experts(p, x, weights, chosen, 2, cfg=cfg, compute=compute, room=room)
+    return jnp.sum(out * jnp.cos(jnp.arange(32.0)))
+
+  ours, plain = (
+    jax.tree.leaves(
+      jax.jit(jax.grad(functools.partial(loss, Compute(platform='gpu', grouped_kernel=on)), (0, 1)))(p, x)
+    )
+    for on in (True, False)
+  )
+  for a, b in zip(ours, plain, strict=True):
+    close(a, np.asarray(b), 1e-2)  # sums of another order are rounded to bfloat16 between products
+
+
+def main():
+  """Prints {mesh: largest error} of a layer of experts on 4 devices, each of which runs the kernel."""
+  from jaxpost.distributed.mesh import make_layout
+
+  grouped_triton.rows_by_groups = functools.partial(ROWS, interpret=True)
+  grouped_triton.groups_of_rows = functools.partial(GROUPS, interpret=True)
+  model = model_lib.build(tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24)))
+  params = {k: tiny.params(model)['layers'][k][0] for k in ('router', 'gate', 'up', 'down')}
+  x = jnp.asarray(np.random.RandomState(0).standard_normal((8, 4, 32)), jnp.float32)
+
+  def run(layout, on):
+    compute = Compute(platform='gpu', grouped_kernel=on)
+
+    def loss(p, x):
+      return jnp.sum(jnp.square(moe.mlp(p, x, model.config, compute, layout)[0]))
+
+    return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x))
+
+  right, out = run(tiny.one_device(), False), {}
+  for mesh in 'expert=4', 'expert=2,tensor=2', 'tensor=2,fsdp=2':
+    ours = run(make_layout(mesh, 'train', '--mesh'), True)
+    out[mesh] = max(float(tiny.largest(a - b) / tiny.largest(b)) for a, b in zip(ours, right, strict=True))
+  print(json.dumps(out))
+
+
+def test_each_device_runs_it_on_its_own_rows():
+  found = json.loads(children.run(__file__, devices=4).stdout)
+  assert len(found) == 3 and {k: x for k, x in found.items() if not x <= 1e-2} == {}
+
+
+def test_which_platforms_have_it():
+  assert compute_for('gpu', 'bfloat16', 'none').grouped_kernel
+  assert compute_for('gpu', 'float16', 'none', 'chunked').grouped_kernel
+  for platform, dtype in ('gpu', 'float32'), ('tpu', 'bfloat16'), ('cpu', 'bfloat16'):
+    assert not compute_for(platform, dtype, 'none').grouped_kernel
+
+
+# ------------------------------------------------------------------ the check
+
+
+def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  monkeypatch.setattr(grouped_check, '_ROWS', (6, 20))
+  cfg = tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24))
+  compute, kernel = compute_for('gpu', 'bfloat16', 'none'), grouped_triton.rows_by_groups
+  calls = []
+
+  def beyond(x, w, sizes, **more):  # as without a mask
+    return kernel(x, w, sizes.at[-1].add(1), **more)
+
+  def unsupported(*args, **more):
+    raise NotImplementedError('cannot lower')
+
+  def counted(*args, **more):
+    calls.append(args)
+    return kernel(*args, **more)
+
+  for wrong, why in (beyond, 'in out'), (unsupported, 'NotImplementedError: cannot lower'), (counted, ''):
+    monkeypatch.setattr(grouped_triton, 'rows_by_groups', wrong)
+    grouped_check.trusted.cache_clear()
+    caplog.clear()
+    assert grouped_check.verify(compute, [cfg]) == dataclasses.replace(compute, grouped_kernel=not why)
+    assert why in caplog.text and bool(why) == ('XLA computes them' in caplog.text)
+  kept = json.loads(probe.cache_file('attention.json').read_text())
+  assert sorted(k.split()[:4] for k in kept) == [
+    ['grouped', 'bfloat16', '24', '32'],
+    ['grouped', 'bfloat16', '32', '24'],
+  ]
+  # What is remembered is not checked again, and models without experts are not checked.
+  calls.clear()
+  grouped_check.trusted.cache_clear()
+  assert grouped_check.verify(compute, [cfg]) == grouped_check.verify(compute, [tiny.config()]) == compute
+  assert not calls
+  # One process decides for all.
+  monkeypatch.setattr(coordination, 'all_gather', lambda mine: [mine, ['off by 2.0e+00 in out'] * len(mine)])
+  assert not grouped_check.verify(compute, [cfg]).grouped_kernel
+
+
+def test_the_errors_of_a_right_kernel_are_small(monkeypatch, interpreted):
+  monkeypatch.setattr(grouped_check, '_ROWS', (6, 60))
+  found = grouped_check.errors(grouped_check.Matrix(40, 24), 'bfloat16')
+  assert found.keys() == {'out', 'x', 'w'} and max(found.values()) < 0.005
+  assert kernel_check.judge(lambda: found) == ''
+
+
+def test_which_matrices_are_checked():
+  """The hidden size may be that of a latent; `tensor` splits the size of an expert where it divides that."""
+  cfg = tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24))
+  assert grouped_check.matrices(cfg) == grouped_check.matrices(cfg, 5) == {(32, 24), (24, 32)}
+  assert grouped_check.matrices(cfg, 2) == {(32, 12), (12, 32)}
+  assert grouped_check.matrices(cfg, rank=8) == {(32, 24), (24, 32), (32, 8), (8, 32), (8, 24), (24, 8)}
+  latent = dataclasses.replace(cfg, experts=Experts(8, 3, 24, latent=16))
+  assert grouped_check.matrices(latent) == {(16, 24), (24, 16)}
+  assert not grouped_check.matrices(tiny.config())
+
+
+# -------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize('scope, share', [('', 1), ('rounds/while/body/', 0.5)])
+@pytest.mark.parametrize('kernel', ['rows', 'rows_transposed', 'matrices'])
+def test_plans_count_products_of_groups(kernel, scope, share):
+  """16 x 8 matrices; the rows are half of a round's, and few rows leave matrices of experts that are not read."""
+  given, out = {
+    'rows': (('bf16[6,16]', 'bf16[4,16,8]'), 'f32[6,8]'),
+    'rows_transposed': (('bf16[6,8]', 'bf16[4,16,8]'), 'f32[6,16]'),
+    'matrices': (('bf16[6,16]', 'bf16[6,8]'), 'f32[4,16,8]'),
+  }[kernel]
+  text = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (a: A, b: B, s: s32[2,4]) -> OUT {
+  %a = A parameter(0)
+  %b = B parameter(1)
+  %s = s32[2,4] parameter(2)
+  ROOT %y = OUT custom-call(%a, %b, %s), custom_call_target="TARGET", metadata={op_name="NAME"}
+}
+"""
+  name = f'jit(f)/while/body/{scope}grouped_{kernel}'
+  for short, long in zip(
+    ('A ', 'B ', 'OUT', 'TARGET', 'NAME'), (f'{given[0]} ', f'{given[1]} ', out, '__gpu$xla.gpu.triton', name)
+  ):
+    text = text.replace(short, long)
+  found = cost.count(text)
+  assert found.flops == 2 * share * 6 * 16 * 8
+  unread = 0.75 ** (6 * share) * 4 * 16 * 8 * 2 * (kernel != 'matrices')
+  plain = cost.count(text.replace('grouped', 'other'))
+  assert plain.flops == 0 and plain.bytes - found.bytes == pytest.approx(unread)
+
+
+_COMPILED = """
+import json, re, jax
+from jaxpost.models import grouped
+from jaxpost.matmul import Compute
+from jaxpost.planning import cost, machines
+
+topology = machines.parse('h200:1x1x1')
+machines.set_environment(topology)
+sharding = jax.sharding.SingleDeviceSharding(machines.devices(topology)[0])
+compute, out = Compute(platform='gpu', grouped_kernel=True), {}
+
+def step(x, w, sizes, g):
+  y, back = jax.vjp(lambda x, w: grouped.grouped(x, w, sizes, compute, 'bfloat16'), x, w)
+  return y, back(g)
+
+for n, d, f, e in SHAPES:
+  shapes = ((n, d), 'bfloat16'), ((e, d, f), 'bfloat16'), ((e,), 'int32'), ((n, f), 'bfloat16')
+  done = jax.jit(step).lower(*(jax.ShapeDtypeStruct(*s, sharding=sharding) for s in shapes)).compile()
+  out[f'{n} {d} {f} {e}'] = done.memory_analysis().temp_size_in_bytes, cost.count(done.as_text()).flops
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec('jax_cuda13_plugin') is None, reason='needs jax[cuda13], but no GPU')
+@pytest.mark.long
+def test_it_compiles_for_gpus_without_copies():
+  """Training and decoding of Qwen3-30B-A3B and GPT-OSS-20B, an adapter, and sides that are no multiples of a tile."""
+  shapes = [
+    (65536, 2048, 768, 128),
+    (256, 768, 2048, 128),
+    (32768, 2880, 2880, 32),
+    (65536, 2048, 16, 128),
+    (999, 40, 24, 5),
+  ]
+  done = subprocess.run(
+    [sys.executable, '-c', _COMPILED.replace('SHAPES', str(shapes))],
+    capture_output=True,
+    text=True,
+    timeout=900,
+    cwd=CLONE,
+    env=os.environ | {'PYTHONPATH': str(CLONE)},
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  found = json.loads(done.stdout.splitlines()[-1])
+  for (n, d, f, _), (memory, flops) in zip(shapes, found.values(), strict=True):
+    assert memory < 2**17  # the numbers of tiles and no array of rows or matrices
+    assert flops == pytest.approx(3 * 2 * n * d * f, rel=0.01)
+
+
+if __name__ == '__main__':
+  main()
