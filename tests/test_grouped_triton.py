@@ -195,6 +195,20 @@ def test_which_platforms_have_it():
 # ------------------------------------------------------------------ the check
 
 
+@pytest.mark.parametrize('out', ['bfloat16', 'float32'])
+@pytest.mark.parametrize('name', ['rows_by_groups', 'groups_of_rows'])
+def test_each_type_of_a_result_is_checked(monkeypatch, interpreted, name, out):
+  monkeypatch.setattr(grouped_check, '_ROWS', (6,))
+  kernel = getattr(grouped_triton, name)
+
+  def wrong(*args, **more):
+    return kernel(*args, **more) * (3 if more['out'] == out else 1)
+
+  assert not grouped_check.trusted.__wrapped__(grouped_check.GROUPED, grouped_check.Matrix(24, 16), 'bfloat16')
+  monkeypatch.setattr(grouped_triton, name, wrong)
+  assert 'off by' in grouped_check.trusted.__wrapped__(grouped_check.GROUPED, grouped_check.Matrix(24, 16), 'bfloat16')
+
+
 def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
   monkeypatch.setenv('HOME', str(tmp_path))
   monkeypatch.setattr(grouped_check, '_ROWS', (6, 20))
@@ -217,7 +231,7 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
     grouped_check.trusted.cache_clear()
     caplog.clear()
     assert grouped_check.verify(compute, [cfg]) == dataclasses.replace(compute, grouped_kernel=not why)
-    assert why in caplog.text and bool(why) == ('XLA computes them' in caplog.text)
+    assert why in caplog.text and bool(why) == ('XLA computes all of them' in caplog.text)
   kept = json.loads(probe.cache_file('attention.json').read_text())
   assert sorted(k.split()[:4] for k in kept) == [
     ['grouped', 'bfloat16', '24', '32'],

@@ -639,3 +639,17 @@ def test_weights_of_tokens(aggregate, total):
     np.testing.assert_allclose(weights_.sum(1), (mask.sum(1) > 0) / 11, rtol=1e-6)
   order = list(itertools.chain(range(6, N), range(6)))
   np.testing.assert_allclose(batching.token_weights(mask[order], aggregate, C), weights_[order])
+
+
+def test_the_first_step_allows_what_rounding_made_on_an_accelerator():
+  """The rows of GRPO in bfloat16 that were measured on an H200; a sampler at another temperature is far beyond."""
+  rows = map(json.loads, (pathlib.Path(__file__).parents[1] / 'docs/accelerator_rows.jsonl').read_text().splitlines())
+  found = [r['sampler_mismatch'] for r in rows if r['row'].startswith('grpo/')]
+  settings = tiny.grpo_config('x')
+  ((_, config),) = config_lib.parse(settings | dict(model=settings['model'] | dict(dtype='bfloat16'))).items()
+  metrics = {'ratio': 1.0, 'clip_ratio/low_mean': 0.0, 'clip_ratio/high_mean': 0.0, 'kl': 0.0}
+  assert found
+  for mismatch in found:
+    grpo.check_first_step(metrics | {'sampler_mismatch': mismatch}, config)
+  with pytest.raises(AssertionError, match='sampler_mismatch'):
+    grpo.check_first_step(metrics | {'sampler_mismatch': 1.2}, config)

@@ -4,7 +4,8 @@
 
 A decoder with random weights is computed exactly but for what is rounded to bfloat16, as on an accelerator: the
 results of products, the residual stream, and what products read. Sums are then taken in parts, as other kernels would,
-or the weights of attention are rounded. Printed are the KL divergence and the root mean square difference of log-probs.
+or the weights of attention are rounded. Printed are the KL divergence of the model from the exact one and the root mean
+square difference of log-probs.
 
 Legend: B rows, T tokens, D hidden size, F MLP size, H heads, V vocabulary, L layers.
 """
@@ -69,7 +70,7 @@ def main():
   }.items():
     d = log_probs(*given, **options) - exact
     kl = jnp.mean(jnp.sum(jnp.exp(exact) * (jnp.expm1(d) - d), axis=-1))
-    print(f'{label}: KL {kl:.1e}, difference {jnp.sqrt(jnp.mean(jnp.sum(jnp.exp(exact) * d * d, axis=-1))):.1e}')
+    print(f'{label}: KL {kl:.1e}, RMS difference {jnp.sqrt(jnp.mean(jnp.sum(jnp.exp(exact) * d * d, axis=-1))):.1e}')
 
 
 if __name__ == '__main__':

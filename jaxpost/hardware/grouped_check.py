@@ -57,7 +57,7 @@ def verify(
   for (_, matrix), why in zip(works, kernel_check.faults(works, compute.dtype, trusted)):
     if why:
       where = f'{kernel_check.where_it_runs()}, {matrix.inputs} x {matrix.outputs}'
-      logging.warning('experts by %s are wrong on %s: %s; XLA computes them', GROUPED, where, why)
+      logging.warning('experts by %s are wrong on %s: %s; XLA computes all of them', GROUPED, where, why)
       compute = dataclasses.replace(compute, grouped_kernel=False)
   return compute
 
@@ -88,14 +88,23 @@ def errors(matrix: Matrix, dtype: str) -> dict[str, float]:
 
   @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
   def measured(key: jax.Array) -> list[jax.Array]:
-    found = [jnp.stack(_errors(matrix, compute, rows, key)) for rows in _ROWS]
+    types = (
+      (compute.dtype, 'float32'),
+      ('float32', compute.dtype),
+    )  # of all weights, and of adapters
+    found = [jnp.stack(_errors(matrix, compute, rows, key, *kinds)) for rows in _ROWS for kinds in types]
     return list(jnp.max(jnp.stack(found), axis=0))
 
   return dict(zip(('out', 'x', 'w'), map(float, measured(jax.random.key(0)))))
 
 
-def _errors(matrix: Matrix, compute: Compute, rows: int, key: jax.Array) -> list[jax.Array]:
-  """Compares groups that end inside of a tile, one without rows, and rows of no group."""
+def _errors(matrix: Matrix, compute: Compute, rows: int, key: jax.Array, out: str, kind: str) -> list[jax.Array]:
+  """Compares groups that end inside of a tile, one without rows, and rows of no group.
+
+  Args:
+    out: type of the rows, of their gradient and of the result.
+    kind: type of the matrices and of their gradient.
+  """
   count = rows * _GROUPS
   sizes = jnp.array([1, 0, count // 4, count // 2 + 1])
   group = jnp.sum(jnp.arange(count)[:, None] >= jnp.cumsum(sizes), axis=1)
@@ -112,7 +121,6 @@ def _errors(matrix: Matrix, compute: Compute, rows: int, key: jax.Array) -> list
     return jnp.einsum('end,edf->nf', x * own, w, precision='highest')
 
   right, right_back = jax.vjp(exact, x.astype(jnp.float32), w.astype(jnp.float32))
-  out, back = jax.vjp(lambda x, w: grouped(x, w, sizes, compute), x, w)
-  g = g.astype(jnp.float32)
-  pairs = zip((out, *back(g)), (right, *right_back(g)))
+  ours, back = jax.vjp(lambda x, w: grouped(x, w, sizes, compute, out), x.astype(out), w.astype(kind))
+  pairs = zip((ours, *back(g.astype(out))), (right, *right_back(g.astype(jnp.float32))))
   return [jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)) for a, b in pairs]

@@ -14,7 +14,6 @@ import logging
 import pathlib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -37,7 +36,6 @@ _HEADS = 2  # kv heads that are checked, with all their query heads
 DECODE = 'decode'  # the name of the kernel for single tokens
 _DECODED = (4, 4, 1024, 32), (128, 130, 300, 8)  # slots decoded and held, entries of the cache and of a block
 _GPU_OPTIONS = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
-_AT_A_TIME = 4
 _SCORES = 2**25  # of the reference that exist at a time
 _LARGE = 2**26  # numbers of a q above which there is less of it
 # Errors of a kernel, or of JAX lowering it (JaxRuntimeError is a RuntimeError), for a shape that it does not support.
@@ -97,9 +95,7 @@ def faults(works: Sequence[tuple[str, Any]], dtype: str, check: Callable[[str, A
   path = probe.cache_file('attention.json')
   keys = [_key(name, dtype, work) for name, work in works]
   known = probe.read_cache(path)
-  with futures.ThreadPoolExecutor(_AT_A_TIME) as pool:  # most of the time goes to compiling
-    found = [pool.submit(check, *work, dtype) if key not in known else None for key, work in zip(keys, works)]
-    whys = [future.result() if future else '' for future in found]
+  whys = ['' if key in known else check(name, work, dtype) for key, (name, work) in zip(keys, works)]
   correct = {key: 1 for key, why in zip(keys, whys) if not why}
   if not correct.keys() <= known.keys():
     probe.add_to_cache(path, correct)
@@ -144,8 +140,8 @@ def _key(name: str, dtype: str, work: tuple) -> str:
   """Returns a text that changes with the kernel, its code, the shape, and what it runs on."""
   device = jax.local_devices()[0]
   code = zlib.crc32(device.client.platform_version.encode())
-  models = pathlib.Path(attention_kernels.__file__).parent
-  for file in (*sorted(models.glob('attention_*.py')), models / 'decode_triton.py', models / 'grouped_triton.py'):
+  models, checks = pathlib.Path(attention_kernels.__file__).parent, pathlib.Path(__file__).parent
+  for file in sorted({*models.glob('attention_*.py'), *models.glob('*_triton.py'), *checks.glob('*_check.py')}):
     code = zlib.crc32(file.read_bytes(), code)
   return ' '.join(map(str, (name, dtype, *work, jax.__version__, device.device_kind, code)))
 
