@@ -88,10 +88,7 @@ def errors(matrix: Matrix, dtype: str) -> dict[str, float]:
 
   @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
   def measured(key: jax.Array) -> list[jax.Array]:
-    types = (
-      (compute.dtype, 'float32'),
-      ('float32', compute.dtype),
-    )  # of all weights, and of adapters
+    types = ((compute.dtype, 'float32'), ('float32', compute.dtype))  # of all weights, and of adapters
     found = [jnp.stack(_errors(matrix, compute, rows, key, *kinds)) for rows in _ROWS for kinds in types]
     return list(jnp.max(jnp.stack(found), axis=0))
 
