@@ -65,8 +65,8 @@ TAKEN_BY_EXPERTS = r'\.mlp\.(shared_experts?\.)?(gate|up|down)_proj\.'
 
 def fused_experts(tensor: str, order: str, *, inner: str = 'gate_up', down: str = 'down') -> dict[str, tuple[str, str]]:
   """Returns `Family.fused` of experts whose gates and up projections are in one tensor; `tensor` has %s."""
-  names = dict(gate=inner, up=inner, down=down).items()
-  return {f'layers/{x}{kind}': (tensor % y + kind, order) for x, y in names for kind in ('', '_bias')}
+  names, kinds = dict(gate=inner, up=inner, down=down).items(), ('', '_bias') if order == 'interleaved' else ('',)
+  return {f'layers/{x}{kind}': (tensor % y + kind, order) for x, y in names for kind in kinds}
 
 
 @dataclasses.dataclass(frozen=True)
