@@ -127,5 +127,8 @@ def test_every_row_runs_at_tiny_shapes(tmp_path):
   decode = found['decode/qwen3_1_7b/32x512']
   assert decode['share_of_copy'] > 0 and decode['operations_per_token'] > 0
   assert found['grpo/qwen3_1_7b']['time/sample'] > 0 and found['grpo/qwen3_1_7b']['compile_s'] > 0
+  assert {k: row['first_step_refused'] for k, row in found.items() if 'first_step_refused' in row} == {
+    k: '' for k in found if k.startswith(('grpo', 'ppo'))
+  }
   for x in found['mismatch/qwen3_1_7b']['by_context'].values():
     assert x['max_difference'] < 1e-4 and 0 <= x['kl'] < 1e-8

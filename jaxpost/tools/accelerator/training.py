@@ -131,7 +131,7 @@ def on_policy(
   with workload.stage(cfg, config, ('prompts', lengths)) as running:
     stage = running.assembled()
     compiled_s = watch.lap()
-    times = []
+    times, first = [], {}
     stage.timer.pop()
     for _ in range(steps + 1):
       with stage.timer('data'):
@@ -139,6 +139,7 @@ def on_policy(
       with stage.timer('update'):
         metrics = jax.block_until_ready(update(stage, item))
       times.append(stage.timer.pop())
+      first = first or _of_policy(item, metrics)
     stage.stream.close()
     return dict(
       start_s=compiled_s,
@@ -148,10 +149,26 @@ def on_policy(
       **{k: float(np.median([t[k] for t in times[1:]])) for k in times[0]},
       tokens=item.info['tokens'],
       slot_occupancy=item.info['slot_occupancy'],
-      sampler_mismatch=float(metrics[0]['sampler_mismatch']) if 'sampler_mismatch' in metrics[0] else None,
+      sampler_mismatch=_of_policy(item, metrics).get('sampler_mismatch'),
+      first_step_refused=_refused(stage, first),
       **watch.memory(stage.memory_usage()['memory/predicted_bytes']),
       programs=running.programs(),
     )
+
+
+def _of_policy(item: Item, metrics: list[dict]) -> dict[str, float]:
+  """Returns the metrics of the first update of the policy in a step, {} if there is none."""
+  found = [m for (role, _), m in zip(item.updates, metrics) if role == 'policy']
+  return {k: float(v) for k, v in found[0].items()} if found else {}
+
+
+def _refused(stage: Stage, metrics: dict[str, float]) -> str:
+  """Returns why a run would end at its first step, with these metrics; '' if it would not."""
+  try:
+    stage.check_first_step(metrics)
+  except AssertionError as e:
+    return str(e)
+  return ''
 
 
 def repeat(preset: str, layers: int, rows: int, row_length: int, steps: int) -> dict[str, Any]:
