@@ -652,4 +652,4 @@ def test_the_first_step_allows_what_rounding_made_on_an_accelerator():
   for mismatch in found:
     grpo.check_first_step(metrics | {'sampler_mismatch': mismatch}, config)
   with pytest.raises(AssertionError, match='sampler_mismatch'):
-    grpo.check_first_step(metrics | {'sampler_mismatch': 1.2}, config)
+    grpo.check_first_step(metrics | {'sampler_mismatch': 1.06}, config)

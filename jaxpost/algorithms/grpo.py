@@ -266,8 +266,8 @@ def check_first_step(metrics: dict, config: Config) -> None:
     ratio, clipped = 1e-2, 1e-2  # the program that computed the old log-probs may round bfloat16 differently
   else:
     ratio, clipped = 1e-4, 0.0
-  # Rounding to bfloat16 alone made 0.023 in 28 layers on an H200 (docs/performance.md), and makes more in more layers.
-  mismatch = 0.5 if quantized else 1e-4 if exact else 0.1
+  # Rounding to bfloat16 alone made 0.023 in 28 layers on an H200 (docs/performance.md).
+  mismatch = 0.5 if quantized else 1e-4 if exact else 0.05
   expect(
     metrics,
     {
@@ -275,7 +275,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
       # Rounding alone may leave a clip range as narrow as GSPO's.
       'clip_ratio/low_mean': (0.0, clipped if rl.clip_low > 0.02 else 1.0),
       'clip_ratio/high_mean': (0.0, clipped if rl.clip_high > 0.02 else 1.0),
-      'kl': (0.0, 1e-8 if exact else 5e-3),
+      'kl': (0.0, 1e-8 if exact else 1e-3),
       'sampler_mismatch': (1.0, mismatch),
     },
     'sampler, reference and trainer do not compute the same model',
