@@ -7,10 +7,6 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import children
 import jax
@@ -27,7 +23,6 @@ from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 from jaxpost.planning import cost
 
-CLONE = pathlib.Path(__file__).resolve().parents[1]
 ROWS, GROUPS = grouped_triton.rows_by_groups, grouped_triton.groups_of_rows
 # (N, D, F, sizes): uneven groups, of which some are empty, one ends inside of a tile and one has several tiles; rows of
 # no group; sides that are no multiples of a tile; few rows and one row; tiles for 16, 64 and 128 rows.
@@ -332,15 +327,7 @@ def test_it_compiles_for_gpus_without_copies():
     (65536, 2048, 16, 128),
     (999, 40, 24, 5),
   ]
-  done = subprocess.run(
-    [sys.executable, '-c', _COMPILED.replace('SHAPES', str(shapes))],
-    capture_output=True,
-    text=True,
-    timeout=900,
-    cwd=CLONE,
-    env=os.environ | {'PYTHONPATH': str(CLONE)},
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  done = children.run('-c', _COMPILED.replace('SHAPES', str(shapes)), timeout=900)
   found = json.loads(done.stdout.splitlines()[-1])
   for (n, d, f, _), (memory, flops) in zip(shapes, found.values(), strict=True):
     assert memory < 2**17  # the numbers of tiles and no array of rows or matrices
