@@ -3,6 +3,7 @@
 JAXPOST_ACCELERATOR=cpu runs what a CPU can do of it, which shows that these tests still run.
 """
 
+import dataclasses
 import os
 
 import jax
@@ -48,7 +49,8 @@ def test_experts_agree_with_products_in_float32(accelerator, preset):
   compute = compute_for(accelerator.platform, probe.matmul_type()[0], 'none')
   if not compute.grouped_kernel:
     pytest.skip(f'XLA computes experts on {accelerator.platform} in {compute.dtype}')
-  for matrix in grouped_check.matrices(presets.every()[preset], rank=16):
+  adapters = (16, 32.0, False, 'experts/gate|experts/up|experts/down')
+  for matrix in grouped_check.matrices(dataclasses.replace(presets.every()[preset], lora=adapters)):
     assert not grouped_check.trusted(grouped_check.GROUPED, matrix, compute.dtype), matrix
 
 

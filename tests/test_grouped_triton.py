@@ -254,7 +254,11 @@ def test_which_matrices_are_checked():
   cfg = tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24))
   assert grouped_check.matrices(cfg) == grouped_check.matrices(cfg, 5) == {(32, 24), (24, 32)}
   assert grouped_check.matrices(cfg, 2) == {(32, 12), (12, 32)}
-  assert grouped_check.matrices(cfg, rank=8) == {(32, 24), (24, 32), (32, 8), (8, 32), (8, 24), (24, 8)}
+  adapted = dataclasses.replace(cfg, lora=(8, 16.0, False, 'experts/gate|experts/down'))
+  assert grouped_check.matrices(adapted) == {(32, 24), (24, 32), (32, 8), (8, 32), (8, 24), (24, 8)}
+  assert grouped_check.matrices(adapted, 2) == {(32, 12), (12, 32), (32, 8), (8, 32), (8, 12), (12, 8)}
+  # Adapters of attention alone need no check of experts.
+  assert grouped_check.matrices(dataclasses.replace(cfg, lora=(8, 16.0, False, 'q|v'))) == grouped_check.matrices(cfg)
   latent = dataclasses.replace(cfg, experts=Experts(8, 3, 24, latent=16))
   assert grouped_check.matrices(latent) == {(16, 24), (24, 16)}
   assert not grouped_check.matrices(tiny.config())

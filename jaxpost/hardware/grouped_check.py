@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from jaxpost.hardware import kernel_check
 from jaxpost.matmul import Compute
+from jaxpost.models import lora, transformer
 from jaxpost.models.grouped import grouped
 
 if TYPE_CHECKING:
@@ -37,9 +38,7 @@ class Matrix(NamedTuple):
   outputs: int
 
 
-def verify(
-  compute: Compute, models: Iterable[ModelConfig | CustomConfig], shards: Collection[int] = (1,), rank: int = 0
-) -> Compute:
+def verify(compute: Compute, models: Iterable[ModelConfig | CustomConfig], shards: Collection[int] = (1,)) -> Compute:
   """Checks the kernel for each matrix of the experts of a run; returns `compute`, without a kernel that is wrong.
 
   Like `kernel_check.verify`, it checks a shape once, and one process that finds the kernel wrong decides for all.
@@ -47,11 +46,10 @@ def verify(
   Args:
     models: which the run trains, samples from or scores with.
     shards: numbers of devices that the matrices are split over.
-    rank: of the adapters; 0: there are none.
   """
   if not compute.grouped_kernel:
     return compute
-  works = sorted({(GROUPED, x) for cfg in models for n in shards for x in matrices(cfg, n, rank)})
+  works = sorted({(GROUPED, x) for cfg in models for n in shards for x in matrices(cfg, n)})
   if not works:
     return compute
   for (_, matrix), why in zip(works, kernel_check.faults(works, compute.dtype, trusted)):
@@ -62,14 +60,20 @@ def verify(
   return compute
 
 
-def matrices(cfg: ModelConfig | CustomConfig, shards: int = 1, rank: int = 0) -> set[Matrix]:
-  """Returns the matrices of the experts on a device, none for a dense model."""
+def matrices(cfg: ModelConfig | CustomConfig, shards: int = 1) -> set[Matrix]:
+  """Returns the matrices of the experts and of their adapters on a device, none for a dense model."""
   if not cfg.experts:
     return set()
-  inner, size = cfg.experts.latent or cfg.hidden_size, cfg.experts.size
-  size = size // shards if size % shards == 0 else size
-  pairs = [(inner, size)] + ([(inner, rank), (rank, size)] if rank else [])
-  return {Matrix(*sides) for a, b in pairs for sides in ((a, b), (b, a))}
+  table = transformer.param_table(cfg)
+  if cfg.lora:
+    table |= lora.adapter_rows(table, cfg)
+  out = set()
+  for spec in table.values():
+    if spec.matrix and 'expert' in spec.axes:
+      sides = zip(spec.shape[spec.stack :], spec.axes[spec.stack :])
+      a, b = (n // shards if axis == 'mlp' and n % shards == 0 else n for n, axis in sides)
+      out |= {Matrix(a, b), Matrix(b, a)}  # the gradient of the rows reads the matrix transposed
+  return out
 
 
 @functools.cache

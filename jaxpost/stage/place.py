@@ -144,8 +144,8 @@ def place_stage(
   if compute.grouped_kernel and not ledger.dry:
     from jaxpost.hardware import grouped_check
 
-    models, shards = (inputs.model, *inputs.sources.values()), {x.mesh.shape['tensor'] for x in layouts.values()}
-    compute = grouped_check.verify(compute, [x.config for x in models], shards, config.lora.rank)
+    models = [x.config for x in (inputs.model, *inputs.sources.values())]
+    compute = grouped_check.verify(compute, models, {x.mesh.shape['tensor'] for x in layouts.values()})
   return PlacedStage(
     inputs=inputs,
     data=prepared.data,
@@ -188,7 +188,8 @@ def kernel_uses(
 
   inputs, first_batch = prepared.inputs, prepared.data.first_batch
   config, on_policy = inputs.config, inputs.algorithm.on_policy
-  out, branches = [], first_batch is not None and first_batch.branch_ids is not None
+  out = []
+  branches = first_batch is not None and first_batch.branch_ids is not None
   if not branches or kernel in BRANCHES:
     trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
     for name, x in (inputs.sources | trained).items():

@@ -179,7 +179,7 @@ def make_engine(
   if compute.grouped_kernel:
     from jaxpost.hardware import grouped_check
 
-    compute = grouped_check.verify(compute, [model.config], [layout.mesh.shape['tensor']], inputs.config.lora.rank)
+    compute = grouped_check.verify(compute, [model.config], [layout.mesh.shape['tensor']])
   reshard = None
   if share_base:
     reshard, model = shared_weights.share(model, layout)
