@@ -100,7 +100,7 @@ ROWS = {
   'moe/qwen3_30b_a3b/4_layers': _sft('qwen3_30b_a3b', kind='moe', layers=4, rows=2),
   'moe_decode/qwen3_30b_a3b/4_layers': _decode(32, 512, 'qwen3_30b_a3b', layers=4, kind='moe'),
   'dpo/qwen3_1_7b': _sft(_BIG, algorithm='dpo', rows=4, row_length=4096, seconds=300),
-  'grpo/qwen3_1_7b/slots=512': _on_policy('grpo', 420, slots=512),
+  'grpo/qwen3_1_7b/slots=256': _on_policy('grpo', 420, slots=256),
   'grpo/qwen3_1_7b/micro=44': _on_policy('grpo', 420, micro=44),
   'ppo/qwen3_0_6b': _on_policy('ppo', 420, preset='qwen3_0_6b', prompts=16),
 }
