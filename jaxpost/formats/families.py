@@ -61,7 +61,6 @@ _GEMMA2 = Family(
   ),
 )
 
-# A tensor has gate and up in turn: gate is every second entry from 0 on, up from 1 on.
 _GPT_OSS_DEFAULTS = dict(
   num_key_value_heads=8,
   head_dim=64,
@@ -148,7 +147,7 @@ FAMILIES = {
       num='num_local_experts', size='intermediate_size', normalize=True, limit='swiglu_limit', alpha='swiglu_alpha'
     ),
     names={'gate': 'router'},
-    fused=fused_experts('model.layers.{}.mlp.experts.%s_proj', 'interleaved'),
+    fused=fused_experts('model.layers.{}.mlp.experts.%s_proj', 'interleaved', kinds=('', '_bias')),
     reads=('attention_bias', *_LAYERS),
     # Spellings of what is read besides, in the files of OpenAI.
     ignored=('experts_per_token', 'initial_context_length', 'quantization_config'),

@@ -63,10 +63,10 @@ DEEPSEEK_ROUTER = ExpertFields(
 TAKEN_BY_EXPERTS = r'\.mlp\.(shared_experts?\.)?(gate|up|down)_proj\.'
 
 
-def fused_experts(tensor: str, order: str, *, inner: str = 'gate_up', down: str = 'down') -> dict[str, tuple[str, str]]:
+def fused_experts(tensor: str, order: str, *, inner: str = 'gate_up', down: str = 'down', kinds: tuple = ('',)) -> dict:
   """Returns `Family.fused` of experts whose gates and up projections are in one tensor; `tensor` has %s."""
-  names, kinds = dict(gate=inner, up=inner, down=down).items(), ('', '_bias') if order == 'interleaved' else ('',)
-  return {f'layers/{x}{kind}': (tensor % y + kind, order) for x, y in names for kind in kinds}
+  names = dict(gate=inner, up=inner, down=down)
+  return {f'layers/{x}{kind}': (tensor % y + kind, order) for x, y in names.items() for kind in kinds}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Family:
   prefix: str = 'model'  # how the names of all but the head begin
   spellings: Mapping[str, str] = _mapping()  # other spelling of a part of a name -> the one that is read
   names: Mapping[str, str] = _mapping()  # Llama's module -> the family's; parameters of one name are its rows
-  # Parameter -> (tensor, order): a tensor has all experts, [experts, inputs, outputs], and its parameters are 'joined'
-  # one behind the other in the outputs, or 'interleaved' there; 'transposed' is joined in [experts, outputs, inputs].
+  # Parameter -> (tensor with all experts, order of its parameters): 'joined' one behind the other along the outputs of
+  # [experts, inputs, outputs], 'interleaved' entry by entry there, or 'transposed': joined in [experts, out, in].
   fused: Mapping[str, tuple[str, str]] = _mapping()
   rows: tuple[str, ...] = ()  # parameters that are matrices of one row in a folder
   quantized: str = ''  # a `quant_method` that can be read, besides 'fp8'

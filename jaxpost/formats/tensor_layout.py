@@ -56,11 +56,13 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
       name, order = family.fused[inside]
       spec = dataclasses.replace(spec, hf=name, matrix=False)
       *outer, last = spec.shape[spec.stack :]
-      names, turns = _names(spec.hf, spec), [x for x, (tensor, _) in family.fused.items() if tensor == name]
+      names = _names(spec.hf, spec)
       if order == 'interleaved':
+        turns = [x for x, (tensor, _) in family.fused.items() if tensor == name]
         shape, first = (*outer, last * len(turns)), turns.index(inside)
       else:
-        shape, first = (outer[0], last, outer[1]) if order == 'transposed' else (*outer, last), ends.get(names, 0)
+        shape = (outer[0], last, outer[1]) if order == 'transposed' else (*outer, last)
+        first = ends.get(names, 0)
         ends[names] = first + last
       out[path] = Stored(spec, names, shape, first, order)
       continue
