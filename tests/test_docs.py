@@ -222,4 +222,4 @@ def test_the_example_of_rounding_shows_what_other_sums_change(monkeypatch, capsy
     monkeypatch.setattr(example, name, value)
   example.main()
   found = [float(x) for x in re.findall(r'KL (\S+),', capsys.readouterr().out)]
-  assert len(found) == 3 and all(0 < kl < 1e-2 for kl in found)
+  assert len(found) == 3 and 0 < max(found) < 2 * min(found)  # whatever differs grows to the same size

@@ -131,8 +131,12 @@ def _words(work: AttentionShape) -> str:
   words = [f'{work.heads} heads of {work.head_dim} on {work.kv_heads}']
   if work.parts > 1:
     words.insert(0, f'{work.parts} parts')
-  more = dict(sinks=work.sinks, branches=work.branches) | {'a soft cap': work.attention_softcap}
-  words += [name for name, there in more.items() if there]
+  if work.sinks:
+    words.append('sinks')
+  if work.attention_softcap:
+    words.append('a soft cap')
+  if work.branches:
+    words.append('branches')
   return ', '.join(words)
 
 

@@ -197,16 +197,16 @@ def _below(start: Any, size: int, end: Any) -> jax.Array | None:
 
 
 def _mask(shape: tuple[int, int], down: jax.Array | None, across: jax.Array | None) -> jax.Array | None:
-  masks = [
-    m for m in (None if down is None else down[:, None], None if across is None else across[None]) if m is not None
-  ]
-  return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), shape) if masks else None
+  if down is None and across is None:
+    return None
+  down = True if down is None else down[:, None]
+  return jnp.broadcast_to(down if across is None else down & across[None], shape)
 
 
 def _load(ref: Any, down: jax.Array | None, across: jax.Array | None) -> jax.Array:
   """Reads a tile, in which rows and columns beyond those that exist are 0."""
   mask = _mask(ref.shape, down, across)
-  return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=0)
+  return plgpu.load(ref, mask=mask, other=None if mask is None else 0)
 
 
 def _store(ref: Any, x: jax.Array, down: jax.Array | None, across: jax.Array | None) -> None:

@@ -100,8 +100,8 @@ class Running:
         work = roofline.work(row, row['mesh'], topology, hosts)
         seconds = work['seconds']
         found |= dict(roofline_s=seconds['roofline'], expected_s=seconds['expected'])
-        found |= dict(program_flops=work['flops']['program'])
-        found |= dict(model_flops=work['flops']['model'], memory_traffic_bytes=work['memory_traffic_bytes'])
+        found |= {f'{k}_flops': work['flops'][k] for k in ('program', 'model')}
+        found['memory_traffic_bytes'] = work['memory_traffic_bytes']
       out.append(found)
     return out
 
