@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import inspect
 import json
 import pathlib
 
@@ -14,10 +15,11 @@ import jaxpost
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.hardware.chips import CHIPS, Chip
+from jaxpost.matmul import compute_for
 from jaxpost.planning import aot, auto, defaults, dry_run, machines, nearest, search
 from jaxpost.planning import stage as plan_stage
 from jaxpost.programs.compile import Ledger
-from jaxpost.stage import precompile, prepare
+from jaxpost.stage import batch_shape, precompile, prepare
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -300,3 +302,8 @@ def test_the_nearest_fits_by_the_account_of_the_compiler():
   rows = [dict(program=k, bytes_per_chip=dict(total=n)) for k, n in (('update', 1e9), ('generate', 3 * needs.sampling))]
   text = nearest.of_plan(p, where, {'fits': False, 'programs': rows})['nearest']
   assert text.endswith(': --config.rollout.slots=64')
+
+
+def test_meshes_are_compared_with_the_rows_that_runs_take():
+  tokens = inspect.signature(batch_shape.batch_shape).parameters['tokens'].default
+  assert all(compute_for(platform, 'auto', 'auto').micro_tokens == tokens for platform in ('gpu', 'tpu'))

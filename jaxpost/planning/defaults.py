@@ -18,7 +18,6 @@ from jaxpost.distributed import coordination
 from jaxpost.distributed import mesh as mesh_lib
 from jaxpost.distributed.mesh import BATCH_AXES
 from jaxpost.hardware import memory as memory_lib
-from jaxpost.matmul import compute_for
 from jaxpost.models.config import CustomConfig
 from jaxpost.planning import arithmetic, meshes, search
 from jaxpost.planning.tables import gib
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
   from jaxpost.planning.machines import Topology
 
 _FEWEST = 8  # sequences at a time, before optimizer states leave the device
-_MICRO_TOKENS = compute_for('gpu', 'auto', 'auto').micro_tokens  # of any accelerator
 # Rates of a chip that is unknown: updates are only compared with each other, so ratios count.
 _UNKNOWN = dict(flops=312e12, bandwidth=2e12, link=1e11, network=1e10)
 
@@ -207,6 +205,6 @@ def _rows(p: PreparedStage, machine: Topology) -> Iterator[int]:
   on_policy = p.inputs.algorithm.on_policy
   sizes = mesh_lib.parse_mesh(p.config.mesh.train, meshes.train_devices(p.inputs, machine), 'config.mesh.train')
   shards = math.prod(sizes[a] for a in BATCH_AXES)
-  most = batch_shape.batch_shape(p.config, on_policy, shards, tokens=_MICRO_TOKENS).micro_rows // shards
+  most = batch_shape.batch_shape(p.config, on_policy, shards).micro_rows // shards
   # Rows of data are as many as the config says: a part of them divides them.
   yield from (shards * n for n in range(most - 1, 0, -1) if on_policy or most % n == 0)

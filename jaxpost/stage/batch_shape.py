@@ -43,13 +43,13 @@ def row_length(config: Config, on_policy: bool) -> int:
   return 512
 
 
-def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 8192) -> BatchShape:
+def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 16_384) -> BatchShape:
   """Returns the shape of batches that split over `shards` batch shards.
 
   Args:
     on_policy: rows hold completions; otherwise documents.
     shards: how many parts the rows of a micro-batch are split into.
-    tokens: of a device at a time, on-policy, if `train.micro_batch_size` is 0.
+    tokens: of a device at a time, on-policy, if `train.micro_batch_size` is 0; by default those of an accelerator.
 
   Raises:
     InputError: the rows at a time do not split evenly.
