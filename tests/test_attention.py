@@ -73,7 +73,11 @@ def case(shape, *, window=0, cap=0.0, sinks=False, scale=0.0, branches=False):
   at = number - np.take_along_axis(cuts, found - 1, 1)
   segments = np.where(number < length - 20, found, found % 4)
   cfg = tiny.config(num_heads=heads, num_kv_heads=kv_heads, head_dim=size, attention_softcap=cap, attention_scale=scale)
-  branch = np.where(at < 10, 0, 1 + at % 2) if branches else None
+  branch = None
+  if branches:  # of several lengths, one of a single token, after a shared part of 10 tokens
+    begins = np.array([10, 11, 27, 95, 400, 640])
+    branch = np.searchsorted(begins, at, side='right')
+    at = np.where(branch, at - begins[branch - 1] + 10, at)
   rest = dict(
     segment_ids=jnp.asarray(segments, jnp.int32),
     branch_ids=branch,
@@ -338,6 +342,24 @@ def test_triton_reads_only_what_is_attended_to():
   ours, _ = both_ways(in_triton(rest), (q, *bad, None), g)
   kept = np.r_[0:128, 256:512]
   assert bool((ours[:, kept] == out[:, kept]).all()) and bool(jnp.isnan(ours[:, broken]).all())
+
+
+def test_triton_does_not_read_other_branches():
+  """A document of a shared part and three branches of 128 tokens each: what is wrong in one stays in it."""
+  args, rest, g = case((512, 2, 1, 64, 64))
+  branches = np.repeat([[0, 1, 2, 3]], 128, axis=1).repeat(2, axis=0)
+  positions = np.arange(512) - 128 * np.maximum(branches - 1, 0)
+  rest |= dict(segment_ids=jnp.ones((2, 512), jnp.int32), branch_ids=jnp.asarray(branches), positions=positions)
+  out, grads = both_ways(in_triton(rest), args, g)
+  q, k, v, _ = args
+  broken = slice(256, 384)
+  bad = [x.at[:, broken].set(jnp.nan) for x in (k, v)]
+  ours, ours_back = both_ways(in_triton(rest), (q, *bad, None), g)
+  kept = np.r_[0:256, 384:512]
+  assert bool((ours[:, kept] == out[:, kept]).all()) and bool(jnp.isnan(ours[:, broken]).all())
+  assert bool((ours_back[0][:, kept] == grads[0][:, kept]).all())  # of the queries
+  for a, b in zip(ours_back[1:], grads[1:]):  # of keys and values: the shared part has queries in all branches
+    assert bool((a[:, 384:] == b[:, 384:]).all() and (a[:, 128:256] == b[:, 128:256]).all())
 
 
 @pytest.mark.parametrize('layer', LAYERS)

@@ -1,8 +1,8 @@
 """Flash attention over packed rows for NVIDIA GPUs, in Pallas for Triton.
 
 The algorithm is FlashAttention-2 (https://arxiv.org/abs/2307.08691). Blocks of keys that no query of a block may attend
-to, because of the causal mask, a window, or the boundaries of documents, are never read: the cost grows with the length
-of the documents and not with that of the row.
+to, because of the causal mask, a window, or the boundaries of documents and branches, are never read: the cost grows
+with the length of the documents and not with that of the row.
 
 Legend: B rows, T tokens, H heads, K kv heads, G queries per kv head, h head size, hv that of values.
 """
@@ -20,6 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from jaxpost.models import attention_bounds
+from jaxpost.models.attention_bounds import extremes
 from jaxpost.types import MASKED_LOGIT
 
 if TYPE_CHECKING:
@@ -73,18 +75,8 @@ def attend(
   """
   sinks = sinks if sinks is None else sinks.astype(jnp.float32)
   static = _Static(window, cfg.attention_softcap, tiles or _tiles(q.shape[3], v.shape[3]), interpret)
-  index = jnp.arange(q.shape[1], dtype=jnp.int32)
-  starts_document = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-  # The first key that each query attends to, and the last query that attends to each key.
-  first_key = jax.lax.cummax(jnp.where(starts_document, index, 0), axis=1)
-  ends_document = jnp.roll(starts_document, -1, axis=1)
-  last_query = jax.lax.cummin(jnp.where(ends_document, index, q.shape[1]), axis=1, reverse=True)
-  ids = None
-  if branch_ids is not None:  # what is shared is closer by position than by place
-    ids = jnp.stack([branch_ids, positions], axis=1).astype(jnp.int32)
-  elif window:
-    first_key, last_query = jnp.maximum(first_key, index - window + 1), jnp.minimum(last_query, index + window - 1)
-  return _attend(static, (q, k, v), sinks, (first_key, last_query), ids)
+  bounds = attention_bounds.of_rows(segment_ids, positions, branch_ids, window)
+  return _attend(static, (q, k, v), sinks, bounds)
 
 
 def _tiles(size: int, values: int) -> Tiles:
@@ -94,27 +86,27 @@ def _tiles(size: int, values: int) -> Tiles:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, qkv, sinks, bounds, ids):
-  return _forward(static, qkv, sinks, bounds[0], ids)[0]
+def _attend(static: _Static, qkv, sinks, bounds: attention_bounds.Bounds):
+  return _forward(static, qkv, sinks, bounds)[0]
 
 
-def _attend_fwd(static, qkv, sinks, bounds, ids):
-  out, lse2 = _forward(static, qkv, sinks, bounds[0], ids)
+def _attend_fwd(static, qkv, sinks, bounds):
+  out, lse2 = _forward(static, qkv, sinks, bounds)
   # Rematerialization keeps both, so that the backward pass does not run the kernel again.
   out, lse2 = checkpoint_name(out, 'dots'), checkpoint_name(lse2, 'dots')
-  return out, (qkv, sinks, bounds, ids, out, lse2)
+  return out, (qkv, sinks, bounds, out, lse2)
 
 
 def _attend_bwd(static, saved, g):
-  qkv, sinks, (first_key, last_query), ids, out, lse2 = saved
+  qkv, sinks, bounds, out, lse2 = saved
   delta = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, H, T]
-  residuals = dict(ids=ids, g=g.astype(out.dtype), lse2=lse2, delta=delta)
-  dq = _backward_queries(static, qkv, first_key, **residuals)
-  dk, dv = _backward_keys(static, qkv, first_key, last_query, **residuals)
+  residuals = dict(g=g.astype(out.dtype), lse2=lse2, delta=delta)
+  dq = _backward_queries(static, qkv, bounds, **residuals)
+  dk, dv = _backward_keys(static, qkv, bounds, **residuals)
   dsinks = None
   if sinks is not None:
     dsinks = -jnp.sum(jnp.exp2(sinks[:, None] * LOG2_E - lse2) * delta, axis=(0, 2)).astype(sinks.dtype)
-  return (dq, dk, dv), dsinks, (None, None), None
+  return (dq, dk, dv), dsinks, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
@@ -170,8 +162,8 @@ def add_keys(carry, s, v):
 def _visible(rows, first_key, columns, query_ids, key_ids, window: int) -> jax.Array:
   """Returns [q, k]: which keys each query attends to.
 
-  Without branches, `attend` has already folded the window into `first_key`. With branches, other branches lie between a
-  token and its prompt, so the window is measured here, in positions.
+  Without branches, `first_key` is that of the window. With branches, other branches lie between a token and its prompt,
+  so the window is measured here, in positions.
 
   rows, columns: places of queries and keys. first_key: [q]. query_ids, key_ids: (branch, position) of each, or None.
   """
@@ -186,8 +178,19 @@ def _ids(ref, place) -> tuple[jax.Array, jax.Array] | None:
   return None if ref is None else (ref[0, place], ref[1, place])
 
 
+def _over_keys(step, carry, begin, rows: int, cols: int, min_key_ref, gap_ref):
+  """Folds step(block of keys, carry) over the blocks of `cols` keys that some of the queries from `begin` attend to."""
+  i = pl.program_id(0)
+  low, high = min_key_ref[i] // cols, pl.cdiv(begin + rows, cols)
+  if gap_ref is None:
+    return jax.lax.fori_loop(low, high, step, carry)
+  gap = jnp.maximum(pl.cdiv(gap_ref[0, i], cols), low)  # the first block that is skipped
+  skipped = jnp.maximum(gap_ref[1, i] // cols - gap, 0)
+  return jax.lax.fori_loop(low, high - skipped, lambda j, x: step(jnp.where(j < gap, j, j + skipped), x), carry)
+
+
 def _forward_kernel(
-  q_ref, k_ref, v_ref, first_key_ref, min_key_ref, ids_ref, sinks_ref, out_ref, lse2_ref, *, static, sizes
+  q_ref, k_ref, v_ref, first_key_ref, min_key_ref, gap_ref, ids_ref, sinks_ref, out_ref, lse2_ref, *, static, sizes
 ):
   rows, cols, *_ = static.tiles.forward
   size, values = sizes
@@ -202,8 +205,8 @@ def _forward_kernel(
     seen = _visible(at, first_key, columns, query_ids, _ids(ids_ref, keys), window=static.window)
     return add_keys(carry, jnp.where(seen, s * LOG2_E, MASKED_LOGIT), _load(v_ref.at[keys], values))
 
-  low, high = min_key_ref[pl.program_id(0)] // cols, pl.cdiv(begin + rows, cols)
-  out, top, total = jax.lax.fori_loop(low, high, step, nothing(rows, v_ref.shape[-1]))
+  carry = nothing(rows, v_ref.shape[-1])
+  out, top, total = _over_keys(step, carry, begin, rows, cols, min_key_ref, gap_ref)
   if sinks_ref is not None:  # a key without a value
     sink = sinks_ref[pl.program_id(1)] * LOG2_E
     highest = jnp.maximum(top, sink)
@@ -214,7 +217,20 @@ def _forward_kernel(
 
 
 def _queries_kernel(
-  q_ref, k_ref, v_ref, first_key_ref, min_key_ref, ids_ref, g_ref, lse2_ref, delta_ref, dq_ref, *, static, sizes
+  q_ref,
+  k_ref,
+  v_ref,
+  first_key_ref,
+  min_key_ref,
+  gap_ref,
+  ids_ref,
+  g_ref,
+  lse2_ref,
+  delta_ref,
+  dq_ref,
+  *,
+  static,
+  sizes,
 ):
   rows, cols, *_ = static.tiles.queries
   size, values = sizes
@@ -233,9 +249,8 @@ def _queries_kernel(
     ds = weights * (_dot(g, _load(v_ref.at[keys], values), trans_b=True) - delta[:, None]) * slope
     return dq + _dot(ds.astype(k.dtype), k)
 
-  low, high = min_key_ref[pl.program_id(0)] // cols, pl.cdiv(begin + rows, cols)
-  dq = jax.lax.fori_loop(low, high, step, jnp.zeros((rows, q_ref.shape[-1]), jnp.float32))
-  _store(dq_ref, dq, size)
+  carry = jnp.zeros((rows, q_ref.shape[-1]), jnp.float32)
+  _store(dq_ref, _over_keys(step, carry, begin, rows, cols, min_key_ref, gap_ref), size)
 
 
 def _keys_kernel(
@@ -311,33 +326,30 @@ def _call(kernel, part: str, static: _Static, given, outputs, grid):
   )(*(x for x, *_ in there))
 
 
-def _extremes(bounds, block: int, last: bool = False):
-  """Returns the least (`last`: the largest) of `bounds` [B, T] in each block of tokens, for a kernel of a row."""
-  parts = bounds.reshape(len(bounds), -1, block)
-  found = parts.max(axis=2) if last else parts.min(axis=2)
-  return found, (None, found.shape[1]), lambda i, h, b: (b, 0)
-
-
-def _by_query(rows: int, qkv, first_key, ids):
+def _by_query(rows: int, qkv, bounds):
   """Returns the arguments of a kernel that goes through the keys of `rows` queries, and its grid."""
   q, k, v = qkv
+  gap = bounds.gap
+  if gap is not None:
+    gap = jnp.stack([extremes(gap[0], rows, last=True), extremes(gap[1], rows)], axis=1)
   batch, length, heads, _ = q.shape
   group, wide, wide_v = heads // k.shape[2], padded(q.shape[3]), padded(v.shape[3])
   given = [
     (q, (None, rows, None, wide), lambda i, h, b: (b, i, h, 0)),
     (k, (None, length, None, wide), lambda i, h, b: (b, 0, h // group, 0)),
     (v, (None, length, None, wide_v), lambda i, h, b: (b, 0, h // group, 0)),
-    (first_key, (None, rows), lambda i, h, b: (b, i)),
-    _extremes(first_key, rows),
-    (ids, (None, 2, length), lambda i, h, b: (b, 0, 0)),
+    (bounds.first_key, (None, rows), lambda i, h, b: (b, i)),
+    (extremes(bounds.first_key, rows), (None, length // rows), lambda i, h, b: (b, 0)),
+    (gap, (None, 2, length // rows), lambda i, h, b: (b, 0, 0)),
+    (bounds.ids, (None, 2, length), lambda i, h, b: (b, 0, 0)),
   ]
   return given, (length // rows, heads, batch)
 
 
-def _forward(static, qkv, sinks, first_key, ids):
+def _forward(static, qkv, sinks, bounds):
   """Returns the result [B, T, H, hv] and the logarithms to base 2 of the sums of weights [B, H, T]."""
   (batch, length, heads, _), values, rows = qkv[0].shape, qkv[2].shape[3], static.tiles.forward[0]
-  given, grid = _by_query(rows, qkv, first_key, ids)
+  given, grid = _by_query(rows, qkv, bounds)
   given.append((sinks, (heads,), lambda i, h, b: (0,)))
   out = jax.ShapeDtypeStruct((batch, length, heads, values), qkv[0].dtype)
   lse2 = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
@@ -348,10 +360,10 @@ def _forward(static, qkv, sinks, first_key, ids):
   return _call(_forward_kernel, 'forward', static, given, outputs, grid=grid)
 
 
-def _backward_queries(static, qkv, first_key, *, ids, g, lse2, delta):
+def _backward_queries(static, qkv, bounds, *, g, lse2, delta):
   """Returns the gradient of the queries."""
   rows = static.tiles.queries[0]
-  given, grid = _by_query(rows, qkv, first_key, ids)
+  given, grid = _by_query(rows, qkv, bounds)
   given += [
     (g, (None, rows, None, padded(g.shape[3])), lambda i, h, b: (b, i, h, 0)),
     (lse2, (None, None, rows), lambda i, h, b: (b, h, i)),
@@ -364,7 +376,7 @@ def _backward_queries(static, qkv, first_key, *, ids, g, lse2, delta):
   return dq
 
 
-def _backward_keys(static, qkv, first_key, last_query, *, ids, g, lse2, delta):
+def _backward_keys(static, qkv, bounds, *, g, lse2, delta):
   """Returns the gradients of keys and values, summed over the queries of each kv head."""
   q, k, v = qkv
   batch, length, heads, _ = q.shape
@@ -374,9 +386,9 @@ def _backward_keys(static, qkv, first_key, last_query, *, ids, g, lse2, delta):
     (q, (None, length, group, wide), lambda j, h, b: (b, 0, h, 0)),
     (k, (None, cols, None, wide), lambda j, h, b: (b, j, h, 0)),
     (v, (None, cols, None, wide_v), lambda j, h, b: (b, j, h, 0)),
-    (first_key, (None, length), lambda j, h, b: (b, 0)),
-    _extremes(last_query, cols, last=True),
-    (ids, (None, 2, length), lambda j, h, b: (b, 0, 0)),
+    (bounds.first_key, (None, length), lambda j, h, b: (b, 0)),
+    (extremes(bounds.last_query, cols, last=True), (None, length // cols), lambda j, h, b: (b, 0)),
+    (bounds.ids, (None, 2, length), lambda j, h, b: (b, 0, 0)),
     (g, (None, length, group, wide_v), lambda j, h, b: (b, 0, h, 0)),
     (lse2, (None, group, length), lambda j, h, b: (b, h, 0)),
     (delta, (None, group, length), lambda j, h, b: (b, h, 0)),
