@@ -44,7 +44,7 @@ class Batch:
     branch_ids    0    0    1    1    1    2    2   (all branches attend to 0)
     sequence_ids  0    0    0    1    1    0    2   (numbered within a row)
 
-  The chosen sequence of a pair has an odd number, the rejected one the next.
+  Each branch is contiguous. The chosen sequence of a pair has an odd number, the rejected one the next.
 
   `arrays` holds what an algorithm adds per token, under these names: advantages, old_logprobs (policy before the first
   update), ref_logprobs, sampler_logprobs, importance_weights, values and returns (critic), margin, label, nll_weights.
@@ -249,10 +249,11 @@ class Credit:
 
 
 class RowShape(NamedTuple):
-  """Shape [num_rows, row_length] of a batch of packed rows."""
+  """Shape [num_rows, row_length] of a batch of packed rows, and whether prompts are shared (`train.share_prompt`)."""
 
   num_rows: int
   row_length: int
+  share_prompt: bool = False
 
 
 class Update(NamedTuple):

@@ -25,6 +25,7 @@ def define() -> None:
   flags.DEFINE_integer('mean', 64, 'Mean length of completions with --ragged, in tokens.', lower_bound=1)
   flags.DEFINE_bool('bf16', False, 'Multiply in bfloat16; the weights stay float32.')
   flags.DEFINE_float('top_p', 1.0, 'Nucleus of sampling; 1: off.', lower_bound=1e-6, upper_bound=1.0)
+  flags.DEFINE_bool('share_prompt', False, 'Pack completions of a prompt behind one copy of it (grpo).')
   flags.DEFINE_string('mesh', 'fsdp=-1', 'Device mesh, written as config.mesh.train.')
   flags.DEFINE_bool('tune', True, 'Tune the memory allocator of the host.')
 

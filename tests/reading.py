@@ -91,6 +91,7 @@ OPTIONS = {
   'jaxpost.rl.merging': 'rl.dynamic_sampling',
   'jaxpost.rl.offload': 'rollout.offload',
   'jaxpost.rl.privileged': 'rl.privileged',
+  'jaxpost.rl.shared_prompts': 'train.share_prompt',
   'jaxpost.rl.process_rewards': 'reward_model.per_step',
   'jaxpost.rl.replay': 'rl.replay',
   'jaxpost.rl.teachers': 'distill.teachers',

@@ -34,6 +34,7 @@ CONFIGS = {
   # With a reference model, the log-probs of which have a program of their own.
   'grpo': ('grpo_gsm8k', dict(rl=dict(kl_coef=0.04))),
   'ppo': ('ppo_gsm8k', {}),
+  'shared': ('grpo_gsm8k', dict(rl=dict(kl_coef=0.04), train=dict(share_prompt=True))),
 }
 # Programs that attend over whole rows, and therefore use the kernel.
 ATTEND = {
@@ -42,6 +43,7 @@ ATTEND = {
   'dpo': {'update', 'score'},
   'grpo': {'update', 'score', 'prefill'},
   'ppo': {'update', 'score', 'values', 'prefill'},
+  'shared': {'update', 'score', 'prefill'},
 }
 
 DRIVER = """

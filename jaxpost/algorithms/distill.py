@@ -114,7 +114,7 @@ def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
   """Adds the hidden states of the teachers, in the layout of training."""
   del config
   layout = roles.policy.layout
-  hidden = [transfer.move(layout, teacher(batch), None, 'batch', None) for teacher in roles.teachers]
+  hidden = [transfer.move(layout, teacher(batch), None, 'batch') for teacher in roles.teachers]
   return batch.replace(teacher_hidden=tuple(hidden))
 
 

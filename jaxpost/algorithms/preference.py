@@ -158,7 +158,7 @@ def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
   if roles.reference is None:
     return batch
   logprobs = roles.reference(batch).logprobs
-  found = transfer.move(roles.policy.layout, logprobs, None, 'batch', None)
+  found = transfer.move(roles.policy.layout, logprobs, None, 'batch')
   return batch.replace(arrays={**batch.arrays, 'ref_logprobs': found})
 
 

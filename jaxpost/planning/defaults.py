@@ -22,7 +22,7 @@ from jaxpost.models.config import CustomConfig
 from jaxpost.planning import arithmetic, meshes, search
 from jaxpost.planning.tables import gib
 from jaxpost.stage import batch_shape, checks
-from jaxpost.stage.records import PreparedStage
+from jaxpost.stage.records import PreparedStage, has_branches
 
 if TYPE_CHECKING:
   from jaxpost.planning.machines import Topology
@@ -46,11 +46,11 @@ class Room:
 
   def needs(self, p: PreparedStage, settings: dict[str, Any] | None = None) -> Needs:
     """Returns what a step needs with settings {'section.field': value}; InputError where its rows do not split."""
-    mesh, batch = p.config.mesh, p.data.first_batch
+    mesh = p.config.mesh
     train = mesh_lib.parse_mesh(mesh.train, meshes.train_devices(p.inputs, self.machine), 'config.mesh.train')
     rollout = mesh_lib.parse_mesh(mesh.rollout, meshes.rollout_devices(p.inputs, self.machine), 'config.mesh.rollout')
-    branches = batch is not None and batch.branch_ids is not None
     varied = search.vary(p, settings or {})
+    branches = has_branches(p.inputs, p.data)
     found = arithmetic.estimate(varied.inputs, self.machine, train, rollout, branches=branches)
     elsewhere: tuple[str, ...] = ()  # what is not on the devices that sample
     if mesh.rollout_devices:

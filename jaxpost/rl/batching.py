@@ -3,8 +3,8 @@
 Legend: N sequences, G samples a prompt, C completion tokens, B rows, T tokens a row, n chosen sequences.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,24 +71,59 @@ def prompt_lengths(rollout: Rollout) -> np.ndarray:
   return np.repeat([len(p.tokens) for p in rollout.prompts], group_size(rollout))
 
 
-def row_positions(rollout: Rollout, members: Sequence[int], num_rows: int, row_length: int) -> np.ndarray:
-  """[n, 2]: the row of each sequence and the column of its first completion token.
+class Place(NamedTuple):
+  """The columns of a row that a sequence fills, in a branch of a document (a segment), both numbered from 1.
+
+  start: the first of them. The first branch begins with the prompt, the next ones with its last token.
+  skipped: tokens of the prompt that are left out.
+  first, end: of the completion.
+  """
+
+  sequence: int
+  row: int
+  segment: int
+  branch: int
+  start: int
+  skipped: int
+  first: int
+  end: int
+
+
+def places(
+  rollout: Rollout, members: Iterable[int], num_rows: int, row_length: int, share_prompt: bool = False
+) -> Iterator[Place]:
+  """Packs sequences into rows, and yields the place of each.
+
+  Args:
+    share_prompt: see `shared_prompts`; without it each sequence is a document.
 
   Raises:
     ValueError: the sequences do not fit.
   """
-  prompts = prompt_lengths(rollout)
-  totals = (prompts + rollout.lengths)[list(members)].tolist()
-  rows = packing.pack(totals, row_length)
+  prompts, completions = prompt_lengths(rollout), rollout.lengths
+
+  def packed(documents: list[list[int]]) -> list[list[int]]:
+    return packing.pack([int(prompts[d[0]] - 1 + (1 + completions[d]).sum()) for d in documents], row_length)
+
+  documents = [[n] for n in members]
+  if share_prompt:
+    from jaxpost.rl import shared_prompts
+
+    shared = [*shared_prompts.documents(members, group_size(rollout), prompts, completions, row_length)]
+    # Sequences that are drawn at random from groups may fill rows better one by one.
+    documents = shared if len(packed(shared)) <= num_rows else documents
+  rows = packed(documents)
   if len(rows) > num_rows:
     raise ValueError(f'{len(rows)} rows do not fit {num_rows}')
-  out = np.zeros((len(totals), 2), np.int64)
-  for row, indices in enumerate(rows):
-    start = 0
-    for i in indices:
-      out[i] = row, start + prompts[members[i]]
-      start += totals[i]
-  return out
+  for row, chosen in enumerate(rows):
+    at = 0
+    for segment, i in enumerate(chosen, 1):
+      for branch, n in enumerate(documents[i], 1):
+        skipped = 0 if branch == 1 else prompts[n] - 1
+        first = at + prompts[n] - skipped
+        end = first + completions[n]
+        yield Place(n, row, segment, branch, at, skipped, first, end)
+        at = end
 
 
 def to_batch(
@@ -98,6 +133,7 @@ def to_batch(
   arrays: Mapping[str, np.ndarray],
   num_rows: int,
   row_length: int,
+  share_prompt: bool = False,
 ) -> Batch:
   """Packs the prompts and completions of some sequences.
 
@@ -107,10 +143,10 @@ def to_batch(
     arrays: {name: [N, C]}, into `Batch.arrays`.
 
   Returns:
-    A host batch [num_rows, row_length]; each sequence is one segment.
+    A host batch [num_rows, row_length]. Each sequence is a document, or with `share_prompt` a branch of one.
   """
   shape = num_rows, row_length
-  tokens, positions, segment_ids, sequence_ids = (np.zeros(shape, np.int32) for _ in range(4))
+  tokens, positions, segment_ids, sequence_ids, branch_ids = (np.zeros(shape, np.int32) for _ in range(5))
   loss_weights = np.zeros(shape, np.float32)
   if 'temperature' in rollout.prompts[0].source.get('sampling', ()):  # then every source has one
     own = np.repeat([p.source['sampling']['temperature'] for p in rollout.prompts], group_size(rollout))
@@ -120,30 +156,32 @@ def to_batch(
     None if x is None else np.zeros((*shape, *x.shape[2:]), x.dtype) for x in (rollout.experts, rollout.allowed)
   )
   size = group_size(rollout)
-  for n, (row, first) in zip(members, row_positions(rollout, members, num_rows, row_length)):
-    prompt = rollout.prompts[n // size].tokens
-    length = rollout.lengths[n]
-    start = first - len(prompt)
-    end = first + length
-    tokens[row, start:first] = prompt
-    tokens[row, first:end] = rollout.completions[n, :length]
-    positions[row, start:end] = np.arange(end - start)
-    segment = segment_ids[row].max() + 1
+  for n, row, segment, branch, start, skipped, first, end in places(
+    rollout, members, num_rows, row_length, share_prompt=share_prompt
+  ):
+    length = end - first
+    text = np.concatenate([rollout.prompts[n // size].tokens, rollout.completions[n, :length]])
+    tokens[row, start:end] = text[skipped:]
+    positions[row, start:end] = np.arange(skipped, len(text))
     segment_ids[row, start:end] = segment
+    branch_ids[row, first - 1 : end] = branch
     # Prompts belong to no sequence: nothing is learned on them.
-    sequence_ids[row, first:end] = segment
+    sequence_ids[row, first:end] = sequence_ids[row].max() + 1
     loss_weights[row, first:end] = weights[n, :length]
     for name, values in arrays.items():
       packed[name][row, first:end] = values[n, :length]
     if experts is not None:
-      experts[row, start:end] = rollout.experts[n, : end - start]
+      experts[row, start:end] = rollout.experts[n, skipped : len(text)]
     if allowed is not None:
       allowed[row, first:end] = rollout.allowed[n, :length]
   optional = dict(experts=experts, allowed=allowed, temperature=packed.pop('temperature', None))
+  optional |= dict(branch_ids=branch_ids) if share_prompt else {}
   return Batch(tokens, positions, segment_ids, loss_weights, sequence_ids=sequence_ids, arrays=packed, **optional)
 
 
-def from_rows(rollout: Rollout, values: Array, num_rows: int, row_length: int) -> np.ndarray:
+def from_rows(
+  rollout: Rollout, values: Array, num_rows: int, row_length: int, share_prompt: bool = False
+) -> np.ndarray:
   """Unpacks what programs computed of a batch of all sequences.
 
   Args:
@@ -154,8 +192,6 @@ def from_rows(rollout: Rollout, values: Array, num_rows: int, row_length: int) -
   """
   values = np.asarray(values).reshape(-1, row_length)
   out = np.zeros(rollout.completions.shape, np.float32)
-  every_sequence = range(len(rollout.lengths))
-  for n, (row, first) in enumerate(row_positions(rollout, every_sequence, num_rows, row_length)):
-    length = rollout.lengths[n]
-    out[n, :length] = values[row, first : first + length]
+  for place in places(rollout, range(len(out)), num_rows, row_length, share_prompt=share_prompt):
+    out[place.sequence, : place.end - place.first] = values[place.row, place.first : place.end]
   return out

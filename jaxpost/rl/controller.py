@@ -168,12 +168,12 @@ class Controller:
 
   def _pack(self, experience: Experience, credit: Credit, members: Sequence[int]) -> Batch:
     """The host batch of one update."""
-    config = self.config
+    config, shape = self.config, self.update_shape
     if self.algorithm.pack:
-      return self.algorithm.pack(experience, credit, members, config, *self.update_shape)
+      return self.algorithm.pack(experience, credit, members, config, shape.num_rows, shape.row_length)
     weights = np.zeros_like(credit.mask)
     weights[members] = batching.token_weights(credit.mask[members], config.rl.aggregate, config.rollout.max_new_tokens)
-    return batching.to_batch(experience.rollout, members, weights, credit.arrays, *self.update_shape)
+    return batching.to_batch(experience.rollout, members, weights, credit.arrays, *shape)
 
   def state(self) -> dict:
     """JSON values for a checkpoint of the steps done so far."""

@@ -88,14 +88,17 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
   """Tokens of the step, how full its rows and the sampler's slots were, staleness; what is right and how long it is.
 
   Args:
-    shape: of the batch of all sequences.
+    shape: of the batch of all sequences; a prompt that they share counts once.
   """
   rollout = experience.rollout
-  lengths = batching.prompt_lengths(rollout) + rollout.lengths
-  tokens = int(lengths.sum())
+  tokens = attended = 0
+  for place in batching.places(rollout, range(len(rollout.lengths)), *shape):
+    count = place.end - place.start
+    tokens += count
+    attended += count * (2 * place.skipped + count + 1) // 2  # place.skipped + 1, and so on to its length
   out = {
-    'tokens': tokens,
-    'mean_context': float((lengths * (lengths + 1.0)).sum() / 2 / max(tokens, 1)),
+    'tokens': int(tokens),
+    'mean_context': attended / max(tokens, 1),
     'packing_efficiency': tokens / (shape.num_rows * shape.row_length),
     'slot_occupancy': rollout.occupancy,
     **rollout.figures,

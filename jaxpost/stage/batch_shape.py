@@ -38,9 +38,11 @@ def row_length(config: Config, on_policy: bool) -> int:
   """Returns the tokens of a row: `config.train.row_length`, or one completion, or 512."""
   if config.train.row_length:
     return config.train.row_length
-  if on_policy:
-    return config.rollout.max_prompt_length + config.rollout.max_new_tokens
-  return 512
+  if config.train.share_prompt:
+    from jaxpost.rl import shared_prompts
+
+    return shared_prompts.row_length(config.rollout)
+  return config.rollout.max_prompt_length + config.rollout.max_new_tokens if on_policy else 512
 
 
 def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 16_384) -> BatchShape:
@@ -64,6 +66,11 @@ def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 16_3
     completions = r.prompts * r.group_size
     rows = math.ceil(completions / per_row)
     update_rows = math.ceil(completions // config.rl.minibatches / per_row)
+    if config.train.share_prompt:
+      from jaxpost.rl import shared_prompts
+
+      rows = min(rows, shared_prompts.most_rows(r, length))
+      update_rows = min(update_rows, rows)
     if not micro_rows:
       # The rows of a shard in equal parts, as few as `tokens` allows: a part
       # that is not full would cost as much as a full one.

@@ -17,6 +17,7 @@ def check(config: Config, algorithm: Algorithm, cfg: CustomConfig) -> None:
   branches = algorithm.per in ('pair', 'label') or algorithm.pack is not None
   asked = {
     'preference.share_prompt=False': branches and config.preference.share_prompt,
+    'train.share_prompt=False': config.train.share_prompt,
     'nll.neftune_alpha=0': config.nll.neftune_alpha,
     'nll.mtp_weight=0': config.nll.mtp_weight,
     'rollout.page_size=0': config.rollout.page_size,

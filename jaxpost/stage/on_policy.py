@@ -171,8 +171,8 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
     grader=grader,
     prompts=stream,
     timer=placed.timer,
-    step_shape=RowShape(shape.rows, shape.row_length),
-    update_shape=RowShape(shape.update_rows, shape.row_length),
+    step_shape=RowShape(shape.rows, shape.row_length, config.train.share_prompt),
+    update_shape=RowShape(shape.update_rows, shape.row_length, config.train.share_prompt),
     engine=None if config.train_on_rollouts else engine,  # recorded rollouts need no weights
     surplus=surplus,
     replay=right_samples,
@@ -204,10 +204,11 @@ def make_sampled_eval(placed: PlacedStage, engine: NativeEngine, prompts: tuple[
   config, shape = placed.config, placed.shape
   values = None
   if sampling_inputs.REWARD_MODEL in placed.inputs.sources:
+    per_row = shape.row_length // (config.rollout.max_prompt_length + config.rollout.max_new_tokens)
     values = functools.partial(
       reward_model_values,
-      shape=RowShape(shape.rows, shape.row_length),
-      max_sequences=config.rollout.prompts * config.rollout.group_size,
+      shape=RowShape(shape.rows, shape.row_length, config.train.share_prompt),
+      max_sequences=shape.rows * per_row,
     )
   return SampledEval(
     sampler=make_sampler(placed, engine, _EVALUATION),

@@ -15,7 +15,7 @@ from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, Ledger
 from jaxpost.stage import batch_shape, checks
 from jaxpost.stage.batch_shape import BatchShape
-from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
+from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers, has_branches
 
 if TYPE_CHECKING:
   import jax
@@ -186,10 +186,10 @@ def kernel_uses(
   from jaxpost.models.attention_kernels import BRANCHES
   from jaxpost.rollout import buckets
 
-  inputs, first_batch = prepared.inputs, prepared.data.first_batch
+  inputs = prepared.inputs
   config, on_policy = inputs.config, inputs.algorithm.on_policy
   out = []
-  branches = first_batch is not None and first_batch.branch_ids is not None
+  branches = has_branches(inputs, prepared.data)
   if not branches or kernel in BRANCHES:
     trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
     for name, x in (inputs.sources | trained).items():

@@ -15,6 +15,7 @@ import numpy as np
 from jaxpost.errors import InputError
 from jaxpost.hardware import memory
 from jaxpost.roles import Roles, without_signal
+from jaxpost.stage.records import has_branches
 from jaxpost.types import Batch
 
 if typing.TYPE_CHECKING:
@@ -106,7 +107,10 @@ def compile_all(
     later.append(functools.partial(program.compile, policy.state.params, full, policy.state.step, policy.frozen))
   turns = bool(placed.workers.environment)
   if engine and on_policy:
-    jobs += engine.jobs(roles.policy.params, placed.data.stream.lengths, config.rollout.group_size, turns)
+    lengths = placed.data.stream.lengths
+    jobs += engine.jobs(roles.policy.params, lengths, config.rollout.group_size, turns)
+    if algorithm.greedy_baseline(config):  # one answer to each prompt
+      later += engine.jobs(roles.policy.params, lengths, 1, turns)
   if engine and evaluator and evaluator.sampled:
     sampled = evaluator.sampled
     later += engine.jobs(roles.policy.params, [len(x.tokens) for x in sampled.prompts], sampled.samples, turns)
@@ -123,7 +127,7 @@ def _rollout_row(placed: PlacedStage) -> Batch:
   length = placed.shape.row_length
   ints = np.zeros((1, length), np.int32)
   floats = np.zeros((1, length), np.float32)
-  optional = {'branch_ids': ints} if placed.algorithm.pack else {}
+  optional = {'branch_ids': ints} if has_branches(placed.inputs, placed.data) else {}
   if placed.config.router.routing_replay:
     cfg = placed.model.config
     optional['experts'] = np.zeros((1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)

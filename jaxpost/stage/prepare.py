@@ -80,6 +80,10 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
 
     custom_model.check(config, algorithm, found['policy'].config)
   checks.check_replay(config, algorithm, found)
+  if config.train.share_prompt:
+    from jaxpost.rl import shared_prompts
+
+    shared_prompts.check(config, algorithm, found)
   algorithm.check_roles(config, found, tokenizer)
   inputs = make_inputs(name, config, algorithm, found, tokenizer)
   if config.lora.rank:

@@ -81,6 +81,13 @@ class Data:
   held_out: HeldOutData | None = None
 
 
+def has_branches(inputs: Inputs, data: Data) -> bool:
+  """Returns whether documents of the rows have branches behind a shared prompt."""
+  if data.first_batch is not None:
+    return data.first_batch.branch_ids is not None
+  return inputs.config.train.share_prompt or inputs.algorithm.pack is not None
+
+
 @dataclasses.dataclass(frozen=True)
 class Workers:
   """Processes that run the user's functions; None where the stage has none."""

@@ -99,6 +99,9 @@ class TrainSection:
     auto=0,
     hi=2**24,
   )
+  share_prompt: bool = option(
+    False, 'Pack completions of a prompt behind one copy of it: pays where attention is by Triton, or prompts are long.'
+  )
   micro_batch_size: int = option(
     0,
     'Rows at a time; 0: all of data, about 16,384 tokens a device of rollouts (2,048 on CPU), but no more than fits.',

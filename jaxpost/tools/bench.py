@@ -54,6 +54,7 @@ class Options:
   bf16: bool = False
   mesh: str = 'fsdp=-1'
   top_p: float = 1.0
+  share_prompt: bool = False
 
 
 def even_words(completions: list[str], **columns: Any) -> list[float]:
@@ -118,7 +119,12 @@ def _config(what: str, options: Options) -> config_lib.Config:
       reward='even_words',
       model=dict(preset=options.shape, dtype='bfloat16' if options.bf16 else 'float32'),
       data=dict(path='random'),
-      train=dict(steps=options.steps + 2, batch_size=options.batch, row_length=0 if on_policy else _ROW_LENGTH),
+      train=dict(
+        steps=options.steps + 2,
+        batch_size=options.batch,
+        row_length=0 if on_policy else _ROW_LENGTH,
+        share_prompt=options.share_prompt,
+      ),
       optim=dict(lr=1e-5 if on_policy else 1e-4, weight_decay=1e-4),
       rollout=dict(
         prompts=max(1, options.batch // _GROUP),

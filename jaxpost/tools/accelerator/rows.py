@@ -102,6 +102,7 @@ ROWS = {
   'dpo/qwen3_1_7b': _sft(_BIG, algorithm='dpo', rows=4, row_length=4096, seconds=300),
   'grpo/qwen3_1_7b/slots=256': _on_policy('grpo', 420, slots=256),
   'grpo/qwen3_1_7b/micro=44': _on_policy('grpo', 420, micro=44),
+  'grpo/qwen3_1_7b/share_prompt': _on_policy('grpo', 420, share=True),
   'ppo/qwen3_0_6b': _on_policy('ppo', 420, preset='qwen3_0_6b', prompts=16),
 }
 

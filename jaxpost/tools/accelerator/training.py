@@ -110,6 +110,7 @@ def on_policy(
   steps: int,
   slots: int = 0,
   micro: int = 0,
+  share: bool = False,
 ) -> dict[str, Any]:
   """Times whole steps of a method that samples, by phase, after one that is not timed.
 
@@ -117,12 +118,13 @@ def on_policy(
     group: completions of each of the `prompts`, which have `prompt` tokens.
     slots: sequences sampled at a time; 0: the default.
     micro: rows of a micro-batch; 0: the default.
+    share: completions of a prompt are packed behind one copy of it.
   """
   cfg = workload.shape_of(preset, layers)
   config = dict(
     algorithm=algorithm,
     reward='even_words',
-    train=dict(steps=steps + 1, micro_batch_size=micro),
+    train=dict(steps=steps + 1, micro_batch_size=micro, share_prompt=share),
     optim=dict(lr=1e-6),
     rollout=dict(prompts=prompts, group_size=group, max_prompt_length=prompt, max_new_tokens=new, slots=slots),
   )

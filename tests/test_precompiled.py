@@ -1,0 +1,53 @@
+"""Every program of a run is compiled before its first step: on an accelerator each takes from seconds to minutes."""
+
+import pytest
+import tiny
+
+import jaxpost
+from jaxpost.stage import precompile
+
+PAIRS = dict(path='generated:arithmetic_pairs:max=99,ops=+,split=train,size=40')
+HELD_OUT = dict(every=1, size=8, samples=2, data=dict(path='generated:arithmetic:max=99,ops=+,split=test,size=20'))
+SHARED = dict(train=dict(share_prompt=True))
+
+
+def runs(teacher):
+  """Name -> (what is learned from, fields that differ from that config), with a folder of a teacher."""
+  return {
+    'sft': ('data', dict(eval=HELD_OUT, reward=tiny.low_share)),
+    'dpo': ('data', dict(algorithm='dpo', data=PAIRS, eval=dict(every=1, size=8, data=PAIRS))),
+    'reward_model': ('data', dict(algorithm='reward_model', data=PAIRS)),
+    'distill': ('data', dict(algorithm='distill', distill=dict(teachers=(teacher,)))),
+    'distill_top_k': ('data', dict(algorithm='distill', distill=dict(teachers=(teacher,), top_k=4))),
+    'gkd': ('rollouts', dict(algorithm='gkd', reward='', distill=dict(teachers=(teacher,)))),
+    'gkd_shared': ('rollouts', dict(algorithm='gkd', reward='', distill=dict(teachers=(teacher,))) | SHARED),
+    'opd': ('rollouts', dict(algorithm='opd', reward='', rl=dict(reference=teacher))),
+    'grpo': ('rollouts', dict(rl=dict(kl_coef=0.1, minibatches=2), eval=HELD_OUT)),
+    'grpo_shared': ('rollouts', dict(rl=dict(kl_coef=0.1, minibatches=2), eval=HELD_OUT) | SHARED),
+    'ppo': ('rollouts', dict(algorithm='ppo', eval=HELD_OUT)),
+    'ppo_shared': ('rollouts', dict(algorithm='ppo') | SHARED),
+    'remax': ('rollouts', dict(algorithm='remax')),
+    'online_dpo': ('rollouts', dict(algorithm='online_dpo')),
+    'rft': ('rollouts', dict(algorithm='rft')),
+    'lora': ('rollouts', dict(lora=dict(rank=2), rl=dict(kl_coef=0.1))),
+    'speculation': ('rollouts', dict(rollout=dict(speculation='ngram'))),
+    'pages': ('rollouts', dict(rollout=dict(page_size=8, staleness=1))),
+    'offload': ('rollouts', dict(rollout=dict(offload=True), rl=dict(kl_coef=0.1))),
+  }
+
+
+@pytest.mark.parametrize('name', runs(''))
+def test_steps_compile_nothing(tmp_path, monkeypatch, name):
+  compile_all, found = precompile.compile_all, []
+
+  def watched(placed, *args):
+    memory = compile_all(placed, *args)
+    found.append((placed.ledger, len(placed.ledger.rows)))
+    return memory
+
+  monkeypatch.setattr(precompile, 'compile_all', watched)
+  kind, fields = runs(tiny.folder(tmp_path / 'teacher', hidden_size=24))[name]
+  make = tiny.run_config if kind == 'data' else tiny.grpo_config
+  jaxpost.run(tiny.merged(make(tiny.folder(tmp_path / 'model'), **fields), dict(train=dict(steps=2))), tmp_path / 'run')
+  ((ledger, count),) = found
+  assert count > 1 and [row['program'] for row in ledger.rows[count:]] == []
