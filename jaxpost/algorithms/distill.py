@@ -80,14 +80,18 @@ def from_logits(options: DistillOptions) -> Divergence:
 
 
 def from_cache(options: DistillOptions) -> Divergence:
-  """Returns the divergence of two distributions over the teachers' top k tokens and the rest."""
+  """Returns the divergence of two distributions over the teachers' top k tokens and the rest.
+
+  Tokens that the teacher lacks are left out of the student's rest, as in `from_logits`.
+  """
 
   def divergence(logits, teachers, arrays):
     del teachers
     total = 0
     for i, weight in enumerate(shares(options)):
-      ids, logprobs = (arrays[name] for name in _cache_names(i))
-      total += weight * divergences.topk_jsd(logits, ids, logprobs, options.beta, options.temperature)
+      ids, logprobs, size = (arrays[name] for name in _cache_names(i))
+      student = jnp.where(jnp.arange(logits.shape[-1]) < size[..., None], logits, MASKED_LOGIT)
+      total += weight * divergences.topk_jsd(student, ids, logprobs, options.beta, options.temperature)
     return total
 
   return divergence
@@ -99,9 +103,9 @@ def shares(options: DistillOptions) -> list[float]:
   return [weight / sum(weights) for weight in weights]
 
 
-def _cache_names(teacher: int) -> tuple[str, str]:
-  """Names in `Batch.arrays` of a teacher's top tokens and their log-probs, [B, T, k] each."""
-  return f'teacher_{teacher}_ids', f'teacher_{teacher}_logprobs'
+def _cache_names(teacher: int) -> tuple[str, str, str]:
+  """Names in `Batch.arrays` of a teacher's top tokens, their log-probs [B, T, k] and its vocabulary size [B, T]."""
+  return f'teacher_{teacher}_ids', f'teacher_{teacher}_logprobs', f'teacher_{teacher}_vocab_size'
 
 
 def needs(config: Config) -> tuple[str, ...]:
@@ -131,15 +135,14 @@ def precompute(config: Config) -> dict[str, Precompute]:
 
 
 def _top_k_cache(teacher: int, options: DistillOptions) -> Precompute:
-  ids, logprobs = _cache_names(teacher)
+  names = ids, logprobs, vocab_size = _cache_names(teacher)
   shape = (options.top_k,)
 
   def read(found):
-    return dict(zip((ids, logprobs), found))
+    return dict(zip(names, found))
 
-  return Precompute(
-    {ids: (shape, np.int32), logprobs: (shape, np.float32)}, read, options=(options.top_k, options.temperature)
-  )
+  arrays = {ids: (shape, np.int32), logprobs: (shape, np.float32), vocab_size: ((), np.int32)}
+  return Precompute(arrays, read, options=(options.top_k, options.temperature))
 
 
 def credit(experience: Experience, config: Config) -> Credit:

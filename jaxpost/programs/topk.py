@@ -32,10 +32,11 @@ def make_topk(
   temperature: float,
   own: bool = False,
 ) -> Program:
-  """Makes the program topk(params, batch [M, B, T]) -> (ids, log-probs), each [M, B, T, k].
+  """Makes the program topk(params, batch [M, B, T]) -> (ids, log-probs, last).
 
-  For each weighted token: the k most probable tokens in its place, among the
-  first `vocab_size` ids. own: the log-prob of the token itself [M, B, T], too.
+  ids and log-probs [M, B, T, k] are those of the k most probable tokens in the place of each weighted token, among
+  the first `vocab_size` ids. last [M, B, T] is the number of these ids that the model has; with `own`, the log-prob
+  of the token itself.
   """
   plan = train.head_config(model, Objective(None, temperature=temperature), layout, compute)
   plan = plan._replace(vocab_size=min(vocab_size, plan.vocab_size))
@@ -44,6 +45,8 @@ def make_topk(
     hidden = train.run_model(model, params, batch, layout, compute)
     found = top_tokens.top_tokens(plan, hidden, model.head(params), train.next_token(batch.loss_weights), k)
     found = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), found)
-    return (*found, train.read_outputs(model, plan, params, hidden, batch).logprobs) if own else found
+    if own:
+      return *found, train.read_outputs(model, plan, params, hidden, batch).logprobs
+    return *found, jnp.full_like(batch.tokens, plan.vocab_size)
 
   return score.reader('topk', rows, model, layout, ledger)
