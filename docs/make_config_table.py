@@ -51,8 +51,9 @@ Write a tuple as `"--config.stages=('sft', 'grpo')"`, or repeat the flag once fo
 each member. `"--config.optim={'lr': 1e-4}"` replaces a whole section: fields that
 it leaves out have their defaults, or the values of a stage's block.
 
-A config can be YAML, too: `--config=my.yaml` reads nested fields, and overrides and stages
-work as above. `docs/config_schema.json` is the schema by which an editor completes and checks it:
+A config can be YAML, too: `--config=my.yaml` reads nested fields, each value as the type of its
+field (`run_name: 12e5` is text), and overrides and stages work as above.
+`docs/config_schema.json` is the schema by which an editor completes and checks it:
 
     # yaml-language-server: $schema=docs/config_schema.json
     algorithm: sft

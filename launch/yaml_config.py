@@ -1,7 +1,8 @@
 """Configs in YAML: `--config=my.yaml` is read by this config file, as `--config=yaml_config.py:my.yaml`.
 
 The file holds nested fields as docs/config.md lists them; those it leaves out have their
-defaults. docs/config_schema.json is its schema for editors:
+defaults. A value is read as the type of its field, so `run_name: 12e5` and `run_name: on` need
+no quotes. docs/config_schema.json is its schema for editors:
 
     # yaml-language-server: $schema=docs/config_schema.json
     algorithm: sft
@@ -11,17 +12,32 @@ defaults. docs/config_schema.json is its schema for editors:
 """
 
 import re
+from typing import Any
 
 import ml_collections
 import yaml
 
 from jaxpost import defaults
 from jaxpost.errors import InputError, refuse
+from jaxpost.stage import field_names
 from jaxpost.stage.config import merge
+from jaxpost.stage.schema import Config
+
+_TAG = 'tag:yaml.org,2002:'
+_NUMBERS = {
+  'int': re.compile(r'[-+]?(0|[1-9][0-9_]*|0b[01]+|0o[0-7]+|0x[0-9a-fA-F]+)$'),
+  'float': re.compile(
+    r'[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$'
+    r'|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$'
+  ),
+}
 
 
 class _Loader(yaml.SafeLoader):
-  """Reads YAML 1.1, with 1e-5 as a number, and refuses a key that stands twice in a block."""
+  """Reads YAML 1.1 with the numbers of YAML 1.2, no dates, and no key that stands twice in a block.
+
+  1e-5 is a number and 0o17 an octal one; 017, 12:30 and 2026-01-31 are text.
+  """
 
   def compose_mapping_node(self, anchor):
     node, lines = super().compose_mapping_node(anchor), {}  # before << adds the keys of another block
@@ -32,17 +48,22 @@ class _Loader(yaml.SafeLoader):
     return node
 
 
-# YAML 1.1 takes a number without a point or a sign of the exponent for text.
-_Loader.add_implicit_resolver(
-  'tag:yaml.org,2002:float', re.compile(r'[-+]?([0-9][0-9_]*\.?|\.[0-9])[0-9_]*[eE][-+]?[0-9]+$'), list('+-.0123456789')
-)
+_NOT_READ = {_TAG + name for name in (*_NUMBERS, 'timestamp')}
+_Loader.yaml_implicit_resolvers = {
+  first: [(tag, pattern) for tag, pattern in found if tag not in _NOT_READ]
+  for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, _pattern in _NUMBERS.items():
+  _Loader.add_implicit_resolver(_TAG + _name, _pattern, list('+-.0123456789'))
 
 
 def get_config(path):
   """Returns the config in a YAML file."""
   try:
     with open(path, encoding='utf-8') as file:
-      given = yaml.load(file, _Loader)
+      loader = _Loader(file)
+      node = loader.get_single_node()
+      given = node and loader.construct_document(_typed(node, ()))
   except OSError as error:
     raise InputError(f'--config: {path}: {error.strerror}') from None
   except yaml.YAMLError as error:
@@ -50,6 +71,40 @@ def get_config(path):
   if not isinstance(given, dict):
     raise InputError(f'--config: {path}: holds no fields; write `algorithm: sft`, and so on')
   return ml_collections.ConfigDict(merge(defaults(), _plain(given)))
+
+
+def _typed(node: yaml.Node, path: tuple[str, ...]) -> yaml.Node:
+  """The node with the unquoted values of text fields as they are written, and so all names of fields."""
+  if isinstance(node, yaml.MappingNode):
+    pairs = []
+    for key, value in node.value:
+      if key.tag == _TAG + 'merge':
+        blocks = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        merged = [_typed(block, path) for block in blocks]
+        pairs.append((key, yaml.SequenceNode(_TAG + 'seq', merged, value.start_mark, value.end_mark)))
+      else:
+        name = (key.value,) if isinstance(key, yaml.ScalarNode) else ()
+        pairs.append((_as_text(key) if name else key, _typed(value, path + name)))
+    return yaml.MappingNode(node.tag, pairs, node.start_mark, node.end_mark)
+  if isinstance(node, yaml.SequenceNode):
+    items = [_typed(item, path) for item in node.value]
+    return yaml.SequenceNode(node.tag, items, node.start_mark, node.end_mark)
+  return _as_text(node) if path and _is_text(path) and node.tag != _TAG + 'null' else node
+
+
+def _as_text(node: yaml.ScalarNode) -> yaml.ScalarNode:
+  return yaml.ScalarNode(_TAG + 'str', node.value, node.start_mark, node.end_mark)
+
+
+def _is_text(path: tuple[str, ...]) -> bool:
+  """Returns whether a field, of the config or of a stage's block in it, holds a text or several."""
+  *names, last = path if path[0] in field_names.FIELDS else path[1:] or ('',)
+  section = '.'.join(names)
+  kind = field_names.FIELDS.get('.'.join([*names, last]))
+  if kind is tuple:
+    fields = (field_names.FIELDS[section] if section else Config).__dataclass_fields__
+    kind = fields[last].metadata['each']
+  return kind in (str, Any)
 
 
 def _plain(value):

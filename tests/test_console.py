@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -218,6 +219,53 @@ def test_numbers_of_yaml_in_quotes_are_text(tmp_path):
   found = prepare.as_dict(yaml_config.get_config(path))
   assert found['log']['run_name'] == '12e5' and found['user']['numbers'] == (12e5, 1e-5, -500.0, 150.0, 20.0, 7)
   assert found['user']['texts'] == ('1e5', '1e5.py', 'e5', '+1e')
+
+
+TYPED = """
+log: {run_name: 12e5, tags: [on, 0o17, 2026-11-27, 1.50, 1_000]}
+model: {path: 007}
+data: {path: [2024-01-01, 12:30], shuffle: off, weights: [1, 5e-1]}
+train: {steps: 0o17, epochs: 1e1}
+stages: [no]
+no: {model: {path: 1e5}, optim: {lr: 1e-5}, seed: +3}
+reward: yes
+user: {day: 2026-11-27, yes: on, n: 0x1F, share: .5}
+"""
+
+
+def test_values_of_yaml_are_of_the_type_of_their_field(tmp_path):
+  """YAML 1.1 reads `on` as True, 12:30 as 750, 007 as 7, and a date as an object that no JSON holds."""
+  path = tmp_path / 'my.yaml'
+  path.write_text(TYPED)
+  found = prepare.as_dict(yaml_config.get_config(path))
+  (stage,) = config_lib.parse(found).values()
+  assert (stage.log.run_name, stage.model.path, stage.reward) == ('12e5', '1e5', 'yes')
+  assert stage.log.tags == ('on', '0o17', '2026-11-27', '1.50', '1_000')
+  assert stage.data.path == ('2024-01-01', '12:30') and stage.data.weights == (1.0, 0.5) and not stage.data.shuffle
+  assert (stage.train.steps, stage.train.epochs, stage.optim.lr, stage.seed) == (15, 10.0, 1e-5, 3)
+  assert stage.user == {'day': '2026-11-27', 'yes': True, 'n': 31, 'share': 0.5}
+  blocks = 'base: &a {run_name: off}\nlog: {<<: *a, tags: &t [1]}\nuser: {<<: [*a], tags: *t}\n'
+  path.write_text(blocks)
+  found = yaml_config.get_config(path)
+  assert found.log.run_name == 'off' and found.log.tags == ('1',) and found.user.tags == (1,)
+
+
+@pytest.mark.parametrize(
+  'text, wanted',
+  [
+    ('train: {steps: 017}', "config.train.steps: want int, got '017'"),
+    ('train: {steps: 12:30}', "config.train.steps: want int, got '12:30'"),
+    ('train: {steps: 1e3}', 'config.train.steps: want int, got 1000.0'),
+    ('optim: {lr: 1:30.5}', "config.optim.lr: want float, got '1:30.5'"),
+    ('data: {shuffle: 2026-11-27}', "config.data.shuffle: want bool, got '2026-11-27'"),
+    ('model: {path: }', 'config.model.path: want str, got None'),
+  ],
+)
+def test_values_of_yaml_that_are_not_of_the_type_of_their_field(tmp_path, text, wanted):
+  path = tmp_path / 'my.yaml'
+  path.write_text(text)
+  with pytest.raises(InputError, match=re.escape(wanted)):
+    config_lib.parse(prepare.as_dict(yaml_config.get_config(path)))
 
 
 def test_keys_that_stand_twice_in_yaml_are_refused(tmp_path):
