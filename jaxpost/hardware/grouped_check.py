@@ -52,12 +52,13 @@ def verify(compute: Compute, models: Iterable[ModelConfig | CustomConfig], shard
   works = sorted({(GROUPED, x) for cfg in models for n in shards for x in matrices(cfg, n)})
   if not works:
     return compute
-  for (_, matrix), why in zip(works, kernel_check.faults(works, compute.dtype, trusted)):
-    if why:
-      where = f'{kernel_check.where_it_runs()}, {matrix.inputs} x {matrix.outputs}'
-      logging.warning('experts by %s are wrong on %s: %s; XLA computes all of them', GROUPED, where, why)
-      compute = dataclasses.replace(compute, grouped_kernel=False)
-  return compute
+  whys = kernel_check.faults(works, compute.dtype, trusted)
+  wrong = [f'{x.inputs} x {x.outputs} {why}' for (_, x), why in zip(works, whys) if why]
+  if not wrong:
+    return compute
+  where = kernel_check.where_it_runs()
+  logging.warning('experts by %s are wrong on %s: %s; XLA computes all of them', GROUPED, where, '; '.join(wrong))
+  return dataclasses.replace(compute, grouped_kernel=False)
 
 
 def matrices(cfg: ModelConfig | CustomConfig, shards: int = 1) -> set[Matrix]:

@@ -44,7 +44,7 @@ def make_plan(
   Args:
     rows: one per program; see `programs.compile.Ledger`.
     memory: {program: most bytes in use on a device while it runs}.
-    choices: {config field: what is used, and what decided it}.
+    choices: {config field, or experts: what is used, and what decided it}.
   """
   device = jax.devices()[0]
   return dict(

@@ -101,6 +101,8 @@ class PlacedStage:
 
       if not native.without_unsupported_kernel(compute, self.model.config, config.rollout).decode_kernel:
         out['model.attention'] += ', decoding by XLA'
+    if self.model.config.experts:
+      out['experts'] = f'{"kernel" if compute.grouped_kernel else "XLA"} ({compute.platform})'
     out |= {f'rl.{name}': str(vars(config.rl)[name]) for name in self.algorithm.defaults.get('rl', ())}
     return {'model.dtype': compute.dtype} | out
 
@@ -150,9 +152,7 @@ def place_stage(
     inputs=inputs,
     data=prepared.data,
     workers=prepared.workers,
-    train=train,
-    rollout=layouts['rollout'],
-    score=layouts['score'],
+    **layouts,
     compute=compute,
     objectives=_objectives(inputs),
     ledger=ledger,
