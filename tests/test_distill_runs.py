@@ -162,13 +162,11 @@ def test_what_is_read_of_teachers_changes_the_loss(small, big, plain_loss, field
   assert (loss == pytest.approx(plain_loss, rel=1e-5)) == same
 
 
-@pytest.mark.parametrize('beta', [0.0, 0.5, 1.0])
-def test_a_cache_leaves_out_tokens_that_the_teacher_lacks(small, big, tmp_path, beta):
+def test_a_cache_leaves_out_tokens_that_the_teacher_lacks(small, big, tmp_path):
   """As does the divergence of whole distributions: the student's padding counts in neither."""
   student = tiny.folder(tmp_path / 'student', vocab_size=320)
-  whole, cached, few = (first_loss(settings(student, big, distill=dict(top_k=k, beta=beta))) for k in (0, 259, 100))
+  whole, cached = (first_loss(settings(student, big, distill=dict(top_k=k))) for k in (0, 259))
   assert cached == pytest.approx(whole, rel=1e-5)
-  assert 0 < few < whole
 
 
 @pytest.mark.parametrize('over', [dict(distill=dict(top_k=9)), dict(**GKD, seed=1, distill=dict(on_policy=0.5))])
