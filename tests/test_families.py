@@ -337,6 +337,7 @@ CASES = {
       sliding_window=6,
       sliding_window_pattern=2,
       query_pre_attn_scalar=24,
+      final_logit_softcapping=9.0,
       rope_parameters={FULL: rope('linear', 5000.0, factor=8.0), LOCAL: rope(theta=100.0)},
     ),
   ),
@@ -818,6 +819,7 @@ REFUSED = [
   ('gemma2', dict(query_pre_attn_scalar=0), 'query_pre_attn_scalar'),
   ('gemma2', dict(attn_logit_softcapping='50'), 'attn_logit_softcapping'),
   ('gemma3_text', dict(use_bidirectional_attention=True), 'bidirectional'),
+  ('gemma3_text', dict(attn_logit_softcapping=50.0), 'attn_logit_softcapping=50.0 is not supported'),
   ('gemma3_text', dict(layer_types=[FULL]), 'layer_types'),
   ('gemma3_text', dict(rope_parameters=rope()), 'rope_parameters'),
   ('gemma3', {}, 'gemma3_text'),
@@ -915,36 +917,38 @@ def test_presets_are_what_their_config_json_says(name):
 
 
 RICH = dict(
-  family='gemma3_text',
   norms='both',
   norm_offset=1.0,
   num_layers=2,
   activation='gelu_tanh',
   attention_scale=0.5,
-  attention_softcap=2.0,
   logit_softcap=1.5,
   embed_scale=4.0,
   layer_windows=(8, 0),
-  layer_ropes=(1, 0),
-  ropes=(config_lib.Rope(1e6), config_lib.Rope(1e4)),
 )
+GEMMAS = {
+  'gemma2': RICH | dict(family='gemma2', attention_softcap=2.0, qk_norm=''),
+  'gemma3': RICH | dict(family='gemma3_text', layer_ropes=(1, 0), ropes=(config_lib.Rope(1e6), config_lib.Rope(1e4))),
+}
 
 
-def test_training_and_scoring_cap_the_logits_of_student_and_teachers(tmp_path):
+@pytest.mark.parametrize('name', GEMMAS)
+def test_training_and_scoring_cap_the_logits_of_student_and_teachers(tmp_path, name):
   """A teacher that is the student has nothing to teach; the run checks it."""
   import jaxpost
 
-  path = tiny.folder(tmp_path / 'model', **RICH)
+  path = tiny.folder(tmp_path / 'model', **GEMMAS[name])
   jaxpost.run(
     tiny.run_config(path, algorithm='distill', distill=dict(teachers=(path,)), train=dict(steps=1)), tmp_path / 'run'
   )
 
 
-def test_sampler_and_training_give_the_same_logprobs(tmp_path):
+@pytest.mark.parametrize('name', GEMMAS)
+def test_sampler_and_training_give_the_same_logprobs(tmp_path, name):
   """The sequences are longer than the window; the metrics of a first step compare them."""
   import jaxpost
 
-  path = tiny.folder(tmp_path / 'model', **RICH)
+  path = tiny.folder(tmp_path / 'model', **GEMMAS[name])
   jaxpost.run(tiny.grpo_config(path, train=dict(steps=1)), tmp_path / 'run')
   rows = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
   row = next(r for r in rows if 'sampler_mismatch' in r)

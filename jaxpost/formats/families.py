@@ -171,15 +171,11 @@ FAMILIES = {
     fixed=_GEMMA | dict(norms='both', qk_norm='head'),
     window=6,
     local_rope='rope_local_base_freq',
-    reads=(*_GEMMA2.reads, 'sliding_window_pattern'),
+    only=dict(attn_logit_softcapping=None),  # transformers has the field and does not read it
+    reads=('attention_bias', *_LAYERS, 'query_pre_attn_scalar', 'final_logit_softcapping', 'sliding_window_pattern'),
     defaults=_GEMMA2.defaults
-    | dict(
-      rope_theta=1e6,
-      rope_local_base_freq=1e4,
-      max_position_embeddings=131_072,
-      attn_logit_softcapping=None,
-      final_logit_softcapping=None,
-    ),
+    | dict(rope_theta=1e6, rope_local_base_freq=1e4, max_position_embeddings=131_072)
+    | dict(attn_logit_softcapping=None, final_logit_softcapping=None),
   ),
   'olmo2': Family(
     architecture='Olmo2ForCausalLM',
