@@ -211,6 +211,7 @@ def test_the_weight_of_multi_token_prediction_needs_its_switch():
 
 def test_settings_of_other_models_are_not_those_of_the_policy():
   given = {
+    'algorithm.adv_estimator': 'gae',
     'actor_rollout_ref.rollout.n': 8,
     'actor_rollout_ref.rollout.val_kwargs.n': 2,
     'actor_rollout_ref.rollout.val_kwargs.top_p': 0.7,
@@ -287,6 +288,83 @@ def test_options_of_a_script_have_all_their_words(tmp_path):
     'num_train_epochs': 3,
     'seed': 7,
   }
+
+
+VARIABLES = r"""#!/usr/bin/env bash
+set -xeuo pipefail
+export OMP_NUM_THREADS=4
+lr=3e-6 clip_high=0.28
+prompt=$((1024 * 2))
+answer=$(( (prompt + 512) * 4 / 2 ))
+MODEL=${MODEL:-"Qwen/Qwen3-4B"}
+FILE=${FILE:-${HOME}/train.parquet}
+DATA=(
+    data.max_prompt_length=${prompt}  # of the array
+    data.train_files="${FILE}"
+)
+MORE=(data.max_response_length=$answer algorithm.adv_estimator="grpo")
+CUDA_VISIBLE_DEVICES=0 python3 -m verl.trainer.main_ppo "${DATA[@]}" "${MORE[@]}" \
+    actor_rollout_ref.model.path="$MODEL" \
+    actor_rollout_ref.rollout.n=$((answer / unknown)) \
+    ++actor_rollout_ref.actor.optim.lr=${lr} \
+    +actor_rollout_ref.actor.clip_ratio_high=${clip_high} "$@"
+lr=1
+"""
+
+
+def test_variables_of_a_script_are_filled_in(tmp_path):
+  """They are no settings themselves; those without a value in the script stay as they are."""
+  (tmp_path / 'a.sh').write_text(VARIABLES)
+  given = convert.read(str(tmp_path / 'a.sh'))
+  assert given == {
+    'data.max_prompt_length': 2048,
+    'data.train_files': '${FILE:-${HOME}/train.parquet}',
+    'data.max_response_length': 5120,
+    'algorithm.adv_estimator': 'grpo',
+    'actor_rollout_ref.model.path': 'Qwen/Qwen3-4B',
+    'actor_rollout_ref.rollout.n': '$((answer/unknown))',
+    'actor_rollout_ref.actor.optim.lr': '3e-6',
+    'actor_rollout_ref.actor.clip_ratio_high': 0.28,
+  }
+  config, settings = convert.convert('verl', given)
+  assert config['optim'] == {'lr': 3e-6} and config['rl'] == {'clip_high': 0.28}
+  assert [s.name for s in settings if 'does not set' in s.reason] == ['data.train_files', 'actor_rollout_ref.rollout.n']
+
+
+NESTED = """
+actor_rollout_ref:
+  actor:
+    policy_loss: {loss_mode: vanilla, clip_cov_ratio: 0.0002, kl_cov_ratio: 0.0002}
+    use_kl_loss: SWITCH
+    kl_loss_coef: 0.001
+  rollout: {'n': 8, response_length: '${oc.select:data.max_response_length,512}', top_k: -1}
+  ref: {log_prob_micro_batch_size: '${.other}', other: '${actor_rollout_ref.ref.log_prob_micro_batch_size}'}
+data: {max_response_length: 700, prompt_key: prompt}
+critic:
+  rollout_n: '${actor_rollout_ref.rollout.n}'
+  optim: {lr: 1.0e-5}
+algorithm: {adv_estimator: grpo, lam: 1.0, kl_penalty: kl, filter_groups: {enable: false, max_num_gen_batches: 4}}
+"""
+
+
+@pytest.mark.parametrize('on', [True, False])
+def test_settings_without_effect_are_not_mapped(tmp_path, on):
+  """A file of all of verl's defaults has those of every method and loss; mapped, they would take effect."""
+  (tmp_path / 'a.yaml').write_text(NESTED.replace('SWITCH', str(on)))
+  config, settings = convert.convert('verl', given := convert.read(str(tmp_path / 'a.yaml')))
+  assert given['critic.rollout_n'] == 8 and '$' in given['actor_rollout_ref.ref.other']
+  assert config == {
+    'algorithm': 'grpo',
+    'rollout': {'group_size': 8, 'max_new_tokens': 700},
+    **({'rl': {'kl_coef': 0.001, 'kl_in': 'loss'}} if on else {}),
+  }
+  why = {s.name.rpartition('.')[2]: s.reason for s in settings if not s.fields}
+  assert why['clip_cov_ratio'] == 'has no effect without loss_mode=clip_cov'
+  assert why['kl_penalty'] == 'has no effect without use_kl_in_reward=true'
+  assert why['max_num_gen_batches'] == 'has no effect without filter_groups.enable=true'
+  assert 'grpo would ignore it' in why['lr'] and 'would ignore it' in why['lam']
+  assert why['top_k'] == why['prompt_key'] == convert.NOT_NEEDED
+  prepare.resolve_all(config)
 
 
 def test_no_largest_number_of_steps_leaves_the_epochs():

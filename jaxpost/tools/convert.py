@@ -8,12 +8,9 @@ need not mean equal results: docs/from_trl_and_verl.md says where definitions di
 from __future__ import annotations
 
 import dataclasses
-import io
-import itertools
 import json
 import pathlib
 import re
-import shlex
 import tomllib
 from typing import Any, NamedTuple
 
@@ -22,15 +19,15 @@ import yaml
 from jaxpost.errors import InputError
 from jaxpost.stage import algorithms, field_names
 from jaxpost.stage import config as config_lib
+from jaxpost.tools import shell_options
 
 _TABLES = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
-_VALUES, _EVERY = _TABLES.pop('values'), _TABLES.pop('every')
+_VALUES, _EVERY, _NEEDS = (_TABLES.pop(name) for name in ('values', 'every', 'needs'))
 LIBRARIES = tuple(_TABLES)
-_FLAG = re.compile(r'(?:--|\+{0,2})(?P<name>[A-Za-z_][\w./@-]*)=(?P<value>.*)', re.DOTALL)
-_NEGATIVE = re.compile(r'-\.?\d')
-_ENDS = '\n;&|<>'  # what ends the words of a command in a shell
-_STREAM = re.compile(r'(?<=\s)\d+(?=[<>])')  # as in 2>&1
-
+# Another setting, as the value of one.
+_OTHER = re.compile(r'\$\{(?:oc\.select:)?(?P<name>\.?[A-Za-z_][\w.]*)(?:,(?P<default>[^{}]*))?\}')
+_MOST_OTHERS = 9  # of one another; more are a circle
+_IGNORED = re.compile(r'config\.([\w.]+): .* would ignore it')
 _APART = {'val_kwargs': 'the evaluation', 'critic': 'the critic', 'reward_model': 'the reward model'}
 NOT_NEEDED = 'is not needed here'  # the reason of a setting that asks for what is done anyway
 
@@ -45,7 +42,7 @@ class Setting(NamedTuple):
 
 
 def read(path: str) -> dict[str, Any]:
-  """Returns {dotted name: value} of a .yaml or .json file, or of the options in a shell script.
+  """Returns {dotted name: value} of a .yaml or .json file, or of the options in a shell script (`shell_options`).
 
   Raises:
     InputError: the file is not there, or holds no settings.
@@ -56,9 +53,9 @@ def read(path: str) -> dict[str, Any]:
   text = file.read_text('utf-8')
   try:
     if file.suffix in ('.yaml', '.yml', '.json'):
-      found = _flat(json.loads(text) if file.suffix == '.json' else yaml.safe_load(text))
+      found = _interpolated(_flat(json.loads(text) if file.suffix == '.json' else yaml.safe_load(text)))
     else:
-      found = _options(text)
+      found = shell_options.options(text)
   except (ValueError, yaml.YAMLError) as error:
     raise InputError(f'{path}: {" ".join(str(error).split())}') from None
   if not found:
@@ -75,35 +72,19 @@ def _flat(value: Any, prefix: str = '') -> dict[str, Any]:
   return out
 
 
-class _Lines(io.StringIO):
-  """A script whose comments, which shlex reads as lines, leave the end of the line, where a command ends."""
+def _interpolated(found: dict[str, Any]) -> dict[str, Any]:
+  """The settings with the values of others, which OmegaConf writes as ${a.b}, ${.b} or ${oc.select:a.b,DEFAULT}."""
 
-  def readline(self, size: int = -1, /) -> str:
-    line = super().readline(size)
-    self.seek(self.tell() - line.endswith('\n'))
-    return line
+  def filled(name: str, value: Any, depth: int = 0) -> Any:
+    match = _OTHER.fullmatch(value) if isinstance(value, str) and depth < _MOST_OTHERS else None
+    if match is None:
+      return value
+    other = match['name'] if match['name'][0] != '.' else name.rpartition('.')[0] + match['name']
+    if other in found:
+      return filled(other, found[other], depth + 1)
+    return value if match['default'] is None else yaml.safe_load(match['default'])
 
-
-def _options(script: str) -> dict[str, Any]:
-  """The options `name=value`, `--name=value`, `--name value value` and `--name` in the commands of a script."""
-  lexer = shlex.shlex(_Lines(_STREAM.sub('', script.replace('\\\n', ' '))), posix=True, punctuation_chars=_ENDS)
-  lexer.whitespace, lexer.whitespace_split = ' \t\r', True
-  words, found = list(lexer), {}
-  for i, word in enumerate(words):
-    if match := _FLAG.fullmatch(word):
-      found[match['name']] = yaml.safe_load(match['value']) if '$' not in match['value'] else match['value']
-    elif word.startswith('--'):
-      values = list(itertools.takewhile(_is_value, words[i + 1 :]))
-      program = next((n for n, value in enumerate(values) if n and value.endswith('.py')), None)  # of a launcher
-      values = [yaml.safe_load(value) for value in values[:program]]
-      found[word[2:]] = values if len(values) > 1 else values[0] if values else True
-  return found
-
-
-def _is_value(word: str) -> bool:
-  """Returns whether a word behind an option belongs to it: it is no option itself, and the command goes on."""
-  is_option = _FLAG.fullmatch(word) or word.startswith('-') and not _NEGATIVE.match(word)
-  return not is_option and not (word and set(word) <= set(_ENDS))
+  return {name: filled(name, value) for name, value in found.items()}
 
 
 def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[dict[str, Any], list[Setting]]:
@@ -114,18 +95,51 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
     given: {dotted name: value}, of `read`.
     algorithm: our name of the method; '' for the one that the settings name, else grpo.
   """
-  config: dict[str, Any] = {}
   settings = []
   method = algorithm or _method(library, given)
-  config['algorithm'] = method
   for name, value in given.items():
     settings.append(_setting(library, name, value, method))
   settings = [_computed(setting, given) for setting in _without_epochs(settings)]
-  for setting in sorted(settings, key=lambda s: -len(s.fields)):  # one clip range for both sides gives way to its own
-    for field in setting.fields:
-      _put(config, field, _ours(setting.name, field, setting.value))
-  config['algorithm'] = method
-  return config, settings
+  if library == 'verl':
+    settings = [_with_its_switch(setting, given) for setting in settings]
+  return _read_by(method, settings)
+
+
+def _read_by(method: str, settings: list[Setting]) -> tuple[dict[str, Any], list[Setting]]:
+  """Returns the config of the settings, without those that the method would ignore, and the settings."""
+  while True:
+    config: dict[str, Any] = {'algorithm': method}
+    for setting in sorted(settings, key=lambda s: -len(s.fields)):  # one clip range for both sides gives way to its own
+      for field in setting.fields:
+        _put(config, field, _ours(setting.name, field, setting.value))
+    config['algorithm'] = method
+    unread, why = _unread(config)
+    if not any(unread in s.fields for s in settings):
+      return config, settings
+    settings = [Setting(s.name, s.value, (), why) if unread in s.fields else s for s in settings]
+
+
+def _unread(config: dict[str, Any]) -> tuple[str, str]:
+  """A field that the method of the config would ignore, and the words of the refusal; '' where there is none."""
+  from jaxpost.stage import prepare
+
+  try:
+    prepare.resolve_all(config)
+  except InputError as error:
+    match = _IGNORED.match(str(error))
+    return (match[1], str(error).removeprefix('config.')) if match else ('', '')
+  return '', ''
+
+
+def _with_its_switch(setting: Setting, given: dict[str, Any]) -> Setting:
+  """Leaves out a setting of verl that has no effect, as what switches it on is off."""
+  for name, switch in _NEEDS.items():
+    if setting.fields and f'.{setting.name}'.endswith(f'.{name}'):
+      needed, _, on = switch.partition('=')
+      now = next((v for other, v in given.items() if f'.{other}'.endswith(f'.{needed}')), None)
+      if _spelled(now) != on:
+        return Setting(setting.name, setting.value, (), f'has no effect without {switch}')
+  return setting
 
 
 def _without_epochs(settings: list[Setting]) -> list[Setting]:
@@ -198,7 +212,9 @@ def _setting(library: str, name: str, value: Any, method: str) -> Setting:
       return Setting(name, value, (), f'may stand for {", ".join(fields)}; choose')
     fields = chosen
   if value is None or '$' in str(value):
-    why = 'has no value in this file' if value is None else 'holds a variable of the shell; write its value'
+    why = (
+      'has no value in this file' if value is None else 'holds a variable that this file does not set; write its value'
+    )
     return Setting(name, value, (), f'is {fields[0]}, but {why}')
   for field in fields:
     try:

@@ -1,0 +1,125 @@
+"""The options of the commands in a shell script, whose own variables are filled in; nothing is run."""
+
+from __future__ import annotations
+
+import ast
+import io
+import itertools
+import operator
+import re
+import shlex
+from typing import Any
+
+import yaml
+
+_FLAG = re.compile(r'(?:--|\+{0,2})(?P<name>[A-Za-z_][\w./@-]*)=(?P<value>.*)', re.DOTALL)
+_ASSIGNED = re.compile(r'(?P<name>[A-Za-z_]\w*)=(?P<value>.*)', re.DOTALL)  # the names of options have points or dashes
+_NEGATIVE = re.compile(r'-\.?\d')
+_ENDS = '\n;&|<>'  # what ends the words of a command in a shell
+_STREAM = re.compile(r'(?<=\s)\d+(?=[<>])')  # as in 2>&1
+_ARRAY = re.compile(r'(?m)^[ \t]*(?:declare -a )?[A-Za-z_]\w*\+?=\(')  # whose words are options of a later command
+_SUM = re.compile(r'\$\(\((.*?)\)\)')  # arithmetic
+# $NAME, ${NAME}, and ${NAME:-DEFAULT}, where the default holds no other.
+_VARIABLE = re.compile(r'\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}$]*))?\})')
+_KEPT = '\0'  # stands for the $ of a variable that has no value in the script
+_OPERATORS = {
+  ast.Add: operator.add,
+  ast.Sub: operator.sub,
+  ast.Mult: operator.mul,
+  ast.Div: operator.floordiv,
+  ast.Mod: operator.mod,
+}
+
+
+class _Lines(io.StringIO):
+  """A script whose comments, which shlex reads as lines, leave the end of the line, where a command ends."""
+
+  def readline(self, size: int = -1, /) -> str:
+    line = super().readline(size)
+    self.seek(self.tell() - line.endswith('\n'))
+    return line
+
+
+def options(script: str) -> dict[str, Any]:
+  """Returns {name: value} of `name=value`, `--name=value`, `--name value value` and `--name` in a script.
+
+  A variable has the value that the script assigned to it before, or its default (`${NAME:-DEFAULT}`); others are left
+  as they are written.
+
+  Raises:
+    ValueError: a quotation has no end.
+  """
+  words, variables, found = _words(script), {}, {}
+  begins = True  # a command, where NAME=VALUE is an assignment
+  for i, word in enumerate(words):
+    if begins and (match := _ASSIGNED.fullmatch(word)):
+      variables[match['name']] = _filled(match['value'], variables)
+      continue
+    begins = word in ('export', 'local', 'readonly', 'declare') or _is_end(word)
+    if match := _FLAG.fullmatch(word):
+      found[match['name']] = _value(match['value'], variables)
+    elif word.startswith('--') and word != '--':
+      values = list(itertools.takewhile(_is_value, words[i + 1 :]))
+      program = next((n for n, value in enumerate(values) if n and value.endswith('.py')), None)  # of a launcher
+      values = [_value(value, variables) for value in values[:program]]
+      found[word[2:]] = values if len(values) > 1 else values[0] if values else True
+  return found
+
+
+def _words(script: str) -> list[str]:
+  """The words of a script, with the ends of its commands."""
+  script = _ARRAY.sub('\n', _STREAM.sub('', script.replace('\\\n', ' ')))
+  script = _SUM.sub(lambda match: re.sub(r'\s', '', match[0]), script)
+  lexer = shlex.shlex(_Lines(script), posix=True, punctuation_chars=_ENDS)
+  lexer.whitespace, lexer.whitespace_split = ' \t\r', True
+  # The last word of an array has its bracket.
+  return [word.removesuffix(')') if word.count(')') > word.count('(') else word for word in lexer]
+
+
+def _value(text: str, variables: dict[str, str]) -> Any:
+  text = _filled(text, variables)
+  return text if '$' in text else yaml.safe_load(text)
+
+
+def _filled(text: str, variables: dict[str, str]) -> str:
+  """The text with the values of variables and of sums of them."""
+
+  def variable(match: re.Match) -> str:
+    name = match[1] or match[2]
+    return variables.get(name, match[0].replace('$', _KEPT) if match[3] is None else match[3])
+
+  text = _SUM.sub(lambda match: _computed(match, variables), text)
+  before = ''
+  while text != before:
+    before, text = text, _VARIABLE.sub(variable, text)
+  return text.replace(_KEPT, '$')
+
+
+def _computed(match: re.Match, variables: dict[str, str]) -> str:
+  """The value of an arithmetic expression of integers and variables, or its text."""
+  names = re.sub(r'[A-Za-z_]\w*', lambda name: f'${{{name[0]}}}', re.sub(r'[${}]', '', match[1]))
+  filled = _filled(names, variables)
+  try:
+    return str(_integer(ast.parse(filled, mode='eval').body))
+  except (SyntaxError, ValueError, ZeroDivisionError):
+    return match[0].replace('$', _KEPT)
+
+
+def _integer(node: ast.expr) -> int:
+  if isinstance(node, ast.Constant) and type(node.value) is int:
+    return node.value
+  if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+    return -_integer(node.operand)
+  if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+    return _OPERATORS[type(node.op)](_integer(node.left), _integer(node.right))
+  raise ValueError(ast.dump(node))
+
+
+def _is_end(word: str) -> bool:
+  return bool(word) and set(word) <= set(_ENDS)
+
+
+def _is_value(word: str) -> bool:
+  """Returns whether a word behind an option belongs to it: it is no option itself, and the command goes on."""
+  is_option = _FLAG.fullmatch(word) or word.startswith('-') and not _NEGATIVE.match(word)
+  return not is_option and not _is_end(word)
