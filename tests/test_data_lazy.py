@@ -1,13 +1,15 @@
 """Several sources with weights, and rows that are read when asked for."""
 
 import collections
+import datetime
 import json
 import tracemalloc
+import types
 
 import numpy as np
 import pytest
 
-from jaxpost.data import chat, loader, prompts, sources
+from jaxpost.data import chat, lazy, loader, prompts, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 
@@ -270,6 +272,48 @@ def test_many_files_are_not_all_open(tmp_path):
     assert [r['prompt'] for r in lazy] == [f'q{n}' for n in range(80)]
   handles = lazy._opened._parts[0]._handles
   assert len(handles._made) == 32
+
+
+def write_typed(path):
+  """1,000 rows of many types in 25 row groups."""
+  pa = pytest.importorskip('pyarrow')
+  from pyarrow import parquet
+
+  day = datetime.date(2026, 1, 31)
+  rows = [
+    dict(n=n, text='é' * (n % 90), raw=bytes([n % 256]), day=day, some=[{'a': n}, {'a': None}] * (n % 3), none=None)
+    for n in range(1000)
+  ]
+  kinds = pa.DictionaryArray.from_arrays(pa.array([n % 3 for n in range(1000)], pa.int8()), pa.array(['x', 'y', 'z']))
+  parquet.write_table(pa.Table.from_pylist(rows).append_column('kind', kinds), path, row_group_size=40)
+  return parquet.ParquetFile
+
+
+@pytest.mark.parametrize('room', [True, False])
+def test_row_groups_are_read_at_most_twice(tmp_path, monkeypatch, caplog, room):
+  """A random order comes back to each in every window: it used to read each row group anew in all of them."""
+  kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
+  eager, reads, read = list(sources.read(path)), collections.Counter(), kind.read_row_group
+
+  def counted(self, group):
+    reads[group] += 1
+    return read(self, group)
+
+  monkeypatch.setattr(kind, 'read_row_group', counted)
+  monkeypatch.setattr(lazy, '_PIECE', 300)
+  if not room:
+    monkeypatch.setattr(lazy.shutil, 'disk_usage', lambda folder: types.SimpleNamespace(free=20_000))
+  rows = sources.read(path, streaming=True)
+  order = np.random.default_rng(0).permutation(3000) % 1000
+  for window in range(0, 3000, 100):
+    for i in sorted(order[window : window + 100].tolist()):
+      assert rows[i] == eager[i]
+  assert len(reads) == 25
+  if room:
+    assert max(reads.values()) <= 2 and not caplog.text
+  else:
+    assert 2 in reads.values() and max(reads.values()) > 20
+    assert caplog.text.count('set TMPDIR to a folder with more room') == 1
 
 
 def test_bad_rows_are_named_when_they_are_reached(tmp_path):

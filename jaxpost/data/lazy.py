@@ -1,12 +1,15 @@
 """Files whose rows are read one by one, in any order (`streaming`).
 
 Only an index is kept in memory: 8 bytes a line, or what the format holds itself. Row groups of parquet are read whole,
-so files that are read in a random order should have small ones (a few MB).
+at most twice each (`RowGroups`).
 """
 
 from __future__ import annotations
 
 import collections
+import logging
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _CHUNK = 1 << 22
+_PIECE = 1 << 16  # bytes of a row group on the local disk that are read for one row
 _SPACE = np.frombuffer(b' \t\n\r\x0b\x0c\xef', np.uint8)  # and of a BOM
 
 
@@ -42,7 +46,7 @@ class Caches:
 
   def __init__(self):
     self.handles = _LeastRecent(32)
-    self.groups = _LeastRecent(4)
+    self.groups = RowGroups()
 
 
 class _LeastRecent:
@@ -62,6 +66,73 @@ class _LeastRecent:
         self._made[key] = make()
       self._made.move_to_end(key)
       return self._made[key]
+
+
+class RowGroups:
+  """The row groups of parquet files: the last four in memory, and those that were read again on the local disk.
+
+  A random order comes back to each row group in every window of documents. From the second time on its rows are read
+  from a temporary file, in small pieces; it has no name, so its space is free once the process ends.
+  """
+
+  def __init__(self):
+    self._recent = _LeastRecent(4)
+    self._read = set()
+    self._pieces = {}  # {group: (rows of a piece, where pieces begin in the file, and end)}
+    self._file = None
+    self._room, self._full = 0, False  # bytes that the file may still grow; whether they were too few
+
+  def row(self, key: Any, i: int, read: Callable[[], Any], arrow: Any) -> dict[str, Any]:
+    """Returns row `i` of a group.
+
+    Args:
+      key: of the group. read: reads its table. arrow: the library.
+    """
+
+    def table() -> Any:
+      found = read()
+      if key in self._read:
+        self._keep(key, found, arrow)
+      self._read.add(key)
+      return found
+
+    with self._recent.lock:
+      if key in self._pieces:
+        rows, ends = self._pieces[key]
+        self._file.seek(ends[i // rows])
+        piece = self._file.read(ends[i // rows + 1] - ends[i // rows])
+        found, i = arrow.ipc.open_stream(piece).read_all(), i % rows
+      else:
+        found = self._recent.get(key, table)
+      return found.slice(i, 1).to_pylist()[0]
+
+  def _keep(self, key: Any, table: Any, arrow: Any) -> None:
+    """Writes a group to the local disk, if it has room for it."""
+    folder = tempfile.gettempdir()
+    try:
+      if self._file is None:
+        self._file, self._room = tempfile.TemporaryFile(), shutil.disk_usage(folder).free // 2
+      if table.nbytes > self._room:
+        raise OSError(f'has no room for {table.nbytes >> 20} MiB more')
+      table = table.replace_schema_metadata(None)
+      rows = max(1, _PIECE * len(table) // max(table.nbytes, 1))
+      ends = [self._file.seek(0, 2)]
+      for start in range(0, len(table), rows):
+        piece = arrow.BufferOutputStream()
+        with arrow.ipc.new_stream(piece, table.schema) as writer:
+          writer.write_table(table.slice(start, rows))
+        self._file.write(piece.getvalue())
+        ends.append(self._file.tell())
+      self._file.flush()
+    except OSError as error:
+      if not self._full:
+        logging.warning(
+          '%s: %s; row groups of parquet are read again and again: set TMPDIR to a folder with more room', folder, error
+        )
+      self._full = True
+      return
+    self._room -= ends[-1] - ends[0]
+    self._pieces[key] = rows, ends
 
 
 class Lines:
@@ -139,7 +210,7 @@ class Parquet:
     self._path = path
     self._name = name
     self._groups = caches.groups
-    _, self._lib, self._parquet = files.import_reader(name, 'parquet', *files.PARQUET)
+    self._arrow, self._lib, self._parquet = files.import_reader(name, 'parquet', *files.PARQUET)
 
     def group_sizes(file: Any) -> list[int]:
       return [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
@@ -159,8 +230,11 @@ class Parquet:
 
   def __getitem__(self, i: int) -> Any:
     group = int(np.searchsorted(self._starts, i, 'right')) - 1
-    table = self._groups.get((self._name, group), lambda: self._with_file(lambda file: file.read_row_group(group)))
-    (row,) = table.slice(i - int(self._starts[group]), 1).to_pylist()
+
+    def read() -> Any:
+      return self._with_file(lambda file: file.read_row_group(group))
+
+    row = self._groups.row((self._name, group), i - int(self._starts[group]), read, self._arrow)
     return files.without_filled_in(row)
 
   def where(self, i: int) -> str:
