@@ -226,12 +226,12 @@ def _finish(
     paths['export'] = str(workdir / 'export')
   summary = None
   if coordination.process_index() == 0:
-    wall_s = round(time.perf_counter() - start, 1)
-    summary = metrics.summary(workdir, {**report.figures(workdir), 'wall_s': wall_s, 'paths': paths}, warnings)
-    report.write_report(workdir)
+    wall_s, rows = round(time.perf_counter() - start, 1), metrics.read_rows(workdir / 'metrics.jsonl')
+    summary = metrics.summary(workdir, {**report.figures(rows), 'wall_s': wall_s, 'paths': paths}, warnings)
+    report.write_report(workdir, rows)
     samples = [f'samples/{name}' for name in object_store.files(workdir / 'samples')]
     seals.add(workdir, ['metrics.jsonl', *samples])
-    report.terminal_summary(workdir, console)
+    report.terminal_summary(workdir, rows, console)
   return coordination.broadcast(summary)
 
 

@@ -22,9 +22,10 @@ def main(argv):
   from jaxpost.monitor.metrics import read_rows
 
   run = epath.Path(_RUN.value).expanduser()
-  if not read_rows(run / 'metrics.jsonl'):
+  rows = read_rows(run / 'metrics.jsonl')
+  if not rows:
     raise InputError(f'--run={_RUN.value}: has no rows in metrics.jsonl; name the folder of a run that has made a step')
-  print(report.write_report(run))
+  print(report.write_report(run, rows))
 
 
 if __name__ == '__main__':

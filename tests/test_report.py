@@ -14,6 +14,7 @@ import browser
 import pytest
 import rich.console
 
+from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics, report, titles
 from jaxpost.stage import algorithms
@@ -50,6 +51,10 @@ class Page(html.parser.HTMLParser):
 
   def handle_data(self, data):
     self.text.append(data)
+
+
+def rows_of(workdir):
+  return metrics.read_rows(workdir / 'metrics.jsonl')
 
 
 def make_run(workdir, stages=('sft', 'grpo'), steps=40, evals=True, rows=True):
@@ -105,7 +110,7 @@ def test_full_run(tmp_path):
     )
   )
   (tmp_path / 'resumes.jsonl').write_text('{"stage": "grpo", "step": 17, "rows_dropped": 3}\n')
-  metrics.summary(tmp_path, {'mine/grpo': 0.321, **report.figures(tmp_path)}, writer.alerts.warnings)
+  metrics.summary(tmp_path, {'mine/grpo': 0.321, **report.figures(rows_of(tmp_path))}, writer.alerts.warnings)
   page = read_page(tmp_path)
   for text in (
     'sft → grpo',
@@ -148,12 +153,12 @@ def test_full_run(tmp_path):
 def test_parts_may_be_absent(tmp_path, options, charts):
   make_run(tmp_path, **options)
   assert read_page(tmp_path).tags.count('svg') == charts
-  report.terminal_summary(tmp_path, rich.console.Console(file=io.StringIO()))
+  report.terminal_summary(tmp_path, rows_of(tmp_path), rich.console.Console(file=io.StringIO()))
 
 
 def test_empty_folder(tmp_path):
   assert 'no rows of metrics yet' in read_page(tmp_path).text
-  assert report.figures(tmp_path) == {}
+  assert report.figures(rows_of(tmp_path)) == {}
 
 
 def test_hostile_text_is_text(tmp_path):
@@ -180,7 +185,7 @@ def test_hostile_text_is_text(tmp_path):
   assert not {'script', 'img'} & set(page.tags)
   assert not [k for k, _ in page.attrs if k.startswith('on') or k == 'src']
   assert page.text.count('<script>alert("1")</script>&amp;') > 15
-  report.terminal_summary(tmp_path, console)
+  report.terminal_summary(tmp_path, rows_of(tmp_path), console)
   assert '[red]' in console.file.getvalue()
 
 
@@ -249,9 +254,22 @@ def test_live_and_damaged_files(tmp_path):
     report.write_report(tmp_path)
 
 
+def test_metrics_are_read_once(tmp_path, monkeypatch):
+  """Those of a long run take seconds: for its report, and for its end, which writes the summary and the report."""
+  make_run(tmp_path, stages=('sft',))
+  reads, rows = [], rows_of(tmp_path)
+  for module in (report, metrics):
+    monkeypatch.setattr(module, 'read_rows', lambda path: reads.append(path) or rows)
+  text = report.write_report(tmp_path).read_text('utf-8')
+  assert reads == [tmp_path / 'metrics.jsonl']
+  assert report.write_report(tmp_path, rows).read_text('utf-8') == text and len(reads) == 1
+  stages._finish(tmp_path, rich.console.Console(file=io.StringIO()), 0.0, [], exported=False)
+  assert len(reads) == 2
+
+
 def test_figures(tmp_path):
   make_run(tmp_path, stages=('sft',), steps=20)
-  figures = report.figures(tmp_path)
+  figures = report.figures(rows_of(tmp_path))
   assert figures.pop('loss/sft') == pytest.approx(sum(2 / i for i in range(11, 21)) / 10)
   assert figures == {
     'steps/sft': 20,
@@ -342,7 +360,7 @@ def test_the_sum_of_steps_stands_beside_the_wall_time(tmp_path):
   write_rows(tmp_path, ('train', 1, {'loss': 3.0, 'time/step': 99.5}))
   assert 'sum of steps 99.5 s' in read_page(tmp_path).text
   assert 'wall time' not in read_page(tmp_path).text  # a run without summary.json is alive
-  metrics.summary(tmp_path, {**report.figures(tmp_path), 'wall_s': 300.0})
+  metrics.summary(tmp_path, {**report.figures(rows_of(tmp_path)), 'wall_s': 300.0})
   assert 'sum of steps 99.5 s · wall time 5 min' in read_page(tmp_path).text
   (tmp_path / 'resumes.jsonl').write_text('{"stage": "grpo", "step": 1, "rows_dropped": 0}\n')
   assert 'wall time since the last start 5 min' in read_page(tmp_path).text
@@ -355,14 +373,14 @@ def test_the_sampler_mismatch_is_shown_as_its_distance_from_1(tmp_path):
   assert charts == ['sampler_mismatch'] and not folded
   text = read_page(tmp_path).text
   assert 'train 0.003' in text and 'train step 2: 0.002' in text and '1.00' not in text
-  assert report.figures(tmp_path)['sampler_mismatch/grpo'] == pytest.approx(1.002)
+  assert report.figures(rows_of(tmp_path))['sampler_mismatch/grpo'] == pytest.approx(1.002)
 
 
 def test_times_and_counters_that_stayed_0_are_no_cards(tmp_path):
   row = {'reward': 0.0, 'time/step': 2.0, 'time/busy/devices': 1.0, 'odd': 1.0}
   held_out = {'ungraded': 0, 'falling': 3, 'pass@4': 0.5, 'time/eval': 1.0, 'time/step': 2.0}
   write_rows(tmp_path, ('train', 1, row), ('eval', 1, held_out), ('eval', 2, held_out | {'falling': 0}))
-  assert 'eval_time/step/grpo' in report.figures(tmp_path)
+  assert 'eval_time/step/grpo' in report.figures(rows_of(tmp_path))
   cards, _, _ = read_parts(tmp_path)
   assert cards == {'Reward': ('0', 'from 0'), 'Falling': ('0', 'from 3'), 'Pass@4': ('0.5', 'from 0.5')}
 
@@ -458,7 +476,7 @@ def test_terminal_summary(tmp_path):
   make_run(tmp_path)
   report.write_report(tmp_path)
   out = io.StringIO()
-  report.terminal_summary(tmp_path, rich.console.Console(file=out, width=100))
+  report.terminal_summary(tmp_path, rows_of(tmp_path), rich.console.Console(file=out, width=100))
   text = out.getvalue()
   for part in ('sft', 'grpo', 'Reward', '0.8875', 'Pass@1', 'update 1 s', f'{tmp_path}/report.html', '▁▁▂', '▇▇█'):
     assert part in text, part
@@ -467,7 +485,7 @@ def test_terminal_summary(tmp_path):
   for row in rows:
     row.pop('reward', None)
   (tmp_path / 'metrics.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
-  report.terminal_summary(tmp_path, rich.console.Console(file=out, width=100))
+  report.terminal_summary(tmp_path, rows_of(tmp_path), rich.console.Console(file=out, width=100))
   text = out.getvalue().removeprefix(text)
   assert 'Reward over time' not in text and 'Loss over time' in text
 
@@ -509,7 +527,7 @@ def test_expected_answers_and_percentiles(tmp_path):
 
 def test_six_cards_come_first(tmp_path):
   make_run(tmp_path, stages=('grpo',), steps=12)
-  metrics.summary(tmp_path, {**report.figures(tmp_path), **{f'extra{n}/grpo': n + 1.0 for n in range(9)}})
+  metrics.summary(tmp_path, {**report.figures(rows_of(tmp_path)), **{f'extra{n}/grpo': n + 1.0 for n in range(9)}})
   text = (tmp_path / 'report.html').read_text() if read_page(tmp_path) else ''
   assert text.split('More figures')[0].split('<h2>grpo</h2>')[1].count('<div class="box"><small title=') == 6
 

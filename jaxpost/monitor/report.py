@@ -75,12 +75,12 @@ def _recent(train: Sequence[Mapping], key: str) -> float | None:
   return sum(last) / len(last) if last else None
 
 
-def figures(workdir: epath.PathLike) -> dict[str, float]:
-  """Final figures, METRIC/STAGE: means of the last train rows, last eval.
+def figures(rows: Sequence[Mapping]) -> dict[str, float]:
+  """Final figures of rows of metrics, METRIC/STAGE: means of the last train rows, last eval.
 
   An eval key that train rows have too gets `eval_` in front: eval_loss/sft.
   """
-  out, stages = {}, _stages(read_rows(epath.Path(workdir) / 'metrics.jsonl'))
+  out, stages = {}, _stages(rows)
   for stage, splits in stages.items():
     train, held_out = splits['train'], _held_out(splits)
     in_train = _keys(train)
@@ -261,10 +261,9 @@ def _cards(
   return cards
 
 
-def terminal_summary(workdir: epath.PathLike, console: rich.console.Console) -> None:
-  """Prints final figures, a reward or loss sparkline, times and paths."""
-  workdir = epath.Path(workdir)
-  values, stages = figures(workdir), _stages(read_rows(workdir / 'metrics.jsonl'))
+def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: rich.console.Console) -> None:
+  """Prints final figures of the rows of metrics, a reward or loss sparkline, times and paths."""
+  values, stages, workdir = figures(rows), _stages(rows), epath.Path(workdir)
   table = rich.table.Table('', *map(markup.escape, stages))
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not is_repeated(k, values)):
     table.add_row(markup.escape(titles.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
@@ -298,13 +297,14 @@ def _sparkline(values: list[float]) -> str:
   return ''.join('▁▂▃▄▅▆▇█'[int(7.99 * (v - low) / (high - low or 1))] for v in values)
 
 
-def write_report(workdir: epath.PathLike) -> epath.Path:
-  """Writes report.html from the files of a run, finished or alive."""
+def write_report(workdir: epath.PathLike, rows: Sequence[Mapping] | None = None) -> epath.Path:
+  """Writes report.html from the files of a run, finished or alive, and its rows of metrics (None reads them, too)."""
   workdir = epath.Path(workdir)
+  rows = read_rows(workdir / 'metrics.jsonl') if rows is None else rows
   done = _read_json(workdir / 'summary.json', {})
   config = _read_json(workdir / 'config.json', {})
-  stages = _stages(read_rows(workdir / 'metrics.jsonl'))
-  warnings, values = done.pop('warnings', ()), done or figures(workdir)
+  stages = _stages(rows)
+  warnings, values = done.pop('warnings', ()), done or figures(rows)
   methods = {stage: report_facts.algorithm(config, stage) for stage in stages}
   text = _template().render(
     name=object_store.resolved(workdir).rpartition('/')[2],

@@ -88,7 +88,7 @@ def compare(first: epath.PathLike, second: epath.PathLike) -> Comparison:
   """
   runs = [_run(first), _run(second)]
   names = labels([first, second])
-  values = [report.figures(run) for run in runs]
+  values = [report.figures(metrics.read_rows(run / 'metrics.jsonl')) for run in runs]
   keys = [
     key
     for key in values[0] | values[1]
