@@ -2,8 +2,11 @@
 
 import json
 import pathlib
+import random
+import re
 import subprocess
 import sys
+import types
 
 import children
 import numpy as np
@@ -12,7 +15,7 @@ import pytest
 from configs import grpo_gsm8k
 from jaxpost.errors import InputError
 from jaxpost.hardware import chips, memory
-from jaxpost.planning import cost, dry_run, hlo, machines, roofline, stage
+from jaxpost.planning import aot, cost, dry_run, hlo, kernels, machines, roofline, stage
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -630,6 +633,72 @@ def measured_seconds(row):
   if row['row'].startswith('decode/'):
     return {'generate': 32 * row['token_s']}
   return {'update': row.get('time/update') or row.get('step_s')}
+
+
+@pytest.mark.parametrize('window, filled, read', [(0, 0, 800), (0, 496, 496), (128, 496, 128), (4096, 0, 800)])
+def test_decoding_reads_what_is_filled_of_a_cache(window, filled, read):
+  """Of the slots that are in use, and of the window."""
+  text = (
+    '  %x = (bf16[1,64,8,2,128]{4,3,2,1,0}) custom-call(%a, %b, %c), custom_call_target="__gpu$xla.gpu.triton", '
+    f'metadata={{op_name="jit(generate)/while/body/decode_{window}"}}'
+  )
+  given = [hlo.Array('bf16', dims, False) for dims in ((64, 8, 2, 128), (256, 8, 800, 128), (256, 8, 800, 64))]
+  op = hlo.Op('x', 'custom-call', (), (), text, '', False)
+  flops, more = kernels.cost(op, given, filled)
+  assert flops == 2 * 64 * 8 * 2 * read * (128 + 64)
+  cache = given[1].bytes + given[2].bytes
+  assert cache + more == pytest.approx(64 * 8 * read * (128 + 64) * 2)
+
+
+@pytest.mark.parametrize(
+  'rollout, slots, wanted',
+  [
+    # Blocks of 16 end at 48, 64, ... 544; the cache has 560 entries, and attention reads 64, 128, 256, 512 or all.
+    (dict(max_prompt_length=32, max_new_tokens=512), (8, 4), [2, 4, 8, 16, 2]),
+    (dict(max_prompt_length=480, max_new_tokens=64), (8,), [2, 2]),
+  ],
+)
+def test_blocks_of_decoding_are_counted_for_what_they_read(rollout, slots, wanted):
+  """Of completions as long as they may be: each number of entries used to have as many, and as many with idle slots."""
+  config = types.SimpleNamespace(rollout=types.SimpleNamespace(page_size=0, **rollout))
+  reads = roofline._reads(types.SimpleNamespace(config=config, decode_block=16))
+  step = roofline.Step({'generate': sum(wanted)}, 0, 0, reads)
+  rows = [dict(program='generate', slots=n, flops=n * (100 + size)) for n in slots for size in range(len(wanted))]
+  random.Random(0).shuffle(rows)
+  for row in rows:
+    expected = wanted[int(row['flops'] / row['slots']) - 100] if row['slots'] == 8 else 0
+    assert roofline._calls(row, rows, step) == pytest.approx(expected), row
+  # A kernel reads what is filled: one program for each number of slots.
+  assert [roofline._calls(r, rows[:1], step) for r in rows[:1]] == [sum(wanted)]
+
+
+def sampling_seconds(row):
+  """Returns (expected, measured seconds of sampling) of a row of GRPO: 512 completions of 256 + 512 tokens."""
+  prompt, new, block = 256, 512, 32
+  programs = {}
+  for p in row['programs']:
+    if p['program'] not in programs or p['program_flops'] > programs[p['program']]['program_flops']:
+      programs[p['program']] = p
+  slots = int(re.match(r'\[(\d+)', programs['generate']['shapes'])[1])
+  calls = dict(init_state=1, prefill=512 // slots, insert=512 // slots, generate=512 // slots * new // block)
+  seconds = 0.0
+  for name, number in calls.items():
+    count = programs[name]['memory_traffic_bytes']
+    if name == 'generate' and 'filled' not in programs[name]:  # the whole cache was counted for every token
+      config = types.SimpleNamespace(rollout=types.SimpleNamespace(max_prompt_length=prompt, max_new_tokens=new))
+      filled = aot.filled_entries(types.SimpleNamespace(config=config, decode_block=block))
+      cache = programs['init_state']['memory_traffic_bytes']  # which writes it
+      count -= block * cache * (1 - filled / (prompt + new + block))
+    seconds += number * roofline.expected(programs[name]['program_flops'], count, 0.0, chips.CHIPS['h200'])
+  return seconds, row['time/sample']
+
+
+def test_expected_seconds_of_sampling_are_those_of_an_h200():
+  """Whole completions, of which a plan counts what is filled of the cache on average."""
+  rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+  found = [sampling_seconds(r) for r in rows if r['row'].startswith('grpo/')]
+  ratios = [expected / took for expected, took in found]
+  assert len(ratios) >= 2 and all(0.85 < x < 1.15 for x in ratios), ratios
 
 
 def test_expected_seconds_are_those_of_an_h200():

@@ -108,7 +108,8 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
     """Returns False for the search of a truncation where the config draws from the whole distribution."""
     return False if re.search(r'\bchoose\)*/cond$', condition) and draws_from_all(placed) else None
 
-  totals = cost.count(compiled.as_text(), iterations, sent_share, branch)
+  filled = filled_entries(placed) if name == 'generate' else 0
+  totals = cost.count(compiled.as_text(), iterations, sent_share, branch, filled)
   found = collections.Counter()
   for arg in args:
     found.update(_parts(arg))
@@ -117,10 +118,21 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
     arguments=dict(found),
     totals=totals,
     mesh=layout.mesh,
+    filled=filled,
+    slots=compiled.out_info[1].tokens.shape[1] if name in ('generate', 'verify') else 0,
     micro=micro,
     least=traffic_bound.of_program(placed, layout, name, args, times),
     xla_flops_once=(analysis or {}).get('flops'),
   )
+
+
+def filled_entries(placed: place.PlacedStage) -> int:
+  """Returns the entries of a slot's cache that blocks of decoding find filled, on average over a completion.
+
+  Prompts and completions have the maximum length.
+  """
+  r = placed.config.rollout
+  return r.max_prompt_length + max(0, r.max_new_tokens - placed.decode_block) // 2
 
 
 def draws_from_all(placed: place.PlacedStage) -> bool:

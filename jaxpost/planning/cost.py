@@ -68,6 +68,7 @@ def count(
   iterations: Callable[[str], int | None] = lambda name: None,
   sent_share: Callable[[int], float] = lambda number: 1.0,
   branch: Callable[[str], bool | None] = lambda name: None,
+  filled: int = 0,
 ) -> Totals:
   """Returns the totals of a compiled program.
 
@@ -77,16 +78,18 @@ def count(
       most iterations, or None.
     sent_share: number of devices -> the share of its buffer that a ragged exchange between them sends.
     branch: `op_name` of a condition -> its value, or None: the costlier branch is counted.
+    filled: entries of a slot's cache that a kernel of decoding finds filled; 0: all.
   """
-  return _Counter(text, iterations, sent_share, branch).total()
+  return _Counter(text, iterations, sent_share, branch, filled).total()
 
 
 class _Counter:
   """One walk over the computations of a program."""
 
-  def __init__(self, text: str, iterations: Callable, sent_share: Callable, branch: Callable):
+  def __init__(self, text: str, iterations: Callable, sent_share: Callable, branch: Callable, filled: int):
     self.sent_share = sent_share
     self.branch = branch
+    self.filled = filled
     self.computations, self.entry = hlo.parse(text)
     callers = {}  # computation -> (computation, hlo.Op) that runs it
     for name, ops in self.computations.items():
@@ -134,7 +137,7 @@ class _Counter:
         out.cycles += int(found[1]) * (not fused)
       if kind := hlo.collective(op):
         self.collect(out, ops, op, kind, fused)
-      flops, moved = kernels.cost(op, [a for name in op.inputs if name in ops for a in ops[name].arrays])
+      flops, moved = kernels.cost(op, [a for name in op.inputs if name in ops for a in ops[name].arrays], self.filled)
       out.flops += flops
       if not fused:
         out.bytes += self.traffic(ops, op) + moved

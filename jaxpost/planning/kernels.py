@@ -16,22 +16,23 @@ _SPLASH = {'fwd': (1, 1), 'dq': (2, 1), 'dkv': (2, 2)}
 _SPLASH_NAME = re.compile(r'splash_m\w+?_(fwd|dq|dkv)_')
 _TRITON = {'forward': (1, 1), 'queries': (2, 1), 'keys': (2, 2)}
 _TRITON_NAME = re.compile(r'attention_(forward|queries|keys)_(\d+)')
-_DECODE_NAME = re.compile(r'decode_\d+')
+_DECODE_NAME = re.compile(r'decode_(\d+)')
 _GROUPED_NAME = re.compile(r'grouped_(rows|matrices)')
 _TRITON_TARGET = '__gpu$xla.gpu.triton'
 
 
-def cost(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
+def cost(op: hlo.Op, given: list[hlo.Array], filled: int = 0) -> tuple[float, float]:
   """(FLOPs, bytes beyond reading each argument once) of a custom call.
 
   Args:
     given: the arguments.
+    filled: entries of a slot's cache that decoding finds filled; 0: all.
   """
   if not is_one(op):
     return 0.0, 0.0
   if _target(op) == _TRITON_TARGET:
-    if _DECODE_NAME.search(hlo.op_name(op)):
-      return _decode(given)
+    if found := _DECODE_NAME.search(hlo.op_name(op)):
+      return _decode(given, int(found[1]), filled)
     if found := _GROUPED_NAME.search(hlo.op_name(op)):
       return _rows_by_groups(op, given) if found[1] == 'rows' else _groups_of_rows(op, given)
     found = _TRITON_NAME.search(hlo.op_name(op))
@@ -113,9 +114,10 @@ def _causal(products: tuple[int, int], window: int, given: list[hlo.Array]) -> t
   return 2.0 * rows * heads * pairs * (products[0] * size + products[1] * v.dims[-1]), 0.0
 
 
-def _decode(given: list[hlo.Array]) -> tuple[float, float]:
-  """(FLOPs, bytes) of a token of each slot over a full cache, of which the slots that are not in use are not read."""
+def _decode(given: list[hlo.Array], window: int, filled: int) -> tuple[float, float]:
+  """(FLOPs, bytes) of a token of each slot over what is filled of its cache, in the window; no other slot is read."""
   q, k, v = given[:3]
   slots, heads, group, size = q.dims
-  flops = 2.0 * slots * heads * group * k.dims[2] * (size + v.dims[-1])
-  return flops, -(1 - slots / k.dims[0]) * (k.bytes + v.bytes)
+  entries = min(n for n in (k.dims[2], window, filled) if n)
+  flops = 2.0 * slots * heads * group * entries * (size + v.dims[-1])
+  return flops, -(1 - slots / k.dims[0] * entries / k.dims[2]) * (k.bytes + v.bytes)

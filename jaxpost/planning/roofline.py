@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from jaxpost.distributed import bridge
 from jaxpost.planning import aot, cost, machines
+from jaxpost.rollout import buckets
 from jaxpost.stage import batch_shape
 
 if TYPE_CHECKING:
@@ -43,13 +45,14 @@ _WAITED_FOR = 'reshard', 'hidden'
 class Step:
   """How often a step calls its programs, and for how many tokens.
 
-  calls: {program: how often}; of `generate` for each number of cache entries
-    that are read. trained, sampled: tokens at most.
+  calls: {program: how often}. trained, sampled: tokens at most.
+  reads: the shares of blocks of decoding that attend to each number of cache entries, the largest number first.
   """
 
   calls: dict
   trained: int
   sampled: int
+  reads: tuple[float, ...] = ()
 
 
 def step_of(placed: PlacedStage) -> Step:
@@ -81,7 +84,20 @@ def step_of(placed: PlacedStage) -> Step:
     'generate': waves * math.ceil(r.max_new_tokens / placed.decode_block),
   }
   longest = r.max_prompt_length + r.max_new_tokens
-  return Step(calls, total * longest, total * r.max_new_tokens)
+  return Step(calls, total * longest, total * r.max_new_tokens, _reads(placed))
+
+
+def _reads(placed: PlacedStage) -> tuple[float, ...]:
+  """The shares of `Step.reads`, of a completion as long as it may be; see `rollout/buckets.py`."""
+  r = placed.config.rollout
+  block = min(placed.decode_block, r.max_new_tokens)
+  longest = r.max_prompt_length + r.max_new_tokens + block
+  if r.page_size:
+    longest = -(-longest // r.page_size) * r.page_size
+  read = functools.partial(buckets.bucket, longest=longest, smallest=max(64, r.page_size))
+  ends = range(r.max_prompt_length + block, r.max_prompt_length + block + r.max_new_tokens, block)
+  found = collections.Counter(map(read, ends))
+  return tuple(found[n] / len(ends) for n in sorted({*map(read, range(1, longest + 1))}, reverse=True))
 
 
 def programs(compiled: aot.Compiled, topology: machines.Topology) -> list[dict]:
@@ -113,11 +129,23 @@ def programs(compiled: aot.Compiled, topology: machines.Topology) -> list[dict]:
 
 def _calls(row: dict, rows: list, step: Step) -> float:
   """Returns calls a step. Programs of one name share them: evenly, or as their rows say."""
-  same = sum(r['program'] == row['program'] for r in rows)
+  same = [r for r in rows if r['program'] == row['program']]
   calls = step.calls.get(row['program'], 0)
   if row['program'] in ('update', 'reshard'):  # each does a part of it
     return calls * row['calls_per_step']
-  return calls / same
+  if row['program'] == 'generate':
+    return calls * _share_of_blocks(row, same, step)
+  return calls / len(same)
+
+
+def _share_of_blocks(row: dict, rows: list, step: Step) -> float:
+  """The share of the blocks of decoding that one of its programs computes: one of all slots, as none is idle."""
+  most = max(r['slots'] for r in rows)
+  if row['slots'] < most:
+    return 0.0
+  flops = sorted((r['flops'] for r in rows if r['slots'] == most), reverse=True)
+  # A kernel that reads what is filled is in one program.
+  return step.reads[flops.index(row['flops'])] if len(flops) > 1 else 1.0
 
 
 def _runs_on(placed: PlacedStage, mesh: jax.sharding.Mesh) -> str:

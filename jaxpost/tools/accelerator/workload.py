@@ -101,7 +101,7 @@ class Running:
         seconds = work['seconds']
         found |= dict(roofline_s=seconds['roofline'], expected_s=seconds['expected'])
         found |= {f'{k}_flops': work['flops'][k] for k in ('program', 'model')}
-        found['memory_traffic_bytes'] = work['memory_traffic_bytes']
+        found |= dict(memory_traffic_bytes=work['memory_traffic_bytes'], filled=row['filled'])
       out.append(found)
     return out
 
