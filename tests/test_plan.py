@@ -1,5 +1,6 @@
 """Plans: topologies by name, HLO counted with loop turns, roofline, the CLI."""
 
+import io
 import json
 import pathlib
 import random
@@ -11,11 +12,12 @@ import types
 import children
 import numpy as np
 import pytest
+import rich.console
 
 from configs import grpo_gsm8k
 from jaxpost.errors import InputError
 from jaxpost.hardware import chips, memory
-from jaxpost.planning import aot, cost, dry_run, hlo, kernels, machines, roofline, stage
+from jaxpost.planning import aot, cost, dry_run, hlo, kernels, machines, roofline, stage, tables
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -814,6 +816,30 @@ def test_plan_of_the_local_backend(tmp_path):
   assert sum(r['calls'] for r in generate) == 2  # 16 tokens are two blocks
   assert generate[0]['bytes_per_chip']['kv_cache'] > 0
   assert 'update' in done.stdout and 'all-gather' in done.stdout
+
+
+@pytest.mark.parametrize('speculation', [True, False])
+def test_a_plan_says_that_it_does_not_count_drafts(speculation):
+  """How often they are verified, and what is accepted, depends on the texts."""
+  rows = [dict(program=name, slots=8, flops=1.0) for name in ('generate', *['verify'] * speculation)]
+  step = roofline.Step({'generate': 4}, 1, 1, (1.0,))
+  assert [roofline._calls(row, rows, step) for row in rows] == [4, *[0] * speculation]
+  nothing = dict.fromkeys(('parameters', 'optimizer', 'kv_cache', 'batch', 'other', 'outputs', 'temporaries'), 0)
+  seconds = dict.fromkeys(('compute', 'memory', 'network', 'roofline', 'xla'))
+  given = dict(
+    shapes='', fits=None, calls=1, compile_s=1.0, roofline_mfu=None, collective_bytes={}, collective_minimum={}
+  )
+  programs = [
+    given
+    | dict(program=row['program'], flops=dict(program=1.0, model=1.0), seconds=seconds)
+    | dict(bytes_per_chip=nothing | dict(elsewhere=0, total=1))
+    for row in rows
+  ]
+  about = dict(stage='a', algorithm='grpo', parameters=1, devices=1, device_kind='x', topology='cpu', mesh={})
+  console = rich.console.Console(file=io.StringIO(), width=200)
+  tables.show(about | dict(programs=programs, memory_per_device=0, step={}), console)
+  said = console.file.getvalue()
+  assert 'generate' in said and ('drafts (rollout.speculation) are not counted' in said) == speculation
 
 
 def test_a_sampler_with_more_devices_than_training(tmp_path):

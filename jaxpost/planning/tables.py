@@ -168,6 +168,10 @@ def show(plan: dict, console: rich.console.Console) -> None:
       console.print(table)
   if plan['step']:
     console.print(totals(plan))
+  if any(r['program'] == 'verify' for r in plan['programs']):
+    console.print(
+      'drafts (rollout.speculation) are not counted: how many are accepted depends on the texts', soft_wrap=True
+    )
   too_large = [r for r in plan['programs'] if r['fits'] is False]
   if too_large:
     worst = min(too_large, key=lambda r: r['free_bytes'])
