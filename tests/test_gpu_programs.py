@@ -16,11 +16,16 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import tiny
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.hardware import host, probe
+from jaxpost.models import model as model_lib
+from jaxpost.models import moe
+from jaxpost.models.config import Experts
 from jaxpost.planning import arithmetic, defaults, dry_run, machines
 from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, options
 from jaxpost.stage import prepare
@@ -138,6 +143,26 @@ def test_gradients_are_summed_over_devices_in_the_chosen_type(reduce_dtype, sent
   whole = Layout(AbstractMesh((4, 1, 1, 1, 1), tuple(sizes), axis_types=(AxisType.Auto,) * 5), 'train', reduce_dtype)
   kept = jax.make_jaxpr(lambda x, g: whole.sum_over_tokens(product, (x, g), 'embed', 'heads'))(x, g)
   assert (kept.out_avals == []) == (reduce_dtype == 'float32')  # left to XLA
+
+
+@pytest.mark.parametrize('reduce_dtype, sent', [('float32', 'f32'), ('bfloat16', 'bf16')])
+def test_gradients_of_experts_are_summed_over_fsdp_in_the_chosen_type(reduce_dtype, sent):
+  """What the other axes do not split is summed in float32 either way, and so are the weights of the router."""
+  sizes = dict(data=2, fsdp=2, expert=2, context=1, tensor=1)
+  devices = jax.devices()[:1] * 8  # nothing is run
+  mesh = jax.sharding.Mesh(np.reshape(devices, tuple(sizes.values())), tuple(sizes))
+  layout = Layout(mesh, 'train', reduce_dtype)
+  cfg = tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24))
+  given = model_lib.build(cfg).shapes()['layers']
+  params = {k: jnp.zeros(given[k][1:]) for k in ('router', 'gate', 'up', 'down')}
+  x = jnp.zeros((8, 10, cfg.hidden_size))
+
+  def loss(params):
+    return jnp.sum(moe.mlp(params, x, cfg, tiny.EXACT, layout)[0])
+
+  text = str(jax.make_jaxpr(jax.grad(loss))(params))
+  scattered = [line.split('=')[0] for line in text.splitlines() if 'reduce_scatter' in line]
+  assert sum(f':{sent}[4,' in line for line in scattered) == 3 == len(scattered) - 1, text  # and the router's weights
 
 
 def test_an_option_that_the_compiler_does_not_know_is_left_out(caplog):

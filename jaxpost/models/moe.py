@@ -42,12 +42,14 @@ class _Sharding(NamedTuple):
     size: devices along the 'expert' axis.
     tokens_split: devices along that axis hold different tokens.
     exact: see `expert_parallel.exchange`.
+    reduce_dtype: in which gradients of what is split over 'fsdp' are summed.
   """
 
   specs: dict[str, PartitionSpec]
   size: int
   tokens_split: bool
   exact: bool
+  reduce_dtype: str
 
 
 def with_shared(
@@ -105,6 +107,7 @@ def mlp(
     size=size,
     tokens_split='expert' in jax.tree.leaves(tuple(tokens)),
     exact=layout.mesh.devices.flat[0].platform != 'cpu',
+    reduce_dtype=layout.reduce_dtype,
   )
   return jax.shard_map(
     functools.partial(_mlp_on_device, cfg=cfg, compute=compute, sharding=sharding),
@@ -165,7 +168,8 @@ def _mlp_on_device(
     out = expert_mlp.apply_experts(p, *rows, first=0, cfg=cfg, compute=compute).astype(compute.residual)
     return out.reshape(x.shape), routing
 
-  p = {name: _gather_fsdp(w, sharding.specs[name], compute.dtype) for name, w in p.items()}
+  types = compute.dtype, sharding.reduce_dtype
+  p = {name: _gather_fsdp(w, sharding.specs[name], *types) for name, w in p.items()}
   num_local = cfg.experts.num // sharding.size
   first = 0
   room = 0
@@ -194,30 +198,32 @@ def _flatten_tokens(x: jax.Array) -> jax.Array:
   return x.reshape(-1, x.shape[-1])
 
 
-def _gather_fsdp(w: jax.Array, spec: PartitionSpec, dtype: str) -> jax.Array:
+def _gather_fsdp(w: jax.Array, spec: PartitionSpec, dtype: str, reduce_dtype: str) -> jax.Array:
   """Gathers a shard of experts over 'fsdp', in `dtype`.
 
-  The result has the type of the parameter again, in which gradients are summed
-  on the way back.
+  The result has the type of the parameter again, that of its gradient. Gradients in float32 are summed in
+  `reduce_dtype` on the way back.
   """
   for axis, mesh_axis in enumerate(spec):
     if mesh_axis == 'fsdp':
-      w = _gather(w, mesh_axis, axis, dtype)
+      w = _gather(w, mesh_axis, axis, dtype, reduce_dtype)
   return w
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(w, mesh_axis, axis, dtype):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(w, mesh_axis, axis, dtype, reduce_dtype):
+  del reduce_dtype
   return jax.lax.all_gather(w.astype(dtype), mesh_axis, axis=axis, tiled=True).astype(w.dtype)
 
 
-def _gather_forward(w, mesh_axis, axis, dtype):
-  return _gather(w, mesh_axis, axis, dtype), None
+def _gather_forward(w, mesh_axis, axis, dtype, reduce_dtype):
+  return _gather(w, mesh_axis, axis, dtype, reduce_dtype), None
 
 
-def _gather_backward(mesh_axis, axis, dtype, residuals, g):
+def _gather_backward(mesh_axis, axis, dtype, reduce_dtype, residuals, g):
   del dtype, residuals
-  return (jax.lax.psum_scatter(g, mesh_axis, scatter_dimension=axis, tiled=True),)
+  sent = g.astype(reduce_dtype) if g.dtype == jnp.float32 else g
+  return (jax.lax.psum_scatter(sent, mesh_axis, scatter_dimension=axis, tiled=True).astype(g.dtype),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)

@@ -115,7 +115,7 @@ class TrainSection:
   )
   reduce_dtype: str = option(
     'float32',
-    'Type in which gradients of weights are summed over devices; not those of experts.',
+    'Type in which gradients of weights are summed over devices; of experts over fsdp, else in float32.',
     choices=('float32', 'bfloat16'),
   )
   deterministic: bool = option(False, 'Ask XLA for the same bits in each run on GPUs, at some cost.')
