@@ -58,3 +58,25 @@ def extremes(bounds: jax.Array, block: int, last: bool = False) -> jax.Array:
   """Returns the least (`last`: the largest) of `bounds` [B, T] in each block of tokens."""
   parts = bounds.reshape(len(bounds), -1, block)
   return parts.max(axis=2) if last else parts.min(axis=2)
+
+
+def visible(
+  rows: jax.Array,
+  first_key: jax.Array,
+  columns: jax.Array,
+  query_ids: tuple[jax.Array, jax.Array] | None,
+  key_ids: tuple[jax.Array, jax.Array] | None,
+  window: int,
+) -> jax.Array:
+  """Returns [q, k]: which keys of a block each of its queries attends to.
+
+  Without branches, `first_key` is that of the window. With branches, other branches lie between a token and its prompt,
+  so the window is measured here, in positions.
+
+  rows, columns: places of queries and keys. first_key: [q]. query_ids, key_ids: (branch, position) of each, or None.
+  """
+  seen = (columns[None] >= first_key[:, None]) & (columns[None] <= rows[:, None])
+  if query_ids is None:
+    return seen
+  seen &= (key_ids[0][None] == 0) | (key_ids[0][None] == query_ids[0][:, None])
+  return seen & (query_ids[1][:, None] - key_ids[1][None] < window) if window else seen

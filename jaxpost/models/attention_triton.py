@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxpost.models import attention_bounds
-from jaxpost.models.attention_bounds import extremes
+from jaxpost.models.attention_bounds import extremes, visible
 from jaxpost.types import MASKED_LOGIT
 
 if TYPE_CHECKING:
@@ -159,21 +159,6 @@ def add_keys(carry, s, v):
   return out, highest, total * old + jnp.sum(weights, axis=1)
 
 
-def _visible(rows, first_key, columns, query_ids, key_ids, window: int) -> jax.Array:
-  """Returns [q, k]: which keys each query attends to.
-
-  Without branches, `first_key` is that of the window. With branches, other branches lie between a token and its prompt,
-  so the window is measured here, in positions.
-
-  rows, columns: places of queries and keys. first_key: [q]. query_ids, key_ids: (branch, position) of each, or None.
-  """
-  seen = (columns[None] >= first_key[:, None]) & (columns[None] <= rows[:, None])
-  if query_ids is None:
-    return seen
-  seen &= (key_ids[0][None] == 0) | (key_ids[0][None] == query_ids[0][:, None])
-  return seen & (query_ids[1][:, None] - key_ids[1][None] < window) if window else seen
-
-
 def _ids(ref, place) -> tuple[jax.Array, jax.Array] | None:
   return None if ref is None else (ref[0, place], ref[1, place])
 
@@ -202,7 +187,7 @@ def _forward_kernel(
     keys = pl.ds(j * cols, cols)
     s, _ = scores(q, _load(k_ref.at[keys], size), static.cap)
     columns = j * cols + jnp.arange(cols)
-    seen = _visible(at, first_key, columns, query_ids, _ids(ids_ref, keys), window=static.window)
+    seen = visible(at, first_key, columns, query_ids, _ids(ids_ref, keys), window=static.window)
     return add_keys(carry, jnp.where(seen, s * LOG2_E, MASKED_LOGIT), _load(v_ref.at[keys], values))
 
   carry = nothing(rows, v_ref.shape[-1])
@@ -244,7 +229,7 @@ def _queries_kernel(
     k = _load(k_ref.at[keys], size)
     s, slope = scores(q, k, static.cap)
     columns = j * cols + jnp.arange(cols)
-    seen = _visible(at, first_key, columns, query_ids, _ids(ids_ref, keys), window=static.window)
+    seen = visible(at, first_key, columns, query_ids, _ids(ids_ref, keys), window=static.window)
     weights = jnp.exp2(jnp.where(seen, s * LOG2_E, MASKED_LOGIT) - lse2[:, None])
     ds = weights * (_dot(g, _load(v_ref.at[keys], values), trans_b=True) - delta[:, None]) * slope
     return dq + _dot(ds.astype(k.dtype), k)
@@ -285,7 +270,7 @@ def _keys_kernel(
     q, g = _load(q_ref.at[queries, head], size), _load(g_ref.at[queries, head], values)
     s, slope = scores(q, k, static.cap)
     at, first_key = i * rows + jnp.arange(rows), first_key_ref[queries]
-    seen = _visible(at, first_key, columns, _ids(ids_ref, queries), key_ids, window=static.window)
+    seen = visible(at, first_key, columns, _ids(ids_ref, queries), key_ids, window=static.window)
     weights = jnp.exp2(jnp.where(seen, s * LOG2_E, MASKED_LOGIT) - lse2_ref[head, queries][:, None])
     dv += _dot(weights.astype(g.dtype), g, trans_a=True)
     ds = weights * (_dot(g, v, trans_b=True) - delta_ref[head, queries][:, None]) * slope
