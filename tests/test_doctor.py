@@ -29,7 +29,7 @@ def test_it_names_what_a_run_needs(tmp_path):
 def test_it_says_what_to_mend(tmp_path, monkeypatch):
   usage = collections.namedtuple('usage', 'total used free')
   monkeypatch.setattr(doctor.shutil, 'disk_usage', lambda path: usage(10, 9, 2**30))
-  monkeypatch.setattr(doctor.host, 'free_memory', lambda: 1e9)
+  monkeypatch.setattr(doctor.memory, 'free_on_host', lambda: 1e9)
   monkeypatch.setattr(resource, 'getrlimit', lambda which: (256, 4096))
   monkeypatch.setattr(doctor.glob, 'glob', lambda pattern: ['/dev/nvidia0'] if 'nvidia' in pattern else [])
   found = by_name(doctor.examine(str(tmp_path)))

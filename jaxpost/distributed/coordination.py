@@ -103,21 +103,6 @@ def shard(items: range) -> range:
   return items[process_index() :: process_count()]
 
 
-def check_same(values: dict[str, Any], hint: str) -> None:
-  """Raises InputError on every process if any holds another value than process 0.
-
-  Args:
-    values: {name: JSON value}; the first that differs is named.
-    hint: what to do about it.
-  """
-  all_values = all_gather(values)
-  for name, first in all_values[0].items():
-    for i, other in enumerate(all_values):
-      if other.get(name) != first:
-        shown = [f' ({x})' if len(str(x)) < 80 else '' for x in (other.get(name), first)]
-        raise errors.InputError(f'{name} of process {i}{shown[0]} differs from that of process 0{shown[1]}; {hint}')
-
-
 def any_process(flag: bool) -> bool:
   """True on all processes if `flag` was set on any of them by now.
 

@@ -1,4 +1,4 @@
-"""The host process: its allocator and its compile cache."""
+"""What a command sets up before JAX starts: the allocator of its process and the compile cache."""
 
 import ctypes
 import glob
@@ -52,13 +52,3 @@ def use_compile_cache() -> str:
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
   return folder
-
-
-def free_memory() -> float:
-  """Returns the free memory of this host in bytes; inf where the system does not tell."""
-  try:
-    lines = pathlib.Path('/proc/meminfo').read_text('ascii').splitlines()
-  except OSError:
-    return float('inf')
-  found = [li.split()[1] for li in lines if li.startswith('MemAvailable:')]
-  return int(found[0]) * 1024.0 if found else float('inf')

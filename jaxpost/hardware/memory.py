@@ -1,6 +1,6 @@
-"""Memory of a run: what its programs will need, and what was in use.
+"""Memory of a run: what its programs will need, what was in use, and what this host has left.
 
-All bytes are of one device.
+All bytes are of one device, except those of `free_on_host`.
 """
 
 import dataclasses
@@ -98,9 +98,20 @@ def peak() -> dict[str, int]:
   stats = [d.memory_stats() for d in jax.local_devices()]
   if all(s and 'peak_bytes_in_use' in s for s in stats):
     return {'memory/peak_bytes': max(s['peak_bytes_in_use'] for s in stats)}
+  most = _of_proc('self/status', 'VmHWM')
+  return {} if most is None else {'memory/peak_bytes': most}
+
+
+def free_on_host() -> float:
+  """Returns the free memory of this host in bytes; inf where the system does not tell."""
+  free = _of_proc('meminfo', 'MemAvailable')
+  return math.inf if free is None else free
+
+
+def _of_proc(file: str, name: str) -> int | None:
+  """Returns a figure of a file in /proc in bytes; None where there is no such file or figure."""
   try:
-    lines = pathlib.Path('/proc/self/status').read_text('ascii').splitlines()
+    lines = pathlib.Path('/proc', file).read_text('ascii').splitlines()
   except OSError:
-    return {}
-  found = [li.split()[1] for li in lines if li.startswith('VmHWM:')]
-  return {'memory/peak_bytes': int(found[0]) * 1024} if found else {}
+    return None
+  return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f'{name}:')), None)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxpost.errors import InputError
-from jaxpost.hardware import host
+from jaxpost.hardware import memory
 from jaxpost.models import rope
 from jaxpost.programs.sampling import Sampling
 from jaxpost.rollout.sequence import Request
@@ -202,7 +202,7 @@ def free_bytes(layout: Layout) -> float:
   if all(s and 'bytes_limit' in s for s in stats):
     return len(layout.mesh.devices.flat) * min(s['bytes_limit'] - s['bytes_in_use'] for s in stats)
   if layout.mesh.devices.flat[0].platform == 'cpu':
-    return host.free_memory()
+    return memory.free_on_host()
   return float('inf')
 
 

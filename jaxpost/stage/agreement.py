@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from jaxpost.storage.manifest import finished_steps
 if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.stage.records import PreparedStage
+  from jaxpost.stage.weight_sources import Source
 
 # Rows that processes compare at the start: all of most data sets.
 _HASHED, _HASHED_LAZY = 20_000, 100
@@ -27,7 +29,7 @@ _HASHED, _HASHED_LAZY = 20_000, 100
 
 def check_config(raw: dict) -> None:
   """InputError where processes have other code, or other configs."""
-  coordination.check_same(  # first: other code may have other fields
+  check_same(  # first: other code may have other fields
     {'the version of jax': jax.__version__, 'the code of jaxpost': code()}, 'install one everywhere'
   )
   plain = consistency.spelled(raw)
@@ -43,7 +45,7 @@ def check_config(raw: dict) -> None:
 def check_workdir(workdir: epath.Path, configs: dict) -> None:
   """InputError where processes see another workdir."""
   saved = {n: finished_steps(workdir / 'checkpoints' / n) for n in configs}
-  coordination.check_same(
+  check_same(
     {f'what {workdir} holds': [consistency.is_finished(workdir, configs), saved]},
     'give a --workdir that all processes reach',
   )
@@ -63,14 +65,34 @@ def check_inputs(prepared: Sequence[PreparedStage]) -> None:
       [inputs.tokenizer.encode(str(data.rows[0])), first is not None and first.tokens.tolist()]
     )
     for role, source in inputs.sources.items():
-      values[f'the {role} of {p.name}'] = seals.fingerprint(weight_sources.outline(source))
-  coordination.check_same(values, 'give all processes the same files')
+      values[f'the {role} of {p.name}'] = seals.fingerprint(outline(source))
+  check_same(values, 'give all processes the same files')
+
+
+def check_same(values: dict[str, Any], hint: str) -> None:
+  """Raises InputError on every process if any holds another value than process 0.
+
+  Args:
+    values: {name: JSON value}; the first that differs is named.
+    hint: what to do about it.
+  """
+  all_values = coordination.all_gather(values)
+  for name, first in all_values[0].items():
+    for i, other in enumerate(all_values):
+      if other.get(name) != first:
+        shown = [f' ({x})' if len(str(x)) < 80 else '' for x in (other.get(name), first)]
+        raise InputError(f'{name} of process {i}{shown[0]} differs from that of process 0{shown[1]}; {hint}')
 
 
 def code() -> str:
   """Returns a hash of this library as it is installed here."""
   root = pathlib.Path(__file__).parents[1]
   return seals.fingerprint([[str(file.relative_to(root)), file.read_text()] for file in sorted(root.rglob('*.py'))])
+
+
+def outline(source: Source) -> list:
+  """Returns the shape, and samples of the files of a folder, as JSON."""
+  return [dataclasses.asdict(source.config), weight_sources.file_samples(source), source.base and outline(source.base)]
 
 
 def digest(rows: Rows) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from jaxpost.distributed import mesh
 from jaxpost.errors import InputError, refuse, refuse_unread
-from jaxpost.hardware import host
+from jaxpost.hardware import memory
 from jaxpost.models import attention
 from jaxpost.stage import optim
 from jaxpost.stage.batch_shape import row_length
@@ -65,7 +65,7 @@ def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
 
 def check_sizes(config: Config, on_policy: bool) -> None:
   """Refuses, by arithmetic, batches that the memory of this host cannot hold."""
-  r, free = config.rollout, host.free_memory()
+  r, free = config.rollout, memory.free_on_host()
   prompts_and_completions = r.max_prompt_length + r.max_new_tokens
   sizes = {}
   if on_policy:

@@ -261,11 +261,8 @@ def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bo
   folder = checkpoints(source, workdir)
   base = [identity(source.base, workdir, seed, here)] if source.base else []
   if folder is not None:
-    checkpointer = Checkpointer(folder)
-    try:
+    with contextlib.closing(Checkpointer(folder)) as checkpointer:
       step = checkpointer.latest() if source.step is None else source.step
-    finally:
-      checkpointer.close()
     # Process 0 writes it, and may be about to.
     return [
       shape,
@@ -275,16 +272,12 @@ def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bo
       *base,
     ]
   if source.folder is not None:
-    return [shape, _samples(source), here and sorted(int(f.stat().mtime) for f in _files(source)), *base]
+    return [shape, file_samples(source), here and sorted(int(f.stat().mtime) for f in _files(source)), *base]
   return [shape, seed if source.seed is None else source.seed]
 
 
-def outline(source: Source) -> list:
-  """Returns the shape, and samples of the files of a folder, as JSON."""
-  return [dataclasses.asdict(source.config), _samples(source), source.base and outline(source.base)]
-
-
-def _samples(source: Source) -> list:
+def file_samples(source: Source) -> list[list]:
+  """Returns [name, bytes, crc32 of up to 64 blocks over it] of each file of a folder; [] where there is no folder."""
   return sorted(_sampled(f) for f in _files(source))
 
 
@@ -292,8 +285,7 @@ def _files(source: Source) -> list:
   return list(source.folder.glob('*.safetensors')) if source.folder else []
 
 
-def _sampled(file) -> list:
-  """[name, bytes, crc32 of up to 64 blocks over the whole file]."""
+def _sampled(file: epath.Path) -> list:
   stat, crc = file.stat(), 0
   with file.open('rb') as f:
     for at in range(0, stat.length, max(stat.length // 64, _BLOCK)):

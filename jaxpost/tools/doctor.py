@@ -19,7 +19,7 @@ from etils import epath
 
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
-from jaxpost.hardware import chips, host
+from jaxpost.hardware import chips, host, memory
 from jaxpost.monitor import start
 from jaxpost.stage import consistency
 from jaxpost.storage import object_store
@@ -108,7 +108,7 @@ def _kernels() -> list[Finding]:
 
 
 def _host(workdir: str) -> list[Finding]:
-  free = host.free_memory()
+  free = memory.free_on_host()
   out = [Finding('host memory', f'{free / _GIB:.1f} GiB free', 'below 2 GiB; end other programs' * (free < 2 * _GIB))]
   out += [_disk_of_runs(workdir), _disk('disk of compiled programs', host.use_compile_cache())]
   files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
