@@ -17,7 +17,7 @@ import jaxpost
 from jaxpost.data import sources
 from jaxpost.errors import InputError
 from jaxpost.models import lora, partition
-from jaxpost.monitor import activity, metrics, start
+from jaxpost.monitor import activity, metrics, start, timeline
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import epochs, json_schema, optim, prepare
 from jaxpost.stage.schema import OptimSection
@@ -58,12 +58,12 @@ def test_a_long_phase_of_a_step_is_named():
     time.sleep(0.2)
     shown.during('evaluating', time.sleep)(0.2)
   assert set(out.getvalue().splitlines()) == {'sample (9 s)', 'evaluating'}
-  chrono = metrics.Chrono()
-  with chrono('sample'):
-    assert not chrono.doing()
-    chrono._mark -= 9
-    assert chrono.doing() == 'sample (9 s)'
-  assert not chrono.doing()
+  timer = timeline.Timeline({'sample': 'devices'})
+  with timer('sample'):
+    assert not timer.doing()
+    timer._mark -= 9
+    assert timer.doing() == 'sample (9 s)'
+  assert not timer.doing()
 
 
 def test_an_activity_ends_with_an_error():

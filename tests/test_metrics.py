@@ -397,24 +397,6 @@ def test_clock_keys():
     assert not metrics.is_clock_key(key)
 
 
-def test_chrono_counts_each_second_once(monkeypatch):
-  now = [0.0]
-  monkeypatch.setattr('time.perf_counter', lambda: now[0])
-  chrono = metrics.Chrono()
-  with chrono('wait'):
-    now[0] += 1
-    with chrono('sample'):
-      now[0] += 2
-    now[0] += 4
-  now[0] += 8
-  with pytest.raises(KeyError), chrono('update'):
-    now[0] += 16
-    raise KeyError
-  assert chrono.pop() == {'time/wait': 5, 'time/sample': 2, 'time/update': 16, 'time/step': 31}
-  now[0] += 1
-  assert chrono.pop() == {'time/step': 1}
-
-
 def test_short_number():
   cases = {
     0.12346: '0.1235',

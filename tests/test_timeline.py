@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from jaxpost import loop, stages
-from jaxpost.monitor import metrics, profile, timeline
+from jaxpost.monitor import profile, timeline
 from jaxpost.types import Item
 
 
@@ -56,6 +56,27 @@ def test_an_error_leaves_no_trace_open(monkeypatch, tmp_path):
   timeline.jax.profiler.stop_trace()
 
 
+def test_a_timeline_counts_each_second_once(monkeypatch):
+  def busy(rollout):
+    return {'time/busy/train': 0, 'time/busy/rollout': rollout, 'time/busy/both': 0}
+
+  now = [0.0]
+  monkeypatch.setattr('time.perf_counter', lambda: now[0])
+  timer = timeline.Timeline({'update': 'train', 'sample': 'rollout'})
+  with timer('wait'):
+    now[0] += 1
+    with timer('sample'):
+      now[0] += 2
+    now[0] += 4
+  now[0] += 8
+  with pytest.raises(KeyError), timer('update'):
+    now[0] += 16
+    raise KeyError
+  assert timer.pop() == {'time/wait': 5, 'time/sample': 2, 'time/update': 16, 'time/step': 31} | busy(2)
+  now[0] += 1
+  assert timer.pop() == {'time/step': 1} | busy(0)
+
+
 class Devices:
   """A role whose updates take 10 s of devices that run beside the host, in which a dispatch takes 1 s."""
 
@@ -94,7 +115,7 @@ def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
     evaluate=evaluate,
     checkpointer=types.SimpleNamespace(check=list, check_metrics=sorted),
     writer=types.SimpleNamespace(write=lambda *row: rows.append(row)),
-    timer=metrics.Chrono(),
+    timer=timeline.Timeline({'update': 'devices', 'sample': 'devices'}),
     meta={},
     on_step_begin=id,
     forbid_compiles=list,

@@ -5,7 +5,6 @@ null and named in 'nonfinite'. Keys that depend on the clock are `time/*`, `*_pe
 the machine `memory/*`; there are no others, so the rest of two runs can be compared byte by byte. Imports no JAX.
 """
 
-import contextlib
 import datetime
 import io
 import json
@@ -105,43 +104,6 @@ def short_number(x: float | None, small_digits: int = 2) -> str:
     if abs(x) >= (1e4 if name == 'k' else unit):
       return f'{x / unit:.4g}{name}'
   return f'{x:.{4 if x == 0 or abs(x) >= 1e-3 else small_digits}g}'
-
-
-class Chrono:
-  """Host seconds in each of PHASES; a phase inside another is not counted twice."""
-
-  def __init__(self):
-    self._open, self._spent = [], {}
-    self._start = self._mark = time.perf_counter()
-
-  def _settle(self) -> None:
-    now = time.perf_counter()
-    for phase in self._open[-1:]:
-      self._spent[phase] = self._spent.get(phase, 0.0) + now - self._mark
-    self._mark = now
-
-  @contextlib.contextmanager
-  def __call__(self, phase: str):
-    self._settle()
-    self._open.append(phase)
-    try:
-      yield
-    finally:
-      self._settle()
-      self._open.pop()
-
-  def doing(self) -> str:
-    """The phase that has gone on for seconds, such as 'sample (9 s)'; '' for none. Called by another thread."""
-    seconds = time.perf_counter() - self._mark
-    return next((f'{phase} ({seconds:.0f} s)' for phase in self._open[-1:] if seconds > 4), '')
-
-  def pop(self) -> dict[str, float]:
-    """{'time/PHASE': seconds, ..., 'time/step': all} since the last pop."""
-    self._settle()
-    out = {f'time/{phase}': s for phase, s in self._spent.items()}
-    out['time/step'] = self._mark - self._start
-    self._start, self._spent = self._mark, {}
-    return out
 
 
 class _Board:

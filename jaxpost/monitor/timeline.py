@@ -1,48 +1,78 @@
 """Timelines of a run: when the host and the devices of each phase were busy.
 
-`Timeline` times the phases of the host, as `metrics.Chrono` does. For devices, a thread waits for the results of a
-program and notes when they came; no decision of a run depends on it. The first steps are written as Chrome trace
-events, which ui.perfetto.dev opens.
+The host enters and leaves its phases itself. For devices, a thread waits for the results of a program and notes when
+they came; no decision of a run depends on it. The first steps are written as Chrome trace events, which
+ui.perfetto.dev opens.
 """
 
 import collections
+import contextlib
 import json
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from etils import epath
 
 from jaxpost.distributed import coordination
-from jaxpost.monitor.metrics import Chrono
 from jaxpost.storage import object_store
 
 _HOST = 'host'
 
 
-class Timeline(Chrono):
-  """A Chrono that also knows when devices were busy.
+class Timeline:
+  """Seconds of the host in each of `metrics.PHASES` (`with timeline('data'): ...`), and when devices were busy.
+
+  A phase inside another is not counted twice.
 
   lanes: {phase: name of the devices that run it}.
   path: file of trace events; None writes none. steps: number of steps in it.
   """
 
   def __init__(self, lanes: dict[str, str]):
-    super().__init__()
     self.lanes = lanes
     self.path, self.steps = None, 0
+    self._open, self._spent = [], {}  # phases of the host, innermost last; {phase: seconds since the last `pop`}
+    self._start = self._mark = time.perf_counter()  # the last `pop`; the last time that a phase began or ended
     self._zero = time.time() - time.perf_counter()  # of the clock used here
     self._lock, self._threads = threading.Lock(), {}
     # (lane, name, start, end); the oldest are dropped if `pop` is not called.
     self._done = collections.deque(maxlen=10_000)
     self._asked = collections.defaultdict(collections.deque)
     self._last = collections.defaultdict(float)  # lane -> end of its last
-    self._reported = 0.0  # `pop` has reported spans until then
     self._named = False  # lanes, in the file
 
-  # ------------------------------------------------------------------- spans
+  # -------------------------------------------------------------------- host
+
+  @contextlib.contextmanager
+  def __call__(self, phase: str) -> Iterator[None]:
+    self._settle()
+    self._open.append(phase)
+    try:
+      yield
+    finally:
+      self._settle()
+      self._open.pop()
+
+  def _settle(self) -> None:
+    """Counts the time since the last call for the innermost phase."""
+    before, self._mark = self._mark, time.perf_counter()
+    for phase in self._open[-1:]:
+      self._spent[phase] = self._spent.get(phase, 0.0) + self._mark - before
+      with self._lock:
+        self._done.append((_HOST, phase, before, self._mark))
+        if phase == 'sample':  # the host harvests it block by block
+          self._done.append((self.lanes[phase], phase, before, self._mark))
+
+  def doing(self) -> str:
+    """The phase that has gone on for seconds, such as 'sample (9 s)'; '' for none. Called by another thread."""
+    seconds = time.perf_counter() - self._mark
+    return next((f'{phase} ({seconds:.0f} s)' for phase in self._open[-1:] if seconds > 4), '')
+
+  # ----------------------------------------------------------------- devices
 
   def watch(self, phase: str, tree: Any) -> None:
     """Notes when the devices of a phase have computed these arrays."""
@@ -71,25 +101,17 @@ class Timeline(Chrono):
         self._done.append((lane, phase, start, now))
         self._last[lane] = now
 
-  def _settle(self) -> None:
-    before = self._mark
-    super()._settle()
-    if self._open and self._mark > before:
-      phase = self._open[-1]
-      with self._lock:
-        self._done.append((_HOST, phase, before, self._mark))
-        if phase == 'sample':  # the host harvests it block by block
-          self._done.append((self.lanes[phase], phase, before, self._mark))
-
   def pop(self) -> dict[str, float]:
-    """Returns seconds of each phase since the last call, as `Chrono.pop` does, and of busy devices.
+    """Returns seconds since the last call: of phases, of the whole step, and of busy devices.
 
+    time/PHASE, time/step: of the host.
     time/busy/LANE: seconds in which the devices of a lane were busy.
     time/busy/both: seconds in which those of training and of sampling were.
     """
-    start = self._reported
-    out = super().pop()
-    now = self._reported = self._mark
+    self._settle()
+    start, now = self._start, self._mark
+    out = {f'time/{phase}': seconds for phase, seconds in self._spent.items()} | {'time/step': now - start}
+    self._start, self._spent = now, {}
     with self._lock:
       spans = list(self._done) + [
         (lane, asked[0][0], max(asked[0][1], self._last[lane]), now) for lane, asked in self._asked.items() if asked
