@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from jaxpost.formats import hf
 from jaxpost.models import model as model_lib
+from jaxpost.models import parameters
 from jaxpost.programs.compile import after
-from jaxpost.stage import weight_sources
 from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
   if model.config.lora and not (origin and origin.renames):
     from jaxpost.formats import peft
 
-    save_adapter = peft.writer(model, params, weight_sources.adapter_base(inputs))
+    save_adapter = peft.writer(model, params, adapter_base(inputs))
 
     def save_beside(path: epath.Path) -> None:
       save(path)
@@ -66,6 +66,19 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
       tokenizer_save=save_beside,
       origin=origin,
     )
+
+
+def adapter_base(inputs: Inputs) -> str:
+  """Returns the name of the model that a stage's adapter is for.
+
+  '' if it has no name, or if more is trained than the adapter.
+  """
+  source, model = inputs.sources['policy'], inputs.model
+  while source.base is not None and source.config.lora == model.config.lora:
+    source = source.base
+  trained = set(model.table) - model.frozen
+  only_adapter = all(parameters.is_adapter(path) or path == 'score' for path in trained)
+  return source.name if only_adapter and source.base is None else ''
 
 
 def pad_id(tokenizer: Tokenizer) -> int:

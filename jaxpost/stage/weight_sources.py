@@ -16,7 +16,6 @@ from etils import epath
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError, refuse
 from jaxpost.models import model as model_lib
-from jaxpost.models import parameters
 from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 
@@ -204,19 +203,6 @@ def outcome(inputs: Inputs) -> Source:
     seed=inputs.config.seed,
     base=inputs.sources['policy'] if inputs.model.frozen else None,
   )
-
-
-def adapter_base(inputs: Inputs) -> str:
-  """Returns the name of the model that a stage's adapter is for.
-
-  '' if it has no name, or if more is trained than the adapter.
-  """
-  source, model = inputs.sources['policy'], inputs.model
-  while source.base is not None and source.config.lora == model.config.lora:
-    source = source.base
-  trained = set(model.table) - model.frozen
-  only_adapter = all(parameters.is_adapter(path) or path == 'score' for path in trained)
-  return source.name if only_adapter and source.base is None else ''
 
 
 def of_model(section: ModelSection) -> Source:
