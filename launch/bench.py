@@ -29,7 +29,7 @@ _BUDGET = flags.DEFINE_string('budget', '40m', 'accelerator: time for all rows, 
 _TRACES = flags.DEFINE_string('traces', '', 'accelerator: folder for the profile of each row that has one.')
 _ROWS = flags.DEFINE_string('rows', '', 'accelerator: rows to measure, with commas; a name means all below it.')
 _TINY = flags.DEFINE_bool('tiny', False, 'accelerator: sizes for a CPU, which show that the rows run.')
-_CLUSTER = cluster_flags.define()
+cluster_flags.define()
 
 WORKLOADS = ('sft', 'sample', 'grpo', 'accelerator')
 
@@ -51,7 +51,7 @@ def main(argv):
   from jaxpost.distributed import coordination
   from jaxpost.tools import bench
 
-  _CLUSTER.connect()
+  cluster_flags.connect()
   with tempfile.TemporaryDirectory() as workdir:
     found = bench.run(argv[1], workload_flags.options(), workdir) | {'tuned': tune}
   if coordination.process_index() == 0:

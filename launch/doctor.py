@@ -16,7 +16,7 @@ from absl import flags
 
 from . import cluster_flags
 
-_CLUSTER = cluster_flags.define()
+cluster_flags.define()
 _WORKDIR = flags.DEFINE_string('workdir', 'runs', 'Folder in which runs are to be written.')
 
 
@@ -24,7 +24,7 @@ def main(argv):
   """Prints the findings."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
-  _CLUSTER.connect()
+  cluster_flags.connect()
   from jaxpost.tools import doctor
 
   findings = doctor.examine(_WORKDIR.value)

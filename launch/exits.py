@@ -1,4 +1,4 @@
-"""Exit codes of all commands: `run(main)` is absl's app.run with them.
+"""How all commands end: `run(main)` is absl's app.run with exit codes, and one line for an error of the user.
 
 0: done; 1: a bug of this library (traceback); 2: an error of the user (one line on
 stderr); 3: no usable checkpoint; 4: the run diverged; 5: no room on the disk;
@@ -7,11 +7,14 @@ stderr); 3: no usable checkpoint; 4: the run diverged; 5: no room on the disk;
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
+import re
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 
 from absl import app, flags
@@ -20,7 +23,7 @@ from jaxpost import errors
 from jaxpost.distributed import watchdog
 from jaxpost.storage import disk_errors
 
-from . import config_flag, flag_errors
+from . import config_flag
 
 # Exceptions of reading a config file.
 CONFIG_ERRORS = (
@@ -37,6 +40,10 @@ CONFIG_ERRORS = (
   SyntaxError,
   TypeError,
   ValueError,
+)
+# Matches the text that absl and ml_collections write before an InputError of a config file.
+_BEFORE_MESSAGE = re.compile(
+  r'^flag --config=.*?: Error whilst parsing config file: jaxpost\.errors\.InputError: ', re.DOTALL
 )
 
 
@@ -93,12 +100,12 @@ def parse(argv: list[str], words: int = 0) -> list[str]:
   except (errors.InputError, BrokenPipeError):
     raise
   except SystemExit as end:
-    if where := flag_errors.line_of_config(end, argv):
+    if where := _line_of_config(end, argv):
       raise errors.InputError(f'{where}the config file ends the process ({end!r}); return a config instead') from end
     end_if_unread()
     sys.exit(0)  # of --help, which absl ends with 1
   except CONFIG_ERRORS as error:
-    raise errors.InputError(flag_errors.one_line(error, argv)) from error
+    raise errors.InputError(_one_line(error, argv)) from error
   if len(rest) > 1 + words:
     raise errors.InputError(f'{rest[1 + words]!r} is no flag; flags are written --name=value')
   return rest
@@ -119,3 +126,58 @@ def refuse(names: Iterable[str], when: str):
   for name in names:
     if flags.FLAGS[name].present:
       raise errors.InputError(f'--{name} does nothing {when}; leave it out')
+
+
+def _one_line(error: Exception, argv: list[str]) -> str:
+  """Returns what is wrong with the flags or the config file, with its line there."""
+  text = str(error)
+  if '\\n' in text:  # ml_collections gives the repr of its message
+    text = text.strip('\'"').replace('\\n', '\n').replace("\\'", "'")
+  lines = [line.strip() for line in text.splitlines() if line.strip()]
+  if any(line.startswith('Traceback') for line in lines):
+    # absl puts the traceback of a config file's ValueError in the message.
+    lines = [lines[0].split(': Traceback')[0].rstrip(':'), lines[-1]]
+  text = ': '.join(dict.fromkeys(lines)) or type(error).__name__
+  if isinstance(error, flags.UnrecognizedFlagError):
+    return _unknown_flag(error)
+  if isinstance(error, flags.Error):
+    missing = re.findall(r'flag --(\w+)=None: Flag --\1 must have a value', text)
+    return _missing_flags(missing, argv) if missing else _BEFORE_MESSAGE.sub('', text)
+  return f'{_line_of_config(error, argv)}{type(error).__name__}: {text}'
+
+
+def _missing_flags(names: list[str], argv: list[str]) -> str:
+  """The line for required flags that were not given."""
+  named = ' and '.join(f'--{name}' for name in names)
+  files = [word for word in argv[1:] if not word.startswith('-') and word.endswith(('.py', '.yaml', '.yml'))]
+  if 'config' in names and files:
+    return f'{files[0]!r} is no flag; write --config={files[0]}'
+  what = '; '.join(f'--{name} is the {_first_lower(flags.FLAGS[name].help)}' for name in names)
+  return f'needs {named}: {what}'
+
+
+def _first_lower(text: str) -> str:
+  return (text[:1].lower() + text[1:]).rstrip('.')
+
+
+def _unknown_flag(error: flags.UnrecognizedFlagError) -> str:
+  """The line for a flag that does not exist, with the nearest one; --confg.a.b is --config.a.b."""
+  head, dot, rest = error.flagname.partition('.')
+  near = difflib.get_close_matches(head, flags.FLAGS, 1)
+  hint = f'; did you mean --{near[0]}{dot}{rest}?' if near else '; --help lists the flags'
+  return f'--{error.flagname}: there is no such flag{hint}'
+
+
+def _line_of_config(error: BaseException, argv: list[str]) -> str:
+  """Returns 'FILE:LINE: ' of the line in the config file that raised; '' if none did."""
+  configs = {
+    os.path.abspath(arg.partition('=')[2].partition(':')[0])
+    for arg in config_flag.joined(argv)
+    if arg.startswith(('--config=', '-config='))
+  }
+  where = [
+    f'{frame.filename}:{frame.lineno}: '
+    for frame in traceback.extract_tb(error.__traceback__)
+    if os.path.abspath(frame.filename) in configs
+  ]
+  return where[-1] if where else ''

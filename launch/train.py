@@ -20,7 +20,7 @@ from . import cluster_flags, config_flag
 _CONFIG = config_flag.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run: a new one, or one to resume.')
 _VERBOSE = flags.DEFINE_bool('verbose', False, 'Print the table of compiled programs.')
-_CLUSTER = cluster_flags.define()
+cluster_flags.define()
 flags.mark_flags_as_required(['config', 'workdir'])
 
 
@@ -35,7 +35,7 @@ def main(argv):
     from jaxpost import stages
     from jaxpost.distributed import coordination
 
-    _CLUSTER.connect()
+    cluster_flags.connect()
     summary = stages.run(
       _CONFIG.value, _WORKDIR.value, choose_mesh=jaxpost.choose_mesh, stop=stop, verbose=_VERBOSE.value
     )
