@@ -15,7 +15,7 @@ import jax
 
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import DivergedError
-from jaxpost.monitor.nonfinite import check_states, is_doubtful, merge_metrics
+from jaxpost.monitor import nonfinite
 
 if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
   from jaxpost.hardware.signals import StopSignal
@@ -138,11 +138,11 @@ class _Progress:
       return
     stage, pending, self.pending = self.stage, self.pending, None
     step, item = pending.step, pending.item
-    row = merge_metrics([(role, to_host(metrics)) for role, metrics in pending.done])
+    row = nonfinite.merge_metrics([(role, to_host(metrics)) for role, metrics in pending.done])
     times = pending.times or stage.timer.pop()
     # Ten good steps make up for a bad one.
     self.skipped = self.skipped + 1 if row['skipped_updates'] else max(0, self.skipped - 0.1)
-    self.in_doubt = is_doubtful(row)
+    self.in_doubt = nonfinite.is_doubtful(row)
     row |= item.info | times | stage.memory_usage()
     if stage.host_health:
       row |= stage.host_health.finish(pending.replica_check, times)
@@ -155,12 +155,10 @@ class _Progress:
     if item.experience and stage.save_rollout:
       stage.save_rollout(step, item.experience, item.credit)
     if self.skipped >= stage.max_skipped:
-      from jaxpost.monitor import diagnosis
-
       raise DivergedError(
         f'{stage.name}: loss, gradient or updated weights were not finite in about {self.skipped:.0f} steps up to '
         f'{step}; lower config.optim.lr or inspect the data of those steps (config.optim.max_skipped sets the '
-        f'limit){diagnosis.nonfinite(item, pending.done, stage.roles)}'
+        f'limit){nonfinite.explain(item, pending.done, stage.roles)}'
       )
 
   def evaluate(self, step: int):
@@ -190,7 +188,7 @@ class _Progress:
     self.log_pending()
     stage = self.stage
     if self.in_doubt:
-      check_states(states(stage), f'{stage.name}: at step {step}')
+      nonfinite.check_states(states(stage), f'{stage.name}: at step {step}')
     stage.writer.flush()  # the rows of a step must be on disk before its checkpoint
     meta = {**stage.meta, 'stream': stage.stream.state()}
     stage.checkpointer.save(step, states(stage), meta, self.evaluated.get(step))

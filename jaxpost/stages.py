@@ -195,8 +195,10 @@ def with_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) ->
   from jaxpost.hardware import probe
 
   dtype = probe.measured_dtype(workdir / 'config.json', auto, console)
-  typed = {n: blocks[n] | {'model': models[n] | {'dtype': dtype}} for n in auto}
-  return typed.pop('', dict(raw)) | typed
+  for name in auto:
+    change = {'model': {'dtype': dtype}}
+    raw = config_lib.merge(raw, {name: change} if name else change)
+  return raw
 
 
 def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple[Policy, DataStream | Controller]:

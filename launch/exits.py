@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import logging
 import os
 import re
 import select
@@ -55,7 +56,7 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     words: largest number of arguments that are no flags.
   """
   open_standard_streams()
-  disk_errors.silence_orbax()
+  silence_orbax()
   watchdog.forget_reason()
   try:
     check_working_directory()
@@ -66,6 +67,21 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     raise
   except errors.KNOWN as error:
     sys.exit(watchdog.print_reason(str(error), error.exit_code, sys.stderr))
+
+
+def silence_orbax() -> None:
+  """Leaves out what Orbax's threads print after a failed save, and its tasks on a full disk; the save raises that."""
+  sys.unraisablehook = _print_unraisable
+  logging.getLogger('asyncio').addFilter(_is_news)  # once, however often this is called
+
+
+def _print_unraisable(found: sys.UnraisableHookArgs) -> None:
+  if str(found.exc_value) != 'Event loop is closed':
+    sys.__unraisablehook__(found)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  return not (record.exc_info and disk_errors.is_no_room(record.exc_info[1]))  # the save says that the disk is full
 
 
 def check_working_directory():

@@ -19,7 +19,7 @@ from jaxpost import loop
 from jaxpost.errors import InputError
 from jaxpost.formats import hf
 from jaxpost.models.config import Experts
-from jaxpost.monitor import diagnosis, metrics
+from jaxpost.monitor import metrics, nonfinite
 from jaxpost.roles import Trainable
 from jaxpost.stage import optim
 from jaxpost.storage.manifest import finished_steps
@@ -84,7 +84,7 @@ def test_a_bad_step_changes_nothing_and_names_rows_and_terms(model, tmp_path):
   found = policy.update(item.updates[0][1])
   assert float(found['skipped_updates']) == 1
   jax.tree.map(np.testing.assert_array_equal, before, policy.state)
-  text = diagnosis.nonfinite(item, [('policy', found)], jaxpost.Roles(policy))
+  text = nonfinite.explain(item, [('policy', found)], jaxpost.Roles(policy))
   terms = text.removeprefix('; not finite: ').split(', ')
   assert {'policy loss', 'policy trap', f'loss in rows {row}', f'trap in rows {row}'} <= set(terms)
   assert not [t for t in terms if 'nll' in t or 'logprobs' in t]

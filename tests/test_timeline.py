@@ -105,7 +105,7 @@ def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
 
   monkeypatch.setattr('time.perf_counter', lambda: devices.now)
   monkeypatch.setattr(loop, 'to_host', devices.fetch)
-  monkeypatch.setattr(loop, 'is_doubtful', lambda row: False)
+  monkeypatch.setattr(loop.nonfinite, 'is_doubtful', lambda row: False)
   monkeypatch.setattr(jax, 'block_until_ready', lambda done: devices.fetch(done[0][1]))
   stage = loop.Stage(
     name='x',

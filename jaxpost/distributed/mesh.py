@@ -1,7 +1,7 @@
 """Meshes, and the one place where logical axes become mesh axes.
 
-A parameter or activation names its dimensions ('embed', 'heads', ...); a phase (train, rollout, score) has a mesh and a
-dict of rules from logical to mesh axes. A `Layout` joins the two. phases.py orders the devices of a mesh.
+A parameter or activation names its dimensions ('embed', 'heads', ...); a phase (train, rollout) has a mesh and a dict
+of rules from logical to mesh axes. A `Layout` joins the two. phases.py orders the devices of a mesh.
 """
 
 import dataclasses
@@ -43,7 +43,6 @@ RULES = {
     'expert': 'expert',
   },
 }
-RULES['score'] = RULES['train']
 
 
 def parse_mesh(text: str, num_devices: int, key: str) -> dict[str, int]:
@@ -231,7 +230,7 @@ def make_layout(
 
   Args:
     text: sizes of the mesh axes, as in 'fsdp=-1,tensor=2'.
-    phase: 'train', 'rollout' or 'score', which chooses the rules.
+    phase: 'train' or 'rollout', which chooses the rules.
     key: the config field, for errors.
     devices: all of them; None takes `jax.devices()`.
     beside: a layout on the same devices, whose order is kept, as a jitted

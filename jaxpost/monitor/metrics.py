@@ -266,9 +266,8 @@ class MetricsWriter:
   def _say_resumed(self, step: int, dropped: int) -> None:
     """Prints that the stage resumes, and adds it to resumes.jsonl."""
     self._board.line(f'{self._stage} resumes after step {step}; rows of metrics past it, dropped: {dropped}')
-    file = self.workdir / 'resumes.jsonl'
-    old = file.read_text() if file.exists() else ''
-    object_store.write_text(file, old + json.dumps(dict(stage=self._stage, step=step, rows_dropped=dropped)) + '\n')
+    resumed = dict(stage=self._stage, step=step, rows_dropped=dropped)
+    object_store.add_line(self.workdir / 'resumes.jsonl', json.dumps(resumed))
 
   def _start_tensorboard(self, resume_step: int) -> None:
     import tensorboardX  # half a second, so only where it is used

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from etils import epath
 
-from jaxpost.monitor.metrics import read_growing, short_number
+from jaxpost.monitor.metrics import short_number
 from jaxpost.storage import object_store
 
 FILE = 'starts.jsonl'
@@ -91,8 +91,4 @@ def lines(facts: Mapping[str, Any], workdir: str) -> list[str]:
 
 def keep(workdir: epath.PathLike, facts: Mapping[str, Any]) -> None:
   """Adds a start to WORKDIR/starts.jsonl."""
-  path = epath.Path(workdir) / FILE
-  old = path.read_text() if path.exists() else ''
-  if old and not old.endswith('\n'):  # torn by a kill
-    old = ''.join(json.dumps(row) + '\n' for row in read_growing(path))
-  object_store.write_text(path, old + json.dumps(facts) + '\n')
+  object_store.add_line(epath.Path(workdir) / FILE, json.dumps(facts))

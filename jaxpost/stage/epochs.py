@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpost.data import packing
 from jaxpost.stage import checks
+from jaxpost.stage import config as config_lib
 from jaxpost.stage.batch_shape import row_length
 
 if TYPE_CHECKING:
@@ -84,8 +85,6 @@ def with_steps_of_run(raw: dict, configs: Mapping[str, Config], path: epath.Path
   """
   if not any(c.train.epochs for c in configs.values()) or not path.exists():
     return raw
-  from jaxpost.stage import config as config_lib
-
   saved = config_lib.parse_saved(path)
   same = {n: saved[n] for n, c in configs.items() if n in saved and c.train.epochs == saved[n].train.epochs > 0}
   return with_steps(raw, {name: c.train.steps for name, c in same.items()})
@@ -97,15 +96,11 @@ def with_counted_steps(raw: dict, prepared: Sequence[PreparedStage]) -> dict:
 
 
 def with_steps(raw: dict, steps: Mapping[str, int]) -> dict:
-  """Returns a copy of the config with `train.steps` of these stages."""
-  out: dict[str, Any] = dict(raw)
+  """Returns the config with `train.steps` of these stages."""
   for name, count in steps.items():
-    if out.get('stages'):
-      block = dict(out[name])
-      out[name] = block | {'train': dict(block.get('train') or {}) | {'steps': count}}
-    else:
-      out['train'] = dict(out.get('train') or {}) | {'steps': count}
-  return out
+    change = {'train': {'steps': count}}
+    raw = config_lib.merge(raw, {name: change} if raw.get('stages') else change)
+  return raw
 
 
 def facts(prepared: Sequence[PreparedStage]) -> dict[str, dict[str, Any]]:

@@ -51,7 +51,6 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
 
   Weight decay is for the matrices and embeddings of `part`, the model with the rows that are trained.
   """
-  check(section)
   options = dict(b1=section.b1, b2=section.b2, eps=section.eps, weight_decay=section.weight_decay)
   if section.name == 'muon':
     return _muon(schedule, options, part)

@@ -39,10 +39,6 @@ from jaxpost.storage import manifest as manifests
 from jaxpost.storage import object_store
 
 
-def _ignore(line: str) -> None:
-  del line
-
-
 def _is_not_raised(record: logging.LogRecord) -> bool:
   """False for errors of a save in the background, which Orbax logs with a traceback and `wait` raises."""
   return not record.pathname.endswith(('futures/future.py', 'checkpointers/async_checkpointer.py')) or (
@@ -187,17 +183,17 @@ class Checkpointer:
     self.wait()
     if not coordination.broadcast(len(manifests.finished_steps(self._folder))):
       return None
-    return self._choose(None, _ignore)
+    return self._choose(None, None)
 
   def restore(
-    self, template: Any, step: int | None = None, *, warn: Callable[[str], None] = print
+    self, template: Any, step: int | None = None, *, warn: Callable[[str], None] | None = print
   ) -> tuple[int, Any, dict]:
     """Reads a step back, bit for bit, on any mesh.
 
     Args:
       template: pytree of jax.ShapeDtypeStruct with shardings.
       step: which step; None is the newest good one.
-      warn: gets one line if damaged steps had to be skipped.
+      warn: gets one line if damaged steps had to be skipped; None: nothing does.
 
     Returns:
       (step, state, meta), with the shardings of the template.
@@ -209,16 +205,16 @@ class Checkpointer:
     self._saved = set()
     return step, state, meta
 
-  def restore_meta(self, step: int | None = None, *, warn: Callable[[str], None] = print) -> dict:
+  def restore_meta(self, step: int | None = None, *, warn: Callable[[str], None] | None = print) -> dict:
     """Reads only what was saved as `meta`."""
     return self._read_meta(self._choose(step, warn))
 
   def leaves(self, step: int | None = None) -> dict[str, list]:
     """Returns {name ('params/embed'): [shape, type]} of the leaves of a step."""
-    return manifests.read(self._folder, self._choose(step, _ignore)).leaves
+    return manifests.read(self._folder, self._choose(step, None)).leaves
 
   def restore_params(
-    self, template: Any, step: int | None = None, *, at: str = 'params', warn: Callable[[str], None] = print
+    self, template: Any, step: int | None = None, *, at: str = 'params', warn: Callable[[str], None] | None = print
   ) -> Any:
     """Reads only the subtree `at` ('params', 'policy/params') of the state."""
     return self._read(self._choose(step, warn), template, at + '/')
@@ -317,7 +313,7 @@ class Checkpointer:
       return str(error)
     return ''
 
-  def _choose(self, step: int | None, warn: Callable[[str], None]) -> int:
+  def _choose(self, step: int | None, warn: Callable[[str], None] | None) -> int:
     """Returns the step to read, on all processes: `step`, or the newest good one."""
     self.wait()
     chosen, problems = -1, []
@@ -333,7 +329,7 @@ class Checkpointer:
     problems = '; '.join(problems)
     if chosen < 0:
       raise errors.NoCheckpointError(f'no usable checkpoint in {self._folder}: {problems or "nothing there"}')
-    if problems:
+    if problems and warn:
       warn(f'checkpoint: using step {chosen} of {self._folder}; unusable: {problems}')
     return chosen
 

@@ -113,6 +113,13 @@ def write_text(path: epath.PathLike, text: str) -> None:
   write(path, text.encode('utf-8', 'backslashreplace'))
 
 
+def add_line(path: epath.PathLike, line: str) -> None:
+  """Adds a line to a text file, atomically; makes a file that is not there."""
+  path = epath.Path(path)
+  old = path.read_text() if path.exists() else ''
+  write_text(path, f'{old}{line}\n')
+
+
 def files(folder: epath.PathLike, parent: str = '') -> list[str]:
   """Returns the names of all files below a folder, sorted; none where there is no folder."""
   names, folder = [], epath.Path(folder)
