@@ -128,13 +128,13 @@ def described():
 
   topology = machines.parse(_TOPOLOGY.value)
   machines.set_environment(topology)
-  from jaxpost.distributed import mesh
+  from jaxpost.distributed import phases
   from jaxpost.matmul import compute_for
   from jaxpost.models import presets
   from jaxpost.planning import cost
 
   devices = machines.devices(topology)
-  layout = mesh.make_layout(f'context={len(devices)}', 'train', devices=devices)
+  layout = phases.make_layout(f'context={len(devices)}', 'train', devices=devices)
   cfg = presets.PRESETS['llama3_8b']
   ways = {'gathered': 'chunked', 'gathered, splash': 'splash'}
   if topology.gpu:
@@ -171,11 +171,11 @@ def timed():
   import jax
   import numpy as np
 
-  from jaxpost.distributed import mesh
+  from jaxpost.distributed import phases
   from jaxpost.matmul import Compute
   from jaxpost.models import presets
 
-  layout = mesh.make_layout(f'context={_PROCESSES.value}', 'train')
+  layout = phases.make_layout(f'context={_PROCESSES.value}', 'train')
   made, given = programs(layout, _TOKENS.value, dict(gathered=Compute('float32')), presets.PRESETS['s'])
   random = np.random.RandomState(0)
   whole = [random.standard_normal(x.shape).astype(np.float32) for x in given]

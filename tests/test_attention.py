@@ -224,7 +224,7 @@ sys.path.insert(0, 'tests')
 import jax, jax.numpy as jnp, numpy as np
 import test_attention as t, tiny
 from jaxpost.models import attention, context_parallel, attention_xla
-from jaxpost.distributed.mesh import make_layout
+from jaxpost.distributed.phases import make_layout
 
 layout = make_layout('context=2', 'train')
 args, rest, g = t.case((512, 4, 2, 32, 32), cap=5.0, sinks=True, window=150)
@@ -792,7 +792,7 @@ LAYOUTS = (
 
 def main():
   """Prints {layout: error} of splash, each device with its own share."""
-  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.phases import make_layout
 
   kernel = attention_kernels.splash
   attention_kernels.KERNELS['splash'] = functools.partial(kernel, interpret=True)
@@ -828,7 +828,7 @@ def main():
 
 def decoded():
   """{layout: error} of the kernel for single tokens; more devices than kv heads have all of them."""
-  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.phases import make_layout
 
   out, random = {}, np.random.RandomState(0)
   run = functools.partial(decode_triton.attend, interpret=True)

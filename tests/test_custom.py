@@ -17,7 +17,7 @@ import tiny
 from flax import nnx
 
 import jaxpost
-from jaxpost.distributed.mesh import make_layout
+from jaxpost.distributed.phases import make_layout
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.models import custom

@@ -77,7 +77,7 @@ def main():
   import tiny
   from jax.sharding import PartitionSpec
 
-  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.phases import make_layout
   from jaxpost.models import expert_parallel, lora, moe
   from jaxpost.models import model as model_lib
   from jaxpost.models.config import Experts

@@ -13,7 +13,7 @@ import children
 import pytest
 
 from configs import dpo_hh, grpo_gsm8k, sft_gsm8k
-from jaxpost.distributed import mesh
+from jaxpost.distributed import phases
 from jaxpost.errors import InputError
 from jaxpost.models import presets, transformer
 from jaxpost.planning import arithmetic, dry_run, fits, machines, search
@@ -224,7 +224,7 @@ def test_each_cell_that_fits_has_a_command_that_is_accepted(model):
     config_flag.apply(config, given)
     ((_, stage),) = config_lib.parse(config.to_dict()).items()
     devices = fits.topology(device).devices
-    assert math.prod(mesh.parse_mesh(stage.mesh.train, devices, 'mesh.train').values()) == devices
+    assert math.prod(phases.parse_mesh(stage.mesh.train, devices, 'mesh.train').values()) == devices
 
 
 def test_the_command(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 import tiny
 
-from jaxpost.distributed.mesh import make_layout
+from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, model_folder, safetensors_file, tensor_layout
 from jaxpost.formats.model_folder import SINGLE

@@ -153,7 +153,7 @@ def test_experts_are_those_of_xla(interpreted, room):
 
 def main():
   """Prints {mesh: largest error} of a layer of experts on 4 devices, each of which runs the kernel."""
-  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.phases import make_layout
 
   grouped_triton.rows_by_groups = functools.partial(ROWS, interpret=True)
   grouped_triton.groups_of_rows = functools.partial(GROUPS, interpret=True)

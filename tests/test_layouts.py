@@ -68,7 +68,7 @@ def main():
   import tiny
 
   from jaxpost import types
-  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.phases import make_layout
   from jaxpost.distributed.transfer import to_host
   from jaxpost.formats import hf
   from jaxpost.models import model as model_lib

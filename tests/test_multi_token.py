@@ -21,7 +21,7 @@ import tiny
 
 import jaxpost
 from jaxpost.algorithms import sft
-from jaxpost.distributed.mesh import make_layout
+from jaxpost.distributed.phases import make_layout
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, multimodal, predictors, tensor_layout

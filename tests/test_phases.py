@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jaxpost.distributed import phases
-from jaxpost.distributed.mesh import AXES, parse_mesh
+from jaxpost.distributed.mesh import AXES
+from jaxpost.distributed.phases import parse_mesh
 from jaxpost.errors import InputError
 
 

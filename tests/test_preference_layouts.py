@@ -25,7 +25,7 @@ def main():
   import test_preference as cases
   import tiny
 
-  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.phases import make_layout
   from jaxpost.distributed.transfer import to_host
   from jaxpost.models import model as model_lib
 

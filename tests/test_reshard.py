@@ -96,7 +96,7 @@ import json, sys
 sys.path.insert(0, 'tests')
 import jax, tiny
 import test_reshard as here
-from jaxpost.distributed.mesh import make_layout
+from jaxpost.distributed.phases import make_layout
 
 model = here.make('plain')
 train, rollout = (make_layout(text, phase) for text, phase in (

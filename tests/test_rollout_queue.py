@@ -206,7 +206,7 @@ def by_stream(given, versions):
 
 def main(folder):
   from jaxpost import stages
-  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.phases import make_layout
   from jaxpost.models import model as model_lib
   from jaxpost.monitor import metrics
   from jaxpost.stage import load_weights, model_folders

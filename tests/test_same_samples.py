@@ -42,7 +42,7 @@ def main():
   import numpy as np
   import tiny
 
-  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.phases import make_layout
   from jaxpost.models import model as model_lib
   from jaxpost.programs.compile import Ledger
   from jaxpost.rollout import native

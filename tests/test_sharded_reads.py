@@ -83,7 +83,7 @@ def of_two(folder, rank, address):
   A layout of `data` has all on both.
   """
   from jaxpost.distributed import cluster
-  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.phases import make_layout
   from jaxpost.models import model as model_lib
   from jaxpost.models.parameters import leaf
 
@@ -106,7 +106,7 @@ def onto_eight(folder):
   import jax
   import tiny
 
-  from jaxpost.distributed.mesh import make_layout
+  from jaxpost.distributed.phases import make_layout
   from jaxpost.distributed.transfer import to_host
   from jaxpost.formats import hf
   from jaxpost.models import model as model_lib

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.distributed.mesh import make_layout
+from jaxpost.distributed.phases import make_layout
 from jaxpost.formats import hf
 from jaxpost.losses import head_chunk
 from jaxpost.matmul import Compute

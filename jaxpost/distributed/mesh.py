@@ -1,21 +1,18 @@
-"""Meshes, and the one place where logical axes become mesh axes.
+"""Layouts: the one place where logical axes become mesh axes.
 
 A parameter or activation names its dimensions ('embed', 'heads', ...); a phase (train, rollout) has a mesh and a dict
-of rules from logical to mesh axes. A `Layout` joins the two. phases.py orders the devices of a mesh.
+of rules from logical to mesh axes. A `Layout` joins the two. phases.py makes those of a config.
 """
 
 import dataclasses
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-
-from jaxpost.errors import InputError
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')
 BATCH_AXES = ('data', 'fsdp', 'expert')
@@ -43,42 +40,6 @@ RULES = {
     'expert': 'expert',
   },
 }
-
-
-def parse_mesh(text: str, num_devices: int, key: str) -> dict[str, int]:
-  """'fsdp=-1,tensor=2' -> {'data': 1, 'fsdp': num_devices // 2, 'tensor': 2}.
-
-  One size may be -1: whatever is left. `key` names the config field in errors.
-  """
-  sizes = mesh_sizes(text, key)
-  free = [name for name, size in sizes.items() if size == -1]
-  fixed = math.prod(size for size in sizes.values() if size != -1)
-  if num_devices % fixed or (not free and fixed != num_devices):
-    raise InputError(
-      f'{key}: {text!r} does not fit {num_devices} device(s); sizes must '
-      f'multiply to {num_devices}, and one of them may be -1'
-    )
-  if free:
-    sizes[free[0]] = num_devices // fixed
-  return sizes
-
-
-def mesh_sizes(text: str, key: str) -> dict[str, int]:
-  """The size of every axis as written: what can be read without a device."""
-  sizes = dict.fromkeys(AXES, 1)
-  for item in filter(None, text.replace(' ', '').split(',')):
-    name, _, size = item.partition('=')
-    if name not in AXES or not re.fullmatch('-?[0-9]+', size):
-      raise InputError(
-        f'{key}: cannot read {item!r} in {text!r}; write for example "fsdp=-1,tensor=2" with the axes {", ".join(AXES)}'
-      )
-    if sizes[name] != 1:
-      raise InputError(f'{key}: {text!r} names the axis {name} twice')
-    sizes[name] = int(size)
-  wrong = [n for n in sizes.values() if n < 1 and n != -1]
-  if wrong or list(sizes.values()).count(-1) > 1:
-    raise InputError(f'{key}: {text!r}: sizes are 1 or more, and one of them may be -1')
-  return sizes
 
 
 class TiedWeight(NamedTuple):
@@ -221,28 +182,3 @@ def row_shards(layout: Any) -> int:
 def axes_of(part) -> tuple[str, ...]:
   """The mesh axes in one place of a PartitionSpec."""
   return (part,) if isinstance(part, str) else part or ()
-
-
-def make_layout(
-  text: str, phase: str, key: str = '', devices=None, beside: Layout | None = None, arrange=None
-) -> Layout:
-  """The layout that `config.mesh.<phase>` describes, over all devices.
-
-  Args:
-    text: sizes of the mesh axes, as in 'fsdp=-1,tensor=2'.
-    phase: 'train' or 'rollout', which chooses the rules.
-    key: the config field, for errors.
-    devices: all of them; None takes `jax.devices()`.
-    beside: a layout on the same devices, whose order is kept, as a jitted
-      reshard needs.
-    arrange: (devices, shape) -> the devices in mesh order.
-  """
-  if beside is not None:
-    devices = list(beside.mesh.devices.flat)
-  given = jax.devices() if devices is None else devices
-  sizes = parse_mesh(text, len(given), key or f'config.mesh.{phase}')
-  shape, types = tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
-  if devices is None and arrange is None:
-    return Layout(jax.make_mesh(shape, tuple(sizes), axis_types=types), phase)
-  placed = (arrange or np.reshape)(given, shape)
-  return Layout(Mesh(placed, tuple(sizes), axis_types=types), phase)

@@ -1,16 +1,19 @@
-"""Meshes of the phases (train, rollout, score), and the order of devices in them.
+"""Meshes of the phases (train, rollout, score) as a config writes them, and the order of devices in them.
 
 Phases share all devices, or a phase has devices of its own: the last ones. Training has what is left.
 """
 
 import collections
+import math
+import re
 from collections.abc import Sequence
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
 
-from jaxpost.distributed.mesh import AXES, Layout, make_layout
+from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.errors import InputError
 
 
@@ -32,19 +35,23 @@ def make_layouts(mesh, row_length: int, devices=None) -> dict[str, Layout]:
       f'config.mesh.rollout_devices, score_devices: {separate} of {len(every)} device(s) leave none to train on'
     )
   left = len(every) - separate
-  train = make_layout(mesh.train, 'train', devices=every[:left] if separate else devices, arrange=order_devices)
+  train = make_layout(mesh.train, 'train', devices=every[:left])
   after = left + mesh.score_devices
-
-  def other(text, phase, key, separate_devices):
-    if separate_devices:
-      return make_layout(text, phase, key, separate_devices, arrange=order_devices)
-    return make_layout(text, phase, key, beside=train)
-
   out = dict(
     train=train,
-    rollout=other(mesh.rollout, 'rollout', 'config.mesh.rollout', every[after:]),
-    score=other(
-      mesh.score or ('fsdp=-1' if mesh.score_devices else mesh.train), 'train', 'config.mesh.score', every[left:after]
+    rollout=make_layout(
+      mesh.rollout,
+      'rollout',
+      'config.mesh.rollout',
+      devices=every[after:],
+      beside=None if mesh.rollout_devices else train,
+    ),
+    score=make_layout(
+      mesh.score or ('fsdp=-1' if mesh.score_devices else mesh.train),
+      'train',
+      'config.mesh.score',
+      devices=every[left:after],
+      beside=None if mesh.score_devices else train,
     ),
   )
   for phase in 'train', 'score':
@@ -55,6 +62,25 @@ def make_layouts(mesh, row_length: int, devices=None) -> dict[str, Layout]:
         f'context={parts} that config.mesh.{phase} splits rows by; use one'
       )
   return out
+
+
+def make_layout(
+  text: str, phase: str, key: str = '', devices: Sequence | None = None, beside: Layout | None = None
+) -> Layout:
+  """Returns the layout that a mesh of the config describes.
+
+  Args:
+    text: sizes of the mesh axes, as in 'fsdp=-1,tensor=2'.
+    phase: 'train' or 'rollout', which chooses the rules.
+    key: the config field, for errors.
+    devices: those of the mesh; None takes `jax.devices()`.
+    beside: a layout whose devices are taken instead, in their order, as a jitted reshard needs.
+  """
+  given = beside.mesh.devices if beside else np.array(jax.devices() if devices is None else devices)
+  sizes = parse_mesh(text, given.size, key or f'config.mesh.{phase}')
+  shape = tuple(sizes.values())
+  placed = given.reshape(shape) if beside else order_devices(list(given), shape)
+  return Layout(Mesh(placed, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)), phase)
 
 
 def lanes(layouts: dict[str, Layout]) -> dict[str, str]:
@@ -98,3 +124,39 @@ def order_devices(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
       f'config.mesh: {len(devices)} devices of a phase, {[*held.values()]} '
       f'by slice, have no order in a mesh (do they fill equal blocks?): {" ".join(str(e).split())[:100]}'
     ) from e
+
+
+def parse_mesh(text: str, num_devices: int, key: str) -> dict[str, int]:
+  """'fsdp=-1,tensor=2' -> {'data': 1, 'fsdp': num_devices // 2, 'tensor': 2}.
+
+  One size may be -1: whatever is left. `key` names the config field in errors.
+  """
+  sizes = mesh_sizes(text, key)
+  free = [name for name, size in sizes.items() if size == -1]
+  fixed = math.prod(size for size in sizes.values() if size != -1)
+  if num_devices % fixed or (not free and fixed != num_devices):
+    raise InputError(
+      f'{key}: {text!r} does not fit {num_devices} device(s); sizes must '
+      f'multiply to {num_devices}, and one of them may be -1'
+    )
+  if free:
+    sizes[free[0]] = num_devices // fixed
+  return sizes
+
+
+def mesh_sizes(text: str, key: str) -> dict[str, int]:
+  """The size of every axis as written: what can be read without a device."""
+  sizes = dict.fromkeys(AXES, 1)
+  for item in filter(None, text.replace(' ', '').split(',')):
+    name, _, size = item.partition('=')
+    if name not in AXES or not re.fullmatch('-?[0-9]+', size):
+      raise InputError(
+        f'{key}: cannot read {item!r} in {text!r}; write for example "fsdp=-1,tensor=2" with the axes {", ".join(AXES)}'
+      )
+    if sizes[name] != 1:
+      raise InputError(f'{key}: {text!r} names the axis {name} twice')
+    sizes[name] = int(size)
+  wrong = [n for n in sizes.values() if n < 1 and n != -1]
+  if wrong or list(sizes.values()).count(-1) > 1:
+    raise InputError(f'{key}: {text!r}: sizes are 1 or more, and one of them may be -1')
+  return sizes

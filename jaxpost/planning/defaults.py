@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from jaxpost.distributed import coordination
-from jaxpost.distributed import mesh as mesh_lib
 from jaxpost.distributed.mesh import BATCH_AXES
+from jaxpost.distributed.phases import parse_mesh
 from jaxpost.hardware import memory as memory_lib
 from jaxpost.models.config import CustomConfig
 from jaxpost.planning import arithmetic, meshes, search
@@ -47,8 +47,8 @@ class Room:
   def needs(self, p: PreparedStage, settings: dict[str, Any] | None = None) -> Needs:
     """Returns what a step needs with settings {'section.field': value}; InputError where its rows do not split."""
     mesh = p.config.mesh
-    train = mesh_lib.parse_mesh(mesh.train, meshes.train_devices(p.inputs, self.machine), 'config.mesh.train')
-    rollout = mesh_lib.parse_mesh(mesh.rollout, meshes.rollout_devices(p.inputs, self.machine), 'config.mesh.rollout')
+    train = parse_mesh(mesh.train, meshes.train_devices(p.inputs, self.machine), 'config.mesh.train')
+    rollout = parse_mesh(mesh.rollout, meshes.rollout_devices(p.inputs, self.machine), 'config.mesh.rollout')
     varied = search.vary(p, settings or {})
     branches = has_branches(p.inputs, p.data)
     found = arithmetic.estimate(varied.inputs, self.machine, train, rollout, branches=branches)
@@ -203,7 +203,7 @@ def _rows(p: PreparedStage, machine: Topology) -> Iterator[int]:
   if p.config.train.micro_batch_size:
     return
   on_policy = p.inputs.algorithm.on_policy
-  sizes = mesh_lib.parse_mesh(p.config.mesh.train, meshes.train_devices(p.inputs, machine), 'config.mesh.train')
+  sizes = parse_mesh(p.config.mesh.train, meshes.train_devices(p.inputs, machine), 'config.mesh.train')
   shards = math.prod(sizes[a] for a in BATCH_AXES)
   most = batch_shape.batch_shape(p.config, on_policy, shards).micro_rows // shards
   # Rows of data are as many as the config says: a part of them divides them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from jaxpost.distributed import mesh
+from jaxpost.distributed import phases
 from jaxpost.errors import InputError, refuse, refuse_unread
 from jaxpost.hardware import memory
 from jaxpost.models import attention
@@ -92,7 +92,7 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
   section = config.mesh
   for phase, text in (('train', section.train), ('rollout', section.rollout), ('score', section.score)):
     if text != 'auto' or phase == 'score':
-      mesh.mesh_sizes(text, f'config.mesh.{phase}')
+      phases.mesh_sizes(text, f'config.mesh.{phase}')
   refuse(
     'context' in section.rollout,
     'config.mesh.rollout: sampling has no use for context, which splits rows in training; use tensor',

@@ -17,7 +17,7 @@ import rich.console
 import rich.text
 
 from jaxpost.data import chat, sources
-from jaxpost.distributed.mesh import make_layout
+from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention, shared_weights

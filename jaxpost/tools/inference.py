@@ -19,7 +19,8 @@ from etils import epath
 
 from jaxpost.data import messages
 from jaxpost.data.tokenizer import Tokenizer
-from jaxpost.distributed.mesh import Layout, make_layout
+from jaxpost.distributed.mesh import Layout
+from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError, NoCheckpointError
 from jaxpost.models import partition
 from jaxpost.models.parameters import join
