@@ -132,12 +132,12 @@ class Entry:
 
 ENTRIES = (
   Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_485, 3)),
-  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (21, 3_645, 6)),
+  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (21, 3_644, 6)),
   Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (44, 8_310, 6)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (69, 12_990, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (69, 12_988, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (131, 24_320, 11)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (131, 24_311, 11)),
 )
 
 

@@ -14,6 +14,7 @@ import numbers
 import os
 import reprlib
 import sysconfig
+import traceback
 import types
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
@@ -157,11 +158,7 @@ def missing_column(name: str, arguments: Iterable[str]) -> str:
 
 def describe(error: BaseException) -> str:
   """Returns 'raised ValueError: text at file:line', with the innermost line of the user's code."""
-  trace = error.__traceback__
-  frames = []
-  while trace:
-    frames.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno))
-    trace = trace.tb_next
+  frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
   file, line = (user_frames(frames) or frames)[-1]
   text = ' '.join(str(error).split())[:300]
   text = text.encode(errors='replace').decode()  # lone surrogates
