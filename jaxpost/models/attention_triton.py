@@ -163,10 +163,10 @@ def _ids(ref, place) -> tuple[jax.Array, jax.Array] | None:
   return None if ref is None else (ref[0, place], ref[1, place])
 
 
-def _over_keys(step, carry, begin, rows: int, cols: int, min_key_ref, gap_ref):
-  """Folds step(block of keys, carry) over the blocks of `cols` keys that some of the queries from `begin` attend to."""
+def _over_keys(step, carry, min_key_ref, gap_ref, *, cols: int, high):
+  """Folds step(block, carry) over the blocks of `cols` keys, up to block `high`, that some queries attend to."""
   i = pl.program_id(0)
-  low, high = min_key_ref[i] // cols, pl.cdiv(begin + rows, cols)
+  low = min_key_ref[i] // cols
   if gap_ref is None:
     return jax.lax.fori_loop(low, high, step, carry)
   gap = jnp.maximum(pl.cdiv(gap_ref[0, i], cols), low)  # the first block that is skipped
@@ -191,7 +191,7 @@ def _forward_kernel(
     return add_keys(carry, jnp.where(seen, s * LOG2_E, MASKED_LOGIT), _load(v_ref.at[keys], values))
 
   carry = nothing(rows, v_ref.shape[-1])
-  out, top, total = _over_keys(step, carry, begin, rows, cols, min_key_ref, gap_ref)
+  out, top, total = _over_keys(step, carry, min_key_ref, gap_ref, cols=cols, high=pl.cdiv(begin + rows, cols))
   if sinks_ref is not None:  # a key without a value
     sink = sinks_ref[pl.program_id(1)] * LOG2_E
     highest = jnp.maximum(top, sink)
@@ -235,7 +235,7 @@ def _queries_kernel(
     return dq + _dot(ds.astype(k.dtype), k)
 
   carry = jnp.zeros((rows, q_ref.shape[-1]), jnp.float32)
-  _store(dq_ref, _over_keys(step, carry, begin, rows, cols, min_key_ref, gap_ref), size)
+  _store(dq_ref, _over_keys(step, carry, min_key_ref, gap_ref, cols=cols, high=pl.cdiv(begin + rows, cols)), size)
 
 
 def _keys_kernel(

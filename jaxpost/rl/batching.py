@@ -74,9 +74,7 @@ def prompt_lengths(rollout: Rollout) -> np.ndarray:
 class Place(NamedTuple):
   """The columns of a row that a sequence fills, in a branch of a document (a segment), both numbered from 1.
 
-  start: the first of them. The first branch begins with the prompt, the next ones with its last token.
-  skipped: tokens of the prompt that are left out.
-  first, end: of the completion.
+  The first branch begins with the prompt, the next ones with its last token, at `start`; the completion with `first`.
   """
 
   sequence: int
@@ -84,7 +82,6 @@ class Place(NamedTuple):
   segment: int
   branch: int
   start: int
-  skipped: int
   first: int
   end: int
 
@@ -119,10 +116,9 @@ def places(
     at = 0
     for segment, i in enumerate(chosen, 1):
       for branch, n in enumerate(documents[i], 1):
-        skipped = 0 if branch == 1 else prompts[n] - 1
-        first = at + prompts[n] - skipped
+        first = at + (prompts[n] if branch == 1 else 1)
         end = first + completions[n]
-        yield Place(n, row, segment, branch, at, skipped, first, end)
+        yield Place(n, row, segment, branch, start=at, first=first, end=end)
         at = end
 
 
@@ -156,11 +152,12 @@ def to_batch(
     None if x is None else np.zeros((*shape, *x.shape[2:]), x.dtype) for x in (rollout.experts, rollout.allowed)
   )
   size = group_size(rollout)
-  for n, row, segment, branch, start, skipped, first, end in places(
+  for n, row, segment, branch, start, first, end in places(
     rollout, members, num_rows, row_length, share_prompt=share_prompt
   ):
     length = end - first
     text = np.concatenate([rollout.prompts[n // size].tokens, rollout.completions[n, :length]])
+    skipped = len(text) - (end - start)  # tokens of the prompt that an earlier branch has
     tokens[row, start:end] = text[skipped:]
     positions[row, start:end] = np.arange(skipped, len(text))
     segment_ids[row, start:end] = segment

@@ -170,7 +170,7 @@ class Controller:
     """The host batch of one update."""
     config, shape = self.config, self.update_shape
     if self.algorithm.pack:
-      return self.algorithm.pack(experience, credit, members, config, shape.num_rows, shape.row_length)
+      return self.algorithm.pack(experience, credit, members, config, shape.num_rows, row_length=shape.row_length)
     weights = np.zeros_like(credit.mask)
     weights[members] = batching.token_weights(credit.mask[members], config.rl.aggregate, config.rollout.max_new_tokens)
     return batching.to_batch(experience.rollout, members, weights, credit.arrays, *shape)

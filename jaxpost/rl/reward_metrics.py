@@ -91,14 +91,13 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
     shape: of the batch of all sequences; a prompt that they share counts once.
   """
   rollout = experience.rollout
-  tokens = attended = 0
-  for place in batching.places(rollout, range(len(rollout.lengths)), *shape):
-    count = place.end - place.start
-    tokens += count
-    attended += count * (2 * place.skipped + count + 1) // 2  # place.skipped + 1, and so on to its length
+  lengths = batching.prompt_lengths(rollout) + rollout.lengths
+  places = batching.places(rollout, range(len(lengths)), *shape)
+  counts = np.array([p.end - p.start for p in sorted(places)])  # tokens that are computed for each sequence
+  tokens = int(counts.sum())
   out = {
-    'tokens': int(tokens),
-    'mean_context': attended / max(tokens, 1),
+    'tokens': tokens,
+    'mean_context': float((counts * (2 * lengths - counts + 1.0)).sum() / 2 / max(tokens, 1)),
     'packing_efficiency': tokens / (shape.num_rows * shape.row_length),
     'slot_occupancy': rollout.occupancy,
     **rollout.figures,

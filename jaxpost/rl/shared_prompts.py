@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import refuse
 
@@ -18,15 +18,12 @@ if TYPE_CHECKING:
   import numpy as np
 
   from jaxpost.algorithms.base import Algorithm
-  from jaxpost.stage.config import Config
-  from jaxpost.stage.schema_rl import RolloutSection
-  from jaxpost.stage.weight_sources import Source
 
 _LONGEST = 8192  # tokens of a row that is chosen here, unless one completion needs more
 
 
-def check(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> None:
-  """Raises InputError where rows cannot share prompts; `found` are the models of the stage, by role."""
+def check(config: Any, algorithm: Algorithm, found: Mapping[str, Any]) -> None:
+  """Raises InputError where rows cannot share prompts; `found` has the `Source` of each role."""
   name = 'config.train.share_prompt'
   refuse(not algorithm.on_policy, f'{name}: {config.algorithm} samples nothing; pairs have preference.share_prompt')
   refuse(algorithm.pack is not None, f'{name}: {config.algorithm} trains on pairs, which have preference.share_prompt')
@@ -38,13 +35,13 @@ def check(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> 
   )
 
 
-def row_length(rollout: RolloutSection) -> int:
-  """Returns the tokens of a row for a whole group, or for as much of it as 8,192 tokens hold."""
+def row_length(rollout: Any) -> int:
+  """Returns the tokens of a row for a whole group of `config.rollout`, or for as much of it as 8,192 tokens hold."""
   shared, branch = rollout.max_prompt_length - 1, rollout.max_new_tokens + 1
   return shared + branch * max(1, min(rollout.group_size, (_LONGEST - shared) // branch))
 
 
-def most_rows(rollout: RolloutSection, length: int) -> int:
+def most_rows(rollout: Any, length: int) -> int:
   """Returns the rows that suffice for the completions of a step, however long they are."""
   shared, branch = rollout.max_prompt_length - 1, rollout.max_new_tokens + 1
   documents = math.ceil(rollout.group_size / ((length - shared) // branch))  # of a prompt
