@@ -73,7 +73,7 @@ def data_files(folder: epath.Path) -> list[epath.Path]:
 
 
 def open_file(path: epath.Path, name: str) -> tuple[str, files.NumberedRows]:
-  """Returns (prefix of `files.where`, iterator of (number, row)) of one file.
+  """Returns (prefix of the places of rows, iterator of (number, row)) of one file.
 
   Args:
     name: what to call it in errors.

@@ -28,11 +28,6 @@ _EXTRA = "pip install 'jaxpost[data]'"
 NumberedRows = Iterator[tuple[int, Any]]
 
 
-def where(prefix: str, number: int) -> str:
-  """Returns the place of a row for error messages, 'a.jsonl:12' or 'a.parquet[12]'."""
-  return f'{prefix}{number}' + (']' if prefix.endswith('[') else '')
-
-
 def _lines(path: epath.Path, name: str) -> Iterator[tuple[int, bytes]]:
   """Yields (line number, bytes) of a file that may be gzipped."""
   try:

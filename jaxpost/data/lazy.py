@@ -198,7 +198,7 @@ class Lines:
 
   def where(self, i: int) -> str:
     """Returns the place of a row, for errors."""
-    return files.where(f'{self._name}:', self._number(i))
+    return f'{self._name}:{self._number(i)}'
 
 
 class Parquet:
@@ -239,7 +239,7 @@ class Parquet:
 
   def where(self, i: int) -> str:
     """Returns the place of a row, for errors."""
-    return files.where(f'{self._name}[', i)
+    return f'{self._name}[{i}]'
 
 
 class ArrayRecord:
@@ -276,4 +276,4 @@ class ArrayRecord:
 
   def where(self, i: int) -> str:
     """Returns the place of a row, for errors."""
-    return files.where(f'{self._name}[', i)
+    return f'{self._name}[{i}]'

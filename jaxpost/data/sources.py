@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from etils import epath
 
 from jaxpost import imports
-from jaxpost.data import files, messages
+from jaxpost.data import messages
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
+  from jaxpost.data.files import NumberedRows
   from jaxpost.data.row_views import Chain, Lazy
 
 Row = dict[str, Any]
@@ -70,7 +71,7 @@ class Rows(collections.abc.Sequence):
 
   def where(self, i: int) -> str:
     """Returns 'file.jsonl:12' (a line, from 1) or 'file.parquet[12]' (from 0)."""
-    return files.where(*self._places[i])
+    return _where(*self._places[i])
 
 
 def read_sources(
@@ -191,11 +192,11 @@ def read(
   return _read_all(path, found, prepare)
 
 
-def _read_all(path: Any, found: Iterable[tuple[str, files.NumberedRows]], prepare: Callable) -> Rows:
+def _read_all(path: Any, found: Iterable[tuple[str, NumberedRows]], prepare: Callable) -> Rows:
   rows, places, dropped = [], [], 0
   for prefix, numbered in found:
     for number, row in numbered:
-      row = prepare(row, files.where(prefix, number))
+      row = prepare(row, _where(prefix, number))
       if row is None:
         dropped += 1
         continue
@@ -206,6 +207,10 @@ def _read_all(path: Any, found: Iterable[tuple[str, files.NumberedRows]], prepar
   if not rows:
     raise InputError(f'{path}: holds no rows')
   return Rows(str(path), rows, places, dropped)
+
+
+def _where(prefix: str, number: int) -> str:
+  return f'{prefix}{number}' + (']' if prefix.endswith('[') else '')
 
 
 def _parse_columns(columns: str) -> dict[str, str]:
