@@ -1,17 +1,15 @@
-"""Matrix products (`einsum`, `products`) and `Compute`, their settings; `models/grouped.py` has those of experts.
+"""Matrix products (`einsum`) and `Compute`, their settings; `models/grouped.py` has those of experts.
 
 Legend: einsum letters are the caller's.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +133,7 @@ def _backward(spec, dtype, result, layout, residuals, g):
   # Batch letters stay separate dimensions: XLA:CPU contracts [b, t] pairs at
   # full speed but not a flattened one.
   dx = einsum(f'{out},{w_term}->{x_term}', g, w, dtype, x_kind.dtype.name)
-  dw = _matrix_gradient(spec, x, g, dtype, layout)
+  dw = matrix_gradient(spec, x, g, dtype, layout)
   return dx.astype(x_kind.dtype), dw.astype(w_kind.dtype)
 
 
@@ -143,7 +141,8 @@ def _backward(spec, dtype, result, layout, residuals, g):
 _DIMENSIONS = {'d': 'embed', 'n': 'heads', 'f': 'mlp'}
 
 
-def _matrix_gradient(spec, x, g, dtype, layout):
+def matrix_gradient(spec: str, x, g, dtype: str, layout):
+  """Returns the gradient of the w of `einsum(spec, x, w)`, from that of its result; `layout`: see `einsum`."""
   inputs, out = spec.split('->')
   x_term, w_term = inputs.split(',')
 
@@ -178,79 +177,3 @@ def on_bits(fn: Callable, x: jax.Array) -> jax.Array:
 
 def precision_of(dtype: str):
   return jax.lax.Precision.HIGHEST if dtype == 'float32' else None
-
-
-# --------------------------------------------------- several products of one x
-
-
-def products(spec: str, x, ws: tuple, dtype: str, out: str = 'float32', layout=None) -> list:
-  """Returns [einsum(spec, x, w) for w in ws], for matrices split over `tensor`.
-
-  The gradient by x is a sum over the matrices and over the mesh. XLA would
-  all-reduce the part of each matrix separately; here they are added first.
-  """
-  if layout is None or layout.mesh.shape['tensor'] == 1 or any(hasattr(w, 'product') for w in ws):
-    return [einsum(spec, x, w, dtype, out, layout=layout) for w in ws]
-  return _products(spec, x, tuple(ws), dtype, out, layout=layout)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
-def _products(spec, x, ws, dtype, out, layout):
-  return [einsum(spec, x, w, dtype, out) for w in _gathered(spec, ws, dtype, layout.mesh)]
-
-
-def _gathered(spec, ws, dtype, mesh):
-  """Gathers the matrices over all axes but `tensor`.
-
-  Constraints that are equal each time let XLA gather once where a layer is recomputed and differentiated.
-  """
-  inputs, _ = spec.split('->')
-  x_term, w_term = inputs.split(',')
-  return [
-    jax.lax.with_sharding_constraint(w.astype(dtype), NamedSharding(mesh, _cut(w_term, x_term, w_term, w.shape, mesh)))
-    for w in ws
-  ]
-
-
-def _cut(term, x_term, w_term, w_shape, mesh) -> PartitionSpec:
-  """Returns the partition over `tensor`, if it divides, of the operand with letters `term`."""
-  letter = next(c for c in w_term if c not in x_term)
-  fits = w_shape[w_term.index(letter)] % mesh.shape['tensor'] == 0
-  return PartitionSpec(*('tensor' if c == letter and fits else None for c in term))
-
-
-def _products_forward(spec, x, ws, dtype, out, layout):
-  saved = x.astype(dtype), tuple(w.astype(dtype) for w in ws)
-  kinds = jnp.zeros((0,), x.dtype), tuple(jnp.zeros((0,), w.dtype) for w in ws)
-  return _products(spec, *saved, dtype, out, layout=layout), (saved, kinds)
-
-
-def _products_backward(spec, dtype, result, layout, residuals, gs):
-  del result
-  (x, ws), (x_kind, w_kinds) = residuals
-  mesh = layout.mesh
-  inputs, out = spec.split('->')
-  x_term, w_term = inputs.split(',')
-  gs = [g.astype(dtype) for g in gs]
-  dws = tuple(_matrix_gradient(spec, x, g, dtype, layout).astype(k.dtype) for g, k in zip(gs, w_kinds))
-  back = f'{out},{w_term}->{x_term}'
-  cuts = [tuple(_cut(term, x_term, w_term, w.shape, mesh) for w in ws) for term in (out, w_term)]
-  split = ['tensor' in cut for cut in cuts[1]]
-  ws = _gathered(spec, ws, dtype, mesh)
-
-  def local(gs, ws):
-    own = sum(einsum(back, g, w, dtype) for g, w in zip(gs, ws))
-    if mesh.devices.flat[0].platform != 'cpu':  # XLA:CPU crashes on bfloat16
-      own = own.astype(x_kind.dtype)
-    return jax.lax.psum(own, 'tensor')
-
-  dx = sum(einsum(back, g, w, dtype, x_kind.dtype.name) for g, w, s in zip(gs, ws, split) if not s)
-  if any(split):
-    g_specs, w_specs, some_gs, some_ws = (list(itertools.compress(of, split)) for of in (*cuts, gs, ws))
-    dx = dx + jax.shard_map(
-      local, mesh=mesh, in_specs=(g_specs, w_specs), out_specs=PartitionSpec(), axis_names={'tensor'}, check_vma=False
-    )(some_gs, some_ws)
-  return dx.astype(x_kind.dtype), dws
-
-
-_products.defvjp(_products_forward, _products_backward)

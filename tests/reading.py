@@ -48,6 +48,7 @@ OPTIONS = {
   'jaxpost.distributed.channel': 'mesh.train',  # of several processes
   'jaxpost.distributed.cluster': 'mesh.train',  # of several processes
   'jaxpost.models.context_parallel': 'mesh.train',
+  'jaxpost.models.tensor_parallel': 'mesh.train',
   'jaxpost.models.chunked_config': 'model.path',
   'jaxpost.models.convolution': 'model.path',
   'jaxpost.models.delta_mixer': 'model.path',
@@ -132,11 +133,11 @@ class Entry:
 ENTRIES = (
   Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_485, 3)),
   Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (22, 3_740, 6)),
-  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (46, 8_455, 6)),
+  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (46, 8_343, 6)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (69, 12_897, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (69, 12_763, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (133, 24_400, 11)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (133, 24_290, 11)),
 )
 
 

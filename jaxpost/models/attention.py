@@ -3,14 +3,11 @@
 Legend: B rows, T queries, S keys, K kv heads, G queries per kv head, h head size, hv that of values.
 """
 
-import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
-from jaxpost.distributed.mesh import Layout, row_shards
+from jaxpost.distributed.mesh import row_shards
 from jaxpost.matmul import Compute
-from jaxpost.models.attention_xla import attend_in_chunks, chunked
+from jaxpost.models.attention_xla import chunked
 from jaxpost.models.config import ModelConfig
 
 
@@ -53,7 +50,9 @@ def attention(
     if attention_kernels.kernel_fits(q, v, branch_ids, compute, cfg, parts=parts):
       return attention_kernels.attend(q, k, v, *rest, layout, parts)
   if parts > 1:
-    return _split(q, k, v, *rest, layout, parts)
+    from jaxpost.models import context_parallel
+
+    return context_parallel.attend(q, k, v, *rest, layout, parts)
   return checkpoint_name(chunked(q, k, v, *rest).astype(compute.residual), 'dots')
 
 
@@ -64,38 +63,3 @@ WHOLE_ROW_KERNELS = ('triton',)
 def uses_kernel(compute: Compute) -> bool:
   """True if `compute.attention` is a kernel of an accelerator, which `hardware.kernel_check` verifies."""
   return compute.attention != 'chunked'
-
-
-def _split(
-  q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks, layout: Layout, n: int
-):
-  """Attention of rows in n parts: q, k and v are striped, the rest is in order.
-
-  In a `shard_map`: the partitioner would sum the gradients of keys and values over the whole mesh.
-  """
-  from jaxpost.models import context_parallel
-
-  length = q.shape[1]
-  k, v = (x.astype(compute.dtype) for x in (k, v))
-  if layout.mesh.devices.flat[0].platform == 'cpu':
-    k, v = (x.astype(jnp.float32) for x in (k, v))  # XLA:CPU sums no bfloat16
-  rows = segment_ids, positions, branch_ids
-  mine = (
-    *(x if x is None else context_parallel.stripe(x, n) for x in rows),
-    (context_parallel.stripe(jnp.arange(length)[None], n)),
-  )
-  split = layout.spec(('batch', 'time', 'kv_heads'), k.shape)
-  rest = (PartitionSpec(*split[:2]),) * 3 + (PartitionSpec(None, split[1]),), (PartitionSpec(split[0]))
-
-  def local(q, k, v, mine, rows, window, sinks):
-    k, v = map(context_parallel.gather_stripes, (k, v))
-    return attend_in_chunks(q, k, v, mine, rows, window=window, compute=compute, cfg=cfg, sinks=sinks, n=n)
-
-  # An int is static; in a scan over layers the window is traced.
-  number = isinstance(window, int)
-  return jax.shard_map(
-    lambda *given: local(*given[:5], window if number else given[5], given[6]),
-    **context_parallel.shard_map_axes(layout, split),
-    in_specs=(split,) * 3 + (*rest, PartitionSpec(), PartitionSpec(split[2])),
-    out_specs=split,
-  )(q, k, v, mine, rows, None if number else window, sinks)

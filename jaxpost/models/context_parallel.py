@@ -5,14 +5,19 @@ Legend: B rows, T tokens (t of a part), D width, n parts of a row.
 Token i of a row is token i // n of part i % n (striped attention,
 arXiv:2311.09431), so that every part has the same mix of early tokens, which
 attend to few keys, and late ones: chunk by chunk all parts read the keys up to
-the same position, and products beyond it are never computed. `attention.py`
+the same position, and products beyond it are never computed. `attend`
 gathers the keys and values of a row once per layer; nothing else of a layer
 crosses the axis.
 """
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout, axes_of, row_shards
+from jaxpost.matmul import Compute
+from jaxpost.models.attention_xla import attend_in_chunks
+from jaxpost.models.config import ModelConfig
 
 
 def stripe(x: jax.Array, n: int) -> jax.Array:
@@ -55,3 +60,33 @@ def shard_map_axes(layout: Layout, split) -> dict:
   The other axes stay automatic.
   """
   return dict(mesh=layout.mesh, check_vma=False, axis_names={a for part in split for a in axes_of(part)})
+
+
+def attend(
+  q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks, layout: Layout, n: int
+) -> jax.Array:
+  """Computes `attention.attention` of rows in n parts: q, k and v are striped, the rest is in order.
+
+  In a `shard_map`: the partitioner would sum the gradients of keys and values over the whole mesh.
+  """
+  length = q.shape[1]
+  k, v = (x.astype(compute.dtype) for x in (k, v))
+  if layout.mesh.devices.flat[0].platform == 'cpu':
+    k, v = (x.astype(jnp.float32) for x in (k, v))  # XLA:CPU sums no bfloat16
+  rows = segment_ids, positions, branch_ids
+  mine = *(x if x is None else stripe(x, n) for x in rows), stripe(jnp.arange(length)[None], n)
+  split = layout.spec(('batch', 'time', 'kv_heads'), k.shape)
+  of_mine = *(PartitionSpec(*split[:2]),) * 3, PartitionSpec(None, split[1])
+
+  def local(q, k, v, mine, rows, window, sinks):
+    k, v = map(gather_stripes, (k, v))
+    return attend_in_chunks(q, k, v, mine, rows, window=window, compute=compute, cfg=cfg, sinks=sinks, n=n)
+
+  # An int is static; in a scan over layers the window is traced.
+  number = isinstance(window, int)
+  return jax.shard_map(
+    lambda *given: local(*given[:5], window if number else given[5], given[6]),
+    **shard_map_axes(layout, split),
+    in_specs=(split, split, split, of_mine, PartitionSpec(split[0]), PartitionSpec(), PartitionSpec(split[2])),
+    out_specs=split,
+  )(q, k, v, mine, rows, None if number else window, sinks)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpost.distributed.mesh import Layout, TiedWeight
-from jaxpost.matmul import Compute, einsum, products
+from jaxpost.matmul import Compute, einsum
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -77,11 +77,10 @@ def _embed_backward(dtype, constrain, residuals, g):
   def add(tokens, g):
     return jnp.zeros(table.shape, table.dtype).at[tokens].add(g.astype(table.dtype))
 
-  kept = (
-    constrain.sum_over_tokens(add, (tokens, g), 'vocab', 'embed', of=table) if (isinstance(constrain, Layout)) else None
-  )
-  if kept is not None:
-    return kept, None
+  if isinstance(constrain, Layout):
+    kept = constrain.sum_over_tokens(add, (tokens, g), 'vocab', 'embed', of=table)
+    if kept is not None:
+      return kept, None
   return constrain(add(tokens, g), 'vocab', None), None
 
 
@@ -121,46 +120,26 @@ def _finish(y, p, name: str, compute: Compute):
   return checkpoint_name(y.astype(compute.residual), 'dots')
 
 
-# Matrices that read the same activations; a sampler's weights have each such
-# group as one matrix, where `fusable` allows it.
+# Matrices that read the same activations; a sampler's weights may have each such group as one matrix (`Reshard`).
 FUSED = {'qkv': ('q', 'k', 'v'), 'gate_up': ('gate', 'up')}
-_FUSED_AXIS = {'qkv': -2, 'gate_up': -1}  # the dimension they are joined in
-
-
-def fusable(table) -> dict[str, tuple[str, ...]]:
-  """Returns the groups of FUSED that can be one matrix, by the parameter table."""
-
-  def alike(names):
-    specs = [table.get(f'layers/{n}') for n in names]
-    biases = {f'layers/{n}_bias' in table for n in names}
-    inputs = all(s and s.axes[:2] == ('layers', 'embed') for s in specs) and (len(biases) == 1)
-    # Heads of queries are larger where a gate of the output is beside them.
-    return inputs and len({s.shape[3:] for s in specs}) == 1
-
-  return {k: names for k, names in FUSED.items() if alike(names)}
-
-
-def fuse(p: dict, joined: dict) -> dict:
-  """Joins the matrices of each group in a layer's weights, or in their shardings."""
-  p = dict(p)
-  for name, parts in joined.items():
-    for tail, axis in (('', _FUSED_AXIS[name]), ('_bias', -1)):
-      if all(part + tail in p for part in parts):
-        some = [p.pop(part + tail) for part in parts]
-        p[name + tail] = some[0] if isinstance(some[0], jax.sharding.Sharding) else jnp.concatenate(some, axis)
-  return p
+FUSED_AXIS = {'qkv': -2, 'gate_up': -1}  # the dimension they are joined in
 
 
 def project_all(spec: str, x, p, name: str, compute: Compute, cfg, layout) -> list:
   """Projects x by the matrices FUSED[name], with biases; one product if they are fused."""
   if name not in p:
     parts = FUSED[name]
-    ws, layout = tuple(p[part] for part in parts), layout if isinstance(layout, Layout) else None
-    ys = products(spec, x, ws, compute.dtype, compute.residual, layout=layout)
+    ws = tuple(p[part] for part in parts)
+    split = isinstance(layout, Layout) and layout.mesh.shape['tensor'] > 1
+    if not split or any(hasattr(w, 'product') for w in ws):
+      return [project(spec, x, p, part, compute, layout=layout) for part in parts]
+    from jaxpost.models import tensor_parallel
+
+    ys = tensor_parallel.products(spec, x, ws, compute.dtype, compute.residual, layout=layout)
     return [_finish(y, p, part, compute) for y, part in zip(ys, parts)]
   h, k = cfg.num_heads, cfg.num_kv_heads
   ends = [h, h + k] if name == 'qkv' else 2
-  return jnp.split(project(spec, x, p, name, compute, layout=layout), ends, _FUSED_AXIS[name])
+  return jnp.split(project(spec, x, p, name, compute, layout=layout), ends, FUSED_AXIS[name])
 
 
 def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxpost.distributed.transfer import relabelled
 from jaxpost.matmul import on_bits
-from jaxpost.models.layers import fusable, fuse
+from jaxpost.models.layers import FUSED, FUSED_AXIS
 from jaxpost.models.parameters import MTP, STACKS, narrow, nest, unstack_layers
 from jaxpost.programs.compile import Ledger, Program
 
@@ -63,7 +63,7 @@ class Reshard:
     self._compute, self._layout, self._share_buffers = compute, layout, share_buffers
     self._table, self._shardings = nest(model.table), model.shardings(layout)
     # Concatenating matrices that are split over `tensor` would move their parts between devices.
-    self._fused = fusable(model.table) if layout.mesh.shape['tensor'] == 1 else {}
+    self._fused = _fusable(model.table) if layout.mesh.shape['tensor'] == 1 else {}
     kept = self._kept = (MTP,) if model.mtp else ()  # with the trainer
     self._sources = {name: WeightSource(name, p) for name, p in self._table.items() if name not in (*STACKS, *kept)}
     # XLA:CPU converts a whole tied bfloat16 table to float32 to look up a few rows.
@@ -146,7 +146,7 @@ class Reshard:
       name: jax.tree.map(lambda x, p: narrow(x, p, self._compute), some[name], self._table[name])
       for name in self._stacks
     }
-    return [self._store(fuse(p, self._fused)) for p in unstack_layers(cast, self._order[: self.group])['layers']]
+    return [self._store(_fuse(p, self._fused)) for p in unstack_layers(cast, self._order[: self.group])['layers']]
 
   def _merged(self, params):
     """Merges adapters, in float32 where that is computed in: in bfloat16, the sum would not be the trainer's."""
@@ -160,9 +160,33 @@ def _layers_of(model: Model, layout: Layout, compute: Compute, fused: dict) -> t
   each, largest, width = {}, 0, jnp.dtype(compute.dtype).itemsize
   for stack in STACKS:
     rows = {path.split('/')[1]: p for path, p in model.table.items() if p.stacked and path.startswith(f'{stack}/')}
-    each[stack] = fuse({name: layout.sharding(p.axes[1:], p.shape[1:]) for name, p in rows.items()}, fused)
+    each[stack] = _fuse({name: layout.sharding(p.axes[1:], p.shape[1:]) for name, p in rows.items()}, fused)
     largest = max(largest, sum(math.prod(p.shape[1:]) * (4 if p.exact else width) for p in rows.values()))
   return [each[stack] for stack in model.config.layer_stacks], largest
+
+
+def _fusable(table: dict[str, Param]) -> dict[str, tuple[str, ...]]:
+  """Returns the groups of FUSED that can be one matrix, by the parameter table."""
+
+  def alike(names):
+    specs = [table.get(f'layers/{n}') for n in names]
+    biases = {f'layers/{n}_bias' in table for n in names}
+    inputs = all(s and s.axes[:2] == ('layers', 'embed') for s in specs) and len(biases) == 1
+    # Heads of queries are larger where a gate of the output is beside them.
+    return inputs and len({s.shape[3:] for s in specs}) == 1
+
+  return {k: names for k, names in FUSED.items() if alike(names)}
+
+
+def _fuse(p: dict, joined: dict) -> dict:
+  """Joins the matrices of each group in a layer's weights, or in their shardings."""
+  p = dict(p)
+  for name, parts in joined.items():
+    for tail, axis in (('', FUSED_AXIS[name]), ('_bias', -1)):
+      if all(part + tail in p for part in parts):
+        some = [p.pop(part + tail) for part in parts]
+        p[name + tail] = some[0] if isinstance(some[0], jax.sharding.Sharding) else jnp.concatenate(some, axis)
+  return p
 
 
 def group_of(layers: int, most: int, each: int) -> int:
