@@ -54,6 +54,7 @@ OPTIONS = {
   'jaxpost.models.delta_mixer': 'model.path',
   'jaxpost.models.hybrid': 'model.path',
   'jaxpost.models.hybrid_presets': 'model.preset',
+  'jaxpost.models.latent_config': 'model.path',
   'jaxpost.models.rope_scalings': 'model.path',
   'jaxpost.models.saved_config': 'init_from',
   'jaxpost.models.lora': 'lora.rank',
@@ -135,9 +136,9 @@ ENTRIES = (
   Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (22, 3_740, 6)),
   Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (46, 8_343, 6)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (69, 12_763, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (69, 12_718, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (133, 24_290, 11)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (133, 24_257, 11)),
 )
 
 

@@ -27,7 +27,7 @@ from jaxpost.distributed import transfer
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, families, model_folder, safetensors_file, tensor_layout
-from jaxpost.models.parameters import held_parts, join, leaf, nest
+from jaxpost.models.parameters import flatten, join, leaf, nest
 from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
@@ -307,12 +307,24 @@ def export_tensors(
   One layer of the parameters in a tensor at a time is merged, and on the host.
   """
   for group in tensor_layout.groups(table):
-    entries = [_entries(held_parts(params, path), path, kept.spec, merge) for path, kept in group.items()]
+    entries = [_entries(_held_parts(params, path), path, kept.spec, merge) for path, kept in group.items()]
     kept = next(iter(group.values()))
     for name, *values in zip(kept.names, *entries, strict=True):
       value = tensor_layout.together(kept, list(map(tensor_layout.rows, group.values(), values)))
       value = np.ascontiguousarray(value.astype(kept.spec.dtype or dtype, copy=False))
       yield from ((copy, value) for copy in (name, *kept.copies))
+
+
+def _held_parts(tree: dict, path: str) -> tuple[dict, dict]:
+  """Returns the leaves from which `Model.merge` makes one parameter.
+
+  Returns:
+    (its leaf or its quantized codes, and its adapter; other leaves that merging
+    reads: the final norm, whose type quantized matrices get), both nested.
+  """
+  held = {p: x for p, x in flatten(tree).items() if f'/{path}/' in f'/{p}/'}
+  needs_norm = held.keys() != {path}
+  return nest(held), {k: x for k, x in tree.items() if k == 'norm' and needs_norm}
 
 
 def _entries(made_of: tuple[Any, dict], path: str, spec: Param, merge: Callable) -> Iterator[np.ndarray]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats.latent_families import INDEX_SIZES, SIZES
-from jaxpost.models.config import LatentConfig, ModelConfig
+from jaxpost.models.config import ModelConfig
+from jaxpost.models.latent_config import LatentConfig
 
 if TYPE_CHECKING:
   from jaxpost.formats.family import Family

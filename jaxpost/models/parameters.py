@@ -110,18 +110,6 @@ def leaf(tree: dict, path: str) -> Any:
   return tree
 
 
-def held_parts(tree: dict, path: str) -> tuple[dict, dict]:
-  """Returns the leaves from which `Model.merge` makes one parameter.
-
-  Returns:
-    (its leaf or its quantized codes, and its adapter; other leaves that merging
-    reads: the final norm, whose type quantized matrices get), both nested.
-  """
-  held = {p: x for p, x in flatten(tree).items() if f'/{path}/' in f'/{p}/'}
-  needs_norm = held.keys() != {path}
-  return nest(held), {k: x for k, x in tree.items() if k == 'norm' and needs_norm}
-
-
 def join(one: dict, two: dict) -> dict:
   """Merges two nested dicts; where both have a leaf, the second wins."""
   both = [k for k, v in two.items() if k in one and isinstance(v, dict)]

@@ -3,8 +3,9 @@
 from typing import Any
 
 from jaxpost.models.chunked_config import ChunkedConfig
-from jaxpost.models.config import CustomConfig, Experts, LatentConfig, ModelConfig, Rope
+from jaxpost.models.config import CustomConfig, Experts, ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
+from jaxpost.models.latent_config import LatentConfig
 from jaxpost.models.mixed_config import MixedConfig
 
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.errors import refuse
 from jaxpost.matmul import einsum
-from jaxpost.models.config import CustomConfig, LatentConfig
+from jaxpost.models.config import CustomConfig
 from jaxpost.models.parameters import input_dims
 from jaxpost.models.quantization import block_axes
 
@@ -199,6 +199,6 @@ def check(rollout: Any, model: Model) -> None:
     '(config.rollout.cache is for mixtures of experts, too)',
   )
   refuse(
-    bool(cache) and (own or isinstance(cfg, LatentConfig)),
+    bool(cache) and (own or cfg.latent),
     f'config.rollout.cache: {cfg.family} models do not cache keys and values of heads; leave it empty',
   )

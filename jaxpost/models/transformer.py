@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.models import attention, layers, rope
-from jaxpost.models.config import CustomConfig, LatentConfig, ModelConfig
+from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.models.parameters import Param, is_mtp, unstack_layers
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
 
 def _other_layers(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
   """Returns the table of a model whose layers are not those of a Llama, from that of one with such layers."""
-  if isinstance(cfg, LatentConfig):
+  if cfg.latent:
     from jaxpost.models import mla
 
     return mla.table(table, cfg)
