@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxpost.data.chat import Example
+from jaxpost.data.examples import Example
 from jaxpost.types import Prompt
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from jaxpost.algorithms import sft
 from jaxpost.data import chat, sources
+from jaxpost.data import prompts as prompts_lib
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
@@ -129,10 +130,10 @@ def test_an_earlier_turn_after_a_text_that_sampling_never_sees_is_told_once(qwen
 def test_a_row_overrides_the_switches_of_the_template(qwen):
   row = {'messages': [USER, THOUGHT], 'chat_template_kwargs': {'enable_thinking': True, 'other': None}}
   assert render(qwen, row) == f'{Q}Q1{END}\n{A}[[<think>\nhm\n</think>\n\nA1{END}]]\n'
-  prompt = chat.prompt_tokens(qwen, row, 'x')
+  prompt = prompts_lib.prompt_tokens(qwen, row, 'x')
   assert qwen.decode(prompt, skip_special=False) == f'{Q}Q1{END}\n{A}'
   row['chat_template_kwargs'] = {'enable_thinking': False}
-  prompt = chat.prompt_tokens(thinking(qwen), row, 'x')
+  prompt = prompts_lib.prompt_tokens(thinking(qwen), row, 'x')
   assert qwen.decode(prompt, skip_special=False) == f'{Q}Q1{END}\n{A}{EMPTY}'
 
 
@@ -164,7 +165,7 @@ def test_tokens_equal_those_of_transformers(qwen):
     want = qwen.hf.apply_chat_template(messages, return_dict=False)
     got = chat.make_example(qwen, {'messages': messages}, 'x').tokens
     assert got.tolist() == want
-    prompt = chat.prompt_tokens(qwen, {'messages': messages}, 'x')
+    prompt = prompts_lib.prompt_tokens(qwen, {'messages': messages}, 'x')
     assert prompt.tolist() == qwen.hf.apply_chat_template(
       messages[:-1], add_generation_prompt=True, enable_thinking=False, return_dict=False
     )
@@ -172,9 +173,10 @@ def test_tokens_equal_those_of_transformers(qwen):
 
 def test_a_chat_that_ends_with_a_question_is_a_prompt_as_it_is(plain):
   row = {'messages': [USER, ANSWER, USER_2]}
-  assert chat.prompt_of(row, 'x') == row['messages'] == chat.prompt_of({'messages': [*row['messages'], ANSWER]}, 'x')
+  answered = {'messages': [*row['messages'], ANSWER]}
+  assert prompts_lib.prompt_of(row, 'x') == row['messages'] == prompts_lib.prompt_of(answered, 'x')
   with pytest.raises(InputError, match='nothing stands before the last assistant turn'):
-    chat.prompt_of({'messages': [ANSWER]}, 'x')
+    prompts_lib.prompt_of({'messages': [ANSWER]}, 'x')
 
 
 @pytest.mark.parametrize('content', ['A1', ' A1', '\nA1', '\n\n A1', 'é', ''])
@@ -188,7 +190,7 @@ def test_the_prompt_of_a_sampler_is_the_untrained_head(qwen, plain, content, on)
   ]
   for tokenizer in (thinking(t, on) for t in (qwen, plain)):
     for row in rows:
-      prompt = chat.prompt_tokens(tokenizer, row, 'x')
+      prompt = prompts_lib.prompt_tokens(tokenizer, row, 'x')
       example = chat.make_example(tokenizer, row, 'x')
       head = int(example.loss_mask.argmax())
       assert example.tokens[:head].tolist() == prompt.tolist()
@@ -363,7 +365,7 @@ def test_bad_prompts_are_named(plain):
     ({'messages': [ANSWER]}, {}, 'nothing stands before'),
   ]:
     with pytest.raises(InputError, match='^a.jsonl:1: .*' + message):
-      chat.prompt_tokens(plain, row, 'a.jsonl:1', **options)
+      prompts_lib.prompt_tokens(plain, row, 'a.jsonl:1', **options)
 
 
 def test_messages_without_a_template_are_refused(shared_data):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxpost.data import chat, generated, loader, packing, preferences, preview, sources
+from jaxpost.data import prompts as prompts_lib
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.stage import evaluate
@@ -85,7 +86,7 @@ def test_each_answer_has_the_tokens_of_sft(tokenizer, row, thinking):
     assert not want.loss_mask[stop:].any()
     if row[side][0] is CALL:
       continue  # Qwen3 writes turns before the last without a <think> block
-    prompt = chat.prompt_tokens(tokenizer, row, 'x').tolist()
+    prompt = prompts_lib.prompt_tokens(tokenizer, row, 'x').tolist()
     assert tokens[: len(prompt)] == prompt and not any(mask[: len(prompt)])
     assert mask[len(prompt)]
 
@@ -231,7 +232,7 @@ def test_steps_are_judged_at_their_separators(plain):
   assert made.arrays['label'].sum() == 1.25
   assert made.sequence_ids.tolist() == [0] * 3 + [1] * 14
   asked = preferences.make_steps_example(plain, {**row, 'prompt': [USER]}, 'x')
-  head = chat.prompt_tokens(plain, {'prompt': [USER]}, 'x')
+  head = prompts_lib.prompt_tokens(plain, {'prompt': [USER]}, 'x')
   assert asked.tokens[: len(head)].tolist() == head.tolist()
 
 

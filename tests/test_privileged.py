@@ -40,7 +40,7 @@ def test_the_teacher_scores_the_same_tokens_after_its_own_prompt(folder, tmp_pat
   rollout, tokenizer = experience.rollout, tokenizer_lib.load('bytes')
   size = len(rollout.lengths) // len(rollout.prompts)
   for n in (0, size, len(rollout.lengths) - 1):
-    prompt = privileged.chat.encode_prompt(tokenizer, rollout.prompts[n // size].columns['hint'], {}, '')
+    prompt = privileged.prompts_lib.encode_prompt(tokenizer, rollout.prompts[n // size].columns['hint'], {}, '')
     answer = rollout.completions[n, : rollout.lengths[n]]
     row = np.concatenate([prompt, answer])[None]
     hidden = tiny.hidden(policy.model, policy.params, row)[:, len(prompt) - 1 : -1]

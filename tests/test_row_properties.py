@@ -6,6 +6,7 @@ import json
 import pytest
 
 from jaxpost.data import chat, preferences, sources, tokenizer
+from jaxpost.data import prompts as prompts_lib
 from jaxpost.errors import InputError
 
 hypothesis = pytest.importorskip('hypothesis', reason="pip install 'jaxpost[test]' has hypothesis")
@@ -47,7 +48,7 @@ def scored(row, where):
 
 
 def prompt(row, where):
-  chat.prompt_tokens(TOKENIZER, row, where)
+  prompts_lib.prompt_tokens(TOKENIZER, row, where)
 
 
 # kind: (a right row, what encodes it, config.data.map)

@@ -48,7 +48,7 @@ def texts(folder, **data):
   """(training row, prompt of the sampler) as text, by a config with these data fields."""
   tokenizer = load(folder, **data)
   row = chat.make_example(tokenizer, {'messages': [QUESTION, ANSWER]}, 'a:1').tokens
-  prompt = chat.prompt_tokens(tokenizer, {'messages': [QUESTION]}, 'a:1')
+  prompt = prompts.prompt_tokens(tokenizer, {'messages': [QUESTION]}, 'a:1')
   return tuple(tokenizer.decode(ids, skip_special=False) for ids in (row, prompt))
 
 

@@ -1,4 +1,4 @@
-"""Encodes rows of data as documents with a loss mask, and as prompts for a sampler.
+"""Encodes rows of data as documents with a loss mask; `prompts.py` encodes them as prompts for a sampler.
 
 T tokens of one document. A chat is rendered to text once; the trained spans of that text come from the template's {%
 generation %} markers, or from rendering it again with one turn replaced. Prompt and completion are encoded separately,
@@ -55,7 +55,7 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
     return _pair(tokenizer, row, where, train_on)
   if row.get('text') is not None and 'prompt' not in row:
     text = messages_lib.check_text(row['text'], f'{where}: text')
-    ids = [*_bos(tokenizer), *tokenizer.encode(text), tokenizer.eos_id]
+    ids = [*tokenizer.bos_ids, *tokenizer.encode(text), tokenizer.eos_id]
     return _example(ids, [True] * len(ids))
   empty = [c for c in ('messages', 'prompt', 'completion', 'text') if c in row and row[c] is None]
   if empty:
@@ -64,65 +64,6 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
     f'{where}: needs the columns messages, or prompt and completion, or text; it has {messages_lib.columns_of(row)}'
     ' (rename with config.data.columns, e.g. prompt=question,completion=answer)'
   )
-
-
-def prompt_tokens(tokenizer: Tokenizer, row: Row, where: str, *, system_prompt: str = '') -> np.ndarray:
-  """Returns the tokens [T] int32 that a sampler continues for this row."""
-  prompt = prompt_of(row, where, system_prompt)
-  return encode_prompt(tokenizer, prompt, row, where)
-
-
-def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Message]:
-  """Returns the row's prompt, text or checked messages, without its answer."""
-  if row.get('prompt') is not None:
-    prompt = row['prompt']
-    if isinstance(prompt, str):
-      if system_prompt:
-        raise InputError(f'{where}: prompt: is plain text, and a system prompt goes only before messages')
-      return messages_lib.check_text(prompt, f'{where}: prompt')
-    messages = messages_lib.check_messages(prompt, f'{where}: prompt')
-  elif row.get('messages') is not None:
-    messages = messages_lib.check_messages(row['messages'], f'{where}: messages')
-    if messages[-1]['role'] == 'assistant':
-      messages = messages[:-1]
-    if not messages:
-      raise InputError(f'{where}: messages: nothing stands before the last assistant turn')
-  else:
-    raise InputError(
-      f'{where}: needs the column prompt or messages; it has {messages_lib.columns_of(row)}'
-      ' (rename with config.data.columns, e.g. prompt=question)'
-    )
-  if system_prompt:
-    if messages[0]['role'] in ('system', 'developer'):
-      raise InputError(f'{where}: has a system message of its own and system_prompt is set')
-    messages = [{'role': 'system', 'content': system_prompt}, *messages]
-  return messages
-
-
-def encode_prompt(
-  tokenizer: Tokenizer, prompt: str | list[Message], row: Row, where: str, max_characters: int | None = None
-) -> np.ndarray:
-  """Returns the tokens [T] int32 of a prompt that `prompt_of` returned.
-
-  Args:
-    row: may have `tools`, which the chat template shows, and `chat_template_kwargs`.
-    max_characters: of a chat, with its tools; see `check_length`.
-  """
-  if isinstance(prompt, str):
-    ids = [*_bos(tokenizer), *tokenizer.encode(prompt)]
-    if not ids:
-      raise InputError(f'{where}: prompt: is empty')
-  else:
-    text, _ = tokenizer.render_chat(prompt, generation_prompt=True, row=row, where=where)
-    check_length(text, where, max_characters)
-    ids = tokenizer.encode(text)
-  return np.asarray(ids, np.int32)
-
-
-def check_length(text: str, where: str, most: int | None) -> None:
-  """Raises InputError for a text of more than `most` characters, before time is spent on its tokens."""
-  if most is not None and len(text) > most:
-    raise InputError(f'{where}: {len(text)} characters are more than {most}; shorten it')
 
 
 def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:
@@ -136,7 +77,7 @@ def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:
     return _chat(tokenizer, prompt + completion, first=len(prompt), row=row, where=where, train_on=train_on)
   messages_lib.check_text(prompt, f'{where}: prompt')
   messages_lib.check_text(completion, f'{where}: completion')
-  head = [*_bos(tokenizer), *tokenizer.encode(prompt)]
+  head = [*tokenizer.bos_ids, *tokenizer.encode(prompt)]
   tail = [*continuation(tokenizer, prompt, completion), tokenizer.eos_id]
   trained = train_on == 'all'
   return _example(head + tail, [trained] * len(head) + [True] * len(tail))
@@ -292,10 +233,6 @@ def _encode_spans(
       why = f'the tokenizer joins {text[a:b]!r} across the begin of an assistant turn (token {n})'
       raise InputError(f'{where}: {why}; its template does not suit it')
   return ids, mask
-
-
-def _bos(tokenizer: Tokenizer) -> list[int]:
-  return [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
 
 def _example(ids: Sequence[int], mask: Sequence[float]) -> Example:

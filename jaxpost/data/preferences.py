@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxpost.data import chat
 from jaxpost.data import messages as messages_lib
+from jaxpost.data import prompts as prompts_lib
 from jaxpost.data.examples import Example
 from jaxpost.errors import InputError
 
@@ -142,7 +143,7 @@ def make_steps_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
       raise InputError(f'{where}: {column}: must be a list that is not empty')
   if len(steps) != len(labels):
     raise InputError(f'{where}: labels: {len(labels)} labels for {len(steps)} completions')
-  head = chat.prompt_tokens(tokenizer, row, where).tolist()
+  head = prompts_lib.prompt_tokens(tokenizer, row, where).tolist()
   text = row['prompt'] if isinstance(row['prompt'], str) else ''
   tokens = list(head)
   marks = {}  # place of each step's last token -> its label

@@ -1,7 +1,9 @@
-"""Streams of tokenized prompts for samplers.
+"""Prompts for samplers: rows of data as token ids, and streams of them.
 
 P tokens of a prompt. Prompt number i of a run is a pure function of the seed and i, so a position is one global index.
 Prompts of rows that are read lazily are made when they are reached; others all at the start.
+
+`where` names a row in errors, e.g. 'train.jsonl:12'.
 """
 
 from __future__ import annotations
@@ -10,18 +12,79 @@ import bisect
 import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numpy as np
+
 from jaxpost import types
-from jaxpost.data import chat, loader
+from jaxpost.data import loader
+from jaxpost.data import messages as messages_lib
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
   from collections.abc import Callable, Sequence
 
-  import numpy as np
-
+  from jaxpost.data.messages import Message, Row
   from jaxpost.data.row_views import Chain, Lazy
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
+
+
+def prompt_tokens(tokenizer: Tokenizer, row: Row, where: str, *, system_prompt: str = '') -> np.ndarray:
+  """Returns the tokens [P] int32 that a sampler continues for this row."""
+  prompt = prompt_of(row, where, system_prompt)
+  return encode_prompt(tokenizer, prompt, row, where)
+
+
+def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Message]:
+  """Returns the row's prompt, text or checked messages, without its answer."""
+  if row.get('prompt') is not None:
+    prompt = row['prompt']
+    if isinstance(prompt, str):
+      if system_prompt:
+        raise InputError(f'{where}: prompt: is plain text, and a system prompt goes only before messages')
+      return messages_lib.check_text(prompt, f'{where}: prompt')
+    messages = messages_lib.check_messages(prompt, f'{where}: prompt')
+  elif row.get('messages') is not None:
+    messages = messages_lib.check_messages(row['messages'], f'{where}: messages')
+    if messages[-1]['role'] == 'assistant':
+      messages = messages[:-1]
+    if not messages:
+      raise InputError(f'{where}: messages: nothing stands before the last assistant turn')
+  else:
+    raise InputError(
+      f'{where}: needs the column prompt or messages; it has {messages_lib.columns_of(row)}'
+      ' (rename with config.data.columns, e.g. prompt=question)'
+    )
+  if system_prompt:
+    if messages[0]['role'] in ('system', 'developer'):
+      raise InputError(f'{where}: has a system message of its own and system_prompt is set')
+    messages = [{'role': 'system', 'content': system_prompt}, *messages]
+  return messages
+
+
+def encode_prompt(
+  tokenizer: Tokenizer, prompt: str | list[Message], row: Row, where: str, max_characters: int | None = None
+) -> np.ndarray:
+  """Returns the tokens [P] int32 of a prompt that `prompt_of` returned.
+
+  Args:
+    row: may have `tools`, which the chat template shows, and `chat_template_kwargs`.
+    max_characters: of a chat, with its tools; see `check_length`.
+  """
+  if isinstance(prompt, str):
+    ids = [*tokenizer.bos_ids, *tokenizer.encode(prompt)]
+    if not ids:
+      raise InputError(f'{where}: prompt: is empty')
+  else:
+    text, _ = tokenizer.render_chat(prompt, generation_prompt=True, row=row, where=where)
+    check_length(text, where, max_characters)
+    ids = tokenizer.encode(text)
+  return np.asarray(ids, np.int32)
+
+
+def check_length(text: str, where: str, most: int | None) -> None:
+  """Raises InputError for a text of more than `most` characters, before time is spent on its tokens."""
+  if most is not None and len(text) > most:
+    raise InputError(f'{where}: {len(text)} characters are more than {most}; shorten it')
 
 
 class _Read(NamedTuple):
@@ -127,7 +190,7 @@ class PromptStream:
     row, where = self._rows[n], self._rows.where(n)
     if row is None:
       return None
-    prompt = chat.prompt_of(row, where, self._system_prompt)
+    prompt = prompt_of(row, where, self._system_prompt)
     shown = row
     if tools := self._tools(n) if callable(self._tools) else self._tools:
       if isinstance(prompt, str):
@@ -135,7 +198,7 @@ class PromptStream:
           f'{where}: prompt: is plain text, and an environment answers in chats; make it a list of messages'
         )
       shown = {**row, 'tools': tools}
-    tokens = chat.encode_prompt(self._tokenizer, prompt, shown, where)
+    tokens = encode_prompt(self._tokenizer, prompt, shown, where)
     return _Read(tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'})
 
   @property

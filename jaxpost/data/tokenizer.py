@@ -95,6 +95,11 @@ class Tokenizer:
     out = self.hf.backend_tokenizer.encode(text, add_special_tokens=False)
     return out.ids, out.offsets
 
+  @property
+  def bos_ids(self) -> list[int]:
+    """The ids that a document begins with: `bos_id`, or none."""
+    return [] if self.bos_id is None else [self.bos_id]
+
   @functools.cached_property
   def special_texts(self) -> tuple[str, ...]:
     """The texts of the added tokens, longest first."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxpost.data import chat
+from jaxpost.data import prompts as prompts_lib
 from jaxpost.distributed import coordination
 from jaxpost.environments import turns
 from jaxpost.environments.episode import Episode, generated_tokens, given_tokens
@@ -190,7 +190,7 @@ class EpisodeScheduler:
       messages = [dict(m) for m in e.prompt.prompt]
       messages[-1]['content'] += owner.turns.break_special_tokens(observation)
       shown = {**e.prompt.columns, 'tools': owner.pool.of(e.prompt).tools}
-      e.context = chat.encode_prompt(owner.tokenizer, messages, shown, f'prompt {e.prompt.index}')
+      e.context = prompts_lib.encode_prompt(owner.tokenizer, messages, shown, f'prompt {e.prompt.index}')
     if len(e.context) > owner.limits.prompt:
       e.error = (
         f'reset: with its observation the prompt has {len(e.context)} '

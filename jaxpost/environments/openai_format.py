@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxpost.data import chat
 from jaxpost.data import messages as messages_lib
+from jaxpost.data import prompts as prompts_lib
 from jaxpost.environments import turns
 from jaxpost.errors import InputError
 from jaxpost.rollout.sequence import Completion, Request
@@ -70,7 +70,7 @@ class Translator:
   def chat_prompt(self, body: dict) -> np.ndarray:
     """Returns the token ids of the messages of a chat; InputError if they are malformed."""
     messages = messages_lib.check_messages(body.get('messages'), 'messages')
-    return chat.encode_prompt(self._tokenizer, messages, body, 'messages', self._most)
+    return prompts_lib.encode_prompt(self._tokenizer, messages, body, 'messages', self._most)
 
   def text_prompts(self, body: dict) -> list[np.ndarray]:
     """Returns the token ids of each prompt: `prompt` is a text, token ids, or a list of either."""
@@ -86,7 +86,7 @@ class Translator:
 
   def _ids(self, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
-      chat.check_length(messages_lib.check_text(prompt, 'prompt'), 'prompt', self._most)
+      prompts_lib.check_length(messages_lib.check_text(prompt, 'prompt'), 'prompt', self._most)
       return self._tokenizer.encode(prompt)
     size = self._tokenizer.vocab_size
     if not isinstance(prompt, list) or not prompt or not all(type(i) is int and 0 <= i < size for i in prompt):

@@ -163,7 +163,7 @@ def _row(prompt: Prompt) -> dict:
 
 
 def _answer(messages: Sequence[dict], where: str) -> dict:
-  """Returns the last message, which `chat.prompt_of` leaves out; InputError unless it is one of the assistant."""
+  """Returns the last message, which `prompts.prompt_of` leaves out; InputError unless it is one of the assistant."""
   if messages[-1]['role'] != 'assistant':
     raise InputError(
       f'{where}: messages: ends with a turn of the {messages[-1]["role"]}, so it has no answer to train on'

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jaxpost.data import chat
+from jaxpost.data import prompts as prompts_lib
 from jaxpost.errors import InputError
 from jaxpost.types import Rollout
 
@@ -30,8 +30,8 @@ def rollout_of_teacher(rollout: Rollout, config: Any, tokenizer: Tokenizer) -> R
     if prompt.columns.get(name) is None:
       raise InputError(f'config.rl.privileged: {where} has no column {name!r}; known: {", ".join(prompt.columns)}')
     row = {**prompt.columns, 'prompt': prompt.columns[name]}
-    seen = chat.prompt_of(row, where, '' if isinstance(row['prompt'], str) else config.data.system_prompt)
-    tokens = chat.encode_prompt(tokenizer, seen, row, where)
+    seen = prompts_lib.prompt_of(row, where, '' if isinstance(row['prompt'], str) else config.data.system_prompt)
+    tokens = prompts_lib.encode_prompt(tokenizer, seen, row, where)
     if len(tokens) > longest:
       raise InputError(
         f'config.rl.privileged: the prompt of the teacher at {where} has {len(tokens)} tokens; raise '

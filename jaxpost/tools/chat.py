@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TextIO
 
-from jaxpost.data import chat
+from jaxpost.data import prompts as prompts_lib
 from jaxpost.data.messages import check_text
 from jaxpost.errors import InputError
 from jaxpost.rollout.native import NativeEngine
@@ -51,7 +51,7 @@ def chat_loop(
     out: gets the answers as they are decoded.
   """
   for weights in models.values():  # a template that cannot render a chat is reported before an engine is made
-    chat.encode_prompt(weights.inputs.tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
+    prompts_lib.encode_prompt(weights.inputs.tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
   if isinstance(asked, io.TextIOWrapper):
     asked.reconfigure(errors='surrogateescape')  # or a byte that is no UTF-8 would end the chat in some locales
   speakers = [_speaker(name if len(models) > 1 else '', weights, draws, mesh) for name, weights in models.items()]
@@ -88,7 +88,7 @@ def _reply(speaker: Speaker, text: str, turn: int, draws: Draws, out: TextIO) ->
   """Adds a message and the answer to the chat of one model."""
   messages, prefix = speaker.messages, f'{speaker.name}: ' if speaker.name else ''
   messages.append({'role': 'user', 'content': text})
-  ids = chat.encode_prompt(speaker.tokenizer, messages, {}, '--chat')
+  ids = prompts_lib.encode_prompt(speaker.tokenizer, messages, {}, '--chat')
   if len(ids) > _CONTEXT:
     messages.pop()
     out.write(f'{prefix}{len(ids)} tokens are more than the {_CONTEXT} of a chat; /reset begins a new one\n')

@@ -16,7 +16,8 @@ import numpy as np
 import rich.console
 import rich.text
 
-from jaxpost.data import chat, sources
+from jaxpost.data import prompts as prompts_lib
+from jaxpost.data import sources
 from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
@@ -72,8 +73,8 @@ def prompts_of(weights: Weights, data_sets: Sequence[sources.Rows], as_chat: boo
       prompt = tokenizer.decode(tokens, skip_special=False)
     else:
       plain = isinstance(row.get('prompt'), str)
-      prompt = chat.prompt_of(row, where, '' if plain else weights.inputs.config.data.system_prompt)
-      tokens = chat.encode_prompt(tokenizer, prompt, row, where)
+      prompt = prompts_lib.prompt_of(row, where, '' if plain else weights.inputs.config.data.system_prompt)
+      tokens = prompts_lib.encode_prompt(tokenizer, prompt, row, where)
     prompts.append(Prompt(len(prompts), tokens, prompt, columns))
   return prompts
 
