@@ -11,7 +11,7 @@ import tiny
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters, presets, transformer
 from jaxpost.models.config import Rope
-from jaxpost.programs import cache_storage
+from jaxpost.programs import cache_storage, pages
 from jaxpost.types import Cache
 
 LLAMA3 = dict(
@@ -72,14 +72,14 @@ def test_extend_writes_what_is_new_and_nothing_else(one_by_one):
   recent, filled = Cache((new(2, 3, 5, 7),), (new(2, 3, 5, 7),)), np.array([9, 2], np.int32)
   rows = Cache((new(3, 3, 16, 7),), (new(3, 3, 16, 7),))
   table = np.array([[4, 1, 6, 8], [3, 2, 0, 0]], np.int32)
-  pages = Cache((new(9, 3, 4, 7),), (new(9, 3, 4, 7),), table)
+  pool = Cache((new(9, 3, 4, 7),), (new(9, 3, 4, 7),), table)
   out = jax.jit(cache_storage.extend, static_argnums=3)(rows, recent, filled, one_by_one)
   expected = np.array(rows.k[0])
   for s, n in enumerate(filled):
     expected[s, :, n : n + 5] = recent.k[0][s]
   np.testing.assert_array_equal(out.k[0], expected)
-  out = jax.jit(cache_storage.extend, static_argnums=3)(pages, recent, filled, one_by_one)
-  expected = np.array(pages.v[0])
+  out = jax.jit(pages.extend, static_argnums=3)(pool, recent, filled, one_by_one)
+  expected = np.array(pool.v[0])
   for s, n in enumerate(filled):
     for t in range(n, n + 5):
       expected[table[s, t // 4], :, t % 4] = recent.v[0][s, :, t - n]

@@ -34,24 +34,6 @@ def put_rows(cache: Cache, rows: Cache | None, new: jax.Array, source: jax.Array
   return jax.lax.fori_loop(0, jnp.sum(new), write, cache)
 
 
-def put_pages(pool: Cache, rows: Cache, copies: jax.Array) -> Cache:
-  """Copies parts of `rows` [N, K, P, h] into pages [pages, K, p, h], in place; `copies` as in `generate.Entry`."""
-  size = pool.k[0].shape[2]
-  rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, 0))), rows)
-
-  def write(i, pool):
-    row, place, page = copies[i]
-    return jax.tree.map(
-      lambda old, rows: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice(rows, (row, 0, place * size, 0), (1, *old.shape[1:])), (page, 0, 0, 0)
-      ),
-      pool,
-      rows,
-    )
-
-  return jax.lax.fori_loop(0, jnp.sum(copies[:, 0] >= 0), write, pool)
-
-
 def empty_block(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
   """Returns empty cache entries [rows, K, steps, h] for a block of `steps` tokens, and the present states."""
   entries = cache.replace(states=())
@@ -72,9 +54,14 @@ def first_entries(cache: Cache, rows: int, read: int) -> Cache:
 
 
 def append(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
-  """Returns the cache with the entries of a block and its last states; see `extend`."""
+  """Returns the cache, maybe of pages with a table, with the entries of a block and its last states; see `extend`."""
   entries, states = stored(recent.replace(experts=(), states=())), cache.states
-  cache = extend(cache.replace(states=()), entries, filled, one_by_one)
+  write = extend
+  if cache.table is not None:
+    from jaxpost.programs import pages
+
+    write = pages.extend
+  cache = write(cache.replace(states=()), entries, filled, one_by_one)
   return cache.replace(states=replace_first(states, recent.states))
 
 
@@ -100,41 +87,25 @@ def where(new: jax.Array, value: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def extend(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
-  """Appends `recent` to the filled part of the cache, in place.
+  """Appends `recent` to the filled part of the first slots of the cache, in place.
 
   Entries past the end overwrite the last ones of their slot, or are dropped: only finished slots get there.
 
   Args:
-    cache: L x [S', K, length, h], of which the first S rows are extended; or
-      pages and a table.
+    cache: L x [S', K, length, h].
     recent: L x [S, K, T, h].
     filled: [S], valid entries.
-    one_by_one: write slot by slot (or entry by entry, in pages) instead of by a scatter.
+    one_by_one: write slot by slot instead of by a scatter, which copies the cache on CPU, and its layout on TPU.
   """
   rows, _, steps, _ = recent.k[0].shape
-  at, row = filled[:, None] + jnp.arange(steps), jnp.arange(rows)[:, None]
-  if cache.table is not None:
-    size, last = cache.k[0].shape[2], cache.table.shape[1] - 1
-    row = cache.table[row, jnp.minimum(at // size, last)]
-    at = at % size
-  new = jax.tree.map(lambda x: x.swapaxes(1, 2), recent)  # [S, T, K, h]
-  old, table = cache.replace(table=None), cache.table
   if not one_by_one:
-    out = jax.tree.map(lambda old, new: old.at[row, :, at].set(new, mode='drop'), old, new)
-    return out.replace(table=table)
-  # The scatter copies the cache on CPU, and its layout on TPU; slices are updated in place.
-  each = steps if table is not None else 1
+    row, at = jnp.arange(rows)[:, None], filled[:, None] + jnp.arange(steps)
+    return jax.tree.map(lambda old, new: old.at[row, :, at].set(new.swapaxes(1, 2), mode='drop'), cache, recent)
 
-  def write(i, cache):
-    s, t = i // each, i % each
-    place = (row[s, t if each > 1 else 0], 0, at[s, t], 0)
+  def write(s, cache):
+    place = (s, 0, filled[s], 0)
     return jax.tree.map(
-      lambda old, new: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice(new, (s, 0, t, 0), (1, new.shape[1], steps // each, new.shape[3])), place
-      ),
-      cache,
-      recent,
+      lambda old, new: jax.lax.dynamic_update_slice(old, jax.lax.dynamic_slice_in_dim(new, s, 1), place), cache, recent
     )
 
-  out = jax.lax.fori_loop(0, rows * each, write, old)
-  return out.replace(table=table)
+  return jax.lax.fori_loop(0, rows, write, cache)

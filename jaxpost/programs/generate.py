@@ -161,7 +161,9 @@ def make_insert(layout: Layout, ledger: Ledger) -> Program:
     if entry.copies is None:
       cache = cache_storage.put_rows(state.cache, prefilled.cache, entry.source >= 0, source)
     else:
-      cache = cache_storage.put_pages(state.cache, prefilled.cache, entry.copies)
+      from jaxpost.programs import pages
+
+      cache = pages.put(state.cache, prefilled.cache, entry.copies)
     hidden, positions = prefilled.hidden[source], prefilled.lengths[source]
     return enter(state.replace(cache=cache), entry, hidden, positions, run_key, step=step)
 

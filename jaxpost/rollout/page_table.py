@@ -6,7 +6,7 @@ its own, and takes more as it grows. Page 0 is reserved: free slots write there.
 
 import collections
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 
@@ -28,6 +28,7 @@ class PageTable:
 
   size: entries of a page.
   count: pages, including the reserved page 0.
+  evict: releases a holder that can do without its pages; False if there is none. Called while too few are free.
   """
 
   def __init__(self, size: int, count: int):
@@ -38,6 +39,7 @@ class PageTable:
     self.users: collections.Counter[int] = collections.Counter()  # page -> number of holders
     self.held: dict[Hashable, list[int]] = {}  # holder -> its pages, in order
     self.prompts: dict[Hashable, bytes] = {}  # holder -> prompt whose pages it shares
+    self.evict: Callable[[], bool] = lambda: False
 
   def needed(self, entries: int) -> int:
     """Pages that `entries` take."""
@@ -51,11 +53,10 @@ class PageTable:
     """
     full = length // self.size
     total = self.needed(length + extra)
-    known = self.shared.get(prompt)
-    new = total if known is None else total - full
-    if new > len(self.free):
-      return None
-    copies = []
+    while (total - full if prompt in self.shared else total) > len(self.free):
+      if not self.evict():
+        return None
+    copies, known = [], self.shared.get(prompt)
     if known is None:
       known = self.shared[prompt] = [self.free.popleft() for _ in range(full)]
       copies = [PageCopy(row, i, page) for i, page in enumerate(known)]
@@ -68,11 +69,12 @@ class PageTable:
     return copies
 
   def grow(self, holder: Hashable, entries: int) -> bool:
-    """Extends a holder's pages to `entries`; False, changing nothing, if too few are free."""
+    """Extends a holder's pages to `entries`; False, and no page more, if too few are free."""
     pages = self.held[holder]
     more = self.needed(entries) - len(pages)
-    if more > len(self.free):
-      return False
+    while more > len(self.free):
+      if not self.evict():
+        return False
     for _ in range(more):
       pages.append(self.free.popleft())
       self.users[pages[-1]] += 1

@@ -84,6 +84,8 @@ class Scheduler:
     self.prefilled_rows: dict[bytes, int] = {}  # prompt -> its row there
     self.running: collections.deque[Dispatched] = collections.deque()
     self.prefix_cache = PrefixCache(self.pages)
+    if self.pages:
+      self.pages.evict = self.prefix_cache.evict
     # Counts that `figures` reports.
     self.computed = 0  # slot-steps
     self.drawn = 0
@@ -167,29 +169,14 @@ class Scheduler:
       if len(taken) == len(free):
         break
       if sequence.key in self.prefilled_rows:
-        found = self.allocate_pages(sequence)
-        if found is None:
-          return taken, copies, False
-        copies += found
+        if self.pages:
+          row = self.prefilled_rows[sequence.key]
+          found = self.pages.admit(sequence, sequence.key, row, len(sequence.tokens), self.engine.block)
+          if found is None:
+            return taken, copies, False
+          copies += found
         taken[free[len(taken)]] = sequence
     return taken, copies, True
-
-  def allocate_pages(self, sequence: ActiveSequence) -> list[PageCopy] | None:
-    """Pages for a prefilled sequence, evicting cached prefixes; None where they do not suffice."""
-    if not self.pages:
-      return []
-    row = self.prefilled_rows[sequence.key]
-    while True:
-      found = self.pages.admit(sequence, sequence.key, row, len(sequence.tokens), self.engine.block)
-      if found is not None or not self.prefix_cache.evict():
-        return found
-
-  def grow_pages(self, sequence: ActiveSequence, entries: int) -> bool:
-    """Extends a sequence's pages to `entries`, evicting cached prefixes; False where they do not suffice."""
-    while not self.pages.grow(sequence, entries):
-      if not self.prefix_cache.evict():
-        return False
-    return True
 
   def admit_cached(self) -> None:
     """Admits queued requests that extend a cached prefix; only their suffix is prefilled."""
@@ -230,7 +217,7 @@ class Scheduler:
     if not self.pages:
       return cached.slot
     self.pages.hand_over(cached.holder, sequence)
-    if self.grow_pages(sequence, len(sequence.tokens) + self.engine.block):
+    if self.pages.grow(sequence, len(sequence.tokens) + self.engine.block):
       return free[0]
     self.pages.release(sequence)
     return None
@@ -308,7 +295,7 @@ class Scheduler:
   def ensure_pages(self) -> bool:
     """Allocates pages for a block of every sequence; preempts the last admitted ones where needed."""
     for sequence in list(self.active.values()):
-      while sequence in self.active.values() and not self.grow_pages(sequence, sequence.used + self.engine.block):
+      while sequence in self.active.values() and not self.pages.grow(sequence, sequence.used + self.engine.block):
         if self.running:
           return False
         slot, last = list(self.active.items())[-1]
