@@ -289,20 +289,13 @@ class PackedStream:
   def fitted(self, row: int, example: Example | None) -> Example | None:
     """Returns the Example of a row of the data as it is packed, at most T tokens; None if it is dropped."""
     if example is not None and len(example.tokens) > self._row_length:
-      example = self._cut(row, example)
+      if self._overlong == 'error':
+        raise InputError(
+          f'{self._where(row)}: has {len(example.tokens)} tokens, row_length is {self._row_length}; raise it or set '
+          "overlong='truncate' or 'drop'"
+        )
+      example = example.cut(self._row_length) if self._overlong == 'truncate' else None
     return example if example is not None and example.trained.any() else None
-
-  def _cut(self, row: int, example: Example) -> Example | None:
-    """Cuts an over-long Example to a row, or returns None to drop it."""
-    if self._overlong == 'error':
-      raise InputError(
-        f'{self._where(row)}: has {len(example.tokens)} tokens, row_length is'
-        f" {self._row_length}; raise it or set overlong='truncate' or"
-        " 'drop'"
-      )
-    if self._overlong == 'drop':
-      return None
-    return example.cut(self._row_length)
 
 
 def _fill(batches: Iterator[Any], out: queue.Queue, stopped: threading.Event) -> None:

@@ -230,13 +230,12 @@ def make_update(
     if objective.token_means or not objective.coupled:
       total = jnp.where(empty, 1.0, jnp.sum(batch.loss_weights))
       metrics = jax.tree.map(lambda x: x / total, metrics)
-
     if routing:
       from jaxpost.models import routing as routing_lib
 
       metrics |= routing_lib.metrics(routing)
-    step = functools.partial(clipped_step, optimizer=optimizer, grads=grads, norm=norm, clip_norm=clip_norm)
-    finite, params, opt_state = _step_if_finite(state, step, finite, empty, scaling and scaling.unmoved)
+    new = clipped_step(state, optimizer, grads, norm, clip_norm)
+    finite, params, opt_state = _if_finite(new, state, finite, empty, scaling and scaling.unmoved)
     metrics |= {
       'loss': loss,
       'grad_norm': norm,
@@ -298,10 +297,10 @@ def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
   return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-def _step_if_finite(
-  state: TrainState, step: Callable, finite: jax.Array, empty: jax.Array, unmoved: Callable | None
+def _if_finite(
+  new: tuple[Any, Any], state: TrainState, finite: jax.Array, empty: jax.Array, unmoved: Callable | None
 ) -> tuple[jax.Array, Any, Any]:
-  """Returns (finite, params, opt_state): of `step(state)` if all of that is finite and the batch is not empty.
+  """Returns (finite, params, opt_state): `new` if all of that is finite and the batch is not empty.
 
   Otherwise the parameters stay, and so does the state of the optimizer, or it is
   unmoved(state of the optimizer, finite).
@@ -309,7 +308,6 @@ def _step_if_finite(
   Elements are selected, so that XLA computes the new state in place of the old one; a
   `lax.cond` would copy both on GPU, and wait there for the host.
   """
-  new = step(state)
   finite &= empty | jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(new)]))
   moves = finite & ~empty
   old = state.params, unmoved(state.opt_state, finite) if unmoved else state.opt_state

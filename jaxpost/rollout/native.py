@@ -194,8 +194,11 @@ class NativeEngine:
     self._fits = True
 
   def _too_large(self) -> str:
-    return sampler_config.too_large(
-      self.max_concurrent_decodes, self.length, self.cache_bytes(), sampler_config.free_bytes(self.layout)
+    slots, wanted, free = self.max_concurrent_decodes, self.cache_bytes(), sampler_config.free_bytes(self.layout)
+    return (
+      f'config.rollout.slots: {slots} slots of {self.length} cache entries take {wanted / 2**30:.2f} GiB and '
+      f'{max(free, 0) / 2**30:.2f} are free: {max(int(slots * free / max(wanted, 1)), 0)} slots would fit; lower it, '
+      'or the lengths'
     )
 
   def described(self, params: Any) -> tuple:

@@ -152,14 +152,10 @@ def widths(config: SamplerConfig) -> dict[str, int]:
 def sampling(config: SamplerConfig, given: dict) -> Sampling:
   """The `Sampling` of one slot, as numpy scalars and [M] ids: `given`, else the config."""
   values = dict(vars(config), min_tokens=config.min_new_tokens, max_tokens=config.max_new_tokens, seed=0) | given
-
-  def value(name, kind):
-    return kind(values[name])
-
   ids = {name: np.array([*values[name]] + [-1] * width, np.int32)[:width] for name, width in widths(config).items()}
   return Sampling(
-    **{name: value(name, np.float32) for name in ('temperature', 'top_p', 'min_p')},
-    **{name: value(name, np.int32) for name in ('top_k', 'min_tokens', 'max_tokens', 'seed', 'top_logprobs')},
+    **{name: np.float32(values[name]) for name in ('temperature', 'top_p', 'min_p')},
+    **{name: np.int32(values[name]) for name in ('top_k', 'min_tokens', 'max_tokens', 'seed', 'top_logprobs')},
     **ids,
   )
 
@@ -204,12 +200,3 @@ def free_bytes(layout: Layout) -> float:
   if layout.mesh.devices.flat[0].platform == 'cpu':
     return memory.free_on_host()
   return float('inf')
-
-
-def too_large(slots: int, length: int, wanted: int, free: float) -> str:
-  """The error message for a cache of `wanted` bytes."""
-  return (
-    f'config.rollout.slots: {slots} slots of {length} cache entries take {wanted / 2**30:.2f} GiB and '
-    f'{max(free, 0) / 2**30:.2f} are free: {max(int(slots * free / max(wanted, 1)), 0)} slots would fit; lower it, or '
-    'the lengths'
-  )

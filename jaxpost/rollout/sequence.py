@@ -138,17 +138,15 @@ class ActiveSequence:
     """
     if not strings:
       return ''
-    new = len(self.blocks[-1].tokens)
-    tokens = self.drawn()
+    tokens, new = self.drawn(), len(self.blocks[-1].tokens)
+    before = len(tokens) - new
     # A token may be a single byte of a character of four.
     reach = 4 * max(map(len, strings)) + new
     whole = decode(tokens[-reach:])
     if not any(string in whole for string in strings):
       return ''
-    for end in range(len(tokens) - new + 1, len(tokens) + 1):
+    for end in range(max(before, min_tokens) + 1, len(tokens) + 1):
       start = max(0, end - reach)
-      if end <= min_tokens:
-        continue
       text = decode(tokens[start:end])
       early = decode(tokens[start : max(start, min_tokens)])
       for string in strings:
@@ -156,7 +154,7 @@ class ActiveSequence:
         # something else once the rest of it follows.
         known = len(os.path.commonprefix([early, text]))
         if text.find(string, max(0, known - len(string) + 1)) >= 0:
-          self.blocks[-1] = self.blocks[-1].first(new - (len(tokens) - end))
+          self.blocks[-1] = self.blocks[-1].first(end - before)
           return string
     return ''
 
