@@ -126,9 +126,9 @@ def _run(
     raw = epochs.with_counted_steps(raw, prepared)
     stop.check('the start of the run')
     if prepared[-1].config.save.export:
-      from jaxpost.formats import hf
+      from jaxpost.formats import hf_export
 
-      hf.check_target(workdir / 'export')
+      hf_export.check_target(workdir / 'export')
     if several:
       agreement.check_inputs(prepared)
     # From here on devices are used.

@@ -35,12 +35,12 @@ def main(argv):
     exits.refuse(('public',), 'without --push')
   host.tune_host()
   host.use_compile_cache()
-  from jaxpost.formats import hf
+  from jaxpost.formats import hf_export
   from jaxpost.stage import model_card
   from jaxpost.storage import hub
   from jaxpost.tools import inference
 
-  hf.check_target(_OUT.value)  # before minutes of reading
+  hf_export.check_target(_OUT.value)  # before minutes of reading
   weights = inference.load(**_WEIGHTS.arguments())
   name = weights.inputs.name
   model_card.check_stage(_OUT.value, name)

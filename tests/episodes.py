@@ -8,7 +8,7 @@ import numpy as np
 import tiny
 
 from jaxpost.data import tokenizer
-from jaxpost.formats import hf
+from jaxpost.formats import hf_export
 from jaxpost.models import model as model_lib
 
 ENVIRONMENT = '''
@@ -44,7 +44,7 @@ def folder(path, length=5):
   model = model_lib.build(tiny.config(**shape))
   params = tiny.params(model)
   params['embed'] = np.asarray(params['embed']) * np.where(np.arange(len(params['embed'])) == 258, length, 1)[:, None]
-  hf.save(path, model, params)
+  hf_export.save(path, model, params)
   tokenizer.load('bytes').save(path)
   return str(path)
 

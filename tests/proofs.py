@@ -10,7 +10,7 @@ import pytest
 import safetensors.numpy
 import tiny
 
-from jaxpost.formats import hf, peft
+from jaxpost.formats import hf_export, peft
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition, quantization
 from jaxpost.monitor import metrics
@@ -52,7 +52,7 @@ def check_greedy_text(config, folder) -> None:
 
   model = model_lib.build(config)
   params = tiny.params(model)
-  hf.save(folder, model, params)
+  hf_export.save(folder, model, params)
   network = AutoModelForCausalLM.from_pretrained(folder, attn_implementation='eager').eval()
   sampler = engine(model)
   sampler.load(params, version=0)

@@ -29,6 +29,9 @@ OPTIONS = {
   'jaxpost.distributed.bridge': 'mesh.rollout_devices',
   'jaxpost.formats.chunked_fields': 'model.path',
   'jaxpost.formats.fp8': 'model.path',
+  'jaxpost.formats.hf': 'model.path',
+  'jaxpost.formats.model_folder': 'model.path',
+  'jaxpost.formats.tensor_reader': 'model.path',
   'jaxpost.formats.hybrid_families': 'model.path',
   'jaxpost.formats.hybrid_fields': 'model.path',
   'jaxpost.formats.latent_families': 'model.path',
@@ -139,7 +142,7 @@ ENTRIES = (
   Entry(
     'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (69, 12_651, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (131, 23_861, 11)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (130, 23_459, 11)),
 )
 
 

@@ -21,7 +21,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_fields, config_json, families, hf, not_built, tensor_layout
+from jaxpost.formats import config_fields, config_json, families, hf, hf_export, not_built, tensor_layout
 from jaxpost.losses import head_chunk
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
@@ -526,7 +526,7 @@ def gradient_error(folder, network) -> float:
     return jnp.sum(jax.nn.log_softmax(out[..., :131]) * weights)
 
   grads = jax.jit(jax.grad(ours))(params)
-  found = dict(hf.export_tensors(tensor_layout.table(model.config), grads, np.dtype('float32')))
+  found = dict(hf_export.export_tensors(tensor_layout.table(model.config), grads, np.dtype('float32')))
   assert set(theirs) == set(found)
   return max(difference(found[k], g) if np.any(g) else tiny.largest(found[k]) for k, g in theirs.items())
 
@@ -562,7 +562,7 @@ def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
 
   folder, network = reference(case)
   model, params = load(folder)
-  hf.save(tmp_path / 'x', model, params)
+  hf_export.save(tmp_path / 'x', model, params)
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), tensors(folder), tensors(tmp_path / 'x'))
   again = hf.read_config(tmp_path / 'x')
   assert again == model.config

@@ -18,7 +18,7 @@ import tiny
 from jaxpost import stages
 from jaxpost.data import tokenizer
 from jaxpost.errors import InputError, NoCheckpointError
-from jaxpost.formats import hf
+from jaxpost.formats import hf, hf_export
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics, program_table
 from jaxpost.rollout import rollout_files
@@ -63,7 +63,7 @@ def read_export(run):
   shardings = jax.tree.map(lambda _: here, jax.eval_shape(model.init, jax.random.key(0)))
   read = tokenizer.load(run / 'export')
   weights = same(hf.load_params(run / 'export', model, shardings, 'float32'))
-  return weights, hf.read_generation(run / 'export'), read.stop_ids, read.encode('1+1')
+  return weights, hf_export.read_generation(run / 'export'), read.stop_ids, read.encode('1+1')
 
 
 def read_checkpoint(run, stage):

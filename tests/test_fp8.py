@@ -17,8 +17,8 @@ import tiny
 
 from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError
-from jaxpost.formats import hf, model_folder, safetensors_file, tensor_layout
-from jaxpost.formats.model_folder import SINGLE
+from jaxpost.formats import hf, hf_export, model_folder, safetensors_file, tensor_layout
+from jaxpost.formats.safetensors_file import SINGLE
 from jaxpost.models import model as model_lib
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -65,7 +65,7 @@ def check_load(folder, meant, mesh):
   model = model_lib.build(hf.read_config(folder))
   hf.check(folder, model.config)
   params = hf.load_params(folder, model, model.shardings(make_layout(mesh, 'train')), 'float32')
-  found = dict(hf.export_tensors(tensor_layout.table(model.config), params, np.dtype('float32')))
+  found = dict(hf_export.export_tensors(tensor_layout.table(model.config), params, np.dtype('float32')))
   assert found.keys() == meant.keys()
   for name, x in meant.items():
     np.testing.assert_array_equal(found[name], x, err_msg=name)

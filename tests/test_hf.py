@@ -13,7 +13,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf, tensor_layout
+from jaxpost.formats import config_json, hf, hf_export, tensor_reader
 from jaxpost.models import model as model_lib
 from jaxpost.programs import train
 
@@ -197,7 +197,7 @@ def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
   folder, ids, theirs = reference(case)
   model, params = load(folder)
   out = tmp_path / 'export'
-  hf.save(out, model, params, max_shard_bytes=10_000)
+  hf_export.save(out, model, params, max_shard_bytes=10_000)
   assert len(list(out.iterdir())) > 6
   jax.tree.map(equal, tensors(folder), tensors(out))
 
@@ -209,10 +209,12 @@ def test_how_to_sample_goes_along(reference, tmp_path):
   (tmp_path / 'generation_config.json').write_text(
     json.dumps(said | dict(eos_token_id=99, transformers_version='5', _from_model_config=True))
   )
-  assert hf.read_generation(tmp_path) == said
-  assert hf.read_generation('bytes') == {}
+  assert hf_export.read_generation(tmp_path) == said
+  assert hf_export.read_generation('bytes') == {}
   model, params = load(folder)
-  hf.save(tmp_path / 'x', model, params, stop_ids=(7,), bos_id=1, pad_id=0, generation=hf.read_generation(tmp_path))
+  hf_export.save(
+    tmp_path / 'x', model, params, stop_ids=(7,), bos_id=1, pad_id=0, generation=hf_export.read_generation(tmp_path)
+  )
   assert json.loads((tmp_path / 'x/generation_config.json').read_text()) == (
     said | dict(bos_token_id=1, eos_token_id=[7], pad_token_id=0)
   )
@@ -225,7 +227,7 @@ def test_export_is_what_transformers_computes(reference, tmp_path, case):
 
   folder, ids, theirs = reference(case)
   model, params = load(folder)
-  hf.save(tmp_path / 'x', model, params, stop_ids=(7, 9), bos_id=1, pad_id=0)
+  hf_export.save(tmp_path / 'x', model, params, stop_ids=(7, 9), bos_id=1, pad_id=0)
   network = AutoModelForCausalLM.from_pretrained(tmp_path / 'x').eval()
   assert network.dtype == torch.float32
   assert network.generation_config.eos_token_id == [7, 9]
@@ -242,7 +244,7 @@ def test_round_trip_of_our_own_parameters(tmp_path, dtype, limit):
   model = model_lib.build(tiny.config(tie_embeddings=False))
   params = jax.tree.map(lambda x: x.astype(dtype), tiny.params(model))
   folder = tmp_path / 'export'
-  hf.save(folder, model, params, max_shard_bytes=limit)
+  hf_export.save(folder, model, params, max_shard_bytes=limit)
   config = json.loads((folder / 'config.json').read_text())
   assert config['torch_dtype'] == config['dtype'] == dtype
   assert {x.dtype.name for x in tensors(folder).values()} == {dtype}
@@ -261,7 +263,7 @@ def test_round_trip_of_our_own_parameters(tmp_path, dtype, limit):
 @pytest.fixture
 def export(tmp_path):
   folder, model = tmp_path / 'model', model_lib.build(tiny.config())
-  hf.save(folder, model, tiny.params(model), max_shard_bytes=20_000)
+  hf_export.save(folder, model, tiny.params(model), max_shard_bytes=20_000)
   return folder
 
 
@@ -274,9 +276,9 @@ def test_export_replaces_an_export_and_nothing_else(export, tmp_path):
 
   before = tensors(export)
   with pytest.raises(OSError):
-    hf.save(export, model, params, tokenizer_save=fail)
+    hf_export.save(export, model, params, tokenizer_save=fail)
   jax.tree.map(equal, before, tensors(export))  # the old one is untouched
-  hf.save(export, model, params, tokenizer_save=lambda folder: (folder / 'tokenizer.json').write_text('{}'))
+  hf_export.save(export, model, params, tokenizer_save=lambda folder: (folder / 'tokenizer.json').write_text('{}'))
   assert sorted(p.name for p in export.iterdir()) == [
     'README.md',
     'checksums.json',
@@ -288,7 +290,7 @@ def test_export_replaces_an_export_and_nothing_else(export, tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ['model']
   (export / 'README.md').unlink()
   with pytest.raises(InputError, match='not replaced'):
-    hf.save(export, model, params)
+    hf_export.save(export, model, params)
 
 
 def test_card_is_one_that_the_hub_reads(export):
@@ -451,7 +453,7 @@ def large(tmp_path):
   params = model.init(jax.random.key(0))
   sizes = [x.nbytes for x in jax.tree.leaves(params)]
   assert max(sizes) < sum(sizes) / 3
-  hf.save(tmp_path / 'large', model, params)
+  hf_export.save(tmp_path / 'large', model, params)
   return model, params, max(sizes), sum(sizes), tmp_path / 'large'
 
 
@@ -463,7 +465,7 @@ def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
   """
   model, params, _, every, folder = large
   tensor = max(x.nbytes for x in tensors(folder).values())
-  monkeypatch.setattr(tensor_layout, '_PIECE', tensor // 4)
+  monkeypatch.setattr(tensor_reader, '_PIECE', tensor // 4)
   written, held = [], []
 
   def write(x, piece, at, *sharding, **moves):
@@ -491,7 +493,7 @@ def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
 def test_export_keeps_one_layer_on_the_host(large, tmp_path):
   """Whatever fits into a file: tensors are fetched and written one by one."""
   model, params, largest, every, folder = large
-  peak, _ = traced(lambda: hf.save(tmp_path / 'again', model, params))
+  peak, _ = traced(lambda: hf_export.save(tmp_path / 'again', model, params))
   assert peak < 2.5 * largest / model.config.num_layers < every / 6
   names = [p.name for p in (tmp_path / 'again').glob('*.safetensors')]
   assert names == ['model.safetensors']
@@ -500,7 +502,7 @@ def test_export_keeps_one_layer_on_the_host(large, tmp_path):
 
 def test_export_in_shards_is_whole(large, tmp_path):
   model, params, largest, _, folder = large
-  hf.save(tmp_path / 'again', model, params, max_shard_bytes=largest // 4)
+  hf_export.save(tmp_path / 'again', model, params, max_shard_bytes=largest // 4)
   files = sorted(p.name for p in (tmp_path / 'again').glob('*.safetensors'))
   assert len(files) > 5 and files[0].startswith('model-00001-of-')
   index = json.loads((tmp_path / 'again/model.safetensors.index.json').read_text())

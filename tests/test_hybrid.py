@@ -17,7 +17,7 @@ import tiny
 
 import jaxpost
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf, tensor_layout
+from jaxpost.formats import config_json, hf, hf_export, tensor_layout
 from jaxpost.models import convolution, recurrence, routing, saved_config, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
@@ -429,7 +429,7 @@ def test_what_lfm2_lacks_here_is_refused_by_name(fields, words):
 def test_folders_may_hold_modules_for_several_tokens(tmp_path):
   """Folders of Qwen do, without a field for it. Any other unknown tensor is still refused."""
   model = model_lib.build(tiny.hybrid(num_layers=2, mixers=('delta', 'layers')))
-  hf.save(tmp_path, model, tiny.params(model))
+  hf_export.save(tmp_path, model, tiny.params(model))
   file = tmp_path / 'model.safetensors'
   tensors, more = safetensors.numpy.load_file(file), np.zeros((3, 4), np.float32)
   safetensors.numpy.save_file(tensors | {'mtp.fc.weight': more}, file, metadata={'format': 'pt'})

@@ -88,7 +88,7 @@ def main(folder, name, moment, rank, count, address, workdir):
   """Makes the run in this process; at the moment, ends it."""
   from jaxpost import loop, stages
   from jaxpost.distributed import cluster
-  from jaxpost.formats import hf
+  from jaxpost.formats import hf_export
   from jaxpost.storage import object_store
 
   if int(count) > 1:
@@ -126,7 +126,7 @@ def main(folder, name, moment, rank, count, address, workdir):
   if moment == 'save':
     before(object_store, 'write', half_a_seal)
   if moment == 'export':
-    before(hf, '_write_configs', lambda *given: True)
+    before(hf_export, '_write_configs', lambda *given: True)
   stages.run(config(pathlib.Path(folder), name), workdir)
 
 

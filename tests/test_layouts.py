@@ -70,7 +70,7 @@ def main():
   from jaxpost import types
   from jaxpost.distributed.phases import make_layout
   from jaxpost.distributed.transfer import to_host
-  from jaxpost.formats import hf
+  from jaxpost.formats import hf, hf_export
   from jaxpost.models import model as model_lib
   from jaxpost.models.config import Experts, Rope
   from jaxpost.programs import train
@@ -131,7 +131,7 @@ def main():
 
   def saved(model):
     folder, params = tempfile.mkdtemp() + '/model', tiny.params(model)
-    hf.save(folder, model, params, max_shard_bytes=20_000)
+    hf_export.save(folder, model, params, max_shard_bytes=20_000)
     return model, folder, params
 
   def surrogate(name):

@@ -19,7 +19,7 @@ import tiny
 
 from jaxpost import stages, types
 from jaxpost.errors import InputError
-from jaxpost.formats import hf, peft, tensor_layout
+from jaxpost.formats import hf, hf_export, peft, tensor_layout
 from jaxpost.models import lora, parameters, partition
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import leaf
@@ -183,7 +183,7 @@ def based(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp('base') / request.param
   cfg = tiny.config(**SHAPES[request.param])
   model = model_lib.build(cfg)
-  hf.save(folder, model, tiny.params(model))
+  hf_export.save(folder, model, tiny.params(model))
   return folder, cfg
 
 
@@ -246,7 +246,7 @@ def test_folder_and_gradients_of_peft(based, tmp_path, fields):
   assert float(value) == pytest.approx(loss.item(), rel=1e-5)
   theirs = {name.replace('.default', ''): p.grad.numpy() for name, p in network.named_parameters() if p.requires_grad}
   ours = dict(
-    hf.export_tensors(tensor_layout.table(model.config, partition.trained_part(model).table), grads, np.float32)
+    hf_export.export_tensors(tensor_layout.table(model.config, partition.trained_part(model).table), grads, np.float32)
   )
   assert ours.keys() == theirs.keys()
   for name in ours:
@@ -292,7 +292,7 @@ def phi(tmp_path_factory):
   """Returns the same as `based` for a family that keeps q, k and v, and gate and up, in one tensor."""
   folder, cfg = tmp_path_factory.mktemp('phi') / 'base', tiny.config(**FUSED)
   model = model_lib.build(cfg)
-  hf.save(folder, model, tiny.params(model))
+  hf_export.save(folder, model, tiny.params(model))
   return folder, cfg
 
 
@@ -486,7 +486,7 @@ def test_resume_is_exact_and_knows_the_base(base, trained, tmp_path):
   files = [d / 'export/model.safetensors' for d in (trained, tmp_path / 'run')]
   assert files[0].read_bytes() == files[1].read_bytes()
   model = model_lib.build(hf.read_config(other))
-  hf.save(other, model, tiny.params(model, seed=7))
+  hf_export.save(other, model, tiny.params(model, seed=7))
   with pytest.raises(InputError, match='have changed since'):
     run(tiny.merged(whole, dict(train=dict(steps=5))), tmp_path / 'run')
   with pytest.raises(InputError, match='gone or has changed'):

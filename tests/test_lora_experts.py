@@ -15,7 +15,7 @@ import tiny
 
 from jaxpost import stages
 from jaxpost.errors import InputError
-from jaxpost.formats import hf, peft
+from jaxpost.formats import hf, hf_export, peft
 from jaxpost.models import lora, partition, quantization
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
@@ -128,7 +128,7 @@ def based(request, tmp_path_factory):
   folder = tmp_path_factory.mktemp('base') / request.param
   cfg = dataclasses.replace(config(family=request.param), lora=())
   model = model_lib.build(cfg)
-  hf.save(folder, model, tiny.params(model))
+  hf_export.save(folder, model, tiny.params(model))
   return folder, cfg
 
 

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from jaxpost import stages
-from jaxpost.formats import hf
+from jaxpost.formats import hf, hf_export
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 from jaxpost.models.parameters import leaf, nest
@@ -62,7 +62,7 @@ def test_bytes_are_those_of_merged_parameters(bases, tmp_path, name, kind, dtype
   p, params = prepared(bases[name], kind, dtype, f'q|o{experts}' if (experts) else 'q|k|v|o|gate|up|down')
   export.export(p.inputs, tmp_path / 'new', params)
   model = p.inputs.model
-  hf.save(tmp_path / 'old', model_lib.build(dataclasses.replace(model.config, lora=())), model.merge(params))
+  hf_export.save(tmp_path / 'old', model_lib.build(dataclasses.replace(model.config, lora=())), model.merge(params))
   written, right = ((tmp_path / way / 'model.safetensors').read_bytes() for way in ('new', 'old'))
   assert written == right
 
@@ -77,7 +77,7 @@ def test_one_layer_is_merged_at_a_time(bases, tmp_path, monkeypatch, kind):
     return fetch(x)
 
   before = sum(x.nbytes for x in jax.live_arrays())
-  monkeypatch.setattr(hf, 'to_host', fetched)
+  monkeypatch.setattr(hf_export, 'to_host', fetched)
   export.export(p.inputs, tmp_path / 'out', params)
   matrix = 4 * 64 * 128  # of one layer
   assert len(held) > 9 * LAYERS

@@ -12,7 +12,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf
+from jaxpost.formats import config_json, hf, hf_export
 from jaxpost.models import mixed_attention, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
@@ -137,7 +137,7 @@ def test_numbers_of_layers_may_be_padded_with_zeros():
 def test_tensors_of_layers_without_keys_are_no_part_of_the_model(tmp_path):
   """Published folders hold keys and values of layers that read those of others."""
   model, params = made('e')
-  hf.save(tmp_path, model, params)
+  hf_export.save(tmp_path, model, params)
   tensors = safetensors.numpy.load_file(tmp_path / 'model.safetensors')
   tensors['model.layers.2.self_attn.k_proj.weight'] = np.zeros((20, 36), 'f')
   safetensors.numpy.save_file(tensors, tmp_path / 'model.safetensors', metadata={'format': 'pt'})

@@ -15,7 +15,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf, peft
+from jaxpost.formats import config_json, hf, hf_export, peft
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters, partition, saved_config, transformer
@@ -223,7 +223,7 @@ def test_kimi_is_read_and_written_as_deepseek():
 
 
 def test_layers_after_the_last_are_not_read_but_exported(model, params, tmp_path, caplog):
-  hf.save(tmp_path / 'model', model, params)
+  hf_export.save(tmp_path / 'model', model, params)
   (tmp_path / 'model/checksums.json').unlink()  # what follows is another writer
   file = tmp_path / 'model/model.safetensors'
   tensors = safetensors.numpy.load_file(file)
@@ -242,7 +242,7 @@ def test_layers_after_the_last_are_not_read_but_exported(model, params, tmp_path
   loaded = hf.load_params(tmp_path / 'model', model, model.shardings(tiny.one_device()), 'float32')
   jax.tree.map(np.testing.assert_array_equal, loaded, params)
   with model_folders.origin(schema.ModelSection(path=str(tmp_path / 'model')), cfg) as origin:
-    hf.save(tmp_path / 'export', model, params, origin=origin)
+    hf_export.save(tmp_path / 'export', model, params, origin=origin)
   files = (tmp_path / 'export').glob('*.safetensors')
   exported = {name: x for path in files for name, x in safetensors.numpy.load_file(path).items()}
   jax.tree.map(np.testing.assert_array_equal, exported, safetensors.numpy.load_file(file))
@@ -266,7 +266,7 @@ def test_adapters_of_one_stack_come_back(tmp_path, targets):
 
 
 def test_layers_that_config_does_not_speak_of_are_refused(model, params, tmp_path):
-  hf.save(tmp_path / 'model', model, params)
+  hf_export.save(tmp_path / 'model', model, params)
   config = tmp_path / 'model/config.json'
   config.write_text(json.dumps(json.loads(config.read_text()) | dict(num_hidden_layers=2)))
   with pytest.raises(InputError, match=r'tensor model.layers.2\.'):
@@ -279,7 +279,7 @@ def test_the_bias_that_chooses_is_never_rounded(tmp_path):
   params = model.init(jax.random.key(0), dtype=jnp.bfloat16)
   choice = 14 + 1e-3 * np.arange(16, dtype=np.float32).reshape(2, 8)
   params['layers']['router_choice'] = jnp.asarray(choice)
-  hf.save(tmp_path / 'model', model, params)
+  hf_export.save(tmp_path / 'model', model, params)
   stored = safetensors.numpy.load_file(tmp_path / 'model/model.safetensors')
   kinds = {k: str(v.dtype) for k, v in stored.items()}
   assert {k for k, v in kinds.items() if v == 'float32'} == {

@@ -16,7 +16,7 @@ import tiny
 
 from jaxpost import matmul, types
 from jaxpost.errors import InputError
-from jaxpost.formats import hf, tensor_layout
+from jaxpost.formats import hf, hf_export, tensor_layout, tensor_reader
 from jaxpost.formats import mxfp4 as mxfp4_lib
 from jaxpost.models import expert_mlp, grouped, moe, presets, routing_replay, transformer
 from jaxpost.models import model as model_lib
@@ -260,7 +260,7 @@ def test_experts_in_mxfp4_are_those_of_transformers(tmp_path):
       experts=Experts(3, 2, 32, limit=7.0, alpha=1.702),
     )
   )
-  hf.save(tmp_path / 'plain', model, tiny.params(model))
+  hf_export.save(tmp_path / 'plain', model, tiny.params(model))
   tensors = safetensors.numpy.load_file(tmp_path / 'plain/model.safetensors')
   random, packed = np.random.RandomState(0), dict(tensors)
   for name in ('gate_up_proj', 'down_proj'):
@@ -310,7 +310,7 @@ def test_parts_of_fused_tensors_are_read_alone(tmp_path):
   tensors = {name: x.view(Slice) for name, x in zip(kept.names, whole)}
   bounds = ((1, 2), (2, 4), (8, 24), (5, 9))
   np.testing.assert_array_equal(
-    tensor_layout.read(kept, tensors, bounds, np.float32), whole[1:2, 2:4, 8:24, 1::2][..., 5:9]
+    tensor_reader.read(kept, tensors, bounds, np.float32), whole[1:2, 2:4, 8:24, 1::2][..., 5:9]
   )
   blocks = np.random.RandomState(0).randint(0, 256, (4, 8, 2, 16), np.uint8)
   made = mxfp4_lib.Matrices(blocks.view(Slice), np.full((4, 8, 2), 127, np.uint8).view(Slice))

@@ -24,7 +24,7 @@ from jaxpost.algorithms import sft
 from jaxpost.distributed.phases import make_layout
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
-from jaxpost.formats import hf, multimodal, predictors, tensor_layout
+from jaxpost.formats import hf, hf_export, multimodal, predictors, tensor_layout
 from jaxpost.models import custom, partition, saved_config
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
@@ -195,7 +195,7 @@ def test_loss_and_gradients_are_those_of_the_description(case, tmp_path):
   model = model_lib.build(cfg)
   params = hf.load_params(tmp_path / 'model', model, model.shardings(tiny.one_device()), 'float32')
   with predictors.Predictors(tmp_path / 'model', cfg) as origin:
-    hf.save(tmp_path / 'export', model, params, origin=origin)
+    hf_export.save(tmp_path / 'export', model, params, origin=origin)
   jax.tree.map(np.testing.assert_array_equal, proofs.tensors(tmp_path / 'export'), tensors)
 
   batch = batch_of()
@@ -209,7 +209,7 @@ def test_loss_and_gradients_are_those_of_the_description(case, tmp_path):
   (main + WEIGHT * module).backward()
   parts = {name: p.grad.numpy() for name, p in reference.parts.named_parameters()}
   right = reference.named(test_families.stored_gradients(reference.network), parts)
-  found = dict(hf.export_tensors(tensor_layout.table(cfg), grads, np.dtype('float32')))
+  found = dict(hf_export.export_tensors(tensor_layout.table(cfg), grads, np.dtype('float32')))
   for name, x in right.items():
     assert tiny.largest(found[name] - x) <= 1e-3 * tiny.largest(x) + 1e-9, name
 
@@ -385,7 +385,7 @@ def test_an_export_counts_the_module_that_it_has(tmp_path):
   cfg = hf.read_config(folder)
   model = model_lib.build(dataclasses.replace(cfg, more_heads=('mtp',)))
   with predictors.Predictors(folder, model.config) as origin:
-    hf.save(tmp_path / 'export', model, tiny.params(model), origin=origin)
+    hf_export.save(tmp_path / 'export', model, tiny.params(model), origin=origin)
   assert predictors.with_module(hf.read_config(tmp_path / 'export'), tmp_path / 'export', KEY) == model.config
 
 

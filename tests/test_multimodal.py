@@ -13,7 +13,7 @@ import transformers
 
 import jaxpost
 from jaxpost.errors import InputError
-from jaxpost.formats import hf, multimodal
+from jaxpost.formats import hf, hf_export, multimodal
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
 from jaxpost.stage import model_folders, schema, weight_sources
@@ -197,7 +197,7 @@ def test_experts_in_one_tensor_of_a_layer_are_read_apart(tmp_path):
   experts = config_lib.Experts(5, 2, 6, shared=1, shared_size=6, shared_gate=True)
   model = model_lib.build(tiny.hybrid('qwen3_5_moe_text', experts=experts))
   params = tiny.params(model)
-  hf.save(tmp_path, model, params)
+  hf_export.save(tmp_path, model, params)
   apart = {name.replace('model.', 'model.language_model.', 1): x for name, x in tensors(tmp_path).items()}
   whole = {name: x for name, x in apart.items() if '.experts.' not in name}
   for layer in range(3):

@@ -21,7 +21,7 @@ import jaxpost
 from jaxpost import stages
 from jaxpost.algorithms import ppo
 from jaxpost.errors import InputError
-from jaxpost.formats import hf
+from jaxpost.formats import hf, hf_export
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.monitor.nonfinite import merge_metrics
@@ -402,7 +402,7 @@ def test_warm_up_trains_the_critic_only(model, tmp_path):
   judge = model_lib.build(model_lib.with_scalar_head(hf.read_config(model)))
   params = tiny.params(judge, seed=5)
   params['score'] = np.ones_like(params['score'])
-  hf.save(tmp_path / 'judge', judge, params)
+  hf_export.save(tmp_path / 'judge', judge, params)
   jaxpost.run(
     run_config(
       model,

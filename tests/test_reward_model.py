@@ -22,7 +22,7 @@ from jaxpost.algorithms import grpo, reward_model
 from jaxpost.data import generated, packing, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.formats import hf
+from jaxpost.formats import hf, hf_export
 from jaxpost.losses import token_advantages
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
@@ -221,7 +221,7 @@ def trained_folder(path, source, seed=0, **fields):
   params = tiny.params(model, seed)
   params['score'] = np.random.RandomState(seed).standard_normal(params['score'].shape).astype(np.float32)
   tokenizer = TOKENIZER
-  hf.save(
+  hf_export.save(
     path,
     model,
     params,
@@ -492,5 +492,5 @@ def test_another_tokenizer_is_refused(nano, judge, tmp_path):
     vocab['a'], vocab['b'] = vocab['b'], vocab['a']
     path.write_text(json.dumps(made))
 
-  hf.save(tmp_path / 'turned', model, params, tokenizer_save=save)
+  hf_export.save(tmp_path / 'turned', model, params, tokenizer_save=save)
   refused(judged(nano, tmp_path / 'turned'), "reads other tokens than the policy: 'a' is 98 there and 97 here")

@@ -69,10 +69,10 @@ def count_reads():
 
 def load(folder, model, layout, piece):
   """Its parameters, the way that a run has them."""
-  from jaxpost.formats import model_folder, tensor_layout
+  from jaxpost.formats import model_folder, tensor_reader
   from jaxpost.stage import load_weights, weight_sources
 
-  tensor_layout._PIECE = piece
+  tensor_reader._PIECE = piece
   source = weight_sources.Source(model.config, folder=model_folder.opened(folder), name='x')
   return load_weights.load(source, model, layout, 'float32')
 
@@ -108,14 +108,14 @@ def onto_eight(folder):
 
   from jaxpost.distributed.phases import make_layout
   from jaxpost.distributed.transfer import to_host
-  from jaxpost.formats import hf
+  from jaxpost.formats import hf_export
   from jaxpost.models import model as model_lib
 
   given, count = {}, count_reads()
   for name, config in models().items():
     model = model_lib.build(config)
     given[name] = tiny.params(model)
-    hf.save(pathlib.Path(folder) / name, model, given[name])
+    hf_export.save(pathlib.Path(folder) / name, model, given[name])
   for text in LAYOUTS:
     name, _, mesh = text.partition(':')
     model, count[:] = model_lib.build(models()[name]), (0, 0)
@@ -152,13 +152,13 @@ def test_each_process_reads_its_own(tmp_path):
   """No row of a matrix is read twice, however its parts are distributed."""
   import tiny
 
-  from jaxpost.formats import hf
+  from jaxpost.formats import hf_export
   from jaxpost.models import model as model_lib
   from jaxpost.models.parameters import flatten
 
   model = model_lib.build(models()['dense'])
   params = tiny.params(model)
-  hf.save(tmp_path / 'model', model, params, max_shard_bytes=100_000)
+  hf_export.save(tmp_path / 'model', model, params, max_shard_bytes=100_000)
   np.savez(tmp_path / 'model/whole.npz', **flatten(params))
   files = list((tmp_path / 'model').glob('*.safetensors'))
   sizes = [x.nbytes for f in files for x in safetensors.numpy.load_file(f).values() if x.ndim > 1]

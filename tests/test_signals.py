@@ -38,9 +38,9 @@ def fix(row):
 SLOW_EXPORT = """
 import os, pathlib, sys, time
 from absl import flags
-from jaxpost.formats import hf
+from jaxpost.formats import hf, hf_export
 
-write = hf._write_configs
+write = hf_export._write_configs
 
 def slowly(*args):
   hold = pathlib.Path(os.environ['HOLD'])
@@ -49,7 +49,7 @@ def slowly(*args):
     time.sleep(600)
   return write(*args)
 
-hf._write_configs = slowly
+hf_export._write_configs = slowly
 from launch import exits, train
 exits.run(train.main)
 """

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.distributed.phases import make_layout
-from jaxpost.formats import hf
+from jaxpost.formats import hf_export
 from jaxpost.losses import head_chunk
 from jaxpost.matmul import Compute
 from jaxpost.models import model as model_lib
@@ -212,7 +212,7 @@ def folder(path, **fields):
   makers = dict(deepseek_v3=latent, deepseek_v32=sparse, gemma4_text=mixed, llama4_text=chunked)
   make = (makers | dict.fromkeys(HYBRIDS, hybrid)).get(fields.get('family'), config)
   model = model_lib.build(make(**{**shape, **fields}))
-  hf.save(path, model, params(model))
+  hf_export.save(path, model, params(model))
   (pathlib.Path(path) / seals.NAME).unlink()
   return str(path)
 

@@ -14,12 +14,11 @@ from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.formats import safetensors_file
+from jaxpost.formats.safetensors_file import INDEX, SINGLE
 from jaxpost.storage import object_store
 
 Path: TypeAlias = pathlib.Path | epath.Path
 
-SINGLE = 'model.safetensors'
-INDEX = 'model.safetensors.index.json'
 _LONGEST = 255  # characters of a file name
 _PICKLES = ('.bin', '.pt', '.pth', '.ckpt')
 

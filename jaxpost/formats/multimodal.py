@@ -210,7 +210,7 @@ class Origin:
 
   def copy_files(self, staged: Any) -> None:
     """Copies the files that an export does not write itself, such as those of the image processor."""
-    own = (model_folder.INDEX, seals.NAME, 'README.md')
+    own = (safetensors_file.INDEX, seals.NAME, 'README.md')
     for path in self._folder.iterdir():
       target = staged / path.name
       hidden = path.name.startswith('.')

@@ -27,7 +27,7 @@ from etils import epath
 
 from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
-from jaxpost.formats import families, hf, model_folder, tensor_layout
+from jaxpost.formats import families, hf_export, model_folder, tensor_layout, tensor_reader
 from jaxpost.models import layers, lora, parameters, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.storage import object_store, seals
@@ -312,7 +312,7 @@ def load(folder: epath.PathLike, model: Model, shardings: dict, write: Callable 
     _check_blocks(folder, kept, have)
     return parameters.nest(
       {
-        path: tensor_layout.load(k, have, parameters.leaf(shardings, path), np.dtype(np.float32), write)
+        path: tensor_reader.load(k, have, parameters.leaf(shardings, path), np.dtype(np.float32), write)
         for path, k in kept.items()
       }
     )
@@ -348,7 +348,7 @@ def writer(model: Model, params: dict, base: str) -> Callable:
     logging.warning('no adapter/ is written: %s', e)
     return lambda folder: None
   _warn_of_lost(model, table)
-  tensors = dict(hf.export_tensors(table, params, np.dtype(np.float32)))
+  tensors = dict(hf_export.export_tensors(table, params, np.dtype(np.float32)))
   wide = {_module(k): k.shape[1] // rank for p, k in table.items() if p.endswith('/b') and k.shape[1] > rank}
   if rslora and (wide or any(k.spec.stack > 1 for k in table.values())):
     # `peft` would take the root of all ranks in a tensor together.
@@ -375,7 +375,7 @@ def writer(model: Model, params: dict, base: str) -> Callable:
   def write(folder):
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    hf.write_file(tensors, folder / _WEIGHTS)
+    hf_export.write_file(tensors, folder / _WEIGHTS)
     object_store.write_json(folder / CONFIG, spec)
     seals.add(folder, [_WEIGHTS, CONFIG])
 

@@ -130,7 +130,7 @@ class Predictors(multimodal.Origin):
     """Returns {name: tensor} of the modules; none if they are in blocks of float8, of which an export has no scales."""
     del unused
     count = self._config.get('num_nextn_predict_layers') or 0
-    found = {k: v for k, v in self._found.items() if tensor_layout.is_predictor(k, self._cfg, count)}
+    found = {k: v for k, v in self._found.items() if hf.is_predictor(k, self._cfg, count)}
     found = {k: v for k, v in found.items() if k.removesuffix('_scale_inv') not in written}
     return self.without_float8(found)
 

@@ -16,6 +16,9 @@ import numpy as np
 
 from jaxpost.errors import InputError
 
+# Files of a model folder with all of its weights, and with which file holds which tensor.
+SINGLE = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
 FLOATS = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
 FLOAT8 = 'F8_E4M3'
 _DTYPES = FLOATS | {'U8': np.uint8, FLOAT8: ml_dtypes.float8_e4m3fn}

@@ -9,7 +9,7 @@ import logging
 import pathlib
 from typing import TYPE_CHECKING
 
-from jaxpost.formats import hf
+from jaxpost.formats import hf_export
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
 from jaxpost.programs.compile import after
@@ -53,7 +53,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
       save_adapter(path / 'adapter')
 
   with origin or contextlib.nullcontext():
-    hf.save(
+    hf_export.save(
       folder,
       model_lib.build(dataclasses.replace(model_lib.with_value_head(model.config, False), lora=())),
       params,
@@ -62,7 +62,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
       bos_id=tokenizer.bos_id,
       pad_id=pad,
       # The model's, also where the tokenizer is from elsewhere.
-      generation=hf.read_generation(str(base.folder or section.path) if section.tokenizer else tokenizer.source),
+      generation=hf_export.read_generation(str(base.folder or section.path) if section.tokenizer else tokenizer.source),
       tokenizer_save=save_beside,
       origin=origin,
     )

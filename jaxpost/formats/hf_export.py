@@ -1,0 +1,245 @@
+"""Writes model folders of Hugging Face, for `transformers` and vLLM: the only place that imports safetensors.
+
+An export undoes what `hf.load_params` does: each layer is a tensor again, and the vocabulary has no padding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from etils import epath
+
+from jaxpost.distributed.transfer import to_host
+from jaxpost.errors import InputError
+from jaxpost.formats import config_json, families, safetensors_file, tensor_layout
+from jaxpost.models.parameters import flatten, leaf, nest
+from jaxpost.storage import object_store, seals
+
+if TYPE_CHECKING:
+  from jaxpost.formats.multimodal import Origin
+  from jaxpost.formats.tensor_layout import Stored
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.model import Model
+  from jaxpost.models.parameters import Param
+
+_GENERATION = 'generation_config.json'
+_MARK = '- jaxpost'  # a tag in the README.md of every export
+_CARD = 'README.md'
+write_file = functools.partial(safetensors.numpy.save_file, metadata={'format': 'pt'})
+
+
+def check_target(folder: epath.PathLike) -> None:
+  """Raises InputError if `save` would replace a folder that is no export of this library."""
+  folder = epath.Path(folder)
+  if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    return
+  card = folder / 'README.md'
+  if not card.exists() or _MARK not in card.read_text().splitlines():
+    raise InputError(f'{folder}: exists and is no export of jaxpost, so it is not replaced; export to another folder')
+
+
+def save(
+  folder: epath.PathLike,
+  model: Model,
+  params: dict,
+  *,
+  stop_ids: Sequence[int] = (),
+  bos_id: int | None = None,
+  pad_id: int | None = None,
+  generation: dict | None = None,
+  tokenizer_save: Callable | None = None,
+  max_shard_bytes: int = 4 << 30,
+  merge: Callable = lambda params: params,
+  origin: Origin | None = None,
+) -> None:
+  """Writes a folder that `transformers` and vLLM load, all or nothing.
+
+  Every process calls it; process 0 writes.
+
+  Args:
+    generation: how to sample, see `read_generation`.
+    tokenizer_save: tokenizer_save(folder) writes the tokenizer's files.
+    max_shard_bytes: size of a file of weights, at most.
+    merge: maps `params` to those of `model`, e.g. merging adapters; called for each layer.
+    origin: the folder that `model` is from, where an export copies other parts of it (`multimodal`, `predictors`).
+  """
+  writes = jax.process_index() == 0
+  if writes:
+    check_target(folder)
+  made = jax.eval_shape(merge, params)
+  dtype = np.dtype(jnp.result_type(*(leaf(made, p).dtype for p, spec in model.table.items() if not spec.dtype)))
+  with _staging(folder) if writes else contextlib.nullcontext() as staged:
+    _write_weights(staged, model, params, dtype, max_shard_bytes, merge=merge, origin=origin)
+    if writes:
+      config = config_json.to_hf(model.config, stop_ids, bos_id, pad_id)
+      _write_configs(staged, config, dtype, generation or {}, origin)
+      _write_card(staged, pathlib.PurePath(str(folder)).name, model.config)
+      if tokenizer_save is not None:
+        tokenizer_save(staged)
+      if origin is not None:
+        origin.copy_files(staged)
+      seals.add(staged, [n for n in object_store.files(staged) if n != _CARD])  # which people edit
+  if jax.process_count() > 1:
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices('export')
+
+
+@contextlib.contextmanager
+def _staging(folder: epath.PathLike) -> Iterator[pathlib.Path]:
+  """Makes a folder that replaces `folder` if nothing fails."""
+  if object_store.is_remote(folder):
+    from jaxpost.storage import remote
+
+    yield (staged := remote.folder())
+    if epath.Path(folder).exists():
+      epath.Path(folder).rmtree()
+    # A folder without config.json is no model: it goes last.
+    remote.upload(staged, folder, last='config.json')
+    shutil.rmtree(staged)
+    return
+  folder = pathlib.Path(folder).expanduser().absolute()
+  staged = folder.with_name(f'.{folder.name}.new')
+  old = folder.with_name(f'.{folder.name}.old')
+  for left_over in (staged, old):
+    shutil.rmtree(left_over, ignore_errors=True)
+  staged.mkdir(parents=True)
+  try:
+    yield staged
+    object_store.sync_all(staged)
+    if folder.exists():
+      os.rename(folder, old)
+    os.rename(staged, folder)
+    object_store.sync(folder.parent)
+  finally:
+    shutil.rmtree(staged, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_weights(
+  staged: pathlib.Path | None,
+  model: Model,
+  params: dict,
+  dtype: np.dtype,
+  max_shard_bytes: int,
+  *,
+  merge: Callable,
+  origin: Origin | None,
+) -> None:
+  """Writes shards in the order of the table, with one parameter on the host at a time."""
+  table = tensor_layout.table(model.config, model.table)
+  if origin:
+    table = origin.with_copies(table, model.config)
+  tensors = {
+    name: (np.dtype(kept.spec.dtype or dtype), kept.shape)
+    for group in tensor_layout.groups(table)
+    for kept in group.values()
+    for name in kept.names + kept.copies
+  }
+  sizes = {k: math.prod(v) * t.itemsize for k, (t, v) in tensors.items()}
+  shards = [[]]
+  for name, size in sizes.items():
+    full = sum(sizes[n] for n in shards[-1]) + size > max_shard_bytes
+    if full and shards[-1]:
+      shards.append([])
+    shards[-1].append(name)
+  files, name_of = [safetensors_file.SINGLE], origin.name if origin else str
+  if len(shards) > 1 or origin:
+    files = [f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors' for i in range(len(shards))]
+  exported = export_tensors(table, params, dtype, merge)
+  for at, names in enumerate(shards):
+    with contextlib.ExitStack() as stack:
+      if staged is not None:
+        file = stack.enter_context(open(staged / files[at], 'wb'))
+        file.write(safetensors_file.header({name_of(n): tensors[n] for n in names}))
+      for name, (found, value) in zip(names, exported):
+        assert name == found, (name, found)
+        if staged is not None:
+          value.tofile(file)
+  if staged is not None and files[0] != safetensors_file.SINGLE:
+    places = {name_of(name): file for file, names in zip(files, shards) for name in names}
+    total = sum(sizes.values())
+    if origin:
+      others = origin.others(tensors, families.of_model(model.config.family).unused)
+      places |= origin.write_others(staged, others) if others else {}
+      total += sum(tensor.size for tensor in others.values())
+    object_store.write_json(staged / safetensors_file.INDEX, {'metadata': {'total_size': total}, 'weight_map': places})
+
+
+def export_tensors(
+  table: dict[str, Stored], params: dict, dtype: np.dtype, merge: Callable = lambda params: params
+) -> Iterator[tuple[str, np.ndarray]]:
+  """Yields (name, tensor) in the order of the table; a collective across processes.
+
+  One layer of the parameters in a tensor at a time is merged, and on the host.
+  """
+  for group in tensor_layout.groups(table):
+    entries = [_entries(_held_parts(params, path), path, kept.spec, merge) for path, kept in group.items()]
+    kept = next(iter(group.values()))
+    for name, *values in zip(kept.names, *entries, strict=True):
+      value = tensor_layout.together(kept, list(map(tensor_layout.rows, group.values(), values)))
+      value = np.ascontiguousarray(value.astype(kept.spec.dtype or dtype, copy=False))
+      yield from ((copy, value) for copy in (name, *kept.copies))
+
+
+def _held_parts(tree: dict, path: str) -> tuple[dict, dict]:
+  """Returns the leaves from which `Model.merge` makes one parameter.
+
+  Returns:
+    (its leaf or its quantized codes, and its adapter; other leaves that merging
+    reads: the final norm, whose type quantized matrices get), both nested.
+  """
+  held = {p: x for p, x in flatten(tree).items() if f'/{path}/' in f'/{p}/'}
+  needs_norm = held.keys() != {path}
+  return nest(held), {k: x for k, x in tree.items() if k == 'norm' and needs_norm}
+
+
+def _entries(made_of: tuple[Any, dict], path: str, spec: Param, merge: Callable) -> Iterator[np.ndarray]:
+  """Yields the entries of a parameter that tensors are made of, fetched layer by layer."""
+  own, beside = made_of
+  for i in range(spec.shape[0] if spec.stack else 1):
+    some = jax.tree.map(lambda x, i=i: x[i][None] if spec.stack else x, own)
+    layer = to_host(leaf(merge(beside | some), path))
+    yield from layer.reshape(-1, *spec.shape[spec.stack :])
+
+
+def read_generation(folder: epath.PathLike) -> dict[str, Any]:
+  """Reads the sampling defaults of a folder: temperature, top_p and so on."""
+  path = epath.Path(folder) / _GENERATION
+  if not path.is_file():
+    return {}
+  seals.warn(path.parent, [path.name])
+  return {
+    k: v
+    for k, v in object_store.read_json(path).items()
+    if not k.startswith(('_', 'transformers')) and not k.endswith('_id')
+  }
+
+
+def _write_configs(
+  staged: pathlib.Path, config: dict, dtype: np.dtype, generation: dict, origin: Origin | None
+) -> None:
+  # transformers 5 reads `dtype`, older releases and vLLM `torch_dtype`.
+  config |= {'torch_dtype': dtype.name, 'dtype': dtype.name}
+  object_store.write_json(staged / 'config.json', origin.completed(config) if origin else config)
+  ids = {k: config[k] for k in ('bos_token_id', 'eos_token_id', 'pad_token_id') if config[k] is not None}
+  object_store.write_json(staged / _GENERATION, generation | ids)
+
+
+def _write_card(staged: pathlib.Path, name: str, cfg: ModelConfig) -> None:
+  task = 'text-classification' if cfg.num_labels else 'text-generation'
+  (staged / _CARD).write_text(
+    f'---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- {cfg.family}\n{_MARK}\n---\n\n# {name}\n',
+    encoding='utf-8',
+  )

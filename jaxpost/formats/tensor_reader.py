@@ -1,0 +1,202 @@
+"""Reads parameters from the tensors of a Hugging Face folder, a piece at a time.
+
+`tensor_layout` knows which rows of which tensors a parameter is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpost.distributed.mesh import axes_of
+from jaxpost.distributed.transfer import relabelled
+from jaxpost.formats.tensor_layout import AXES
+from jaxpost.models.parameters import input_dims
+
+if TYPE_CHECKING:
+  from jaxpost.formats.tensor_layout import Stored
+  from jaxpost.models.parameters import Param
+
+_PIECE = 16 << 20  # bytes that are read at a time
+
+
+def _row(spec: Param) -> int:
+  """Returns the dimension of a parameter along which a tensor has its rows."""
+  return spec.stack + (input_dims(spec) if spec.matrix else 0)
+
+
+def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
+  """Splits the reading of a parameter between the devices that need it.
+
+  Axes of the mesh that split columns, and those of replicas, split rows: no
+  byte is asked for twice, and whole rows are.
+
+  Returns:
+    The sharding, and the moves that undo it (`transfer.write`).
+  """
+  row, parts = _row(spec), [axes_of(part) for part in to.spec]
+  parts += [()] * (len(spec.shape) - len(parts))
+  moves = [(i, axes) for i, axes in enumerate(parts) if axes and i >= spec.stack and i != row]
+  used = {a for axes in parts for a in axes}
+  moves += [(None, (a,)) for a in to.mesh.shape if a not in used]
+  rows, out = to.shard_shape(spec.shape)[row], []
+  for i, axes in moves:
+    size = math.prod(to.mesh.shape[a] for a in axes)
+    if size == 1 or rows % size:
+      continue
+    rows //= size
+    parts[row] += axes
+    if i is not None:
+      parts[i] = ()
+    out.append((i, axes))
+  return NamedSharding(to.mesh, PartitionSpec(*(part or None for part in parts))), tuple(out)
+
+
+def _flat(spec: Param, to: NamedSharding) -> tuple[Param, NamedSharding]:
+  """Flattens the outputs of a matrix to one dimension, as it is stored.
+
+  Then the rows of a head can be split, too.
+  """
+  row, parts = _row(spec), [*to.spec, *[None] * len(spec.shape)]
+  if not spec.matrix or any(parts[row + 1 :]):
+    return spec, to
+  shape = *spec.shape[:row], math.prod(spec.shape[row:])
+  return dataclasses.replace(spec, shape=shape, axes=spec.axes[: row + 1]), NamedSharding(
+    to.mesh, PartitionSpec(*parts[: row + 1])
+  )
+
+
+def _piece(spec: Param, shape: Sequence[int], limit: int, unit: int = 1) -> tuple[int, ...]:
+  """Returns the shape of the pieces in which a shard of `shape` is read.
+
+  Several layers (or experts), or some rows of one, a multiple of `unit`; at most `limit`
+  elements, if one unit has no more. The shard is a whole number of pieces.
+  """
+  shape = list(shape)
+  for i, step in *((i, 1) for i in range(spec.stack)), (_row(spec), unit):
+    fits = limit // math.prod(shape[:i] + shape[i + 1 :])
+    shape[i] = next(n for n in range(min(max(fits, step), shape[i]), 0, -1) if shape[i] % n == 0 == n % step)
+  return tuple(shape)
+
+
+def read(stored: Stored, tensors: dict[str, Any], bounds: Sequence[tuple[int, int]], dtype: Any) -> np.ndarray:
+  """Reads the elements `bounds` = ((start, end), ...) of a parameter.
+
+  Args:
+    tensors: name -> open slice of a safetensors file.
+  """
+  spec = stored.spec
+  out = np.empty([end - start for start, end in bounds], dtype)
+  if not spec.stack:
+    value = _read(stored, tensors[stored.names[0]], spec.shape, bounds)
+    out[: len(value)] = value
+    out[len(value) :] = 0  # padding beyond the vocabulary
+    return out
+  kept, n = spec.shape[: spec.stack], spec.stack
+  for at in np.ndindex(out.shape[:n]):
+    number = np.ravel_multi_index([start + i for (start, _), i in zip(bounds, at)], kept)
+    out[at] = _read(stored, tensors[stored.names[number]], spec.shape[n:], bounds[n:])
+  return out
+
+
+def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.dtype, write: Callable) -> jax.Array:
+  """Loads a parameter with one piece of it on the host at a time.
+
+  A parameter larger than a piece is read by all devices together, a part each, and they
+  exchange the parts: a collective.
+
+  Args:
+    tensors: name -> open slice of a safetensors file.
+    write: see `hf.load_params`.
+  """
+  whole = stored.spec.shape
+  if not to.addressable_devices_indices_map(whole):  # others have some of it
+    return jax.make_array_from_single_device_arrays(whole, to, [], dtype=dtype)
+  if math.prod(whole) * dtype.itemsize <= _PIECE:
+    return _place(stored, tensors, to, to.shard_shape(whole), 1, dtype=dtype, at=[0] * len(whole))
+  spec, goal = _flat(stored.spec, to)
+  stored, row = dataclasses.replace(stored, spec=spec), _row(spec)
+  sharding, moves = _by_rows(spec, goal)
+  local = sharding.shard_shape(spec.shape)
+  split = goal.shard_shape(spec.shape)[row] // local[row]
+  # A device gathers a piece with its copies; its rows are whole heads.
+  copies = math.prod(to.mesh.shape[a] for dimension, axes in moves for a in axes if dimension is None)
+  head = 1 if spec.shape == whole else math.prod(whole[row + 1 :])
+  size = _piece(spec, local, _PIECE // dtype.itemsize // copies, head // math.gcd(head, split))
+  out = None
+  for at in np.ndindex(*(n // s for n, s in zip(local, size))):
+    at = np.multiply(at, size)
+    at[row] *= split
+    piece = _place(stored, tensors, sharding, size, split, dtype=dtype, at=at)
+    start = np.zeros(len(whole), np.int32)
+    start[: row + 1] = *at[:row], at[row] // head
+    jax.block_until_ready(out)  # at most two pieces are in memory, however slow the device is
+    out = write(out, piece, start, to, whole, rows=sharding, row=row, moves=moves)
+  return relabelled(out, to)
+
+
+def _place(
+  stored: Stored,
+  tensors: dict[str, Any],
+  sharding: NamedSharding,
+  size: Sequence[int],
+  split: int,
+  dtype: Any,
+  at: Sequence[int],
+) -> jax.Array:
+  """Reads the piece that begins at `at` in each shard, `size` of it on each device.
+
+  split: the number of devices that read a piece of a shard's rows together, a part each.
+  """
+  shape, row, holders = stored.spec.shape, _row(stored.spec), {}
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
+    starts = tuple(s.indices(n)[0] for s, n in zip(index, shape))
+    holders.setdefault(starts, []).append(device)  # replicas are read once
+  local, arrays = sharding.shard_shape(shape), []
+  for starts, devices in holders.items():
+    begin = np.add(starts, at)
+    # The devices split the piece, and not the shard: theirs are side by side.
+    begin[row] += starts[row] // local[row] % split * (size[row] - local[row])
+    part = read(stored, tensors, list(zip(begin, begin + size)), dtype)
+    arrays += [jax.device_put(part, device) for device in devices]
+    jax.block_until_ready(arrays)  # the host keeps one, not all
+  return jax.make_array_from_single_device_arrays(
+    tuple(n // m * s for n, m, s in zip(shape, local, size)), sharding, arrays, dtype=dtype
+  )
+
+
+def _read(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+  """Reads the elements `bounds` of one stored tensor, in the table's shape."""
+  if len(stored.shape) > len(shape):  # a matrix of one row
+    return tensor[(slice(0, 1), *(slice(*x) for x in bounds))][0]
+  if not stored.spec.matrix:
+    (start, end), *rest = bounds
+    end = min(end, tensor.get_shape()[0])
+    if start >= end:  # only padding; safetensors refuses empty slices
+      return np.zeros((0, *(b - a for a, b in rest)))
+    if stored.order in AXES:
+      inputs, (low, high) = rest
+      rows = slice(stored.first + low, stored.first + high)
+      if stored.order == 'joined':
+        return tensor[(slice(start, end), slice(*inputs), rows)]
+      return tensor[(slice(start, end), rows, slice(*inputs))].swapaxes(1, 2)
+    if stored.order == 'interleaved':
+      turns = stored.shape[-1] // stored.spec.shape[-1]
+      rest[-1] = tuple(turns * x for x in rest[-1])
+      return tensor[(slice(start, end), *(slice(*x) for x in rest))][..., stored.first :: turns]
+    rows = slice(stored.first + start, stored.first + end)
+    return tensor[(rows, *(slice(*x) for x in rest))]
+  cut = input_dims(stored.spec)
+  sides = [(shape[:cut], bounds[:cut], stored.column), (shape[cut:], bounds[cut:], stored.first)]
+  # A side of several dimensions is read whole below its first one.
+  ranges = [slice(first + b[0][0] * math.prod(s[1:]), first + b[0][1] * math.prod(s[1:])) for s, b, first in sides]
+  value = tensor[ranges[1], ranges[0]].T
+  value = value.reshape([n for s, b, _ in sides for n in (b[0][1] - b[0][0], *s[1:])])
+  inner = [(slice(None), *(slice(*x) for x in b[1:])) for _, b, _ in sides]
+  return value[(*inner[0], *inner[1])]
