@@ -1,13 +1,16 @@
-"""Maps rows of known data sets to TRL's columns: functions for `config.data.map`.
+"""Maps rows to TRL's columns: by `config.data.columns`, and by functions for `config.data.map`.
 
-Each takes a row (dict) and returns one, or None to drop it. A row that has a `prompt` or
+Each function takes a row (dict) and returns one, or None to drop it. A row that has a `prompt` or
 a `text` already is returned as it is, so that other data can be used in a recipe.
 """
 
+import difflib
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
+from jaxpost import imports
 from jaxpost.data import messages
 from jaxpost.errors import InputError
 
@@ -31,6 +34,72 @@ _INSTRUCTION = (
   "Solve the problem step by step. End with the answer alone, as a number, on a line of its own: '#### answer'."
 )
 _BOXED = 'Solve the problem step by step. End with the answer alone in \\boxed{}.'
+# A user's function may raise these on a row that it was not written for.
+_ERRORS_OF_MAP = (
+  ArithmeticError,
+  AssertionError,
+  AttributeError,
+  LookupError,
+  NameError,
+  RuntimeError,
+  TypeError,
+  ValueError,
+)
+
+
+def rename(columns: str) -> Callable[[Row, str], Row]:
+  """Returns a function of (row, its place) that renames columns by 'target=source,...', and keeps the others."""
+  renames = _parse_columns(columns)
+
+  def renamed(row: Row, where: str) -> Row:
+    for source in renames.values():
+      if source not in row:
+        near = difflib.get_close_matches(source, map(str, row), 1)
+        raise InputError(
+          f'{where}: no column {source!r}; it has {messages.columns_of(row)}'
+          + (f' (did you mean {near[0]}?)' if near else '')
+        )
+    kept = {k: v for k, v in row.items() if k not in renames.values()}
+    return kept | {target: row[source] for target, source in renames.items()}
+
+  return renamed
+
+
+def _parse_columns(columns: str) -> dict[str, str]:
+  """Parses 'target=source,...' into {target: source}."""
+  renames = {}
+  for part in filter(None, (p.strip() for p in columns.split(','))):
+    target, equals, source = (p.strip() for p in part.partition('='))
+    if not (target and equals and source):
+      raise InputError(f'columns: {part!r} must be target=source, e.g. prompt=question')
+    if target in renames:
+      raise InputError(f'columns: {target!r} is given twice')
+    renames[target] = source
+  return renames
+
+
+def load(map_fn: Callable[[Row], Row | None] | str) -> Callable[[Row, str], Row | None]:
+  """Returns a function of (row, its place) that calls `map_fn`, or what it names as an import path.
+
+  Its errors are InputErrors that name the row.
+  """
+  function = imports.load_callable(map_fn, 'map_fn')
+
+  def mapped(row: Row, where: str) -> Row | None:
+    try:
+      made = function(dict(row))
+    except InputError as error:
+      raise InputError(f'{where}: {error}') from error
+    except _ERRORS_OF_MAP as error:
+      said = ' '.join(str(error).split())
+      raise InputError(
+        f'{where}: map_fn raised {type(error).__name__}: {said:.200}; the row has {messages.columns_of(row)}'
+      ) from error
+    if made is not None and not isinstance(made, dict):
+      raise InputError(f'{where}: map_fn returned a {type(made).__name__}, must return a row (dict) or None to drop it')
+    return made
+
+  return mapped
 
 
 def gsm8k(row: Row) -> Row:

@@ -10,15 +10,12 @@ alpaca rows are mapped to them. With `streaming` rows are read when they are ask
 from __future__ import annotations
 
 import collections.abc
-import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
-from jaxpost import imports
-from jaxpost.data import messages
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,17 +24,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 MapFn = Callable[[Row], Row | None]
-# A user's function may raise these on a row that it was not written for.
-_ERRORS_OF_MAP = (
-  ArithmeticError,
-  AssertionError,
-  AttributeError,
-  LookupError,
-  NameError,
-  RuntimeError,
-  TypeError,
-  ValueError,
-)
 
 
 class Rows(collections.abc.Sequence):
@@ -158,16 +144,18 @@ def read(
     fake_rows: rows to use instead of reading the path, which only names them.
     streaming: read each row when it is asked for, for data larger than memory; not from all formats.
   """
-  renames = _parse_columns(columns)
-  if map_fn is not None:
-    map_fn = imports.load_callable(map_fn, 'map_fn')
+  steps: list[Callable[[Row, str], Row | None]] = []
+  if columns or map_fn is not None:
+    from jaxpost.data import maps
+
+    steps += [maps.rename(columns)] if columns else []
+    steps += [maps.load(map_fn)] if map_fn is not None else []
 
   def prepare(row: Any, where: str) -> Row | None:
     if not isinstance(row, dict):
       raise InputError(f'{where}: the row is a {type(row).__name__}, must be an object')
-    row = _rename(row, renames, where) if renames else row
-    if map_fn is not None:
-      row = _mapped(map_fn, row, where)
+    for step in steps:
+      row = step(row, where)
     return row if row is None else _recognize(row, where)
 
   if fake_rows is not None:
@@ -211,47 +199,6 @@ def _read_all(path: Any, found: Iterable[tuple[str, NumberedRows]], prepare: Cal
 
 def _where(prefix: str, number: int) -> str:
   return f'{prefix}{number}' + (']' if prefix.endswith('[') else '')
-
-
-def _parse_columns(columns: str) -> dict[str, str]:
-  """Parses 'target=source,...' into {target: source}."""
-  renames = {}
-  for part in filter(None, (p.strip() for p in columns.split(','))):
-    target, equals, source = (p.strip() for p in part.partition('='))
-    if not (target and equals and source):
-      raise InputError(f'columns: {part!r} must be target=source, e.g. prompt=question')
-    if target in renames:
-      raise InputError(f'columns: {target!r} is given twice')
-    renames[target] = source
-  return renames
-
-
-def _rename(row: Row, renames: dict[str, str], where: str) -> Row:
-  for source in renames.values():
-    if source not in row:
-      near = difflib.get_close_matches(source, map(str, row), 1)
-      raise InputError(
-        f'{where}: no column {source!r}; it has {messages.columns_of(row)}'
-        + (f' (did you mean {near[0]}?)' if near else '')
-      )
-  kept = {k: v for k, v in row.items() if k not in renames.values()}
-  return kept | {target: row[source] for target, source in renames.items()}
-
-
-def _mapped(map_fn: MapFn, row: Row, where: str) -> Row | None:
-  """Applies a user's function; its errors name the row."""
-  try:
-    made = map_fn(dict(row))
-  except InputError as error:
-    raise InputError(f'{where}: {error}') from error
-  except _ERRORS_OF_MAP as error:
-    said = ' '.join(str(error).split())
-    raise InputError(
-      f'{where}: map_fn raised {type(error).__name__}: {said:.200}; the row has {messages.columns_of(row)}'
-    ) from error
-  if made is not None and not isinstance(made, dict):
-    raise InputError(f'{where}: map_fn returned a {type(made).__name__}, must return a row (dict) or None to drop it')
-  return made
 
 
 def _recognize(row: Row, where: str) -> Row:
