@@ -1,10 +1,11 @@
-"""Forward-only programs: log-probs, values and hidden states of packed rows.
+"""Forward-only programs: log-probs, values, hidden states and the loss of packed rows.
 
 Legend: M micro-batches, B rows, T tokens, D hidden size.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from jaxpost.models.parameters import narrow, nest
 from jaxpost.models.transformer import flops_per_token
 from jaxpost.programs import train
 from jaxpost.programs.compile import Ledger, Program
-from jaxpost.types import Objective
+from jaxpost.types import Batch, Objective
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
@@ -46,6 +47,28 @@ def make_hidden(model: Model, layout: Layout, compute: Compute, ledger: Ledger) 
     return hidden.astype(compute.dtype)
 
   return reader('hidden', rows, model, layout, ledger)
+
+
+def make_evaluate(model: Model, objective: Objective, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
+  """Makes the program evaluate(params, batch [M, B, T], step, frozen) -> {metric: []}.
+
+  It sums the objective and its metrics, without noise, losses of routers and of `multi_token`, gradients or an update.
+  """
+  loss_fn = train.make_loss(
+    dataclasses.replace(model, dropout=0.0),
+    dataclasses.replace(objective, neftune_alpha=0.0, mtp_weight=0.0, router=(0.0, 0.0)),
+    layout,
+    compute,
+  )
+
+  def evaluate(params, batch: Batch, step, frozen: dict):
+    # All micro-batches: most are full here, and XLA knows the number of trips.
+    run = functools.partial(loss_fn, params, step=step, frozen=frozen)
+    loss, metrics = train.fold_micro_batches(run, batch, count=len(batch.tokens))
+    metrics.pop(train.ROUTER, None)
+    return metrics | {'loss': loss}
+
+  return Program('evaluate', evaluate, ledger, layout.sharding())
 
 
 def reader(name: str, rows: Callable, model: Model, layout: Layout, ledger: Ledger) -> Program:

@@ -5,7 +5,6 @@ Legend: M micro-batches, B rows, T tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 write = jax.jit(  # donates x: a piece that is read from a file goes to its shards in place
   transfer.write, donate_argnums=0, static_argnums=(3, 4, 5, 6, 7)
 )
-_ROUTER = 'router'  # key of the router's sums among the metrics of a micro-batch, see models/routing.py
+ROUTER = 'router'  # key of the router's sums among the metrics of a micro-batch, see models/routing.py
 
 
 def next_token(x: jax.Array) -> jax.Array:
@@ -150,7 +149,7 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
     if any(objective.router):
       terms = routing_lib.balance_loss(sums, sums['tokens'] if tokens is None else tokens)
       value += scale * jnp.dot(jnp.array(objective.router), jnp.stack(terms))
-    return value, metrics | {_ROUTER: jax.lax.stop_gradient(sums)}
+    return value, metrics | {ROUTER: jax.lax.stop_gradient(sums)}
 
   return loss
 
@@ -223,7 +222,7 @@ def make_update(
     fixed = dict(step=state.step, frozen=frozen, scale=scale, tokens=jnp.sum(batch.segment_ids > 0))
     (loss, metrics), grads = accumulate(functools.partial(loss_fn, **fixed), state.params, batch)
     loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
-    routing = metrics.pop(_ROUTER, None)
+    routing = metrics.pop(ROUTER, None)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     empty = ~jnp.any(batch.loss_weights != 0)
@@ -312,28 +311,6 @@ def _if_finite(
   moves = finite & ~empty
   old = state.params, unmoved(state.opt_state, finite) if unmoved else state.opt_state
   return finite, *jax.tree.map(functools.partial(jnp.where, moves), new, old)
-
-
-def make_evaluate(model: Model, objective: Objective, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
-  """Makes the program evaluate(params, batch [M, B, T], step, frozen) -> {metric: []}.
-
-  It sums the objective and its metrics, without noise, losses of routers and of `multi_token`, gradients or an update.
-  """
-  loss_fn = make_loss(
-    dataclasses.replace(model, dropout=0.0),
-    dataclasses.replace(objective, neftune_alpha=0.0, mtp_weight=0.0, router=(0.0, 0.0)),
-    layout,
-    compute,
-  )
-
-  def evaluate(params, batch: Batch, step, frozen: dict):
-    # All micro-batches: most are full here, and XLA knows the number of trips.
-    run = functools.partial(loss_fn, params, step=step, frozen=frozen)
-    loss, metrics = fold_micro_batches(run, batch, count=len(batch.tokens))
-    metrics.pop(_ROUTER, None)
-    return metrics | {'loss': loss}
-
-  return Program('evaluate', evaluate, ledger, layout.sharding())
 
 
 def state_shardings(model: Model, optimizer: optax.GradientTransformation, layout: Layout) -> TrainState:

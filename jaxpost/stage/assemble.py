@@ -315,6 +315,7 @@ def make_evaluator(placed: PlacedStage, engine: NativeEngine | None) -> Evaluato
   held_out, config, algorithm = placed.data.held_out, placed.config, placed.algorithm
   if held_out is None:
     return None
+  from jaxpost.programs import score
   from jaxpost.stage.evaluate import Evaluator, HeldOut, eval_batches
 
   loss = None
@@ -322,7 +323,7 @@ def make_evaluator(placed: PlacedStage, engine: NativeEngine | None) -> Evaluato
     documents = [held_out.documents[n] for n in range(len(held_out.documents))]
     loss = HeldOut(
       batches=eval_batches(documents, placed.shape.rows, placed.shape.row_length, per=algorithm.mean_per(config)),
-      program=programs.make_evaluate(
+      program=score.make_evaluate(
         placed.model, placed.objectives['policy'], placed.train, placed.compute, placed.ledger
       ),
       prepare=lambda batch, roles: algorithm.prepare(batch, roles, config),

@@ -33,7 +33,7 @@ class HeldOut:
   """The objective and its metrics on held-out documents.
 
   batches: host batches, weights normalized over all of them.
-  program: `programs.train.make_evaluate`.
+  program: `programs.score.make_evaluate`.
   prepare: (placed batch, roles) -> batch, as in training.
   """
 

@@ -18,7 +18,7 @@ from etils import epath
 from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.monitor.metrics import read_growing
-from jaxpost.programs import train as programs
+from jaxpost.programs import score
 from jaxpost.rl import batching
 from jaxpost.rollout import rollout_files
 from jaxpost.stage import assemble, place, prepare
@@ -172,9 +172,7 @@ def losses(
   members = next(m for m in batching.minibatches(len(credit.mask), config.rl, config.seed, experience.step) if row in m)
   weights = np.zeros_like(credit.mask)
   weights[members] = batching.token_weights(credit.mask[members], config.rl.aggregate, config.rollout.max_new_tokens)
-  evaluate = programs.make_evaluate(
-    placed.model, placed.objectives['policy'], placed.train, placed.compute, placed.ledger
-  )
+  evaluate = score.make_evaluate(placed.model, placed.objectives['policy'], placed.train, placed.compute, placed.ledger)
   policy = roles.policy
 
   def loss(kept: np.ndarray) -> float:
