@@ -86,6 +86,9 @@ def test_qwen3_dropped_reasoning_is_refused_unless_untrained(qwen):
   untrained = f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}{EMPTY}[[A2{END}]]\n'
   assert render(qwen, row, train_on='completion') == untrained
   assert render(qwen, {'messages': [USER, THOUGHT | {'weight': 0}, USER_2, ANSWER_2]}) == untrained
+  with pytest.raises(InputError, match='a.jsonl:1: message 3.*reasoning'):  # not only in the first turn
+    later = [USER, ANSWER, USER_2, THOUGHT, USER, ANSWER_2]
+    chat.make_example(qwen, {'messages': later}, 'a.jsonl:1', train_on='all')
 
 
 def test_a_context_that_sampling_never_sees_is_refused(qwen, tmp_path):

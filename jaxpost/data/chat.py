@@ -100,48 +100,40 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
   turns = [n for n, m in enumerate(messages) if n >= first and m['role'] == 'assistant']
   if not turns and train_on != 'all':
     raise InputError(f'{where}: has no assistant turn, so nothing to train on')
-  if train_on == 'completion':
-    turns = turns[-1:]
-
-  def text_of(messages: list[Message], **options) -> tuple[str, list[Span]]:
-    return tokenizer.render_chat(messages, row=row, where=where, **options)
-
-  header = functools.cache(lambda n: _header(text_of, messages[:n]))
-  text, marked = text_of(messages)
-  weights = [messages[n].get('weight', 1) for n in turns]
+  render = functools.partial(tokenizer.render_chat, row=row, where=where)
+  text, marked = render(messages)
   if train_on == 'all':
     if any('weight' in m for m in messages):
       why = "messages with a weight, and train_on='all' trains every token alike"
       raise InputError(f"{where}: {why}; use 'assistant', or drop the weights")
-    spans, weights = [(0, len(text))], [1]
-  elif tokenizer.has_markers:
-    assistant = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
-    if len(marked) != len(assistant):
-      why = f'the chat template marks {len(marked)} generations for {len(assistant)} assistant turns'
-      raise InputError(f'{where}: {why}; repair its generation markers')
-    spans = [marked[assistant.index(n)] for n in turns]
+    for n in turns:
+      _check_reasoning(messages[n], text, f'{where}: message {n}')
+    return _example(*_encode_spans(tokenizer, text, [(0, len(text))], [1], where))
+  if train_on == 'completion':
+    turns = turns[-1:]
+  header = functools.cache(lambda n: _header(render, messages[:n]))
+  if tokenizer.has_markers:
+    spans = _marked_spans(marked, messages, turns, where)
   else:
-    spans = [_span(tokenizer, text_of, text, messages, n, header=header(n), where=where) for n in turns]
-  unseen = ''
-  for n, (start, end), weight in zip(turns, spans, weights):
-    if not weight:
-      continue
-    reasoning = _check_reasoning(messages[n], text[start:end], f'{where}: message {n}')
-    found = '' if train_on == 'all' else _begin(header(n), text, start)[1]
-    if found in ('', header(n)):
-      continue
-    why = f'{where}: message {n}: is trained after {found!r}, which sampling never sees, as its prompts end in'
-    if reasoning or n == len(messages) - 1:
-      switch = f'set config.data.template_kwargs.enable_thinking={bool(reasoning)}'
-      raise InputError(f'{why} {header(n)!r}; {switch}, or the column chat_template_kwargs of the row')
-    # Told once by the caller and not refused: some templates drop the empty <think> block of turns that others follow.
-    unseen = unseen or f'{why} {header(n)!r}'
+    spans = [_span(tokenizer, render, text, messages, n, header=header(n), where=where) for n in turns]
+  weights = [messages[n].get('weight', 1) for n in turns]
+  trained = [(n, span) for n, span, weight in zip(turns, spans, weights) if weight]
+  unseen = [_check_turn(messages, n, text, span, header=header(n), where=where) for n, span in trained]
   example = _example(*_encode_spans(tokenizer, text, spans, weights, where))
-  return dataclasses.replace(example, unseen=unseen)
+  return dataclasses.replace(example, unseen=next(filter(None, unseen), ''))
+
+
+def _marked_spans(marked: list[Span], messages: list[Message], turns: list[int], where: str) -> list[Span]:
+  """Returns the spans of these turns among `marked`, the spans of all assistant turns by the template's markers."""
+  assistant = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
+  if len(marked) != len(assistant):
+    why = f'the chat template marks {len(marked)} generations for {len(assistant)} assistant turns'
+    raise InputError(f'{where}: {why}; repair its generation markers')
+  return [marked[assistant.index(n)] for n in turns]
 
 
 def _span(
-  tokenizer: Tokenizer, text_of: Callable, text: str, messages: list[Message], n: int, *, header: str, where: str
+  tokenizer: Tokenizer, render: Callable, text: str, messages: list[Message], n: int, *, header: str, where: str
 ) -> Span:
   """Finds the characters of `text` that the assistant generates as message n, whose generation prompt is `header`.
 
@@ -153,7 +145,7 @@ def _span(
   if sentinel is None:
     raise InputError(f'{where}: holds all private characters used as marks')
   replaced = {'role': 'assistant', 'content': sentinel}
-  changed, _ = text_of(messages[:n] + [replaced] + messages[n + 1 :])
+  changed, _ = render(messages[:n] + [replaced] + messages[n + 1 :])
   if sentinel not in changed:
     why = f'the chat template leaves out message {n}, so its tokens cannot be told apart'
     raise InputError(f'{where}: {why}; train on text, or give another template')
@@ -184,13 +176,30 @@ def _begin(header: str, text: str, start: int) -> tuple[int, str]:
   return at + len(found), found
 
 
-def _header(text_of: Callable, messages: list[Message]) -> str:
+def _header(render: Callable, messages: list[Message]) -> str:
   """Returns the text that the generation prompt appends to `messages`."""
   if not messages:
     return ''
-  short, _ = text_of(messages)
-  long, _ = text_of(messages, generation_prompt=True)
+  short, _ = render(messages)
+  long, _ = render(messages, generation_prompt=True)
   return long[len(short) :] if long.startswith(short) else ''
+
+
+def _check_turn(messages: list[Message], n: int, text: str, span: Span, *, header: str, where: str) -> str:
+  """Returns what `text` has before trained message n that `header`, its generation prompt, has not; '' for nothing.
+
+  InputError if the template leaves out its reasoning, or if a switch of the template mends the difference.
+  """
+  reasoning = _check_reasoning(messages[n], text[slice(*span)], f'{where}: message {n}')
+  found = _begin(header, text, span[0])[1]
+  if found in ('', header):
+    return ''
+  why = f'{where}: message {n}: is trained after {found!r}, which sampling never sees, as its prompts end in {header!r}'
+  if reasoning or n == len(messages) - 1:
+    switch = f'set config.data.template_kwargs.enable_thinking={bool(reasoning)}'
+    raise InputError(f'{why}; {switch}, or the column chat_template_kwargs of the row')
+  # Told once by the caller and not refused: some templates drop the empty <think> block of turns that others follow.
+  return why
 
 
 def _check_reasoning(message: Message, rendered: str, where: str) -> str:
