@@ -33,15 +33,21 @@ def _delimited(delimiter: str, path: epath.Path, name: str) -> files.NumberedRow
   return delimited.read(path, name, delimiter)
 
 
+def _binary(reader: str, path: epath.Path, name: str) -> files.NumberedRows:
+  from jaxpost.data import binary_files
+
+  return getattr(binary_files, reader)(path, name)
+
+
 FORMATS = {
   '.jsonl': Format(files.jsonl, ':', gzip=True, random_access='Lines'),
   '.json': Format(files.json_list, '[', gzip=True),
   '.txt': Format(files.txt, ':', gzip=True),
   '.csv': Format(functools.partial(_delimited, ','), ':', gzip=True),
   '.tsv': Format(functools.partial(_delimited, '\t'), ':', gzip=True),
-  '.parquet': Format(files.parquet, '[', random_access='Parquet'),
-  '.array_record': Format(files.array_record, '[', random_access='ArrayRecord'),
-  '.arrow': Format(files.arrow, '['),
+  '.parquet': Format(functools.partial(_binary, 'parquet'), '[', random_access='Parquet'),
+  '.array_record': Format(functools.partial(_binary, 'array_record'), '[', random_access='ArrayRecord'),
+  '.arrow': Format(functools.partial(_binary, 'arrow'), '['),
 }
 NAMES = ', '.join(FORMATS)
 # Files to download of a data set on the hub.

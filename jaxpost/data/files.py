@@ -1,4 +1,4 @@
-"""Readers of whole files: numbered rows, with errors that name file, line and column.
+"""Readers of text files, whole: numbered rows, with errors that name file, line and column.
 
 A row's place is (prefix, number): ('a.jsonl:', 12) reads 'a.jsonl:12', a line counted from 1; ('a.parquet[', 12) reads
 'a.parquet[12]', counted from 0. Each reader takes a path and the name of the file in errors; `file_formats.FORMATS` has
@@ -8,23 +8,17 @@ the reader of each suffix.
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
-  from types import ModuleType
-
   from etils import epath
 
 _SEPARATOR = '<|endoftext|>'
-PARQUET = 'pyarrow', 'pyarrow.lib', 'pyarrow.parquet'
-ARRAY_RECORD = 'array_record.python', 'array_record.python.array_record_module'
-_EXTRA = "pip install 'jaxpost[data]'"
 NumberedRows = Iterator[tuple[int, Any]]
 
 
@@ -112,81 +106,3 @@ def txt(path: epath.Path, name: str) -> NumberedRows:
       lead = len(part) - len(part.lstrip('\n'))
       yield line + lead, {'text': part.strip()}
     line += part.count('\n') + separator.count('\n')
-
-
-def parquet(path: epath.Path, name: str) -> NumberedRows:
-  """Yields the rows of a parquet file."""
-  _, lib, module = import_reader(name, 'parquet', *PARQUET)
-  try:
-    with path.open('rb') as file:
-      yield from _batches(module.ParquetFile(file).iter_batches(1024))
-  except (lib.ArrowException, OSError) as error:
-    raise damaged(name, 'parquet', error) from error
-
-
-def arrow(path: epath.Path, name: str) -> NumberedRows:
-  """Yields the rows of an Arrow stream, which is what `datasets` writes."""
-  (pyarrow,) = import_reader(name, 'arrow', 'pyarrow')
-  try:
-    with path.open('rb') as file:
-      yield from _batches(pyarrow.ipc.open_stream(file))
-  except (pyarrow.lib.ArrowException, OSError) as error:
-    raise damaged(name, 'arrow', error) from error
-
-
-def _batches(batches: Iterable[Any]) -> NumberedRows:
-  number = 0
-  for batch in batches:
-    for row in batch.to_pylist():
-      yield number, without_filled_in(row)
-      number += 1
-
-
-def without_filled_in(row: dict[str, Any]) -> dict[str, Any]:
-  """Returns a row of a columnar file without the nulls in calls and schemas of tools.
-
-  All objects of a list have the same keys there: a call has the arguments of the others, as nulls.
-  """
-  return {k: [_own_keys(x) for x in value] if isinstance(value, list) else value for k, value in row.items()}
-
-
-def _own_keys(item: Any) -> Any:
-  """Returns a message with its calls, or a tool, without nulls."""
-  if isinstance(item, dict) and isinstance(item.get('tool_calls'), list):
-    return item | {'tool_calls': _without_nulls(item['tool_calls'])}
-  is_tool = isinstance(item, dict) and isinstance(item.get('function'), dict)
-  return _without_nulls(item) if is_tool else item
-
-
-def _without_nulls(value: Any) -> Any:
-  if isinstance(value, dict):
-    return {k: _without_nulls(x) for k, x in value.items() if x is not None}
-  return [_without_nulls(x) for x in value] if isinstance(value, list) else value
-
-
-def array_record(path: epath.Path, name: str) -> NumberedRows:
-  """Yields the records of an ArrayRecord file, each JSON."""
-  _, module = import_reader(name, 'ArrayRecord', *ARRAY_RECORD)
-  try:
-    reader = module.ArrayRecordReader(str(path))
-    records = reader.read_all() if reader.num_records() else []
-    reader.close()
-  except (RuntimeError, ValueError, OSError, IndexError) as error:
-    raise damaged(name, 'ArrayRecord', error) from error
-  for number, record in enumerate(records):
-    at = f'{name}[{number}]'
-    yield number, parse(decode(record, at, 1), at)
-
-
-def import_reader(name: str, kind: str, *modules: str) -> list[ModuleType]:
-  """Returns modules of the library that reads files of a kind, for the file `name`."""
-  try:
-    return [importlib.import_module(module) for module in modules]
-  except ImportError as error:
-    raise InputError(f'{name}: reading {kind} needs {modules[0].partition(".")[0]}: {_EXTRA}') from error
-
-
-def damaged(name: str, what: str, error: Exception) -> InputError:
-  """Returns the error of a file that a library could not read."""
-  first = (str(error).strip() or type(error).__name__).splitlines()[0]
-  return InputError(f'{name}: damaged or unreadable {what} file: {first}')

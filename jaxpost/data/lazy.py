@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jaxpost.data import files
+from jaxpost.data import binary_files, files
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class Parquet:
     self._path = path
     self._name = name
     self._groups = caches.groups
-    self._arrow, self._lib, self._parquet = files.import_reader(name, 'parquet', *files.PARQUET)
+    self._arrow, self._lib, self._parquet = binary_files.import_reader(name, 'parquet', *binary_files.PARQUET)
 
     def group_sizes(file: Any) -> list[int]:
       return [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
@@ -223,7 +223,7 @@ class Parquet:
       with self._path.open('rb') as raw:
         return use(self._parquet.ParquetFile(raw))
     except (self._lib.ArrowException, OSError) as error:
-      raise files.damaged(self._name, 'parquet', error) from error
+      raise binary_files.damaged(self._name, 'parquet', error) from error
 
   def __len__(self) -> int:
     return int(self._starts[-1])
@@ -235,7 +235,7 @@ class Parquet:
       return self._with_file(lambda file: file.read_row_group(group))
 
     row = self._groups.row((self._name, group), i - int(self._starts[group]), read, self._arrow)
-    return files.without_filled_in(row)
+    return binary_files.without_filled_in(row)
 
   def where(self, i: int) -> str:
     """Returns the place of a row, for errors."""
@@ -251,7 +251,7 @@ class ArrayRecord:
     self._path = path
     self._name = name
     self._handles = caches.handles
-    _, self._module = files.import_reader(name, 'ArrayRecord', *files.ARRAY_RECORD)
+    _, self._module = binary_files.import_reader(name, 'ArrayRecord', *binary_files.ARRAY_RECORD)
     self._size = self._with_reader(lambda reader: reader.num_records())
 
   def _open(self):
@@ -265,7 +265,7 @@ class ArrayRecord:
       with self._handles.lock:
         return use(self._handles.get(self._name, self._open))
     except (RuntimeError, ValueError, OSError, IndexError) as error:
-      raise files.damaged(self._name, 'ArrayRecord', error) from error
+      raise binary_files.damaged(self._name, 'ArrayRecord', error) from error
 
   def __len__(self) -> int:
     return self._size
