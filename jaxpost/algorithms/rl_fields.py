@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 from jaxpost.errors import refuse, refuse_unread
@@ -145,34 +146,33 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
   Where a config names another surrogate or estimator than the method's, what belongs
   to it precedes these choices: with rl.loss=gspo, DAPO has GSPO's clip range and mean; with clip, LUSPO has PPO's.
   """
-
   method_loss = choices.get('loss', 'clip')
   method_advantage = choices.get('advantage', 'group')
 
-  def default_of(field: str) -> Callable[[Config], Any]:
-    def value(config: Config) -> Any:
-      rl = config.rl
-      auto = rl.__dataclass_fields__[field].metadata['auto']
-      if field == 'turn_gamma':  # the method's discount belongs to the method's estimator
-        return choices[field] if rl.advantage in ('', method_advantage) else auto
-      estimator = advantages.ESTIMATORS.get(rl.advantage or method_advantage)
-      if field == 'scale_rewards' and estimator and choices.get(field) not in estimator.scales:
-        return estimator.scales[0]
-      same_loss = rl.loss in ('', method_loss)
-      if same_loss and field in choices:
-        return choices[field]
-      belongs_to_loss = policy_gradient.LOSSES[rl.loss or method_loss].sets
-      if field in belongs_to_loss:
-        return belongs_to_loss[field]
-      # Another surrogate gets no clip range of the method's, which is one for the method's surrogate.
-      return auto if field.startswith('clip_') else choices.get(field, auto)
+  def choose(config: Config, field: str, of: Mapping[str, Any] = choices) -> Any:
+    return of.get(field, config.rl.__dataclass_fields__[field].metadata['auto'])
 
-    return value
+  def of_loss(config: Config, field: str) -> Any:
+    loss = config.rl.loss or method_loss
+    sets = policy_gradient.LOSSES[loss].sets
+    if loss == method_loss:
+      return choose(config, field, {**sets, **choices})
+    # A method's clip range is one for its own surrogate.
+    return choose(config, field, sets if field.startswith('clip_') else {**choices, **sets})
+
+  def scale_rewards(config: Config) -> str:
+    estimator = advantages.ESTIMATORS.get(config.rl.advantage or method_advantage)
+    fits = estimator is None or choices.get('scale_rewards') in estimator.scales
+    return choose(config, 'scale_rewards') if fits else estimator.scales[0]
+
+  def turn_gamma(config: Config) -> float:
+    own = config.rl.advantage in ('', method_advantage)
+    return choose(config, 'turn_gamma', choices if own else {})
 
   def importance(config: Config) -> tuple[str, ...]:
     """A correction if samples come from other weights than the old policy's: older ones, or ones in 8 bits."""
     rl, rollout = config.rl, config.rollout
-    recomputed = (rl.old_policy or default_of('old_policy')(config)) == 'recomputed'
+    recomputed = (rl.old_policy or of_loss(config, 'old_policy')) == 'recomputed'
     older = rollout.staleness or rl.keep_surplus or rl.replay
     quantized = rollout.weights or rollout.cache
     return ('token_truncated',) if recomputed and (older or quantized) else ()
@@ -181,7 +181,6 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
     """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""
     return 'k3' if (config.rl.kl_in or choices.get('kl_in', 'loss')) == 'loss' else 'k1'
 
-  fields = ['aggregate', 'clip_low', 'clip_high', 'old_policy', 'scale_rewards']
-  if 'turn_gamma' in choices:
-    fields.append('turn_gamma')
-  return dict(importance=importance, kl_estimator=kl_estimator) | choices | {name: default_of(name) for name in fields}
+  by_loss = {f: functools.partial(of_loss, field=f) for f in ('aggregate', 'clip_low', 'clip_high', 'old_policy')}
+  by_rule = dict(scale_rewards=scale_rewards, turn_gamma=turn_gamma)
+  return dict(importance=importance, kl_estimator=kl_estimator) | choices | by_loss | by_rule

@@ -119,32 +119,16 @@ _BOOLEANS = (
   'linear_allow_neg_eigval',
   *BIASES,
 )
-
-
-def _is_name(value: Any) -> bool:
-  return isinstance(value, str)
-
-
-def _is_names(value: Any) -> bool:
-  return isinstance(value, list) and all(isinstance(x, str) for x in value)
-
-
-def _is_bits(value: Any) -> bool:
-  return isinstance(value, list) and all(x in (0, 1) for x in value)
-
-
-def _is_count(value: Any) -> bool:
-  return type(value) is int and value >= 0
-
-
+_NAME = 'a name', lambda x: isinstance(x, str)
+_NAMES = 'a list of names', lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x)
 # Types of the fields that are used before their values are checked.
 _TYPES = {
-  'hidden_act': ('a name', _is_name),
-  'hidden_activation': ('a name', _is_name),
-  'architectures': ('a list of names', _is_names),
-  'layer_types': ('a list of names', _is_names),
-  'no_rope_layers': ('a list of 0 and 1', _is_bits),
-  'num_nextn_predict_layers': ('a whole number', _is_count),
+  'hidden_act': _NAME,
+  'hidden_activation': _NAME,
+  'architectures': _NAMES,
+  'layer_types': _NAMES,
+  'no_rope_layers': ('a list of 0 and 1', lambda x: isinstance(x, list) and all(bit in (0, 1) for bit in x)),
+  'num_nextn_predict_layers': ('a whole number', lambda x: type(x) is int and x >= 0),
 }
 
 

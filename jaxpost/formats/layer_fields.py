@@ -44,34 +44,37 @@ def ropes(
     The fields `ropes`, `layer_ropes` and `rotary_dim` of ModelConfig, and the names of
     the rope parameters that have no effect.
   """
-  params = {**(raw.get('rope_scaling') or {}), **(raw.get('rope_parameters') or {})}
-  nested = {FULL, LOCAL} & set(params)
-  if family.local_rope and set(raw.get('rope_parameters') or ()) - nested:
-    raise InputError(f'{where}: rope_parameters must hold {FULL} and {LOCAL}, for the two kinds of layers')
-  if nested and not family.local_rope:
-    raise InputError(f'{where}: rope_parameters of {sorted(nested)} not supported')
-  main = {**{k: v for k, v in params.items() if k not in nested}, **(params.get(FULL) or {})}
+  main, local = _rope_parameters(raw, family, where)
   off = family.rope_optional and main.get('rope_theta', raw['rope_theta']) is None
   main |= dict(rope_theta=1.0) if off else {}
   # In the type 'proportional' the part that turns is no matter of shapes; in latent attention it has a size of its own.
   whole = family.latent or main.get('rope_type') == 'proportional'
   dim = head_dim if whole else _rotary_dim(main, raw, family, head_dim, where)
   first, unknown = _rope(main, raw['rope_theta'], raw, family, dim, where=where)
-  out = dict(ropes=(first,), layer_ropes=(), rotary_dim=0 if dim == head_dim else dim)
-  if off:
-    out['layer_ropes'] = (-1,) * layers
+  found, by_layer = (first,), (-1,) * layers if off else ()
   if 'no_rope_layers' in family.fields:
-    out['layer_ropes'] = _no_rope(raw, layers, where)
+    by_layer = _no_rope(raw, layers, where)
   if family.local_rope:
-    local = dict(params.get(LOCAL) or {})
     theta = local.get('rope_theta') or raw[family.local_rope]
     second, more = _rope(local, theta, raw, family, dim, where=where)
-    unknown = unknown + more
+    unknown += more
     types = layer_types(raw, family, layers, (), where)
     if second != first and LOCAL in types:
-      out['ropes'] = (first, second)
-      out['layer_ropes'] = tuple(int(t == LOCAL) for t in types)
-  return out, unknown
+      found, by_layer = (first, second), tuple(int(t == LOCAL) for t in types)
+  return dict(ropes=found, layer_ropes=by_layer, rotary_dim=0 if dim == head_dim else dim), unknown
+
+
+def _rope_parameters(raw: dict, family: Family, where: str) -> tuple[dict, dict]:
+  """Returns the rope parameters, and those of sliding-window layers alone where they have some."""
+  given = raw.get('rope_parameters') or {}
+  params = {**(raw.get('rope_scaling') or {}), **given}
+  nested = {FULL, LOCAL} & set(params)
+  if family.local_rope and set(given) - nested:
+    raise InputError(f'{where}: rope_parameters must hold {FULL} and {LOCAL}, for the two kinds of layers')
+  if nested and not family.local_rope:
+    raise InputError(f'{where}: rope_parameters of {sorted(nested)} not supported')
+  main = {k: v for k, v in params.items() if k not in nested}
+  return main | (params.get(FULL) or {}), params.get(LOCAL) or {}
 
 
 def _rotary_dim(main: dict, raw: dict, family: Family, head_dim: int, where: str) -> int:
