@@ -96,5 +96,5 @@ def test_another_transformers_is_named_in_a_warning(monkeypatch, caplog):
   from transformers.utils import chat_template_utils
 
   monkeypatch.delattr(chat_template_utils, '_compile_jinja_template')
-  tokenizer._limit_templates.__wrapped__()
+  template_limits.install.__wrapped__(chat_template_utils)
   assert 'run without limits' in caplog.text

@@ -7,8 +7,10 @@ loop and call of a template costs steps, and no value that it makes is large.
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +29,22 @@ class _Budget(threading.local):
 
 
 _BUDGET = _Budget()
+
+
+@functools.cache
+def install(utils: types.ModuleType) -> None:
+  """Has `transformers.utils.chat_template_utils` compile chat templates with the limits."""
+  plain = getattr(utils, '_compile_jinja_template', None)  # it has no public name
+  if not hasattr(plain, '__wrapped__'):
+    logging.warning('this version of transformers compiles chat templates elsewhere: they run without limits')
+    return
+
+  @functools.lru_cache
+  def compile_limited(text: str) -> jinja2.Template:
+    # An environment of its own, from an empty template: compiling the text there would compute its constants.
+    return limit(plain.__wrapped__('').environment, text)
+
+  utils._compile_jinja_template = compile_limited
 
 
 def begin() -> None:

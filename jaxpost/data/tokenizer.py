@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import logging
 import os
 import pathlib
 import re
@@ -142,7 +141,7 @@ class Tokenizer:
 
     from jaxpost.data import template_limits
 
-    _limit_templates()
+    template_limits.install(chat_template_utils)
     template_limits.begin()
     if not self.chat_template:
       raise InputError(
@@ -244,26 +243,6 @@ def load(
     chat_template=template or None,
     template_kwargs=saved | given,
   )
-
-
-@functools.cache
-def _limit_templates() -> None:
-  """Has transformers compile chat templates with limits of steps and sizes."""
-  from transformers.utils import chat_template_utils as utils
-
-  from jaxpost.data import template_limits
-
-  plain = getattr(utils, '_compile_jinja_template', None)  # it has no public name
-  if not hasattr(plain, '__wrapped__'):
-    logging.warning('this version of transformers compiles chat templates elsewhere: they run without limits')
-    return
-
-  @functools.lru_cache
-  def compile_limited(text: str) -> Any:
-    # An environment of its own, from an empty template: compiling the text there would compute its constants.
-    return template_limits.limit(plain.__wrapped__('').environment, text)
-
-  utils._compile_jinja_template = compile_limited
 
 
 def _template(chosen: str) -> str:

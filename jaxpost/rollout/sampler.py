@@ -108,14 +108,9 @@ class Sampler:
     sampling_processes = owners(self.engine.layout.mesh.devices.flat)
     if len(sampling_processes) == coordination.process_count():
       return draw()
-    return self._draw_and_broadcast(draw, sampling_processes, prompts)
-
-  def _draw_and_broadcast(
-    self, draw: Callable[[], Rollout], sampling_processes: Sequence[int], prompts: Sequence[Prompt]
-  ) -> Rollout:
-    """Draws on the processes that have sampling devices and sends the rollout to the others."""
     from jaxpost.rollout import rollout_codec
 
+    # Drawn on the processes that have sampling devices, and sent to the others.
     text = rollout_codec.to_text(draw()) if coordination.process_index() in sampling_processes else ''
     data = coordination.broadcast_bytes(sampling_processes[0], text.encode())
     return rollout_codec.from_text(data.decode()).replace(prompts=tuple(prompts))
