@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import grain
@@ -39,8 +39,6 @@ def order(
     raise InputError('the data holds no rows')
   if not weights:
     return _endless(0, num_rows, seed if shuffle else None)
-  if len(sizes) != len(weights) or sum(sizes) != num_rows:
-    raise ValueError(f'{num_rows} rows are not {sizes}, of {len(weights)}')
   starts = np.append(0, np.cumsum(sizes)).tolist()
   spans = zip(starts, starts[1:])
   sources = [_endless(a, b, (seed, n) if shuffle else None) for n, (a, b) in enumerate(spans)]
@@ -50,8 +48,7 @@ def order(
 def _endless(start: int, stop: int, seed: int | tuple[int, int] | None) -> grain.MapDataset:
   rows = grain.MapDataset.range(start, stop)
   if seed is not None:
-    # grain adds the epoch to the seed; spread, so that the second epoch of
-    # one seed is not the first of the next.
+    # grain adds the epoch to the seed; spread, so that the second epoch of one seed is not the first of the next.
     spread = np.random.SeedSequence(seed).generate_state(1)[0]
     rows = rows.shuffle(seed=int(spread))
   return rows.repeat()
@@ -70,6 +67,16 @@ def identity_of_mixture(sizes: Sequence[int], weights: Sequence[float]) -> dict[
     **{f'rows_of_source_{n}': int(size) for n, size in enumerate(sizes)},
     **{f'weight_ppm_of_source_{n}': part for n, part in enumerate(parts)},
   }
+
+
+def check_position(state: Mapping[str, Any], identity: Mapping[str, int]) -> None:
+  """Raises InputError unless a saved position is of a stream with these numbers."""
+  for key, mine in identity.items():
+    if state.get(key) != mine:
+      raise InputError(
+        f'data: the saved position is of {key}={state.get(key)} and this run has {key}={mine}; go back to that, '
+        'or start a new run'
+      )
 
 
 class PackedStream:
@@ -169,12 +176,7 @@ class PackedStream:
 
   def restore(self, state: dict[str, int]) -> None:
     """Continues after the batch at which `state` was taken, with any batch size."""
-    for key, mine in self._identity.items():
-      if state.get(key) != mine:
-        raise InputError(
-          f'data: the saved position is of {key}={state.get(key)} and this'
-          f' run has {key}={mine}; go back to that, or start a new run'
-        )
+    check_position(state, self._identity)
     self.close()
     self._position = (state['window'], state['row'])
 
@@ -196,11 +198,9 @@ class PackedStream:
     return next(self._batches(*self._position))[0]
 
   def _start(self) -> None:
-    self._queue = queue.Queue(self._prefetch)
-    self._stopped = threading.Event()
-    self._thread = threading.Thread(
-      target=_fill, daemon=True, name='data', args=(self._batches(*self._position), self._queue, self._stopped)
-    )
+    self._queue, self._stopped = queue.Queue(self._prefetch), threading.Event()
+    given = self._batches(*self._position), self._queue, self._stopped
+    self._thread = threading.Thread(target=_fill, daemon=True, name='data', args=given)
     self._thread.start()
 
   def _choose_window(self) -> int:

@@ -262,11 +262,7 @@ class PromptStream:
 
   def restore(self, state: dict[str, Any]) -> None:
     """Continues after the step at which `state` was taken, with any `per_step`."""
-    for key, mine in self._identity.items():
-      if state.get(key) != mine:
-        raise InputError(
-          f'prompts: saved at {key}={state.get(key)}, but this run has {key}={mine}; go back, or start a new run'
-        )
+    loader.check_position(state, self._identity)
     self._index = state['index']
     if self.curriculum and 'curriculum' in state:
       self.curriculum.restore(state['curriculum'])

@@ -44,7 +44,7 @@ def check_target(folder: epath.PathLike) -> None:
   folder = epath.Path(folder)
   if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
     return
-  card = folder / 'README.md'
+  card = folder / _CARD
   if not card.exists() or _MARK not in card.read_text().splitlines():
     raise InputError(f'{folder}: exists and is no export of jaxpost, so it is not replaced; export to another folder')
 
