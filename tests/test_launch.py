@@ -19,7 +19,7 @@ import tiny
 from absl import app, flags
 
 from jaxpost import stages
-from jaxpost.formats import hf
+from jaxpost.formats import hf, hf_export
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CLONE))  # which a plain `pytest` does not have
@@ -122,7 +122,7 @@ def elsewhere(run, folder, stage, **changes):
 
 
 def weights(folder):
-  return hf.safetensors.numpy.load_file(folder / 'model.safetensors')
+  return hf_export.safetensors.numpy.load_file(folder / 'model.safetensors')
 
 
 # ------------------------------------------------------------------- export

@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from jaxpost import stages
-from jaxpost.formats import hf, hf_export
+from jaxpost.formats import hf_export
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 from jaxpost.models.parameters import leaf, nest
@@ -70,7 +70,7 @@ def test_bytes_are_those_of_merged_parameters(bases, tmp_path, name, kind, dtype
 @pytest.mark.parametrize('kind', ['', 'nf4'])
 def test_one_layer_is_merged_at_a_time(bases, tmp_path, monkeypatch, kind):
   p, params = prepared(bases['dense'], kind, 'float32', 'q|k|v|o|gate|up|down')
-  held, fetch = [], hf.to_host
+  held, fetch = [], hf_export.to_host
 
   def fetched(x):
     held.append(sum(x.nbytes for x in jax.live_arrays()))
