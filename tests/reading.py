@@ -98,6 +98,7 @@ OPTIONS = {
   'jaxpost.rl.merging': 'rl.dynamic_sampling',
   'jaxpost.rl.offload': 'rollout.offload',
   'jaxpost.rl.privileged': 'rl.privileged',
+  'jaxpost.rl.shared_prompts': 'train.share_prompt',
   'jaxpost.rl.process_rewards': 'reward_model.per_step',
   'jaxpost.rl.replay': 'rl.replay',
   'jaxpost.rl.teachers': 'distill.teachers',
@@ -138,12 +139,12 @@ class Entry:
 
 ENTRIES = (
   Entry('grpo.py alone', (GRPO,), (8, 1_600, 2), (8, 1_485, 3)),
-  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (22, 3_740, 6)),
-  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (46, 8_258, 6)),
+  Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (21, 3_690, 6)),
+  Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (44, 8_160, 6)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (69, 12_564, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (68, 12_560, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (130, 23_303, 11)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (129, 23_400, 11)),
 )
 
 
