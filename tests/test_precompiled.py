@@ -11,8 +11,9 @@ HELD_OUT = dict(every=1, size=8, samples=2, data=dict(path='generated:arithmetic
 SHARED = dict(train=dict(share_prompt=True))
 
 
-def runs(teacher):
-  """Name -> (what is learned from, fields that differ from that config), with a folder of a teacher."""
+def runs(teacher, grader=''):
+  """Name -> (what is learned from, fields that differ from that config), with folders of models."""
+  graded = dict(reward_model=dict(path=grader))
   return {
     'sft': ('data', dict(eval=HELD_OUT, reward=tiny.low_share)),
     'dpo': ('data', dict(algorithm='dpo', data=PAIRS, eval=dict(every=1, size=8, data=PAIRS))),
@@ -28,6 +29,7 @@ def runs(teacher):
     'ppo_shared': ('rollouts', dict(algorithm='ppo') | SHARED),
     'remax': ('rollouts', dict(algorithm='remax')),
     'online_dpo': ('rollouts', dict(algorithm='online_dpo')),
+    'online_dpo_graded': ('rollouts', dict(algorithm='online_dpo', reward='reward_model') | graded),
     'rft': ('rollouts', dict(algorithm='rft')),
     'lora': ('rollouts', dict(lora=dict(rank=2), rl=dict(kl_coef=0.1))),
     'speculation': ('rollouts', dict(rollout=dict(speculation='ngram'))),
@@ -46,7 +48,8 @@ def test_steps_compile_nothing(tmp_path, monkeypatch, name):
     return memory
 
   monkeypatch.setattr(precompile, 'compile_all', watched)
-  kind, fields = runs(tiny.folder(tmp_path / 'teacher', hidden_size=24))[name]
+  folders = tiny.folder(tmp_path / 'teacher', hidden_size=24), tiny.folder(tmp_path / 'grader', num_labels=1)
+  kind, fields = runs(*folders)[name]
   make = tiny.run_config if kind == 'data' else tiny.grpo_config
   jaxpost.run(tiny.merged(make(tiny.folder(tmp_path / 'model'), **fields), dict(train=dict(steps=2))), tmp_path / 'run')
   ((ledger, count),) = found

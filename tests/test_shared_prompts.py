@@ -63,7 +63,7 @@ def test_each_token_is_predicted_from_its_own_text(seed):
   length = int(random.integers(longest_prompt + longest, shared_prompts.row_length(section) + 20))
   values = random.standard_normal(made.logprobs.shape).astype(np.float32)
   mask = batching.completion_mask(made)
-  shape = RowShape(shared_prompts.most_rows(section, length), length, True)
+  shape = RowShape(max(1, prompts * size), length, True)
   batch = batching.to_batch(made, range(prompts * size), mask, {'x': values}, *shape)
   np.testing.assert_array_equal(batching.from_rows(made, batch.arrays['x'][None], *shape), values * mask)
   assert batch.loss_weights.sum() == made.lengths.sum()
@@ -118,15 +118,32 @@ def test_rows_hold_any_part_of_a_step(seed):
       assert sorted(p.sequence for p in found) == sorted(members) and max(p.end for p in found) <= length
 
 
-def test_a_group_of_equal_lengths_takes_one_row():
+def test_a_group_takes_one_row_or_equal_parts():
   section = rollout_section(4, 8, 256, 512)
   length = shared_prompts.row_length(section)
-  assert length == 255 + 8 * 513 and shared_prompts.most_rows(section, length) == 4
-  assert shared_prompts.most_rows(section, 768) == 32 and shared_prompts.most_rows(section, 2 * length + 1) == 2
-  long = rollout_section(4, 8, 256, 3000)
-  assert shared_prompts.row_length(long) == 255 + 2 * 3001 and shared_prompts.most_rows(long, 6257) == 16
-  huge = rollout_section(4, 8, 256, 30_000)
-  assert shared_prompts.row_length(huge) == 256 + 30_000
+  assert length == 4480 >= 255 + 8 * 513 and shared_prompts.filled_rows(section, length) == 4
+  assert shared_prompts.filled_rows(section, 768) == 32 and shared_prompts.filled_rows(section, 2 * length) == 2
+  groups = rollout_section(4, 16, 256, 512)  # one row would take 8,463 tokens
+  assert shared_prompts.row_length(groups) == 4480 and shared_prompts.filled_rows(groups, 4480) == 8
+  for prompt, new in ((8000, 512), (1024, 4096)):  # no less than 4 completions
+    long = rollout_section(2, 8, prompt, new)
+    assert prompt - 1 + 4 * (new + 1) <= shared_prompts.row_length(long) < prompt + 127 + 4 * (new + 1)
+
+
+def test_rows_hold_what_an_environment_draws():
+  """Prompts of a group may have only a part in common, and the rest is in the completions, which are longer then."""
+  section = rollout_section(4, 8, 256, 512)
+  config = dataclasses.replace(CONFIG, rollout=dataclasses.replace(CONFIG.rollout, **vars(section)))
+  config = dataclasses.replace(config, train=dataclasses.replace(CONFIG.train, share_prompt=True))
+  shape = batch_shape.batch_shape(config, True, 1)
+  for common in (200, 100, 10, 0):
+    made = rollout(0, 4, 8, 256, 768 - common, fixed=True)
+    made = made.replace(prompts=tuple(p.replace(tokens=p.tokens[:common]) for p in made.prompts))
+    mask = batching.completion_mask(made)
+    of_rows = shape.rows, shape.row_length, True
+    batch = batching.to_batch(made, range(32), mask, {}, *of_rows)
+    back = batching.from_rows(made, batch.tokens[None].astype(float), *of_rows)
+    np.testing.assert_array_equal(back, made.completions)
 
 
 # -------------------------------------------------------------------- losses
@@ -249,11 +266,13 @@ def test_a_reward_model_reads_each_answer(tmp_path):
   [
     (dict(algorithm='sft'), 'sft samples nothing; pairs have preference.share_prompt'),
     (dict(algorithm='online_dpo'), 'online_dpo trains on pairs'),
-    (dict(model='qwen3_5_text'), 'the model of the policy has layers with a recurrent state'),
+    (dict(model='qwen3_5_text'), 'the policy is a model of your own, or has layers with a recurrent state'),
+    (dict(algorithm='rft', nll=dict(neftune_alpha=1.0)), 'nll.mtp_weight and nll.neftune_alpha'),
+    (dict(train=dict(row_length=36)), 'a row of 36 tokens has no room for a prompt and two completions'),
   ],
 )
 def test_what_cannot_share_is_refused(tmp_path, over, words):
   family = over.pop('model', '')
   path = tiny.folder(tmp_path / 'model', **dict(family=family, num_layers=3) if family else {})
   with pytest.raises(InputError, match=f'config.train.share_prompt: {words}'):
-    jaxpost.run(tiny.grpo_config(path, train=dict(share_prompt=True), **over), tmp_path / 'run')
+    jaxpost.run(tiny.merged(tiny.grpo_config(path, **over), dict(train=dict(share_prompt=True))), tmp_path / 'run')

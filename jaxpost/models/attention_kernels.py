@@ -80,7 +80,7 @@ def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, parts: int
   why = REFUSALS[compute.attention](q.shape[3], v.shape[3], compute.dtype)
   # A chunk of a branch may go on after another branch, which a kernel would take for another document.
   if branch_ids is not None and (compute.attention not in BRANCHES or cfg.chunked):
-    why = 'branches of a shared prompt (share_prompt=False in config.preference and config.train does without)'
+    why = 'branches of a shared prompt; set share_prompt=False in config.preference or config.train'
   if why and compute.forced:
     raise InputError(
       f'config.model.attention: {compute.attention} cannot do {why}; auto takes another one where it must'

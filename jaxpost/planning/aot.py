@@ -88,6 +88,7 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
   cfg = placed.model.config
   for batch in (a for a in args if isinstance(a, Batch)):
     micro, rows, length = batch.tokens.shape
+    micro = -(-micro * placed.shape.filled // placed.shape.rows)  # the others are empty, and not run
     rows = rows // shards if rows % shards == 0 else rows
     chunk = head_chunk.chunk_length(rows, length, cfg.padded_vocab_size, placed.compute.head_elements)
     chunks = -(-length // chunk)

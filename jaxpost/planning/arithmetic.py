@@ -108,6 +108,14 @@ class _Case:
     """Tokens of a device at a time in training."""
     return self.shape.micro_rows * self.shape.row_length // self.row_shards
 
+  @functools.cached_property
+  def context(self) -> float:
+    """Mean number of tokens that a token of a row attends to."""
+    config = self.inputs.config
+    skips_branches = config.train.share_prompt and self.compute.attention != 'chunked'
+    longest = config.rollout.max_prompt_length + config.rollout.max_new_tokens
+    return (longest if skips_branches else self.shape.row_length) / 2
+
 
 def estimate(
   inputs: Inputs, topology: machines.Topology, train: dict[str, int], rollout: dict[str, int], branches: bool = False
@@ -137,10 +145,10 @@ def estimate(
   case = _Case(inputs, topology, *layouts, compute, shape)
   held = _held(case)
   updating = held | _activations(case)
-  passes = shape.rows * inputs.config.rl.epochs if on_policy else shape.rows
+  passes = shape.filled * inputs.config.rl.epochs if on_policy else shape.filled
   seconds = {'update': _update_seconds(case) * passes / shape.micro_rows}
   if 'reference' in inputs.sources:
-    seconds['score'] = _score_seconds(case) * shape.rows / shape.micro_rows
+    seconds['score'] = _score_seconds(case) * shape.filled / shape.micro_rows
   trained = shape.rows * shape.row_length
   sampling = held | _sampler(case) if checks.samples(inputs.config, inputs.algorithm) else {}
   if on_policy:
@@ -278,7 +286,7 @@ def _traffic(case: _Case, train: bool) -> dict:
 def _flops(case: _Case) -> float:
   """Returns the FLOPs of a forward pass over a micro-batch on a device."""
   tokens = case.shape.micro_rows * case.shape.row_length
-  return tokens * transformer.flops_per_token(case.cfg, case.shape.row_length / 2) / case.train.mesh.size
+  return tokens * transformer.flops_per_token(case.cfg, case.context) / case.train.mesh.size
 
 
 def _read(case: _Case, passes: float) -> float:
@@ -300,7 +308,7 @@ def _update_seconds(case: _Case) -> float:
   again = _AGAIN[case.compute.remat]
   read = _read(case, _PASSES + again) + optimizer
   tokens = case.shape.micro_rows * case.shape.row_length
-  flops = tokens * model.flops_of_update(case.shape.row_length / 2) / case.train.mesh.size
+  flops = tokens * model.flops_of_update(case.context) / case.train.mesh.size
   return _seconds(case, flops + again * _flops(case), read, _traffic(case, train=True))
 
 

@@ -3,7 +3,7 @@
 Legend: N sequences, G samples a prompt, C completion tokens, B rows, T tokens a row, n chosen sequences.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,7 +87,7 @@ class Place(NamedTuple):
 
 
 def places(
-  rollout: Rollout, members: Iterable[int], num_rows: int, row_length: int, share_prompt: bool = False
+  rollout: Rollout, members: Collection[int], num_rows: int, row_length: int, share_prompt: bool = False
 ) -> Iterator[Place]:
   """Packs sequences into rows, and yields the place of each.
 
@@ -107,8 +107,8 @@ def places(
     from jaxpost.rl import shared_prompts
 
     shared = [*shared_prompts.documents(members, group_size(rollout), prompts, completions, row_length)]
-    # Sequences that are drawn at random from groups may fill rows better one by one.
-    documents = shared if len(packed(shared)) <= num_rows else documents
+    # Sequences that minibatches draw at random from groups may fill rows better one by one.
+    documents = min(shared, documents, key=lambda x: len(packed(x)))
   rows = packed(documents)
   if len(rows) > num_rows:
     raise ValueError(f'{len(rows)} rows do not fit {num_rows}')
@@ -161,7 +161,7 @@ def to_batch(
     tokens[row, start:end] = text[skipped:]
     positions[row, start:end] = np.arange(skipped, len(text))
     segment_ids[row, start:end] = segment
-    branch_ids[row, first - 1 : end] = branch
+    branch_ids[row, max(first - 1, start) : end] = branch
     # Prompts belong to no sequence: nothing is learned on them.
     sequence_ids[row, first:end] = sequence_ids[row].max() + 1
     loss_weights[row, first:end] = weights[n, :length]

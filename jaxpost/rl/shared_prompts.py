@@ -13,13 +13,14 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import refuse
+from jaxpost.models.config import CustomConfig
 
 if TYPE_CHECKING:
   import numpy as np
 
   from jaxpost.algorithms.base import Algorithm
 
-_LONGEST = 8192  # tokens of a row that is chosen here, unless one completion needs more
+_LONG = 8192  # tokens of a row that is chosen here, or those of a prompt and 4 completions
 
 
 def check(config: Any, algorithm: Algorithm, found: Mapping[str, Any]) -> None:
@@ -27,33 +28,51 @@ def check(config: Any, algorithm: Algorithm, found: Mapping[str, Any]) -> None:
   name = 'config.train.share_prompt'
   refuse(not algorithm.on_policy, f'{name}: {config.algorithm} samples nothing; pairs have preference.share_prompt')
   refuse(algorithm.pack is not None, f'{name}: {config.algorithm} trains on pairs, which have preference.share_prompt')
-  recurrent = [role for role, source in found.items() if source.config.state_shapes]
   refuse(
-    bool(recurrent),
-    f'{name}: the model of the {" and ".join(recurrent)} has layers with a recurrent state, which cannot read several '
-    'completions after one prompt; leave it False',
+    bool(config.nll.mtp_weight or config.nll.neftune_alpha),
+    f'{name}: nll.mtp_weight and nll.neftune_alpha are of documents with one completion; leave one of the fields out',
+  )
+  for role, source in found.items():
+    refuse(
+      isinstance(source.config, CustomConfig) or bool(source.config.state_shapes),
+      f'{name}: the {role} is a model of your own, or has layers with a recurrent state, and cannot read several '
+      'completions after one prompt; leave it False',
+    )
+  row = row_length(config.rollout) if not config.train.row_length else config.train.row_length
+  refuse(
+    _held(config.rollout, row) < min(2, config.rollout.group_size),
+    f'{name}: a row of {row} tokens has no room for a prompt and two completions of the greatest lengths; raise '
+    'config.train.row_length, or leave it 0',
   )
 
 
 def row_length(rollout: Any) -> int:
-  """Returns the tokens of a row for a whole group of `config.rollout`, or for as much of it as 8,192 tokens hold."""
+  """Returns the tokens of a row for a group of `config.rollout`, or an equal part of it where it is long."""
   shared, branch = rollout.max_prompt_length - 1, rollout.max_new_tokens + 1
-  return shared + branch * max(1, min(rollout.group_size, (_LONGEST - shared) // branch))
+  most = max(_LONG, shared + 4 * branch)
+  parts = math.ceil(rollout.group_size / ((most - shared) // branch))
+  needed = shared + branch * math.ceil(rollout.group_size / parts)
+  return math.ceil(needed / 128) * 128  # as kernels and meshes want it
 
 
-def most_rows(rollout: Any, length: int) -> int:
-  """Returns the rows that suffice for the completions of a step, however long they are."""
+def filled_rows(rollout: Any, length: int) -> int:
+  """Returns the rows of `length` tokens that the completions of a step fill if all have the greatest length."""
   shared, branch = rollout.max_prompt_length - 1, rollout.max_new_tokens + 1
-  documents = math.ceil(rollout.group_size / ((length - shared) // branch))  # of a prompt
-  if documents > 1:
-    return rollout.prompts * documents
+  parts = math.ceil(rollout.group_size / _held(rollout, length))
+  if parts > 1:
+    return rollout.prompts * parts
   return math.ceil(rollout.prompts / (length // (shared + rollout.group_size * branch)))
+
+
+def _held(rollout: Any, length: int) -> int:
+  """Returns how many completions of one prompt a row holds, however long they are."""
+  return (length - rollout.max_prompt_length + 1) // (rollout.max_new_tokens + 1)
 
 
 def documents(
   members: Collection[int], group_size: int, prompts: np.ndarray, completions: np.ndarray, row_length: int
 ) -> Iterator[list[int]]:
-  """Yields documents of at most `row_length` tokens: sequences with one prompt, in order.
+  """Yields documents of at most `row_length` tokens: sequences with one prompt, in order, or one without.
 
   Args:
     members: indices of the sequences; `group_size` in a row have one prompt.
@@ -62,7 +81,7 @@ def documents(
   for _, group in itertools.groupby(sorted(members), lambda n: n // group_size):
     document, used = [], 0
     for n in group:
-      if document and used + 1 + completions[n] > row_length:
+      if document and (used + 1 + completions[n] > row_length or not prompts[n]):
         yield document
         document = []
       used = (used if document else prompts[n] - 1) + 1 + completions[n]

@@ -21,12 +21,14 @@ class BatchShape:
   update_rows: of one update: of a minibatch on-policy, else `rows`.
   micro_rows: processed at a time, over all devices.
   row_length: tokens of a row.
+  filled: the rows of a step that the longest completions fill: all, unless they share prompts.
   """
 
   rows: int
   update_rows: int
   micro_rows: int
   row_length: int
+  filled: int
 
 
 def slots(rollout: RolloutSection, sequences: int) -> int:
@@ -57,20 +59,19 @@ def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 16_3
     InputError: the rows at a time do not split evenly.
   """
   length = row_length(config, on_policy)
-  rows = update_rows = config.train.batch_size
+  rows = update_rows = filled = config.train.batch_size
   micro_rows = config.train.micro_batch_size
   if on_policy:
     r = config.rollout
     # Completions that a row holds, however long they are.
     per_row = max(1, length // (r.max_prompt_length + r.max_new_tokens))
     completions = r.prompts * r.group_size
-    rows = math.ceil(completions / per_row)
+    rows = filled = math.ceil(completions / per_row)
     update_rows = math.ceil(completions // config.rl.minibatches / per_row)
     if config.train.share_prompt:
       from jaxpost.rl import shared_prompts
 
-      rows = min(rows, shared_prompts.most_rows(r, length))
-      update_rows = min(update_rows, rows)
+      filled = min(rows, shared_prompts.filled_rows(r, length))
     if not micro_rows:
       # The rows of a shard in equal parts, as few as `tokens` allows: a part
       # that is not full would cost as much as a full one.
@@ -87,4 +88,4 @@ def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 16_3
   def padded(n: int) -> int:
     return math.ceil(n / micro_rows) * micro_rows
 
-  return BatchShape(padded(rows), padded(update_rows), micro_rows, length)
+  return BatchShape(padded(rows), padded(update_rows), micro_rows, length, padded(filled))

@@ -189,9 +189,11 @@ def kernel_uses(
   inputs = prepared.inputs
   config, on_policy = inputs.config, inputs.algorithm.on_policy
   out = []
-  branches = has_branches(inputs, prepared.data)
-  if not branches or kernel in BRANCHES:
-    trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
+  kinds = {has_branches(inputs, prepared.data)}
+  if inputs.algorithm.pack:  # pairs have branches, and what a reward model reads has none
+    kinds.add(False)
+  trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
+  for branches in kinds - (set() if kernel in BRANCHES else {True}):
     for name, x in (inputs.sources | trained).items():
       layout = layouts['train' if name in trained else 'score']
       out.append(KernelUse(x.config, length, row_shards(layout), branches))

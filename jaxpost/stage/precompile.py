@@ -75,13 +75,12 @@ def compile_all(
   def described(x, rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows // micro, micro, *x.shape[1:]), x.dtype, sharding=sharding)
 
-  host = _rollout_row(placed) if on_policy else placed.data.first_batch
-
-  def batch(rows: int) -> Batch:
+  def batch(rows: int, branches: bool) -> Batch:
+    host = _rollout_row(placed, branches) if on_policy else placed.data.first_batch
     return jax.tree.map(lambda x: described(x, rows), host)
 
-  plain = batch(shape.update_rows)  # of an update
-  whole = batch(shape.rows)  # of a step
+  plain = batch(shape.update_rows, has_branches(placed.inputs, placed.data))  # of an update
+  whole = batch(shape.rows, config.train.share_prompt)  # of a step
   per_token = described(np.zeros((1, length), np.float32), shape.update_rows)
   names = {k for o in placed.objectives.values() for k in o.arrays}
   distilled, scored = (roles.teachers, ()) if placed.distills else ((), roles.teachers)
@@ -94,7 +93,9 @@ def compile_all(
   )
   jobs = [functools.partial(r.update_program.compile, r.state, full, r.frozen) for r in roles.trainable.values()]
   reading = without_signal(whole)
-  jobs += [functools.partial(x.compile, reading) for x in (roles.reference, roles.reward_model, *scored) if x]
+  jobs += [functools.partial(x.compile, reading) for x in (roles.reward_model, *scored) if x]
+  if roles.reference:  # the pairs of an update have log-probs of their own
+    jobs.append(functools.partial(roles.reference.compile, without_signal(plain) if algorithm.pack else reading))
   jobs += [functools.partial(role.compile, without_signal(plain)) for role in distilled]
   scores = algorithm.scores(config)
   readers = {'old_logprobs': 'policy', 'values': 'critic' if roles.critic else 'policy'}
@@ -122,12 +123,12 @@ def compile_all(
   return memory_of(placed, roles, engine, bool(evaluator and evaluator.sampled))
 
 
-def _rollout_row(placed: PlacedStage) -> Batch:
-  """A row as rollouts are packed into it."""
+def _rollout_row(placed: PlacedStage, branches: bool) -> Batch:
+  """A row as rollouts are packed into it, with `branches` behind prompts or without."""
   length = placed.shape.row_length
   ints = np.zeros((1, length), np.int32)
   floats = np.zeros((1, length), np.float32)
-  optional = {'branch_ids': ints} if has_branches(placed.inputs, placed.data) else {}
+  optional = {'branch_ids': ints} if branches else {}
   if placed.config.router.routing_replay:
     cfg = placed.model.config
     optional['experts'] = np.zeros((1, length, cfg.sparse_layers, cfg.experts.top_k), np.uint16)
