@@ -21,14 +21,13 @@ def measure(given: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlag
   more = dict(mesh=value.mesh, source=given.name)
   if value.suite:
     return suites.measure(value.suite, weights, value.data, value.out, draws, size=value.size or 0, **more)
+  rows = score_dataset.read(value.data, value.columns, value.map, value.size)
+  if isinstance(rows[0].get('prompt'), str) and weights.inputs.tokenizer.chat_template:
+    inference.to_stderr(
+      f'{value.data}: its prompts are plain text and are continued as they are, as in training; for messages in the'
+      ' chat template, --map=jaxpost.data.maps:as_chat'
+    )
   found = score_dataset.measure(
-    weights,
-    score_dataset.read(value.data, value.columns, value.map, value.size),
-    value.reward,
-    value.out,
-    draws,
-    pass_reward=value.pass_reward,
-    correct_by=value.correct_by,
-    **more,
+    weights, rows, value.reward, value.out, draws, pass_reward=value.pass_reward, correct_by=value.correct_by, **more
   )
   return dict(data=value.data, graded_by=value.reward, **found)

@@ -5,12 +5,13 @@
   python -m launch.sample --model=FOLDER --prompts=IN.jsonl --out=OUT.jsonl
   python -m launch.sample --model=FOLDER --nochat --prompt='Once upon a time'
 
-A prompt is a user's message if the tokenizer has a chat template; otherwise, or
-with --nochat, it is text to continue. Rows of IN have a column `prompt` (text or
+--prompt is a user's message if the tokenizer has a chat template, unless the run
+learns from plain text; otherwise it is text to continue, as are texts in IN. --chat
+makes all of them messages, --nochat text. Rows of IN have a column `prompt` (text or
 messages), `prompt_ids`, `messages` or `text`; each line of a .txt file is a prompt.
 OUT adds `completions`, `completion_ids` and `logprobs`; the same command continues
-after an interruption. --chat starts a conversation. Each --adapter completes all
-prompts. The same seed gives the same completions.
+after an interruption. --chat without a prompt starts a conversation. Each --adapter
+completes all prompts. The same seed gives the same completions.
 """
 
 import logging
@@ -34,7 +35,9 @@ _TOP_K = flags.DEFINE_integer('top_k', 0, 'Sample from this many most probable t
 _TOP_LOGPROBS = flags.DEFINE_integer(
   'top_logprobs', 0, 'Write the log-probs of this many most probable tokens at each position to --out.'
 )
-_CHAT = flags.DEFINE_bool('chat', None, 'Start a conversation; --nochat: use no chat template.')
+_CHAT = flags.DEFINE_bool(
+  'chat', None, 'Make prompts messages of a chat; without any, start one. --nochat: use no template.'
+)
 _JSON = flags.DEFINE_bool('json', False, 'Print each completion as a JSON object.')
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'Device mesh, written as config.mesh.rollout.')
 
@@ -45,8 +48,9 @@ def main(argv):
   logging.getLogger().setLevel(logging.WARNING)
   if not (_PROMPT.value or _FILE.value or _CHAT.value):
     raise InputError('nothing to do; give --prompt=, --prompts= or --chat')
-  if _CHAT.value:
-    exits.refuse(('prompts', 'out', 'n', 'json'), 'with --chat')
+  talks = _CHAT.value and not (_PROMPT.value or _FILE.value)
+  if talks:
+    exits.refuse(('out', 'n', 'json'), 'with --chat and no prompts')
   if _OUT.value:
     exits.refuse(('json',), 'with --out, whose rows are JSON')
   else:
@@ -57,10 +61,13 @@ def main(argv):
 
   each = inference.adapters(inference.load(**_WEIGHTS.arguments()), _ADAPTER.value)
   draws = completions.Draws(**_SAMPLING.arguments(), top_k=_TOP_K.value, top_logprobs=_TOP_LOGPROBS.value)
-  if _CHAT.value:
+  if talks:
     models = {_WEIGHTS.name: completions.only(each, '--chat')}
-    return chat.chat_loop(models, draws, _MESH.value, [*_PROMPT.value], sys.stdin, out=sys.stdout)
-  prompts = completions.make_prompts(next(iter(each.values())), _PROMPT.value, _FILE.value, _CHAT.value)
+    return chat.chat_loop(models, draws, _MESH.value, [], sys.stdin, out=sys.stdout)
+  weights = next(iter(each.values()))
+  prompts = completions.make_prompts(weights, _PROMPT.value, _FILE.value, _CHAT.value)
+  if _CHAT.value is None and weights.inputs.tokenizer.chat_template:
+    _say_how_read(prompts)
   completion_files.finish(
     each,
     prompts,
@@ -70,6 +77,19 @@ def main(argv):
     source=_WEIGHTS.name,
     show=completions.show_json if _JSON.value else completions.show,
   )
+
+
+def _say_how_read(prompts):
+  """Prints how prompts that are text were read by a model that can also chat."""
+  from jaxpost.tools import inference
+
+  if _PROMPT.value and not isinstance(prompts[-1].prompt, str):
+    inference.to_stderr("--prompt: is a user's message in the chat template; --nochat continues it as plain text")
+  elif _PROMPT.value:
+    inference.to_stderr('--prompt: is continued as plain text, like the data of the run; --chat makes it a message')
+  plain = [p for p in prompts[: len(prompts) - len(_PROMPT.value)] if isinstance(p.prompt, str)]
+  if any(p.columns.get('prompt_ids') is None for p in plain):
+    inference.to_stderr(f'{_FILE.value}: its plain text is continued as it is; --chat makes each text a message')
 
 
 if __name__ == '__main__':

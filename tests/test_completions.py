@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxpost.data import prompts as prompts_lib
 from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
 from jaxpost.rewards import math
@@ -96,7 +97,52 @@ def test_prompt_ids_are_taken_as_they_are(weights, source):
     row = [{'prompt_ids': bad}]
     rows = completions.sources.read('rows', fake_rows=row)
     with pytest.raises(InputError, match=r'rows\[0\].*prompt_ids'):
-      completions.prompts_of(weights, [rows])
+      completions.prompts_of(weights, rows)
+
+
+def test_plain_text_is_read_as_training_reads_it(weights, source):
+  """With a chat template, too: the tokens, and what rewards get."""
+  assert weights.inputs.tokenizer.chat_template
+  rows = completions.sources.read(source)[:2]
+  stream = prompts_lib.PromptStream(
+    rows, weights.inputs.tokenizer, per_step=2, max_prompt_length=64, seed=0, shuffle=False
+  )
+  for mine, trained in zip(completions.make_prompts(weights, file=str(source)), next(stream)[0]):
+    assert mine.tokens.tolist() == trained.tokens.tolist() and mine.prompt == trained.prompt
+    group = score_dataset._group(mine, dict(completions=['1', '2'], completion_ids=[[49], [50]]))
+    assert group.prompts == [mine.prompt] * 2 and group.completions == ['1', '2']
+  (as_chat, *_) = completions.make_prompts(weights, file=str(source), as_chat=True)
+  assert as_chat.prompt == [{'role': 'user', 'content': '0+1='}]
+
+
+@pytest.mark.parametrize(
+  'row, data, plain',
+  [
+    ({'prompt': '1+1=', 'completion': '2'}, {}, True),
+    ({'text': 'once'}, {}, True),
+    ({'question': '1+1='}, dict(columns='prompt=question'), True),
+    ({'prompt': '1+1='}, dict(map='jaxpost.data.maps:as_chat'), False),
+    ({'messages': [{'role': 'user', 'content': 'hi'}]}, {}, False),
+    (None, {}, False),
+  ],
+)
+def test_a_typed_prompt_is_asked_as_the_data_of_the_run(weights, tmp_path, row, data, plain):
+  """Of a model folder, and where the data is not here, it is a user's message; without a template, text."""
+  path = tmp_path / 'data.jsonl'
+  if row:
+    path.write_text(json.dumps(row) + '\n')
+  config = weights.inputs.config
+  config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(path), **data))
+  trained = of(weights, config=config, sources={'policy': Source(None, checkpoints=tmp_path)})
+  asked = '1+1=' if plain else [{'role': 'user', 'content': '1+1='}]
+  assert completions.make_prompts(trained, ['1+1='])[0].prompt == asked
+  for weights_, as_chat, is_text in (
+    (trained, True, False),
+    (trained, False, True),
+    (of(weights, config=config), None, False),
+  ):
+    (prompt,) = completions.make_prompts(weights_, ['1+1='], as_chat=as_chat)
+    assert isinstance(prompt.prompt, str) == is_text
 
 
 @pytest.mark.parametrize('kept', [0, 3, 4, 7, 12])
@@ -310,6 +356,7 @@ def test_evaluate_by_a_reward(folder, tmp_path, shared_data):
 
   out = run(f'--data={data}', f'--reward={reward}:low', f'--out={tmp_path}/o')
   assert out.returncode == 0, out.stderr
+  assert 'its prompts are plain text' in out.stderr
   have = json.loads(out.stdout.splitlines()[-1])
   assert have['count'] == 3 and {'pass@1', 'pass@4', 'maj@4'} <= set(have)
   rows = [json.loads(x) for x in (tmp_path / 'o/completions.jsonl').read_text().splitlines()]

@@ -231,18 +231,21 @@ def test_sample_draws_from_a_run_and_its_export_alike(run, call, tmp_path):
   file = tmp_path / 'prompts.jsonl'
   file.write_text('{"prompt": "1+1="}\n{"messages": [{"role": "user", "content": "2+2="}]}\n')
   args = ('--json', '--n=2', '--max_new_tokens=4', f'--file={file}', '--prompt=17+25=')
-  code, out, _ = call('sample', f'--run={run}', *args)
+  code, out, err = call('sample', f'--run={run}', *args)
   assert code == 0
   rows = [json.loads(line) for line in out.splitlines()]
   asked = ['1+1=', '2+2=', '17+25=']
-  assert [(r['prompt'][-1]['content'], r['sample']) for r in rows] == [
+  assert [(r['prompt'] if r['prompt'] == '1+1=' else r['prompt'][-1]['content'], r['sample']) for r in rows] == [
     (prompt, n) for prompt in asked for n in range(2)
   ]
+  assert "--prompt: is a user's message" in err and f'{file}: its plain text is continued' in err
   assert rows[0]['completion'] != rows[1]['completion']
   assert all(r['logprob'] < 0 and 1 <= r['tokens'] <= 4 for r in rows)
   folder = f'--model={run / "export"}'
   same = [json.loads(x) for x in call('sample', folder, *args)[1].splitlines()]
   assert [r['completion'] for r in same] == [r['completion'] for r in rows]
+  code, out, err = call('sample', folder, *args, '--chat')
+  assert [json.loads(x)['prompt'][-1]['content'] for x in out.splitlines()[::2]] == asked and 'prompt' not in err
   other = call('sample', folder, *args, '--seed=1')[1]
   assert [json.loads(x)['completion'] for x in other.splitlines()] != [r['completion'] for r in rows]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import rich.console
 import rich.text
+from etils import epath
 
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.data import sources
@@ -32,9 +34,12 @@ from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.stage import schema
 
 
 _SLOTS = 64  # sequences at a time, where they fit
+_LOOKED_AT = 100  # rows, until the map keeps one
+_ASKING = ('messages', 'prompt', 'text', 'chosen')  # columns that tell whether data is chats or plain text
 
 
 def make_prompts(
@@ -47,21 +52,49 @@ def make_prompts(
     texts: one prompt each.
     file: any data with the column prompt, messages, prompt_ids or text.
     as_chat: True makes a text a user's message, False lets the model continue
-      it; None: True if the tokenizer has a chat template.
+      it; None: rows of `file` are read as training reads them, and `texts` as
+      `typed_as_chat` says.
   """
-  read = [sources.read(file)] if file else []
+  prompts = prompts_of(weights, sources.read(file), bool(as_chat)) if file else []
   if texts:
-    read.append(sources.read('--prompt', fake_rows=[{'prompt': text} for text in texts]))
-  return prompts_of(weights, read, as_chat)
+    rows = sources.read('--prompt', fake_rows=[{'prompt': text} for text in texts])
+    prompts += prompts_of(weights, rows, typed_as_chat(weights) if as_chat is None else as_chat, len(prompts))
+  return prompts
 
 
-def prompts_of(weights: Weights, data_sets: Sequence[sources.Rows], as_chat: bool | None = None) -> list[Prompt]:
-  """Returns prompts of the rows of several data sets; see `make_prompts`."""
+def typed_as_chat(weights: Weights) -> bool:
+  """Returns whether a text that somebody types is a user's message.
+
+  It is if the tokenizer has a chat template, except that a run on plain text is asked as its data asks.
+  """
+  if not weights.inputs.tokenizer.chat_template:
+    return False
+  return not (weights.inputs.sources['policy'].checkpoints and _is_plain(weights.inputs.config.data))
+
+
+def _is_plain(data: schema.DataSection) -> bool:
+  """Returns whether the first row of `config.data` is plain text; False if it cannot be read without a download."""
+  path, columns, map_fn = (
+    next(iter(sources.split(option or '')), '') for option in (data.path, data.columns, data.map)
+  )
+  here = [p for p in (path, path.rpartition(':')[0]) if p and epath.Path(p).expanduser().exists()]
+  if not (here or path.startswith('generated:')):
+    return False
+  for streaming in (True, False):  # all formats can be read whole, and large files need not be
+    try:
+      rows = sources.read(path, columns, map_fn or None, streaming=streaming)
+      row = next((row for row in itertools.islice(rows, _LOOKED_AT) if row is not None), {})
+    except InputError:
+      continue
+    return isinstance(next((row[k] for k in _ASKING if row.get(k) is not None), None), str)
+  return False
+
+
+def prompts_of(weights: Weights, rows: sources.Rows, as_chat: bool = False, start: int = 0) -> list[Prompt]:
+  """Returns the prompts of rows, numbered from `start`; `as_chat` makes a text a user's message."""
   tokenizer = weights.inputs.tokenizer
-  if as_chat is None:
-    as_chat = bool(tokenizer.chat_template)
   prompts = []
-  for row, where in [(rows[i], rows.where(i)) for rows in data_sets for i in range(len(rows))]:
+  for row, where in [(rows[i], rows.where(i)) for i in range(len(rows))]:
     columns = row
     if 'text' in row and not {'prompt', 'messages'} & set(row):
       row = {'prompt': row['text']}  # a line of a .txt file
@@ -75,7 +108,7 @@ def prompts_of(weights: Weights, data_sets: Sequence[sources.Rows], as_chat: boo
       plain = isinstance(row.get('prompt'), str)
       prompt = prompts_lib.prompt_of(row, where, '' if plain else weights.inputs.config.data.system_prompt)
       tokens = prompts_lib.encode_prompt(tokenizer, prompt, row, where)
-    prompts.append(Prompt(len(prompts), tokens, prompt, columns))
+    prompts.append(Prompt(start + len(prompts), tokens, prompt, columns))
   return prompts
 
 

@@ -87,7 +87,7 @@ def measure(
     'frac_reward_differs': the share of prompts whose K samples differ in the
     sum of rewards, from which alone group-relative methods learn.
   """
-  prompts = completions.prompts_of(weights, [rows])
+  prompts = completions.prompts_of(weights, rows)
   specs = tuple(r.strip() for r in rewards.split(',') if r.strip())
   with tempfile.TemporaryDirectory() as scratch, RewardPool(specs, workers=workers, timeout_s=timeout_s) as pool:
     folder = pathlib.Path(out or scratch)
