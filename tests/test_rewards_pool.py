@@ -72,6 +72,16 @@ def raises_below(completions, **columns):
           for c in completions]
 
 
+def talks(completions, **columns):
+  print(completions[0])
+  return [0.25] * len(completions)
+
+
+def talks_too(completions, **columns):
+  print('to stderr', file=sys.stderr)
+  return [0.75] * len(completions)
+
+
 def exits(completions, **columns):
   return sys.exit(3) if bad(completions) else [1] * len(completions)
 
@@ -501,6 +511,26 @@ def test_what_is_printed_is_logged_up_to_a_limit(pool_of, caplog):
   (record,) = [r for r in caplog.records if 'printed' in r.message]
   assert 'printed 50000020 bytes' in record.message
   assert len(record.message) < 3000
+
+
+def test_what_the_first_worker_prints_is_shown_up_to_a_limit(pool_of, capfd):
+  """Each line with its function, without codes for the terminal, and apart from the pipe of the replies."""
+  reply = '{"values": [9.0], "logged": []}'
+  pool = pool_of('talks', 'talks_too')
+  assert pool.grade([group(f'one\n\x1b[31m{reply}')])[0].rewards == [1.0]
+  assert capfd.readouterr().err.splitlines() == ['talks: one', f'talks:  [31m{reply}', 'talks_too: to stderr']
+  pool.grade([group('\n'.join(map(str, range(30)))), group('x')])
+  first = [f'talks: {i}' for i in range(20)]
+  more = 'rewards: printed more than 20 lines in this step; the others are not shown'
+  assert capfd.readouterr().err.splitlines() == [*first, more]
+  pool.grade([group('y'), group('talks_too')])
+  shown = ['talks: y', 'talks_too: to stderr', 'talks: talks_too', 'talks_too: to stderr']
+  assert capfd.readouterr().err.splitlines() == shown
+  pool.grade([group('z' * 50_000)])
+  cut, line, other = capfd.readouterr().err.splitlines()
+  assert 'bytes before this are not shown' in cut and len(line) < 500 and other == shown[1]
+  pool_of('talks', show_printed=False).grade([group('x')])
+  assert not capfd.readouterr().err
 
 
 def test_close_ends_children_and_busy_workers(pool_of, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +31,8 @@ _WINDOW = 100  # groups over which the fraction of failures is computed
 _MIN_GROUPS = 20  # groups before that fraction is checked
 _TAKE_S = 10.0  # seconds for a worker to accept a group
 _SHOWN = 2000  # characters of printed output to log for each group
+_LINES = 20  # printed lines to show of each batch
+_COLUMNS = 400  # characters to show of a printed line
 
 
 class _Reply(NamedTuple):
@@ -57,6 +60,7 @@ class RewardPool:
       the first batch.
     start_timeout_s: seconds for importing the functions.
     env_vars: names of more environment variables that the workers see.
+    show_printed: what the functions print in the first worker appears on stderr, up to 20 lines a batch.
   """
 
   def __init__(
@@ -69,6 +73,7 @@ class RewardPool:
     max_failed: float = 0.25,
     start_timeout_s: float = 120.0,
     env_vars: Sequence[str] = (),
+    show_printed: bool = True,
   ) -> None:
     if isinstance(rewards, str) or callable(rewards):
       rewards = (rewards,)
@@ -77,6 +82,7 @@ class RewardPool:
     self.stats = stats_of([])  # of the last batch
     self.weights = dict(zip(self.names, weights or [1.0] * len(rewards)))
     self._max_failed = max_failed
+    self._show_printed, self._lines_left = show_printed, _LINES  # -1: lines were left out
     self._timeout_s = timeout_s
     self._start_timeout_s = start_timeout_s
     self._needed_variables = [*builtin.needed_variables(rewards), *env_vars]
@@ -282,9 +288,27 @@ class RewardPool:
       printed, count = worker.take_printed()
       if count:
         _LOG.info('rewards printed %d bytes: %s', count, printed[-_SHOWN:])
+        if self._show_printed and worker is self._workers[0]:
+          self._show(printed, count - process.TAIL)
     if retry and not started:  # This group is not the cause.
       return self._ask(worker, line, logged, names, retry=False)
     return _Reply(values, f'reward {name}: {text}', timed_out)
+
+  def _show(self, printed: str, cut: int) -> None:
+    """Prints what functions printed for a group, each line after the name of its function; `cut` bytes are missing."""
+    name = self._remote[0][0] if len(self._remote) == 1 else 'rewards'
+    lines = [(name, f'({cut} bytes before this are not shown)')] if cut > 0 else []
+    for i, part in enumerate(printed.split('\0')):
+      first, _, rest = part.partition('\n')
+      if i and first in self.names:  # as the worker writes before it calls a function
+        name, part = first, rest
+      lines += [(name, line) for line in part.splitlines() if line.strip()]
+    for name, line in lines[: max(self._lines_left, 0)]:
+      line = ''.join(c if c.isprintable() else ' ' for c in line[:_COLUMNS])  # no codes for the terminal
+      sys.stderr.write(f'{name}: {line}\n')  # a whole line, which a progress bar prints above itself
+    if len(lines) > self._lines_left >= 0:
+      sys.stderr.write(f'rewards: printed more than {_LINES} lines in this step; the others are not shown\n')
+    self._lines_left = max(self._lines_left - len(lines), -1)
 
   def _sums(self, components: dict[str, list[float | None]], size: int) -> list[float | None]:
     """Returns the weighted sum of the rewards of each completion of a group, or None.
@@ -299,7 +323,7 @@ class RewardPool:
 
   def count(self, graded: Sequence[Graded]) -> None:
     """Updates the statistics with a batch; InputError if too many groups failed."""
-    self.stats = stats_of(graded)
+    self.stats, self._lines_left = stats_of(graded), _LINES
     first = not self._recent
     self._recent.extend(g.error for g in graded)
     errors = [error for error in self._recent if error]

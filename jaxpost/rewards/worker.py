@@ -15,6 +15,7 @@ It exchanges JSON objects with the pool, one per line, on stdin and stdout:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -131,6 +132,9 @@ def _grade(rewards: list[call.Reward], line: bytes, reply: Callable[[dict], None
   for reward in rewards:
     if names is not None and reward.name not in names:
       continue
+    if len(rewards) > 1:
+      with contextlib.suppress(OSError):  # The user's code has closed its stderr.
+        os.write(2, f'\0{reward.name}\n'.encode())  # The pool shows by it which function printed a line.
     reply({'start': reward.name})
     # Prints the stack shortly before the pool kills a function that hangs; a C thread does it, even if the GIL is held.
     faulthandler.dump_traceback_later(0.9 * timeout_s, file=2)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.distributed import coordination
 from jaxpost.errors import InputError, refuse
 from jaxpost.rewards import builtin
 from jaxpost.rl.reward_metrics import REWARD_MODEL
@@ -196,6 +197,7 @@ def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
     timeout_s=config.rewards.timeout_s,
     max_failed=config.rewards.max_failed,
     env_vars=config.rewards.env_vars,
+    show_printed=coordination.process_index() == 0,
   )
   with contextlib.ExitStack() as undo:
     undo.callback(pool.close)

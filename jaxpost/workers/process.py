@@ -32,7 +32,7 @@ _PASSED = re.compile(
 _PROXY = re.compile(r'(http|https|no|all)_proxy', re.I)  # passed unless it holds a password
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.M)
 _DUMP = 'most recent call first'  # faulthandler's header of a traceback
-_TAIL = 1 << 14  # bytes of printed output to keep
+TAIL = 1 << 14  # bytes of printed output to keep
 _SLICE = 0.2  # seconds between checks that the process is alive
 _GRACE_S = 1.0  # seconds for an idle process to exit
 
@@ -189,7 +189,7 @@ class Worker:
         self._incoming += data
       else:
         self.printed += len(data)
-        self._tail = (self._tail + data)[-_TAIL:]
+        self._tail = (self._tail + data)[-TAIL:]
     return True
 
   def _write(self) -> None:
@@ -237,7 +237,8 @@ class Worker:
       data = os.read(self._stderr, 1 << 16) if poll.poll(0) else b''
       if not data:
         return
-      self._tail = (self._tail + data)[-_TAIL:]
+      self.printed += len(data)
+      self._tail = (self._tail + data)[-TAIL:]
 
   def _where(self) -> str:
     """Returns ' at file:line' from faulthandler's last traceback; its frames are innermost first."""
