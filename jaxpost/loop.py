@@ -149,7 +149,7 @@ class _Progress:
     row['tokens_per_s'] = item.info['tokens'] / times['time/step']
     if stage.peak_flops:
       row['mfu'] = stage.update_flops(row['mean_context']) * row['tokens_per_s'] / stage.peak_flops
-    stage.writer.write(step, 'train', row)
+    stage.writer.write(step, 'train', row, item.error)
     if item.samples and (step % stage.samples_every == 0 or step in (1, stage.steps)):
       self.write_samples(step, 'train', item.samples())
     if item.experience and stage.save_rollout:

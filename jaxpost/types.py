@@ -273,6 +273,7 @@ class Item:
       tokens that one of them attends to.
     samples: () -> rows for samples/STAGE/STEP.jsonl.
     experience, credit: what an on-policy step learns from, for rollouts/.
+    error: the first one of the reward in the step, '' for none.
   """
 
   updates: list[Update]
@@ -280,6 +281,7 @@ class Item:
   samples: Callable[[], list[dict]] | None = None
   experience: Experience | None = None
   credit: Credit | None = None
+  error: str = ''
 
 
 Metrics = dict[str, Array]

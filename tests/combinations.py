@@ -231,6 +231,7 @@ def experience(config: config_lib.Config | None = None, on_policy: bool = True) 
     results=[],
     sampled=None,
     stats={},
+    error='',
     tokenizer=None,
   )
   found = dict(old_logprobs=log_probs['old'], ref_logprobs=log_probs['reference'])

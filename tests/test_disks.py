@@ -31,7 +31,7 @@ fault, folder = sys.argv.pop(1), sys.argv.pop(1)
 begun, row, sync = [], metrics.MetricsWriter.write, object_store.sync
 CHANGES = ('os.mkdir', 'os.rename', 'os.remove', 'os.rmdir', 'os.truncate')
 
-def write(self, step, split, values):
+def write(self, step, split, values, error=''):
   row(self, step, split, values)
   if step == {BEGUN} and split == 'train':
     begun.append(step)

@@ -108,3 +108,35 @@ def test_no_sample_is_lost_uncounted(tmp_path, record_property):
   assert samples == STEPS * PROMPTS * GROUP
   assert kinds >= {*MASKS_GROUP, 'some', 'all', 'print', 'fine'} - ({'exit', 'hang'} if STEPS < 40 else set())
   record_property('cases', samples)
+
+
+def test_a_reward_that_sometimes_raises_is_a_warning_and_its_prints_are_shown(tmp_path, capfd):
+  file = tmp_path / 'mine.py'
+  file.write_text(
+    'def mine(completions, prompts, **_):\n'
+    '  print("asked", prompts[0])\n'
+    '  if prompts[0].startswith("1"):\n'
+    '    raise KeyError("one")\n'
+    '  return [float(len(c)) for c in completions]\n'
+  )
+  data = tmp_path / 'data.jsonl'
+  data.write_text('{"prompt": "1+1="}\n{"prompt": "2+1="}\n')
+  config = tiny.run_config(
+    tiny.folder(tmp_path / 'model'),
+    algorithm='grpo',
+    reward=f'{file}:mine',
+    data=dict(path=str(data)),
+    train=dict(steps=2, row_length=0),
+    rollout=dict(prompts=2, group_size=2, max_prompt_length=32, max_new_tokens=2),
+    rewards=dict(max_failed=1.0, workers=1),
+    eval=dict(data=dict(path='')),
+  )
+  summary = jaxpost.run(config, tmp_path / 'run')
+  out, err = capfd.readouterr()
+  failed = 'the reward of 1 of 2 groups failed (1 groups of this stage so far), and they train nothing: '
+  failed += f"reward mine: raised KeyError: 'one' at {file}:4"
+  assert [line for line in out.splitlines() if 'warning' in line] == [f'warning: grpo step 1: {failed}']
+  assert [(w['text'], w['count']) for w in summary['warnings'] if w['kind'] == 'failed'] == [(failed, 2)]
+  assert summary['failed_groups/grpo'] == 2
+  shown = sorted(line for line in err.splitlines() if 'asked' in line)
+  assert shown == ['mine: asked 1+1='] * 2 + ['mine: asked 2+1='] * 2

@@ -365,6 +365,31 @@ def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):
   assert [(w['kind'], w['count']) for w in writer.alerts.warnings] == [('flat', 8)]
 
 
+def test_failures_of_a_reward_are_told_again_after_fifty_steps(tmp_path):
+  """With the first error of the step, which a resume does not have, and the sum so far."""
+  failing = HEALTHY | {'groups': 4, 'failed_groups': 1}
+  error = 'reward r: raised ValueError: x at r.py:3'
+  writer, out = make_writer(tmp_path)
+  with writer:
+    writer.start_stage('grpo', 120)
+    for step in range(1, 105):
+      writer.write(step, 'train', failing if step > 1 else HEALTHY, error)
+  warned = [line for line in out.getvalue().splitlines() if 'warning' in line]
+  assert [line.partition(': the')[0] for line in warned] == [f'warning: grpo step {n}' for n in (2, 52, 102)]
+  assert all(f'1 of 4 groups failed ({n} groups' in line for n, line in zip((1, 51, 101), warned, strict=True))
+  assert all(line.endswith(error) for line in warned)
+  (kept,) = writer.alerts.warnings
+  assert (kept['step'], kept['kind'], kept['count']) == (2, 'failed', 103) and kept['text'].endswith(error)
+  writer, out = make_writer(tmp_path)
+  with writer:
+    writer.start_stage('grpo', 120, 104)
+    writer.write(105, 'train', failing, error)
+  assert 'warning' not in out.getvalue()
+  assert writer.alerts.warnings == [
+    kept | {'count': 104, 'text': kept['text'].replace(error, 'samples/ has the errors')}
+  ]
+
+
 def test_samples_hold_anything(tmp_path):
   writer, _ = make_writer(tmp_path)
   row = {

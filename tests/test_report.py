@@ -385,6 +385,13 @@ def test_times_and_counters_that_stayed_0_are_no_cards(tmp_path):
   assert cards == {'Reward': ('0', 'from 0'), 'Falling': ('0', 'from 3'), 'Pass@4': ('0.5', 'from 0.5')}
 
 
+def test_a_card_of_failures_is_their_sum(tmp_path):
+  rows = [('train', step, {'reward': 0.0, 'failed_groups': failed}) for step, failed in enumerate((0, 2, 3, 0), 1)]
+  write_rows(tmp_path, *rows)
+  cards, _, _ = read_parts(tmp_path)
+  assert cards['Groups whose reward failed'] == ('5', '')
+
+
 def test_the_first_value_of_a_card_is_of_the_same_split(tmp_path):
   write_rows(
     tmp_path,

@@ -1,5 +1,6 @@
 """Warnings about the known ways in which a run goes wrong, from the rows of its metrics."""
 
+import collections
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -17,7 +18,8 @@ class Signals(dict[str, Any]):
   """The metrics of one row by their keys, and what `Alerts` derives; NaN for what a row lacks.
 
   weight: the least that corrections of the sampler leave, a mean weight or a share.
-  start/KEY: mean of a metric over the first rows of the stage.
+  start/KEY: mean of a metric over the first rows of the stage. all_failed: the failed groups of these rows.
+  error: the first one of the reward in this step.
   nonfinite: names of the losses and norms that are not finite, '' for none.
   """
 
@@ -31,12 +33,14 @@ class Rule(NamedTuple):
   holds: whether a row shows it; comparisons with NaN are false.
   text: the warning, with what to do; `str.format` fills in signals.
   patience: rows in a row that must show it.
+  every: steps after which it is printed again; 0: never.
   """
 
   kind: str
   holds: Callable[[Signals], bool]
   text: str
   patience: int = PATIENCE
+  every: int = 0
 
 
 RULES = (
@@ -45,6 +49,14 @@ RULES = (
     lambda s: bool(s['nonfinite']),
     '{nonfinite} not finite: lower lr, clip gradients, look at the batch of this step',
     patience=1,
+  ),
+  Rule(
+    'failed',
+    lambda s: s['failed_groups'] > 0,
+    'the reward of {failed_groups:.0f} of {groups:.0f} groups failed ({all_failed:.0f} groups of this stage so far), '
+    'and they train nothing: {error}',
+    patience=1,
+    every=50,
   ),
   # Without a reward, entropy falls because the model learns its data.
   Rule(
@@ -117,33 +129,43 @@ class Alerts:
   """Warnings of a run, from its train rows.
 
   `warnings` has one entry per kind and stage: {'stage', 'step', 'kind', 'text', 'count'}. They follow from values
-  alone, so every repetition of a run warns the same.
+  alone, so every repetition of a run warns the same; only the error of a reward is not in the rows that a resume reads.
   """
 
   def __init__(self) -> None:
     self.warnings: list[dict] = []
     self._first: dict[tuple[str, str], list[float]] = {}
     self._streak: dict[tuple[str, str], int] = {}
+    self._printed: dict[tuple[str, str], int] = {}  # step
+    self._failed: collections.Counter[str] = collections.Counter()
 
-  def add(self, stage: str, step: int, kind: str, text: str) -> bool:
-    """Counts a warning; True where it is the first of its kind and stage."""
+  def add(self, stage: str, step: int, kind: str, text: str, every: int = 0) -> bool:
+    """Counts a warning; True where it is to be printed: the first of its kind and stage, or `every` steps later."""
+    due = not every or step >= self._printed.get((stage, kind), -every) + every
+    if due:
+      self._printed[stage, kind] = step
     for old in self.warnings:
       if (old['stage'], old['kind']) == (stage, kind):
         old['count'] += 1
-        return False
+        return bool(every) and due
     self.warnings.append({'stage': stage, 'step': step, 'kind': kind, 'text': text, 'count': 1})
     return True
 
-  def check(self, stage: str, step: int, row: Mapping[str, Any]) -> list[str]:
-    """Texts of the warnings that this row is the first to cause."""
+  def check(self, stage: str, step: int, row: Mapping[str, Any], error: str = '') -> list[str]:
+    """Texts of the warnings to print: those that this row is the first to cause, and those that are due again.
+
+    Args:
+      error: of a reward in this step; a resume, which has the row alone, points to the samples.
+    """
     signals = self._signals(stage, row)
+    signals['error'] = error or 'samples/ has the errors'
     new = []
     for rule in RULES:
       streak = self._streak.get((stage, rule.kind), 0) + 1 if rule.holds(signals) else 0
       self._streak[stage, rule.kind] = streak
       if streak >= rule.patience:
         text = rule.text.format_map(signals)
-        if self.add(stage, step, rule.kind, text):
+        if self.add(stage, step, rule.kind, text, rule.every):
           new.append(text)
     return new
 
@@ -151,6 +173,8 @@ class Alerts:
     found = Signals({key: value for key, value in row.items() if value is not None})
     for key in ('entropy', 'completions/mean_length'):
       found[f'start/{key}'] = self._level(stage, key, found[key])
+    self._failed[stage] += found.get('failed_groups', 0)
+    found['all_failed'] = self._failed[stage]
     left = (found[key] for key in ('importance_weight', 'off_policy_kept', 'vespo/phi'))
     found['weight'] = min(left, key=lambda x: (math.isnan(x), x))
     # Replayed samples are those of an older policy.

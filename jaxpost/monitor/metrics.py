@@ -281,8 +281,8 @@ class MetricsWriter:
       # Its queue takes a semaphore of the system; a container without a writable /dev/shm has none.
       self._board.line(f'tensorboard: left out ({error.strerror}; is /dev/shm writable?); metrics.jsonl has it all')
 
-  def write(self, step: int, split: str, values: Mapping[str, Any]) -> None:
-    """One row: to every sink, and in split 'train' under watch."""
+  def write(self, step: int, split: str, values: Mapping[str, Any], error: str = '') -> None:
+    """One row: to every sink, and in split 'train' under watch; `error` is one of the reward in this step."""
     if not self._primary:
       return
     values = {k: int(v) if isinstance(v, (int, np.integer)) else float(v) for k, v in values.items()}
@@ -302,7 +302,7 @@ class MetricsWriter:
       self._trackers.log(self._stage, step, tags)
     self._board.row(step, split, values)
     if split == 'train':
-      for text in self.alerts.check(self._stage, step, values):
+      for text in self.alerts.check(self._stage, step, values, error):
         self._board.warn(step, text)
       near = abs(values.get('loss', 1)) < 0.01 and not self._noted
       if near and 'frac_reward_zero_std' in values:

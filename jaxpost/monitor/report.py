@@ -20,6 +20,8 @@ from jaxpost.monitor import report_facts, titles
 from jaxpost.monitor.metrics import PHASES, ROW_KEYS, is_clock_key, read_growing, read_rows, short_number
 from jaxpost.storage import object_store
 
+_TOTALS = ('failed_groups', 'timeouts')  # train metrics whose figure is the sum over the stage
+
 
 def number(x: Any) -> str:
   """Returns a value of metrics as text; a number that was not finite is None there."""
@@ -76,7 +78,7 @@ def _recent(train: Sequence[Mapping], key: str) -> float | None:
 
 
 def figures(rows: Sequence[Mapping]) -> dict[str, float]:
-  """Final figures of rows of metrics, METRIC/STAGE: means of the last train rows, last eval.
+  """Final figures of rows of metrics, METRIC/STAGE: means of the last train rows, last eval, sums of failures.
 
   An eval key that train rows have too gets `eval_` in front: eval_loss/sft.
   """
@@ -89,6 +91,7 @@ def figures(rows: Sequence[Mapping]) -> dict[str, float]:
       last = _recent(train, key)
       if last is not None and key not in ('lr', 'grad_norm'):
         out[f'{key}/{stage}'] = last
+    out |= {f'{key}/{stage}': total for key in _TOTALS if (total := sum(_values(train, key)))}
     for row in held_out:
       for key in row:
         if key not in ROW_KEYS:
@@ -256,7 +259,7 @@ def _cards(
       continue
     past = _values(splits['train'], key) or _values(_held_out(splits), measured)
     if key in titles.HEADLINES or ends[key] or any(past):
-      begun = None if is_clock_key(measured) or not past else _shown(key, past[0])
+      begun = None if is_clock_key(measured) or key in _TOTALS or not past else _shown(key, past[0])
       cards.append(dict(key=key, value=_shown(key, ends[key]), first=begun))
   return cards
 

@@ -193,6 +193,7 @@ class PendingRollout:
       results=results,
       sampled=sampled if self.selected else None,
       stats=stats_of(sampled + greedy) if grader.pool else {},
+      error=next((group.error for group in sampled + greedy if group.error), ''),
       tokenizer=grader.tokenizer,
     )
 
@@ -221,7 +222,7 @@ class GradedRollout:
     components: {name: (weight in the sum, [N] values)} of each reward.
     results: of each group.
     sampled: results of all groups that dynamic sampling chose from; None: without it.
-    stats: counts of everything that was graded, greedy answers included.
+    stats, error: counts and the first error of everything that was graded, greedy answers included.
   """
 
   rollout: Rollout
@@ -232,6 +233,7 @@ class GradedRollout:
   results: list[Graded]
   sampled: list[Graded] | None
   stats: dict
+  error: str
   tokenizer: Tokenizer
 
   def metrics(self) -> dict:
