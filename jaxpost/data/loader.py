@@ -8,6 +8,7 @@ row), small and independent of batch size, processes and mesh. `shared_rows.py` 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -49,8 +50,12 @@ def _endless(start: int, stop: int, seed: int | tuple[int, int] | None) -> grain
   rows = grain.MapDataset.range(start, stop)
   if seed is not None:
     # grain adds the epoch to the seed; spread, so that the second epoch of one seed is not the first of the next.
-    spread = np.random.SeedSequence(seed).generate_state(1)[0]
-    rows = rows.shuffle(seed=int(spread))
+    spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    if 1 < len(rows) <= 1024:
+      from jaxpost.data import few_rows
+
+      return grain.MapDataset.range(sys.maxsize).map(few_rows.endless(start, len(rows), spread))
+    rows = rows.shuffle(seed=spread)
   return rows.repeat()
 
 
