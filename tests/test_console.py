@@ -21,6 +21,7 @@ from jaxpost.monitor import activity, metrics, start, timeline
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import epochs, json_schema, optim, prepare
 from jaxpost.stage.schema import OptimSection
+from jaxpost.tools import preview_stage
 from launch import yaml_config
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -119,6 +120,42 @@ def test_epochs_count_what_the_stream_packs(tmp_path, over):
   used = [info['epochs'] for _, info in (next(stage.data.stream) for _ in range(stage.config.train.steps))]
   stage.data.stream.close()
   assert used[-1] == pytest.approx(2, rel=0.1)
+
+
+def warned(lengths, folder, **over):
+  """What is said at the start of data with prompts of these lengths: (rows, *warnings)."""
+  rows = [json.dumps(dict(prompt='a' * n, completion='b', answer='b')) + '\n' for n in lengths]
+  (folder / 'data.jsonl').write_text(''.join(rows))
+  data = dict(path=f'{folder}/data.jsonl') | over.pop('data', {})
+  (stage,) = prepare.prepare_all(SMALL | dict(data=data, train=dict(steps=2, batch_size=2, row_length=64)) | over)
+  stage.close()
+  (facts,) = epochs.facts([stage]).values()
+  if not stage.inputs.algorithm.on_policy:
+    shown = '\n'.join(map(str, preview_stage.show_stage(stage, 1)))
+    assert all(note in shown for note in facts['notes']) and ('warning: ' in shown) == bool(facts['notes'])
+  return facts['rows'], *facts['notes']
+
+
+def test_documents_that_are_cut_are_counted_at_the_start(tmp_path):
+  most = (3, *[80] * 5)
+  advice = 'raise config.train.row_length'
+  assert warned(most, tmp_path) == (
+    6,
+    f'warning: 5 of 6 documents (83%) are longer than 64 tokens and are cut there: {advice}',
+  )
+  assert warned(most, tmp_path, data=dict(overlong='drop'))[1].endswith(f'are left out: {advice}')
+  assert warned([3] * 199 + [80], tmp_path) == (200,)
+
+
+def test_prompts_that_are_left_out_are_counted_at_the_start(tmp_path):
+  rollout = dict(prompts=1, max_prompt_length=40, max_new_tokens=8)
+  found = warned((3, *[80] * 5), tmp_path, algorithm='grpo', reward='exact_match', rollout=rollout)
+  assert found == (
+    1,
+    'warning: 5 of 6 prompts (83%) are longer than 40 tokens and are left out: raise config.rollout.max_prompt_length',
+  )
+  stage = dict(steps=9, rows=1, tokens_per_epoch=0, batch='1 prompt', epochs=9.0, notes=found[1:])
+  assert start.lines(start.describe() | {'seed': 3, 'stages': {'rl': stage}}, 'x')[2] == f'rl: {found[1]}'
 
 
 def test_epochs_of_prompts():

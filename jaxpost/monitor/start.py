@@ -85,7 +85,7 @@ def lines(facts: Mapping[str, Any], workdir: str) -> list[str]:
       text += f', about {short_number(stage["tokens_per_epoch"])} tokens an epoch'
     if stage['epochs']:
       text += f', {short_number(stage["epochs"])} epochs' + ' (config.train.epochs sets it)' * (stage['epochs'] > 100)
-    out.append(text)
+    out += [text] + [f'{name}: {note}' for note in stage.get('notes', ())]
   return out
 
 

@@ -66,6 +66,23 @@ def _lengths(inputs: Inputs, data: Data) -> list[tuple[float, list[int]]]:
   return out
 
 
+def warn_over_long(inputs: Inputs, data: Data) -> str:
+  """Returns a warning if more than 1 % of the prompts, or of the documents read by now, are too long; '' if not."""
+  config = inputs.config
+  if inputs.algorithm.on_policy:
+    count, total = data.stream.skipped, data.stream.skipped + len(data.stream)
+    kind, limit, field = 'prompts', config.rollout.max_prompt_length, 'config.rollout.max_prompt_length'
+  else:
+    total = 0 if data.rows.streaming else min(len(data.rows), checks.READ_FIRST)
+    kind, limit, field = 'documents', row_length(config, False), 'config.train.row_length'
+    count = sum((e := data.documents.plain(n)) is not None and len(e.tokens) > limit for n in range(total))
+  if count <= total / 100:
+    return ''
+  fate = 'cut there' if kind == 'documents' and config.data.overlong == 'truncate' else 'left out'
+  some = f'{count:,} of {total:,} {kind} ({count / total:.0%})'
+  return f'{some} are longer than {limit:,} tokens and are {fate}: raise {field}'
+
+
 def count_steps(inputs: Inputs, data: Data) -> Inputs:
   """Returns the stage with `train.steps` for its `train.epochs`, where these are given."""
   train = inputs.config.train
@@ -114,7 +131,8 @@ def facts(prepared: Sequence[PreparedStage]) -> dict[str, dict[str, Any]]:
       batch = f'{config.train.batch_size} rows x {row_length(config, False)} tokens'
     out[p.name] = dict(
       steps=config.train.steps,
-      rows=len(p.data.rows),
+      rows=len(p.data.stream) if p.inputs.algorithm.on_policy else len(p.data.rows),
+      notes=[f'warning: {text}' for text in [warn_over_long(p.inputs, p.data)] if text],
       tokens_per_epoch=round(tokens_of(p.inputs, p.data)),
       batch=batch,
       epochs=config.train.steps / per_epoch if per_epoch else 0.0,
