@@ -118,6 +118,13 @@ def test_resume_equals_an_uninterrupted_run(tmp_path):
   assert json.loads((tmp_path / 'cut/resumes.jsonl').read_text()) == {'stage': 'b', 'step': 2, 'rows_dropped': 7}
 
 
+def test_a_start_without_a_checkpoint_says_what_it_discards(tmp_path):
+  said = 'steps of an earlier start are discarded'
+  assert said not in write_run(tmp_path, [('a', 2), ('b', 3)])
+  printed = write_run(tmp_path, [('b', 3)])
+  assert f'b: no checkpoint, so 3 {said} (config.save.every)' in printed
+
+
 def test_start_keeps_earlier_and_drops_later(tmp_path):
   write_run(tmp_path, [('a', 2), ('b', 3), ('c', 2)])
   (tmp_path / 'samples/b/notes.txt').write_text('mine')

@@ -243,6 +243,8 @@ class MetricsWriter:
     self._board.start(stage, total_steps, resume_step)
     if resume_step:
       self._say_resumed(resume_step, dropped=len(rows) - len(kept))
+    elif lost := max((row['step'] for row in rows if row['stage'] == stage and row['split'] == 'train'), default=0):
+      self._board.line(f'{stage}: no checkpoint, so {lost} steps of an earlier start are discarded (config.save.every)')
     if self._tensorboard:
       self._start_tensorboard(resume_step)
     if self._trackers is not None:

@@ -83,6 +83,14 @@ def warn_over_long(inputs: Inputs, data: Data) -> str:
   return f'{some} are longer than {limit:,} tokens and are {fate}: raise {field}'
 
 
+def warn_unsaved(config: Config) -> str:
+  """Returns a warning if a stage of more than 20 steps saves nothing before its end; '' if not."""
+  steps, every = config.train.steps, config.save.every
+  if steps <= 20 or 0 < every < steps:
+    return ''
+  return f'nothing is saved before step {steps}, so a crash loses all of them: config.save.every=N saves every N steps'
+
+
 def count_steps(inputs: Inputs, data: Data) -> Inputs:
   """Returns the stage with `train.steps` for its `train.epochs`, where these are given."""
   train = inputs.config.train
@@ -132,7 +140,7 @@ def facts(prepared: Sequence[PreparedStage]) -> dict[str, dict[str, Any]]:
     out[p.name] = dict(
       steps=config.train.steps,
       rows=len(p.data.stream) if p.inputs.algorithm.on_policy else len(p.data.rows),
-      notes=[f'warning: {text}' for text in [warn_over_long(p.inputs, p.data)] if text],
+      notes=[f'warning: {text}' for text in (warn_over_long(p.inputs, p.data), warn_unsaved(config)) if text],
       tokens_per_epoch=round(tokens_of(p.inputs, p.data)),
       batch=batch,
       epochs=config.train.steps / per_epoch if per_epoch else 0.0,
