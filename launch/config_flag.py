@@ -138,7 +138,7 @@ def apply(config: Any, given: Mapping[str, list[str]]) -> list[str]:
     changes[path] = _value(raw, path, given[path])
     if path == 'stages':
       raw = {**raw, 'stages': changes[path]}
-  lines = overrides.check_reach(raw, changes)
+  lines = overrides.check_reach(raw, changes) + overrides.clear_epochs(raw, changes)
   for path, value in changes.items():
     _put(config, path.split('.'), value)
   return lines

@@ -721,6 +721,12 @@ def test_adapter_of_another_model_is_refused(base, tmp_path, fields, text):
     prepare.prepare_all(sft(base, lora=dict(path=path)))
 
 
+def test_another_rank_than_that_of_the_adapter_is_refused(base, tmp_path):
+  path = adapter(tmp_path / 'adapter', base)
+  with pytest.raises(InputError, match='config.lora.rank: 7 is not that of .*, which has . and decides it; leave it 0'):
+    prepare.prepare_all(sft(base, lora=dict(rank=7, path=path)))
+
+
 def test_folder_that_is_no_adapter(base, tmp_path):
   with pytest.raises(InputError, match='it has no adapter_config.json'):
     prepare.prepare_all(sft(base, lora=dict(path=base)))

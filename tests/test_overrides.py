@@ -103,6 +103,18 @@ def test_a_stage_with_its_own_keeps_it_and_says_so(word):
   assert stages['sft'].rollout.group_size == 16 and stages['grpo'].rollout.group_size == 8
 
 
+@pytest.mark.parametrize('stage', ['', 'sft.'])
+def test_steps_of_the_command_count_in_place_of_epochs_of_the_file(stage):
+  raw = {'train': {'epochs': 3.0}} | ({'stages': ('sft',), 'sft': {}} if stage else {})
+  told = config_flag.apply(raw, {f'{stage}train.steps': ['7']})
+  assert told == [f'config.{stage}train.steps=7: counts in place of config.{stage}train.epochs=3.0']
+  (config,) = config_lib.parse(raw).values()
+  assert (config.train.steps, config.train.epochs) == (7, 0)
+  assert config_flag.apply({'train': {'steps': 3}}, {'train.steps': ['7']}) == []
+  with pytest.raises(InputError, match=r'config.train.steps: config.train.epochs=2.0 decides the steps; leave out one'):
+    config_flag.apply({}, {'train.steps': ['7'], 'train.epochs': ['2']})
+
+
 def test_a_stage_that_the_command_sets_needs_no_word():
   stages, told = read('quickstart', '--config.rollout.group_size=16', '--config.grpo.rollout.group_size=4')
   assert told == []

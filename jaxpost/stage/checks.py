@@ -57,10 +57,23 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
 def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
   """Refuses fields in the section of a method that no stage of a run reads."""
   unread = [name for name in _OF_METHODS if not any(a.sections is None or name in a.sections for a, _ in stages)]
+  adapters = any(config.lora.rank or config.lora.path for _, config in stages)
   for algorithm, config in stages:
+    if not adapters:  # an earlier run may have some, which have a dropout
+      refuse_unread(config.lora, ('dropout',), 'a run with lora.rank=0', 'lora')
     for name in unread:
       read = _OF_METHODS[name] * samples(config, algorithm)
       refuse_unread(vars(config)[name], (*read, *algorithm.needs(config)), config.algorithm, name)
+
+
+def warn_unread(config: Config, algorithm: Algorithm) -> list[str]:
+  """Returns warnings about settings that change nothing here, and may be of a recipe or for other stages."""
+  found = []
+  if algorithm.on_policy and config.train.batch_size != type(config.train).batch_size:
+    found.append('config.train.batch_size changes nothing, rollout.prompts and rollout.group_size are the batch')
+  if config.eval.every and not config.eval.data.path:
+    found.append('config.eval.every changes nothing, as config.eval.data.path is empty')
+  return found
 
 
 def check_sizes(config: Config, on_policy: bool) -> None:

@@ -82,7 +82,8 @@ def check_resumed_config(workdir: epath.Path, configs: dict, console: rich.conso
 
 def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
   """InputError where a stage that has begun cannot go on with a change."""
-  free = key == 'stages' or any(key == f or key.startswith(f + '.') for f in _FREE)
+  no_epochs = key == 'train.epochs' and not now  # train.steps counts in their place
+  free = key == 'stages' or no_epochs or any(key == f or key.startswith(f + '.') for f in _FREE)
   if key == 'train.steps' and (not newest or now < done):
     raise InputError(
       f'config.train.steps: {now} of {stage}, but {workdir} holds its step {done}'

@@ -83,6 +83,13 @@ def warn_over_long(inputs: Inputs, data: Data) -> str:
   return f'{some} are longer than {limit:,} tokens and are {fate}: raise {field}'
 
 
+def warnings(inputs: Inputs, data: Data) -> list[str]:
+  """Returns what people should know about a stage before it starts."""
+  config = inputs.config
+  found = [warn_over_long(inputs, data), warn_unsaved(config), *checks.warn_unread(config, inputs.algorithm)]
+  return [text for text in found if text]
+
+
 def warn_unsaved(config: Config) -> str:
   """Returns a warning if a stage of more than 20 steps saves nothing before its end; '' if not."""
   steps, every = config.train.steps, config.save.every
@@ -140,7 +147,7 @@ def facts(prepared: Sequence[PreparedStage]) -> dict[str, dict[str, Any]]:
     out[p.name] = dict(
       steps=config.train.steps,
       rows=len(p.data.stream) if p.inputs.algorithm.on_policy else len(p.data.rows),
-      notes=[f'warning: {text}' for text in (warn_over_long(p.inputs, p.data), warn_unsaved(config)) if text],
+      notes=[f'warning: {text}' for text in warnings(p.inputs, p.data)],
       tokens_per_epoch=round(tokens_of(p.inputs, p.data)),
       batch=batch,
       epochs=config.train.steps / per_epoch if per_epoch else 0.0,

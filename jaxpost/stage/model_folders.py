@@ -108,8 +108,15 @@ def adapter_base(folder: epath.Path) -> str | None:
   return None
 
 
-def with_adapter(config: ModelConfig, path: str) -> ModelConfig:
-  """Returns the shape `config` with the adapter of a PEFT folder, and with its head for scores if it has one."""
+def with_adapter(config: ModelConfig, path: str, rank: int = 0) -> ModelConfig:
+  """Returns the shape `config` with the adapter of a PEFT folder, and with its head for scores if it has one.
+
+  Raises:
+    InputError: it is no adapter of this model, or has another rank than `rank` > 0.
+  """
   if peft.is_judge(path) and not config.num_labels:
     config = model_lib.with_scalar_head(config)
-  return dataclasses.replace(config, lora=peft.read_spec(path, config))
+  spec = peft.read_spec(path, config)
+  if rank not in (0, spec[0]):
+    raise InputError(f'config.lora.rank: {rank} is not that of {path}, which has {spec[0]} and decides it; leave it 0')
+  return dataclasses.replace(config, lora=spec)

@@ -93,6 +93,26 @@ def check_reach(raw: Mapping, changes: Mapping) -> list[str]:
   return lines
 
 
+def clear_epochs(raw: Mapping, changes: dict[str, Any]) -> list[str]:
+  """Adds `train.epochs` = 0 to changes that set `train.steps`, where the file has epochs; returns a line for each.
+
+  Epochs would decide the steps, and the override change nothing.
+
+  Raises:
+    InputError: the changes set both.
+  """
+  lines = []
+  for path in [path for path in changes if path.endswith('train.steps')]:
+    field = path.removesuffix('steps') + 'epochs'
+    if changes.get(field):
+      raise InputError(f'config.{path}: config.{field}={changes[field]} decides the steps; leave out one of the two')
+    found = value_at(raw, field) or value_at(raw, 'train.epochs')
+    if found and field not in changes:
+      changes[field] = 0.0
+      lines.append(f'config.{path}={changes[path]}: counts in place of config.{field}={found}')
+  return lines
+
+
 def _value_in_block(changes: Mapping, raw: Mapping, stage: str, path: str) -> Any:
   """The value that the block of a stage has for a field after `changes`, or None."""
   whole = f'{stage}.{path}'

@@ -212,7 +212,7 @@ def find_weights(
     source = find(config.init_from, 'config.init_from', earlier)
   elif earlier:
     source = list(earlier.values())[-1]
-  source = weight_sources.with_adapter(config.lora.path, source)
+  source = weight_sources.with_adapter(config.lora.path, source, config.lora.rank)
   weight_sources.check_head(source, algorithm.scalar_head, 'config.init_from')
   if _trains_mtp(config, algorithm):
     from jaxpost.stage import model_folders

@@ -107,13 +107,13 @@ def of_checkpoint(folder: epath.Path, step: int | None = None) -> Source:
   return Source(config, checkpoints=folder, step=step, base=recall(meta.get('base'), folder.parent))
 
 
-def with_adapter(path: str, source: Source) -> Source:
-  """Returns `source` with the adapter of a PEFT folder on top; unchanged if `path` is ''."""
+def with_adapter(path: str, source: Source, rank: int = 0) -> Source:
+  """Returns `source` with the adapter of a PEFT folder on top, of this rank (0: any); unchanged if `path` is ''."""
   if not path:
     return source
   from jaxpost.stage import model_folders
 
-  config = model_folders.with_adapter(source.config, path)
+  config = model_folders.with_adapter(source.config, path, rank)
   return Source(config, folder=epath.Path(path).expanduser(), base=source)
 
 

@@ -37,8 +37,7 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
   ]
   if data.rows.dropped:
     out[-1] += f', {data.rows.dropped} more dropped by config.data.map'
-  if not inputs.algorithm.on_policy and (warning := epochs.warn_over_long(inputs, data)):
-    out.append(f'warning: {warning}')
+  out += [f'warning: {text}' for text in epochs.warnings(inputs, data)]
   if data.held_out:
     read = data.held_out.rows
     out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} rows of {config.eval.data.path}')
