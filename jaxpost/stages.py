@@ -155,8 +155,10 @@ def _begin(
     seals.write(workdir / 'config.json', json.dumps(consistency.spelled(raw), indent=1))
     facts = start_lib.describe() | {'seed': prepared[0].config.seed, 'stages': epochs.facts(prepared)}
     facts['changes'] = consistency.changes(raw)
+    facts['files'] = start_lib.code_files(facts['changes'])
+    changed = consistency.changed_code(workdir, facts['files'])
     start_lib.keep(workdir, facts)
-    for line in start_lib.lines(facts, str(workdir)):
+    for line in [*start_lib.lines(facts, str(workdir)), *changed]:
       console.out(line, highlight=False)
 
 

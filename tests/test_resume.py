@@ -13,6 +13,7 @@ import logging
 import os
 import pathlib
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -377,6 +378,33 @@ def test_more_steps_continue_a_finished_run(sft, model, tmp_path):
   assert json.loads((tmp_path / 'run/config.json').read_text())['train']['steps'] == 6
   with pytest.raises(InputError, match='train.steps: 4 of sft.* its step 6'):
     run(short, tmp_path / 'run')
+
+
+def test_other_rows_are_refused_before_anything_is_compiled(model, tmp_path, monkeypatch, capsys):
+  row = json.dumps(dict(prompt='1+1=', completion='2', answer='2')) + '\n'
+  data, rewards = tmp_path / 'data.jsonl', tmp_path / 'rewards.py'
+  data.write_text(row * 9)
+  rewards.write_text(REWARD)
+  over = dict(data=dict(path=str(data)), save=dict(every=2, export=False), train=dict(steps=2))
+  grpo = dict(algorithm='grpo', reward=f'{rewards}:remainder', rollout=dict(prompts=2, group_size=2))
+  for name, more, kind in (('sft', {}, 'rows'), ('grpo', grpo, 'prompts')):
+    data.write_text(row * 9)
+    config = tiny.merged(tiny.run_config(model, **over), more)
+    run(config, tmp_path / name)
+    data.write_text(row * 10)
+    run(config, tmp_path / name)  # is done, and reads no more rows
+    longer = tiny.merged(config, dict(train=dict(steps=3)))
+    with monkeypatch.context() as patched:
+      patched.setattr(stages.place, 'place_stage', None)
+      words = rf'config.data.path of {name}: {re.escape(str(data))} has 10 {kind}, and had 9 when the checkpoint'
+      with pytest.raises(InputError, match=words):
+        run(longer, tmp_path / name)
+  data.write_text(row * 9)
+  said = f'warning: {rewards}: has changed since this run was started last'
+  assert said not in capsys.readouterr().out
+  rewards.write_text(f'{REWARD}\n# stricter\n')
+  run(longer, tmp_path / 'grpo')
+  assert said in capsys.readouterr().out.replace('\n', '')
 
 
 def test_signal_in_the_last_step_is_not_lost(sft, tmp_path):

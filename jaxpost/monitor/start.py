@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -65,6 +66,21 @@ def commit() -> str:
   except (OSError, subprocess.TimeoutExpired):  # no git on this machine
     return ''
   return done.stdout.strip() if done.returncode == 0 else ''
+
+
+def code_files(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+  """Returns {path: digest} of the files of Python that a config names, as in reward='./my.py:fn'.
+
+  Args:
+    changes: {stage: {field: value}} of the fields that are set.
+  """
+  out = {}
+  for value in (value for fields in changes.values() for value in fields.values()):
+    for text in value if isinstance(value, list) else [value]:
+      path = str(text).rpartition(':')[0]
+      if path.endswith('.py') and epath.Path(path).exists():
+        out[path] = hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()
+  return out
 
 
 def lines(facts: Mapping[str, Any], workdir: str) -> list[str]:

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
 from jaxpost.errors import InputError
+from jaxpost.monitor import start
+from jaxpost.monitor.metrics import read_growing
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights, weight_sources
 from jaxpost.storage import disk_errors, object_store
@@ -98,7 +100,7 @@ def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
 
 
 def check_resumed_models(prepared: Sequence[PreparedStage], workdir: epath.Path) -> None:
-  """InputError where a stage's checkpoint is of another model, even one of the same shapes."""
+  """InputError where a stage's checkpoint is of another model, even of the same shapes, or of more or fewer rows."""
   for p in prepared:
     if not (saved := load_weights.saved_meta(p.name, workdir)):
       continue
@@ -109,6 +111,31 @@ def check_resumed_models(prepared: Sequence[PreparedStage], workdir: epath.Path)
           f'config.model.path of {p.name}: has {k} {v!r}, in the checkpoint '
           f'{was.get(k)!r}; bring it back or change --workdir'
         )
+    if finished_steps(workdir / 'checkpoints' / p.name)[0] >= p.config.train.steps:
+      continue  # it reads no more rows
+    was, now = saved['stream'].get('prompts', saved['stream']), p.data.stream.state()
+    for k in ('num_rows', 'num_prompts'):
+      if k in was and k in now and was[k] != now[k]:
+        raise InputError(
+          f'config.data.path of {p.name}: {p.config.data.path} has {now[k]} {k[4:]}, and had {was[k]} when the '
+          f'checkpoint was saved; bring them back, or choose another --workdir, where init_from={workdir} starts from '
+          'its weights'
+        )
+
+
+def changed_code(workdir: epath.Path, files: Mapping[str, str]) -> list[str]:
+  """Returns a line for each of the user's files that has changed since the last start, if the run goes on from it.
+
+  Args:
+    files: {path: digest} of now, as `start.code_files` returns them.
+  """
+  starts = read_growing(workdir / start.FILE) if any(workdir.glob('checkpoints/*/*')) else []
+  was = starts[-1].get('files', {}) if starts else {}
+  return [
+    f'warning: {path}: has changed since this run was started last; the steps before are of the file as it was'
+    for path, digest in files.items()
+    if was.get(path, digest) != digest
+  ]
 
 
 def spelled(value: Any) -> Any:
