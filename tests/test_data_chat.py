@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+import tiny
 
 from jaxpost.algorithms import sft
 from jaxpost.data import chat, sources
@@ -243,9 +244,9 @@ def test_a_template_that_hides_a_turn_is_refused(tmp_path):
     render(tokenizer, {'messages': [USER, ANSWER, USER_2, ANSWER_2]})
 
 
-def test_text_is_trained_whole(plain, shared_data):
+def test_text_is_trained_whole(plain, shared_data, tmp_path):
   assert render(plain, {'text': 'hi'}) == '[[hi<|im_end|>]]'
-  stories = tokenizer_lib.load(shared_data('stories260K/hf'))
+  stories = tokenizer_lib.load(tiny.after_bos(shared_data('stories260K/hf'), tmp_path / 'model'))
   tokens = chat.make_example(stories, {'text': 'Once'}, 'x').tokens
   assert tokens[0] == stories.bos_id == 1
   assert tokens[-1] == stories.eos_id == 2

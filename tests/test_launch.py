@@ -210,7 +210,8 @@ def test_sample_tells_the_greedy_story(shared_data, call, tmp_path):
   # A space that begins a completion is kept.
   start, rest = story['greedy_text'][:11], story['greedy_text'][11:]
   assert rest.startswith(' ')
-  args = (f'--model={shared_data(STORY)}', '--temperature=0', '--nochat', '--max_new_tokens=16')
+  model = tiny.after_bos(shared_data(STORY), tmp_path / 'model')
+  args = (f'--model={model}', '--temperature=0', '--nochat', '--max_new_tokens=16')
   prompts = '--prompt=', f'--prompt={start}'
   code, out, err = call('sample', *args, *prompts)
   assert code == 0 and '2 of 2 cut' in err

@@ -72,12 +72,21 @@ def sft_config(shared_data, path, train_on, held_out, **over):
 def test_stories_have_the_loss_that_they_are_known_for(shared_data, tmp_path):
   documents = stories(shared_data)
   held_out = documents[-64:]
-  config = sft_config(shared_data, tmp_path, documents[:64], held_out, train=dict(steps=1), optim=dict(lr=0.0))
+  folder = tiny.after_bos(shared_data('stories260K/hf'), tmp_path / 'model')  # as it was trained
+  config = sft_config(
+    shared_data,
+    tmp_path,
+    documents[:64],
+    held_out,
+    model=dict(tokenizer=folder),
+    train=dict(steps=1),
+    optim=dict(lr=0.0),
+  )
   before, after = train(config, tmp_path / 'run')['eval']
   assert before['loss'] == pytest.approx(after['loss'], abs=1e-6)
   assert 1.1 < before['loss'] < 1.5
   # transformers, float32, on the same tokens: those of the text and its end.
-  assert before['loss'] == pytest.approx(torch_loss(shared_data('stories260K/hf'), held_out), abs=2e-5)
+  assert before['loss'] == pytest.approx(torch_loss(folder, held_out), abs=2e-5)
 
 
 def torch_loss(folder, documents):
@@ -88,8 +97,8 @@ def torch_loss(folder, documents):
   tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
   total = count = 0.0
   for document in documents:
-    ids = tokenizer(document, add_special_tokens=False)['input_ids']
-    ids = torch.tensor([[1, *ids, 2][:256]])  # cut to a row
+    ids = torch.tensor([[*tokenizer(document)['input_ids'], 2][:256]])  # cut to a row
+    assert ids[0, 0] == 1
     with torch.no_grad():
       total += float(model(ids, labels=ids).loss) * (ids.shape[1] - 1)
     count += ids.shape[1] - 1

@@ -6,6 +6,7 @@ Legend: B rows, T tokens, V padded vocabulary.
 import functools
 import math
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -214,6 +215,17 @@ def folder(path, **fields):
   model = model_lib.build(make(**{**shape, **fields}))
   hf_export.save(path, model, params(model))
   (pathlib.Path(path) / seals.NAME).unlink()
+  return str(path)
+
+
+def after_bos(source, path) -> str:
+  """Copies a model's folder to `path` so that its tokenizer puts BOS before text, here and in transformers."""
+  import transformers
+
+  shutil.copytree(source, path, copy_function=shutil.copyfile)  # the source may be read-only
+  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path)
+  tokenizer.add_bos_token = True
+  tokenizer.save_pretrained(path)
   return str(path)
 
 

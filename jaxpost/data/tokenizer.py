@@ -65,7 +65,7 @@ class Tokenizer:
   source: str  # the folder it was read from, or 'bytes'
   eos_id: int  # ends a document
   pad_id: int
-  bos_id: int | None  # begins a document, where the tokenizer has one
+  bos_id: int | None  # its `bos_token`, which an export names; `bos_ids` tells what text begins with
   vocab_size: int  # with the added tokens
   stop_ids: tuple[int, ...]  # a sampler stops at any of them
   chat_template: str | None
@@ -94,10 +94,14 @@ class Tokenizer:
     out = self.hf.backend_tokenizer.encode(text, add_special_tokens=False)
     return out.ids, out.offsets
 
-  @property
+  @functools.cached_property
   def bos_ids(self) -> list[int]:
-    """The ids that a document begins with: `bos_id`, or none."""
-    return [] if self.bos_id is None else [self.bos_id]
+    """The ids that the tokenizer itself puts before a text: most often `bos_id` or none.
+
+    Having a `bos_token` does not say so: GPT-2's and Pythia's put it before no text, Llama's and Gemma's do.
+    """
+    out = self.hf.backend_tokenizer.encode('a')
+    return out.ids[: [*out.special_tokens_mask, 0].index(0)]
 
   @functools.cached_property
   def special_texts(self) -> tuple[str, ...]:

@@ -87,7 +87,7 @@ class Translator:
   def _ids(self, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
       prompts_lib.check_length(messages_lib.check_text(prompt, 'prompt'), 'prompt', self._most)
-      return self._tokenizer.encode(prompt)
+      return [*self._tokenizer.bos_ids, *self._tokenizer.encode(prompt)]
     size = self._tokenizer.vocab_size
     if not isinstance(prompt, list) or not prompt or not all(type(i) is int and 0 <= i < size for i in prompt):
       raise InputError(f'prompt: token ids are ints below {size}')

@@ -81,12 +81,9 @@ def _examples(q: Question, tokenizer: Tokenizer) -> Iterator[Example]:
   """Yields prompt and answer as tokens, those of the answer marked; they are encoded apart."""
   if tokenizer.chat_template:
     text, _ = tokenizer.render_chat([{'role': 'user', 'content': q.prompt}], generation_prompt=True)
-    space = ''
+    head, space = tokenizer.encode(text), ''
   else:
-    text, space = q.prompt, ' '
-  head = tokenizer.encode(text)
-  if tokenizer.bos_id is not None and head[:1] != [tokenizer.bos_id]:
-    head = [tokenizer.bos_id, *head]
+    head, space = [*tokenizer.bos_ids, *tokenizer.encode(q.prompt)], ' '
   for answer in q.answers:
     tail = tokenizer.encode(space + answer)
     mask = np.arange(len(head) + len(tail)) >= len(head)
