@@ -18,6 +18,7 @@ class FitsFlags(NamedTuple):
   fits: flags.FlagHolder
   model: flags.FlagHolder
   devices: flags.FlagHolder
+  methods: flags.FlagHolder
 
 
 def define() -> FitsFlags:
@@ -25,7 +26,10 @@ def define() -> FitsFlags:
   found = FitsFlags(
     flags.DEFINE_bool('fits', False, 'Say what fits where of --model, by arithmetic; nothing is compiled.'),
     flags.DEFINE_string('model', '', 'With --fits: a folder with a config.json, or the name of a known shape.'),
-    flags.DEFINE_list('devices', [], 'With --fits: these devices, as H100,8xH100,v5e-8; default: all.'),
+    flags.DEFINE_list(
+      'devices', [], 'With --fits: these, as H100,8xH100,h100:1x2x8,v5e-16; default: those of docs/fits.md.'
+    ),
+    flags.DEFINE_list('methods', [], 'With --fits: these methods, as grpo,sft_lora; default: all.'),
   )
 
   @flags.multi_flags_validator(['fits', 'model', 'config', 'topology'])
@@ -41,7 +45,7 @@ def define() -> FitsFlags:
 
 
 def show(given: FitsFlags, price: str, out: str):
-  """Prints the methods that fit on each device, and their commands; writes them to the file `out`, if it has a name."""
+  """Prints the commands of what fits and a table of all, and writes both to the file `out`, if it has a name."""
   model = given.model.value
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')  # no device is used
   import rich.console
@@ -51,15 +55,17 @@ def show(given: FitsFlags, price: str, out: str):
 
   names = fits.devices(given.devices.value)
   prices = fits.prices(price, names)
-  found = fits.cells(recipes(model), names)
+  methods, configs = fits.methods(given.methods.value), recipes(model)
+  found = fits.cells({method: configs[method] for method in methods}, names)
   console = rich.console.Console(highlight=False, width=max(132, shutil.get_terminal_size().columns))
-  console.print(fits.table(found, prices, f'{model}: by arithmetic, with what docs/fits.md assumes'))
   weights = model if '/' in model else 'FOLDER'
   for cell in found:
     if cell.fits:
       console.print(f'{cell.method} on {cell.device}: {fits.command(cell, weights)}', soft_wrap=True)
   if weights != model:
     console.print(f'FOLDER: where the weights of {model} are, or their name on the hub')
+  # After the commands, which would scroll it away.
+  console.print(fits.table(found, prices, f'{model}: by arithmetic, with what docs/fits.md assumes'))
   if out:
     program_table.write(out, [fits.as_json(cell, weights, prices.get(cell.device)) for cell in found])
     console.print(f'wrote {out}')

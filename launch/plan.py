@@ -5,7 +5,7 @@
   python -m launch.plan --config=configs/grpo_gsm8k.py:model=qwen3_8b \\
       --topology=h200:1x8x8 --out=plan.json
   python -m launch.plan --config=my.py --topology=v5p:4x4x4 --search
-  python -m launch.plan --fits --model=Qwen/Qwen3-8B --devices=H100,v5e-8 --price=H100=2.5
+  python -m launch.plan --fits --model=Qwen/Qwen3-8B --devices=H100,v5e-16 --price=H100=2.5
 
 The last one says by arithmetic, in seconds, what fits where: SFT, DPO, GRPO, and LoRA, on
 common GPUs and TPU slices, with the command for each (docs/fits.md). Named models need no
@@ -21,7 +21,7 @@ from absl import flags
 from . import config_flag, exits, fits_flags
 
 _CONFIG = config_flag.define_config()
-_TOPOLOGY = flags.DEFINE_string('topology', None, 'Machine: v6e:16x16, v5p:8x8x8, h200:1x8x8, cpu or cpu:8.')
+_TOPOLOGY = flags.DEFINE_string('topology', None, 'Machine: v5e-16, v5p:8x8x8, 8xH100, h200:1x8x8, cpu or cpu:8.')
 _SLICES = flags.DEFINE_integer('slices', 1, 'TPU slices, connected by the data center network.', lower_bound=1)
 _STAGE = flags.DEFINE_string('stage', '', 'Plan only this stage.')
 _PROGRAMS = flags.DEFINE_list('programs', [], 'Programs to compile, as update,generate; default: all.')
@@ -43,7 +43,7 @@ def main(argv):
   if _FITS.fits.value:
     exits.refuse(('config', 'topology', 'slices', 'stage', 'programs', 'search'), 'with --fits')
     return fits_flags.show(_FITS, _PRICE.value, _OUT.value)
-  exits.refuse(('model', 'devices'), 'without --fits')
+  exits.refuse(('model', 'devices', 'methods'), 'without --fits')
   from jaxpost.planning import machines
 
   price = machines.price(_PRICE.value or '0')

@@ -160,6 +160,38 @@ def test_prices():
       fits.prices(bad, ['T4'])
 
 
+@pytest.mark.parametrize(
+  'names, size, spelled',
+  [
+    (('8xH100', 'h100:8', 'H100:1x1x8'), (1, 1, 8), '8xH100'),
+    (('H100', '1xh100', 'h100:1'), (1, 1, 1), 'H100'),
+    (('16xA100_40GB',), None, 'how fast so many a100 are'),
+    (('v5e-16', 'v5e:4x4', 'V5litepod-16'), (4, 4), 'v5e-16'),
+    (('v5e:2x8',), (2, 8), 'v5e:2x8'),
+    (('v5p-128', 'v5p:4x4x4'), (4, 4, 4), 'v5p-128'),
+    (('h200:2x1x8',), (2, 1, 8), 'h200:2x1x8'),
+    (('8xL4', 'l4:1x1x2'), None, 'how fast so many l4'),
+  ],
+)
+def test_names_of_devices(names, size, spelled):
+  if size is None:
+    for name in names:
+      with pytest.raises(InputError, match=f'^--devices: {name!r}: {spelled}'):
+        fits.devices([name])
+    return
+  assert fits.devices(names) == [spelled] and fits.topology(spelled).size == size
+
+
+def test_devices_of_the_page_are_spelled_as_others():
+  assert fits.devices(fits.DEVICES) == list(fits.DEVICES) == fits.devices([])
+
+
+def test_names_of_methods():
+  assert fits.methods(['grpo', 'SFT LoRA']) == ['GRPO', 'SFT LoRA'] and fits.methods([]) == list(fits.METHODS)
+  with pytest.raises(InputError, match="--methods: there is no 'ppo'; known: sft, sft_lora"):
+    fits.methods(['ppo'])
+
+
 def test_a_price_is_of_all_chips(found):
   cell = found['SFT', '8xH100']
   assert cell.dollars(2.0) == pytest.approx(8 * 2.0 / 3600 * 1e6 / cell.estimate.tokens_per_s)
@@ -229,14 +261,21 @@ def test_each_cell_that_fits_has_a_command_that_is_accepted(model):
 
 def test_the_command(tmp_path):
   out = tmp_path / 'fits.json'
-  args = ['--fits', '--model=Qwen/Qwen3-0.6B', '--devices=h100,T4', '--price=H100=3', f'--out={out}']
+  args = ['--fits', '--model=Qwen/Qwen3-0.6B', '--devices=h100,v5e:4x4', '--methods=sft,grpo,grpo_lora']
+  args += ['--price=1xH100=3', f'--out={out}']
   done = subprocess.run(
     [sys.executable, '-m', 'launch.plan', *args], capture_output=True, text=True, cwd=CLONE, env=children.environment()
   )
   assert done.returncode == 0, done.stderr
   assert 'USD per million tokens' in done.stdout
   rows = json.loads(out.read_text())
-  assert len(rows) == 2 * len(fits.METHODS)
+  assert [(row['method'], row['device']) for row in rows] == [
+    (method, device) for method in ('SFT', 'GRPO', 'GRPO LoRA') for device in ('H100', 'v5e-16')
+  ]
+  last = done.stdout.splitlines()
+  assert max(n for n, line in enumerate(last) if 'launch.train' in line) < min(
+    n for n, line in enumerate(last) if 'by arithmetic' in line
+  )
   for row in rows:
     assert (row['usd_per_million_tokens'] is not None) == (row['device'] == 'H100')
     assert (row['command'] in done.stdout) == row['fits']

@@ -56,12 +56,17 @@ def plan(*args):
     ('h100:2x4x8', 1, 64),
     ('cpu', 1, 1),
     ('cpu:8', 1, 8),
+    ('8xH100', 1, 8),
+    ('h100:8', 1, 8),
+    ('16xh200', 1, 16),
+    ('v5e-16', 2, 32),
+    ('v5p-8', 1, 4),
   ],
 )
 def test_topology(text, slices, count):
   topology = machines.parse(text, slices)
   assert topology.chips == count and topology.slices == slices
-  assert topology.gpu == text.startswith('h')
+  assert topology.gpu == ('h' in text.lower())
 
 
 @pytest.mark.parametrize(
@@ -69,12 +74,18 @@ def test_topology(text, slices, count):
   [
     ('v7e:8x8', 1, 'did you mean .v6e.'),
     ('h20:1x8x8', 1, "'h200'"),
-    ('v6e', 1, 'v6e has 2 numbers; write for example v6e:16x16'),
+    ('v6e', 1, 'v6e has 2 numbers, as in v6e:16x16; write 8xH100, h100:8, .*v5e-16'),
     ('v5p:8x8', 1, 'v5p has 3 numbers'),
     ('v6e:32x16', 1, 'largest slice'),
     ('h200:8x8', 1, 'slices x hosts'),
     ('h200:1x8x8', 2, 'h200:2x8x8'),
     ('cpu:0', 1, 'cpu:8'),
+    ('v5e:4y4', 1, 'v5e has 2 numbers'),
+    ('v5e-2', 1, 'v5e-N has N of 1, 4, 8, 16, 32, 64, 128, 256; others have a size'),
+    ('v5p-16384', 1, '4096, 8192; others'),
+    ('12xH100', 1, 'hosts have 8 GPUs'),
+    ('8xh100:8', 1, 'GPUs are one number'),
+    ('h100:', 1, 'none of the forms; write 8xH100'),
     ('quantum:3', 1, 'known: v4, v5e'),
   ],
 )

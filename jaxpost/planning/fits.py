@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost.distributed.mesh import AXES, BATCH_AXES
 from jaxpost.errors import InputError
-from jaxpost.hardware.chips import CHIPS
 from jaxpost.monitor.metrics import short_number
 from jaxpost.monitor.program_table import console_table
 from jaxpost.planning import arithmetic, dry_run, machines, meshes, search
@@ -26,25 +25,11 @@ if TYPE_CHECKING:
 
   from jaxpost.stage.records import Inputs
 
-# Name -> (chip, chips along each dimension; of GPUs slices, hosts, GPUs a host). TPU slices by their names
-# in the cloud: those of v5p count cores, two to a chip.
-DEVICES = {
-  'T4': ('t4', (1, 1, 1)),
-  'L4': ('l4', (1, 1, 1)),
-  'A100': ('a100_80gb', (1, 1, 1)),
-  'H100': ('h100', (1, 1, 1)),
-  'H200': ('h200', (1, 1, 1)),
-  '8xA100': ('a100_80gb', (1, 1, 8)),
-  '8xH100': ('h100', (1, 1, 8)),
-  '8xH200': ('h200', (1, 1, 8)),
-  '8xB200': ('b200', (1, 1, 8)),
-  'v5e-1': ('v5e', (1, 1)),
-  'v5e-8': ('v5e', (2, 4)),
-  'v5e-256': ('v5e', (16, 16)),
-  'v6e-8': ('v6e', (2, 4)),
-  'v5p-8': ('v5p', (2, 2, 1)),
-  'v5p-64': ('v5p', (2, 4, 4)),
-}
+# The machines of docs/fits.md, as `machines.spell` names them.
+DEVICES = (
+  ('T4', 'L4', 'A100', 'H100', 'H200', '8xA100', '8xH100', '8xH200', '8xB200')  # of one host
+  + ('v5e-1', 'v5e-8', 'v5e-256', 'v6e-8', 'v5p-8', 'v5p-64')
+)
 # Method -> (recipe, its further arguments).
 METHODS = {
   'SFT': ('sft_gsm8k', ''),
@@ -83,18 +68,22 @@ class Cell(NamedTuple):
 
 
 def topology(device: str) -> Topology:
-  """Returns the machine that a name of DEVICES stands for."""
-  chip, size = DEVICES[device]
-  return Topology(device, chip, CHIPS[chip], size)
+  """Returns the machine of a name, as `machines.parse` reads it."""
+  return machines.parse(device, flag='--devices', compiled=False)
 
 
 def devices(names: Sequence[str]) -> list[str]:
-  """Returns the names as DEVICES has them, all of them for none; InputError names one that is unknown."""
-  known = {name.lower(): name for name in DEVICES}
+  """Returns the names of machines as DEVICES spells them, all of those for none; InputError if one is unknown."""
+  return list(dict.fromkeys(machines.spell(topology(name)) for name in names)) or list(DEVICES)
+
+
+def methods(names: Sequence[str]) -> list[str]:
+  """Returns the names as METHODS has them, all of them for none; InputError if one is unknown."""
+  known = {name.lower().replace(' ', '_'): name for name in METHODS}
   for name in names:
-    if name.lower() not in known:
-      raise InputError(f'--devices: there is no {name!r}; known: {", ".join(DEVICES)}')
-  return [known[name.lower()] for name in names] or list(DEVICES)
+    if name.lower().replace(' ', '_') not in known:
+      raise InputError(f'--methods: there is no {name!r}; known: {", ".join(known)}')
+  return [known[name.lower().replace(' ', '_')] for name in names] or list(METHODS)
 
 
 def prices(text: str, names: Sequence[str]) -> dict[str, float]:
@@ -111,7 +100,7 @@ def cells(raw: Mapping[str, Mapping], names: Sequence[str]) -> list[Cell]:
 
   Args:
     raw: {method: config of its recipe, with the model's name as `model.path`}.
-    names: of DEVICES.
+    names: of machines, as in DEVICES.
   """
   out = []
   for method, config in raw.items():

@@ -17,7 +17,10 @@ GPUS = ('h100', 'h200')
 _RESERVED = {'v4': 1.25, 'v5e': 0.25, 'v6e': 0.75, 'tpu7x': 1.25}
 # Describes a GPU that is not there to the compiler (GpuTargetConfigProto); braces are doubled for str.format.
 _TARGET = pathlib.Path(__file__).with_name('gpu_target.pbtxt')
-EXAMPLES = 'v5p:8x8x8, v6e:16x16 (TPU), h200:1x8x8 (slices x hosts x GPUs), cpu'
+FORMS = '8xH100, h100:8, h200:1x8x8 (slices x hosts x GPUs of a host), v5e-16 or v5e:4x4'
+_MACHINE = re.compile('(?:([1-9][0-9]*)x)?([a-z][a-z0-9_]*)(?:([-:])([1-9][0-9]*(?:x[1-9][0-9]*)*))?')
+_OTHER_NAMES = {'a100': 'a100_80gb', 'a100_40gb': 'a100', 'v5litepod': 'v5e'}
+_HOST = 8  # GPUs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,37 +89,108 @@ def price(text: str) -> float:
   return found
 
 
-def parse(text: str, slices: int = 1) -> Topology:
-  """Parses 'v6e:16x16'; InputError with a suggestion otherwise."""
-  name, _, size = text.partition(':')
-  known = [n for n, c in CHIPS.items() if c.largest] + [*GPUS, 'cpu']
+def parse(text: str, slices: int = 1, *, flag: str = '--topology', compiled: bool = True) -> Topology:
+  """Parses one of FORMS; InputError with all of them otherwise.
+
+  Args:
+    text: '8xH100' or 'h100:8' (one slice), 'h100:1x1x8' (slices x hosts x GPUs of a host), 'v5e-16' (a slice as the
+      cloud names it), 'v5e:4x4', 'cpu:8'.
+    slices: of TPUs.
+    flag: is named in errors.
+    compiled: only chips that programs can be compiled for, not all that are known.
+  """
+  found = _MACHINE.fullmatch(text.lower())
+  count, name, between, size = found.groups('') if found else ('', text.lower().partition(':')[0], '', '')
+  name = _OTHER_NAMES.get(name, name)
+  known = [n for n, c in CHIPS.items() if not compiled or c.largest or n in GPUS] + ['cpu'] * compiled
   if name not in known:
     near = difflib.get_close_matches(name, known, 1, 0.4)
     raise InputError(
-      f'--topology: {text!r}: there is no chip {name!r}; '
+      f'{flag}: {text!r}: there is no chip {name!r}; '
       + (f'did you mean {near[0]!r}? ' if near else '')
-      + f'known: {", ".join(known)}; for example {EXAMPLES}'
+      + f'known: {", ".join(known)}; write {FORMS}'
     )
   if name == 'cpu':
-    if size and not re.fullmatch('[1-9][0-9]*', size) or slices != 1:
-      raise InputError(f'--topology: {text!r}: write cpu, or cpu:8 for 8 pretended devices')
+    if not found or count or between == '-' or 'x' in size or slices != 1:
+      raise InputError(f'{flag}: {text!r}: write cpu, or cpu:8 for 8 pretended devices')
     return Topology(text, name, Chip('cpu', 0.0), (int(size or 1),))
   chip = CHIPS[name]
-  wanted = 3 if name in GPUS else len(chip.largest)
-  if not re.fullmatch('x'.join(['[1-9][0-9]*'] * wanted), size):
-    what = {2: '16x16', 3: '8x8x8'}[wanted] if name not in GPUS else ('1x8x8: slices x hosts x GPUs of a host')
-    raise InputError(f'--topology: {text!r}: a size of {name} has {wanted} numbers; write for example {name}:{what}')
-  numbers = tuple(int(n) for n in size.split('x'))
-  if name in GPUS:
+  numbers = tuple(int(n) for n in size.split('x')) if size else ()
+  if not chip.largest:
     if slices != 1:
-      raise InputError(f'--slices: of GPUs they are the first number of --topology, as in {name}:{slices}x8x8')
-    return Topology(text, name, chip, numbers)
-  if math.prod(numbers) > math.prod(chip.largest):
-    raise InputError(
-      f'--topology: {text!r}: the largest slice of {name} is '
-      f'{"x".join(map(str, chip.largest))}; --slices=N joins several'
-    )
+      raise InputError(f'--slices: of GPUs they are the first number of {flag}, as in {name}:{slices}x8x8')
+    numbers, why = _gpus(name, numbers, count, dashed=between == '-')
+  else:
+    numbers, why = _tpus(name, numbers, count, dashed=between == '-')
+  if why or not found:
+    raise InputError(f'{flag}: {text!r}: {why or "is none of the forms"}; write {FORMS}')
   return Topology(text, name, chip, numbers, slices)
+
+
+def _gpus(name: str, numbers: tuple[int, ...], count: str, dashed: bool) -> tuple[tuple[int, ...], str]:
+  """Returns slices, hosts and GPUs of a host, and what is wrong, '' if nothing."""
+  chip = CHIPS[name]
+  if dashed or len(numbers) + bool(count) not in (0, 1, 3) or count and numbers:
+    return (), f'GPUs are one number, or slices x hosts x GPUs of a host, as in {name}:1x8x8'
+  if len(numbers) < 3:
+    number = int(count or (numbers or (1,))[0])
+    if number > _HOST and number % _HOST:
+      return (), f'several hosts have {_HOST} GPUs each'
+    numbers = 1, max(1, number // _HOST), min(number, _HOST)
+  if not chip.link and numbers[-1] > 1 or not chip.network and math.prod(numbers[:-1]) > 1:
+    return (), f'how fast so many {name} are connected is not known'
+  return numbers, ''
+
+
+def _tpus(name: str, numbers: tuple[int, ...], count: str, dashed: bool) -> tuple[tuple[int, ...], str]:
+  """Returns the chips along each dimension, and what is wrong, '' if nothing."""
+  largest = CHIPS[name].largest
+  if dashed:
+    sizes = _slices(name)
+    if len(numbers) != 1 or numbers[0] not in sizes:
+      return (
+        (),
+        f'a slice {name}-N has N of {", ".join(map(str, sizes))}; others have a size, as {name}:{_text(largest)}',
+      )
+    return sizes[numbers[0]], ''
+  if count or len(numbers) != len(largest):
+    return (), f'a size of {name} has {len(largest)} numbers, as in {name}:{"16x16" if len(largest) == 2 else "8x8x8"}'
+  if math.prod(numbers) > math.prod(largest):
+    return (), f'the largest slice of {name} is {_text(largest)}; --slices=N joins several'
+  return numbers, ''
+
+
+def _slices(name: str) -> dict[int, tuple[int, ...]]:
+  """Returns {number: chips along each dimension} of a TPU's slices as the cloud names them."""
+  largest, out = CHIPS[name].largest, {}
+  rank = len(largest)
+  for power in range(math.prod(largest).bit_length()):
+    size = [2 ** ((power + i) // rank) for i in range(rank)]
+    if power != 1 and (power or rank == 2) and max(size) <= max(largest):
+      out[2**power * _cores(name)] = tuple(sorted(size, key=lambda n: (n == 1, n)))
+  return out
+
+
+def _cores(name: str) -> int:
+  """Returns how much of the number in a slice's name is one chip: these count cores."""
+  return 2 if name in ('v4', 'v5p', 'tpu7x') else 1
+
+
+def _text(size: tuple[int, ...]) -> str:
+  return 'x'.join(map(str, size))
+
+
+def spell(machine: Topology) -> str:
+  """Returns the shortest name of a machine that is one slice, of those that `parse` reads: '8xH100', 'v5e-16'."""
+  number = machine.chips
+  if machine.gpu:
+    kind = {v: k for k, v in _OTHER_NAMES.items()}.get(machine.name, machine.name).upper()
+    short = f'{number}x{kind}' if number > 1 else kind
+    same = machine.size == (1, max(1, number // _HOST), min(number, _HOST))
+  else:
+    number *= _cores(machine.name)
+    short, same = f'{machine.name}-{number}', _slices(machine.name).get(number) == machine.size
+  return short if same else f'{machine.name}:{_text(machine.size)}'
 
 
 def set_environment(topology: Topology) -> None:
@@ -162,7 +236,7 @@ def devices(topology: Topology) -> list:
     return found[: topology.chips]
   from jax.experimental import topologies
 
-  chip, size = topology.chip, 'x'.join(map(str, topology.size))
+  chip, size = topology.chip, _text(topology.size)
   try:
     if topology.gpu:
       _describe_gpu()
@@ -171,12 +245,12 @@ def devices(topology: Topology) -> list:
     more = {'num_slices': topology.slices} if topology.slices > 1 else {}
     if topology.name == 'v4':  # both cores of a chip as one device
       more['chip_config_name'] = 'megacore'
-    return topologies.get_topology_desc(topology.text, 'tpu', **more).devices
+    return topologies.get_topology_desc(f'{topology.name}:{size}', 'tpu', **more).devices
   except (jax.errors.JaxRuntimeError, RuntimeError, ImportError) as e:
     lacks = 'jax[cuda13]' if topology.gpu else 'jax[tpu]'
     reason = str(e).splitlines()[0]
     hint = (
-      f'choose another size ({EXAMPLES})'
+      f'choose another size ({FORMS})'
       if 'INVALID' in reason
       else (f"the compiler comes with pip install '{lacks}'; it needs no device")
     )

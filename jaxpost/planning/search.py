@@ -58,7 +58,7 @@ def search(
   if not options.topology.chip.memory:
     raise InputError(
       f'--search: {options.topology.text}: only chips of known speed and '
-      f'memory can be ranked; for example {machines.EXAMPLES}'
+      f'memory can be ranked; for example {machines.FORMS}'
     )
   for p in dry_run.prepare_all(raw, options.stage):
     p = vary(p, {'mesh.rollout': p.config.mesh.rollout.replace('auto', 'data=-1')})
