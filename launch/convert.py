@@ -27,7 +27,10 @@ def main(argv):
 
   if len(argv) != 3 or argv[1] not in convert.LIBRARIES:
     raise InputError(f'write launch.convert LIBRARY FILE, with one of {", ".join(convert.LIBRARIES)}')
-  config, settings = convert.convert(argv[1], convert.read(argv[2]), _ALGORITHM.value)
+  given = convert.read(argv[2])
+  if other := convert.looks_like(argv[1], given):
+    print(f'{argv[2]} looks like settings of {other}: write launch.convert {other} {argv[2]}', file=sys.stderr)
+  config, settings = convert.convert(argv[1], given, _ALGORITHM.value)
   if config['algorithm'] not in ALGORITHMS:
     raise InputError(
       f'{config["algorithm"]}: no method has this name; give --algorithm, one of {", ".join(ALGORITHMS)}'

@@ -188,8 +188,96 @@ def test_the_command(tmp_path):
   assert done.returncode == 0 and 'rollout_engine' in done.stderr.split('not mapped: ')[1], done.stderr
   assert 'names no method, so this is a config of grpo' in done.stderr
   assert yaml.safe_load(out.read_text())['rollout']['max_new_tokens'] == 768
+  done = subprocess.run([*command, 'verl', tmp_path / name], cwd=CLONE, text=True, capture_output=True)
+  assert f'looks like settings of tunix: write launch.convert tunix {tmp_path / name}' in done.stderr
   done = subprocess.run([*command, 'axolotl', tmp_path / name], cwd=CLONE, text=True, capture_output=True)
   assert done.returncode == 2 and 'maxtext' in done.stderr
+
+
+@pytest.mark.parametrize('library', FILES)
+@pytest.mark.parametrize('told', FILES)
+def test_a_file_of_another_library_is_told(library, told, tmp_path):
+  (tmp_path / FILES[library][0]).write_text(FILES[library][1])
+  given = convert.read(str(tmp_path / FILES[library][0]))
+  assert convert.looks_like(told, given) == ('' if told == library else library)
+
+
+RL = {'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 8, 'num_generations': 8}
+
+
+@pytest.mark.parametrize(
+  'method, given, prompts, lacks',
+  [
+    ('grpo', RL | {'num_processes': 4}, 16, ''),
+    ('rloo', RL | {'num_processes': 4, 'steps_per_generation': 16}, 32, ''),
+    ('grpo', RL, None, 'the file lacks the number of processes'),
+    ('grpo', RL | {'num_processes': 1, 'num_generations': 5}, None, 'no whole number'),
+    ('ppo', {'per_device_train_batch_size': 4, 'num_processes': 2}, None, 'the file lacks num_generations'),
+    ('grpo', {'generation_batch_size': 64, 'num_generations': 8}, 8, ''),
+    ('grpo', {'generation_batch_size': 64}, None, 'num_generations; the file lacks num_generations'),
+  ],
+)
+def test_a_batch_of_trl_s_rl_is_prompts(method, given, prompts, lacks):
+  config, settings = convert.convert('trl', given, method)
+  (batch,) = (s for s in settings if s.name in ('per_device_train_batch_size', 'generation_batch_size'))
+  assert lacks in batch.reason and 'train.batch_size' not in batch.reason
+  assert config.get('rollout', {}).get('prompts') == prompts and 'train' not in config
+  assert all('rollout.prompts' in s.reason for s in settings if s.name == 'gradient_accumulation_steps')
+
+
+def test_a_batch_of_sft_is_ambiguous():
+  _, settings = convert.convert('trl', RL, 'sft')
+  assert settings[0].reason == 'may stand for train.batch_size, train.micro_batch_size; choose'
+
+
+MICRO = 'actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu'
+
+
+@pytest.mark.parametrize(
+  'given, rows, words',
+  [
+    ({'trainer.n_gpus_per_node': 8, 'trainer.nnodes': 2}, 512, ''),
+    ({'trainer.n_gpus_per_node': 8}, 256, ''),
+    ({'trainer.nnodes': 2}, None, 'is of one GPU'),
+    ({'trainer.n_gpus_per_node': '$GPUS'}, None, 'is of one GPU'),
+    ({'trainer.n_gpus_per_node': 8, 'actor_rollout_ref.actor.use_dynamic_bsz': True}, None, 'use_dynamic_bsz'),
+  ],
+)
+def test_rows_of_a_gpu_become_those_of_all(given, rows, words):
+  config, settings = convert.convert('verl', {MICRO: 32, 'critic.ppo_micro_batch_size_per_gpu': 4} | given)
+  assert config.get('train') == (None if rows is None else {'micro_batch_size': rows})
+  assert words in settings[0].reason and 'critic' in settings[1].reason
+
+
+@pytest.mark.parametrize(
+  'library, name, value, trackers',
+  [
+    ('verl', 'trainer.logger', ['console', 'wandb'], ['wandb']),
+    ('verl', 'trainer.logger', 'console', None),
+    ('verl', 'trainer.logger', ['console', 'mlflow', 'trackio', 'tensorboard'], ['mlflow', 'trackio']),
+    ('trl', 'report_to', ['tensorboard', 'wandb'], ['wandb']),
+    ('trl', 'report_to', 'trackio', ['trackio']),
+    ('trl', 'report_to', 'none', None),
+  ],
+)
+def test_trackers(library, name, value, trackers):
+  config, (setting,) = convert.convert(library, {name: value})
+  assert config.get('log') == (None if trackers is None else {'trackers': trackers})
+  assert setting.reason == (convert.NOT_NEEDED if trackers is None else '')
+  config_lib.parse(config)
+
+
+def test_an_unknown_tracker_is_named():
+  _, (setting,) = convert.convert('verl', {'trainer.logger': ['console', 'swanlab']})
+  assert 'swanlab' in setting.reason
+
+
+def test_settings_of_evaluation_and_vllm_have_true_reasons():
+  given = {'eval_strategy': 'steps', 'vllm_mode': 'colocate'}
+  evaluation, colocated = (s.reason for s in convert.convert('trl', given)[1])
+  assert evaluation == 'eval.data names held-out data, and eval.every the steps between evaluations'
+  assert colocated == convert.NOT_NEEDED
+  assert 'mesh.rollout_devices' in convert.convert('trl', {'vllm_mode': 'server'})[1][0].reason
 
 
 def test_sizes_and_ratios_are_no_counts_and_rates():

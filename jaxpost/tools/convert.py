@@ -105,6 +105,17 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
   return _read_by(method, settings)
 
 
+def looks_like(library: str, given: dict[str, Any]) -> str:
+  """Returns another library that knows far more of the names of these settings, '' for none."""
+
+  def known(other: str) -> int:
+    names = {key.partition('=')[0].partition('@')[0] for key in _TABLES[other]}
+    return sum(any(f'.{name}'.endswith(f'.{n}') for n in names) for name in given)
+
+  other = max(LIBRARIES, key=known)
+  return other if known(other) > 2 * known(library) + 2 else ''
+
+
 def _read_by(method: str, settings: list[Setting]) -> tuple[dict[str, Any], list[Setting]]:
   """Returns the config of the settings, without those that the method would ignore, and the settings."""
   while True:
@@ -136,8 +147,7 @@ def _with_its_switch(setting: Setting, given: dict[str, Any]) -> Setting:
   for name, switch in _NEEDS.items():
     if setting.fields and f'.{setting.name}'.endswith(f'.{name}'):
       needed, _, on = switch.partition('=')
-      now = next((v for other, v in given.items() if f'.{other}'.endswith(f'.{needed}')), None)
-      if _spelled(now) != on:
+      if _spelled(_named(given, needed)) != on:
         return Setting(setting.name, setting.value, (), f'has no effect without {switch}')
   return setting
 
@@ -151,18 +161,61 @@ def _without_epochs(settings: list[Setting]) -> list[Setting]:
 
 
 def _computed(setting: Setting, given: dict[str, Any]) -> Setting:
-  """Maps verl's size of a minibatch, in prompts, to how many minibatches a step has; some weights need a switch."""
-  block = setting.name.rpartition('.')[0]
+  """Maps sizes that are ours only together with other settings; some weights need a switch."""
+  block, _, last = setting.name.rpartition('.')
   trains = given.get(f'{block}.enable_train') and given.get(f'{block}.enable', True)
   if setting.fields == ('nll.mtp_weight',) and not trains:
     return Setting(setting.name, setting.value, (), 'has no effect without enable and enable_train')
   if not _APART.keys().isdisjoint(setting.name.split('.')):
     return setting
-  whole = next((v for name, v in given.items() if name.rpartition('.')[2] == 'train_batch_size'), None)
-  part = setting.value
-  if setting.name.rpartition('.')[2] != 'ppo_mini_batch_size' or not (isinstance(whole, int) and isinstance(part, int)):
-    return setting
-  return setting if part < 1 or whole % part else Setting(setting.name, whole // part, ('rl.minibatches',))
+  if last == 'ppo_mini_batch_size':  # in prompts
+    whole, part = _integer(given, 'train_batch_size'), setting.value
+    fits = whole and isinstance(part, int) and part > 0 and whole % part == 0
+    return Setting(setting.name, whole // part, ('rl.minibatches',)) if fits else setting
+  if setting.fields == ('train.micro_batch_size',) and last.endswith('_per_gpu'):
+    return _of_all_gpus(setting, given)
+  if setting.fields == ('rollout.prompts',) and last in ('per_device_train_batch_size', 'generation_batch_size'):
+    return _in_prompts(setting, given, last == 'generation_batch_size')
+  return setting
+
+
+def _of_all_gpus(setting: Setting, given: dict[str, Any]) -> Setting:
+  """Maps verl's rows of a GPU at a time to those of all GPUs."""
+  gpus, nodes = _integer(given, 'n_gpus_per_node'), _integer(given, 'nnodes', 1)
+  if _named(given, f'{setting.name.rpartition(".")[0]}.use_dynamic_bsz') is True:
+    return Setting(setting.name, setting.value, (), 'has no effect with use_dynamic_bsz')
+  if not (gpus and nodes):
+    return Setting(setting.name, setting.value, (), 'is of one GPU; train.micro_batch_size counts the rows of all')
+  return Setting(setting.name, _ours(setting.name, setting.fields[0], setting.value) * gpus * nodes, setting.fields)
+
+
+def _in_prompts(setting: Setting, given: dict[str, Any], whole: bool) -> Setting:
+  """Maps TRL's completions of a generation, `whole` or of a micro-batch of a device, to prompts."""
+  group = _integer(given, 'num_generations')
+  factors = {'num_generations': group}
+  completions = _ours(setting.name, setting.fields[0], setting.value)
+  if not whole:
+    of_trl = _integer(given, 'gradient_accumulation_steps', 1)
+    steps, processes = _integer(given, 'steps_per_generation', of_trl), _integer(given, 'num_processes')
+    factors |= {'gradient_accumulation_steps': steps, 'the number of processes': processes}
+    completions *= (steps or 1) * (processes or 1)
+  unknown = [name for name, value in factors.items() if not value]
+  if not unknown and completions % group == 0:
+    return Setting(setting.name, completions // group, setting.fields)
+  of = 'itself' if whole else 'x gradient_accumulation_steps x processes'
+  why = f'the file lacks {" and ".join(unknown)}' if unknown else 'which is no whole number here'
+  return Setting(setting.name, setting.value, (), f'rollout.prompts is this {of} / num_generations; {why}')
+
+
+def _named(given: dict[str, Any], name: str) -> Any:
+  """Returns the value of the setting whose name ends like this; None without one."""
+  return next((value for other, value in given.items() if f'.{other}'.endswith(f'.{name}')), None)
+
+
+def _integer(given: dict[str, Any], name: str, default: int = 0) -> int:
+  """Returns a setting that is a whole number above 0, `default` where it is not given, and 0 for another value."""
+  value = _named(given, name)
+  return default if value is None else value if isinstance(value, int) and value > 0 else 0
 
 
 def _method(library: str, given: dict[str, Any]) -> str:
@@ -180,7 +233,8 @@ def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...]
   apart = max((i for i, part in enumerate(parts) if part in _APART), default=len(parts) - 1)
   tails = ['.'.join(parts[i:]) for i in range(apart + 1)]
   for tail in tails:
-    for key in (f'{tail}={_spelled(value)}', f'{tail}@{method}', tail):
+    kinds = [f'{tail}@{method}', *[f'{tail}@RL'] * _learns_from_rewards(method)]
+    for key in (f'{tail}={_spelled(value)}', *kinds, tail):
       if key in table:
         return table[key][1:] if table[key].startswith('!') else tuple(table[key].split()) or NOT_NEEDED
   for tail in tails:
@@ -216,6 +270,8 @@ def _setting(library: str, name: str, value: Any, method: str) -> Setting:
       'has no value in this file' if value is None else 'holds a variable that this file does not set; write its value'
     )
     return Setting(name, value, (), f'is {fields[0]}, but {why}')
+  if fields == ('log.trackers',) and not _trackers(value):
+    return Setting(name, value, (), NOT_NEEDED)
   for field in fields:
     try:
       nested: dict[str, Any] = {}
@@ -231,6 +287,8 @@ def _ours(name: str, field: str, value: Any) -> Any:
   words = _VALUES.get(field, {}) | _VALUES.get(name.rpartition('.')[2], {})
   if _spelled(value) in words:
     return words[_spelled(value)]
+  if field == 'log.trackers':
+    return _trackers(value)
   if isinstance(value, list) and len(value) == 1:
     value = value[0]
   kind = field_names.FIELDS[field]
@@ -243,6 +301,11 @@ def _ours(name: str, field: str, value: Any) -> Any:
   if kind is str and isinstance(value, list):
     return '|'.join(map(str, value))
   return value
+
+
+def _trackers(value: Any) -> list:
+  """Returns trackers as a list, without what every run writes: lines on the console, and TensorBoard's files."""
+  return [v for v in (value if isinstance(value, list) else [value]) if v not in ('console', 'tensorboard', 'none')]
 
 
 def _spelled(value: Any) -> str:
