@@ -5,13 +5,11 @@
   python -m launch.sample --model=FOLDER --prompts=IN.jsonl --out=OUT.jsonl
   python -m launch.sample --model=FOLDER --nochat --prompt='Once upon a time'
 
---prompt is a user's message if the tokenizer has a chat template, unless the run
-learns from plain text; otherwise it is text to continue, as are texts in IN. --chat
-makes all of them messages, --nochat text. Rows of IN have a column `prompt` (text or
-messages), `prompt_ids`, `messages` or `text`; each line of a .txt file is a prompt.
-OUT adds `completions`, `completion_ids` and `logprobs`; the same command continues
-after an interruption. --chat without a prompt starts a conversation. Each --adapter
-completes all prompts. The same seed gives the same completions.
+--prompt is a user's message if the tokenizer has a chat template, unless the run learns from plain text; otherwise it
+is text to continue, as are texts in IN. --chat makes all of them messages, --nochat text; --chat without a prompt
+starts a conversation. Rows of IN have a column `prompt` (text or messages), `prompt_ids`, `messages` or `text`; each
+line of a .txt file is a prompt. OUT adds `completions`, `completion_ids` and `logprobs`; the same command continues
+after an interruption. Each --adapter completes all prompts. The same seed gives the same completions.
 """
 
 import logging
@@ -65,9 +63,7 @@ def main(argv):
     models = {_WEIGHTS.name: completions.only(each, '--chat')}
     return chat.chat_loop(models, draws, _MESH.value, [], sys.stdin, out=sys.stdout)
   weights = next(iter(each.values()))
-  prompts = completions.make_prompts(weights, _PROMPT.value, _FILE.value, _CHAT.value)
-  if _CHAT.value is None and weights.inputs.tokenizer.chat_template:
-    _say_how_read(prompts)
+  prompts = completions.make_prompts(weights, _PROMPT.value, _FILE.value, _CHAT.value, tell=inference.to_stderr)
   completion_files.finish(
     each,
     prompts,
@@ -77,19 +73,6 @@ def main(argv):
     source=_WEIGHTS.name,
     show=completions.show_json if _JSON.value else completions.show,
   )
-
-
-def _say_how_read(prompts):
-  """Prints how prompts that are text were read by a model that can also chat."""
-  from jaxpost.tools import inference
-
-  if _PROMPT.value and not isinstance(prompts[-1].prompt, str):
-    inference.to_stderr("--prompt: is a user's message in the chat template; --nochat continues it as plain text")
-  elif _PROMPT.value:
-    inference.to_stderr('--prompt: is continued as plain text, like the data of the run; --chat makes it a message')
-  plain = [p for p in prompts[: len(prompts) - len(_PROMPT.value)] if isinstance(p.prompt, str)]
-  if any(p.columns.get('prompt_ids') is None for p in plain):
-    inference.to_stderr(f'{_FILE.value}: its plain text is continued as it is; --chat makes each text a message')
 
 
 if __name__ == '__main__':

@@ -513,7 +513,7 @@ def test_what_is_printed_is_logged_up_to_a_limit(pool_of, caplog):
   assert len(record.message) < 3000
 
 
-def test_what_the_first_worker_prints_is_shown_up_to_a_limit(pool_of, capfd):
+def test_what_a_worker_prints_is_shown_up_to_a_limit(pool_of, capfd):
   """Each line with its function, without codes for the terminal, and apart from the pipe of the replies."""
   reply = '{"values": [9.0], "logged": []}'
   pool = pool_of('talks', 'talks_too')
@@ -529,6 +529,11 @@ def test_what_the_first_worker_prints_is_shown_up_to_a_limit(pool_of, capfd):
   pool.grade([group('z' * 50_000)])
   cut, line, other = capfd.readouterr().err.splitlines()
   assert 'bytes before this are not shown' in cut and len(line) < 500 and other == shown[1]
+  pool = pool_of('talks', workers=2)
+  for text in 'abcdef':  # by the worker that printed first, whichever that is
+    pool.grade([group(text)])
+  shown = capfd.readouterr().err.splitlines()
+  assert shown[0] == 'talks: a' and shown == sorted(shown)
   pool_of('talks', show_printed=False).grade([group('x')])
   assert not capfd.readouterr().err
 

@@ -60,7 +60,7 @@ class RewardPool:
       the first batch.
     start_timeout_s: seconds for importing the functions.
     env_vars: names of more environment variables that the workers see.
-    show_printed: what the functions print in the first worker appears on stderr, up to 20 lines a batch.
+    show_printed: what the functions print in one worker appears on stderr, up to 20 lines a batch.
   """
 
   def __init__(
@@ -82,7 +82,8 @@ class RewardPool:
     self.stats = stats_of([])  # of the last batch
     self.weights = dict(zip(self.names, weights or [1.0] * len(rewards)))
     self._max_failed = max_failed
-    self._show_printed, self._lines_left = show_printed, _LINES  # -1: lines were left out
+    self._show_printed, self._shown = show_printed, None  # the worker that printed first
+    self._lines_left = _LINES  # -1: lines were left out
     self._timeout_s = timeout_s
     self._start_timeout_s = start_timeout_s
     self._needed_variables = [*builtin.needed_variables(rewards), *env_vars]
@@ -288,7 +289,8 @@ class RewardPool:
       printed, count = worker.take_printed()
       if count:
         _LOG.info('rewards printed %d bytes: %s', count, printed[-_SHOWN:])
-        if self._show_printed and worker is self._workers[0]:
+        if self._show_printed and self._shown in (None, worker):
+          self._shown = worker
           self._show(printed, count - process.TAIL)
     if retry and not started:  # This group is not the cause.
       return self._ask(worker, line, logged, names, retry=False)

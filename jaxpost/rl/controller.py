@@ -94,7 +94,7 @@ class Controller:
     info |= reward_metrics.step_metrics(experience, self.step_shape, self.config)
     self.step += 1
     self.memory = credit.memory
-    return Item(updates, info, graded.sample_rows, experience, credit, graded.error)
+    return Item(updates, info, graded.sample_rows, experience, credit, error=graded.error)
 
   def sample(self, step: int, on_dispatch: OnDispatch | None = None) -> PendingRollout:
     """Samples the rollout of a step, and starts its grading.

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -43,7 +43,11 @@ _ASKING = ('messages', 'prompt', 'text', 'chosen')  # columns that tell whether 
 
 
 def make_prompts(
-  weights: Weights, texts: Iterable[str] = (), file: str = '', as_chat: bool | None = None
+  weights: Weights,
+  texts: Sequence[str] = (),
+  file: str = '',
+  as_chat: bool | None = None,
+  tell: Callable[[str], Any] = str,
 ) -> list[Prompt]:
   """Returns prompts of the rows of `file`, then of `texts`.
 
@@ -54,12 +58,21 @@ def make_prompts(
     as_chat: True makes a text a user's message, False lets the model continue
       it; None: rows of `file` are read as training reads them, and `texts` as
       `typed_as_chat` says.
+    tell: gets a line about how text is read, where as_chat is None and the tokenizer has a chat template.
   """
+  ambiguous = as_chat is None and weights.inputs.tokenizer.chat_template
   prompts = prompts_of(weights, sources.read(file), bool(as_chat)) if file else []
-  if texts:
-    rows = sources.read('--prompt', fake_rows=[{'prompt': text} for text in texts])
-    prompts += prompts_of(weights, rows, typed_as_chat(weights) if as_chat is None else as_chat, len(prompts))
-  return prompts
+  if ambiguous and any(isinstance(p.prompt, str) and p.columns.get('prompt_ids') is None for p in prompts):
+    tell(f'{file}: its plain text is continued as it is; --chat makes each text a message')
+  if not texts:
+    return prompts
+  typed = typed_as_chat(weights) if as_chat is None else as_chat
+  if ambiguous and typed:
+    tell("--prompt: is a user's message in the chat template; --nochat continues it as plain text")
+  elif ambiguous:
+    tell('--prompt: is continued as plain text, like the data of the run; --chat makes it a message')
+  rows = sources.read('--prompt', fake_rows=[{'prompt': text} for text in texts])
+  return prompts + prompts_of(weights, rows, typed, len(prompts))
 
 
 def typed_as_chat(weights: Weights) -> bool:
