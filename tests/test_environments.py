@@ -4,19 +4,23 @@ Legend: N sequences, C completion tokens.
 """
 
 import logging
+import re
 import time
 import typing
 
 import numpy as np
 import pytest
+import tiny
 from transformers.utils import get_json_schema
 
+from jaxpost.data import sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import episodes, examples, tool_schema, turns
 from jaxpost.environments import pool as pool_lib
 from jaxpost.environments.episode import EpisodeLimits
 from jaxpost.errors import InputError
 from jaxpost.rollout.sequence import Completion
+from jaxpost.stage import prepare
 from jaxpost.types import Prompt
 
 EXAMPLES = 'Calculator', 'Treasure'
@@ -136,6 +140,42 @@ def test_a_class_that_is_no_environment(tmp_path, body, words):
   (tmp_path / 'env.py').write_text(f'class E:\n  {body}\n')
   with pytest.raises(InputError, match=words):
     pool_lib.EnvironmentPool(f'{tmp_path}/env.py:E', workers=1).check()
+
+
+@pytest.mark.parametrize(
+  'signature, words',
+  [
+    ('self, answer', "got an unexpected keyword argument 'prompt'"),
+    ('self, prompt, answr, **row', "missing a required argument: 'answr'"),
+    ('self, prompt, answer', ''),
+    ('self, **row', ''),
+  ],
+)
+def test_a_reset_that_does_not_take_the_columns(tmp_path, signature, words):
+  """It is found with the first row, and its line is named, also in an episode."""
+  path = tmp_path / 'env.py'
+  path.write_text(f'class E:\n  def reset({signature}): return None\n  def go(self):\n    """Goes."""\n')
+  rows = sources.read('rows', fake_rows=[{'prompt': [{'role': 'user', 'content': 'x'}], 'answer': '1'}])
+  pool = pool_lib.EnvironmentPool(f'{path}:E', workers=1).check()
+  try:
+    answer = pool.all[0].submit(verb='reset', row=rows[0]).result()
+    if not words:
+      pool.check_rows(rows)
+      assert answer.error is None
+      return
+    assert f'reset ({path}:2): {words}; it gets prompt, answer' in answer.error
+    with pytest.raises(InputError, match=re.escape(f'environment {path}:E: {answer.error}')):
+      pool.check_rows(rows)
+  finally:
+    pool.close()
+
+
+def test_a_run_refuses_such_a_reset_before_it_compiles(tmp_path):
+  path = tmp_path / 'env.py'
+  path.write_text('class E:\n  def reset(self): return None\n  def go(self):\n    """Goes."""\n')
+  config = tiny.run_config(tiny.folder(tmp_path / 'model'), algorithm='grpo', environment=f'{path}:E')
+  with pytest.raises(InputError, match=re.escape(f'{path}:2')):
+    prepare.prepare_all(config)
 
 
 # ----------------------------------------------------------------- processes

@@ -6,6 +6,7 @@ Imported only if `config.environment` is set.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.distributed import coordination
@@ -16,19 +17,25 @@ from jaxpost.environments.pool import EnvironmentPool
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
+  from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
 
 _MAX_WORKERS = 64  # processes, if config.tools.workers is 0
 _CHARACTERS = 16  # upper limit of the characters of one token, to bound what an environment may send
 
 
-def start_environments(config: Any, algorithm: Any, tokenizer: Tokenizer) -> EnvironmentPool | by_source.PoolsBySource:
+def start_environments(
+  config: Any, algorithm: Any, tokenizer: Tokenizer, data: Sequence[Rows] = ()
+) -> EnvironmentPool | by_source.PoolsBySource:
   """Makes the pool of each environment of `config.environment` and starts its first process, to read the tools.
 
   The other processes start when they are needed.
 
+  Args:
+    data: rows that are played with; their columns are checked where there is one environment.
+
   Raises:
-    InputError: if the environment cannot be imported, or does not fit the config or the tokenizer.
+    InputError: if the environment cannot be imported, or does not fit the config, the tokenizer or the data.
   """
   if not tokenizer.chat_template:
     raise InputError(
@@ -41,7 +48,10 @@ def start_environments(config: Any, algorithm: Any, tokenizer: Tokenizer) -> Env
     )
   specs = by_source.specs(config.environment)
   if len(specs) == 1 and not any('environment=' in entry for entry in config.rl.sources):
-    return _start(*specs.values(), config, algorithm)
+    pool = _start(*specs.values(), config, algorithm)
+    for rows in data:
+      pool.check_rows(rows)
+    return pool
   if not config.rl.sources:
     raise InputError(
       f'config.environment: there are {len(specs)} ({", ".join(specs)}); config.rl.sources has to say which one the '

@@ -20,6 +20,7 @@ from jaxpost.errors import InputError
 from jaxpost.workers import process
 
 if TYPE_CHECKING:
+  from jaxpost.data.sources import Rows
   from jaxpost.types import Prompt
 
 _LOG = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Environment:
 
   def _ask(self, verb: str, line: str) -> Answer:
     worker = self._worker
-    if verb == 'reset':
+    if verb in ('check', 'reset'):
       worker.start()
       self._lost = False
     if self._lost:
@@ -127,6 +128,7 @@ class EnvironmentPool:
       'max_characters': max_characters,
       'start_timeout_s': _START_TIMEOUT_S,
     }
+    self._spec = spec
     variables, _ = process.worker_variables(env_vars)
     self._reaper = process.Reaper()
 
@@ -152,6 +154,13 @@ class EnvironmentPool:
     self.tools = [] if self.agent else list(ready['tools'].values())  # An agent defines the tools of its own requests.
     self.gives_reward, self.gives_turn_rewards = ready['gives_reward'], ready['gives_turn_rewards']
     return self
+
+  def check_rows(self, rows: Rows) -> None:
+    """Raises InputError if `reset` cannot be called with the first row."""
+    row = next((row for row in rows if row is not None), {})
+    if error := self.all[0].submit(verb='check', row={**dict.fromkeys(row), 'prompt': None}).result().error:
+      self.close()
+      raise InputError(f'environment {self._spec}: {error}')
 
   def each(self) -> list[EnvironmentPool]:
     """Returns the pools that episodes may play in: this one."""

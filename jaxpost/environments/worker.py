@@ -5,7 +5,8 @@ It exchanges JSON objects with the pool, one per line, on stdin and stdout:
   in   {'path', 'environment', 'start_timeout_s', 'timeout_s', 'max_characters'}    once
   out  {'start': ''}, then {'bad': text} or
        {'ready': {'tools': {name: schema}, 'gives_reward': bool, 'gives_turn_rewards': bool}}
-  in   {'verb': 'reset', 'row'}, {'verb': 'call', 'name', 'arguments'} or {'verb': 'reward'}
+  in   {'verb': 'reset', 'row'}, {'verb': 'call', 'name', 'arguments'} or {'verb': 'reward'};
+       {'verb': 'check', 'row'} asks whether `reset` takes the columns of a row
   out  {'value': text, number or None} or {'error': text}; to a call also 'reward', or 'spoiled' if that is no number
 
 As in TRL, one instance of the class serves one episode after another. Texts are cut to `max_characters`.
@@ -14,9 +15,11 @@ As in TRL, one instance of the class serves one episode after another. Texts are
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import json
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxpost import imports
@@ -72,6 +75,10 @@ def serve(loaded: Loaded, request: dict, max_characters: int) -> dict:
   environment = loaded.environment
   if verb == 'call':
     return _serve_call(loaded, request, max_characters)
+  if verb in ('check', 'reset') and (wrong := _wrong_row(environment.reset, request['row'])):
+    return {'error': wrong}
+  if verb == 'check':
+    return {'value': None}
   try:
     value = environment.get_reward() if verb == 'reward' else environment.reset(**request['row'])
   except BaseException as error:  # the user's code may raise anything
@@ -81,6 +88,19 @@ def serve(loaded: Loaded, request: dict, max_characters: int) -> dict:
   if value is None:
     return {'value': None}
   return _number(value, 'value', 'get_reward returned')
+
+
+def _wrong_row(reset: Callable, row: dict) -> str:
+  """Returns why `reset` cannot be called with a row, and where it is defined; '' if it can."""
+  try:
+    inspect.signature(reset).bind(**row)
+  except TypeError as error:
+    code = getattr(inspect.unwrap(reset), '__code__', None)
+    where = f' ({code.co_filename}:{code.co_firstlineno})' if code else ''
+    return f'reset{where}: {error}; it gets {", ".join(row)}, so name these columns, or take **row'
+  except ValueError:  # it has no signature to read
+    pass
+  return ''
 
 
 def _serve_call(loaded: Loaded, request: dict, max_characters: int) -> dict:

@@ -40,7 +40,8 @@ def prepare(
   with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
     environment = None
     if config.environment:
-      environment = start_environment(inputs)
+      held_out = held_out_rows if checks.samples_held_out(config) else None
+      environment = start_environment(inputs, rows if algorithm.on_policy else None, held_out)
       undo.callback(environment.close)
     data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
     check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
@@ -169,11 +170,11 @@ def prompt_stream(
   )
 
 
-def start_environment(inputs: Inputs) -> EnvironmentPool:
-  """Starts the processes of `config.environment`."""
+def start_environment(inputs: Inputs, *data: Rows | None) -> EnvironmentPool:
+  """Starts the processes of `config.environment`, which play with the rows of `data`."""
   from jaxpost.environments import factory
 
-  return factory.start_environments(inputs.config, inputs.algorithm, inputs.tokenizer)
+  return factory.start_environments(inputs.config, inputs.algorithm, inputs.tokenizer, [x for x in data if x])
 
 
 def start_rewards(config: Config, rows: Rows) -> RewardPool | None:

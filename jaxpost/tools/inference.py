@@ -308,7 +308,7 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
   with contextlib.ExitStack() as cleanup:
     environment = rewards = None
     if samples and config.environment:
-      environment = sampling_inputs.start_environment(inputs)
+      environment = sampling_inputs.start_environment(inputs, rows)
       cleanup.callback(environment.close)
     held_out_data = prepare.make_held_out(inputs, rows, tools=environment.tools if environment else None)
     if samples:
