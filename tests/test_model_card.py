@@ -31,6 +31,15 @@ def test_the_facts_of_the_run(run):
   assert '| held-out metric, step 10 | |' in text and '| pass@1 | 0.5 |' in text
 
 
+def test_a_reward_model_is_not_served_as_one_that_writes(run):
+  assert 'vllm serve FOLDER' in model_card.describe(run, 'grpo', 15)
+  config = json.loads((run / 'config.json').read_text())
+  (run / 'config.json').write_text(json.dumps(config | {'algorithm': 'reward_model', 'reward': ''}))
+  text = model_card.describe(run, 'reward_model', 15)
+  assert 'AutoModelForSequenceClassification' in text and '--config.reward_model.path=FOLDER' in text
+  assert not any(word in text for word in ('vllm', 'gguf', 'ollama'))
+
+
 def test_never_over_another_stage(run, tmp_path):
   out = tmp_path / 'out'
   out.mkdir()

@@ -11,11 +11,22 @@ from etils import epath
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics, report_facts
 from jaxpost.monitor.report import number
+from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store
 
 _FILE = 'README.md'
 _ORIGIN = re.compile(r'<!-- jaxpost: (\{.*\}) -->')
+
+_WRITES = (  # how to use a model that writes text
+  '    vllm serve FOLDER',
+  '    python llama.cpp/convert_hf_to_gguf.py FOLDER --outfile model.gguf',
+  '    echo "FROM ./model.gguf" > Modelfile && ollama create NAME -f Modelfile',
+)
+_SCORES = (  # and a reward model
+  '    transformers.AutoModelForSequenceClassification.from_pretrained("FOLDER")  # its logit is the score',
+  '    python -m launch.train ... --config.reward=reward_model --config.reward_model.path=FOLDER',
+)
 
 
 def check_stage(folder: epath.PathLike, stage: str) -> None:
@@ -71,9 +82,7 @@ def describe(run: epath.PathLike, stage: str, step: int) -> str:
     '',
     'The licenses of the base model and the data hold for these weights, too; name them before you publish.',
     '',
-    '    vllm serve FOLDER',
-    '    python llama.cpp/convert_hf_to_gguf.py FOLDER --outfile model.gguf',
-    '    echo "FROM ./model.gguf" > Modelfile && ollama create NAME -f Modelfile',
+    *(_SCORES if algorithms.load_algorithm(config.algorithm).scalar_head else _WRITES),
   ]
   return '\n'.join(lines) + '\n'
 
