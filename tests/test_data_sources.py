@@ -223,7 +223,7 @@ def test_damaged_archives(tmp_path):
 def test_missing_extras_say_what_to_install(tmp_path, monkeypatch, extra, name):
   monkeypatch.setitem(sys.modules, extra, None)
   path = write(tmp_path / name, 'x')
-  with pytest.raises(InputError, match=r"pip install 'jaxpost\[data\]'"):
+  with pytest.raises(InputError, match=r"pip install -e '\.\[data\]'"):
     sources.read(path)
 
 

@@ -23,7 +23,7 @@ INSTALLED = any(d.name == 'google-jetstream' for d in importlib.metadata.distrib
 installed = pytest.mark.skipif(
   not INSTALLED,
   reason='google-jetstream is not installed; it needs '
-  "TensorFlow: pip install 'jaxpost[jetstream]' in an environment of its own",
+  "TensorFlow: pip install -e '.[jetstream]' in an environment of its own",
 )
 
 

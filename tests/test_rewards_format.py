@@ -111,7 +111,7 @@ SCHEMA = {
 
 @pytest.fixture
 def jsonschema():
-  return pytest.importorskip('jsonschema', reason="not installed: pip install 'jaxpost[rewards]'")
+  return pytest.importorskip('jsonschema', reason="not installed: pip install -e '.[rewards]'")
 
 
 @pytest.mark.usefixtures('jsonschema')

@@ -214,7 +214,7 @@ MATH = [
 def test_math_verify():
   """The first four are TRL's accuracy_reward for 63."""
   assert [reward for _, _, reward in MATH[:4]] == GOLDEN['trl/accuracy_reward_gold63']
-  pytest.importorskip('math_verify', reason="not installed: pip install 'jaxpost[math]'")
+  pytest.importorskip('math_verify', reason="not installed: pip install -e '.[math]'")
   texts, answers, rewards = zip(*MATH)
   assert math_rewards.MathVerify()(texts, answers) == list(rewards)
   chat = [[{'role': 'assistant', 'content': t}] for t in texts]

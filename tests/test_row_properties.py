@@ -9,7 +9,7 @@ from jaxpost.data import chat, preferences, sources, tokenizer
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.errors import InputError
 
-hypothesis = pytest.importorskip('hypothesis', reason="pip install 'jaxpost[test]' has hypothesis")
+hypothesis = pytest.importorskip('hypothesis', reason="pip install -e '.[test]' has hypothesis")
 st = hypothesis.strategies
 
 CALL = {'id': 'c1', 'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}

@@ -12,7 +12,7 @@ from jaxpost.stage import checks, prepare
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.schema import Config
 
-hypothesis = pytest.importorskip('hypothesis', reason="pip install 'jaxpost[test]' has hypothesis")
+hypothesis = pytest.importorskip('hypothesis', reason="pip install -e '.[test]' has hypothesis")
 st = hypothesis.strategies
 
 

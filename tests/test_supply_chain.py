@@ -12,6 +12,7 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 CONSTRAINTS = sorted((CLONE / 'constraints').glob('*.txt'))
 CALENDAR = ('fsspec',)  # versions are dates: no bound says what would break
 FREE = re.compile(r'\b(MIT|BSD|0BSD|Apache|ISC|PSF|MPL-2\.0|Zlib|CC0)\b', re.I)
+SUFFIXES = ('.py', '.md', '.sh', '.txt', '.yaml', '.ipynb', '.jinja')
 COPYLEFT = re.compile(r'\b(A?GPL|SSPL|BUSL|proprietary|Commons Clause|CC-BY-NC)', re.I)
 
 
@@ -69,3 +70,11 @@ def test_licenses_are_permissive(name):
   except importlib.metadata.PackageNotFoundError:
     pytest.skip('is not installed with this version of jax')
   assert FREE.search(text) and not COPYLEFT.search(text), text
+
+
+def test_no_line_installs_jaxpost_from_a_registry():
+  """It has no release there, so pip would fetch what somebody else has put under the name."""
+  files = [p for d in ('jaxpost', 'launch', 'docs', 'configs', 'notebooks', 'tests') for p in (CLONE / d).rglob('*')]
+  texts = {p: p.read_text('utf-8', 'replace') for p in [*files, CLONE / 'README.md'] if p.suffix in SUFFIXES}
+  assert len(texts) > 300
+  assert not [p for p, text in texts.items() if re.search(r"pip install (-\w+ )*['\"]?jaxpost\b", text)]

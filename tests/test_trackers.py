@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import logging
+import re
 import sys
 import types
 
@@ -126,7 +127,7 @@ def test_a_failing_tracker_is_left_out(fails, tmp_path, monkeypatch, caplog):
 def test_a_package_that_is_missing_is_said_before_the_run(name, tmp_path, monkeypatch):
   found = importlib.util.find_spec
   monkeypatch.setattr(importlib.util, 'find_spec', lambda asked: None if asked == name else found(asked))
-  with pytest.raises(InputError, match=f'pip install {name}'):
+  with pytest.raises(InputError, match=re.escape(f"pip install -e '.[{name}]'")):
     jaxpost.run(tiny.run_config('nowhere', log=dict(trackers=(name,))), tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
 

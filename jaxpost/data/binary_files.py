@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PARQUET = 'pyarrow', 'pyarrow.lib', 'pyarrow.parquet'
 ARRAY_RECORD = 'array_record.python', 'array_record.python.array_record_module'
-_EXTRA = "pip install 'jaxpost[data]'"
+_EXTRA = "pip install -e '.[data]'"
 
 
 def parquet(path: epath.Path, name: str) -> files.NumberedRows:

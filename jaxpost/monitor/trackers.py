@@ -123,7 +123,7 @@ def check_installed(names: Sequence[str]) -> None:
   """Raises InputError for a tracker whose package is not installed."""
   for name in names:
     if importlib.util.find_spec(name) is None:
-      raise InputError(f'config.log.trackers: {name} is not installed: pip install {name}, or leave it out')
+      raise InputError(f"config.log.trackers: {name} is not installed: pip install -e '.[{name}]', or leave it out")
 
 
 def start(config: Any, workdir: epath.PathLike) -> Trackers:

@@ -188,7 +188,7 @@ def _jsonschema():
     import jsonschema
     import referencing
   except ModuleNotFoundError as error:
-    raise InputError(f"imports {error.name!r}, which is not installed; pip install 'jaxpost[rewards]'") from error
+    raise InputError(f"imports {error.name!r}, which is not installed; pip install -e '.[rewards]'") from error
   return jsonschema, referencing
 
 

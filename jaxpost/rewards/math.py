@@ -91,7 +91,7 @@ class MathVerify:
     try:
       import math_verify
     except ModuleNotFoundError as error:
-      raise InputError(f"imports {error.name!r}, which is not installed; pip install 'jaxpost[math]'") from error
+      raise InputError(f"imports {error.name!r}, which is not installed; pip install -e '.[math]'") from error
     for name in ('parser', 'grader'):  # They warn on each call that there is no timeout.
       logging.getLogger(f'math_verify.{name}').setLevel(logging.ERROR)
     latex = math_verify.LatexExtractionConfig()

@@ -31,9 +31,7 @@ def check():
   except importlib.metadata.PackageNotFoundError as error:
     found = importlib.util.find_spec('jetstream')
     wrong = f'; the jetstream of {found.origin} is another project: pip uninstall jetstream' if found else ''
-    raise InputError(
-      f"jetstream: google-jetstream is not installed; pip install 'jaxpost[jetstream]'{wrong}"
-    ) from error
+    raise InputError(f"jetstream: google-jetstream is not installed; pip install -e '.[jetstream]'{wrong}") from error
 
 
 check()

@@ -52,7 +52,7 @@ def check(path: str, key: str) -> None:
     epath.Path(path).exists()
   except ImportError as e:
     raise InputError(
-      f"{key}: {path}: needs the extra [{_EXTRAS[scheme]}]: pip install 'jaxpost[{_EXTRAS[scheme]}]' ({e})"
+      f"{key}: {path}: needs the extra [{_EXTRAS[scheme]}]: pip install -e '.[{_EXTRAS[scheme]}]' ({e})"
     ) from e
   except OSError as e:
     raise InputError(f'{key}: {path}: cannot be reached: {e}') from e

@@ -63,7 +63,7 @@ def _software() -> list[Finding]:
   python = f'{sys.version_info.major}.{sys.version_info.minor}'
   fix = '' if sys.version_info >= (3, 11) else 'jaxpost needs Python 3.11 or newer'
   out = [Finding('Python', python, fix), Finding('versions', found), Finding('commit', start.commit() or 'no clone')]
-  missing = [f'{use} (pip install jaxpost[{extra}])' for name, (extra, use) in _OPTIONAL.items() if not _has(name)]
+  missing = [f"{use} (pip install -e '.[{extra}]')" for name, (extra, use) in _OPTIONAL.items() if not _has(name)]
   return [*out, Finding('not installed', '; '.join(missing) or 'nothing that is optional')]
 
 
