@@ -487,6 +487,7 @@ def test_terminal_summary(tmp_path):
   text = out.getvalue()
   for part in ('sft', 'grpo', 'Reward', '0.8875', 'Pass@1', 'update 1 s', f'{tmp_path}/report.html', '▁▁▂', '▇▇█'):
     assert part in text, part
+  assert 'Means of the last 10 steps; time of a step: of all steps but the first.' in ' '.join(text.split())
   assert 'Reward over time' in text and re.search('Loss over time *│ [█▇]+[▂-▆]*▁+ ', text)
   rows = [json.loads(line) for line in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
   for row in rows:

@@ -267,7 +267,8 @@ def _cards(
 def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: rich.console.Console) -> None:
   """Prints final figures of the rows of metrics, a reward or loss sparkline, times and paths."""
   values, stages, workdir = figures(rows), _stages(rows), epath.Path(workdir)
-  table = rich.table.Table('', *map(markup.escape, stages))
+  caption = 'Means of the last 10 steps; time of a step: of all steps but the first.'
+  table = rich.table.Table('', *map(markup.escape, stages), caption=caption)
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not is_repeated(k, values)):
     table.add_row(markup.escape(titles.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
   for key in ('reward', 'loss'):

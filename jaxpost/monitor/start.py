@@ -96,7 +96,8 @@ def lines(facts: Mapping[str, Any], workdir: str) -> list[str]:
   machine = f'{facts["devices"]} x {facts["device_kind"]}{several}'
   out = [f'{code}, JAX {v["jax"]}, {machine}, seed {facts["seed"]}, workdir {workdir}']
   for name, stage in facts['stages'].items():
-    text = f'{name}: {stage["steps"]} steps of {stage["batch"]}, {stage["rows"]:,} rows'
+    text = f'{name}: {stage["steps"]} step{"s" * (stage["steps"] != 1)} of {stage["batch"]}, {stage["rows"]:,} rows'
+    text += ' (less than a batch, which repeats them)' * (stage['epochs'] > stage['steps'])
     if stage['tokens_per_epoch']:
       text += f', about {short_number(stage["tokens_per_epoch"])} tokens an epoch'
     if stage['epochs']:

@@ -66,16 +66,6 @@ def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
       refuse_unread(vars(config)[name], (*read, *algorithm.needs(config)), config.algorithm, name)
 
 
-def warn_unread(config: Config, algorithm: Algorithm) -> list[str]:
-  """Returns warnings about settings that change nothing here, and may be of a recipe or for other stages."""
-  found = []
-  if algorithm.on_policy and config.train.batch_size != type(config.train).batch_size:
-    found.append('config.train.batch_size changes nothing, rollout.prompts and rollout.group_size are the batch')
-  if config.eval.every and not config.eval.data.path:
-    found.append('config.eval.every changes nothing, as config.eval.data.path is empty')
-  return found
-
-
 def check_sizes(config: Config, on_policy: bool) -> None:
   """Refuses, by arithmetic, batches that the memory of this host cannot hold."""
   r, free = config.rollout, memory.free_on_host()

@@ -66,36 +66,32 @@ def _lengths(inputs: Inputs, data: Data) -> list[tuple[float, list[int]]]:
   return out
 
 
-def warn_over_long(inputs: Inputs, data: Data) -> str:
+def warnings(inputs: Inputs, data: Data) -> list[str]:
+  """Returns what is hardly meant: data that is cut, steps that a crash would lose, settings that change nothing."""
+  config, steps = inputs.config, inputs.config.train.steps
+  out = [_warn_over_long(inputs, data)]
+  if steps > 20 and not 0 < config.save.every < steps:
+    out.append(f'nothing is saved before step {steps}, so a crash loses all of them: config.save.every=N saves every N')
+  if inputs.algorithm.on_policy and config.train.batch_size != type(config.train).batch_size:
+    out.append('config.train.batch_size changes nothing, rollout.prompts and rollout.group_size are the batch')
+  if config.eval.every and not config.eval.data.path:
+    out.append('config.eval.every changes nothing, as config.eval.data.path is empty')
+  return [text for text in out if text]
+
+
+def _warn_over_long(inputs: Inputs, data: Data) -> str:
   """Returns a warning if more than 1 % of the prompts, or of the documents read by now, are too long; '' if not."""
-  config = inputs.config
+  config, fate = inputs.config, 'left out'
   if inputs.algorithm.on_policy:
     count, total = data.stream.skipped, data.stream.skipped + len(data.stream)
     kind, limit, field = 'prompts', config.rollout.max_prompt_length, 'config.rollout.max_prompt_length'
   else:
-    total = 0 if data.rows.streaming else min(len(data.rows), checks.READ_FIRST)
     kind, limit, field = 'documents', row_length(config, False), 'config.train.row_length'
+    total = 0 if data.rows.streaming else min(len(data.rows), checks.READ_FIRST)
     count = sum((e := data.documents.plain(n)) is not None and len(e.tokens) > limit for n in range(total))
-  if count <= total / 100:
-    return ''
-  fate = 'cut there' if kind == 'documents' and config.data.overlong == 'truncate' else 'left out'
-  some = f'{count:,} of {total:,} {kind} ({count / total:.0%})'
-  return f'{some} are longer than {limit:,} tokens and are {fate}: raise {field}'
-
-
-def warnings(inputs: Inputs, data: Data) -> list[str]:
-  """Returns what people should know about a stage before it starts."""
-  config = inputs.config
-  found = [warn_over_long(inputs, data), warn_unsaved(config), *checks.warn_unread(config, inputs.algorithm)]
-  return [text for text in found if text]
-
-
-def warn_unsaved(config: Config) -> str:
-  """Returns a warning if a stage of more than 20 steps saves nothing before its end; '' if not."""
-  steps, every = config.train.steps, config.save.every
-  if steps <= 20 or 0 < every < steps:
-    return ''
-  return f'nothing is saved before step {steps}, so a crash loses all of them: config.save.every=N saves every N steps'
+    fate = 'cut there' if config.data.overlong == 'truncate' else fate
+  some = f'{count:,} of {total:,} {kind} ({count / max(total, 1):.0%})'
+  return f'{some} are longer than {limit:,} tokens and are {fate}: raise {field}' if count > total / 100 else ''
 
 
 def count_steps(inputs: Inputs, data: Data) -> Inputs:
