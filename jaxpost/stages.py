@@ -197,10 +197,8 @@ def with_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) ->
   from jaxpost.hardware import probe
 
   dtype = probe.measured_dtype(workdir / 'config.json', auto, console)
-  for name in auto:
-    change = {'model': {'dtype': dtype}}
-    raw = config_lib.merge(raw, {name: change} if name else change)
-  return raw
+  change = {'model': {'dtype': dtype}}
+  return config_lib.merge(raw, {n: change for n in auto if n} | (change if '' in auto else {}))
 
 
 def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple[Policy, DataStream | Controller]:

@@ -16,7 +16,6 @@ import logging
 import math
 import os
 import queue
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 from jaxpost.errors import InputError
 from jaxpost.rewards import builtin
 from jaxpost.rewards.groups import Graded, Group, stats_of
+from jaxpost.rewards.printed import Printed
 from jaxpost.workers import call, process
 
 _LOG = logging.getLogger(__name__)
@@ -31,8 +31,6 @@ _WINDOW = 100  # groups over which the fraction of failures is computed
 _MIN_GROUPS = 20  # groups before that fraction is checked
 _TAKE_S = 10.0  # seconds for a worker to accept a group
 _SHOWN = 2000  # characters of printed output to log for each group
-_LINES = 20  # printed lines to show of each batch
-_COLUMNS = 400  # characters to show of a printed line
 
 
 class _Reply(NamedTuple):
@@ -82,8 +80,6 @@ class RewardPool:
     self.stats = stats_of([])  # of the last batch
     self.weights = dict(zip(self.names, weights or [1.0] * len(rewards)))
     self._max_failed = max_failed
-    self._show_printed, self._shown = show_printed, None  # the worker that printed first
-    self._lines_left = _LINES  # -1: lines were left out
     self._timeout_s = timeout_s
     self._start_timeout_s = start_timeout_s
     self._needed_variables = [*builtin.needed_variables(rewards), *env_vars]
@@ -95,6 +91,7 @@ class RewardPool:
         'reward %s runs inside this process and cannot be killed if it hangs; write it as module:function', reward.name
       )
     self._remote = [(n, builtin.locate(r)) for n, r in named if not callable(r)]
+    self._console = Printed([name for name, _ in self._remote]) if show_printed else None
     self._needs: list[tuple[str, str, Sequence[str]]] = []  # name, file and needed columns of each function
     self._recent = collections.deque(maxlen=_WINDOW)  # the error of each group, or None
     self._jobs = queue.SimpleQueue()
@@ -289,28 +286,11 @@ class RewardPool:
       printed, count = worker.take_printed()
       if count:
         _LOG.info('rewards printed %d bytes: %s', count, printed[-_SHOWN:])
-        if self._show_printed and self._shown in (None, worker):
-          self._shown = worker
-          self._show(printed, count - process.TAIL)
+        if self._console:
+          self._console.show(worker, printed, count - process.TAIL)
     if retry and not started:  # This group is not the cause.
       return self._ask(worker, line, logged, names, retry=False)
     return _Reply(values, f'reward {name}: {text}', timed_out)
-
-  def _show(self, printed: str, cut: int) -> None:
-    """Prints what functions printed for a group, each line after the name of its function; `cut` bytes are missing."""
-    name = self._remote[0][0] if len(self._remote) == 1 else 'rewards'
-    lines = [(name, f'({cut} bytes before this are not shown)')] if cut > 0 else []
-    for i, part in enumerate(printed.split('\0')):
-      first, _, rest = part.partition('\n')
-      if i and first in self.names:  # as the worker writes before it calls a function
-        name, part = first, rest
-      lines += [(name, line) for line in part.splitlines() if line.strip()]
-    for name, line in lines[: max(self._lines_left, 0)]:
-      line = ''.join(c if c.isprintable() else ' ' for c in line[:_COLUMNS])  # no codes for the terminal
-      sys.stderr.write(f'{name}: {line}\n')  # a whole line, which a progress bar prints above itself
-    if len(lines) > self._lines_left >= 0:
-      sys.stderr.write(f'rewards: printed more than {_LINES} lines in this step; the others are not shown\n')
-    self._lines_left = max(self._lines_left - len(lines), -1)
 
   def _sums(self, components: dict[str, list[float | None]], size: int) -> list[float | None]:
     """Returns the weighted sum of the rewards of each completion of a group, or None.
@@ -325,7 +305,9 @@ class RewardPool:
 
   def count(self, graded: Sequence[Graded]) -> None:
     """Updates the statistics with a batch; InputError if too many groups failed."""
-    self.stats, self._lines_left = stats_of(graded), _LINES
+    self.stats = stats_of(graded)
+    if self._console:
+      self._console.next_batch()
     first = not self._recent
     self._recent.extend(g.error for g in graded)
     errors = [error for error in self._recent if error]
