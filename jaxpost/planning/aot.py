@@ -78,7 +78,7 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
 
   times: calls that share the work of one operation; see `programs.compile`.
   """
-  micro = chunks = 1
+  micro = micro_run = chunks = 1
   rows = length = 0
   layout = layout_of(placed, name, args)
   shards = layout.batch_shards
@@ -88,7 +88,7 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
   cfg = placed.model.config
   for batch in (a for a in args if isinstance(a, Batch)):
     micro, rows, length = batch.tokens.shape
-    micro = -(-micro * placed.shape.filled // placed.shape.rows)  # the others are empty, and not run
+    micro_run = -(-micro * placed.shape.filled // placed.shape.rows)  # the others are empty
     rows = rows // shards if rows % shards == 0 else rows
     chunk = head_chunk.chunk_length(rows, length, cfg.padded_vocab_size, placed.compute.head_elements)
     chunks = -(-length // chunk)
@@ -100,7 +100,7 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
     if re.search(r'\bblocks\)*/while$', loop):
       return _blocks(placed, layout, rows * length)
     over_micro_batches = micro > 1 and re.fullmatch(r'jit\(\w+\)/while', loop)
-    return micro if over_micro_batches else chunks
+    return micro_run if over_micro_batches else chunks
 
   def sent_share(number: int) -> float:
     return cfg.experts.share(number) if cfg.experts else 1.0
@@ -121,7 +121,7 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
     mesh=layout.mesh,
     filled=filled,
     slots=compiled.out_info[1].tokens.shape[1] if name in ('generate', 'verify') else 0,
-    micro=micro,
+    micro=micro_run,
     least=traffic_bound.of_program(placed, layout, name, args, times),
     xla_flops_once=(analysis or {}).get('flops'),
   )
