@@ -419,6 +419,40 @@ def test_variables_of_a_script_are_filled_in(tmp_path):
   assert [s.name for s in settings if 'does not set' in s.reason] == ['data.train_files', 'actor_rollout_ref.rollout.n']
 
 
+@pytest.mark.parametrize(
+  'script, wanted',
+  [
+    # Twice, as scripts do for two folders: it was filled in without end.
+    ('export P=$P:/a\nexport P=$P:/b\nx.py data.path=$P n=1', {'data.path': '$P:/a:/b', 'n': 1}),
+    ('A=$B\nB=$A\nx.py a.a=$A b.b=$B', {'a.a': '$B', 'b.b': '$B'}),
+    # A bracket behind a blank was a value.
+    ('ARGS=( --lr 1e-5 --max_steps 10 )\nx.py "${ARGS[@]}"', {'lr': '1e-5', 'max_steps': 10}),
+    ("x.py --a '' --b 2", {'a': None, 'b': 2}),
+    # Arithmetic with brackets ended at the first two that close.
+    ('N=4\nx.py --beta $((N*(2+1))) --n $(((N + 2) * (1 + (N - 1)))) --m $((N))', {'beta': 12, 'n': 24, 'm': 4}),
+    ('x.py --a $((((1', {'a': '$((((1'}),
+    # Assignments that nothing uses are told, but not those that are the environment of programs.
+    ('export K=1\nD=0 x.py a=1 \\\n\nseed=3; N=2\necho $N', {'a': 1, '$seed': 3}),
+    # A file of nothing else holds settings.
+    ('lr=3e-6 # of Adam\nseed=7\nn=$((seed+1))\nexport HOME=/x\n', {'lr': '3e-6', 'seed': 7, 'n': 8}),
+  ],
+)
+def test_assignments_and_brackets_of_a_script(tmp_path, script, wanted):
+  (tmp_path / 'a.sh').write_text(script)
+  assert convert.read(str(tmp_path / 'a.sh')) == wanted
+
+
+def test_a_variable_that_a_script_does_not_use_is_not_mapped():
+  config, (setting,) = convert.convert('trl', {'$learning_rate': 1e-6})
+  assert config == {'algorithm': 'grpo'} and setting.reason.startswith('is a variable that the script')
+
+
+def test_a_variable_that_doubles_without_end_is_refused(tmp_path):
+  (tmp_path / 'a.sh').write_text('A=xx\n' + 'A=$A$A\n' * 99 + 'x.py name=$A')
+  with pytest.raises(InputError, match=r'a.sh: the value x+\.\.\. grows to 2,097,152 characters'):
+    convert.read(str(tmp_path / 'a.sh'))
+
+
 NESTED = """
 actor_rollout_ref:
   actor:

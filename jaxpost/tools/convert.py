@@ -227,6 +227,8 @@ def _method(library: str, given: dict[str, Any]) -> str:
 
 def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...] | str:
   """The fields that a name stands for, or the reason why there are none."""
+  if name.startswith('$'):
+    return 'is a variable that the script assigns and does not use'
   parts = name.replace('/', '.').split('.')
   table = _EVERY | _TABLES[library]
   # A setting of another model, or of the evaluation, is none of the policy's: the part that says so is never cut off.

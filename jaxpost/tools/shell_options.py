@@ -18,10 +18,13 @@ _NEGATIVE = re.compile(r'-\.?\d')
 _ENDS = '\n;&|<>'  # what ends the words of a command in a shell
 _STREAM = re.compile(r'(?<=\s)\d+(?=[<>])')  # as in 2>&1
 _ARRAY = re.compile(r'(?m)^[ \t]*(?:declare -a )?[A-Za-z_]\w*\+?=\(')  # whose words are options of a later command
-_SUM = re.compile(r'\$\(\((.*?)\)\)')  # arithmetic
+# Arithmetic, with brackets of its own two deep.
+_SUM = re.compile(r'\$\(\(((?:[^()\n]|\((?:[^()\n]|\([^()\n]*\))*\))*)\)\)')
 # $NAME, ${NAME}, and ${NAME:-DEFAULT}, where the default holds no other.
 _VARIABLE = re.compile(r'\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}$]*))?\})')
-_KEPT = '\0'  # stands for the $ of a variable that has no value in the script
+_USED = re.compile(r'\$\{?[#!]?(\w+)')
+_KEPT = '\0'  # stands for a $ that is left as it is: of a variable without a value in the script, and of values
+_LONGEST = 1 << 20  # characters of a value: a variable that holds itself several times doubles with every line
 _OPERATORS = {
   ast.Add: operator.add,
   ast.Sub: operator.sub,
@@ -44,17 +47,22 @@ def options(script: str) -> dict[str, Any]:
   """Returns {name: value} of `name=value`, `--name=value`, `--name value value` and `--name` in a script.
 
   A variable has the value that the script assigned to it before, or its default (`${NAME:-DEFAULT}`); others are left
-  as they are written.
+  as they are written. A variable that the script assigns, but neither exports nor uses, is returned as $NAME. A script
+  without any option is a file of settings: its variables are returned by their names.
 
   Raises:
-    ValueError: a quotation has no end.
+    ValueError: a quotation has no end, or a value is too long.
   """
-  words, variables, found = _words(script), {}, {}
+  words, variables, found = [*_words(script), '\n'], {}, {}
   begins = True  # a command, where NAME=VALUE is an assignment
+  assigned, own, exported = {}, {}, False  # variables of this command, those of the script
   for i, word in enumerate(words):
     if begins and (match := _ASSIGNED.fullmatch(word)):
-      variables[match['name']] = _filled(match['value'], variables)
+      variables[match['name']] = assigned[match['name']] = _filled(match['value'], variables)
       continue
+    if _is_end(word) and not exported:  # before another word they are the environment of a program
+      own |= assigned
+    assigned, exported = {}, word == 'export'
     begins = word in ('export', 'local', 'readonly', 'declare') or _is_end(word)
     if match := _FLAG.fullmatch(word):
       found[match['name']] = _value(match['value'], variables)
@@ -63,7 +71,10 @@ def options(script: str) -> dict[str, Any]:
       program = next((n for n, value in enumerate(values) if n and value.endswith('.py')), None)  # of a launcher
       values = [_value(value, variables) for value in values[:program]]
       found[word[2:]] = values if len(values) > 1 else values[0] if values else True
-  return found
+  if not found:
+    return {name: _value(value, {}) for name, value in own.items()}
+  used = {*_USED.findall(script), *re.findall(r'\w+', ' '.join(_SUM.findall(script)))}
+  return found | {f'${name}': _value(value, {}) for name, value in own.items() if name not in used}
 
 
 def _words(script: str) -> list[str]:
@@ -72,8 +83,9 @@ def _words(script: str) -> list[str]:
   script = _SUM.sub(lambda match: re.sub(r'\s', '', match[0]), script)
   lexer = shlex.shlex(_Lines(script), posix=True, punctuation_chars=_ENDS)
   lexer.whitespace, lexer.whitespace_split = ' \t\r', True
-  # The last word of an array has its bracket.
-  return [word.removesuffix(')') if word.count(')') > word.count('(') else word for word in lexer]
+  # The last word of an array has its bracket, or is that bracket, which ends the words as a line does.
+  words = ('\n' if word == ')' else word for word in lexer)
+  return [word.removesuffix(')') if word.count(')') > word.count('(') else word for word in words]
 
 
 def _value(text: str, variables: dict[str, str]) -> Any:
@@ -86,12 +98,14 @@ def _filled(text: str, variables: dict[str, str]) -> str:
 
   def variable(match: re.Match) -> str:
     name = match[1] or match[2]
-    return variables.get(name, match[0].replace('$', _KEPT) if match[3] is None else match[3])
+    return variables.get(name, match[0] if match[3] is None else match[3]).replace('$', _KEPT)
 
   text = _SUM.sub(lambda match: _computed(match, variables), text)
   before = ''
-  while text != before:
+  while text != before:  # ends: each turn leaves fewer $
     before, text = text, _VARIABLE.sub(variable, text)
+    if len(text) > _LONGEST:
+      raise ValueError(f'the value {text[:40]}... grows to {len(text):,} characters')
   return text.replace(_KEPT, '$')
 
 
