@@ -2,7 +2,10 @@
 
 import collections
 import datetime
+import errno
+import io
 import json
+import os
 import tracemalloc
 import types
 
@@ -289,11 +292,9 @@ def write_typed(path):
   return parquet.ParquetFile
 
 
-@pytest.mark.parametrize('room', [True, False])
-def test_row_groups_are_read_at_most_twice(tmp_path, monkeypatch, caplog, room):
-  """A random order comes back to each in every window: it used to read each row group anew in all of them."""
-  kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
-  eager, reads, read = list(sources.read(path)), collections.Counter(), kind.read_row_group
+def count_reads(monkeypatch, kind):
+  """{row group: how often it is read} from now on."""
+  reads, read = collections.Counter(), kind.read_row_group
 
   def counted(self, group):
     reads[group] += 1
@@ -301,19 +302,132 @@ def test_row_groups_are_read_at_most_twice(tmp_path, monkeypatch, caplog, room):
 
   monkeypatch.setattr(kind, 'read_row_group', counted)
   monkeypatch.setattr(lazy, '_PIECE', 300)
-  if not room:
-    monkeypatch.setattr(lazy.shutil, 'disk_usage', lambda folder: types.SimpleNamespace(free=20_000))
-  rows = sources.read(path, streaming=True)
-  order = np.random.default_rng(0).permutation(3000) % 1000
-  for window in range(0, 3000, 100):
-    for i in sorted(order[window : window + 100].tolist()):
+  return reads
+
+
+def draw(rows, eager, passes=3, window=100):
+  order = np.random.default_rng(0).permutation(passes * len(eager)) % len(eager)
+  for start in range(0, len(order), window):
+    for i in sorted(order[start : start + window].tolist()):
       assert rows[i] == eager[i]
-  assert len(reads) == 25
-  if room:
-    assert max(reads.values()) <= 2 and not caplog.text
-  else:
-    assert 2 in reads.values() and max(reads.values()) > 20
-    assert caplog.text.count('set TMPDIR to a folder with more room') == 1
+
+
+def groups_of(rows):
+  return rows._opened._parts[0]._groups
+
+
+def size_of_file(rows):
+  return os.fstat(groups_of(rows)._file.fileno()).st_size
+
+
+def test_row_groups_are_read_at_most_twice(tmp_path, monkeypatch, caplog):
+  """A random order comes back to each in every window: it used to read each row group anew in all of them."""
+  kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
+  eager, reads = list(sources.read(path)), count_reads(monkeypatch, kind)
+  rows = sources.read(path, streaming=True)
+  draw(rows, eager)
+  assert len(reads) == 25 and max(reads.values()) <= 2 and not caplog.text
+  # Those in the file are in memory no longer.
+  assert groups_of(rows)._recent._made.keys().isdisjoint(groups_of(rows)._pieces)
+
+
+class SmallDisk(io.FileIO):
+  """A file on a disk of 20,000 bytes: the last write takes a part of what it is given, as that of a full disk does."""
+
+  def write(self, data):
+    room = 20_000 - self.tell()
+    if not room:
+      raise OSError(errno.ENOSPC, 'No space left on device')
+    return super().write(memoryview(data)[:room])
+
+
+def small_disk(path):
+  def open_file(mode='w+b', buffering=-1):
+    file = SmallDisk(path, mode)
+    return io.BufferedRandom(file) if buffering else file
+
+  return open_file
+
+
+def no_folder():
+  raise FileNotFoundError(errno.ENOENT, 'No usable temporary directory found')
+
+
+@pytest.mark.parametrize(
+  'disk, why',
+  [
+    ('half', 'has 0 MiB left'),  # as much stays free as the file takes
+    ('tenth', 'has 95 MiB left'),
+    ('full', 'is full'),
+    ('none', 'No usable temporary directory found'),
+  ],
+)
+def test_row_groups_are_read_again_where_the_disk_has_no_room(tmp_path, monkeypatch, caplog, disk, why):
+  """A full disk ended the run, and several sources or processes together could fill one."""
+  kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
+  eager, reads = list(sources.read(path)), count_reads(monkeypatch, kind)
+  total, free = {'half': (0, 60_000), 'tenth': (10**9, 10**8 + 40_000)}.get(disk, (0, 10**9))
+
+  def usage(folder):
+    return types.SimpleNamespace(total=total, free=free - size_of_file(rows))
+
+  monkeypatch.setattr(lazy.shutil, 'disk_usage', usage)
+  if disk == 'full':
+    monkeypatch.setattr(lazy.tempfile, 'TemporaryFile', small_disk(str(tmp_path / 'small')))
+  if disk == 'none':
+    monkeypatch.setattr(lazy.tempfile, 'gettempdir', no_folder)
+  rows = sources.read(path, streaming=True)
+  draw(rows, eager)
+  assert max(reads.values()) > 20
+  assert caplog.text.count('set TMPDIR to a folder with more room') == caplog.text.count(why) == 1
+  kept = groups_of(rows)._pieces
+  assert bool(kept) == (2 in reads.values()) == (disk != 'none')
+  # Nothing is left of the group that had no room.
+  assert disk == 'none' or size_of_file(rows) == max(ends[-1] for _, ends in kept.values())
+
+
+def test_a_row_group_that_would_outgrow_a_bound_is_not_kept(tmp_path, monkeypatch, caplog):
+  """Such as one whose lists have a dictionary, all of which is in each piece."""
+  kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
+  eager, read = list(sources.read(path)), kind.read_row_group
+  pa = pytest.importorskip('pyarrow')
+  words = pa.array(['x', *(f'{n:09}' for n in range(2000))])
+
+  def with_lists(self, group):
+    table = read(self, group)
+    codes = pa.DictionaryArray.from_arrays(pa.array([0] * len(table), pa.int16()), words)
+    return table.append_column('lists', pa.ListArray.from_arrays(pa.array(range(len(table) + 1), pa.int32()), codes))
+
+  monkeypatch.setattr(kind, 'read_row_group', with_lists)
+  monkeypatch.setattr(lazy, '_PIECE', 300)
+  monkeypatch.setattr(lazy, '_LARGEST', 0)
+  rows = sources.read(path, streaming=True)
+  draw(rows, [row | {'lists': ['x']} for row in eager], passes=1)
+  assert not groups_of(rows)._pieces and size_of_file(rows) == 0
+  assert caplog.text.count('a row group of 0 MiB takes more than 0 MiB') == 1
+
+
+def test_row_groups_with_dictionaries_take_the_room_of_their_texts(tmp_path, monkeypatch):
+  """Each piece of a group had the whole dictionary: 5 MB of texts took 12 GB."""
+  pa = pytest.importorskip('pyarrow')
+  from pyarrow import parquet
+
+  texts = pa.array([f'{n:04}' * 100 for n in range(2000)])
+  column = pa.DictionaryArray.from_arrays(pa.array(range(2000), pa.int16()), texts)
+  parquet.write_table(pa.table({'text': column}), tmp_path / 'a.parquet', row_group_size=200)
+  reads = count_reads(monkeypatch, parquet.ParquetFile)
+  rows = sources.read(str(tmp_path / 'a.parquet'), streaming=True)
+  draw(rows, [{'text': text} for text in texts.to_pylist()], passes=2)
+  assert max(reads.values()) == 2 and size_of_file(rows) < 4 * texts.nbytes
+
+
+def test_row_groups_that_are_read_in_order_are_not_kept(tmp_path, monkeypatch):
+  kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
+  eager, reads = list(sources.read(path)), count_reads(monkeypatch, kind)
+  rows = sources.read(path, streaming=True)
+  for _ in range(3):
+    assert list(rows) == eager
+  assert set(reads.values()) == {3} and groups_of(rows)._file is None
 
 
 def test_bad_rows_are_named_when_they_are_reached(tmp_path):

@@ -7,6 +7,7 @@ at most twice each (`RowGroups`).
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import shutil
 import tempfile
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _CHUNK = 1 << 22
 _PIECE = 1 << 16  # bytes of a row group on the local disk that are read for one row
+_MOST_ROWS = 256  # of such a piece: those of a dictionary may be far larger than its codes
+_LARGEST = 1 << 30  # bytes that a row group may take there, if they are not four times its own
 _SPACE = np.frombuffer(b' \t\n\r\x0b\x0c\xef', np.uint8)  # and of a BOM
 
 
@@ -67,20 +70,25 @@ class _LeastRecent:
       self._made.move_to_end(key)
       return self._made[key]
 
+  def drop(self, key: Any) -> None:
+    """Forgets an entry, if there is one."""
+    self._made.pop(key, None)
+
 
 class RowGroups:
   """The row groups of parquet files: the last four in memory, and those that were read again on the local disk.
 
   A random order comes back to each row group in every window of documents. From the second time on its rows are read
-  from a temporary file, in small pieces; it has no name, so its space is free once the process ends.
+  from a temporary file, in small pieces; it has no name, so its space is free once the process ends. Where the disk has
+  no room, groups that are not in the file are read again and again.
   """
 
   def __init__(self):
     self._recent = _LeastRecent(4)
-    self._read = set()
+    self._used = {}  # {group: rows taken from its table in memory since it was read last}
     self._pieces = {}  # {group: (rows of a piece, where pieces begin in the file, and end)}
-    self._file = None
-    self._room, self._full = 0, False  # bytes that the file may still grow; whether they were too few
+    # Without a buffer, which keeps what a full disk did not take, and raises again at the next use.
+    self._file, self._size, self._full = None, 0, False
 
   def row(self, key: Any, i: int, read: Callable[[], Any], arrow: Any) -> dict[str, Any]:
     """Returns row `i` of a group.
@@ -91,48 +99,64 @@ class RowGroups:
 
     def table() -> Any:
       found = read()
-      if key in self._read:
+      # A group whose rows were mostly taken is read in their order, which needs it once a pass.
+      if not self._full and self._used.get(key, len(found)) * 2 < len(found):
         self._keep(key, found, arrow)
-      self._read.add(key)
+      self._used[key] = 0
       return found
 
     with self._recent.lock:
+      if key not in self._pieces:
+        found = self._recent.get(key, table)
+        self._used[key] += 1
       if key in self._pieces:
+        self._recent.drop(key)
         rows, ends = self._pieces[key]
         self._file.seek(ends[i // rows])
         piece = self._file.read(ends[i // rows + 1] - ends[i // rows])
         found, i = arrow.ipc.open_stream(piece).read_all(), i % rows
-      else:
-        found = self._recent.get(key, table)
       return found.slice(i, 1).to_pylist()[0]
 
   def _keep(self, key: Any, table: Any, arrow: Any) -> None:
-    """Writes a group to the local disk, if it has room for it."""
-    folder = tempfile.gettempdir()
+    """Writes a group to the local disk, if it has room for it; else this and all others are no longer written."""
     try:
       if self._file is None:
-        self._file, self._room = tempfile.TemporaryFile(), shutil.disk_usage(folder).free // 2
-      if table.nbytes > self._room:
-        raise OSError(f'has no room for {table.nbytes >> 20} MiB more')
-      table = table.replace_schema_metadata(None)
-      rows = max(1, _PIECE * len(table) // max(table.nbytes, 1))
-      ends = [self._file.seek(0, 2)]
-      for start in range(0, len(table), rows):
-        piece = arrow.BufferOutputStream()
-        with arrow.ipc.new_stream(piece, table.schema) as writer:
-          writer.write_table(table.slice(start, rows))
-        self._file.write(piece.getvalue())
-        ends.append(self._file.tell())
-      self._file.flush()
-    except OSError as error:
-      if not self._full:
-        logging.warning(
-          '%s: %s; row groups of parquet are read again and again: set TMPDIR to a folder with more room', folder, error
-        )
+        self._file = tempfile.TemporaryFile(buffering=0)
+      self._pieces[key] = self._write(table.replace_schema_metadata(None), arrow)
+      self._size = self._pieces[key][1][-1]
+    except (OSError, arrow.ArrowException) as error:
       self._full = True
-      return
-    self._room -= ends[-1] - ends[0]
-    self._pieces[key] = rows, ends
+      if self._file is not None:
+        with contextlib.suppress(OSError):
+          self._file.truncate(self._size)
+      logging.warning(
+        'row groups of parquet are read again and again, as a temporary file holds no more of them: %s; '
+        'set TMPDIR to a folder with more room',
+        error,
+      )
+
+  def _write(self, table: Any, arrow: Any) -> tuple[int, list[int]]:
+    """Writes a table behind the groups in the file; returns the rows of a piece, and where pieces begin and end."""
+    rows = min(max(1, _PIECE * len(table) // max(table.nbytes, 1)), _MOST_ROWS)
+    # Each piece would have the whole dictionary of a column. Decoded, a few rows at a time, a group may be far larger.
+    plain = [x.with_type(x.type.value_type) if arrow.types.is_dictionary(x.type) else x for x in table.schema]
+    plain, most = arrow.schema(plain), max(_LARGEST, 4 * table.nbytes)
+    folder, ends = tempfile.gettempdir(), [self._file.seek(self._size)]
+    for start in range(0, len(table), rows):
+      buffer = arrow.BufferOutputStream()
+      with arrow.ipc.new_stream(buffer, plain) as writer:
+        writer.write_table(table.slice(start, rows).cast(plain))
+      piece = buffer.getvalue()
+      ends.append(ends[-1] + piece.size)
+      disk = shutil.disk_usage(folder)
+      # As much stays free as the file takes, which others may do as well, and a tenth of the disk.
+      if disk.free - piece.size < max(ends[-1], disk.total // 10):
+        raise OSError(f'{folder} has {disk.free >> 20} MiB left')
+      if ends[-1] - ends[0] > most:
+        raise OSError(f'a row group of {table.nbytes >> 20} MiB takes more than {most >> 20} MiB')
+      if self._file.write(piece) < piece.size:
+        raise OSError(f'{folder} is full')
+    return rows, ends
 
 
 class Lines:
