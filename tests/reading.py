@@ -48,6 +48,7 @@ OPTIONS = {
   'jaxpost.models.decode_triton': 'model.attention',
   'jaxpost.models.grouped_triton': 'model.path',
   'jaxpost.hardware.grouped_check': 'model.path',
+  'jaxpost.stage.positions': 'train.row_length',
   'jaxpost.data.shared_rows': 'mesh.train',  # of several processes
   'jaxpost.distributed.channel': 'mesh.train',  # of several processes
   'jaxpost.distributed.cluster': 'mesh.train',  # of several processes

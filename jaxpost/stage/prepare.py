@@ -79,6 +79,10 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
     from jaxpost.stage import custom_model
 
     custom_model.check(config, algorithm, found['policy'].config)
+  elif row_length(config, algorithm.on_policy) > found['policy'].config.max_position:
+    from jaxpost.stage import positions
+
+    positions.warn(found['policy'].config, config, algorithm.on_policy)
   checks.check_replay(config, algorithm, found)
   if config.train.share_prompt:
     from jaxpost.rl import shared_prompts

@@ -1,0 +1,62 @@
+"""A run is told where its rows are longer than what the model has positions for."""
+
+import logging
+
+import pytest
+import tiny
+
+from jaxpost.models.config import Rope
+from jaxpost.stage import positions, prepare
+
+
+def yarn(**more):
+  return Rope(1e6, (('rope_type', 'yarn'), ('factor', 4.0), *more.items()))
+
+
+@pytest.mark.parametrize(
+  'rope, longest',
+  [
+    (Rope(1e6), 64),
+    (yarn(original_max_position_embeddings=64), 256),
+    (yarn(original_max_position_embeddings=16), 64),
+    (Rope(1e6, (('rope_type', 'linear'), ('factor', 2.0))), 128),
+    (Rope(1e6, (('rope_type', 'llama3'), ('factor', 32.0), ('original_max_position_embeddings', 8))), 64),
+  ],
+)
+def test_scaling_of_positions_counts(rope, longest):
+  assert positions.longest(tiny.config(max_position=64, ropes=(rope,))) == longest
+
+
+@pytest.mark.parametrize(
+  'over, told',
+  [
+    (dict(train=dict(row_length=65)), 'config.train.row_length: 65 tokens are more than the 64 positions'),
+    (dict(train=dict(row_length=64)), ''),
+    (
+      dict(
+        algorithm='grpo',
+        reward='exact_match',
+        train=dict(row_length=0),
+        rollout=dict(max_prompt_length=40, max_new_tokens=25),
+      ),
+      'config.rollout: max_prompt_length + max_new_tokens: 65 tokens are more than the 64',
+    ),
+    (
+      dict(
+        algorithm='grpo',
+        reward='exact_match',
+        train=dict(row_length=256),
+        rollout=dict(max_prompt_length=40, max_new_tokens=24),
+      ),
+      '',
+    ),
+  ],
+)
+def test_rows_beyond_the_positions_are_told(over, told, tmp_path, caplog):
+  folder = tiny.folder(tmp_path / 'model', max_position=64, vocab_size=259)
+  config = tiny.merged(tiny.run_config(folder), tiny.merged(dict(data=dict(path='generated:arithmetic')), over))
+  with caplog.at_level(logging.WARNING):
+    for stage in prepare.prepare_all(config):
+      stage.close()
+  lines = [record.getMessage() for record in caplog.records if 'positions' in record.getMessage()]
+  assert len(lines) == bool(told) and all(told in line for line in lines)
