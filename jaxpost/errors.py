@@ -1,7 +1,6 @@
 """Errors that users cause or have to act upon, each with its exit code.
 
-Launchers turn these into one line on stderr and the exit code; anything else is a bug of ours, keeps its traceback and
-exits with 1. Imports no package, so that reward workers can use it without JAX.
+Launchers turn these into one line on stderr; others are bugs of ours, with a traceback. Imports no package, nor JAX.
 """
 
 import dataclasses
@@ -45,8 +44,12 @@ class PeerError(RuntimeError):
   exit_code = 1
 
 
-# Everything above: one line on stderr, and its exit code.
-KNOWN = (InputError, NoCheckpointError, Preempted, DivergedError, NoRoomError, PeerError)
+KNOWN = (InputError, NoCheckpointError, Preempted, DivergedError, NoRoomError, PeerError)  # one line on stderr each
+
+
+def type_of(value: Any) -> str:
+  """Returns 'a dict' or 'an int', the type of a value as errors name it."""
+  return f'{"an" if (name := type(value).__name__)[0] in "aeioAEIO" else "a"} {name}'
 
 
 def refuse(wrong: bool, text: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, type_of
 
 
 def load_callable(spec: str | Callable, what: str) -> Callable[..., Any]:
@@ -37,7 +37,7 @@ def load_callable(spec: str | Callable, what: str) -> Callable[..., Any]:
       raise InputError(f'{what}: {target} has no {name!r}; it has {", ".join(sorted(there)) or "no functions"}')
     found = getattr(found, part)
   if not callable(found):
-    raise InputError(f'{what}: {spec} is a {type(found).__name__}, not a function')
+    raise InputError(f'{what}: {spec} is {type_of(found)}, not a function')
   return found
 
 

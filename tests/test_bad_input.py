@@ -139,7 +139,7 @@ FIELDS = {
   ),
   'absurd evaluation': ('grpo', dict(eval=dict(samples=10**12)), 'eval.samples: .* is above 65536'),
   'absurd seed': ('sft', dict(seed=10**30), 'config.seed: .* is above 4294967295'),
-  'seed of 20,000 bits': ('sft', dict(seed=2**20000), 'config.seed: a int that is too long to show is above'),
+  'seed of 20,000 bits': ('sft', dict(seed=2**20000), 'config.seed: an int that is too long to show is above'),
   'absurd time': ('grpo', dict(rewards=dict(timeout_s=1e300)), r'rewards.timeout_s: 1e\+300 is above 604800'),
   'absurd decay': ('sft', dict(optim=dict(weight_decay=1e30)), r'optim.weight_decay: 1e\+30 is above'),
   'text with NUL': ('sft', dict(data=dict(path='a\0b')), "config.data.path: 'a.x00b' has a character that is no text"),
@@ -210,12 +210,12 @@ FIELDS = {
   ),
   'weights of rewards': ('grpo', dict(reward_weights=(1.0, 2.0)), 'reward_weights: 2 weights for 1 rewards'),
   'weight of text': ('grpo', dict(reward_weights=('1',)), "config.reward_weights.0.: want float, got '1'"),
-  'reward of a number': ('grpo', dict(reward=3), 'reward: 3 is a int'),
+  'reward of a number': ('grpo', dict(reward=3), 'reward: 3 is an int'),
   'reward unknown': ('grpo', dict(reward='exact_mach'), 'exact_mach.*exact_match'),
   'reward without module': ('grpo', dict(reward='my_rewards:fn'), "no module 'my_rewards'"),
   'reward without file': ('grpo', dict(reward='./reward.py:fine'), 'no file ./reward.py'),
   'reward without function': ('grpo', dict(reward='./rewards.py:fin'), "rewards.py has no 'fin'; it has fine"),
-  'reward that is none': ('grpo', dict(reward='./rewards.py:constant'), 'constant is a int, not a function'),
+  'reward that is none': ('grpo', dict(reward='./rewards.py:constant'), 'constant is an int, not a function'),
   'reward that cannot be imported': (
     'grpo',
     dict(reward='./breaks.py:fine'),
@@ -283,6 +283,12 @@ DATA = {
     dict(path='trian.jsonl'),
     'trian.jsonl: no such file; did you mean train.jsonl',
   ),
+  'missing and nothing like it': (
+    'notebooks.jsonl',
+    lines(GOOD),
+    dict(path='nope.jsonl'),
+    'nope.jsonl: no such file; .* has .*notebooks.jsonl',
+  ),
   'missing folder': (
     'train.jsonl',
     lines(GOOD),
@@ -292,6 +298,7 @@ DATA = {
   'empty': ('empty.jsonl', b'', dict(path='empty.jsonl'), 'empty.jsonl: holds no rows'),
   'bad line': ('bad.jsonl', lines(GOOD, '{"prompt": "a",, }'), dict(path='bad.jsonl'), r'bad.jsonl:2:16'),
   'torn line': ('bad.jsonl', lines(GOOD, GOOD[:-9]), dict(path='bad.jsonl'), r'bad.jsonl:2:'),
+  'a number': ('bad.jsonl', lines(GOOD, '1'), dict(path='bad.jsonl'), 'bad.jsonl:2: the row is an int, must'),
   'no object': ('bad.jsonl', lines(GOOD, '[1]'), dict(path='bad.jsonl'), 'bad.jsonl:2: .*list'),
   'renamed from nothing': (
     'x.jsonl',
@@ -323,7 +330,7 @@ DATA = {
     'x.jsonl',
     lines(GOOD_CHAT, json.dumps({'messages': [USER, {'role': 'assistant', 'content': 'b', 'tool_calls': 7}]})),
     dict(path='x.jsonl'),
-    r'x.jsonl:2: messages\[1\].tool_calls: is a int, must be a list of .*function',
+    r'x.jsonl:2: messages\[1\].tool_calls: is an int, must be a list of .*function',
   ),
   'no assistant': (
     'x.jsonl',

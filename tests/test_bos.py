@@ -78,7 +78,7 @@ def test_all_plain_text_begins_alike(kind):
   pair = {'prompt': TEXT, 'completion': ' a time'}
   assert chat.make_example(tokenizer, {'text': f'{TEXT} a time'}, 'x').tokens.tolist() == whole
   assert chat.make_example(tokenizer, pair, 'x').tokens.tolist() == whole
-  assert chat.prompt_tokens(tokenizer, pair, 'x').tolist() == prompt
+  assert prompts.prompt_tokens(tokenizer, pair, 'x').tolist() == prompt
   both = preferences.make_pair_example(tokenizer, {'prompt': TEXT, 'chosen': ' a', 'rejected': ' b'}, 'x')
   assert both.tokens[: len(prompt)].tolist() == prompt
   scored = preferences.make_scored_example(tokenizer, pair | {'score': 1.0}, 'x')
@@ -99,7 +99,7 @@ def test_a_tokenizer_saved_to_begin_with_it_does(tmp_path, shared_data):
 def test_a_chat_begins_as_its_template_does(kind):
   tokenizer = tokenizer_lib.load(kind[0], 'chatml')
   messages = [{'role': 'user', 'content': 'Hi'}]
-  ids = chat.prompt_tokens(tokenizer, {'prompt': messages}, 'x').tolist()
+  ids = prompts.prompt_tokens(tokenizer, {'prompt': messages}, 'x').tolist()
   theirs = transformers.AutoTokenizer.from_pretrained(kind[0])
   theirs.chat_template = tokenizer.chat_template
   assert ids == theirs.apply_chat_template(messages, add_generation_prompt=True)['input_ids']

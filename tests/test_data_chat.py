@@ -312,7 +312,7 @@ BAD_ROWS = [
   ({'prompt': 'a'}, 'needs the columns'),
   ({'prompt': 'a', 'completion': None}, 'completion: is null'),
   ({'text': None}, 'text: is null'),
-  ({'text': 5}, 'text: is a int, must be a string'),
+  ({'text': 5}, 'text: is an int, must be a string'),
   ({'text': '\ud800'}, 'text: has half a surrogate'),
   ({'messages': None}, 'messages: is null'),
   ({'messages': []}, 'messages: is an empty list'),
@@ -325,13 +325,13 @@ BAD_ROWS = [
     r"messages\[1\].role: 'bot' is none of system, developer, user",
   ),
   ({'messages': [{'role': 'user', 'content': None}]}, r'messages\[0\].content: is null'),
-  ({'messages': [{'role': 'user', 'content': 3}]}, r'messages\[0\].content: is a int'),
+  ({'messages': [{'role': 'user', 'content': 3}]}, r'messages\[0\].content: is an int'),
   ({'messages': [{'role': 'user', 'content': IMAGE}]}, r"messages\[0\].content\[0\]: 'image': only text"),
   ({'messages': [USER]}, 'has no assistant turn, so nothing to train on'),
   ({'prompt': 'a', 'completion': [ANSWER]}, 'prompt is a str and completio'),
   ({'prompt': [USER], 'completion': []}, 'completion: is an empty list'),
   ({'prompt': [USER], 'completion': [USER_2]}, 'has no assistant turn'),
-  ({'prompt': 1, 'completion': 2}, 'prompt: is a int, must be a list'),
+  ({'prompt': 1, 'completion': 2}, 'prompt: is an int, must be a list'),
   ({'messages': [USER, {**ANSWER, 'weight': -1}]}, r'messages\[1\].weight: -1 is no number >= 0'),
   ({'messages': [USER, {**ANSWER, 'weight': True}]}, 'weight: True is no numb'),
   ({'messages': [USER, {**ANSWER, 'weight': float('inf')}]}, 'weight: inf is'),
@@ -374,7 +374,8 @@ def test_bad_prompts_are_named(plain):
 
 def test_messages_without_a_template_are_refused(shared_data):
   stories = tokenizer_lib.load(shared_data('stories260K/hf'))
-  with pytest.raises(InputError, match=r'need a chat template.* config\.data\.chat_template$'):
+  names = 'chatml, gemma, llama3, mistral, plain'
+  with pytest.raises(InputError, match=rf'need a chat template.* config\.data\.chat_template to .* one of {names}$'):
     chat.make_example(stories, {'messages': [USER, ANSWER]}, 'a.jsonl:1')
 
 

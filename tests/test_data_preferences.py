@@ -260,7 +260,7 @@ BAD_PAIRS = [
   ({**TEXT, 'chosen': None}, 'chosen: is null'),
   ({**TEXT, 'rejected': 'a'}, 'rejected: equals chosen'),
   ({**TEXT, 'chosen': ' \n'}, 'chosen: is empty'),
-  ({**TEXT, 'rejected': 5}, 'rejected: is a int'),
+  ({**TEXT, 'rejected': 5}, 'rejected: is an int'),
   ({**TEXT, 'rejected': BAD}, 'one is text and one a list'),
   ({**TEXT, 'prompt': [USER]}, 'prompt is a list and chosen a str'),
   ({**TEXT, 'prompt': None}, 'prompt: is null'),

@@ -160,7 +160,7 @@ BAD_FILES = [
   ('a.json', '{"a": 1}', 'a.json: holds one dict, must be a list'),
   ('a.json', '[{"a": 1},\n {"a" 1}]', r"a.json:2:7: bad JSON: Expecting ':'"),
   ('a.json', '{"a": 1}\n{"a": 2}', r'a.json:2:1: .*name the file .jsonl'),
-  ('a.json', '[{"a": 1}, 5]', r'a.json\[1\]: the row is a int'),
+  ('a.json', '[{"a": 1}, 5]', r'a.json\[1\]: the row is an int'),
   ('a.json', b'[\n"\xe9"]', r'a.json:2:2: not UTF-8'),
   ('a.txt', '\n\n\n', 'a.txt: holds no rows'),
   ('a.txt', b'ok\n\n\xff', 'a.txt:3:1: not UTF-8'),
@@ -187,7 +187,7 @@ BAD_FILES = [
   ('a.json', '[{"conversations": [{"from": "function_call", "value": "x"}]}]', r'conversations\[0\].value: bad JSON'),
   ('a.json', '[{"instruction": "", "output": "x"}]', 'instruction: is empty'),
   ('a.json', '[{"instruction": "x", "output": null}]', 'output: is empty'),
-  ('a.json', '[{"instruction": "x", "output": 4}]', 'output: is a int'),
+  ('a.json', '[{"instruction": "x", "output": 4}]', 'output: is an int'),
 ]
 
 
@@ -266,7 +266,7 @@ def test_map_fn_maps_drops_and_counts(tmp_path):
   assert rows.dropped == 3 and rows.where(1) == 'x[3]'
   for map_fn, message in [
     (lambda row: None, 'x: map_fn dropped all 5 rows'),
-    (lambda row: 5, r'x\[0\]: map_fn returned a int'),
+    (lambda row: 5, r'x\[0\]: map_fn returned an int'),
     (lambda row: row['y'], r"x\[0\]: map_fn raised KeyError: 'y'; .*n, x"),
     (lambda row: 1 / 0, r'x\[0\]: map_fn raised ZeroDivisionError'),
   ]:
@@ -328,7 +328,7 @@ def test_load_callable(tmp_path):
     ('f', 'names no function'),
     (':f', 'names no function'),
     (f'{path}:g', "has no 'g'; it has f"),
-    (f'{path}:x', 'is a int, not a'),
+    (f'{path}:x', 'is an int, not a'),
     (f'{tmp_path}/no.py:f', 'no file'),
     ('json:nope', "has no 'nope'"),
     ('not_there:f', "no module 'not_there'"),

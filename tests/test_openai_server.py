@@ -331,7 +331,7 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
     ('chat/completions', dict(messages=HELLO * 200), 400, 'characters are more than 1664'),
     ('completions', dict(prompt='a', stream='yes'), 400, "stream: 'yes' is not true or false"),
     ('completions', dict(prompt='a', stream=True, stream_options=7), 400, 'stream_options: 7 is not an object'),
-    ('chat/completions', dict(messages=[*HELLO, {'role': 'assistant', 'tool_calls': 7}]), 400, 'tool_calls: is a int'),
+    ('chat/completions', dict(messages=[*HELLO, {'role': 'assistant', 'tool_calls': 7}]), 400, 'tool_calls: is an int'),
   ],
 )
 def test_what_cannot_be_asked(server, path, body, code, words):

@@ -253,7 +253,7 @@ def test_gsm8k_own_answers(shared_data):
 def test_unknown_builtin_is_named_with_a_suggestion():
   with pytest.raises(InputError, match="'gsm8'.*mean 'gsm8k'.*exact_match"):
     builtin.locate('gsm8')
-  with pytest.raises(InputError, match='is a int'):
+  with pytest.raises(InputError, match='is an int'):
     builtin.locate(3)
 
 

@@ -143,7 +143,7 @@ def test_options(file, spec, rewards):
     ('shown?count=1&count=2', 'option count is given twice'),
     ('Made', "reward Made: needs the option 'bonus'"),
     ('get_factory', 'wrong signature'),
-    ('no_reward?size=2', 'made a int, not a reward function'),
+    ('no_reward?size=2', 'made an int, not a reward function'),
     ('breaks?', r'raised KeyError: 1 at .*mine.py:\d+'),
   ],
 )

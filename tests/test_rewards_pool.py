@@ -421,7 +421,7 @@ def test_too_many_failures_stop_the_run(pool_of):
   'spec, message',
   [
     ('{file}:nope', "has no 'nope'"),
-    ('{file}:not_callable', 'is a int, not a function'),
+    ('{file}:not_callable', 'is an int, not a function'),
     ('{file}:positional', 'mine.py.*wrong signature .completions, /.'),
     ('{file}:unrelated', 'mine.py.*wrong signature'),
     ('{folder}/none.py:f', 'no file'),

@@ -138,7 +138,12 @@ def test_choices_are_a_list_of_texts(letters):
   for bad in ('["a", "b"]', 'AB', ['a'], [], {'text': ['a', 'b']}, 3):
     with pytest.raises(InputError, match='f.csv:3: choices: .*: want a list of two or more texts'):
       choices.question({**ASKED['mmlu'], 'choices': bad}, 'f.csv:3', letters)
-  for bad, words in ((['a', ''], 'is empty'), (['a', None], 'is null'), (['a', 2], 'is a int'), (['a', ['b']], 'list')):
+  for bad, words in (
+    (['a', ''], 'is empty'),
+    (['a', None], 'is null'),
+    (['a', 2], 'is an int'),
+    (['a', ['b']], 'list'),
+  ):
     with pytest.raises(InputError, match=rf'f.csv:3: choices\[1\]: .*{words}'):
       choices.question({**ASKED['mmlu'], 'choices': bad}, 'f.csv:3', letters)
 

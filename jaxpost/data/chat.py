@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpost.data import messages as messages_lib
 from jaxpost.data.examples import Example
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, type_of
 
 if TYPE_CHECKING:
   from jaxpost.data.messages import Message, Row
@@ -69,7 +69,7 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
 def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:
   prompt, completion = row['prompt'], row['completion']
   if isinstance(prompt, str) != isinstance(completion, str):
-    kinds = f'prompt is a {type(prompt).__name__} and completion a {type(completion).__name__}'
+    kinds = f'prompt is {type_of(prompt)} and completion {type_of(completion)}'
     raise InputError(f'{where}: {kinds}; both text or both lists of messages')
   if not isinstance(prompt, str):
     prompt = messages_lib.check_messages(prompt, f'{where}: prompt')

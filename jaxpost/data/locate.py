@@ -95,7 +95,8 @@ def _missing(local: epath.Path, path: str) -> InputError:
   if not folder.is_dir():
     return InputError(f'{path}: no such file, nor is there a folder {folder}')
   names = [f.name for f in folder.iterdir()]
-  near = difflib.get_close_matches(local.name, names, 1, 0.4)
+  stems = {name.partition('.')[0]: name for name in sorted(names)}  # endings are alike, which says nothing
+  near = [stems[stem] for stem in difflib.get_close_matches(local.name.partition('.')[0], stems, 1)]
   hint = f'{folder} has {", ".join(sorted(names)[:8]) or "nothing"}'
   if near:
     hint = f'did you mean {folder / near[0]}?'

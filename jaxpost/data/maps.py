@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpost import imports
 from jaxpost.data import messages
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, type_of
 
 Row = dict[str, Any]
 
@@ -96,7 +96,7 @@ def load(map_fn: Callable[[Row], Row | None] | str) -> Callable[[Row, str], Row 
         f'{where}: map_fn raised {type(error).__name__}: {said:.200}; the row has {messages.columns_of(row)}'
       ) from error
     if made is not None and not isinstance(made, dict):
-      raise InputError(f'{where}: map_fn returned a {type(made).__name__}, must return a row (dict) or None to drop it')
+      raise InputError(f'{where}: map_fn returned {type_of(made)}, must return a row (dict) or None to drop it')
     return made
 
   return mapped
@@ -265,7 +265,7 @@ def alpaca(row: Row, where: str = 'the row') -> Row:
     return row
   for column in ('instruction', 'input', 'output', 'system'):
     if not isinstance(row.get(column, ''), (str, type(None))):
-      raise InputError(f'{where}: {column}: is a {type(row[column]).__name__}, must be a string')
+      raise InputError(f'{where}: {column}: is {type_of(row[column])}, must be a string')
   if not row['instruction'] or row['output'] is None:
     empty = 'output' if row['instruction'] else 'instruction'
     raise InputError(f'{where}: {empty}: is empty')

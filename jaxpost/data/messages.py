@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, type_of
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]  # {'role', 'content', ...}
@@ -29,7 +29,7 @@ def shown(value: Any) -> str:
   try:
     text = repr(value)
   except (ValueError, RecursionError):  # an integer or a nesting that Python does not print
-    text = f'a {type(value).__name__} that is too long to show'
+    text = f'{type_of(value)} that is too long to show'
   return text if len(text) <= _SHOWN else f'{text[:_SHOWN]}...'
 
 
@@ -55,7 +55,7 @@ def check_text(text: Any, where: str) -> str:
   if text is None:
     raise InputError(f'{where}: is null')
   if not isinstance(text, str):
-    raise InputError(f'{where}: is a {type(text).__name__}, must be a string')
+    raise InputError(f'{where}: is {type_of(text)}, must be a string')
   if _SURROGATE.search(text):
     raise InputError(f'{where}: has half a surrogate pair; not valid text')
   return text
@@ -68,14 +68,14 @@ def check_messages(messages: Any, where: str) -> list[Message]:
   and `loss_weight` is called `weight`.
   """
   if not isinstance(messages, (list, tuple)):
-    raise InputError(f'{where}: is a {type(messages).__name__}, must be a list of messages')
+    raise InputError(f'{where}: is {type_of(messages)}, must be a list of messages')
   if not messages:
     raise InputError(f'{where}: is an empty list')
   checked = []
   for n, message in enumerate(messages):
     at = f'{where}[{n}]'
     if not isinstance(message, dict):
-      raise InputError(f'{at}: is a {type(message).__name__}, must be an object with role and content')
+      raise InputError(f'{at}: is {type_of(message)}, must be an object with role and content')
     role = message.get('role')
     if role not in ROLES:
       raise InputError(f'{at}.role: {shown(role)} is none of {", ".join(ROLES)}')
@@ -109,23 +109,22 @@ def _check_weight(message: Message, where: str) -> None:
 def _check_calls(calls: Any, where: str) -> None:
   """InputError unless these are calls of tools, as objects with a name and arguments, or with a function of these."""
   if not isinstance(calls, (list, tuple)):
-    raise InputError(f'{where}: is a {type(calls).__name__}, must be a list of {_CALL}')
+    raise InputError(f'{where}: is {type_of(calls)}, must be a list of {_CALL}')
   for n, call in enumerate(calls):
     at = f'{where}[{n}]'
     if not isinstance(call, dict):
-      raise InputError(f'{at}: is a {type(call).__name__}, must be {_CALL}')
+      raise InputError(f'{at}: is {type_of(call)}, must be {_CALL}')
     function = call.get('function')
     if function is None:
       function = call
     elif not isinstance(function, dict):
-      raise InputError(f'{at}.function: is a {type(function).__name__}; a call is {_CALL}')
+      raise InputError(f'{at}.function: is {type_of(function)}; a call is {_CALL}')
     else:
       at += '.function'
     if not check_text(function.get('name'), f'{at}.name'):
       raise InputError(f'{at}.name: is empty; a call is {_CALL}')
     if not isinstance(function.get('arguments', {}), (dict, str, type(None))):
-      kind = type(function['arguments']).__name__
-      raise InputError(f'{at}.arguments: is a {kind}, must be an object, or one as JSON')
+      raise InputError(f'{at}.arguments: is {type_of(function["arguments"])}, must be an object, or one as JSON')
     if call.get('id') is not None:
       check_text(call['id'], f'{where}[{n}].id')
 

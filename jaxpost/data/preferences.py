@@ -21,7 +21,7 @@ from jaxpost.data import chat
 from jaxpost.data import messages as messages_lib
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.data.examples import Example
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, type_of
 
 if TYPE_CHECKING:
   from jaxpost.data.messages import Message, Row
@@ -243,7 +243,7 @@ def _answer_of(row: Row, where: str) -> tuple[Answer, Answer]:
 
 def _prompt(prompt: Any, answer: Answer, name: str, where: str) -> Answer:
   if isinstance(prompt, str) != isinstance(answer, str):
-    kinds = f'prompt is a {type(prompt).__name__} and {name} a {type(answer).__name__}'
+    kinds = f'prompt is {type_of(prompt)} and {name} {type_of(answer)}'
     raise InputError(f'{where}: {kinds}; both text or both lists of messages')
   check = messages_lib.check_text if isinstance(prompt, str) else messages_lib.check_messages
   return check(prompt, f'{where}: prompt')

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, type_of
 
 if TYPE_CHECKING:
   from jaxpost.data.files import NumberedRows
@@ -153,7 +153,7 @@ def read(
 
   def prepare(row: Any, where: str) -> Row | None:
     if not isinstance(row, dict):
-      raise InputError(f'{where}: the row is a {type(row).__name__}, must be an object')
+      raise InputError(f'{where}: the row is {type_of(row)}, must be an object')
     for step in steps:
       row = step(row, where)
     return row if row is None else _recognize(row, where)

@@ -149,8 +149,8 @@ class Tokenizer:
     template_limits.begin()
     if not self.chat_template:
       raise InputError(
-        f'{where}: messages need a chat template and {self.source} has none;'
-        ' use an instruct tokenizer, or give a template by config.data.chat_template'
+        f'{where}: messages need a chat template and {self.source} has none; use an instruct tokenizer, or set '
+        f'config.data.chat_template to a .jinja file or one of {", ".join(sorted(_named_templates()))}'
       )
     # Templates that print today's date would change the run each day.
     variables = {**_SWITCHES, 'date_string': '26 Jul 2024', **self.hf.special_tokens_map, **self.template_kwargs}
@@ -253,7 +253,7 @@ def _template(chosen: str) -> str:
   """Returns the text of a template given as text, by the name of one in data/templates, or as a file."""
   if '{{' in chosen or '{%' in chosen:
     return chosen
-  named = {file.stem: file for file in _TEMPLATES.glob('*.jinja')}
+  named = _named_templates()
   file = named.get(chosen) or pathlib.Path(chosen).expanduser()
   if not file.is_file():
     near = difflib.get_close_matches(chosen, named, 1)
@@ -263,6 +263,10 @@ def _template(chosen: str) -> str:
       + f'known: {", ".join(sorted(named))}'
     )
   return file.read_text(encoding='utf-8')
+
+
+def _named_templates() -> dict[str, pathlib.Path]:
+  return {file.stem: file for file in _TEMPLATES.glob('*.jinja')}
 
 
 def _reads(template: str | None, name: str) -> bool:

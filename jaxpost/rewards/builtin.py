@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Callable, Sequence
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, type_of
 
 PACKAGE = 'jaxpost.rewards.'
 # name: (module:attribute below jaxpost.rewards, help text: a completion gets 1 if ..., or the reward)
@@ -42,7 +42,7 @@ def locate(spec: str) -> str:
   """
   if not isinstance(spec, str):
     raise InputError(
-      f'reward: {spec!r} is a {type(spec).__name__}; write a builtin name, pkg.module:function or ./file.py:function'
+      f'reward: {spec!r} is {type_of(spec)}; write a builtin name, pkg.module:function or ./file.py:function'
     )
   base, mark, options = spec.partition('?')
   if ':' in base:

@@ -23,7 +23,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, type_of
 from jaxpost.imports import load_callable
 from jaxpost.rewards import verl
 from jaxpost.workers import call
@@ -57,7 +57,7 @@ def load(name: str, spec: str) -> call.Reward:
   except BaseException as error:  # the user's module may raise anything
     raise InputError(f'{what}: importing {base} {call.describe(error)}') from error
   if not callable(fn):
-    raise InputError(f'{what}: {base} made a {type(fn).__name__}, not a reward function')
+    raise InputError(f'{what}: {base} made {type_of(fn)}, not a reward function')
   reward = call.load(name, fn)
   return dataclasses.replace(reward, file=call.file_of(target, base))
 

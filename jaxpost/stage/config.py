@@ -15,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, type_of
 from jaxpost.stage.schema import Config
 from jaxpost.storage import seals
 
@@ -218,4 +218,4 @@ def _shown(value: Any) -> str:
   try:
     return repr(value)[:200]
   except (ValueError, RecursionError):
-    return f'a {type(value).__name__} that is too long to show'
+    return f'{type_of(value)} that is too long to show'
