@@ -46,6 +46,7 @@ def main(argv):
     kwargs = _WEIGHTS.template_kwargs.value
     other = inference.load(run=_BESIDE_RUN.value, model=_BESIDE_MODEL.value, template_kwargs=kwargs)
     models[beside if beside not in models else f'{beside} (beside)'] = other
+  chat.check_templates(models)
   print(f'{_WEIGHTS.name}, step {weights.step}. {chat.HELP}', file=sys.stderr)
   draws = completions.Draws(**_SAMPLING.arguments())
   first = [f'/system {_SYSTEM.value}'] if _SYSTEM.value else []

@@ -179,6 +179,8 @@ def _first_lower(text: str) -> str:
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> str:
   """The line for a flag that does not exist, with the nearest one; --confg.a.b is --config.a.b."""
   head, dot, rest = error.flagname.partition('.')
+  if head in ('config', 'workdir') and {'processes', 'nodes'} & set(flags.FLAGS):  # launch.local, launch.submit
+    return f'--{error.flagname}: is a flag of launch.train; write all of these after --, as in -- --config=FILE'
   near = difflib.get_close_matches(head, flags.FLAGS, 1)
   hint = f'; did you mean --{near[0]}{dot}{rest}?' if near else '; --help lists the flags'
   return f'--{error.flagname}: there is no such flag{hint}'

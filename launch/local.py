@@ -46,6 +46,8 @@ def start(arguments: list[str], rank: int) -> subprocess.Popen:
 def copy(rank: int, source: TextIO, target: TextIO):
   """Copies lines, marked with their process."""
   for line in source:
+    if line.startswith('[Gloo] Rank'):  # of its connections, at each start
+      continue
     print(f'[{rank}] {line}', end='', file=target, flush=True)
 
 

@@ -6,7 +6,7 @@ import pytest
 import tiny
 import transformers
 
-from jaxpost.data import chat, preferences
+from jaxpost.data import chat, preferences, prompts
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import openai_format
 from jaxpost.stage import export

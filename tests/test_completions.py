@@ -243,6 +243,16 @@ def test_a_line_that_is_no_text_is_refused_and_the_chat_goes_on(weights, monkeyp
   assert asked == ['hello'] and out.getvalue().count('this message is not valid UTF-8; type it again\n') == 3
 
 
+def test_a_chat_without_a_template_is_refused_before_it_begins(tmp_path):
+  tokenizer.load('bytes').save(tiny.folder(tmp_path / 'nano'))
+  (tmp_path / 'nano/chat_template.jinja').unlink()
+  command = [sys.executable, '-m', 'launch.chat', f'--model={tmp_path}/nano']
+  done = subprocess.run(command, cwd=CLONE, input='hello\n', text=True, capture_output=True)
+  assert done.returncode == 2 and done.stdout == ''
+  assert done.stderr.startswith(f'jaxpost: {tmp_path}/nano: its tokenizer has no chat template, so it cannot chat; ')
+  assert 'chat_template.jinja' in done.stderr and done.stderr.count('\n') == 1
+
+
 def test_two_models_answer_side_by_side(weights):
   """Each has its own chat; a command holds for both, and is answered once."""
   other = dataclasses.replace(weights, params=jax.tree.map(lambda x: -x, weights.params))

@@ -299,6 +299,14 @@ def test_wrong_flags_are_said_in_words(case):
   assert code == 2 and re.fullmatch(f'jaxpost: {wanted}\n', err), err
 
 
+@pytest.mark.parametrize('verb', ['local', 'submit'])
+def test_flags_of_the_training_stand_after_two_dashes(verb):
+  words = {'local': ('--processes=2',), 'submit': ('slurm', '--nodes=2')}[verb]
+  code, out, err = command(verb, *words, '--config=configs/quickstart.py', '--workdir=x')
+  assert code == 2 and out == ''
+  assert err == 'jaxpost: --config: is a flag of launch.train; write all of these after --, as in -- --config=FILE\n'
+
+
 def test_a_config_and_its_file_may_be_two_words(tmp_path):
   words = ['train', '--config', 'a.yaml', '--', '--config', 'b.py']
   assert config_flag.joined(words) == ['train', '--config=a.yaml', *words[3:]]

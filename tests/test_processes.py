@@ -6,6 +6,7 @@ by the few flips that the sampler's promise allows, nothing else may.
 """
 
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -415,6 +416,13 @@ def test_a_checkpoint_of_another_model_is_refused_everywhere(folder, plain):
   line = refused(folder, plain, f'--config.model.path={model}', '--config.train.steps=2', workdir='begun')
   assert ('config.model.path of sft: has hidden_size 32, in the checkpoint 16; bring it back') in line
   assert finished_steps(folder / 'begun' / 'checkpoints' / 'sft') == [1]
+
+
+def test_connections_of_gloo_are_no_output(capsys):
+  from launch import local
+
+  local.copy(1, io.StringIO('a\n[Gloo] Rank 1 is connected to 1 peer ranks. Expected\nb\n'), sys.stdout)
+  assert capsys.readouterr().out == '[1] a\n[1] b\n'
 
 
 def test_a_signal_to_one_process_stops_all_at_one_step(folder):

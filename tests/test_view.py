@@ -43,6 +43,16 @@ def row(step, prompt, sample, **fields):
   }
 
 
+def test_a_run_that_samples_nothing_is_told(tmp_path):
+  saved = tmp_path / 'config.json'
+  saved.write_text(json.dumps(defaults() | {'algorithm': 'sft'}))
+  for use in (lambda: rollout_view.make_server(tmp_path, 0), lambda: rollout_view.write_file(tmp_path, 'x.html', 9)):
+    with pytest.raises(InputError, match='sft samples nothing, so there are no episodes to show; launch.report'):
+      use()
+  saved.write_text(json.dumps(defaults() | {'algorithm': 'grpo'}))  # whose first step is still to come
+  assert rollout_view.write_file(tmp_path, tmp_path / 'x.html', 9) == 0
+
+
 def write(run, step, rows, stage='grpo'):
   path = run / f'samples/{stage}/{step}.jsonl'
   path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,16 @@ class Speaker:
   messages: list[dict]
 
 
+def check_templates(models: Mapping[str, Weights]) -> None:
+  """Raises InputError for a model without a chat template."""
+  for name, weights in models.items():
+    if not weights.inputs.tokenizer.chat_template:
+      raise InputError(
+        f'{name}: its tokenizer has no chat template, so it cannot chat; train it with config.data.chat_template, or '
+        'add a chat_template.jinja to the folder of the model; launch.sample --nochat continues plain text'
+      )
+
+
 def chat_loop(
   models: Mapping[str, Weights], draws: Draws, mesh: str, first: Iterable[str], asked: TextIO, out: TextIO
 ) -> None:

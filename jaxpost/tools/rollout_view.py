@@ -26,6 +26,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.monitor.metrics import plain
 from jaxpost.rollout import rollout_files
+from jaxpost.stage import algorithms, checks
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store
 from jaxpost.tools.rollout_index import PAGE, Index, Query
@@ -46,7 +47,20 @@ class Viewer:
 
   def __init__(self, run: epath.PathLike):
     self.index = Index(run)
+    if not self.index.episodes:
+      self._check_samples()
     self._rollout = functools.lru_cache(maxsize=4)(rollout_files.load)
+
+  def _check_samples(self) -> None:
+    """Raises InputError for a run that will never have an episode."""
+    saved = self.index.run / 'config.json'
+    stages = config_lib.parse_saved(saved).values() if saved.exists() and saved.stat().length else ()
+    methods = [c.algorithm for c in stages if not checks.samples(c, algorithms.load_algorithm(c.algorithm))]
+    if methods and len(methods) == len(stages):
+      raise InputError(
+        f'--run: {self.index.run}: {" and ".join(dict.fromkeys(methods))} samples nothing, so there are no episodes to '
+        'show; launch.report shows its figures, and evaluation samples with eval.samples'
+      )
 
   def answer(self, path: str, asked: dict[str, str]) -> Any:
     """Returns the JSON value of a request.
