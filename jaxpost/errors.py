@@ -1,6 +1,7 @@
 """Errors that users cause or have to act upon, each with its exit code.
 
-Launchers turn these into one line on stderr; others are bugs of ours, with a traceback. Imports no package, nor JAX.
+Launchers turn these into one line on stderr and the exit code; anything else is a bug of ours, keeps its traceback and
+exits with 1. Imports no package, so that reward workers can use it without JAX.
 """
 
 import dataclasses
@@ -44,12 +45,13 @@ class PeerError(RuntimeError):
   exit_code = 1
 
 
-KNOWN = (InputError, NoCheckpointError, Preempted, DivergedError, NoRoomError, PeerError)  # one line on stderr each
+KNOWN = (InputError, NoCheckpointError, Preempted, DivergedError, NoRoomError, PeerError)  # all of the above
 
 
 def type_of(value: Any) -> str:
   """Returns 'a dict' or 'an int', the type of a value as errors name it."""
-  return f'{"an" if (name := type(value).__name__)[0] in "aeioAEIO" else "a"} {name}'
+  name = type(value).__name__
+  return f'{"an" if name[0] in "aeioAEIO" else "a"} {name}'
 
 
 def refuse(wrong: bool, text: str) -> None:
@@ -61,8 +63,5 @@ def refuse(wrong: bool, text: str) -> None:
 def refuse_unread(block: Any, read: Collection[str], by: str, section: str = 'rl') -> None:
   """Raises InputError for a field of config.SECTION that is set and not in `read`: `by` would ignore it."""
   for field in dataclasses.fields(block):
-    is_set = vars(block)[field.name] not in (field.default, field.metadata['auto'])
-    refuse(
-      field.name not in read and is_set,
-      f'config.{section}.{field.name}: {by} would ignore it; leave it {field.default!r}',
-    )
+    if field.name not in read and vars(block)[field.name] not in (field.default, field.metadata['auto']):
+      raise InputError(f'config.{section}.{field.name}: {by} would ignore it; leave it {field.default!r}')
