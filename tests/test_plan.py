@@ -18,6 +18,7 @@ from configs import grpo_gsm8k
 from jaxpost.errors import InputError
 from jaxpost.hardware import chips, memory
 from jaxpost.planning import aot, cost, dry_run, hlo, kernels, machines, roofline, stage, tables
+from jaxpost.rollout import buckets
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -667,22 +668,45 @@ def test_decoding_reads_what_is_filled_of_a_cache(window, filled, read):
   'rollout, slots, wanted',
   [
     # Blocks of 16 end at 48, 64, ... 544; the cache has 560 entries, and attention reads 64, 128, 256, 512 or all.
-    (dict(max_prompt_length=32, max_new_tokens=512), (8, 4), [2, 4, 8, 16, 2]),
-    (dict(max_prompt_length=480, max_new_tokens=64), (8,), [2, 2]),
+    (dict(max_prompt_length=32, max_new_tokens=512), (8, 4), {64: 2, 128: 4, 256: 8, 512: 16, 560: 2}),
+    (dict(max_prompt_length=480, max_new_tokens=64), (8,), {512: 2, 560: 2}),
+    # No block reads all 129 entries, so no program does: the four of 128 were counted as so many of 64.
+    (dict(max_prompt_length=33, max_new_tokens=80), (8, 4), {64: 1, 128: 4}),
   ],
 )
 def test_blocks_of_decoding_are_counted_for_what_they_read(rollout, slots, wanted):
   """Of completions as long as they may be: each number of entries used to have as many, and as many with idle slots."""
   config = types.SimpleNamespace(rollout=types.SimpleNamespace(page_size=0, **rollout))
+  room = rollout['max_prompt_length'] + rollout['max_new_tokens']
+  engine = buckets.Buckets(8, 1, 1, room, room + 16, 0, 16, rollout['max_new_tokens'])
+  assert {engine.decode(n + 16) for n in range(rollout['max_prompt_length'], room)} == wanted.keys()
   reads = roofline._reads(types.SimpleNamespace(config=config, decode_block=16))
-  step = roofline.Step({'generate': sum(wanted)}, 0, 0, reads)
-  rows = [dict(program='generate', slots=n, flops=n * (100 + size)) for n in slots for size in range(len(wanted))]
+  step = roofline.Step({'generate': sum(wanted.values())}, 0, 0, reads)
+  # Attention to a window computes the same for all of them.
+  rows = [dict(program='generate', slots=n, read=read, flops=n * 100) for n in slots for read in (*wanted, 32)]
   random.Random(0).shuffle(rows)
   for row in rows:
-    expected = wanted[int(row['flops'] / row['slots']) - 100] if row['slots'] == 8 else 0
+    expected = wanted.get(row['read'], 0) if row['slots'] == 8 else 0
     assert roofline._calls(row, rows, step) == pytest.approx(expected), row
   # A kernel reads what is filled: one program for each number of slots.
-  assert [roofline._calls(r, rows[:1], step) for r in rows[:1]] == [sum(wanted)]
+  row = dict(program='generate', slots=8, read=0)
+  assert roofline._calls(row, [row], step) == sum(wanted.values())
+
+
+def test_programs_of_decoding_say_what_they_read():
+  """Their FLOPs do not, where attention is to a window."""
+  (prepared,) = dry_run.prepare_all(
+    dict(
+      algorithm='grpo',
+      reward='gsm8k',
+      data=dict(path='none'),
+      model=dict(preset='tiny', dtype='float32'),
+      rollout=dict(prompts=4, group_size=2, max_prompt_length=44, max_new_tokens=68, block=17),
+    )
+  )
+  found = aot.compile_stage(prepared, machines.parse('cpu:1'), ('generate',))
+  step = roofline.step_of(found.placed)
+  assert {row['read']: roofline._calls(row, found.rows, step) for row in found.rows} == {64: 1, 128: 3}
 
 
 def sampling_seconds(row):
@@ -832,8 +856,8 @@ def test_plan_of_the_local_backend(tmp_path):
 @pytest.mark.parametrize('speculation', [True, False])
 def test_a_plan_says_that_it_does_not_count_drafts(speculation):
   """How often they are verified, and what is accepted, depends on the texts."""
-  rows = [dict(program=name, slots=8, flops=1.0) for name in ('generate', *['verify'] * speculation)]
-  step = roofline.Step({'generate': 4}, 1, 1, (1.0,))
+  rows = [dict(program=name, slots=8, read=0) for name in ('generate', *['verify'] * speculation)]
+  step = roofline.Step({'generate': 4}, 1, 1)
   assert [roofline._calls(row, rows, step) for row in rows] == [4, *[0] * speculation]
   nothing = dict.fromkeys(('parameters', 'optimizer', 'kv_cache', 'batch', 'other', 'outputs', 'temporaries'), 0)
   seconds = dict.fromkeys(('compute', 'memory', 'network', 'roofline', 'xla'))

@@ -46,13 +46,13 @@ class Step:
   """How often a step calls its programs, and for how many tokens.
 
   calls: {program: how often}. trained, sampled: tokens at most.
-  reads: the shares of blocks of decoding that attend to each number of cache entries, the largest number first.
+  reads: {cache entries: the share of blocks of decoding that attend to so many}.
   """
 
   calls: dict
   trained: int
   sampled: int
-  reads: tuple[float, ...] = ()
+  reads: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
 def step_of(placed: PlacedStage) -> Step:
@@ -87,7 +87,7 @@ def step_of(placed: PlacedStage) -> Step:
   return Step(calls, total * longest, total * r.max_new_tokens, _reads(placed))
 
 
-def _reads(placed: PlacedStage) -> tuple[float, ...]:
+def _reads(placed: PlacedStage) -> dict[int, float]:
   """The shares of `Step.reads`, of a completion as long as it may be; see `rollout/buckets.py`."""
   r = placed.config.rollout
   block = min(placed.decode_block, r.max_new_tokens)
@@ -96,8 +96,7 @@ def _reads(placed: PlacedStage) -> tuple[float, ...]:
     longest = -(-longest // r.page_size) * r.page_size
   read = functools.partial(buckets.bucket, longest=longest, smallest=max(64, r.page_size))
   ends = range(r.max_prompt_length + block, r.max_prompt_length + block + r.max_new_tokens, block)
-  found = collections.Counter(map(read, ends))
-  return tuple(found[n] / len(ends) for n in sorted({*map(read, range(1, longest + 1))}, reverse=True))
+  return {n: count / len(ends) for n, count in collections.Counter(map(read, ends)).items()}
 
 
 def programs(compiled: aot.Compiled, topology: machines.Topology) -> list[dict]:
@@ -143,9 +142,8 @@ def _share_of_blocks(row: dict, rows: list, step: Step) -> float:
   most = max(r['slots'] for r in rows)
   if row['slots'] < most:
     return 0.0
-  flops = sorted((r['flops'] for r in rows if r['slots'] == most), reverse=True)
   # A kernel that reads what is filled is in one program.
-  return step.reads[flops.index(row['flops'])] if len(flops) > 1 else 1.0
+  return step.reads.get(row['read'], 0.0) if row['read'] else 1.0
 
 
 def _runs_on(placed: PlacedStage, mesh: jax.sharding.Mesh) -> str:

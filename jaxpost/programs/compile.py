@@ -35,7 +35,7 @@ class Ledger:
     if self.announce:
       self.announce(name, len(self.begun), self.planned and max(self.planned, len(self.begun)))
 
-  def add(self, name: str, args: tuple, seconds: float, compiled: Any, flops: Any, calls_per_step: int) -> None:
+  def add(self, name: str, args: tuple, seconds: float, compiled: Any, flops: Any, calls: int, read: int) -> None:
     """Adds the row of a program that took `seconds` to compile; warns after the first step."""
     memory, shapes = compiled.memory_analysis(), describe(args)
     self.rows.append(
@@ -44,14 +44,15 @@ class Ledger:
         shapes=shapes,
         compile_s=round(seconds, 3),
         flops=flops,
-        calls_per_step=calls_per_step,
+        calls_per_step=calls,
+        read=read,
         device=min(d.id for x in jax.tree.leaves(compiled.output_shardings)[:1] for d in x.device_set),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         batch_bytes=memory_lib.batches(args),
-        **(self.look(name, compiled, args, calls_per_step) if self.look else {}),
+        **(self.look(name, compiled, args, calls) if self.look else {}),
       )
     )
     if self.sealed:
@@ -93,6 +94,7 @@ class Program:
     out_shardings: as for `jax.jit`, or a function from the shapes of the outputs to their shardings.
     flops: analytic FLOPs of a call, from its arguments (XLA's own count takes the body of a loop once).
     calls_per_step: how often the enclosing operation calls this program.
+    read: cache entries of a slot that decoding attends to; 0: those that are filled.
   """
 
   def __init__(
@@ -105,8 +107,9 @@ class Program:
     donate: tuple[int, ...] = (),
     flops: Callable | None = None,
     calls_per_step: int = 1,
+    read: int = 0,
   ):
-    self.name, self._calls_per_step = name, calls_per_step
+    self.name, self._calls_per_step, self._read = name, calls_per_step, read
     self._fn, self._donate, self._out = fn, donate, out_shardings
     self._ledger, self._flops = ledger, flops
     self._compiled = {}
@@ -132,9 +135,8 @@ class Program:
       jitted = jax.jit(self._fn, donate_argnums=self._donate, out_shardings=self._shardings(abstract))
       compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))
       flops = self._flops(*args) if self._flops else None
-      self._ledger.add(
-        self.name, args, time.perf_counter() - start, compiled, flops, calls_per_step=self._calls_per_step
-      )
+      took = time.perf_counter() - start
+      self._ledger.add(self.name, args, took, compiled, flops, calls=self._calls_per_step, read=self._read)
       self._compiled[key] = self.outputs if self._ledger.dry else compiled
     return self._compiled[key]
 

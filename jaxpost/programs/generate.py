@@ -263,7 +263,7 @@ def make_generate(
     state, _ = shapes
     return slot_shardings(layout)(state), layout.sharding()
 
-  return Program('generate', generate, ledger, place, donate=(1,), flops=flops)
+  return Program('generate', generate, ledger, place, donate=(1,), flops=flops, read=read)
 
 
 def decode_block(
