@@ -1,7 +1,7 @@
 """Files whose rows are read one by one, in any order (`streaming`).
 
 Only an index is kept in memory: 8 bytes a line, or what the format holds itself. Row groups of parquet are read whole,
-at most twice each (`RowGroups`).
+at most twice each where the disk has room (`RowGroups`).
 """
 
 from __future__ import annotations
