@@ -17,24 +17,11 @@ def runs(teacher, grader=''):
   return {
     'sft': ('data', dict(eval=HELD_OUT, reward=tiny.low_share)),
     'dpo': ('data', dict(algorithm='dpo', data=PAIRS, eval=dict(every=1, size=8, data=PAIRS))),
-    'reward_model': ('data', dict(algorithm='reward_model', data=PAIRS)),
     'distill': ('data', dict(algorithm='distill', distill=dict(teachers=(teacher,)))),
-    'distill_top_k': ('data', dict(algorithm='distill', distill=dict(teachers=(teacher,), top_k=4))),
-    'gkd': ('rollouts', dict(algorithm='gkd', reward='', distill=dict(teachers=(teacher,)))),
     'gkd_shared': ('rollouts', dict(algorithm='gkd', reward='', distill=dict(teachers=(teacher,))) | SHARED),
-    'opd': ('rollouts', dict(algorithm='opd', reward='', rl=dict(reference=teacher))),
-    'grpo': ('rollouts', dict(rl=dict(kl_coef=0.1, minibatches=2), eval=HELD_OUT)),
     'grpo_shared': ('rollouts', dict(rl=dict(kl_coef=0.1, minibatches=2), eval=HELD_OUT) | SHARED),
-    'ppo': ('rollouts', dict(algorithm='ppo', eval=HELD_OUT)),
-    'ppo_shared': ('rollouts', dict(algorithm='ppo') | SHARED),
     'remax': ('rollouts', dict(algorithm='remax')),
-    'online_dpo': ('rollouts', dict(algorithm='online_dpo')),
     'online_dpo_graded': ('rollouts', dict(algorithm='online_dpo', reward='reward_model') | graded),
-    'rft': ('rollouts', dict(algorithm='rft')),
-    'lora': ('rollouts', dict(lora=dict(rank=2), rl=dict(kl_coef=0.1))),
-    'speculation': ('rollouts', dict(rollout=dict(speculation='ngram'))),
-    'pages': ('rollouts', dict(rollout=dict(page_size=8, staleness=1))),
-    'offload': ('rollouts', dict(rollout=dict(offload=True), rl=dict(kl_coef=0.1))),
   }
 
 
