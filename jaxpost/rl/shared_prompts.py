@@ -75,7 +75,7 @@ def documents(
   """Yields documents of at most `row_length` tokens: sequences with one prompt, in order, or one without.
 
   Args:
-    members: indices of the sequences; `group_size` in a row have one prompt.
+    members: indices of the sequences; those with the same `n // group_size` have one prompt.
     prompts, completions: [N] tokens of each sequence.
   """
   for _, group in itertools.groupby(sorted(members), lambda n: n // group_size):
