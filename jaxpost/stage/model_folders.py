@@ -117,6 +117,7 @@ def with_adapter(config: ModelConfig, path: str, rank: int = 0) -> ModelConfig:
   if peft.is_judge(path) and not config.num_labels:
     config = model_lib.with_scalar_head(config)
   spec = peft.read_spec(path, config)
-  if rank not in (0, spec[0]):
-    raise InputError(f'config.lora.rank: {rank} is not that of {path}, which has {spec[0]} and decides it; leave it 0')
+  given, *_ = spec
+  if rank not in (0, given):
+    raise InputError(f'config.lora.rank: {rank} is not that of {path}, which has {given} and decides it; leave it 0')
   return dataclasses.replace(config, lora=spec)
