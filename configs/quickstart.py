@@ -27,6 +27,7 @@ def get_config(arg=None):
   config.rollout.max_prompt_length = 48
   config.rollout.max_new_tokens = 8
   config.optim.b2 = 0.98
+  config.save.every = 100
 
   config.sft = dict(
     algorithm='sft',

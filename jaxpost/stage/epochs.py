@@ -70,7 +70,7 @@ def warnings(inputs: Inputs, data: Data) -> list[str]:
   """Returns what is hardly meant: data that is cut, steps that a crash would lose, settings that change nothing."""
   config, steps = inputs.config, inputs.config.train.steps
   out = [_warn_over_long(inputs, data)]
-  if steps > 20 and not 0 < config.save.every < steps:
+  if steps > 100 and not 0 < config.save.every < steps:
     out.append(f'nothing is saved before step {steps}, so a crash loses all of them: config.save.every=N saves every N')
   if inputs.algorithm.on_policy and config.train.batch_size != type(config.train).batch_size:
     out.append('config.train.batch_size changes nothing, rollout.prompts and rollout.group_size are the batch')
