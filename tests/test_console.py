@@ -158,7 +158,9 @@ def test_prompts_that_are_left_out_are_counted_at_the_start(tmp_path):
   assert start.lines(start.describe() | {'seed': 3, 'stages': {'rl': stage}}, 'x')[2] == f'rl: {found[1]}'
 
 
-@pytest.mark.parametrize(('steps', 'every', 'warns'), [(100, 0, False), (101, 0, True), (300, 100, False), (300, 500, True)])
+@pytest.mark.parametrize(
+  ('steps', 'every', 'warns'), [(100, 0, False), (101, 0, True), (300, 99, False), (300, 300, True)]
+)
 def test_a_run_that_saves_nothing_before_its_end_says_so(steps, every, warns):
   train = dict(steps=steps, batch_size=2, row_length=64)
   (stage,) = prepare.prepare_all(SMALL | dict(train=train, save=dict(every=every)))
