@@ -21,6 +21,7 @@ class IntTokenizer:
   eos_id: int = 1
   pad_id: int = 2
   source: str = 'integers'
+  bos_ids: tuple = (0,)  # that a text begins with
   adds_space: bool = False  # of its own at the start of a text
 
   def encode(self, text: str) -> list[int]:

@@ -251,4 +251,4 @@ def test_a_field_that_nobody_reads_is_noticed():
     for k, v in source().items()
   }
   lost = set(leaves()) - set(reads(text)) - set(OF_CONFIG)
-  assert lost == {'optim.end_lr', 'save.every', 'save.keep', 'save.best_mode'}
+  assert lost == {'optim.end_lr', 'save.keep', 'save.best_mode'}

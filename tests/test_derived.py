@@ -233,6 +233,7 @@ def test_teachers_of_tokens(beta, form):
     for i, x in enumerate(of_teachers):
       logprobs, ids = jax.lax.top_k(jax.nn.log_softmax(x), 2)
       arrays |= {f'teacher_{i}_ids': ids, f'teacher_{i}_logprobs': logprobs}
+      arrays[f'teacher_{i}_vocab_size'] = jnp.full(ids.shape[:-1], logits.shape[-1])
     ours = distill.from_cache(options)(logits, (), arrays)
   close(ours, DERIVED[f'teachers_of_tokens/beta{beta}/{form}'])
 

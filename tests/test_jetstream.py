@@ -34,7 +34,7 @@ def test_what_is_missing_or_another_project_is_named(other, tmp_path, monkeypatc
     (tmp_path / 'jetstream').mkdir()
     (tmp_path / 'jetstream/__init__.py').write_text('')
     monkeypatch.syspath_prepend(tmp_path)
-  words = 'is another project' if other else r'jaxpost\[jetstream\]'
+  words = 'is another project' if other else r'\.\[jetstream\]'
   with pytest.raises(InputError, match=words):
     importlib.import_module('jaxpost.rollout.jetstream')
   assert 'jaxpost.rollout.jetstream' not in sys.modules

@@ -115,7 +115,7 @@ def main(folder, name, moment, rank, count, address, workdir):
     return False
 
   def row_of(wanted):
-    return lambda writer, step, split, row: (step, split) == wanted
+    return lambda writer, step, split, *given: (step, split) == wanted
 
   if moment == 'start':
     before(loop, 'run_stage', lambda *given: True)

@@ -175,7 +175,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 def test_json_schema_that_is_not_installed(monkeypatch):
   monkeypatch.setitem(sys.modules, 'jsonschema', None)
-  with pytest.raises(InputError, match=r"'jsonschema', .*jaxpost\[rewards\]"):
+  with pytest.raises(InputError, match=r"'jsonschema', .*'.\[rewards\]'"):
     forms.JsonSchema()
 
 

@@ -227,7 +227,7 @@ def test_math_verify():
 
 def test_math_verify_that_is_not_installed(monkeypatch):
   monkeypatch.setitem(sys.modules, 'math_verify', None)
-  with pytest.raises(InputError, match=r"'math_verify', .*jaxpost\[math\]"):
+  with pytest.raises(InputError, match=r"'math_verify', .*'.\[math\]'"):
     math_rewards.MathVerify()
 
 

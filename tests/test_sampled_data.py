@@ -26,7 +26,7 @@ from jaxpost.stage.documents import Documents
 from jaxpost.stage.teacher_text import TextsOfTeacher
 
 pytestmark = pytest.mark.long
-ROWS, LENGTH = sampled.SHAPE
+ROWS, LENGTH, _ = sampled.SHAPE
 
 
 def documents(graded):
