@@ -23,12 +23,15 @@ class PageCopy:
   page: int
 
 
+def _nothing() -> bool:
+  return False
+
+
 class PageTable:
   """Which sequence holds which pages of an engine, and which pages are free.
 
   size: entries of a page.
   count: pages, including the reserved page 0.
-  evict: releases a holder that can do without its pages; False if there is none. Called while too few are free.
   """
 
   def __init__(self, size: int, count: int):
@@ -39,14 +42,18 @@ class PageTable:
     self.users: collections.Counter[int] = collections.Counter()  # page -> number of holders
     self.held: dict[Hashable, list[int]] = {}  # holder -> its pages, in order
     self.prompts: dict[Hashable, bytes] = {}  # holder -> prompt whose pages it shares
-    self.evict: Callable[[], bool] = lambda: False
 
   def needed(self, entries: int) -> int:
     """Pages that `entries` take."""
     return -(-entries // self.size)
 
-  def admit(self, holder: Hashable, prompt: bytes, row: int, length: int, extra: int) -> list[PageCopy] | None:
+  def admit(
+    self, holder: Hashable, prompt: bytes, row: int, length: int, extra: int, evict: Callable[[], bool] = _nothing
+  ) -> list[PageCopy] | None:
     """Allocates pages for a prompt of `length` entries, which is row `row` of a `generate.Prefilled`.
+
+    Args:
+      evict: releases pages that can be done without; False if there are none. Called while too few are free.
 
     Returns:
       The copies that fill the pages; None where the free pages do not hold the prompt and `extra` entries more.
@@ -54,7 +61,7 @@ class PageTable:
     full = length // self.size
     total = self.needed(length + extra)
     while (total - full if prompt in self.shared else total) > len(self.free):
-      if not self.evict():
+      if not evict():
         return None
     copies, known = [], self.shared.get(prompt)
     if known is None:
@@ -68,12 +75,12 @@ class PageTable:
     self.users.update(self.held[holder])
     return copies
 
-  def grow(self, holder: Hashable, entries: int) -> bool:
-    """Extends a holder's pages to `entries`; False, and no page more, if too few are free."""
+  def grow(self, holder: Hashable, entries: int, evict: Callable[[], bool] = _nothing) -> bool:
+    """Extends a holder's pages to `entries`; False, and no page more, if too few are free; `evict` as in `admit`."""
     pages = self.held[holder]
     more = self.needed(entries) - len(pages)
     while more > len(self.free):
-      if not self.evict():
+      if not evict():
         return False
     for _ in range(more):
       pages.append(self.free.popleft())

@@ -84,8 +84,6 @@ class Scheduler:
     self.prefilled_rows: dict[bytes, int] = {}  # prompt -> its row there
     self.running: collections.deque[Dispatched] = collections.deque()
     self.prefix_cache = PrefixCache(self.pages)
-    if self.pages:
-      self.pages.evict = self.prefix_cache.evict
     # Counts that `figures` reports.
     self.computed = 0  # slot-steps
     self.drawn = 0
@@ -170,8 +168,8 @@ class Scheduler:
         break
       if sequence.key in self.prefilled_rows:
         if self.pages:
-          row = self.prefilled_rows[sequence.key]
-          found = self.pages.admit(sequence, sequence.key, row, len(sequence.tokens), self.engine.block)
+          row, evict = self.prefilled_rows[sequence.key], self.prefix_cache.evict
+          found = self.pages.admit(sequence, sequence.key, row, len(sequence.tokens), self.engine.block, evict=evict)
           if found is None:
             return taken, copies, False
           copies += found
@@ -217,7 +215,7 @@ class Scheduler:
     if not self.pages:
       return cached.slot
     self.pages.hand_over(cached.holder, sequence)
-    if self.pages.grow(sequence, len(sequence.tokens) + self.engine.block):
+    if self.pages.grow(sequence, len(sequence.tokens) + self.engine.block, self.prefix_cache.evict):
       return free[0]
     self.pages.release(sequence)
     return None
@@ -294,8 +292,9 @@ class Scheduler:
 
   def ensure_pages(self) -> bool:
     """Allocates pages for a block of every sequence; preempts the last admitted ones where needed."""
+    block, evict = self.engine.block, self.prefix_cache.evict
     for sequence in list(self.active.values()):
-      while sequence in self.active.values() and not self.pages.grow(sequence, sequence.used + self.engine.block):
+      while sequence in self.active.values() and not self.pages.grow(sequence, sequence.used + block, evict):
         if self.running:
           return False
         slot, last = list(self.active.items())[-1]
