@@ -28,16 +28,16 @@ def of_rows(segment_ids: jax.Array, positions: jax.Array, branch_ids: jax.Array 
   """Returns the bounds of rows; `window` is that of `attention.attention`."""
   index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
   starts_document = _starts(segment_ids).at[:, 0].set(True)
-  first_key, last_query = _ends(starts_document)
+  first_key, last_query = _spans(starts_document)
   if branch_ids is None:
     if window:
       first_key, last_query = jnp.maximum(first_key, index - window + 1), jnp.minimum(last_query, index + window - 1)
     return Bounds(first_key, last_query)
   # No window: by position, the shared part is closer than by place.
-  own_first, own_last = _ends(starts_document | _starts(branch_ids))
+  own_first, own_last = _spans(starts_document | _starts(branch_ids))
   last_query = jnp.where(branch_ids > 0, own_last, last_query)
-  ends_shared = _starts(branch_ids) & (branch_ids > 0) & (jnp.roll(branch_ids, 1, axis=1) == 0)
-  other_branches = jnp.maximum(first_key, jax.lax.cummax(jnp.where(ends_shared, index, 0), axis=1)), own_first
+  follows_shared = _starts(branch_ids) & (branch_ids > 0) & (jnp.roll(branch_ids, 1, axis=1) == 0)
+  other_branches = jnp.maximum(first_key, jax.lax.cummax(jnp.where(follows_shared, index, 0), axis=1)), own_first
   return Bounds(first_key, last_query, other_branches, jnp.stack([branch_ids, positions], axis=1).astype(jnp.int32))
 
 
@@ -46,12 +46,12 @@ def _starts(ids: jax.Array) -> jax.Array:
   return jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
 
 
-def _ends(starts: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _spans(starts: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns the first and the last place [B, T] of the part of a row that each token is in, from where parts begin."""
   index = jnp.arange(starts.shape[1], dtype=jnp.int32)
   first = jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
-  last = jnp.roll(starts, -1, axis=1).at[:, -1].set(True)
-  return first, jax.lax.cummin(jnp.where(last, index, index[-1]), axis=1, reverse=True)
+  ends = jnp.roll(starts, -1, axis=1)  # the last place, too, as a part starts at the first one
+  return first, jax.lax.cummin(jnp.where(ends, index, index[-1]), axis=1, reverse=True)
 
 
 def extremes(bounds: jax.Array, block: int, last: bool = False) -> jax.Array:
