@@ -189,11 +189,12 @@ def kernel_uses(
   inputs = prepared.inputs
   config, on_policy = inputs.config, inputs.algorithm.on_policy
   out = []
-  kinds = {has_branches(inputs, prepared.data)}
-  if inputs.algorithm.pack:  # pairs have branches, and what a reward model reads has none
-    kinds.add(False)
   trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
-  for branches in kinds - (set() if kernel in BRANCHES else {True}):
+  found = has_branches(inputs, prepared.data)
+  # Pairs of online DPO have branches, and what a reward model reads there has none.
+  for branches in {found, found and inputs.algorithm.pack is None}:
+    if branches and kernel not in BRANCHES:
+      continue
     for name, x in (inputs.sources | trained).items():
       layout = layouts['train' if name in trained else 'score']
       out.append(KernelUse(x.config, length, row_shards(layout), branches))
