@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
 from typing import TYPE_CHECKING
 
@@ -91,12 +90,10 @@ def _reads(placed: PlacedStage) -> dict[int, float]:
   """The shares of `Step.reads`, of a completion as long as it may be; see `rollout/buckets.py`."""
   r = placed.config.rollout
   block = min(placed.decode_block, r.max_new_tokens)
-  longest = r.max_prompt_length + r.max_new_tokens + block
-  if r.page_size:
-    longest = -(-longest // r.page_size) * r.page_size
-  read = functools.partial(buckets.bucket, longest=longest, smallest=max(64, r.page_size))
+  length = buckets.cache_length(r.max_prompt_length + r.max_new_tokens, block, r.page_size)
   ends = range(r.max_prompt_length + block, r.max_prompt_length + block + r.max_new_tokens, block)
-  return {n: count / len(ends) for n, count in collections.Counter(map(read, ends)).items()}
+  counts = collections.Counter(buckets.entries_read(end, length, r.page_size) for end in ends)
+  return {entries: count / len(ends) for entries, count in counts.items()}
 
 
 def programs(compiled: aot.Compiled, topology: machines.Topology) -> list[dict]:

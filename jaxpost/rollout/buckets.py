@@ -15,6 +15,17 @@ def bucket(length: int, longest: int, smallest: int = 32, factor: int = 2) -> in
   return min(size, longest)
 
 
+def cache_length(longest: int, block: int, page_size: int) -> int:
+  """Cache entries of a slot for sequences of `longest` tokens, in whole pages: a block may run past the last token."""
+  page = page_size or 1
+  return -(-(longest + block) // page) * page
+
+
+def entries_read(length: int, cache_length: int, page_size: int) -> int:
+  """Cache entries that attention by XLA reads where `length` are filled."""
+  return bucket(length, cache_length, max(64, page_size))
+
+
 @dataclasses.dataclass(frozen=True)
 class Buckets:
   """Shapes of an engine.
@@ -46,7 +57,7 @@ class Buckets:
 
   def read(self, length: int) -> int:
     """Cache entries that attention reads where `length` are filled."""
-    return bucket(length, self.cache_length, max(64, self.page_size))
+    return entries_read(length, self.cache_length, self.page_size)
 
   def decode(self, length: int) -> int:
     """Cache entries that a block of decoding reads; 0 means that the kernel reads exactly the filled entries."""

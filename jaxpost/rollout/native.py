@@ -22,7 +22,7 @@ from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import Entry
 from jaxpost.programs.reshard import Reshard
 from jaxpost.rollout import engine_programs, sampler, sampler_config
-from jaxpost.rollout.buckets import Buckets
+from jaxpost.rollout.buckets import Buckets, cache_length
 from jaxpost.rollout.engine_programs import EnginePrograms, make_entry
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
@@ -84,17 +84,14 @@ class NativeEngine:
     self.layout = layout
     self.decode = decode
     self.block = max(1, min(config.block, config.max_new_tokens))
-    # A block may run past the last token that counts.
-    self.length = config.room + self.block
+    self.page = config.page_size
+    self.length = cache_length(config.room, self.block, self.page)
     if reshard is None:
       source = bridge.source if bridge else layout
       reshard = Reshard(model, source, compute, ledger, share_buffers=not asynchronous)
     self.reshard = reshard
     self._model_config = model.config
     self._bridge = bridge
-    self.page = config.page_size
-    if self.page:  # a sequence takes whole pages
-      self.length = -(-self.length // self.page) * self.page
     self.cache_shape = self._cache_shape()
     self.buckets = self._make_buckets(least_rows, compute.decode_kernel)
     self.programs = EnginePrograms(
