@@ -80,10 +80,11 @@ def devices(names: Sequence[str]) -> list[str]:
 def methods(names: Sequence[str]) -> list[str]:
   """Returns the names as METHODS has them, all of them for none; InputError if one is unknown."""
   known = {name.lower().replace(' ', '_'): name for name in METHODS}
-  for name in names:
-    if name.lower().replace(' ', '_') not in known:
+  asked = {name.lower().replace(' ', '_'): name for name in names}
+  for key, name in asked.items():
+    if key not in known:
       raise InputError(f'--methods: there is no {name!r}; known: {", ".join(known)}')
-  return [known[name.lower().replace(' ', '_')] for name in names] or list(METHODS)
+  return [known[key] for key in asked] or list(METHODS)
 
 
 def prices(text: str, names: Sequence[str]) -> dict[str, float]:

@@ -76,9 +76,9 @@ def make_prompts(
 
 
 def typed_as_chat(weights: Weights) -> bool:
-  """Returns whether a text that somebody types is a user's message.
+  """Returns whether `--prompt` is a user's message.
 
-  It is if the tokenizer has a chat template, except that a run on plain text is asked as its data asks.
+  It is if the tokenizer has a chat template, unless the model was trained by a run on plain text.
   """
   if not weights.inputs.tokenizer.chat_template:
     return False
@@ -107,7 +107,8 @@ def prompts_of(weights: Weights, rows: sources.Rows, as_chat: bool = False, star
   """Returns the prompts of rows, numbered from `start`; `as_chat` makes a text a user's message."""
   tokenizer = weights.inputs.tokenizer
   prompts = []
-  for row, where in [(rows[i], rows.where(i)) for i in range(len(rows))]:
+  for i in range(len(rows)):
+    row, where = rows[i], rows.where(i)
     columns = row
     if 'text' in row and not {'prompt', 'messages'} & set(row):
       row = {'prompt': row['text']}  # a line of a .txt file
