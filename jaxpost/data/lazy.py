@@ -149,7 +149,7 @@ class RowGroups:
       piece = buffer.getvalue()
       ends.append(ends[-1] + piece.size)
       disk = shutil.disk_usage(folder)
-      # As much stays free as the file takes, which others may do as well, and a tenth of the disk.
+      # Other processes may write such a file, too, so at least its size stays free, and a tenth of the disk.
       if disk.free - piece.size < max(ends[-1], disk.total // 10):
         raise OSError(f'{folder} has {disk.free >> 20} MiB left')
       if ends[-1] - ends[0] > most:

@@ -1,4 +1,4 @@
-"""What a command sets up before JAX starts: the allocator of its process and the compile cache."""
+"""Sets up what a command needs before JAX starts: the allocator of its process and the compile cache."""
 
 import ctypes
 import glob

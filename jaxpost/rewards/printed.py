@@ -1,4 +1,4 @@
-"""What reward functions print, on the console of the run."""
+"""Shows on the console of a run what its reward functions print."""
 
 from __future__ import annotations
 

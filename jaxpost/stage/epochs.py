@@ -67,7 +67,7 @@ def _lengths(inputs: Inputs, data: Data) -> list[tuple[float, list[int]]]:
 
 
 def warnings(inputs: Inputs, data: Data) -> list[str]:
-  """Returns what is hardly meant: data that is cut, steps that a crash would lose, settings that change nothing."""
+  """Returns warnings about data that is cut, steps that a crash would lose, and settings that change nothing."""
   config, steps = inputs.config, inputs.config.train.steps
   out = [_warn_over_long(inputs, data)]
   if steps > 100 and not 0 < config.save.every < steps:
