@@ -27,29 +27,18 @@ def test_scaling_of_positions_counts(rope, longest):
   assert positions.longest(tiny.config(max_position=64, ropes=(rope,))) == longest
 
 
+def grpo(row_length, max_new_tokens):
+  sizes = dict(max_prompt_length=40, max_new_tokens=max_new_tokens)
+  return dict(algorithm='grpo', reward='exact_match', train=dict(row_length=row_length), rollout=sizes)
+
+
 @pytest.mark.parametrize(
   'over, told',
   [
     (dict(train=dict(row_length=65)), 'config.train.row_length: 65 tokens are more than the 64 positions'),
     (dict(train=dict(row_length=64)), ''),
-    (
-      dict(
-        algorithm='grpo',
-        reward='exact_match',
-        train=dict(row_length=0),
-        rollout=dict(max_prompt_length=40, max_new_tokens=25),
-      ),
-      'config.rollout: max_prompt_length + max_new_tokens: 65 tokens are more than the 64',
-    ),
-    (
-      dict(
-        algorithm='grpo',
-        reward='exact_match',
-        train=dict(row_length=256),
-        rollout=dict(max_prompt_length=40, max_new_tokens=24),
-      ),
-      '',
-    ),
+    (grpo(0, 25), 'config.rollout: max_prompt_length + max_new_tokens: 65 tokens are more than the 64'),
+    (grpo(256, 24), ''),
   ],
 )
 def test_rows_beyond_the_positions_are_told(over, told, tmp_path, caplog):
