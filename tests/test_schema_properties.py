@@ -79,7 +79,8 @@ def check(name, value, algorithm):
   except InputError as error:
     line = str(error)
     assert '\n' not in line and len(line) < 2000, line
-    assert name.rpartition('.')[2] in line or name.partition('.')[0] in line, (name, value, line)
+    shown = ascii(name)[1:-1]
+    assert shown.rpartition('.')[2] in line or shown.partition('.')[0] in line, (name, value, line)
   assert time.monotonic() - begin < 10, (name, value)
   assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**21, (name, value)  # KiB
 
@@ -89,6 +90,13 @@ def test_values_that_no_field_can_have(value):
   """Each field, while the test below draws some of them."""
   for name, _, _ in FIELDS:
     check(name, value, 'grpo')
+
+
+@pytest.mark.parametrize('key', ['\n', 'a\nb', '\0', '\ud800'], ids=ascii)
+def test_names_that_no_field_can_have(key):
+  for section in ('critic', 'optim', 'user'):
+    check(section, {key: None}, 'grpo')
+  check(key, 1, 'grpo')
 
 
 @hypothesis.settings(max_examples=500, deadline=None, derandomize=True, database=None)

@@ -51,6 +51,8 @@ def unknown_key(where: str, path: str) -> InputError:
     where: 'config', or 'config.STAGE' for a field of a stage's block.
     path: dotted name inside it.
   """
+  if not path.isprintable():  # an error is one line
+    path = ascii(path)[1:-1]
   if path in RENAMED:
     return InputError(f'{where}.{path}: has been renamed; write {where}.{RENAMED[path]}')
   parts = path.split('.')
