@@ -1,0 +1,125 @@
+"""Adapters of experts in the form that `peft` gives them: one A and one B for all experts of a layer.
+
+The modules of `transformers` hold the experts of a layer as two parameters, gate_up_proj [E, 2 F, D] and down_proj
+[E, D, F]. With `target_parameters`, `peft` stores the adapter of such a parameter as A [E R, in] and B [out, R E]. The
+rows of A are grouped by expert, the columns of B by rank. Gate and up either share the ranks, R = r, or each has its
+own, R = 2 r: then those of gate come first.
+
+Legend: E experts, F size of an expert, D size of the model, r rank of an adapter, R rank of a tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from etils import epath
+
+from jaxpost.errors import InputError
+from jaxpost.formats import families, peft_layout, tensor_layout
+
+if TYPE_CHECKING:
+  from jaxpost.models.config import ModelConfig
+
+_PARAMETER = {'gate': 'gate_up_proj', 'up': 'gate_up_proj', 'down': 'down_proj'}  # that holds a matrix of ours
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertTensor:
+  """One expert's part of a tensor of all experts, with the interface of a safetensors slice.
+
+  Attributes:
+    read: returns the whole tensor. shape: of the whole tensor.
+    index: the part, a slice for each dimension.
+  """
+
+  read: Callable[[], Any]
+  shape: list[int]
+  index: tuple[slice, slice]
+
+  def get_shape(self) -> list[int]:
+    return [len(range(*part.indices(size))) for part, size in zip(self.index, self.shape)]
+
+  def __getitem__(self, index: Any) -> Any:
+    return self.read()[self.index][index]
+
+
+def split(
+  folder: epath.Path, raw: dict, tensors: dict, rows: dict[str, tensor_layout.Stored], cfg: ModelConfig
+) -> dict:
+  """Returns `tensors` with one tensor per expert in place of those of all experts.
+
+  Args:
+    folder: of the adapter, for errors. raw: the content of its adapter_config.json.
+    tensors: {name: open tensor} of the folder.
+    rows: {path: place} of all adapters that the model can have.
+
+  Raises:
+    InputError: `target_parameters` names what is no parameter of experts, or a tensor has another shape.
+  """
+  parameters = _target_parameters(folder / peft_layout.CONFIG, raw, cfg)
+  if not parameters:
+    return tensors
+  experts, rank = cfg.experts.num, raw['r']
+  own_ranks = bool(raw.get('rank_pattern'))  # gate and up each have their own
+  out = dict(tensors)
+
+  @functools.lru_cache(maxsize=1)  # all experts of a layer are read one after the other
+  def read(name: str, check: bool) -> Any:
+    value = tensors[name][:]
+    if check:
+      size, half = cfg.experts.size, rank * experts
+      if value[size:, :half].any() or value[:size, half:].any():
+        raise peft_layout.other_model(folder, f'tensor {name} mixes gate and up')
+    return value
+
+  for path, stored in rows.items():
+    matrix, side = path.split('/')[-2:]
+    parameter = _PARAMETER.get(matrix)
+    if stored.spec.stack < 2 or parameter not in parameters:  # no experts, or not adapted in this form
+      continue
+    own_ranks_here = own_ranks and parameter == 'gate_up_proj'
+    tensor_rank = rank * (2 if own_ranks_here else 1)
+    first_rank = rank if own_ranks_here and matrix == 'up' else 0
+    # `peft` wraps a module once for each of its parameters.
+    wrapper = 'base_layer.' if parameter == 'gate_up_proj' and len(parameters) > 1 else ''
+    for place, own_name in enumerate(stored.names):
+      layer, expert = divmod(place, experts)
+      prefix = f'base_model.model.model.layers.{stored.spec.number(layer)}.mlp.experts.{wrapper}'
+      name = f'{prefix}lora_{side.upper()}.weight'
+      if name not in tensors:
+        continue
+      shape = tensors[name].get_shape()
+      if shape[1 if side == 'b' else 0] != experts * tensor_rank:
+        raise peft_layout.other_model(folder, f'tensor {name} has shape {shape}')
+      if side == 'a':
+        start = expert * tensor_rank + first_rank
+        index = slice(start, start + rank), slice(None)
+      else:
+        columns = slice(expert + first_rank * experts, (first_rank + rank) * experts, experts)
+        index = _output_rows(matrix, cfg.experts.size), columns
+      out.pop(name, None)
+      out[own_name] = ExpertTensor(functools.partial(read, name, side == 'b' and own_ranks_here), shape, index)
+  return out
+
+
+def _target_parameters(config_file: epath.Path, raw: dict, cfg: ModelConfig) -> set[str]:
+  """Returns the last names of `target_parameters`, each of which is a parameter of experts."""
+  given = raw.get('target_parameters') or []
+  if not isinstance(given, list) or any(type(name) is not str for name in given):
+    raise InputError(f'{config_file}: target_parameters={given!r} must be a list of names')
+  names = {name.rpartition('.')[2] for name in given}
+  one_tensor_per_expert = cfg.experts and not families.of_model(cfg.family).fused
+  if names and (names - {*_PARAMETER.values()} or not one_tensor_per_expert):
+    raise InputError(
+      f'{config_file}: target_parameters={sorted(names)} is not supported (only gate_up_proj and down_proj of experts, '
+      'of families whose folders have a tensor for each)'
+    )
+  return names
+
+
+def _output_rows(matrix: str, size: int) -> slice:
+  """The rows of B that belong to a matrix: gate and up are above each other in one parameter."""
+  return {'gate': slice(size), 'up': slice(size, None)}.get(matrix, slice(None))
