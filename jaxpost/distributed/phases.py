@@ -151,7 +151,8 @@ def mesh_sizes(text: str, key: str) -> dict[str, int]:
     name, _, size = item.partition('=')
     if name not in AXES or not re.fullmatch('-?[0-9]+', size):
       raise InputError(
-        f'{key}: cannot read {item!r} in {text!r}; write for example "fsdp=-1,tensor=2" with the axes {", ".join(AXES)}'
+        f'{key}: cannot read {item!r:.100} in {text!r:.100}; write for example "fsdp=-1,tensor=2" with the axes '
+        f'{", ".join(AXES)}'
       )
     if sizes[name] != 1:
       raise InputError(f'{key}: {text!r} names the axis {name} twice')

@@ -110,7 +110,7 @@ def check(section: OptimSection) -> None:
   if name not in known:
     near = difflib.get_close_matches(name, known, 3)
     raise InputError(
-      f'config.optim.name: optax has no optimizer {name!r}; '
+      f'config.optim.name: optax has no optimizer {name!r:.100}; '
       + (f'did you mean {", ".join(near)}?' if near else f'known: {", ".join(sorted(known))}')
     )
   takes = inspect.signature(known[name]).parameters
