@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.distributed.mesh import axes_of
 from jaxpost.distributed.transfer import relabelled
-from jaxpost.formats.tensor_layout import AXES
 from jaxpost.models.parameters import input_dims
 
 if TYPE_CHECKING:
@@ -173,30 +172,52 @@ def _place(
 
 def _read(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
   """Reads the elements `bounds` of one stored tensor, in the table's shape."""
-  if len(stored.shape) > len(shape):  # a matrix of one row
-    return tensor[(slice(0, 1), *(slice(*x) for x in bounds))][0]
-  if not stored.spec.matrix:
-    (start, end), *rest = bounds
-    end = min(end, tensor.get_shape()[0])
-    if start >= end:  # only padding; safetensors refuses empty slices
-      return np.zeros((0, *(b - a for a, b in rest)))
-    if stored.order in AXES:
-      inputs, (low, high) = rest
-      rows = slice(stored.first + low, stored.first + high)
-      if stored.order == 'joined':
-        return tensor[(slice(start, end), slice(*inputs), rows)]
-      return tensor[(slice(start, end), rows, slice(*inputs))].swapaxes(1, 2)
-    if stored.order == 'interleaved':
-      turns = stored.shape[-1] // stored.spec.shape[-1]
-      rest[-1] = tuple(turns * x for x in rest[-1])
-      return tensor[(slice(start, end), *(slice(*x) for x in rest))][..., stored.first :: turns]
-    rows = slice(stored.first + start, stored.first + end)
-    return tensor[(rows, *(slice(*x) for x in rest))]
-  cut = input_dims(stored.spec)
-  sides = [(shape[:cut], bounds[:cut], stored.column), (shape[cut:], bounds[cut:], stored.first)]
-  # A side of several dimensions is read whole below its first one.
-  ranges = [slice(first + b[0][0] * math.prod(s[1:]), first + b[0][1] * math.prod(s[1:])) for s, b, first in sides]
-  value = tensor[ranges[1], ranges[0]].T
-  value = value.reshape([n for s, b, _ in sides for n in (b[0][1] - b[0][0], *s[1:])])
-  inner = [(slice(None), *(slice(*x) for x in b[1:])) for _, b, _ in sides]
-  return value[(*inner[0], *inner[1])]
+  if len(stored.shape) > len(shape):  # with a first dimension of 1
+    return tensor[(slice(0, 1), *_slices(bounds))][0]
+  if stored.spec.matrix:
+    return _read_matrix(stored, tensor, shape, bounds)
+  (start, end), *rest = bounds
+  end = min(end, tensor.get_shape()[0])
+  if start >= end:  # only padding beyond the vocabulary; safetensors refuses empty slices
+    return np.zeros((0, *(high - low for low, high in rest)))
+  if stored.order:
+    return _read_fused(stored, tensor, slice(start, end), rest)
+  return tensor[(slice(stored.first + start, stored.first + end), *_slices(rest))]
+
+
+def _read_matrix(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+  """Reads a part of a matrix, which is stored as [outputs, inputs], each side flattened to one dimension.
+
+  Of a side of several dimensions, such as heads and head size, whole entries of the first are read, and cut afterwards.
+  """
+  cut = input_dims(stored.spec)  # the first dimension of the outputs
+  (in_start, in_end), (out_start, out_end) = bounds[0], bounds[cut]
+  in_size, out_size = math.prod(shape[1:cut]), math.prod(shape[cut + 1 :])
+  columns = slice(stored.column + in_start * in_size, stored.column + in_end * in_size)
+  rows = slice(stored.first + out_start * out_size, stored.first + out_end * out_size)
+  value = tensor[rows, columns].T
+  value = value.reshape(in_end - in_start, *shape[1:cut], out_end - out_start, *shape[cut + 1 :])
+  parts = _slices(bounds)
+  parts[0] = parts[cut] = slice(None)  # as it was read
+  return value[tuple(parts)]
+
+
+def _read_fused(stored: Stored, tensor: Any, first: slice, rest: Sequence[tuple[int, int]]) -> np.ndarray:
+  """Reads a part of a parameter that shares a tensor of experts with others; `stored.order` says how.
+
+  Args:
+    first: entries of the first dimension. rest: bounds of the other dimensions.
+  """
+  if stored.order == 'interleaved':
+    *outer, (low, high) = rest
+    step = stored.shape[-1] // stored.spec.shape[-1]
+    return tensor[(first, *_slices(outer), slice(step * low, step * high))][..., stored.first :: step]
+  inputs, (low, high) = rest
+  outputs = slice(stored.first + low, stored.first + high)
+  if stored.order == 'joined':
+    return tensor[first, slice(*inputs), outputs]
+  return tensor[first, outputs, slice(*inputs)].swapaxes(1, 2)  # 'transposed'
+
+
+def _slices(bounds: Sequence[tuple[int, int]]) -> list[slice]:
+  return [slice(*pair) for pair in bounds]

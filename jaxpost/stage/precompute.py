@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,32 +117,39 @@ def read(
   parts = {name: [np.zeros((0, *shape), dtype)] for name, (shape, dtype) in fields.items()}
   for first in range(0, number, _WINDOW):
     window = [examples(n) for n in range(first, min(first + _WINDOW, number))]
-    # Which of its tokens are left where one is longer than a row.
-    cut = [
-      None
-      if e is None
-      else dataclasses.replace(e, loss_mask=read_tokens(e), arrays={'at': np.arange(len(e.tokens))}).cut(row_length)
-      for e in window
-    ]
-    found = [
-      {name: np.zeros((len(e.tokens), *shape), dtype) for name, (shape, dtype) in fields.items()}
-      if e is not None
-      else None
-      for e in window
-    ]
-    known = [n for n, e in enumerate(cut) if e is not None]
-    packed = [[known[i] for i in row] for row in packing.pack_examples([cut[n] for n in known], row_length)]
-    for start in range(0, len(packed), rows):
-      some = packed[start : start + rows]
-      out = run(packing.to_batch([[cut[n] for n in row] for row in some], row_length, rows, normalize=False))
-      for r, row in enumerate(some):
-        column = 0
-        for n in row:
-          at = cut[n].arrays['at']
-          for name in fields:
-            found[n][name][at] = out[name][r, column : column + len(at)]
-          column += len(at)
-    for e, arrays in zip(window, found):
-      for name in fields if e is not None else ():
-        parts[name].append(arrays[name][read_tokens(e)])
+    window = [example for example in window if example is not None]
+    for example, arrays in zip(window, _read_window(window, fields, run, rows, row_length)):
+      trained = read_tokens(example)
+      for name, array in arrays.items():
+        parts[name].append(array[trained])
   return {name: np.concatenate(part) for name, part in parts.items()}
+
+
+def _read_window(
+  examples: Sequence[Example], fields: Mapping, run: Run, rows: int, row_length: int
+) -> list[dict[str, np.ndarray]]:
+  """Computes {name: [T, ...]} of each example; the tokens that do not fit into a row are 0."""
+  found = [
+    {name: np.zeros((len(example.tokens), *shape), dtype) for name, (shape, dtype) in fields.items()}
+    for example in examples
+  ]
+  short = {}  # number -> the example cut to a row, with the places that its tokens had before
+  for number, example in enumerate(examples):
+    marked = dataclasses.replace(
+      example, loss_mask=read_tokens(example), arrays={'place': np.arange(len(example.tokens))}
+    )
+    if (cut := marked.cut(row_length)) is not None:
+      short[number] = cut
+  numbers = list(short)
+  packed = packing.pack_examples(list(short.values()), row_length)
+  for start in range(0, len(packed), rows):
+    batch = [[numbers[i] for i in row] for row in packed[start : start + rows]]
+    out = run(packing.to_batch([[short[n] for n in row] for row in batch], row_length, rows, normalize=False))
+    for r, row in enumerate(batch):
+      column = 0
+      for number in row:
+        places = short[number].arrays['place']
+        for name in fields:
+          found[number][name][places] = out[name][r, column : column + len(places)]
+        column += len(places)
+  return found
