@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.distributed import transfer
 from jaxpost.models.parameters import join
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ class Frozen:
 
   def __call__(self, batch: Batch) -> Any:
     """Runs the program on a placed batch [M, B / M, T]."""
-    return self.program(self.params, transfer.move(self.layout, without_signal(batch), None, 'batch'))
+    return self.program(self.params, self.layout.move(without_signal(batch), None, 'batch'))
 
   def head_for(self, student: ModelConfig) -> jax.Array:
     """Returns a teacher's output embedding [V, D], padded for a student.

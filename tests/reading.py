@@ -51,6 +51,7 @@ OPTIONS = {
   'jaxpost.stage.positions': 'train.row_length',
   'jaxpost.data.shared_rows': 'mesh.train',  # of several processes
   'jaxpost.distributed.channel': 'mesh.train',  # of several processes
+  'jaxpost.distributed.exchange': 'mesh.train',  # of several processes
   'jaxpost.distributed.cluster': 'mesh.train',  # of several processes
   'jaxpost.models.context_parallel': 'mesh.train',
   'jaxpost.models.tensor_parallel': 'mesh.train',
@@ -86,6 +87,7 @@ OPTIONS = {
   'jaxpost.programs.extend': 'environment',  # of turns
   'jaxpost.programs.multi_token': 'nll.mtp_weight',
   'jaxpost.programs.noise': 'nll.neftune_alpha',
+  'jaxpost.programs.write_pieces': 'model.path',
   'jaxpost.programs.topk': 'distill.top_k',
   'jaxpost.programs.pages': 'rollout.page_size',
   'jaxpost.programs.verify': 'rollout.speculation',

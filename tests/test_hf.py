@@ -15,7 +15,7 @@ import tiny
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, hf, hf_export, tensor_reader
 from jaxpost.models import model as model_lib
-from jaxpost.programs import train
+from jaxpost.programs import write_pieces
 
 TOLERANCE = 3e-5  # of the largest logit, in float32
 # Not what a config would default to, so that ignoring a field shows.
@@ -470,7 +470,7 @@ def test_loading_keeps_a_piece_on_the_host(large, monkeypatch, dtype):
 
   def write(x, piece, at, *sharding, **moves):
     held.append(sum(x.nbytes for x in jax.live_arrays()))
-    out = train.write(x, piece, at, *sharding, **moves)
+    out = write_pieces.write(x, piece, at, *sharding, **moves)
     assert x is None or x.is_deleted()
     written.append(piece.nbytes)
     return out

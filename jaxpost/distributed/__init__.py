@@ -1,9 +1,9 @@
 """Meshes, transfers between hosts and meshes, coordination of processes, the watchdog.
 
 `mesh` maps logical axes to mesh axes; `phases` makes one mesh per phase and orders its devices,
-also across TPU slices; `transfer` moves arrays, `bridge` copies
+also across TPU slices; `bridge` copies
 weights to a mesh of other devices; `cluster` connects processes, `coordination`
-gathers, broadcasts and agrees; `watchdog` ends a run in which a process hangs or dies.
+gathers, broadcasts and agrees, `exchange` does so for several; `watchdog` ends a run in which a process hangs or dies.
 
 Imports jax and `errors`; every room above may import it. Never here: models, phases of an
 algorithm, files.

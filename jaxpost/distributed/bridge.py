@@ -12,7 +12,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxpost.distributed import coordination
 from jaxpost.distributed.mesh import Layout
-from jaxpost.distributed.transfer import owners
 from jaxpost.errors import InputError
 
 _COPIES = 'copies'  # mesh axis of a bridge's source: equal copies of the target's shards
@@ -94,7 +93,7 @@ def copy(arrays: list, source: Mesh, target: Mesh) -> list:
   there = [NamedSharding(target, x.sharding.spec) for x in arrays]
   if coordination.process_count() == 1:
     return jax.device_put(here, there)
-  if owners(source.devices.flat) != owners(target.devices.flat):
+  if coordination.owners(source.devices.flat) != coordination.owners(target.devices.flat):
     sent = jax.device_put(here, there)  # all of them together
     coordination.all_gather(None)  # a sender must stay until all receivers have read
     return sent

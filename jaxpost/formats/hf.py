@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, families, model_folder, safetensors_file, tensor_layout, tensor_reader
 from jaxpost.models.parameters import join, leaf, nest
@@ -63,7 +62,7 @@ def load_params(
   shardings: dict,
   dtype: Any,
   keep: Callable = lambda params: params,
-  write: Callable = transfer.write,
+  write: Callable = tensor_reader.write,
 ) -> dict:
   """Loads the parameters of a folder, nested, as arrays with these shardings.
 
@@ -72,7 +71,7 @@ def load_params(
 
   Args:
     keep: maps each {path: parameter}, nested, to what is kept in its place, e.g. quantized.
-    write: see `transfer.write`; one that does not take over the buffers of its first
+    write: see `tensor_reader.write`; one that does not take over the buffers of its first
       argument has a parameter in memory twice.
   """
   out, folder = {}, model_folder.opened(folder)

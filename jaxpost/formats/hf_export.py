@@ -20,7 +20,7 @@ import numpy as np
 import safetensors.numpy
 from etils import epath
 
-from jaxpost.distributed.transfer import to_host
+from jaxpost.distributed.mesh import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json, families, safetensors_file, tensor_layout
 from jaxpost.models.parameters import flatten, leaf, nest

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from etils import epath
 
-from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
 from jaxpost.formats import families, hf_export, model_folder, peft_experts, peft_layout, tensor_layout, tensor_reader
 from jaxpost.formats.peft_layout import CONFIG, WEIGHTS
@@ -91,7 +90,7 @@ def read_spec(folder: epath.PathLike, cfg: ModelConfig) -> tuple:
   return spec
 
 
-def load(folder: epath.PathLike, model: Model, shardings: dict, write: Callable = transfer.write) -> dict:
+def load(folder: epath.PathLike, model: Model, shardings: dict, write: Callable = tensor_reader.write) -> dict:
   """Returns the adapters of a folder, nested, as float32 arrays.
 
   Args:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpost.distributed.mesh import axes_of
-from jaxpost.distributed.transfer import relabelled
+from jaxpost.distributed.mesh import axes_of, relabelled
 from jaxpost.models.parameters import input_dims
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
   byte is asked for twice, and whole rows are.
 
   Returns:
-    The sharding, and the moves that undo it (`transfer.write`).
+    The sharding, and the moves that undo it (`write`).
   """
   row, parts = _row(spec), [axes_of(part) for part in to.spec]
   parts += [()] * (len(spec.shape) - len(parts))
@@ -138,6 +138,48 @@ def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.d
     jax.block_until_ready(out)  # at most two pieces are in memory, however slow the device is
     out = write(out, piece, start, to, whole, rows=sharding, row=row, moves=moves)
   return relabelled(out, to)
+
+
+def write(
+  x: jax.Array | None,
+  piece: jax.Array,
+  at: jax.Array,
+  sharding: NamedSharding,
+  shape: tuple[int, ...],
+  rows: NamedSharding,
+  row: int,
+  moves: tuple,
+) -> jax.Array:
+  """`x` with `piece` written at offset `at` of each shard; an `x` of None is zeros of `shape`.
+
+  Args:
+    piece: sharded by `rows`; its dimensions from `row` on may be flattened to one.
+    at: [dimensions] int32, the offset inside a shard.
+    moves: ((dimension or None, axes), ...): mesh axes that split dimension
+      `row` of pieces, and in `x` split `dimension`, or nothing.
+  """
+
+  # Bits are moved, since XLA:CPU would convert all of a bfloat16 x to float32.
+  def bits(x, to):
+    return x if x.dtype.itemsize != 2 else (jax.lax.bitcast_convert_type(x, to))
+
+  def local(x, piece, at):
+    if x is None:
+      x = jnp.zeros(sharding.shard_shape(shape), piece.dtype)
+    dtype, piece = piece.dtype, bits(piece, jnp.uint16)
+    for dimension, axes in reversed(moves):
+      piece = (
+        jax.lax.all_gather(piece, axes, axis=row, tiled=True)
+        if (dimension is None)
+        else jax.lax.all_to_all(piece, axes, dimension, row, tiled=True)
+      )
+    piece = piece.reshape(*piece.shape[:row], -1, *shape[row + 1 :]) if (piece.ndim < len(shape)) else piece
+    return bits(jax.lax.dynamic_update_slice(bits(x, jnp.uint16), piece, list(at)), dtype)
+
+  spec = sharding.spec
+  return jax.shard_map(
+    local, mesh=sharding.mesh, out_specs=spec, check_vma=False, in_specs=(spec, rows.spec, PartitionSpec())
+  )(x, piece, at)
 
 
 def _place(

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpost.distributed import transfer
 from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
 from jaxpost.models import layers
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
 
-write = jax.jit(  # donates x: a piece that is read from a file goes to its shards in place
-  transfer.write, donate_argnums=0, static_argnums=(3, 4, 5, 6, 7)
-)
 ROUTER = 'router'  # key of the router's sums among the metrics of a micro-batch, see models/routing.py
 
 

@@ -27,7 +27,6 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jaxpost.distributed import coordination
-from jaxpost.distributed.transfer import owners
 from jaxpost.errors import refuse
 from jaxpost.rl.grading import Grader, PendingRollout
 
@@ -77,7 +76,7 @@ class RolloutQueue:
   def __post_init__(self):
     if coordination.process_count() == 1 or not self.engine:
       return
-    sampling_processes = owners(self.engine.layout.mesh.devices.flat)
+    sampling_processes = coordination.owners(self.engine.layout.mesh.devices.flat)
     some_only_train = len(sampling_processes) < coordination.process_count()
     needs_all = bool(self.config.environment or self.config.rollout.inflight_update_blocks)
     refuse(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxpost.distributed import coordination
-from jaxpost.distributed.transfer import owners
 from jaxpost.rollout.sequence import Completion
 from jaxpost.types import Prompt, Rollout
 
@@ -105,12 +104,13 @@ class Sampler:
     )
     if coordination.process_count() == 1:
       return draw()
-    sampling_processes = owners(self.engine.layout.mesh.devices.flat)
+    sampling_processes = coordination.owners(self.engine.layout.mesh.devices.flat)
     if len(sampling_processes) == coordination.process_count():
       return draw()
+    from jaxpost.distributed import exchange
     from jaxpost.rollout import rollout_codec
 
     # Drawn on the processes that have sampling devices, and sent to the others.
     text = rollout_codec.to_text(draw()) if coordination.process_index() in sampling_processes else ''
-    data = coordination.broadcast_bytes(sampling_processes[0], text.encode())
+    data = exchange.broadcast_bytes(sampling_processes[0], text.encode())
     return rollout_codec.from_text(data.decode()).replace(prompts=tuple(prompts))

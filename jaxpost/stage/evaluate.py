@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxpost.data import packing
-from jaxpost.distributed.transfer import to_host
+from jaxpost.distributed.mesh import to_host
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:

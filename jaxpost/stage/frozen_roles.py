@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from jaxpost.distributed.transfer import to_host
+from jaxpost.distributed.mesh import to_host
 from jaxpost.models import partition
 from jaxpost.models.parameters import join
-from jaxpost.programs import score, train
+from jaxpost.programs import score, write_pieces
 from jaxpost.roles import Frozen, place
 from jaxpost.stage import load_weights
 
@@ -120,4 +120,4 @@ def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | 
     return load_weights.described(part, layout, 'float32')
   from jaxpost.formats import peft
 
-  return peft.load(source.folder, model, part.shardings(layout), train.write)
+  return peft.load(source.folder, model, part.shardings(layout), write_pieces.write)

@@ -72,12 +72,15 @@ def _load_without_base(
     return keep(read_checkpoint(folder, source.step, plain, layout, dtype, partial=source.base is not None))
   if source.base is not None:
     from jaxpost.formats import peft
+    from jaxpost.programs import write_pieces
 
-    return peft.load(source.folder, model, shardings, programs.write)
+    return peft.load(source.folder, model, shardings, write_pieces.write)
   if source.folder is not None:  # one by one, so that all are never whole
     from jaxpost.formats import hf
+    from jaxpost.programs import write_pieces
 
-    return hf.load_params(source.folder, plain, plain.shardings(layout), jnp.dtype(dtype), keep, write=programs.write)
+    wanted = plain.shardings(layout)
+    return hf.load_params(source.folder, plain, wanted, jnp.dtype(dtype), keep, write=write_pieces.write)
   return programs.random_params(model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxpost.distributed import transfer
+from jaxpost.distributed import mesh
 from jaxpost.rl import batching, grading
 from jaxpost.rl.controller import Controller
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
@@ -195,7 +195,7 @@ def reward_model_values(rollout: Rollout, roles: Roles, *, max_sequences: int, s
     part = rollout.replace(prompts=tuple(rollout.prompts[n // group_size] for n in members), **arrays)
     batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, *shape)
     values = roles.reward_model(roles.policy.place(batch)).values
-    out.append(batching.from_rows(part, transfer.to_host(values), *shape))
+    out.append(batching.from_rows(part, mesh.to_host(values), *shape))
   return np.concatenate(out)
 
 
