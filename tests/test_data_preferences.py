@@ -11,7 +11,6 @@ from jaxpost.data import prompts as prompts_lib
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.stage import evaluate
-from jaxpost.stage.precompute import read_tokens
 
 load = functools.cache(tokenizer_lib.load)
 USER = {'role': 'user', 'content': 'Q1'}
@@ -198,7 +197,7 @@ def test_unpaired_rows_carry_another_answer_for_the_kl(plain):
     assert text(kl).endswith('no<|im_end|>')
     assert sum(mask) == len('yes, this') + 1 and sum(kl_mask) == 0
     assert sum(scored) == 3
-    assert read_tokens(shared).sum() == shared.trained.sum() + 3
+    assert shared.read.sum() == shared.trained.sum() + 3
     ids = shared.sequence_ids
     np.testing.assert_array_equal(shared.arrays['label'], np.where(ids == 1, value, 0))
     np.testing.assert_array_equal(shared.arrays['kl_mask'], ids == 2)

@@ -19,7 +19,7 @@ import tiny
 from jaxpost import roles as roles_lib
 from jaxpost.algorithms import distill
 from jaxpost.data import packing
-from jaxpost.data.examples import Example
+from jaxpost.data.examples import Documents, Example
 from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
 from jaxpost.losses import top_tokens as top_tokens
@@ -29,7 +29,6 @@ from jaxpost.programs import topk as topk_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import precompute
-from jaxpost.stage.documents import Documents
 from jaxpost.types import Batch
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden/losses.json').read_text())

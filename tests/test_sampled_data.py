@@ -16,13 +16,12 @@ from sampled import Case
 
 from jaxpost.algorithms import distill, sft
 from jaxpost.data import packing, text_alignment
-from jaxpost.data.examples import Example
+from jaxpost.data.examples import Documents, Example
 from jaxpost.distributed.mesh import to_host
 from jaxpost.models import model as model_lib
 from jaxpost.programs import topk
 from jaxpost.roles import Frozen, place
 from jaxpost.stage import precompute
-from jaxpost.stage.documents import Documents
 from jaxpost.stage.teacher_text import TextsOfTeacher
 
 pytestmark = pytest.mark.long

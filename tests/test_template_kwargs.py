@@ -8,12 +8,12 @@ import types
 import pytest
 import tiny
 
-from jaxpost.data import chat, prompts, sources
+from jaxpost.data import chat, examples, prompts, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import openai_format, turns
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import documents, overrides, prepare, schema, weight_sources
+from jaxpost.stage import overrides, prepare, schema, weight_sources
 from jaxpost.tools import completions, inference
 from launch import config_flag
 
@@ -152,9 +152,9 @@ def test_a_template_that_ends_no_turn_with_a_stop_token_is_told(end, warned, cap
   tokenizer = load('bytes', chat_template=template)
   example = chat.make_example(tokenizer, {'messages': [QUESTION, ANSWER]}, 'a:1')
   with caplog.at_level(logging.WARNING):
-    documents.warn_without_stop([None], tokenizer)
+    examples.warn_without_stop([None], tokenizer)
     assert not caplog.text
-    documents.warn_without_stop([example, None], tokenizer)
+    examples.warn_without_stop([example, None], tokenizer)
   assert ('no trained span ends in a stop token (<|im_end|>)' in caplog.text) == warned
 
 

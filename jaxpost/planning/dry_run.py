@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from jaxpost import testing
 from jaxpost.data import sources
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.data.examples import Documents
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
 from jaxpost.stage import model_folders, optim, sampling_inputs, weight_sources
 from jaxpost.stage import prepare as prepare_lib
-from jaxpost.stage.documents import Documents
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage
 from jaxpost.stage.weight_sources import Source
 

@@ -19,7 +19,6 @@ from etils import epath
 
 from jaxpost.data import packing
 from jaxpost.distributed import coordination
-from jaxpost.stage.documents import read_tokens
 from jaxpost.storage.array_cache import load_or_make
 from jaxpost.storage.seals import fingerprint
 
@@ -119,7 +118,7 @@ def read(
     window = [examples(n) for n in range(first, min(first + _WINDOW, number))]
     window = [example for example in window if example is not None]
     for example, arrays in zip(window, _read_window(window, fields, run, rows, row_length)):
-      trained = read_tokens(example)
+      trained = example.read
       for name, array in arrays.items():
         parts[name].append(array[trained])
   return {name: np.concatenate(part) for name, part in parts.items()}
@@ -135,9 +134,7 @@ def _read_window(
   ]
   short = {}  # number -> the example cut to a row, with the places that its tokens had before
   for number, example in enumerate(examples):
-    marked = dataclasses.replace(
-      example, loss_mask=read_tokens(example), arrays={'place': np.arange(len(example.tokens))}
-    )
+    marked = dataclasses.replace(example, loss_mask=example.read, arrays={'place': np.arange(len(example.tokens))})
     if (cut := marked.cut(row_length)) is not None:
       short[number] = cut
   numbers = list(short)

@@ -17,6 +17,7 @@ import ml_collections
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.data.examples import Documents, warn_unseen, warn_without_stop
 from jaxpost.errors import InputError, refuse
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition
@@ -26,7 +27,6 @@ from jaxpost.stage import config as config_lib
 from jaxpost.stage.algorithms import load_algorithm
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.config import Config
-from jaxpost.stage.documents import Documents, warn_unseen, warn_without_stop
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Workers
 from jaxpost.stage.weight_sources import Source
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
   import jax
 
   from jaxpost.algorithms.base import Algorithm
+  from jaxpost.data.examples import Documents
   from jaxpost.data.loader import PackedStream
   from jaxpost.data.prompts import PromptStream
   from jaxpost.data.sources import Rows
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
-  from jaxpost.stage.documents import Documents
   from jaxpost.stage.weight_sources import Source
   from jaxpost.types import Batch, Prompt
 

@@ -15,7 +15,6 @@ import numpy as np
 from jaxpost.algorithms import distill_text
 from jaxpost.data import text_alignment
 from jaxpost.data import tokenizer as tokenizer_lib
-from jaxpost.stage.documents import read_tokens
 from jaxpost.stage.sampling_inputs import tokenizer_of
 
 if TYPE_CHECKING:
@@ -64,17 +63,17 @@ class TextsOfTeacher:
     outputs = {'ids': ((k,), np.int32), 'top': ((k,), np.float32), 'own': ((), np.float32)}
     size = dict(rows=shape.rows, row_length=shape.row_length)
     found = read(self.theirs.__getitem__, len(self.theirs), outputs, run, **size)
-    stops = np.cumsum([0 if e is None else int(read_tokens(e).sum()) for e in self.theirs])
+    stops = np.cumsum([0 if e is None else int(e.read.sum()) for e in self.theirs])
     same = text_alignment.same_tokens(*self.texts, self._ends())
     parts = {name: [np.zeros((0, *tail), dtype)] for name, (tail, dtype) in spec.arrays.items()}
     for mine, theirs, stop in zip(self.mine, self.theirs, stops):
       if mine is None or theirs is None:
         continue
-      known = read_tokens(theirs)
+      known = theirs.read
       outputs_of = {name: _unread(x[stop - known.sum() : stop], known) for name, x in found.items()}
       arrays = self._of_document(mine, theirs, outputs_of, same, k)
       for name, x in zip(distill_text.names(number), arrays):
-        parts[name].append(x[read_tokens(mine)])
+        parts[name].append(x[mine.read])
     return {name: np.concatenate(part) for name, part in parts.items()}
 
   def _ends(self) -> dict[int, int]:
