@@ -22,7 +22,7 @@ from jaxpost.models import partition
 from jaxpost.monitor import activity as activity_lib
 from jaxpost.monitor import metrics, program_table
 from jaxpost.monitor import start as start_lib
-from jaxpost.stage import assemble, consistency, epochs, load_weights, place, prepare, weight_sources
+from jaxpost.stage import assemble, consistency, epochs, load_weights, place, prepare
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import disk_errors, object_store, run_lock, seals
 from jaxpost.storage.checkpoint import Checkpointer
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
   from jaxpost.roles import Policy
   from jaxpost.stage.assemble import DataStream
   from jaxpost.stage.place import PlacedStage
-  from jaxpost.stage.records import PreparedStage
+  from jaxpost.stage.records import PreparedStage, Source
 
 _SLOW_S = 600.0  # limit of what is no step (compilation, saving), where watchdog_s is lower
 
@@ -380,10 +380,10 @@ def initial_params(placed: PlacedStage, workdir: epath.PathLike | None) -> dict:
 
 def final_params(placed: PlacedStage, workdir: epath.PathLike) -> dict:
   """Loads the weights that a finished stage has left."""
-  return _load_params(placed, weight_sources.outcome(placed.inputs), workdir)
+  return _load_params(placed, placed.inputs.outcome, workdir)
 
 
-def _load_params(placed: PlacedStage, source: weight_sources.Source, workdir: epath.PathLike | None) -> dict:
+def _load_params(placed: PlacedStage, source: Source, workdir: epath.PathLike | None) -> dict:
   config, ledger = placed.config, placed.ledger
   dtype = config.model.param_dtype
   return load_weights.load(source, placed.model, placed.train, dtype, workdir, seed=config.seed, ledger=ledger)

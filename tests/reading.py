@@ -114,6 +114,7 @@ OPTIONS = {
   'jaxpost.stage.frozen_roles': 'rl.reference',
   'jaxpost.stage.model_folders': 'model.path',
   'jaxpost.stage.moving_reference': 'reference.every',
+  'jaxpost.stage.weight_sources': 'model.path',
   'jaxpost.storage.hub': 'data.path',
   'jaxpost.storage.remote': 'data.path',
   'jaxpost.stage.precompute': 'rl.reference',
@@ -145,9 +146,9 @@ ENTRIES = (
   Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (20, 3_480, 6)),
   Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (43, 7_940, 6)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (64, 12_380, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (63, 12_180, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (127, 23_440, 11)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (126, 23_250, 10)),
 )
 
 

@@ -27,7 +27,7 @@ from jaxpost.rewards.groups import Graded
 from jaxpost.rollout import sampler_config
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.evaluate import pass_at_k
-from jaxpost.stage.weight_sources import Source
+from jaxpost.stage.records import Source
 from jaxpost.tools import chat, completion_files, completions, inference, score_dataset
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]

@@ -25,7 +25,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
-from jaxpost.stage import weight_sources
+from jaxpost.stage import prepare
 from jaxpost.stage.config import parse
 from jaxpost.types import Prompt
 
@@ -111,10 +111,10 @@ def test_sft_then_grpo_and_back_from_the_export(code, tmp_path):
   (section,) = (
     x.model for x in parse(tiny.merged(tiny.run_config(''), dict(model=dict(preset=code, path=str(export))))).values()
   )
-  source = weight_sources.of_model(section)
+  source = prepare.source_of_model(section)
   assert source.folder is not None
   with pytest.raises(InputError, match="'custom'.*config.model.preset"):
-    weight_sources.of_model(dataclasses.replace(section, preset='tiny'))
+    prepare.source_of_model(dataclasses.replace(section, preset='tiny'))
 
 
 # The part of a parameter of about [64, 259] that a device holds in each layout.

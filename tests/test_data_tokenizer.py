@@ -7,7 +7,7 @@ import pytest
 
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.stage import schema, weight_sources
+from jaxpost.stage import prepare, schema
 
 
 def test_bytes_tokenizer_round_trips_and_exports(tmp_path):
@@ -94,6 +94,6 @@ def test_code_in_a_folder_is_never_run(tmp_path, monkeypatch, of):
     tokenizer_lib.load(folder)
   assert '\n' not in str(caught.value)
   with pytest.raises(InputError) as caught:
-    weight_sources.of_model(schema.ModelSection(path=str(folder)))
+    prepare.source_of_model(schema.ModelSection(path=str(folder)))
   assert '\n' not in str(caught.value)
   assert not mark.exists()

@@ -70,10 +70,10 @@ def count_reads():
 def load(folder, model, layout, piece):
   """Its parameters, the way that a run has them."""
   from jaxpost.formats import model_folder, tensor_reader
-  from jaxpost.stage import load_weights, weight_sources
+  from jaxpost.stage import load_weights, records
 
   tensor_reader._PIECE = piece
-  source = weight_sources.Source(model.config, folder=model_folder.opened(folder), name='x')
+  source = records.Source(model.config, folder=model_folder.opened(folder), name='x')
   return load_weights.load(source, model, layout, 'float32')
 
 

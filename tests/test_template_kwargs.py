@@ -13,7 +13,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import openai_format, turns
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import overrides, prepare, schema, weight_sources
+from jaxpost.stage import overrides, prepare, records, schema, weight_sources
 from jaxpost.tools import completions, inference
 from launch import config_flag
 
@@ -40,7 +40,7 @@ def folder(tmp_path):
 def load(folder, **data):
   """The tokenizer of a stage by a config with these data fields."""
   config = config_lib.parse(dict(model=dict(tokenizer=folder), data=data))['sft']
-  source = weight_sources.Source(tiny.config(vocab_size=512))
+  source = records.Source(tiny.config(vocab_size=512))
   return prepare.load_tokenizer(config, source, source)
 
 
@@ -161,10 +161,10 @@ def test_a_template_that_ends_no_turn_with_a_stop_token_is_told(end, warned, cap
 def test_weights_of_a_run_or_an_adapter_come_with_their_tokenizer(tmp_path, monkeypatch):
   """Of an adapter it is that of the base; a run as `model.path` does not fall back to bytes."""
   cfg = tiny.config(vocab_size=512)
-  base = weight_sources.Source(cfg, folder=tmp_path / 'base')
-  adapter = weight_sources.Source(cfg, folder=tmp_path / 'adapter', base=base)
-  assert weight_sources.tokenizer_path(schema.ModelSection(path='x'), adapter) == str(tmp_path / 'base')
-  assert weight_sources.tokenizer_path(schema.ModelSection(path='x', tokenizer='y'), adapter) == 'y'
+  base = records.Source(cfg, folder=tmp_path / 'base')
+  adapter = records.Source(cfg, folder=tmp_path / 'adapter', base=base)
+  assert adapter.tokenizer_path(schema.ModelSection(path='x')) == str(tmp_path / 'base')
+  assert adapter.tokenizer_path(schema.ModelSection(path='x', tokenizer='y')) == 'y'
   gone = str(tmp_path / 'gone')
   for section, path in (
     (dict(path=gone, tokenizer='y'), 'y'),
@@ -172,7 +172,7 @@ def test_weights_of_a_run_or_an_adapter_come_with_their_tokenizer(tmp_path, monk
     (dict(path='org/name'), 'org/name'),
   ):
     assert weight_sources.saved_tokenizer_path(schema.ModelSection(**section)) == path
-  of_run = weight_sources.Source(cfg, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
+  of_run = records.Source(cfg, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
   other = types.SimpleNamespace(encode=lambda text: [1])
   monkeypatch.setattr('jaxpost.stage.sampling_inputs.tokenizer_of', lambda source, earlier: other)
   (config,) = config_lib.parse(tiny.run_config('run')).values()

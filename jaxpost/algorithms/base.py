@@ -71,7 +71,7 @@ class Algorithm:
     precompute: config -> {name of a frozen role: Precompute}; such a role is not in `Roles`. Teachers are named
       teacher_0, teacher_1, ...
     check: raises InputError for a config that cannot work.
-    check_roles: (config, {role: its weights, a `stage.weight_sources.Source`}, tokenizer of the policy); raises
+    check_roles: (config, {role: its weights, a `stage.records.Source`}, tokenizer of the policy); raises
       InputError for models that do not go together.
     check_first_step: (metrics, config); raises AssertionError where the metrics of the first step, before any learning,
       cannot be right.

@@ -18,8 +18,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.models import presets
 from jaxpost.stage import model_folders, optim, sampling_inputs, weight_sources
 from jaxpost.stage import prepare as prepare_lib
-from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage
-from jaxpost.stage.weight_sources import Source
+from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Source
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
@@ -90,7 +89,7 @@ def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequenc
   if section.path:
     source = Source(shape_of(section.path, 'config.model.path', section.text_only))
   else:
-    source = Source(weight_sources.of_model(section).config)
+    source = Source(prepare_lib.source_of_model(section).config)
   earlier = {p.name: Source(p.inputs.model.config, stage=p.name) for p in before}
   found = prepare_lib.find_weights(
     config, algorithm, source, earlier, functools.partial(find, text_only=section.text_only)

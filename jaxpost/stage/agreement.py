@@ -20,8 +20,7 @@ from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
-  from jaxpost.stage.records import PreparedStage
-  from jaxpost.stage.weight_sources import Source
+  from jaxpost.stage.records import PreparedStage, Source
 
 # Rows that processes compare at the start: all of most data sets.
 _HASHED, _HASHED_LAZY = 20_000, 100

@@ -22,7 +22,7 @@ from jaxpost.models import partition
 from jaxpost.monitor import program_table
 from jaxpost.programs import train as programs
 from jaxpost.roles import Policy, Roles, Trainable
-from jaxpost.stage import checks, load_weights, optim, precompile, weight_sources
+from jaxpost.stage import checks, load_weights, optim, precompile
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.types import Item, Update
 
@@ -142,7 +142,7 @@ def make_parts(
   config, algorithm = placed.config, placed.algorithm
   precomputed = ()
   if algorithm.precompute(config):
-    from jaxpost.stage import frozen_roles, precompute
+    from jaxpost.stage import frozen_roles, precompute, weight_sources
 
     make_run = functools.partial(frozen_roles.make_frozen_run, placed, params, workdir)
     identity = functools.partial(weight_sources.identity, workdir=workdir, seed=config.seed)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.models.model import Model
   from jaxpost.stage.config import Config
-  from jaxpost.stage.weight_sources import Source
+  from jaxpost.stage.records import Source
 
 READ_FIRST = 20_000  # documents that are tokenized, and so checked, before step 0
 _OF_METHODS = dict(  # section of a method: its fields that sampling reads, whatever the method
@@ -135,6 +135,15 @@ def check_model(config: Config, model: Model) -> None:
     config.rollout.share_base and config.mesh.rollout_devices > 0,
     'config.rollout.share_base: the sampler has devices of its own (mesh.rollout_devices); leave it False',
   )
+
+
+def check_head(source: Source, scalar_head: bool, key: str) -> None:
+  """Refuses to train a language model from the weights of a reward model."""
+  if source.config.num_labels and not scalar_head:
+    raise InputError(
+      f'{key}: these weights are of a reward model, which has no head for tokens; start from a language model'
+      ' (stage:NAME names an earlier stage)'
+    )
 
 
 def check_replay(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> None:

@@ -15,7 +15,7 @@ from jaxpost.errors import InputError
 from jaxpost.monitor import start
 from jaxpost.monitor.metrics import read_growing
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import load_weights, weight_sources
+from jaxpost.stage import load_weights
 from jaxpost.storage import disk_errors, object_store
 from jaxpost.storage.manifest import finished_steps
 
@@ -104,7 +104,9 @@ def check_resumed_models(prepared: Sequence[PreparedStage], workdir: epath.Path)
   for p in prepared:
     if not (saved := load_weights.saved_meta(p.name, workdir)):
       continue
-    was = dataclasses.asdict(weight_sources.saved_config(saved['model']))
+    from jaxpost.models import saved_config
+
+    was = dataclasses.asdict(saved_config.from_json(saved['model']))
     for k, v in dataclasses.asdict(p.inputs.model.config).items():
       if was.get(k) != v:
         raise InputError(

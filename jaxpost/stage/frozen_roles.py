@@ -22,8 +22,7 @@ if TYPE_CHECKING:
   from jaxpost.programs.compile import Ledger
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.precompute import Run
-  from jaxpost.stage.records import Inputs
-  from jaxpost.stage.weight_sources import Source
+  from jaxpost.stage.records import Inputs, Source
   from jaxpost.types import Batch
 
 

@@ -22,7 +22,7 @@ from jaxpost.models import partition
 from jaxpost.models.parameters import flatten, join, nest
 from jaxpost.programs import train as programs
 from jaxpost.programs.compile import Ledger
-from jaxpost.stage.weight_sources import Source, checkpoints, record
+from jaxpost.stage.records import Source
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
@@ -65,7 +65,7 @@ def _load_without_base(
 ) -> dict:
   """The leaves that a source has without its base."""
   shardings = model.shardings(layout)
-  folder = checkpoints(source, workdir)
+  folder = source.checkpoints_in(workdir)
   plain = partition.build(source.config)  # which is what is stored
   keep = functools.partial(partition.convert, theirs=plain, model=model)
   if folder is not None:
@@ -132,8 +132,10 @@ def make_meta(inputs: Inputs, workdir: epath.PathLike) -> dict:
   """
   meta = dict(model=dataclasses.asdict(inputs.model.config))
   if inputs.model.frozen:
+    from jaxpost.stage import weight_sources
+
     saved = saved_meta(inputs.name, workdir)
-    base = record(inputs.sources['policy'], workdir, inputs.config.seed)
+    base = weight_sources.record(inputs.sources['policy'], workdir, inputs.config.seed)
     if saved and saved['base']['fingerprint'] != base['fingerprint']:
       raise InputError(
         f'{base["folder"] or base["checkpoints"] or base["stage"]}: these '

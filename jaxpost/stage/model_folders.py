@@ -21,7 +21,7 @@ from jaxpost.storage import hub, object_store
 
 if TYPE_CHECKING:
   from jaxpost.stage.config import Config
-  from jaxpost.stage.weight_sources import Source
+  from jaxpost.stage.records import Source
   from jaxpost.types import Objective
 
 

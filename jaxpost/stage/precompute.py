@@ -26,7 +26,7 @@ if TYPE_CHECKING:
   from jaxpost.algorithms.base import Precompute
   from jaxpost.data.examples import Example
   from jaxpost.stage.place import PlacedStage
-  from jaxpost.stage.weight_sources import Source
+  from jaxpost.stage.records import Source
   from jaxpost.types import Batch
 
 # Host batch [rows, row_length] -> {name: [rows, row_length, ...]}, by a frozen role.

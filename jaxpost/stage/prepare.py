@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,18 +21,18 @@ from jaxpost.errors import InputError, refuse
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition
 from jaxpost.models.config import CustomConfig, ModelConfig
-from jaxpost.stage import checks, epochs, weight_sources
+from jaxpost.stage import checks, epochs
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.algorithms import load_algorithm
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.config import Config
-from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Workers
-from jaxpost.stage.weight_sources import Source
+from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Source, Workers
 
 if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.models.model import Model
+  from jaxpost.stage.schema import ModelSection
   from jaxpost.types import Batch
 
 
@@ -72,8 +71,8 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
     from jaxpost.stage import sampling_inputs
 
     sampling_inputs.check_reward_model(config, algorithm)
-  source = weight_sources.of_model(config.model)
-  found = find_weights(config, algorithm, source, {p.name: weight_sources.outcome(p.inputs) for p in before})
+  source = source_of_model(config.model)
+  found = find_weights(config, algorithm, source, {p.name: p.inputs.outcome for p in before})
   tokenizer = load_tokenizer(config, source, found['policy'])
   if isinstance(found['policy'].config, CustomConfig):
     from jaxpost.stage import custom_model
@@ -197,6 +196,24 @@ def _trains_mtp(config: Config, algorithm: Algorithm) -> bool:
   return config.nll.mtp_weight > 0 and (algorithm.sections is None or 'nll' in algorithm.sections)
 
 
+def source_of_model(section: ModelSection) -> Source:
+  """Finds the weights that `config.model` names; random ones for a preset."""
+  path, preset = section.path, section.preset
+  if path or ':' in preset:
+    from jaxpost.stage import weight_sources
+
+    if ':' in preset:
+      return weight_sources.of_code(preset, path)
+    return weight_sources.find(path, 'config.model.path', {}, section.text_only)
+  from jaxpost.models import presets
+
+  refuse(
+    preset not in presets.every(),
+    f'config.model.preset: no shape is called {preset!r}; known: {", ".join(presets.every())}',
+  )
+  return Source(presets.every()[preset])
+
+
 def find_weights(
   config: Config,
   algorithm: Algorithm,
@@ -211,13 +228,23 @@ def find_weights(
     earlier: {stage: Source} of what the stages before end with, in order.
     find: (text, config field, earlier) -> Source; a plan knows shapes without weights. None: `weight_sources.find`.
   """
-  find = find or functools.partial(weight_sources.find, text_only=config.model.text_only)
+
+  def named(text: str, key: str) -> Source:
+    if find:
+      return find(text, key, earlier)
+    from jaxpost.stage import weight_sources
+
+    return weight_sources.find(text, key, earlier, config.model.text_only)
+
   if config.init_from:
-    source = find(config.init_from, 'config.init_from', earlier)
+    source = named(config.init_from, 'config.init_from')
   elif earlier:
     source = list(earlier.values())[-1]
-  source = weight_sources.with_adapter(config.lora.path, source, config.lora.rank)
-  weight_sources.check_head(source, algorithm.scalar_head, 'config.init_from')
+  if config.lora.path:
+    from jaxpost.stage import weight_sources
+
+    source = weight_sources.with_adapter(config.lora.path, source, config.lora.rank)
+  checks.check_head(source, algorithm.scalar_head, 'config.init_from')
   if _trains_mtp(config, algorithm):
     from jaxpost.stage import model_folders
 
@@ -225,25 +252,25 @@ def find_weights(
   out = {'policy': source}
   if 'reference' in algorithm.needs(config):
     path = config.rl.reference
-    out['reference'] = find(path, 'config.rl.reference', earlier) if path else source
+    out['reference'] = named(path, 'config.rl.reference') if path else source
   if algorithm.critic(config):
     path = config.critic.path
-    out['critic'] = find(path, 'config.critic.path', earlier) if path else source
+    out['critic'] = named(path, 'config.critic.path') if path else source
   if algorithm.on_policy:
     from jaxpost.stage import sampling_inputs
 
     if sampling_inputs.grades_by_model(config, algorithm):
-      out[sampling_inputs.REWARD_MODEL] = sampling_inputs.find_reward_model(config, earlier, find)
+      out[sampling_inputs.REWARD_MODEL] = sampling_inputs.find_reward_model(config, named)
   teachers = config.distill.teachers if 'teachers' in algorithm.needs(config) else ()
   for i, text in enumerate(teachers):
-    out[f'teacher_{i}'] = find(text, f'config.distill.teachers[{i}]', earlier)
+    out[f'teacher_{i}'] = named(text, f'config.distill.teachers[{i}]')
   return out
 
 
 def load_tokenizer(config: Config, source: Source, policy: Source) -> Tokenizer:
   """Loads the tokenizer of `config.model`; InputError if the policy has another, or too few embeddings."""
   section = config.model
-  path = weight_sources.tokenizer_path(section, source)
+  path = source.tokenizer_path(section)
   tokenizer = tokenizer_lib.load(path or 'bytes', config.data.chat_template, config.data.template_kwargs)
   if not path and not policy.stage and (config.init_from or source.checkpoints):
     from jaxpost.stage import sampling_inputs

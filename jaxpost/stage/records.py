@@ -1,7 +1,8 @@
 """The records between a config and the training loop.
 
-Each is frozen and made by one constructor, in this order:
+Each is frozen. In the order in which they are made:
 
+    Source         `prepare.find_weights`  where the weights of a role are, and the shape of its model
     Inputs         `prepare.make_inputs`   config, algorithm, tokenizer, model, where weights are
     Data           `prepare.make_data`     rows, stream, first batch, held-out data
     Workers        `prepare.prepare`       processes of reward functions and environments
@@ -18,6 +19,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from etils import epath
+
 if TYPE_CHECKING:
   import jax
 
@@ -28,11 +31,43 @@ if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.environments.pool import EnvironmentPool
+  from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
-  from jaxpost.stage.weight_sources import Source
+  from jaxpost.stage.schema import ModelSection
   from jaxpost.types import Batch, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """Weights of `config`, found before a device is touched.
+
+  folder: of safetensors. checkpoints: a stage's, of another run. stage: an
+  earlier one of this run. None of them: random.
+  name: of the folder, for others. seed: of what is random; None is the run's.
+  base: has the leaves that this lacks.
+  """
+
+  config: ModelConfig
+  folder: epath.Path | None = None
+  checkpoints: epath.Path | None = None
+  stage: str = ''
+  step: int | None = None
+  seed: int | None = None
+  name: str = ''
+  base: Source | None = None
+
+  def checkpoints_in(self, workdir: epath.PathLike | None) -> epath.Path | None:
+    """Returns the folder of checkpoints that holds the weights, in a run in `workdir`; None if none does."""
+    return epath.Path(workdir) / 'checkpoints' / self.stage if self.stage else self.checkpoints
+
+  def tokenizer_path(self, section: ModelSection) -> str:
+    """Returns what the tokenizer of `config.model` is read from; '' where nothing is named, and it is 'bytes'.
+
+    Of an adapter, the base has the tokenizer.
+    """
+    return section.tokenizer or str((self.base or self).folder or '')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +85,17 @@ class Inputs:
   sources: dict[str, Source]
   model: Model
   tokenizer: Tokenizer
+
+  @property
+  def outcome(self) -> Source:
+    """The weights that the stage ends with."""
+    return Source(
+      self.model.config,
+      stage=self.name,
+      step=self.config.train.steps,
+      seed=self.config.seed,
+      base=self.sources['policy'] if self.model.frozen else None,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

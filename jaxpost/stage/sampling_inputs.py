@@ -14,7 +14,7 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import InputError, refuse
 from jaxpost.rewards import builtin
 from jaxpost.rl.reward_metrics import REWARD_MODEL
-from jaxpost.stage import checks, epochs, weight_sources
+from jaxpost.stage import checks, epochs
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.records import PreparedStage, Workers
@@ -27,8 +27,7 @@ if TYPE_CHECKING:
   from jaxpost.environments.pool import EnvironmentPool
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
-  from jaxpost.stage.records import Inputs
-  from jaxpost.stage.weight_sources import Source
+  from jaxpost.stage.records import Inputs, Source
 
 
 def prepare(
@@ -134,6 +133,8 @@ def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer 
     run, stage = source.checkpoints.parent.parent, source.checkpoints.name
     saved = config_lib.parse_saved(run / 'config.json')
     section = saved[stage].model
+    from jaxpost.stage import weight_sources
+
     return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
   if source.folder and (source.folder / 'tokenizer.json').exists():
     return tokenizer_lib.load(str(source.folder))
@@ -243,12 +244,12 @@ def check_reward_model(config: Config, algorithm: Algorithm) -> None:
     )
 
 
-def find_reward_model(config: Config, earlier: Mapping[str, Source], find_source: Callable) -> Source:
-  """Finds its weights by `find_source`, see `weight_sources.find`; `earlier` is {stage: Source}."""
+def find_reward_model(config: Config, find_source: Callable[[str, str], Source]) -> Source:
+  """Finds its weights by `find_source`, (text, config field) -> Source."""
   key, path = 'config.reward_model.path', config.reward_model.path
   if not path:
     raise InputError(f'{key}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME')
-  source = find_source(path, key, earlier)
+  source = find_source(path, key)
   if not source.config.num_labels:
     raise InputError(f'{key}: {path} is a language model, it has no head that gives a reward')
   return source

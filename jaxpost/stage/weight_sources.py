@@ -1,6 +1,6 @@
-"""The `Source` record: weights that a config names, how they are found, and how they are identified.
+"""Finds the weights that a config names, and finds and recognizes them again in a later run.
 
-A source is found before a device is touched; `load_weights.py` loads it.
+A `records.Source` is found before a device is touched; `load_weights.py` loads it. Random weights need nothing of this.
 """
 
 from __future__ import annotations
@@ -14,38 +14,18 @@ from typing import TYPE_CHECKING
 from etils import epath
 
 from jaxpost.distributed import coordination
-from jaxpost.errors import InputError, refuse
+from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
+from jaxpost.stage.records import Source
 from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 
 if TYPE_CHECKING:
   from jaxpost.models.config import CustomConfig, ModelConfig
-  from jaxpost.stage.records import Inputs
   from jaxpost.stage.schema import ModelSection
 
 _STAGE = 'stage:'
 _BLOCK = 1 << 16  # bytes of a sample of a file
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-  """Weights of `config`, found before a device is touched.
-
-  folder: of safetensors. checkpoints: a stage's, of another run. stage: an
-  earlier one of this run. None of them: random.
-  name: of the folder, for others. seed: of what is random; None is the run's.
-  base: has the leaves that this lacks.
-  """
-
-  config: ModelConfig
-  folder: epath.Path | None = None
-  checkpoints: epath.Path | None = None
-  stage: str = ''
-  step: int | None = None
-  seed: int | None = None
-  name: str = ''
-  base: 'Source | None' = None
 
 
 def find(text: str, key: str, earlier: Mapping[str, Source], text_only: bool = False) -> Source:
@@ -134,22 +114,6 @@ def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   return found[-1], int(step) if step else None
 
 
-def check_head(source: Source, scalar_head: bool, key: str) -> None:
-  """Refuses to train a language model from the weights of a reward model."""
-  if source.config.num_labels and not scalar_head:
-    raise InputError(
-      f'{key}: these weights are of a reward model, which has no head for tokens; start from a language model'
-      ' (stage:NAME names an earlier stage)'
-    )
-
-
-def checkpoints(source: Source, workdir: epath.PathLike | None) -> epath.Path | None:
-  """Returns the folder of checkpoints that a source is in, or None."""
-  if source.stage:
-    return epath.Path(workdir) / 'checkpoints' / source.stage
-  return source.checkpoints
-
-
 def record(source: Source, workdir: epath.PathLike | None, seed: int) -> dict:
   """Returns JSON from which `recall` finds the weights again and checks that they are the same."""
   return dict(
@@ -194,46 +158,10 @@ def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:
   return source
 
 
-def outcome(inputs: Inputs) -> Source:
-  """Returns the weights that a stage ends with."""
-  return Source(
-    inputs.model.config,
-    stage=inputs.name,
-    step=inputs.config.train.steps,
-    seed=inputs.config.seed,
-    base=inputs.sources['policy'] if inputs.model.frozen else None,
-  )
-
-
-def of_model(section: ModelSection) -> Source:
-  """Finds the weights that `config.model` names; random ones for a preset."""
-  path, preset = section.path, section.preset
-  if ':' in preset:
-    return of_code(preset, path)
-  if path:
-    return find(path, 'config.model.path', {}, section.text_only)
-  from jaxpost.models import presets
-
-  refuse(
-    preset not in presets.every(),
-    f'config.model.preset: no shape is called {preset!r}; known: {", ".join(presets.every())}',
-  )
-  return Source(presets.every()[preset])
-
-
-def tokenizer_path(section: ModelSection, source: Source) -> str:
-  """Returns what the tokenizer of a model is read from; '' where nothing is named, and it is 'bytes'.
-
-  Args:
-    section: `config.model`. source: what its path names; of an adapter, the base has the tokenizer.
-  """
-  return section.tokenizer or str((source.base or source).folder or '')
-
-
 def saved_tokenizer_path(section: ModelSection) -> str:
   """Returns what a run with this section has read its tokenizer from, without its weights or code of the user."""
   if not section.tokenizer and section.path and epath.Path(section.path).expanduser().is_dir():
-    return tokenizer_path(section, find(section.path, 'config.model.path', {}, section.text_only)) or 'bytes'
+    return find(section.path, 'config.model.path', {}, section.text_only).tokenizer_path(section) or 'bytes'
   return section.tokenizer or section.path or 'bytes'
 
 
@@ -244,7 +172,7 @@ def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bo
   times of the files, too, which a copy or a later version may change.
   """
   shape = here and dataclasses.asdict(source.config)
-  folder = checkpoints(source, workdir)
+  folder = source.checkpoints_in(workdir)
   base = [identity(source.base, workdir, seed, here)] if source.base else []
   if folder is not None:
     with contextlib.closing(Checkpointer(folder)) as checkpointer:

@@ -24,9 +24,9 @@ from jaxpost.models.transformer import flops_per_token
 from jaxpost.monitor.metrics import MetricsWriter
 from jaxpost.programs import train as programs
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.stage import assemble, on_policy, place, prepare, weight_sources
+from jaxpost.stage import assemble, on_policy, place, prepare
 from jaxpost.stage import config as config_lib
-from jaxpost.stage.records import Data, PreparedStage, Workers
+from jaxpost.stage.records import Data, PreparedStage, Source, Workers
 
 if TYPE_CHECKING:
   from etils import epath
@@ -94,7 +94,7 @@ def make_stage(what: str, options: Options, workdir: epath.PathLike) -> tuple[pl
 def place_with_weights(what: str, options: Options) -> tuple[place.PlacedStage, dict]:
   """Returns the stage of a workload on its devices, with random parameters."""
   algorithm, config = prepare.resolve(_config(what, options))
-  source = weight_sources.Source(presets.every()[options.shape])
+  source = Source(presets.every()[options.shape])
   vocab = source.config.vocab_size
   # More stop ids end completions of random tokens sooner: after `mean` tokens on average.
   stops = (1, *range(3, 3 + vocab // options.mean)) if options.ragged else (1,)

@@ -28,6 +28,7 @@ from jaxpost.roles import Policy, Roles
 from jaxpost.stage import (
   algorithms,
   assemble,
+  checks,
   frozen_roles,
   on_policy,
   place,
@@ -39,8 +40,7 @@ from jaxpost.stage import (
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import export as export_lib
 from jaxpost.stage import load_weights as weights_lib
-from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
-from jaxpost.stage.weight_sources import Source
+from jaxpost.stage.records import Data, Inputs, PreparedStage, Source, Workers
 from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
@@ -228,9 +228,9 @@ def prepare_model(name: str, config: config_lib.Config, made: Source | None = No
   """
   algorithm = algorithms.load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
-  source = weight_sources.of_model(config.model)
+  source = prepare.source_of_model(config.model)
   made = made or weight_sources.with_adapter(config.lora.path, source)
-  weight_sources.check_head(source, algorithm.scalar_head, 'config.model.path')
+  checks.check_head(source, algorithm.scalar_head, 'config.model.path')
   return prepare.make_inputs(name, config, algorithm, {'policy': made}, prepare.load_tokenizer(config, source, made))
 
 

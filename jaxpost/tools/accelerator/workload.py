@@ -25,9 +25,9 @@ from jaxpost.models import presets
 from jaxpost.monitor.metrics import MetricsWriter
 from jaxpost.planning import aot, machines, roofline
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.stage import assemble, load_weights, place, prepare, weight_sources
+from jaxpost.stage import assemble, load_weights, place, prepare
 from jaxpost.stage import config as config_lib
-from jaxpost.stage.records import PreparedStage, Workers
+from jaxpost.stage.records import PreparedStage, Source, Workers
 from jaxpost.tools import bench
 
 if TYPE_CHECKING:
@@ -126,10 +126,10 @@ def stage(
     sections['data'] = dict(path=path, train_on='all')
     ((name, parsed),) = config_lib.parse(sections).items()
     algorithm, parsed = prepare.resolve(parsed)
-    source = weight_sources.Source(cfg)
+    source = Source(cfg)
     found = prepare.find_weights(parsed, algorithm, source, {})
     if 'critic' in found:
-      found['critic'] = weight_sources.Source(model_lib.with_scalar_head(cfg))
+      found['critic'] = Source(model_lib.with_scalar_head(cfg))
     inputs = prepare.make_inputs(name, parsed, algorithm, found, testing.IntTokenizer(cfg.vocab_size))
     data = prepare.make_data(inputs, data_sources.read_sources(path))
     rewards = RewardPool(f'{bench.__name__}:even_words', workers=1) if sections.get('reward') else None
