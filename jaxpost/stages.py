@@ -24,7 +24,7 @@ from jaxpost.monitor import metrics, program_table
 from jaxpost.monitor import start as start_lib
 from jaxpost.stage import assemble, consistency, epochs, load_weights, place, prepare
 from jaxpost.stage import config as config_lib
-from jaxpost.storage import disk_errors, object_store, run_lock, seals
+from jaxpost.storage import object_store, run_lock, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
@@ -64,7 +64,7 @@ def run(
   if coordination.process_index():  # process 0 prints for all
     console = rich.console.Console(quiet=True)
   with coordination.fail_together(), contextlib.ExitStack() as cleanup:
-    cleanup.enter_context(disk_errors.explained(f'a file in {workdir}/'))
+    cleanup.enter_context(object_store.explained(f'a file in {workdir}/'))
     cleanup.callback(watchdog.pause)
     stop = stop or cleanup.enter_context(signals.StopSignal())
     stop.install()

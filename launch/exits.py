@@ -22,7 +22,7 @@ from absl import app, flags
 
 from jaxpost import errors
 from jaxpost.distributed import watchdog
-from jaxpost.storage import disk_errors
+from jaxpost.storage import object_store
 
 from . import config_flag
 
@@ -60,7 +60,7 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
   watchdog.forget_reason()
   try:
     check_working_directory()
-    with disk_errors.explained():
+    with object_store.explained():
       app.run(main, argv=argv, flags_parser=functools.partial(parse, words=words))
   except BrokenPipeError:
     end_if_unread()
@@ -81,7 +81,7 @@ def _print_unraisable(found: sys.UnraisableHookArgs) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-  return not (record.exc_info and disk_errors.is_no_room(record.exc_info[1]))  # the save says that the disk is full
+  return not (record.exc_info and object_store.is_no_room(record.exc_info[1]))  # the save says that the disk is full
 
 
 def check_working_directory():

@@ -23,7 +23,7 @@ from jaxpost import errors, stages
 from jaxpost.errors import InputError
 from jaxpost.stage import assemble, consistency
 from jaxpost.stage import place as place_lib
-from jaxpost.storage import disk_errors, object_store
+from jaxpost.storage import object_store
 from launch import exits
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -734,7 +734,7 @@ def test_checkpoints_behind_a_link_to_nowhere(link, target, tmp_path):
 
 def test_a_folder_in_whose_place_something_is(tmp_path):
   (tmp_path / 'timeline').symlink_to('timeline')
-  with pytest.raises(InputError, match='timeline: File exists; name another path'), disk_errors.explained():
+  with pytest.raises(InputError, match='timeline: File exists; name another path'), object_store.explained():
     (tmp_path / 'timeline').mkdir(exist_ok=True)
 
 
@@ -742,7 +742,7 @@ def test_a_folder_as_the_file_to_write(tmp_path):
   """etils raises it without a number and a path."""
   folder = tmp_path / 'folder'
   folder.mkdir()
-  with pytest.raises(InputError, match=f'{folder} is a directory; name another path'), disk_errors.explained():
+  with pytest.raises(InputError, match=f'{folder} is a directory; name another path'), object_store.explained():
     object_store.write(folder, b'x')
   assert [*tmp_path.rglob('*')] == [folder]  # no draft is left
 

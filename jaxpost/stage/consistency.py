@@ -16,7 +16,7 @@ from jaxpost.monitor import start
 from jaxpost.monitor.metrics import read_growing
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights
-from jaxpost.storage import disk_errors, object_store
+from jaxpost.storage import object_store
 from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def check_workdir(text: epath.PathLike) -> epath.Path:
   there = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
   if not there.is_dir():
     raise InputError(f'--workdir: {there} is a file, and a run needs a folder; name another')
-  with disk_errors.explained(), contextlib.suppress(FileNotFoundError):
+  with object_store.explained(), contextlib.suppress(FileNotFoundError):
     os.stat(workdir)
   for path in (workdir / 'checkpoints', *workdir.glob('checkpoints/*')):
     if os.path.islink(path) and not path.exists():

@@ -1,9 +1,10 @@
-"""Files and folders on gs:// and s3://, beside local ones.
+"""Files and folders, local ones and those on gs:// and s3://, and errors of the system about them in one line.
 
 Object stores have neither append nor rename: files that grow are kept on this host and
 uploaded; a file written at once appears as a whole or not at all.
 """
 
+import contextlib
 import errno
 import functools
 import json
@@ -12,17 +13,22 @@ import os
 import pathlib
 import socket
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent import futures
 from typing import Any
 
 from etils import epath
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, NoRoomError
 
 _EXTRAS = {'gs': 'gcs', 's3': 's3'}  # scheme -> extra of this library
 _PIECE = 1 << 18  # bytes that a checksum takes at a time: loading and exporting keep little of a file on the host
 _READERS = 8  # files read at a time; crc32 releases the GIL
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NO_ROOM_TEXTS = ('No space left on device', 'Disk quota exceeded')  # in what C++ libraries raise
+# A path that cannot be what it is used for.
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
+_PATH = (*_NO_ACCESS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def is_remote(path: epath.PathLike) -> bool:
@@ -163,3 +169,33 @@ def read_json(path: epath.Path | pathlib.Path) -> dict[str, Any]:
 def write_json(path: epath.Path | pathlib.Path, value: Any) -> None:
   """Writes indented JSON."""
   path.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')
+
+
+def is_no_room(error: BaseException | None) -> bool:
+  """Returns whether an error says that a disk, or a quota, is full."""
+  return getattr(error, 'errno', None) in _NO_ROOM or any(text in str(error) for text in _NO_ROOM_TEXTS)
+
+
+@contextlib.contextmanager
+def explained(where: str = 'a file') -> Iterator[None]:
+  """Raises NoRoomError where a disk is full, and InputError where a path cannot be read or written.
+
+  where: begins the message if an error does not name its file.
+  """
+  try:
+    yield
+  except (NoRoomError, InputError):
+    raise
+  except (OSError, RuntimeError, ValueError) as error:
+    notes, named = ' '.join(getattr(error, '__notes__', ())), getattr(error, 'filename', None)
+    where = named or notes or where
+    if is_no_room(error):
+      raise NoRoomError(
+        f'{where}: no room on the disk, or in the quota; what was saved before is good: make room and run the '
+        'same command again'
+      ) from error
+    if isinstance(error, (IsADirectoryError, NotADirectoryError)) and not named:  # as etils raises them
+      raise InputError(f'{error}; name another path') from error
+    if getattr(error, 'errno', None) in _PATH and named:
+      raise InputError(f'{where}: {error.strerror}; name another path, or change its permissions') from error
+    raise
