@@ -11,7 +11,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxpost import imports
 from jaxpost.errors import InputError
 from jaxpost.models import transformer
 from jaxpost.models.config import CustomConfig, ModelConfig
@@ -99,6 +98,8 @@ def with_scalar_head(cfg: ModelConfig, lora: tuple = ()) -> ModelConfig:
 
 def from_code(code: str) -> Model:
   """Loads a custom model: calls the user's function './file.py:make'."""
+  from jaxpost import imports
+
   make = imports.load_callable(code, _CODE)
   needed = [
     p.name

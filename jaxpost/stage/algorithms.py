@@ -1,8 +1,8 @@
 """The table of algorithms by name, and how a config's algorithm is found."""
 
 import difflib
+import importlib
 
-from jaxpost import imports
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.errors import InputError
 
@@ -58,16 +58,17 @@ def load_algorithm(name: str) -> Algorithm:
   Raises:
     InputError: there is none, or it is incomplete.
   """
-  target, _, attribute = name.partition(':')
+  target, _, attribute = ALGORITHMS.get(name, name).partition(':')
   if name in ALGORITHMS:
-    target, _, attribute = ALGORITHMS[name].partition(':')
-    target = f'jaxpost.algorithms.{target}'
-  elif '.' not in target:
+    return vars(importlib.import_module(f'jaxpost.algorithms.{target}'))[attribute]
+  if '.' not in target:
     near = difflib.get_close_matches(name, ALGORITHMS, 1)
     raise InputError(
       f'config.algorithm: there is no {name!r}; ' + (f'did you mean {near[0]!r}? ' if near else '') + 'built in: '
       f'{", ".join(ALGORITHMS)}, or pkg.module or ./file.py of yours'
     )
+  from jaxpost import imports
+
   module = imports.load_module(target, 'config.algorithm')
   attribute = attribute or 'ALGORITHM'
   found = vars(module).get(attribute)
