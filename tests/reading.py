@@ -112,6 +112,7 @@ OPTIONS = {
   'jaxpost.stage.agreement': 'mesh.train',  # of several processes
   'jaxpost.stage.custom_model': 'model.preset',
   'jaxpost.stage.frozen_roles': 'rl.reference',
+  'jaxpost.stage.kernel_uses': 'model.attention',
   'jaxpost.stage.model_folders': 'model.path',
   'jaxpost.stage.moving_reference': 'reference.every',
   'jaxpost.stage.weight_sources': 'model.path',
@@ -146,9 +147,9 @@ ENTRIES = (
   Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (20, 3_480, 6)),
   Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (43, 7_940, 6)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (61, 12_080, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (61, 12_040, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (125, 23_240, 10)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (125, 23_200, 10)),
 )
 
 

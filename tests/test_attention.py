@@ -729,7 +729,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   """Rows of every role, and what the sampler reads texts in."""
   from jaxpost.programs.compile import Ledger
   from jaxpost.stage import config as config_lib
-  from jaxpost.stage import place, prepare
+  from jaxpost.stage import kernel_uses, place, prepare
   from jaxpost.tools import completions, inference
 
   def seen(use):
@@ -755,10 +755,10 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
   distill = tiny.run_config(path, algorithm='distill', distill=dict(teachers=(other,)), train=dict(row_length=96))
   assert uses(distill) == {(size, 96, 1), (32, 96, 1)}
   with monkeypatch.context() as split:  # a student here, a teacher there
-    split.setattr(place, 'row_shards', lambda layout: layout)
+    split.setattr(kernel_uses, 'row_shards', lambda layout: layout)
     (p,) = prepare.prepare_all(distill)
     p.close()
-    assert set(map(seen, place.kernel_uses(p, dict(train=2, score=4), 96))) == {(size, 96, 2), (32, 96, 4)}
+    assert set(map(seen, kernel_uses.attention_uses(p, dict(train=2, score=4), 96))) == {(size, 96, 2), (32, 96, 4)}
   with pytest.raises(IndexError):  # a device that is only described
     uses(distill, ledger=Ledger(dry=True))
   rollout = dict(max_prompt_length=100, max_new_tokens=60)

@@ -8,21 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.distributed import phases
-from jaxpost.distributed.mesh import row_shards
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import attention
 from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, Ledger
 from jaxpost.stage import batch_shape, checks
 from jaxpost.stage.batch_shape import BatchShape
-from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers, has_branches
+from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
 
 if TYPE_CHECKING:
   import jax
 
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.hardware import kernel_check
   from jaxpost.models.model import Model
   from jaxpost.stage.config import Config
   from jaxpost.types import Objective
@@ -135,19 +133,10 @@ def place_stage(
     options = probe.run_options(GPU_OPTIONS | GATHER_OPTIONS, config.train.deterministic)
     ledger.options = options | (ledger.options or {})
   compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention, memory)
-  if attention.uses_kernel(compute):
-    from jaxpost.hardware import kernel_check
-    from jaxpost.models import attention_kernels
+  if attention.uses_kernel(compute) or compute.grouped_kernel:
+    from jaxpost.stage import kernel_uses
 
-    attention_kernels.check_platform(compute, platform)
-    if not ledger.dry:
-      decoded = [inputs.model.config] if checks.samples(config, inputs.algorithm) else []
-      compute = kernel_check.verify(compute, kernel_uses(prepared, layouts, length, compute.attention), decoded)
-  if compute.grouped_kernel and not ledger.dry:
-    from jaxpost.hardware import grouped_check
-
-    models = [x.config for x in (inputs.model, *inputs.sources.values())]
-    compute = grouped_check.verify(compute, models, {x.mesh.shape['tensor'] for x in layouts.values()})
+    compute = kernel_uses.verified(compute, prepared, layouts, platform, ledger.dry)
   return PlacedStage(
     inputs=inputs,
     data=prepared.data,
@@ -176,33 +165,3 @@ def _objectives(inputs: Inputs) -> dict[str, Objective]:
   if critic := algorithm.critic(config):
     objectives['critic'] = critic
   return objectives
-
-
-def kernel_uses(
-  prepared: PreparedStage, layouts: dict[str, Layout], length: int, kernel: str = ''
-) -> list[kernel_check.KernelUse]:
-  """Lists the rows that attention will see: packed ones, if the kernel supports their branches, and all for prefill."""
-  from jaxpost.hardware.kernel_check import KernelUse
-  from jaxpost.models.attention_kernels import BRANCHES
-  from jaxpost.rollout import buckets
-
-  inputs = prepared.inputs
-  config, on_policy = inputs.config, inputs.algorithm.on_policy
-  out = []
-  trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
-  found = has_branches(inputs, prepared.data)
-  # Pairs of online DPO have branches, and what a reward model reads there has none.
-  for branches in {found, found and inputs.algorithm.pack is None}:
-    if branches and kernel not in BRANCHES:
-      continue
-    for name, x in (inputs.sources | trained).items():
-      layout = layouts['train' if name in trained else 'score']
-      out.append(KernelUse(x.config, length, row_shards(layout), branches))
-  r = config.rollout
-  if on_policy or config.eval.samples:
-    room = r.max_prompt_length + r.max_new_tokens
-    # Continued conversations and preempted sequences are prefilled as a whole.
-    longest = room if prepared.workers.environment or r.page_size else r.max_prompt_length
-    lengths = {buckets.bucket(n, room) for n in range(1, longest + 1)}
-    out += [KernelUse(inputs.model.config, n) for n in lengths]
-  return out
