@@ -88,7 +88,7 @@ def programs(layout, tokens, computes, cfg):
   import jax
   import jax.numpy as jnp
 
-  from jaxpost.models import attention, context_parallel
+  from jaxpost.models import context_parallel, layers
 
   n = layout.mesh.shape['context']
   shapes = [(1, tokens, heads, cfg.head_dim) for heads in (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)]
@@ -98,7 +98,7 @@ def programs(layout, tokens, computes, cfg):
   places = jnp.arange(tokens)[None]
 
   def gathered(q, k, v, compute):
-    return attention.attention(
+    return layers.attention(
       q, k, v, segments, compute, branch_ids=None, positions=places, window=0, cfg=cfg, sinks=None, layout=layout
     )
 

@@ -32,7 +32,7 @@ class Compute:
     group_block: rows of a group that are multiplied at a time.
     ragged: use `jax.lax.ragged_dot` where it has a kernel. Elsewhere it multiplies every row by every matrix, as it
       does everywhere for the gradient of the matrices, which is therefore computed by blocks.
-    attention: implementation, see `models/attention.py`.
+    attention: implementation, see `models.layers.attention`.
     forced: raise an error where it does not support something, instead of using another one.
     decode_kernel: decode by `models/decode_triton.py`; an engine clears it for models that this does not support.
     grouped_kernel: multiply groups of rows, of 16 bits, by `models/grouped_triton.py`.
@@ -56,6 +56,15 @@ class Compute:
   decode_kernel: bool = False
   grouped_kernel: bool = False
   rejected_shapes: tuple = ()
+
+  @property
+  def uses_kernel(self) -> bool:
+    """True if attention is by a kernel of an accelerator, which `hardware.kernel_check` verifies."""
+    return self.attention != 'chunked'
+
+
+# Values of `config.model.attention` that cannot attend from a part of a row.
+WHOLE_ROW_KERNELS = ('triton',)
 
 
 def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto', memory: float = 0.0) -> Compute:

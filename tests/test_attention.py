@@ -27,15 +27,15 @@ from jaxpost.distributed import coordination
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.errors import InputError
 from jaxpost.hardware import kernel_check, probe
-from jaxpost.matmul import compute_for
+from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import (
-  attention,
   attention_kernels,
   attention_triton,
   attention_xla,
   context_parallel,
   decode_triton,
   decoding,
+  layers,
 )
 from jaxpost.stage import place, prepare
 
@@ -106,8 +106,8 @@ def close(ours, right, tolerance):
 
 
 def plain(name, rest, compute=tiny.EXACT):
-  """`reference`, or what `attention.attention` takes by that name."""
-  run = reference if name == 'reference' else attention.attention
+  """`reference`, or what `layers.attention` takes by that name."""
+  run = reference if name == 'reference' else layers.attention
   compute = dataclasses.replace(compute, attention=name)
   return lambda q, k, v, sinks: run(q, k, v, compute=compute, sinks=sinks, **rest)
 
@@ -223,7 +223,7 @@ import sys
 sys.path.insert(0, 'tests')
 import jax, jax.numpy as jnp, numpy as np
 import test_attention as t, tiny
-from jaxpost.models import attention, context_parallel, attention_xla
+from jaxpost.models import attention_xla, context_parallel, layers
 from jaxpost.distributed.phases import make_layout
 
 layout = make_layout('context=2', 'train')
@@ -232,7 +232,7 @@ order = lambda x: layout(context_parallel.stripe(x, 2), 'batch', 'time')
 
 def run(*args):
   q, k, v = map(order, args[:3])
-  out = attention.attention(q, k, v, compute=tiny.EXACT, sinks=args[3],
+  out = layers.attention(q, k, v, compute=tiny.EXACT, sinks=args[3],
                             layout=layout, **rest)
   return context_parallel.unstripe(out, 2)
 
@@ -408,7 +408,7 @@ def taken(monkeypatch, compute, **fields):
     return q
 
   monkeypatch.setattr(attention_kernels, 'attend', attend)
-  attention.attention(*args[:3], compute=compute, sinks=args[3], **rest)
+  layers.attention(*args[:3], compute=compute, sinks=args[3], **rest)
   return asked
 
 
@@ -456,7 +456,7 @@ def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):
       tiny.merged(tiny.run_config(path), dict(model=dict(attention='chunked'), train=dict(steps=2))), tmp_path / name
     )
     losses[name] = [r['loss'] for r in metrics.read_rows(tmp_path / name / 'metrics.jsonl') if 'loss' in r]
-    monkeypatch.setattr(attention, 'chunked', lambda *args: (called.append(1), reference(*args))[1])
+    monkeypatch.setattr(layers, 'chunked', lambda *args: (called.append(1), reference(*args))[1])
   assert called and losses['chunked'] == pytest.approx(losses['reference'], rel=1e-5)
   with pytest.raises(InputError, match='splash runs on TPU only'):
     jaxpost.run(tiny.merged(tiny.run_config(path), dict(model=dict(attention='splash'))), tmp_path / 'other')
@@ -556,7 +556,7 @@ def test_a_shape_that_is_wrong_goes_to_xla_and_others_do_not(monkeypatch, caplog
   for length in 256, 384:
     args, rest, _ = case((length, 4, 2, 64, 64))
     rest['cfg'] = SETTLED
-    attention.attention(*args[:3], compute=compute, **rest)
+    layers.attention(*args[:3], compute=compute, **rest)
   assert asked == [256]
 
 
@@ -604,17 +604,17 @@ def test_a_shape_is_checked_once(monkeypatch, settle, tmp_path):
 def test_nothing_is_checked_where_there_is_no_choice(monkeypatch):
   monkeypatch.setattr(kernel_check, 'errors', None)
   compute = compute_for('tpu', 'bfloat16', 'none')
-  assert attention.uses_kernel(compute)
+  assert compute.uses_kernel
   for other in (
     compute_for('cpu', 'bfloat16', 'none'),
     *(compute_for(p, 'bfloat16', 'none', 'chunked') for p in ('gpu', 'tpu')),
   ):
-    assert not attention.uses_kernel(other)
+    assert not other.uses_kernel
   # And never by a program: what is settled is only looked up.
   compute = dataclasses.replace(compute, rejected_shapes=(attention_kernels.attention_shape(SETTLED, 256, 1),))
   args, rest, _ = case((256, 4, 2, 64, 64))
   rest['cfg'] = SETTLED
-  jax.jit(lambda q, k, v: attention.attention(q, k, v, compute=compute, **rest)).lower(*args[:3])
+  jax.jit(lambda q, k, v: layers.attention(q, k, v, compute=compute, **rest)).lower(*args[:3])
 
 
 def test_a_wrong_kernel_for_single_tokens_is_not_used(monkeypatch, settle, caplog):
@@ -667,7 +667,7 @@ def test_what_is_asked_for_by_name_and_wrong_ends_the_run(monkeypatch, settle):
   monkeypatch.setattr(kernel_check, 'errors', lambda name, work, *rest: {'v': float(work.length == 64)})
   for platform, name in ('gpu', 'triton'), ('tpu', 'splash'):
     compute = compute_for(platform, 'bfloat16', 'none', name)
-    assert attention.uses_kernel(compute)
+    assert compute.uses_kernel
     assert kernel_check.verify(compute, [kernel_check.KernelUse(SETTLED, 256)]) == compute
     with pytest.raises(
       InputError, match=f'attention: {name} is wrong on .* for rows of 64 tokens, .*: off by 1.0e[+]00 in v; '
@@ -736,7 +736,7 @@ def test_all_shapes_of_a_run_are_checked(tmp_path, monkeypatch):
     return use.model.head_dim, use.length, use.parts
 
   asked = []
-  monkeypatch.setattr(attention, 'uses_kernel', lambda compute: True)
+  monkeypatch.setattr(Compute, 'uses_kernel', True)
   monkeypatch.setattr(
     kernel_check, 'verify', lambda compute, uses, decoded=(): (asked.append(set(map(seen, uses))), compute)[1]
   )
@@ -815,7 +815,7 @@ def main():
         n = row_shards(layout)
         q, k, v = (context_parallel.stripe(x, n) for x in (q, k, v))
         return context_parallel.unstripe(
-          attention.attention(q, k, v, compute=compute, sinks=sinks, layout=layout, **rest), n
+          layers.attention(q, k, v, compute=compute, sinks=sinks, layout=layout, **rest), n
         )
 
       ours = both_ways(run, args, g)

@@ -13,7 +13,7 @@ import jaxpost
 from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.errors import InputError
 from jaxpost.hardware import memory
-from jaxpost.models import attention, scaled
+from jaxpost.models import layers, scaled
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.planning import arithmetic
@@ -106,13 +106,13 @@ def test_the_sampler_computes_what_the_scorer_would_of_the_same_codes(model, par
   exact = with_rounded_weights(model, params, weights) if weights else params
   if cache:
     tiny._forward.cache_clear()
-    plain = attention.attention
+    plain = layers.attention
 
     def rounding(q, k, v, **rest):
       pair = (scaled.encode(x, scaled.KINDS[cache][0], (-1,), jnp.float32).dense(x.dtype) for x in (k, v))
       return plain(q, *pair, **rest)
 
-    monkeypatch.setattr(attention, 'attention', rounding)
+    monkeypatch.setattr(layers, 'attention', rounding)
   proofs.check_slots(model, exact, engine)
   tiny._forward.cache_clear()
 

@@ -13,7 +13,7 @@ import tiny
 
 from jaxpost.errors import InputError
 from jaxpost.formats import config_json
-from jaxpost.models import attention, attention_xla, partition, sparse_attention, transformer
+from jaxpost.models import attention_xla, layers, partition, sparse_attention, transformer
 from jaxpost.models import model as model_lib
 
 TOP = tiny.sparse().index_topk
@@ -185,7 +185,7 @@ def test_what_is_not_built_is_refused_by_name(raw, fields, words):
 def test_kernels_and_split_rows_are_refused(monkeypatch, parts, words):
   """Where rows are longer than what is chosen."""
   model, _ = made()
-  monkeypatch.setattr(attention, 'row_shards', lambda layout: parts)
+  monkeypatch.setattr(layers, 'row_shards', lambda layout: parts)
   compute = dataclasses.replace(tiny.EXACT, attention='splash', forced=True)
   ids = tiny.tokens((2, 20))
   forward = functools.partial(model.forward, compute=compute)

@@ -25,7 +25,7 @@ class Bounds(NamedTuple):
 
 
 def of_rows(segment_ids: jax.Array, positions: jax.Array, branch_ids: jax.Array | None, window: int) -> Bounds:
-  """Returns the bounds of rows; `window` is that of `attention.attention`."""
+  """Returns the bounds of rows; `window` is that of `layers.attention`."""
   index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
   starts_document = _starts(segment_ids).at[:, 0].set(True)
   first_key, last_query = _spans(starts_document)

@@ -3,7 +3,7 @@
 Legend: B rows, T tokens (t of a part), H heads, K kv heads, h head size, hv
 that of values, n parts of a row.
 
-`REFUSALS` says what each kernel does not support. `attention.attention` is the
+`REFUSALS` says what each kernel does not support. `layers.attention` is the
 only caller.
 """
 
@@ -98,7 +98,7 @@ def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, parts: int
 def attend(
   q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks, layout, parts: int
 ):
-  """Computes `attention.attention` by the kernel, on each device's rows and heads.
+  """Computes `layers.attention` by the kernel, on each device's rows and heads.
 
   Where rows are split, a device has a stripe of the queries and gathers all keys.
   """

@@ -63,7 +63,7 @@ def attend(
   tiles: Tiles | None = None,
   interpret: bool = False,
 ) -> jax.Array:
-  """Attends inside each document of a packed row, see `attention.attention`.
+  """Attends inside each document of a packed row, see `layers.attention`.
 
   Args:
     q: [B, T, H, h], scaled; k: [B, T, K, h]; v: [B, T, K, hv]. T is a multiple of 128.

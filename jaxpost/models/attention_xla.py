@@ -1,7 +1,7 @@
 """Attention by plain XLA operations, in chunks of queries.
 
 Legend: B rows, T queries (t of a part), S keys, H heads, K kv heads, G queries per kv head, h head size, hv that of
-values. Arguments are those of `attention.attention`.
+values. Arguments are those of `layers.attention`.
 """
 
 import functools

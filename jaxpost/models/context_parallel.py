@@ -65,7 +65,7 @@ def shard_map_axes(layout: Layout, split) -> dict:
 def attend(
   q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks, layout: Layout, n: int
 ) -> jax.Array:
-  """Computes `attention.attention` of rows in n parts: q, k and v are striped, the rest is in order.
+  """Computes `layers.attention` of rows in n parts: q, k and v are striped, the rest is in order.
 
   In a `shard_map`: the partitioner would sum the gradients of keys and values over the whole mesh.
   """

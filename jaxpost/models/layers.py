@@ -1,6 +1,7 @@
-"""Layers of the decoder: embedding, norm, projections, MLP; what the backward pass keeps of them.
+"""Layers of the decoder: embedding, norm, projections, attention, MLP; what the backward pass keeps of them.
 
-Legend: B rows, T tokens, D hidden size, F MLP size, N heads, h head size.
+Legend: B rows, T tokens, D hidden size, F MLP size, N or H heads, K kv heads, h head size, hv that of values.
+`decoding.py` attends over a cache.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxpost.distributed.mesh import Layout, TiedWeight
+from jaxpost.distributed.mesh import Layout, TiedWeight, row_shards
 from jaxpost.matmul import Compute, einsum
+from jaxpost.models.attention_xla import chunked
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -140,6 +142,51 @@ def project_all(spec: str, x, p, name: str, compute: Compute, cfg, layout) -> li
   h, k = cfg.num_heads, cfg.num_kv_heads
   ends = [h, h + k] if name == 'qkv' else 2
   return jnp.split(project(spec, x, p, name, compute, layout=layout), ends, FUSED_AXIS[name])
+
+
+def attention(
+  q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None, layout=None
+):
+  """Computes causal attention inside each document of a packed row.
+
+  Branches of a document (`types.Batch`) attend to its shared part and to themselves. `compute.attention` selects the
+  implementation, where it supports the arguments; `attention_kernels.py` has the kernels of accelerators and their
+  limits.
+
+  Args:
+    q: [B, T, H, h]; k: [B, T, K, h]; v: [B, T, K, hv]; segment_ids,
+      positions: [B, T]; branch_ids: [B, T] or None. q and k may be `sparse_attention.Queries` and `Keys`.
+    window: sliding window: a token attends to tokens of its document less than
+      this far back; 0: all. An array in a scan over layers that differ.
+    cfg: for the scale and the soft cap of the scores.
+    sinks: [H], the score of an extra key without value for each head, or None.
+    layout: a `Layout`, or any function on a single device. Where it splits
+      rows, q, k and v are striped, see `context_parallel.py`.
+
+  Returns:
+    [B, T, H, hv].
+
+  Raises:
+    InputError: the requested implementation does not support the arguments.
+  """
+  if cfg.chunked and window:  # as if each chunk were a document
+    segment_ids = segment_ids * (1 + q.shape[1] // window) + positions // window
+  rest = segment_ids, compute, branch_ids, positions, window, cfg, sinks
+  parts = row_shards(layout)
+  if isinstance(q, tuple):
+    from jaxpost.models import sparse_attention
+
+    return sparse_attention.attend(q, k, v, *rest, parts)
+  if compute.uses_kernel:
+    from jaxpost.models import attention_kernels
+
+    if attention_kernels.kernel_fits(q, v, branch_ids, compute, cfg, parts=parts):
+      return attention_kernels.attend(q, k, v, *rest, layout, parts)
+  if parts > 1:
+    from jaxpost.models import context_parallel
+
+    return context_parallel.attend(q, k, v, *rest, layout, parts)
+  return checkpoint_name(chunked(q, k, v, *rest).astype(compute.residual), 'dots')
 
 
 def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):

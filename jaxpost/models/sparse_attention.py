@@ -117,7 +117,7 @@ def choose(
 def attend(
   q: Queries, k: Keys, v: jax.Array, segment_ids, compute: Compute, branch_ids, positions, window, cfg, sinks, parts
 ) -> jax.Array:
-  """Attention over packed rows that are longer than `index_topk`; see `attention.attention`.
+  """Attention over packed rows that are longer than `index_topk`; see `layers.attention`.
 
   Raises:
     InputError: a kernel was asked for, or rows are split.

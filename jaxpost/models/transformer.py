@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.distributed.mesh import row_shards
-from jaxpost.models import attention, layers, rope
+from jaxpost.models import layers, rope
 from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.models.parameters import Param, is_mtp, unstack_layers
 
@@ -298,7 +298,7 @@ def _scan(block, params, x, cfg, compute, chosen):
 def attention_over(segment_ids, positions, cfg: ModelConfig, compute: Compute, layout, branch_ids=None) -> Callable:
   """Returns (q, k, v, window=, sinks=) -> out, attention inside the documents of these rows."""
   rows = dict(segment_ids=segment_ids, branch_ids=branch_ids, positions=positions)
-  return functools.partial(attention.attention, **rows, compute=compute, cfg=cfg, layout=layout)
+  return functools.partial(layers.attention, **rows, compute=compute, cfg=cfg, layout=layout)
 
 
 def recurrence_over(segment_ids, cfg: ModelConfig, compute: Compute, layout, branch_ids=None, keep=False):

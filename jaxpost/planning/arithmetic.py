@@ -22,7 +22,7 @@ from jaxpost.errors import InputError
 from jaxpost.hardware import chips, memory
 from jaxpost.losses import head_chunk
 from jaxpost.matmul import compute_for
-from jaxpost.models import attention, partition, transformer
+from jaxpost.models import partition, transformer
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.planning import meshes, traffic_bound
 from jaxpost.rollout import native
@@ -239,7 +239,7 @@ def _activations(case: _Case) -> dict[str, float]:
     gradients *= 2
   width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
   kept = case.tokens * width * residual * (cfg.num_layers + model.trains_mtp)
-  weights = 0.0 if attention.uses_kernel(case.compute) else _ALIVE * _attention_weights(case)
+  weights = 0.0 if case.compute.uses_kernel else _ALIVE * _attention_weights(case)
   layer = _ALIVE * case.tokens * _layer_width(cfg, tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
   head = _chunk(case) * (_FLOAT + case.width) + case.tokens * cfg.hidden_size * _FLOAT + _gathered(case, 'vocab')
   activations = kept + max(weights + layer, head)

@@ -16,8 +16,7 @@ from jax.sharding import AbstractMesh
 
 from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.errors import InputError
-from jaxpost.matmul import compute_for
-from jaxpost.models import attention
+from jaxpost.matmul import WHOLE_ROW_KERNELS, compute_for
 from jaxpost.planning import traffic_bound
 from jaxpost.stage import batch_shape
 
@@ -84,7 +83,7 @@ def every(inputs: Inputs, topology: machines.Topology, devices: int) -> Iterator
   experts = [e for e in range(1, cfg.experts.num + 1) if cfg.experts.num % e == 0] if cfg.experts else [1]
   length = batch_shape.row_length(inputs.config, inputs.algorithm.on_policy)
   # States of a sequence are not passed on from part to part of a row.
-  splits = not cfg.state_shapes and inputs.config.model.attention not in attention.WHOLE_ROW_KERNELS
+  splits = not cfg.state_shapes and inputs.config.model.attention not in WHOLE_ROW_KERNELS
   contexts = [1, *(c for c in _CONTEXT if splits and length >= _LONG and length % c == 0)]
   for t, e, c in itertools.product(tensors(inputs, devices), experts, contexts):
     left, odd = divmod(devices, t * e * c)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jaxpost.distributed import phases
 from jaxpost.errors import InputError, refuse, refuse_unread
 from jaxpost.hardware import memory
-from jaxpost.models import attention
+from jaxpost.matmul import WHOLE_ROW_KERNELS
 from jaxpost.stage import optim
 from jaxpost.stage.batch_shape import row_length
 
@@ -102,7 +102,7 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
   )
   splits_rows = 'context' in section.train + section.score
   refuse(
-    splits_rows and config.model.attention in attention.WHOLE_ROW_KERNELS,
+    splits_rows and config.model.attention in WHOLE_ROW_KERNELS,
     f'config.model.attention: {config.model.attention} cannot attend over '
     'rows that a context axis splits; leave it auto',
   )

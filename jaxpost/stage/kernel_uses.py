@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.hardware import kernel_check
 from jaxpost.hardware.kernel_check import KernelUse
-from jaxpost.models import attention, attention_kernels
+from jaxpost.models import attention_kernels
 from jaxpost.models.attention_kernels import BRANCHES
 from jaxpost.rollout import buckets
 from jaxpost.stage import checks
@@ -30,7 +30,7 @@ def verified(
     dry: of a plan: nothing runs, only what the platform does not have is refused.
   """
   inputs = prepared.inputs
-  if attention.uses_kernel(compute):
+  if compute.uses_kernel:
     attention_kernels.check_platform(compute, platform)
     if not dry:
       length = row_length(inputs.config, inputs.algorithm.on_policy)

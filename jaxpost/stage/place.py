@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from jaxpost.distributed import phases
 from jaxpost.matmul import Compute, compute_for
-from jaxpost.models import attention
 from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, Ledger
 from jaxpost.stage import batch_shape, checks
@@ -133,7 +132,7 @@ def place_stage(
     options = probe.run_options(GPU_OPTIONS | GATHER_OPTIONS, config.train.deterministic)
     ledger.options = options | (ledger.options or {})
   compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention, memory)
-  if attention.uses_kernel(compute) or compute.grouped_kernel:
+  if compute.uses_kernel or compute.grouped_kernel:
     from jaxpost.stage import kernel_uses
 
     compute = kernel_uses.verified(compute, prepared, layouts, platform, ledger.dry)

@@ -23,7 +23,7 @@ from jaxpost.data import sources
 from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
-from jaxpost.models import attention, shared_weights
+from jaxpost.models import shared_weights
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import sampler_config
 from jaxpost.rollout.buckets import bucket
@@ -218,7 +218,7 @@ def make_engine(
   platform = jax.default_backend()
   compute = compute_for(platform, inputs.config.model.dtype, 'none')
   layout = make_layout(mesh, 'rollout', '--mesh')
-  if attention.uses_kernel(compute):
+  if compute.uses_kernel:
     from jaxpost.hardware import kernel_check
 
     room = max_prompt + max_new_tokens

@@ -94,10 +94,10 @@ def _kernels() -> list[Finding]:
   """The kernels of this platform for attention and experts on small shapes, against XLA."""
   from jaxpost.hardware import grouped_check, kernel_check
   from jaxpost.matmul import compute_for
-  from jaxpost.models import attention, presets
+  from jaxpost.models import presets
 
   compute = compute_for(jax.default_backend(), 'bfloat16', 'none', 'auto')
-  if not attention.uses_kernel(compute):
+  if not compute.uses_kernel:
     return [Finding('attention', f"{compute.attention}: XLA's own, nothing to check")]
   model = presets.PRESETS['tiny']
   verified = kernel_check.verify(compute, [kernel_check.KernelUse(model, 256)], [model])
