@@ -112,12 +112,14 @@ OPTIONS = {
   'jaxpost.stage.agreement': 'mesh.train',  # of several processes
   'jaxpost.stage.custom_model': 'model.preset',
   'jaxpost.stage.frozen_roles': 'rl.reference',
+  'jaxpost.stage.critic_weights': 'critic.path',
   'jaxpost.stage.kernel_uses': 'model.attention',
   'jaxpost.stage.model_folders': 'model.path',
   'jaxpost.stage.moving_reference': 'reference.every',
   'jaxpost.stage.weight_sources': 'model.path',
   'jaxpost.storage.hub': 'data.path',
   'jaxpost.storage.remote': 'data.path',
+  'jaxpost.stage.muon': 'optim.name',
   'jaxpost.stage.precompute': 'rl.reference',
 }
 GRPO, LOOP = 'jaxpost.algorithms.grpo', 'jaxpost.loop'
@@ -147,9 +149,9 @@ ENTRIES = (
   Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (20, 3_480, 6)),
   Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (42, 7_930, 6)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (60, 12_030, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (60, 11_990, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (124, 23_190, 10)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (124, 23_150, 10)),
 )
 
 

@@ -11,12 +11,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
-from jaxpost.models.parameters import flatten, is_adapter, join, leaf, match_paths, nest
+from jaxpost.models.parameters import flatten, is_adapter, leaf, match_paths, nest
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -122,9 +121,3 @@ def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 
 def in_type(x: jax.Array, dtype: Any) -> jax.Array:
   """Returns the array in another type, or itself if it has that."""
   return x if x.dtype == dtype else x.astype(dtype)
-
-
-def adopt_sharing_frozen(params: dict, theirs: Model, model: Model, layout, dtype) -> dict:
-  """Runs `adopt`, sharing the frozen leaves with `params` and copying the trained ones."""
-  trained, frozen = split(adopt(params, theirs, model, layout, dtype), model)
-  return join(jax.tree.map(jnp.copy, trained), frozen)

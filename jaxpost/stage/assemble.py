@@ -17,7 +17,6 @@ from etils import epath
 from jaxpost.data import loader
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.loop import Stage
-from jaxpost.models import model as model_lib
 from jaxpost.models import partition
 from jaxpost.monitor import program_table
 from jaxpost.programs import train as programs
@@ -181,7 +180,11 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
     from jaxpost.stage import frozen_roles
 
     frozen |= {name: frozen_roles.make_frozen(placed, name, params, workdir) for name in others}
-  critic = make_critic(placed, params, workdir) if 'critic' in found else None
+  critic = None
+  if 'critic' in found:
+    from jaxpost.stage import critic_weights
+
+    critic = make_trainable(placed, 'critic', *critic_weights.load(placed, params, workdir))
   policy = make_trainable(placed, 'policy', placed.model, params)
   if follows:
     from jaxpost.stage import moving_reference
@@ -193,22 +196,6 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
     shardings = tuple(placed.train.sharding(('vocab', 'embed'), x.shape) for x in heads)
     policy.frozen['teacher_heads'] = load_weights.move(heads, shardings)
   return Roles(policy, critic, frozen.get('reference'), frozen.get('reward_model'), teachers)
-
-
-def make_critic(placed: PlacedStage, params: dict, workdir: epath.PathLike | None) -> Trainable:
-  """Makes the critic: from weights of its own, or under adapters, where it can, on the policy's."""
-  dtype = placed.config.model.param_dtype
-  policy, source = placed.model, placed.inputs.sources['critic']
-  cfg = model_lib.with_scalar_head(source.config, policy.config.lora)
-  # Without adapters all weights of the critic are trained, and codes cannot be.
-  model = partition.frozen_base_model(cfg, policy.quantized if cfg.lora else '')
-  if model.frozen and model.frozen <= policy.frozen and source == placed.inputs.sources['policy']:
-    params = partition.adopt_sharing_frozen(params, policy, model, placed.train, dtype)
-  else:
-    params = load_weights.load(
-      source, model, placed.train, dtype, workdir, seed=placed.config.seed, ledger=placed.ledger
-    )
-  return make_trainable(placed, 'critic', model, params)
 
 
 def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.GradientTransformation, optax.Schedule]:

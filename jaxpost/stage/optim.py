@@ -9,12 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import optax
 from optax import contrib
 
 from jaxpost.errors import InputError
-from jaxpost.models.parameters import input_dims, nest
 
 if TYPE_CHECKING:
   from jaxpost.models.model import Model
@@ -53,7 +51,9 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
   """
   options = dict(b1=section.b1, b2=section.b2, eps=section.eps, weight_decay=section.weight_decay)
   if section.name == 'muon':
-    return _muon(schedule, options, part)
+    from jaxpost.stage import muon
+
+    return muon.make_muon(schedule, options, part, decayed)
   make = _known()[section.name]
   takes = inspect.signature(make).parameters
   chosen = {k: v for k, v in options.items() if k in takes}
@@ -61,31 +61,6 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
     if mask in takes and 'weight_decay' in takes:
       chosen[mask] = decayed(part.axes())
   return make(schedule, **chosen)
-
-
-def _muon(schedule: optax.Schedule, options: dict, part: Model) -> optax.GradientTransformation:
-  """Muon for the matrices of layers, AdamW for embeddings, heads, norms, biases and routers.
-
-  Each matrix of a stack is orthogonalized by itself. Updates are scaled to the size of AdamW's, 0.2 sqrt(larger side),
-  so that its learning rates and weight decay apply (arXiv:2502.16982, section 2.2).
-  """
-  sides, sizes = {}, {}
-  for path, spec in part.table.items():
-    sides[path] = sizes[path] = optax.MaskedNode()
-    if spec.matrix and not spec.exact and spec.stack:
-      split = spec.stack + input_dims(spec)
-      dims = tuple(range(len(spec.shape)))
-      sides[path] = contrib.MuonDimensionNumbers(dims[spec.stack : split], dims[split:])
-      sizes[path] = 0.2 * max(math.prod(spec.shape[spec.stack : split]), math.prod(spec.shape[split:])) ** 0.5
-  matrices = optax.chain(
-    contrib.scale_by_muon(eps=options['eps'], weight_dimension_numbers=lambda updates: nest(sides)),
-    optax.stateless(lambda updates, params: jax.tree.map(jnp.multiply, updates, nest(sizes))),
-    optax.add_decayed_weights(options['weight_decay']),
-    optax.scale_by_learning_rate(schedule),
-  )
-  others = optax.adamw(schedule, **options, mask=lambda params: decayed(part.axes()))
-  labels = nest({path: 'muon' if isinstance(size, float) else 'adamw' for path, size in sizes.items()})
-  return optax.partition({'muon': matrices, 'adamw': others}, labels)
 
 
 def _known() -> dict[str, Callable]:
