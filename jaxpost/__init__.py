@@ -44,10 +44,10 @@ def run(config, workdir='runs/latest', console=None, verbose=False) -> dict:
 
 
 def policy_and_stream(config) -> tuple:
-  """(policy, stream) for a training loop of your own; see `jaxpost.stages`."""
-  from jaxpost import stages
+  """(policy, stream) for a training loop of your own; see `jaxpost.tools.own_loop`."""
+  from jaxpost.tools import own_loop
 
-  return stages.policy_and_stream(config, choose_mesh)
+  return own_loop.policy_and_stream(config, choose_mesh)
 
 
 def choose_mesh(prepared, raw, note):

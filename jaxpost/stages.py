@@ -29,9 +29,6 @@ from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
-  from jaxpost.rl.controller import Controller
-  from jaxpost.roles import Policy
-  from jaxpost.stage.assemble import DataStream
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import PreparedStage, Source
 
@@ -199,22 +196,6 @@ def with_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) ->
   dtype = probe.measured_dtype(workdir / 'config.json', auto, console)
   change = {'model': {'dtype': dtype}}
   return config_lib.merge(raw, {n: change for n in auto if n} | (change if '' in auto else {}))
-
-
-def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple[Policy, DataStream | Controller]:
-  """Returns the policy and the stream of a run with one stage, for a custom loop.
-
-  `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy algorithm the stream is a `Controller`, which
-  has `sampler`, `prompts`, `pool` and the rest. Nothing is written; `stream.close()` ends workers and threads.
-  """
-  raw = with_dtype(prepare.as_dict(config), epath.Path(''), rich.console.Console())
-  names = list(config_lib.parse(raw))
-  if len(names) > 1:
-    raise InputError(f'config.stages: {", ".join(names)} are several; a loop of your own drives one')
-  (prepared,) = with_meshes(prepare.prepare_all(raw), raw, choose_mesh)
-  placed = place.place_stage(prepared)
-  roles, stream, _ = assemble.make_parts(placed, initial_params(placed, None))
-  return roles.policy, stream
 
 
 def _finish(

@@ -13,6 +13,7 @@ import pytest
 import rich.console
 import tiny
 
+import jaxpost
 from jaxpost import stages
 from jaxpost.algorithms import distill
 from jaxpost.errors import InputError
@@ -69,7 +70,7 @@ GKD = dict(algorithm='gkd', train=dict(row_length=0), eval=dict(data=dict(path='
 
 def first_loss(config) -> float:
   """Returns the loss of the first update; writes nothing."""
-  policy, stream = stages.policy_and_stream(config)
+  policy, stream = jaxpost.policy_and_stream(config)
   try:
     item = next(stream)
     return float(policy.update(item.updates[0][1])['loss'])
@@ -402,7 +403,7 @@ def measure(folder, names) -> dict:
   for kind, over in KINDS.items():
     for name in names:
       on, reading = MESHES[name]
-      policy, stream = stages.policy_and_stream(
+      policy, stream = jaxpost.policy_and_stream(
         settings(small, big, **(tiny.merged(over, dict(mesh=dict(train=on, score=reading), train=dict(batch_size=4)))))
       )
       got = policy.update(next(stream).updates[0][1])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxpost import stages
+import jaxpost
 from jaxpost.environments import agents, episode, openai_server
 from jaxpost.errors import InputError
 from jaxpost.rewards.groups import Graded
@@ -234,7 +234,7 @@ def test_a_stored_rollout_is_the_whole_record(tmp_path):
 def test_only_methods_that_read_stored_logprobs_ask_for_their_temperature(tmp_path, algorithm, temperature):
   folder = tiny.folder(tmp_path / 'model')
   over = dict(algorithm=algorithm, train_on_rollouts=str(tmp_path), rollout=dict(temperature=0.5))
-  _, stream = stages.policy_and_stream(tiny.grpo_config(folder, **over))
+  _, stream = jaxpost.policy_and_stream(tiny.grpo_config(folder, **over))
   try:
     assert stream.sampler.temperature == temperature
   finally:

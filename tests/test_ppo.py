@@ -18,7 +18,6 @@ import test_layouts
 import tiny
 
 import jaxpost
-from jaxpost import stages
 from jaxpost.algorithms import ppo
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export
@@ -440,7 +439,7 @@ def test_the_first_update_of_the_policy_is_checked_after_a_warm_up(model, tmp_pa
 
 def test_groups_of_one_and_the_values_that_are_trained(model):
   """The critic is clipped against its values at the time of the rollout."""
-  policy, controller = stages.policy_and_stream(
+  policy, controller = jaxpost.policy_and_stream(
     run_config(model, rollout=dict(prompts=8, group_size=1), train=dict(steps=3))
   )
   seen = []

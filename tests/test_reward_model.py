@@ -17,7 +17,6 @@ import pytest
 import tiny
 
 import jaxpost
-from jaxpost import stages
 from jaxpost.algorithms import grpo, reward_model
 from jaxpost.data import generated, packing, sources
 from jaxpost.data import tokenizer as tokenizer_lib
@@ -318,7 +317,7 @@ def judge(nano, tmp_path_factory):
 
 def graded(config, **changes):
   """The Experience of the first step."""
-  _, controller = stages.policy_and_stream(config)
+  _, controller = jaxpost.policy_and_stream(config)
   seen = []
   controller.algorithm = dataclasses.replace(
     controller.algorithm, credit=lambda e, c: seen.append(e) or grpo.credit(e, c), **changes

@@ -15,6 +15,7 @@ import types
 import children
 import pytest
 
+import jaxpost
 from jaxpost.errors import InputError
 
 STEPS = 5
@@ -156,9 +157,7 @@ def by_hand(given):
   import jax
   import numpy as np
 
-  from jaxpost import stages
-
-  policy, stream = stages.policy_and_stream(given)
+  policy, stream = jaxpost.policy_and_stream(given)
   config_, lag, drawn = stream.config, given['rollout']['staleness'], []
 
   def host():
@@ -188,9 +187,8 @@ def by_hand(given):
 
 def by_stream(given, versions):
   """The same of the controller; nothing waits that need not."""
-  from jaxpost import stages
 
-  policy, stream = stages.policy_and_stream(given)
+  policy, stream = jaxpost.policy_and_stream(given)
   drawn = []
   for _ in range(STEPS):
     item = next(stream)
