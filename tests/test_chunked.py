@@ -11,7 +11,7 @@ import pytest
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json
+from jaxpost.formats import config_export, config_json
 from jaxpost.models import model as model_lib
 from jaxpost.models import transformer
 
@@ -103,7 +103,7 @@ SCOUT = dict(
 def test_published_fields_are_read():
   cfg, unread = config_json.from_hf(SCOUT, 'config.json')
   assert not unread and cfg.layer_windows[:4] == (8192, 8192, 8192, 0) and cfg.layer_ropes[:4] == (0, 0, 0, 1)
-  assert config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
+  assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
   assert transformer.num_params(cfg) == pytest.approx(107.8e9, rel=0.005)
   assert transformer.num_active(cfg, transformer.param_table(cfg)) == pytest.approx(17.2e9, rel=0.01)
   # Of chunks, a token sees the half.

@@ -21,7 +21,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_fields, config_json, families, hf, hf_export, not_built, tensor_layout
+from jaxpost.formats import config_export, config_fields, config_json, families, hf, hf_export, not_built, tensor_layout
 from jaxpost.losses import head_chunk
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
@@ -912,7 +912,7 @@ def test_older_spellings_are_read():
 @pytest.mark.parametrize('name', presets.every())
 def test_presets_are_what_their_config_json_says(name):
   cfg = presets.every()[name]
-  raw = json.loads(json.dumps(config_json.to_hf(cfg)))
+  raw = json.loads(json.dumps(config_export.to_hf(cfg)))
   assert config_json.from_hf(raw, 'here') == (cfg, [])
 
 
@@ -1015,6 +1015,6 @@ def test_classes_that_an_export_names_exist(family):
   raw = BASE | own | dict(model_type=family)
   cfg = config_json.from_hf(raw, 'here')[0]
   for labels in (0, 1):
-    (name,) = config_json.to_hf(dataclasses.replace(cfg, num_labels=labels))['architectures']
+    (name,) = config_export.to_hf(dataclasses.replace(cfg, num_labels=labels))['architectures']
     # For some families `transformers` has no class with a scalar head; these are only read back here.
     assert hasattr(transformers, name) or labels and (cfg.family not in with_labels)

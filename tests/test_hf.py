@@ -13,7 +13,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf, hf_export, tensor_reader
+from jaxpost.formats import config_export, config_json, hf, hf_export, tensor_reader
 from jaxpost.models import model as model_lib
 from jaxpost.programs import write_pieces
 
@@ -522,7 +522,7 @@ def test_a_model_without_windows_keeps_a_size_where_transformers_wants_one():
     ('mistral', {}, None),
     ('phi3', {}, None),
   ):
-    raw = config_json.to_hf(tiny.config(family=family, layer_windows=(), **fields))
+    raw = config_export.to_hf(tiny.config(family=family, layer_windows=(), **fields))
     assert raw['sliding_window'] == wanted, family
     assert set(raw.get('layer_types', ['full_attention'])) == {'full_attention'}
     assert not any(config_json.from_hf(raw, 'x')[0].layer_windows)

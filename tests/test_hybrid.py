@@ -17,7 +17,7 @@ import tiny
 
 import jaxpost
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf, hf_export, tensor_layout
+from jaxpost.formats import config_export, config_json, hf, hf_export, tensor_layout
 from jaxpost.models import convolution, recurrence, routing, saved_config, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
@@ -286,7 +286,7 @@ def test_what_kimi_linear_lacks_here_is_refused_by_name(fields, words):
 def test_kimi_linear_is_written_as_it_is_published():
   """For readers that know the layers only from `linear_attn_config`, and dense layers only as `mlp`."""
   cfg, _ = config_json.from_hf(KIMI, 'here')
-  written = config_json.to_hf(cfg)
+  written = config_export.to_hf(cfg)
   assert written['linear_attn_config'] == KIMI['linear_attn_config']
   assert {written[name] for name in ('num_experts', 'n_routed_experts')} == {256} and written['mla_use_nope']
   (name,) = tensor_layout.table(cfg)['dense_delta/gate'].names
@@ -308,7 +308,7 @@ def test_layers_follow_the_interval_where_no_types_are_given():
   cfg, unread = config_json.from_hf(RAW, 'config.json')
   assert cfg.mixers == ('delta', 'delta', 'delta', 'layers') * 2 and not unread
   assert cfg.rotary_dim == 64 and cfg.experts.shared_gate and cfg.joined
-  assert config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
+  assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
   assert saved_config.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
 
 
@@ -370,7 +370,7 @@ def test_granite_is_read_as_it_is_published():
   cfg, unread = config_json.from_hf(GRANITE, 'config.json')
   assert (cfg.mixers, cfg.value_size, cfg.intermediate_size, unread) == (('state_space', 'layers'), 16, 28, [])
   assert cfg.layer_ropes == (-1, -1) and cfg.biases == ('conv',)
-  assert config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
+  assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def test_what_lfm2_derives_is_written_as_it_is():
   cfg, unread = config_json.from_hf(LFM2 | dict(block_multiple_of=10, conv_dim=32, use_pos_enc=True), 'config.json')
   assert cfg.mixers == ('convolution', 'convolution', 'layers', 'layers') and not unread
   assert (cfg.intermediate_size, cfg.tie_embeddings, cfg.norm_eps, cfg.taps) == (40, False, 1e-4, 3)
-  written = config_json.to_hf(cfg)
+  written = config_export.to_hf(cfg)
   assert (written['norm_eps'], written['intermediate_size'], written['block_auto_adjust_ff_dim']) == (1e-4, 40, False)
   assert config_json.from_hf(written, 'here') == (cfg, [])
 
@@ -477,7 +477,7 @@ OLMO = dict(model_type='olmo_hybrid', vocab_size=100_352, hidden_size=3840, num_
 )
 def test_published_configs_are_read(raw, size, active):
   cfg, unread = config_json.from_hf(raw, 'here')
-  assert not unread and config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
+  assert not unread and config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
   assert transformer.num_params(cfg) / 1e9 == pytest.approx(size, rel=0.01)
   assert transformer.num_active(cfg, transformer.param_table(cfg)) / 1e9 == pytest.approx(active, rel=0.05)
 

@@ -12,7 +12,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf, hf_export
+from jaxpost.formats import config_export, config_json, hf, hf_export
 from jaxpost.models import mixed_attention, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
@@ -118,7 +118,7 @@ def test_published_fields_are_read():
   assert not unread and (cfg.full_head_dim, cfg.full_kv_heads, cfg.side_size) == (512, 1, 256)
   assert [cfg.place_in_cache(i) for i in (0, 14, 15, 19, 34)] == [0, 14, 13, 14, 14]
   assert len(cfg.layer_caches) == 15
-  assert config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
+  assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
   # The embeddings of layers are looked up, and are no operand of a product.
   assert transformer.num_params(cfg) == pytest.approx(4.63e9, rel=0.01)
   assert transformer.flops_per_token(cfg, 1024) == pytest.approx(2 * 2.3e9, rel=0.05)

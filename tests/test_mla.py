@@ -15,7 +15,7 @@ import safetensors.numpy
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, hf, hf_export, peft
+from jaxpost.formats import config_export, config_json, hf, hf_export, peft
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters, partition, saved_config, transformer
@@ -216,7 +216,7 @@ def test_kimi_is_read_and_written_as_deepseek():
     RAW | dict(model_type='kimi_k2', n_group=1, topk_group=1, auto_map=dict(AutoModel='x.Y')), 'here'
   )
   assert cfg.family == 'deepseek_v3' and unread == ['auto_map']
-  raw = config_json.to_hf(cfg)
+  raw = config_export.to_hf(cfg)
   assert raw['model_type'] == 'deepseek_v3'
   assert config_json.from_hf(raw, 'here')[0] == cfg
   assert saved_config.from_json(json.loads(json.dumps(dataclasses.asdict(cfg)))) == cfg
@@ -292,7 +292,7 @@ def test_the_bias_that_chooses_is_never_rounded(tmp_path):
 
 def test_heads_are_sized_by_whole_numbers():
   for field, value in (('qk_rope_head_dim', None), ('qk_rope_head_dim', '8')):
-    raw = config_json.to_hf(tiny.latent()) | {field: value}
+    raw = config_export.to_hf(tiny.latent()) | {field: value}
     with pytest.raises(InputError, match=field):
       config_json.from_hf(raw, 'config.json')
 

@@ -12,7 +12,7 @@ import pytest
 import tiny
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json
+from jaxpost.formats import config_export, config_json
 from jaxpost.models import attention_xla, layers, partition, sparse_attention, transformer
 from jaxpost.models import model as model_lib
 
@@ -143,7 +143,7 @@ GLM |= dict(num_hidden_layers=78, num_attention_heads=64, num_key_value_heads=64
 def test_sizes_are_those_that_are_published(raw, size, active):
   cfg, unread = config_json.from_hf(raw | dict(rope_interleave=True, index_topk_freq=1), 'here')
   assert not unread and (cfg.index_topk, cfg.index_dim) == (2048, 128)
-  assert config_json.from_hf(config_json.to_hf(cfg), 'here') == (cfg, [])
+  assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
   assert transformer.num_params(cfg) / 1e9 == pytest.approx(size, rel=0.005)
   assert transformer.num_active(cfg, transformer.param_table(cfg)) / 1e9 == pytest.approx(active, rel=0.05)
 

@@ -1,7 +1,7 @@
 """Formats: model weights and configs as Hugging Face, vLLM and `peft` read and write them.
 
 Import from here: `hf` (reads model folders: config, weights), `hf_export` (writes them), `peft` (adapter folders),
-`config_json` (config.json <-> ModelConfig) and `families` (the table of supported model
+`config_json` and `config_export` (config.json -> ModelConfig and back) and `families` (the table of supported model
 families; a new one is an entry there). The rest serves these: `tensor_layout` (where a
 parameter is in the tensors of a folder), `safetensors_file` (reading parts of a file), `fp8`
 and `mxfp4` (weights of 8 and 4 bits). Only hf_export.py imports safetensors.

@@ -10,7 +10,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats.layer_fields import FULL, ORIGINAL, QUERY_SCALE, check_positive
+from jaxpost.formats.family import FULL, ORIGINAL, QUERY_SCALE
+from jaxpost.formats.layer_fields import check_positive
 from jaxpost.models.chunked_config import ChunkedConfig
 from jaxpost.models.config import ModelConfig, Rope
 

@@ -1,49 +1,16 @@
-"""Fields of config.json that hold for a whole model <-> fields of ModelConfig.
+"""Fields of config.json that hold for a whole model -> fields of ModelConfig.
 
 `Family.fields` names the fields that a family has. `raw` is its config.json, completed by the family's defaults.
 """
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats import expert_fields
-from jaxpost.formats.family import Family
-from jaxpost.formats.layer_fields import FULL, LOCAL, ORIGINAL, check_positive, write_rope
-from jaxpost.models.config import ModelConfig
+from jaxpost.formats.family import ACTIVATIONS, BIASES, LAST_SPARSE, ORIGINAL, SCALARS, Family
+from jaxpost.formats.layer_fields import check_positive
+from jaxpost.models.config import Experts
 
-_ACTIVATIONS = {
-  'silu': 'silu',
-  'swish': 'silu',
-  'gelu': 'gelu',
-  'gelu_pytorch_tanh': 'gelu_tanh',
-  'gelu_new': 'gelu_tanh',
-}
-
-
-class _Scalar(NamedTuple):
-  """A number of ModelConfig, and how it is computed from config.json and back."""
-
-  name: str
-  read: Callable = float
-  write: Callable = float
-
-
-_OFF = (lambda x: x or 0.0), (lambda y: y or None)  # 0 here is null in config.json
-
-_SCALARS = {
-  'query_pre_attn_scalar': _Scalar('attention_scale', lambda x: x**-0.5, lambda y: _rounded(y**-2)),
-  'attention_multiplier': _Scalar('attention_scale'),
-  'attn_logit_softcapping': _Scalar('attention_softcap', *_OFF),
-  'final_logit_softcapping': _Scalar('logit_softcap', *_OFF),
-  'logits_scaling': _Scalar('logit_divisor'),
-  'embedding_multiplier': _Scalar('embed_scale'),
-  'residual_multiplier': _Scalar('residual_scale'),
-}
 _MAY_BE_OFF = ('attn_logit_softcapping', 'final_logit_softcapping')
-# Fields that say which projections have biases; `Family.biases` may say otherwise.
-BIASES = {'attention_bias': ('q', 'k', 'v', 'o'), 'mlp_bias': ('gate', 'up', 'down')}
 # Values that change nothing. Any other is refused for families that do not read the field.
 _NEUTRAL = {
   'attention_bias': (False, None),
@@ -102,7 +69,7 @@ _OPTIONAL_INTEGERS = ('head_dim', 'num_key_value_heads', 'sliding_window')  # ma
 _POSITIVE = (
   'rope_theta',
   'rms_norm_eps',
-  *_SCALARS,
+  *SCALARS,
   'swiglu_limit',
   'swiglu_alpha',
   'partial_rotary_factor',
@@ -204,7 +171,7 @@ def _check_integer(raw: dict, field: str, where: str) -> None:
 
 def activation(raw: dict[str, Any], family: Family, where: str) -> str:
   """Returns `ModelConfig.activation`."""
-  known = _ACTIVATIONS | dict(family.activations)
+  known = ACTIVATIONS | dict(family.activations)
   field = family.activation_field
   value = raw[field] or family.defaults.get(field, 'silu')
   if value not in known:
@@ -215,54 +182,82 @@ def activation(raw: dict[str, Any], family: Family, where: str) -> str:
 def biases(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
   """Returns the projections that have biases by config.json, for `ModelConfig.biases`."""
   return tuple(
-    name for field, names in _biases(family).items() if field in family.fields and raw.get(field) for name in names
+    name for field, names in family.bias_fields.items() if field in family.fields and raw.get(field) for name in names
   )
-
-
-def _biases(family: Family) -> dict[str, tuple[str, ...]]:
-  return BIASES | dict(family.biases)
 
 
 def scalars(raw: dict[str, Any], family: Family) -> dict[str, float]:
   """Returns the fields of ModelConfig that are one number in config.json, too."""
-  return {_SCALARS[f].name: _SCALARS[f].read(raw[f]) for f in family.fields if f in _SCALARS}
+  return {SCALARS[f].name: SCALARS[f].read(raw[f]) for f in family.fields if f in SCALARS}
 
 
-def _rounded(x: float) -> float | int:
-  """Removes the rounding error of a power, so that 64 is written as 64."""
-  x = float(f'{x:.12g}')
-  return int(x) if x == int(x) else x
+def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
+  """Returns `ModelConfig.experts`, None for dense models.
 
-
-def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
-  """Returns the fields of config.json that the modules of this package read.
-
-  `config_json.to_hf` adds those that all families have.
+  Raises:
+    InputError: for values that are impossible or not supported; it names the field.
   """
-  types = [LOCAL if size else FULL for size in cfg.layer_windows] or [FULL] * cfg.num_layers
-  has_windows = LOCAL in types
-  # Reversed: of several spellings the first is written.
-  spelling = {ours: name for name, ours in reversed(_ACTIVATIONS.items())}
-  out = {family.activation_field: spelling.get(cfg.activation, cfg.activation), **write_rope(cfg, family)}
-  for field in family.fields:
-    if field in _SCALARS:
-      scalar = _SCALARS[field]
-      out[field] = scalar.write(dataclasses.asdict(cfg)[scalar.name])
-    if field in _biases(family):
-      out[field] = set(_biases(family)[field]) <= set(cfg.biases)
-  # Without a window, families with `layer_types` still want a size.
-  unused = family.defaults.get('sliding_window') if 'layer_types' in family.fields else None
-  optional = {
-    'sliding_window': max(cfg.layer_windows, default=0) or unused,
-    'layer_types': types,
-    'use_sliding_window': has_windows,
-    'max_window_layers': types.index(LOCAL) if has_windows else cfg.num_layers,
-    'use_qk_norm': bool(cfg.qk_norm),
-    'no_rope_layers': [1 + i for i in cfg.layer_ropes] or [1] * cfg.num_layers,
-  }
-  out |= {k: v for k, v in optional.items() if k in family.fields} | expert_fields.write(cfg, family)
-  modules = cfg.more_heads.count('mtp')
-  out |= {'num_nextn_predict_layers': modules} if family.extra_layers else {}
-  out |= {'mtp_num_hidden_layers': modules} if modules and family.predictor else {}
-  out |= family.only
-  return out | {other: out[name] for other, name in family.aliases.items() if name in out}
+  fields = family.experts
+  if fields is None or fields.optional and not raw[fields.num] or not raw.get(fields.switch, True):
+    return None
+  _check_experts(raw, family, where)
+  clipping, groups = {}, {}
+  if fields.limit:
+    clipping = dict(limit=float(raw[fields.limit]), alpha=float(raw[fields.alpha]))
+  if fields.grouped:
+    groups = dict(groups=raw['n_group'], top_groups=raw['topk_group'])
+  found = Experts(
+    num=raw[fields.num],
+    top_k=raw['num_experts_per_tok'],
+    size=raw[fields.size],
+    normalize=raw.get('norm_topk_prob') if fields.normalize is None else fields.normalize,
+    shared=raw[fields.shared] if fields.shared else 0,
+    first_dense=raw[fields.first_dense] if fields.first_dense else 0,
+    sigmoid=fields.sigmoid,
+    choice_bias=fields.choice_bias,
+    epsilon=fields.epsilon,
+    scale=float(raw['routed_scaling_factor']) if fields.scaled else 1.0,
+    **clipping,
+    **groups,
+  )
+  _check_combinations(found, raw, family, where)
+  return found
+
+
+def _check_experts(raw: dict[str, Any], family: Family, where: str) -> None:
+  fields = family.experts
+  lowest = {name: 1 for name in (fields.num, fields.size, 'num_experts_per_tok')}
+  lowest |= {name: 0 for name in (fields.shared, fields.first_dense) if name}
+  lowest |= dict(n_group=1, topk_group=1) if fields.grouped else {}
+  for name, least in lowest.items():
+    if type(raw[name]) is not int or raw[name] < least:
+      raise InputError(f'{where}: {name}={raw[name]!r} must be a whole number above {least - 1}')
+  scale = raw['routed_scaling_factor'] if fields.scaled else 1
+  if type(scale) not in (int, float) or not scale > 0:
+    raise InputError(f'{where}: routed_scaling_factor={scale!r} must be above 0')
+  last = raw['num_hidden_layers'] - 1
+  if LAST_SPARSE in family.fields and raw.get(LAST_SPARSE, -1) not in (-1, last):
+    raise InputError(f'{where}: {LAST_SPARSE}={raw[LAST_SPARSE]!r} is not supported (only the last layer, {last})')
+
+
+def _check_combinations(found: Experts, raw: dict[str, Any], family: Family, where: str) -> None:
+  """Raises InputError for sizes that do not fit each other, the first that is found."""
+  fields = family.experts
+  size = found.num // found.groups
+  layers = raw['num_hidden_layers']
+  if found.limit and raw['hidden_act'] != 'silu':
+    what = f'hidden_act={raw["hidden_act"]!r} is not supported (only silu)'
+  elif found.top_k > found.num:
+    what = f'num_experts_per_tok={found.top_k} of {found.num} experts'
+  # A group is ranked by the sum of its two best experts (DeepSeek-V3, section 2.1.2).
+  elif found.num % found.groups or (found.groups > 1 and size < 2):
+    what = f'n_group={found.groups} of {found.num} experts is not supported'
+  elif found.top_groups > found.groups:
+    what = f'topk_group={found.top_groups} of {found.groups} groups is not supported'
+  elif found.top_k > found.top_groups * size:
+    what = f'num_experts_per_tok={found.top_k} of {found.top_groups} groups of {size} is not supported'
+  elif found.first_dense >= layers:
+    what = f'{fields.first_dense}={found.first_dense} of {layers} layers is not supported'
+  else:
+    return
+  raise InputError(f'{where}: {what}')

@@ -1,17 +1,15 @@
-"""config.json <-> ModelConfig, for every family in `families.FAMILIES`.
+"""config.json -> ModelConfig, for every family in `families.FAMILIES`; `config_export` writes it.
 
-`config_fields` reads and writes the fields that hold for a whole model, `layer_fields`
-those that differ by layer (rotary embeddings, sliding windows), `expert_fields` those of
-experts, and the modules of `_own_fields` those of other layers than a Llama's.
+`config_fields` reads the fields that hold for a whole model, `layer_fields` those that differ by layer (rotary
+embeddings, sliding windows), and the modules of `families.own_fields` those of other layers than a Llama's.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_fields, expert_fields, families, layer_fields
+from jaxpost.formats import config_fields, families, layer_fields
 from jaxpost.formats.family import Family
-from jaxpost.models.config import CustomConfig, ModelConfig
+from jaxpost.models.config import ModelConfig
 
 # Fields that any config.json may leave out.
 _DEFAULTS = dict(
@@ -52,7 +50,7 @@ def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[M
 
 
 def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig, list[str]]:
-  known, own = {**_DEFAULTS, **family.defaults, **raw}, _own_fields(family)
+  known, own = {**_DEFAULTS, **family.defaults, **raw}, families.own_fields(family)
   if hasattr(own, 'completed'):
     known = own.completed(known, family, where)
   config_fields.check(known, family, where)
@@ -84,7 +82,7 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
     max_position=known['max_position_embeddings'],
     num_labels=_num_labels(raw, where),
     layer_windows=layer_fields.windows(known, family, layers, rope['layer_ropes'], where),
-    experts=expert_fields.read(known, family, where),
+    experts=config_fields.experts(known, family, where),
     **rope,
     **config_fields.scalars(known, family),
     **fixed,
@@ -93,20 +91,6 @@ def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig
     cfg = own.read(known, cfg, where, family)
   unknown = [field for field in unknown if field not in family.ignored]
   return cfg, sorted([*config_fields.unread(raw, family), *unknown])
-
-
-def _own_fields(family: Family) -> Any:
-  """Returns the module that reads and writes what models with other layers than a Llama's have; None for others."""
-  own: Any = None
-  if family.hybrid:
-    from jaxpost.formats import hybrid_fields as own
-  elif family.latent:
-    from jaxpost.formats import latent_fields as own
-  elif family.mixed:
-    from jaxpost.formats import mixed_fields as own
-  elif family.chunked:
-    from jaxpost.formats import chunked_fields as own
-  return own
 
 
 def _num_labels(raw: dict, where: str) -> int:
@@ -121,39 +105,3 @@ def _num_labels(raw: dict, where: str) -> int:
       f'{where}: a classifier of {len(labels)} labels; only heads of one label (reward models) are supported'
     )
   return 1
-
-
-def to_hf(
-  cfg: ModelConfig | CustomConfig, stop_ids: Sequence[int] = (), bos_id: int | None = None, pad_id: int | None = None
-) -> dict[str, Any]:
-  """Returns the config.json that makes `transformers` and vLLM compute what `cfg` does."""
-  tokens = dict(bos_token_id=bos_id, pad_token_id=pad_id, eos_token_id=list(stop_ids) or None)
-  if isinstance(cfg, CustomConfig):
-    return dict(model_type=cfg.family, code=cfg.code, vocab_size=cfg.vocab_size, **tokens)
-  family = families.of_model(cfg.family)
-  architecture = family.architecture
-  labels = {}
-  if cfg.num_labels:
-    architecture = family.classifier or architecture.replace('ForCausalLM', 'ForSequenceClassification')
-    labels = dict(id2label={'0': 'reward'}, label2id={'reward': 0})
-  out = dict(
-    **labels,
-    architectures=[architecture],
-    model_type=cfg.family,
-    vocab_size=cfg.vocab_size,
-    hidden_size=cfg.hidden_size,
-    intermediate_size=cfg.intermediate_size,
-    num_hidden_layers=cfg.num_layers,
-    num_attention_heads=cfg.num_heads,
-    num_key_value_heads=cfg.num_kv_heads,
-    head_dim=cfg.head_dim,
-    rms_norm_eps=cfg.norm_eps,
-    tie_word_embeddings=cfg.tie_embeddings,
-    max_position_embeddings=cfg.max_position,
-    torch_dtype='float32',
-    **tokens,
-    **config_fields.write(cfg, family),
-  )
-  if own := _own_fields(family):
-    out |= own.write(cfg, family)
-  return out

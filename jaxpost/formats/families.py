@@ -2,13 +2,14 @@
 
 A new family is one entry in the table below; `family.Family` explains its fields, each a difference from Llama
 (docs/models.md, "Adding a family"). Only this file knows the families' names. What a field of config.json means is a
-line in a dictionary of `config_fields` (`_SCALARS`, `BIASES`, `_NEUTRAL`; its type in `_INTEGERS`, `_POSITIVE` or
-`_BOOLEANS`): a field that no family has yet is one more line there.
+line in a dictionary of `family` (`SCALARS`, `BIASES`) or `config_fields` (`_NEUTRAL`; its type in `_INTEGERS`,
+`_POSITIVE` or `_BOOLEANS`): a field that no family has yet is one more line there.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats.family import DEEPSEEK_ROUTER, MULTIPLIERS, TAKEN_BY_EXPERTS, ExpertFields, Family, fused_experts
@@ -345,3 +346,17 @@ def find(model_type: object, where: str) -> Family:
 def of_model(family: str) -> Family:
   """Returns the family of `ModelConfig.family`; that of custom models has no differences."""
   return FAMILIES.get(family) or every().get(family, Family())
+
+
+def own_fields(family: Family) -> Any:
+  """Returns the module that reads and writes what models with other layers than a Llama's have; None for others."""
+  own: Any = None
+  if family.hybrid:
+    from jaxpost.formats import hybrid_fields as own
+  elif family.latent:
+    from jaxpost.formats import latent_fields as own
+  elif family.mixed:
+    from jaxpost.formats import mixed_fields as own
+  elif family.chunked:
+    from jaxpost.formats import chunked_fields as own
+  return own

@@ -1,12 +1,56 @@
-"""The records that describe a family of decoders as data; `families.py` has the table of them."""
+"""What describes a family of decoders as data: fields of config.json that families share, and the record of a family.
+
+`families.py` has the table of families. Reading and writing a config.json (`config_json`, `config_export`) both use
+what is here.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-  from collections.abc import Mapping
+FULL, LOCAL = 'full_attention', 'sliding_attention'  # of `layer_types`
+ORIGINAL = 'original_max_position_embeddings'
+QUERY_SCALE = 'llama_4_scaling_beta'  # of the rope parameters, though it scales queries by position
+LAST_SPARSE = 'moe_layer_end_index'  # the last layer with experts, which may not be the last of all
+# Value of `hidden_act` -> ModelConfig.activation.
+ACTIVATIONS = {
+  'silu': 'silu',
+  'swish': 'silu',
+  'gelu': 'gelu',
+  'gelu_pytorch_tanh': 'gelu_tanh',
+  'gelu_new': 'gelu_tanh',
+}
+# Fields that say which projections have biases; `Family.biases` may say otherwise.
+BIASES = {'attention_bias': ('q', 'k', 'v', 'o'), 'mlp_bias': ('gate', 'up', 'down')}
+
+
+class Scalar(NamedTuple):
+  """A number of ModelConfig, and how it is computed from config.json and back."""
+
+  name: str
+  read: Callable = float
+  write: Callable = float
+
+
+def _rounded(x: float) -> float | int:
+  """Removes the rounding error of a power, so that 64 is written as 64."""
+  x = float(f'{x:.12g}')
+  return int(x) if x == int(x) else x
+
+
+_OFF = (lambda x: x or 0.0), (lambda y: y or None)  # 0 here is null in config.json
+
+SCALARS = {
+  'query_pre_attn_scalar': Scalar('attention_scale', lambda x: x**-0.5, lambda y: _rounded(y**-2)),
+  'attention_multiplier': Scalar('attention_scale'),
+  'attn_logit_softcapping': Scalar('attention_softcap', *_OFF),
+  'final_logit_softcapping': Scalar('logit_softcap', *_OFF),
+  'logits_scaling': Scalar('logit_divisor'),
+  'embedding_multiplier': Scalar('embed_scale'),
+  'residual_multiplier': Scalar('residual_scale'),
+}
 
 
 def _mapping() -> Any:
@@ -90,7 +134,7 @@ class Family:
   reported: tuple[str, ...] = ()  # fields without effect on the model, named in a warning where they are set
   activation_field: str = 'hidden_act'
   activations: Mapping[str, str] = _mapping()  # value of that field -> ModelConfig.activation
-  biases: Mapping[str, tuple[str, ...]] = _mapping()  # projections of a field, where `config_fields.BIASES` has others
+  biases: Mapping[str, tuple[str, ...]] = _mapping()  # projections of a field, where `BIASES` has others
   experts: ExpertFields | None = None
   latent: bool = False  # multi-head latent attention (models/mla.py, latent_fields.py)
   # The mixer that some layers have instead of attention: 'delta', 'convolution' or 'state_space' (models/hybrid.py,
@@ -129,3 +173,8 @@ class Family:
   def fields(self) -> tuple[str, ...]:
     """Fields of config.json that Llama lacks; the *_fields.py modules say what each means."""
     return (*self.reads, *(self.experts.fields if self.experts else ()))
+
+  @property
+  def bias_fields(self) -> dict[str, tuple[str, ...]]:
+    """The projections that have biases, by the field that says so."""
+    return BIASES | dict(self.biases)

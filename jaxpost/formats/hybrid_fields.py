@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
 from jaxpost.formats import latent_fields
-from jaxpost.formats.layer_fields import FULL
+from jaxpost.formats.family import FULL
 from jaxpost.models.config import ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
 

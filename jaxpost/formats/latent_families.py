@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from jaxpost.formats.family import DEEPSEEK_ROUTER, TAKEN_BY_EXPERTS, Family, fused_experts
-from jaxpost.formats.layer_fields import QUERY_SCALE
+from jaxpost.formats.family import DEEPSEEK_ROUTER, QUERY_SCALE, TAKEN_BY_EXPERTS, Family, fused_experts
 
 SIZES = ('kv_lora_rank', 'qk_rope_head_dim', 'qk_nope_head_dim', 'v_head_dim')
 INDEX_SIZES = ('index_n_heads', 'index_head_dim', 'index_topk')

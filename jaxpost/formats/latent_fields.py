@@ -1,7 +1,7 @@
 """Fields of config.json of models with latent attention (MLA) <-> fields of LatentConfig.
 
 They are the fields of DeepSeek-V3 and its relatives (`Family.latent`): the sizes of the
-latents, and those of the indexer of sparse attention. Those of their experts are read by `expert_fields`.
+latents, and those of the indexer of sparse attention. Those of their experts are read by `config_fields`.
 """
 
 from __future__ import annotations

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats.family import Family
-from jaxpost.models.config import ModelConfig, Rope
+from jaxpost.formats.family import FULL, LOCAL, ORIGINAL, QUERY_SCALE, Family
+from jaxpost.models.config import Rope
 
-FULL, LOCAL = 'full_attention', 'sliding_attention'  # of `layer_types`
-ORIGINAL = 'original_max_position_embeddings'
-QUERY_SCALE = 'llama_4_scaling_beta'  # of the rope parameters, though it scales queries by position
 # Type of rope scaling -> the keys it needs and those it may have.
 _SCALINGS = {
   'linear': (('factor',), ()),
@@ -165,42 +162,6 @@ def _check_scaling(name: str, value: Any, dim: int, where: str) -> None:
     )
   for x in value:
     check_positive(x, f'rope_parameters.{name}', where)
-
-
-def write_rope(cfg: ModelConfig, family: Family) -> dict[str, Any]:
-  """Returns the rope fields in both spellings: older readers know rope_theta and rope_scaling."""
-
-  def block(rope: Rope) -> dict:
-    pairs = {k: list(v) if isinstance(v, tuple) else v for k, v in rope.scaling}
-    if pairs.get('rope_type') == 'dynamic':
-      del pairs[ORIGINAL]
-    if pairs.get('rope_type') == 'ntk_alpha':
-      pairs = {'factor': 1.0, **pairs, 'rope_type': 'dynamic'}  # as its family spells it
-    if 'partial_rotary_factor' in family.fields:
-      pairs['partial_rotary_factor'] = (cfg.rotary_dim or cfg.head_dim) / cfg.head_dim
-    return {'rope_type': 'default', **pairs, 'rope_theta': rope.theta}
-
-  main = block(cfg.ropes[0])
-  out = {'rope_theta': cfg.ropes[0].theta, 'rope_parameters': main}
-  if not family.mixed:  # which no older reader knows
-    scaling = {k: v for k, v in main.items() if k != 'rope_theta'}
-    out['rope_scaling'] = scaling if cfg.ropes[0].scaling else None
-  if 'partial_rotary_factor' in family.fields:
-    out['partial_rotary_factor'] = main['partial_rotary_factor']
-  if 'rotary_dim' in family.fields:
-    out['rotary_dim'] = cfg.rotary_dim or cfg.head_dim
-  if family.rope_optional and -1 in cfg.layer_ropes:
-    del out['rope_theta']
-    out['rope_parameters'] = main | dict(rope_theta=None)
-  if 'rope_interleave' in family.fields:
-    out['rope_interleave'] = cfg.ropes[0].interleaved
-  if ORIGINAL in family.fields and ORIGINAL in main:
-    out[ORIGINAL] = main[ORIGINAL]
-  if family.local_rope:
-    other = cfg.ropes[-1]
-    out['rope_parameters'] = {FULL: main, LOCAL: block(other)}
-    out.setdefault(family.local_rope, other.theta)
-  return out
 
 
 def windows(

@@ -4,8 +4,7 @@ Those of Gemma 4 have heads of two sizes (`mixed_fields.py`), and some of Llama 
 (`chunked_fields.py`).
 """
 
-from jaxpost.formats.family import ExpertFields, Family, fused_experts
-from jaxpost.formats.layer_fields import FULL, LOCAL
+from jaxpost.formats.family import FULL, LOCAL, ExpertFields, Family, fused_experts
 
 _ROPES = {
   FULL: dict(rope_type='proportional', partial_rotary_factor=0.25, rope_theta=1e6),

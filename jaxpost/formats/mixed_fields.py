@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats.layer_fields import FULL
+from jaxpost.formats.family import FULL
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.mixed_config import MixedConfig
 

@@ -14,7 +14,7 @@ from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.formats import safetensors_file
-from jaxpost.formats.safetensors_file import INDEX, SINGLE
+from jaxpost.formats.tensor_layout import FLOAT8, INDEX, SINGLE
 from jaxpost.storage import object_store
 
 Path: TypeAlias = pathlib.Path | epath.Path
@@ -30,7 +30,7 @@ def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[P
   for name, file in index.items():
     if name not in found or found[name][0].name != file:
       raise InputError(f'{folder / file}: lacks tensor {name}, which {INDEX} places there; copy or download both again')
-  if any(tensor.get_dtype() == safetensors_file.FLOAT8 for _, tensor in found.values()):
+  if any(tensor.get_dtype() == FLOAT8 for _, tensor in found.values()):
     from jaxpost.formats import fp8
 
     found = fp8.joined(found, object_store.read_json(folder / 'config.json'))
