@@ -1,7 +1,7 @@
 """Readers of text files, whole: numbered rows, with errors that name file, line and column.
 
 A row's place is (prefix, number): ('a.jsonl:', 12) reads 'a.jsonl:12', a line counted from 1; ('a.parquet[', 12) reads
-'a.parquet[12]', counted from 0. Each reader takes a path and the name of the file in errors; `file_formats.FORMATS` has
+'a.parquet[12]', counted from 0. Each reader takes a path and the name of the file in errors; `source_files.FORMATS` has
 the reader of each suffix.
 """
 

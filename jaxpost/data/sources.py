@@ -136,7 +136,7 @@ def read(
   """Reads the rows of one source.
 
   Args:
-    path: a file (see `file_formats.FORMATS`), a folder of them or one saved by `datasets` (':split' picks one),
+    path: a file (see `source_files.FORMATS`), a folder of them or one saved by `datasets` (':split' picks one),
       'generated:NAME[:key=value,...]', or 'org/name[@revision][:file or split]' on the hub. What exists locally is
       local.
     columns: 'prompt=question,completion=answer' renames, target=source; other columns are kept.
@@ -166,17 +166,17 @@ def read(
     _, name, *options = str(path).split(':', 2)
     found = [(f'{path}[', enumerate(generated.rows(name, ''.join(options))))]
   else:
-    from jaxpost.data import file_formats, locate
+    from jaxpost.data import source_files
 
-    named = locate.find_files(str(path))
+    named = source_files.find_files(str(path))
     if streaming:
       from jaxpost.data.row_views import Lazy
 
-      rows = Lazy(str(path), file_formats.open_streaming(named), prepare)
+      rows = Lazy(str(path), source_files.open_streaming(named), prepare)
       if not len(rows):
         raise InputError(f'{path}: holds no rows')
       return rows
-    found = [file_formats.open_file(*file) for file in named]
+    found = [source_files.open_file(*file) for file in named]
   return _read_all(path, found, prepare)
 
 

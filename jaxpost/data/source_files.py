@@ -1,0 +1,202 @@
+"""The files of a source: which they are, in a folder with splits or on the hub, and how each is read.
+
+One entry of `FORMATS` adds a format to everything that reads data: files, folders and hub data sets, whole or
+streaming.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from etils import epath
+
+from jaxpost.data import files
+from jaxpost.errors import InputError
+from jaxpost.storage import object_store
+
+if TYPE_CHECKING:
+  from jaxpost.data import lazy
+
+
+class Format(NamedTuple):
+  """How files with one suffix are read."""
+
+  read: Callable[[epath.Path, str], files.NumberedRows]  # (path, name in errors) -> numbered rows
+  mark: str  # ':' if rows are numbered by lines from 1, '[' if by entries from 0
+  gzip: bool = False  # may have .gz behind its suffix
+  random_access: str = ''  # the class of `lazy.py` that reads single rows, for streaming
+
+
+def _delimited(delimiter: str, path: epath.Path, name: str) -> files.NumberedRows:
+  from jaxpost.data import delimited
+
+  return delimited.read(path, name, delimiter)
+
+
+def _binary(reader: str, path: epath.Path, name: str) -> files.NumberedRows:
+  from jaxpost.data import binary_files
+
+  return getattr(binary_files, reader)(path, name)
+
+
+FORMATS = {
+  '.jsonl': Format(files.jsonl, ':', gzip=True, random_access='Lines'),
+  '.json': Format(files.json_list, '[', gzip=True),
+  '.txt': Format(files.txt, ':', gzip=True),
+  '.csv': Format(functools.partial(_delimited, ','), ':', gzip=True),
+  '.tsv': Format(functools.partial(_delimited, '\t'), ':', gzip=True),
+  '.parquet': Format(functools.partial(_binary, 'parquet'), '[', random_access='Parquet'),
+  '.array_record': Format(functools.partial(_binary, 'array_record'), '[', random_access='ArrayRecord'),
+  '.arrow': Format(functools.partial(_binary, 'arrow'), '['),
+}
+NAMES = ', '.join(FORMATS)
+# Files to download of a data set on the hub.
+PATTERNS = tuple(f'*{suffix}{end}' for suffix, f in FORMATS.items() for end in ('', '.gz')[: 1 + f.gzip])
+_METADATA = ('dataset_info.json', 'dataset_infos.json', 'dataset_dict.json', 'state.json')
+_SPLIT_WORDS = {
+  'train': 'train',
+  'training': 'train',
+  'test': 'test',
+  'testing': 'test',
+  'validation': 'validation',
+  'valid': 'validation',
+  'val': 'validation',
+  'dev': 'validation',
+  'eval': 'validation',
+}
+
+
+def find(name: str) -> Format | None:
+  """Returns the format of a file by its name, None if there is none."""
+  name = name.lower()
+  plain = name.removesuffix('.gz')
+  found = next((FORMATS[suffix] for suffix in FORMATS if plain.endswith(suffix)), None)
+  if found is None or (plain != name and not found.gzip):
+    return None
+  return found
+
+
+def find_files(path: str) -> list[tuple[epath.Path, str]]:
+  """Returns the files of a source, each with its name in errors."""
+  local = epath.Path(path).expanduser()
+  if local.exists():
+    return _find_local(local, path, '')
+  folder, _, split = path.rpartition(':')
+  if folder and epath.Path(folder).expanduser().is_dir():
+    return _find_local(epath.Path(folder).expanduser(), folder, split)
+  from jaxpost.storage import hub
+
+  named = hub.parse(path)
+  if named is None or (find(path) and not named[2]):
+    raise _missing(local, path)
+  repo, revision, file = named
+  whole = bool(find(file))
+  found = epath.Path(hub.download(repo, 'dataset', revision, file if whole else '', PATTERNS))
+  if whole:
+    return [(found, path)]
+  return _find_local(found, path, file)
+
+
+def _find_local(local: epath.Path, path: str, split: str) -> list[tuple[epath.Path, str]]:
+  if not local.is_dir():
+    return [(local, path)]
+  if (local / 'dataset_dict.json').exists():
+    names = object_store.read_json(local / 'dataset_dict.json').get('splits', [])
+    split = _choose(split, names, path)
+    local, split = local / split, ''
+  if (local / 'state.json').exists():
+    state = object_store.read_json(local / 'state.json')
+    listed = [f['filename'] for f in state.get('_data_files', [])]
+    found = [local / name for name in listed]
+  else:
+    found = _data_files(local)
+    splits = {f: _split_of(f.relative_to(local).parts) for f in found}
+    named = sorted({s for s in splits.values() if s})
+    if split or len(named) > 1:
+      split = _choose(split, named, path)
+      found = [f for f in found if splits[f] == split]
+  if not found:
+    there = ', '.join(sorted(f.name for f in local.iterdir())[:8])
+    raise InputError(f'{path}: no data in this folder ({NAMES}); it has {there or "nothing"}')
+  return [(f, str(f)) for f in found]
+
+
+def _data_files(folder: epath.Path) -> list[epath.Path]:
+  """Returns the data files below a folder, sorted, without metadata."""
+  found = []
+  for path in sorted(folder.iterdir()):
+    if path.name.startswith('.'):
+      continue
+    if path.is_dir():
+      found += _data_files(path)
+    elif find(path.name) and path.name not in _METADATA:
+      found.append(path)
+  return found
+
+
+def _choose(split: str, names: list[str], path: str) -> str:
+  if split in names:
+    return split
+  if not split and len(names) == 1:
+    return names[0]
+  listed = ', '.join(names) or 'none'
+  if split:
+    raise InputError(f'{path}: has no split {split!r}; it has {listed}')
+  if not names:
+    raise InputError(f'{path}: has no splits')
+  raise InputError(
+    f'{path}: has the splits {listed}; name one, e.g. {path}:{"train" if "train" in names else names[0]}'
+  )
+
+
+def _split_of(parts: Sequence[str]) -> str:
+  """Returns the split that the parts of a path name, '' for none."""
+  words = re.split(r'[^A-Za-z]+', '/'.join(parts).lower())
+  return next((_SPLIT_WORDS[w] for w in words if w in _SPLIT_WORDS), '')
+
+
+def _missing(local: epath.Path, path: str) -> InputError:
+  folder = local.parent
+  if not folder.is_dir():
+    return InputError(f'{path}: no such file, nor is there a folder {folder}')
+  names = [f.name for f in folder.iterdir()]
+  stems = {name.partition('.')[0]: name for name in sorted(names)}  # endings are alike, which says nothing
+  near = [stems[stem] for stem in difflib.get_close_matches(local.name.partition('.')[0], stems, 1)]
+  hint = f'{folder} has {", ".join(sorted(names)[:8]) or "nothing"}'
+  if near:
+    hint = f'did you mean {folder / near[0]}?'
+  return InputError(f'{path}: no such file; {hint}')
+
+
+def open_file(path: epath.Path, name: str) -> tuple[str, files.NumberedRows]:
+  """Returns (prefix of the places of rows, iterator of (number, row)) of one file.
+
+  Args:
+    name: what to call it in errors.
+  """
+  found = find(path.name)
+  if found is None:
+    zipped = [suffix for suffix, f in FORMATS.items() if f.gzip]
+    raise InputError(f'{name}: unknown format; data is {NAMES} ({", ".join(zipped)} also .gz) or a folder of them')
+  return name + found.mark, found.read(path, name)
+
+
+def open_streaming(paths: list[tuple[epath.Path, str]]) -> list[lazy.RandomAccess]:
+  """Opens files, given as (path, name in errors), whose rows are read when they are asked for."""
+  from jaxpost.data import lazy
+
+  caches = lazy.Caches()
+  opened = []
+  for path, name in paths:
+    found = find(path.name)
+    if found is None or not found.random_access or path.name.lower().endswith('.gz'):
+      able = [suffix for suffix, f in FORMATS.items() if f.random_access]
+      raise InputError(
+        f'{name}: cannot be read with streaming, only {", ".join(able)}; make it one of them, or turn streaming off'
+      )
+    opened.append(getattr(lazy, found.random_access)(path, name, caches))
+  return opened
