@@ -22,7 +22,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 import method_facts as facts  # noqa: E402
 
 from jaxpost.losses import preferences  # noqa: E402
-from jaxpost.monitor import report, titles  # noqa: E402
+from jaxpost.monitor import curves  # noqa: E402
 from jaxpost.stage import algorithms  # noqa: E402
 
 FOLDER = ROOT / 'docs/methods'
@@ -115,7 +115,7 @@ def sections(name: str, mark: str) -> list[str]:
   about += [f'Code: {", ".join(f"`{file}`" for file in files)}. Data: [columns](../data_formats.md#{text["data"]}).']
   file, _, rest = text['command'].partition(' ')
   command = f'python -m launch.train --config={file} --workdir=runs/{name}' + (f' \\\n  {rest}' if rest else '')
-  curves = ', '.join(f'`{key.replace("*", "NAME")}`' for key in CURVES[name])
+  shown = ', '.join(f'`{key.replace("*", "NAME")}`' for key in CURVES[name])
   return [
     *(wrapped(part) for part in about),
     '',
@@ -126,7 +126,7 @@ def sections(name: str, mark: str) -> list[str]:
     *(f'{mark} What was measured', '', *measured(name)),
     *(f'{mark} When to use it', '', *(wrapped(item, '* ') for item in text['when']), ''),
     *(f'{mark} Pitfalls', '', *(wrapped(item, '* ') for item in text['pitfalls']), ''),
-    *(wrapped(f'The report shows first, of those that a run has: {curves} ([metrics](../metrics.md)).'), ''),
+    *(wrapped(f'The report shows first, of those that a run has: {shown} ([metrics](../metrics.md)).'), ''),
   ]
 
 
@@ -192,7 +192,7 @@ def measured(name: str) -> list[str]:
     lines += [wrapped(text + 'Most differences between methods are smaller than those between seeds.'), '']
   if found := facts.curves().get(name):
     whose = 'of each seed' if len(found['seeds']) > 1 else 'of the SFT from which the table starts'
-    lines += [f'![{titles.title(found["metric"])} over {found["steps"][-1]} steps]({name}.svg)', '']
+    lines += [f'![{curves.title(found["metric"])} over {found["steps"][-1]} steps]({name}.svg)', '']
     lines += [wrapped(f'`{found["metric"]}` on the trained batches, {whose}, averaged over neighboring steps.'), '']
   options = [cells for label, cells in rows.items() if label.endswith(f'(`{name}`)')]
   if options:
@@ -208,11 +208,11 @@ def drawing(found: dict) -> str:
   """Returns the curves of a case as SVG, in colors that are legible on light and dark pages."""
   width, height, left, top = 460, 190, 52, 22
   points = {f'seed {n}': list(zip(found['steps'], values)) for n, values in enumerate(found['seeds'])}
-  drawn = report.chart(found['metric'], points, 0)
+  drawn = curves.chart(found['metric'], points, 0)
   lines = [
     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 24} {top + height + 26}" width="560"',
     ' font-family="sans-serif" font-size="11" fill="#7a8699" stroke-linejoin="round">',
-    f'<text x="{left}" y="12" font-weight="bold">{titles.title(found["metric"])}</text>',
+    f'<text x="{left}" y="12" font-weight="bold">{curves.title(found["metric"])}</text>',
   ]
   for n, line in enumerate(drawn['lines']):
     path = ' '.join(f'{left + width * x:.1f},{top + height * y:.1f}' for x, y in line['path'])

@@ -5,7 +5,8 @@ markup is report.html.jinja; this file prepares what it shows. Imports no JAX.
 """
 
 import json
-import math
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ from etils import epath
 from rich import markup
 
 from jaxpost.errors import InputError
-from jaxpost.monitor import report_facts, titles
+from jaxpost.monitor import curves
 from jaxpost.monitor.metrics import PHASES, ROW_KEYS, is_clock_key, read_growing, read_rows, short_number
 from jaxpost.storage import object_store
 
+_SHARES = (0.05, 0.5, 0.95)  # percentiles of samples
 _TOTALS = ('failed_groups', 'timeouts')  # train metrics whose figure is the sum over the stage
 
 
@@ -87,7 +89,7 @@ def figures(rows: Sequence[Mapping]) -> dict[str, float]:
     train, held_out = splits['train'], _held_out(splits)
     in_train = _keys(train)
     out[f'steps/{stage}'] = max(row['step'] for row in train + held_out)
-    for key in titles.HEADLINES:
+    for key in curves.HEADLINES:
       last = _recent(train, key)
       if last is not None and key not in ('lr', 'grad_norm'):
         out[f'{key}/{stage}'] = last
@@ -97,86 +99,8 @@ def figures(rows: Sequence[Mapping]) -> dict[str, float]:
         if key not in ROW_KEYS:
           prefix = 'eval_' if key in in_train else ''
           out[f'{prefix}{key}/{stage}'] = row[key]
-  first = [f'{key}/{stage}' for stage in stages for key in titles.HEADLINES]
+  first = [f'{key}/{stage}' for stage in stages for key in curves.HEADLINES]
   return {k: out[k] for k in [*first, *out] if k in out}
-
-
-def _ticks(low: float, high: float, count: int) -> list[float]:
-  """About `count` round numbers within [low, high]."""
-  raw = (high - low) / count
-  unit = 10.0 ** math.floor(math.log10(raw))
-  step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= raw * 0.999)
-  first = math.ceil(low / step - 1e-9)
-  return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _range(values: list[float]) -> tuple[float, float]:
-  """Limits of the y axis; lone spikes do not flatten the rest."""
-  ordered = sorted(values)
-  low, high = ordered[0], ordered[-1]
-  if len(ordered) >= 20:
-    cut = len(ordered) // 50 + 1  # this many at each end may be spikes
-    near, far = ordered[cut], ordered[-cut - 1]
-    if near < far:
-      low = max(low, near - 2 * (far - near))
-      high = min(high, far + 2 * (far - near))
-  if 0 < low < 0.4 * high:
-    low = 0.0
-  flat = high - low < 1e-9 * abs(high)
-  pad = (0.1 * abs(high) if flat else 0.06 * (high - low)) or 1.0
-  return (low if low == 0 else low - pad), high + pad
-
-
-def _smooth(values: list[float]) -> list[float]:
-  """Mean over a window around each point."""
-  half = len(values) // 25
-  windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
-  return [sum(window) / len(window) for window in windows]
-
-
-def _pick(items: list, most: int) -> list:
-  """At most `most` of them, evenly, first and last included."""
-  last, count = len(items) - 1, min(most, len(items))
-  return [items[i * last // max(1, count - 1)] for i in range(count)]
-
-
-def chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, Any] | None:
-  """A figure with one line per split; at most `most` points can be hovered.
-
-  Every x and y is a share of the frame: (0, 0) is its upper left corner, (1, 1) its lower right.
-  """
-  steps = [step for points in series.values() for step, _ in points]
-  lost = [step for points in series.values() for step, value in points if value is None]
-  finite = {split: [(step, value) for step, value in points if value is not None] for split, points in series.items()}
-  finite = {split: points for split, points in finite.items() if points}
-  if not finite:
-    return None
-  left, right = min(steps), max(max(steps), min(steps) + 1)
-  low, high = _range([value for points in finite.values() for _, value in points])
-
-  def x(step: float) -> float:
-    return (step - left) / (right - left)
-
-  def y(value: float) -> float:
-    return (high - value) / (high - low)
-
-  lines, beyond = [], 0
-  for split, points in finite.items():
-    inside = [(step, value) for step, value in points if low <= value <= high]
-    beyond += len(points) - len(inside)
-    heights = [min(max(value, low), high) for _, value in points]
-    heights = heights if key == 'lr' else _smooth(heights)
-    path = [(x(step), y(height)) for (step, _), height in zip(points, heights)]
-    hovered = [(x(step), y(value), step, value) for step, value in _pick(inside, most)]
-    lines.append(dict(split=split, last=points[-1][1], few=len(inside) < 40, path=_pick(path, 160), points=hovered))
-  return dict(
-    key=key,
-    rules=[(y(value), float(f'{value:.6g}')) for value in _ticks(low, high, 4)],
-    steps=[(x(step), int(step)) for step in _ticks(left, right, 6) if step == int(step)],
-    lines=lines,
-    lost=[(x(step), step) for step in _pick(lost, 40)],
-    notes={'beyond the frame': beyond, 'not finite': len(lost)},
-  )
 
 
 def _shown(key: str, value: Any) -> Any:
@@ -191,14 +115,14 @@ def _charts(splits: Mapping[str, list[dict]], algorithm: str, budget: int) -> li
   keys = {key for key in keys if not key.startswith('time/')}
   most = max(12, min(150, budget // max(1, len(keys))))
   charts = []
-  first = titles.curves(algorithm, keys)
+  first = curves.chosen(algorithm, keys)
   for key in first + sorted(keys.difference(first)):
     series = {
       split: [(row['step'], _shown(key, row[key])) for row in rows if key in row] for split, rows in splits.items()
     }
     zero = all(value == 0 for points in series.values() for _, value in points)
-    known = all(titles.says_nothing_new(key, row) for rows in splits.values() for row in rows if key in row)
-    if made := chart(key, series, most):
+    known = all(curves.says_nothing_new(key, row) for rows in splits.values() for row in rows if key in row)
+    if made := curves.chart(key, series, most):
       charts.append(made | {'folded': zero or known or key in in_train and key not in first})
   return charts
 
@@ -221,6 +145,16 @@ def _text(prompt: Any) -> str:
   )
 
 
+def _percentiles(rows: Sequence[dict]) -> dict[str, list[float]]:
+  """Returns {'reward', 'length': their percentiles 5, 50 and 95} of rows of samples that have them."""
+  out = {}
+  for key in ('reward', 'length'):
+    values = sorted(row[key] for row in rows if isinstance(row.get(key), (int, float)))
+    if len(values) > 1:
+      out[key] = [values[round(share * (len(values) - 1))] for share in _SHARES]
+  return out
+
+
 def _samples(folder: epath.Path) -> dict[str, Any]:
   """First and last samples of a stage, side by side where prompts agree."""
   files = sorted(folder.glob('[0-9]*.jsonl'), key=lambda path: int(path.stem))
@@ -229,7 +163,7 @@ def _samples(folder: epath.Path) -> dict[str, Any]:
   pairs, spread = {}, {}  # {prompt: {title: its first sample}}
   for title, path in titled.items():
     rows = read_growing(path)
-    spread[title] = report_facts.percentiles(rows)
+    spread[title] = _percentiles(rows)
     for row in rows:
       pairs.setdefault(json.dumps(row.get('prompt')), {}).setdefault(title, row)
   rewards = [row.get('reward') for pair in pairs.values() for row in pair.values()]
@@ -248,9 +182,9 @@ def _cards(
   Without times, counters that stayed 0, and steps, which the headline has.
   """
   ends = {name.removesuffix(f'/{stage}'): value for name, value in values.items() if name.endswith(f'/{stage}')}
-  own = {key: _recent(splits['train'], key) for key in titles.judged_by(algorithm, _keys(splits['train']) - {*ends})}
-  ends |= {key: x for key, x in own.items() if x is not None and not titles.says_nothing_new(key, ends | own)}
-  first = titles.curves(algorithm, {key.removeprefix('eval_') for key in ends})
+  own = {key: _recent(splits['train'], key) for key in curves.judged_by(algorithm, _keys(splits['train']) - {*ends})}
+  ends |= {key: x for key, x in own.items() if x is not None and not curves.says_nothing_new(key, ends | own)}
+  first = curves.chosen(algorithm, {key.removeprefix('eval_') for key in ends})
   ordered = [key for measured in first for key in (measured, f'eval_{measured}') if key in ends]
   cards = []
   for key in dict.fromkeys([*ordered, *ends]):
@@ -258,7 +192,7 @@ def _cards(
     if measured.startswith('time/') or key == 'steps':
       continue
     past = _values(splits['train'], key) or _values(_held_out(splits), measured)
-    if key in titles.HEADLINES or ends[key] or any(past):
+    if key in curves.HEADLINES or ends[key] or any(past):
       begun = None if is_clock_key(measured) or key in _TOTALS or not past else _shown(key, past[0])
       cards.append(dict(key=key, value=_shown(key, ends[key]), first=begun))
   return cards
@@ -270,7 +204,7 @@ def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: 
   caption = 'Means of the last 10 steps; time of a step: of all steps but the first.'
   table = rich.table.Table('', *map(markup.escape, stages), caption=caption)
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not is_repeated(k, values)):
-    table.add_row(markup.escape(titles.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
+    table.add_row(markup.escape(curves.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
   for key in ('reward', 'loss'):
     lines = [_sparkline(_values(splits['train'], key)) for splits in stages.values()]
     if any(lines):
@@ -289,14 +223,14 @@ def is_repeated(name: str, values: Mapping[str, Any]) -> bool:
   key, _, stage = name.rpartition('/')
   of_stage = {k.rpartition('/')[0]: v for k, v in values.items() if k.endswith(f'/{stage}')}
   if not key.startswith('eval_'):
-    return titles.says_nothing_new(key, of_stage)
+    return curves.says_nothing_new(key, of_stage)
   key = key.removeprefix('eval_')
   of_stage |= {k.removeprefix('eval_'): v for k, v in of_stage.items() if k.startswith('eval_')}
-  return key.startswith('time/') or titles.says_nothing_new(key, of_stage)
+  return key.startswith('time/') or curves.says_nothing_new(key, of_stage)
 
 
 def _sparkline(values: list[float]) -> str:
-  values = _pick(_smooth(values), 24)
+  values = curves.pick(curves.smooth(values), 24)
   low, high = min(values, default=0), max(values, default=0)
   return ''.join('▁▂▃▄▅▆▇█'[int(7.99 * (v - low) / (high - low or 1))] for v in values)
 
@@ -309,7 +243,7 @@ def write_report(workdir: epath.PathLike, rows: Sequence[Mapping] | None = None)
   config = _read_json(workdir / 'config.json', {})
   stages = _stages(rows)
   warnings, values = done.pop('warnings', ()), done or figures(rows)
-  methods = {stage: report_facts.algorithm(config, stage) for stage in stages}
+  methods = {stage: _algorithm(config, stage) for stage in stages}
   text = _template().render(
     name=object_store.resolved(workdir).rpartition('/')[2],
     wall_s=done.get('wall_s'),
@@ -326,7 +260,7 @@ def write_report(workdir: epath.PathLike, rows: Sequence[Mapping] | None = None)
       )
       for stage, splits in stages.items()
     },
-    start=report_facts.start(workdir),
+    start=start_of_run(workdir),
     plans=_read_json(workdir / 'plan.json', []),
     config=config and json.dumps(config, indent=2, ensure_ascii=False),
   )
@@ -335,9 +269,63 @@ def write_report(workdir: epath.PathLike, rows: Sequence[Mapping] | None = None)
   return workdir / 'report.html'
 
 
+def _algorithm(config: dict, stage: str) -> str:
+  """Returns the algorithm of a stage by a run's config.json; the stage's name where that says nothing."""
+  own = config[stage] if isinstance(config.get(stage), dict) else {}
+  return own.get('algorithm') or config.get('algorithm') or stage
+
+
+def start_of_run(workdir: epath.Path) -> dict[str, Any]:
+  """Returns the newest start of a run: `facts` {label: text}, `changes` {stage: {field: value}}, `count` of all,
+  and, of a run by a config file, its `recipe` and the `overrides` {field: text} of the command line.
+  """
+  rows = read_growing(workdir / 'starts.jsonl')
+  if not rows:
+    return {}
+  last = rows[-1]
+  words = list(map(str, last.get('command') or ('',)))
+  devices = f'{last.get("devices")} x {last.get("device_kind")}'
+  facts = {
+    'started': last.get('time'),
+    'machine': f'{devices}, {last.get("processes")} processes, {last.get("host")}',
+    'versions': ', '.join(f'{name} {version}' for name, version in (last.get('versions') or {}).items()),
+    'commit': last.get('commit'),
+    'command': _command(words),
+    'seed': last.get('seed'),
+  }
+  for name, stage in (last.get('stages') or {}).items():
+    facts[name] = f'{stage.get("rows")} rows, {stage.get("steps")} steps of {stage.get("batch")}'
+  shown = {label: str(value) for label, value in facts.items() if value not in (None, '')}
+  recipe, overrides = _given(words)
+  return dict(facts=shown, changes=last.get('changes') or {}, count=len(rows), recipe=recipe, overrides=overrides)
+
+
+def _command(words: list[str]) -> str:
+  """Returns a line to paste into a shell; a module of launch/ has its name there, and not the folder of a clone."""
+  program = re.sub(r'.*\blaunch[/\\](\w+)\.py', r'python -m launch.\1', words[0])
+  return ' '.join([program, *map(shlex.quote, words[1:])])
+
+
+def _given(words: list[str]) -> tuple[str, dict[str, str]]:
+  """Returns (config file with its arguments, {field: text of its override}) of a command line."""
+  recipe, overrides = '', {}
+  for i, word in enumerate(words):
+    found = re.fullmatch(r'--?(no)?config(?:\.([^=]+))?(?:=(.*))?', word, re.DOTALL)
+    if not found:
+      continue
+    no, field, value = found.groups()
+    following = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith('-') else 'True'
+    value = 'False' if no else following if value is None else value
+    if field:
+      overrides[field] = value
+    else:
+      recipe = value
+  return recipe, overrides
+
+
 def _title(key: str) -> str:
   """Returns the title of a value as the page shows it, see `_shown`."""
-  return titles.title(key) + (' minus 1' if key.removeprefix('eval_') == 'sampler_mismatch' else '')
+  return curves.title(key) + (' minus 1' if key.removeprefix('eval_') == 'sampler_mismatch' else '')
 
 
 def _template() -> jinja2.Template:

@@ -1,0 +1,158 @@
+"""Metrics as people see them: their titles, which of them matter most, and their curves as charts. Imports no JAX."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import itertools
+import math
+import pathlib
+import re
+import tomllib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+_PLACES = {'NAME': '([^/]+)', 'ROLE': '([^/]+)', 'N': r'(\d+)'}
+
+
+def _table(name: str) -> dict[str, Any]:
+  """The values of NAME.toml in this folder."""
+  return tomllib.loads(pathlib.Path(__file__).with_name(f'{name}.toml').read_text('utf-8'))
+
+
+_CURVES = _table('curves')
+HEADLINES: tuple[str, ...] = tuple(_CURVES['every'])
+
+
+def chosen(algorithm: str, keys: Collection[str]) -> list[str]:
+  """Returns those of `keys` whose curves matter most: first what the algorithm is judged by, then HEADLINES."""
+  return list(dict.fromkeys([*judged_by(algorithm, keys), *(key for key in HEADLINES if key in keys)]))
+
+
+def judged_by(algorithm: str, keys: Collection[str]) -> list[str]:
+  """Returns those of `keys` that curves.toml has for the algorithm, in its order."""
+  own = next((found for names, found in _CURVES['methods'].items() if algorithm in names.split()), ())
+  return list(itertools.chain(*(fnmatch.filter(sorted(keys), pattern) for pattern in own)))
+
+
+def title(key: str) -> str:
+  """Returns the title of a metric; of a key that is not known, its words."""
+  exact, patterns = _known()
+  if key in exact:
+    return exact[key]
+  for prefix, form in (('eval_', '{}, held out'), ('critic/', 'Critic: {}')):
+    if key.startswith(prefix):
+      return form.format(title(key.removeprefix(prefix)))
+  if key.endswith('/unfiltered'):
+    return f'{title(key.removesuffix("/unfiltered"))}, before dynamic sampling'
+  for pattern, places, text in patterns:
+    if found := pattern.fullmatch(key):
+      for place, value in zip(places, found.groups()):
+        text = re.sub(rf'\b{place}\b', value.replace('\\', r'\\').replace('_', ' '), text)
+      return text.replace('@N', f'@{found[1]}')
+  words = key.replace('_', ' ').replace('/', ', ')
+  return words[:1].upper() + words[1:]
+
+
+def says_nothing_new(key: str, values: Mapping[str, float]) -> bool:
+  """Returns whether a line with all other values can do without this one.
+
+  With one reward its mean is the reward, and pass@k by it is pass@k; the NLL is the loss of SFT; spreads, and a count
+  of what went wrong where nothing did, are in metrics.jsonl.
+  """
+  if key.endswith('/std') or (key == 'ungraded_prompts' and not values[key]):
+    return True
+  whole = 'reward' if key.startswith('rewards/') else 'loss' if key == 'nll' else key.partition('/')[0]
+  return whole != key and values.get(whole) == values[key]
+
+
+@functools.cache
+def _known() -> tuple[dict[str, str], list[tuple[re.Pattern, list[str], str]]]:
+  """Returns the titles of whole keys, and (pattern, places in it, title) of the others."""
+  exact, patterns = {}, []
+  for key, text in _table('titles').items():
+    places = re.findall('NAME|ROLE|(?<![A-Za-z])N(?![A-Za-z])', key)
+    if not places:
+      exact[key] = text
+      continue
+    pattern = re.sub('NAME|ROLE|(?<![A-Za-z])N(?![A-Za-z])', lambda found: _PLACES[found[0]], re.escape(key))
+    patterns.append((re.compile(pattern), places, text))
+  return exact, patterns
+
+
+def _ticks(low: float, high: float, count: int) -> list[float]:
+  """About `count` round numbers within [low, high]."""
+  raw = (high - low) / count
+  unit = 10.0 ** math.floor(math.log10(raw))
+  step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= raw * 0.999)
+  first = math.ceil(low / step - 1e-9)
+  return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _range(values: list[float]) -> tuple[float, float]:
+  """Limits of the y axis; lone spikes do not flatten the rest."""
+  ordered = sorted(values)
+  low, high = ordered[0], ordered[-1]
+  if len(ordered) >= 20:
+    cut = len(ordered) // 50 + 1  # this many at each end may be spikes
+    near, far = ordered[cut], ordered[-cut - 1]
+    if near < far:
+      low = max(low, near - 2 * (far - near))
+      high = min(high, far + 2 * (far - near))
+  if 0 < low < 0.4 * high:
+    low = 0.0
+  flat = high - low < 1e-9 * abs(high)
+  pad = (0.1 * abs(high) if flat else 0.06 * (high - low)) or 1.0
+  return (low if low == 0 else low - pad), high + pad
+
+
+def smooth(values: list[float]) -> list[float]:
+  """Mean over a window around each point."""
+  half = len(values) // 25
+  windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+  return [sum(window) / len(window) for window in windows]
+
+
+def pick(items: list, most: int) -> list:
+  """At most `most` of them, evenly, first and last included."""
+  last, count = len(items) - 1, min(most, len(items))
+  return [items[i * last // max(1, count - 1)] for i in range(count)]
+
+
+def chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, Any] | None:
+  """A figure with one line per split; at most `most` points can be hovered.
+
+  Every x and y is a share of the frame: (0, 0) is its upper left corner, (1, 1) its lower right.
+  """
+  steps = [step for points in series.values() for step, _ in points]
+  lost = [step for points in series.values() for step, value in points if value is None]
+  finite = {split: [(step, value) for step, value in points if value is not None] for split, points in series.items()}
+  finite = {split: points for split, points in finite.items() if points}
+  if not finite:
+    return None
+  left, right = min(steps), max(max(steps), min(steps) + 1)
+  low, high = _range([value for points in finite.values() for _, value in points])
+
+  def x(step: float) -> float:
+    return (step - left) / (right - left)
+
+  def y(value: float) -> float:
+    return (high - value) / (high - low)
+
+  lines, beyond = [], 0
+  for split, points in finite.items():
+    inside = [(step, value) for step, value in points if low <= value <= high]
+    beyond += len(points) - len(inside)
+    heights = [min(max(value, low), high) for _, value in points]
+    heights = heights if key == 'lr' else smooth(heights)
+    path = [(x(step), y(height)) for (step, _), height in zip(points, heights)]
+    hovered = [(x(step), y(value), step, value) for step, value in pick(inside, most)]
+    lines.append(dict(split=split, last=points[-1][1], few=len(inside) < 40, path=pick(path, 160), points=hovered))
+  return dict(
+    key=key,
+    rules=[(y(value), float(f'{value:.6g}')) for value in _ticks(low, high, 4)],
+    steps=[(x(step), int(step)) for step in _ticks(left, right, 6) if step == int(step)],
+    lines=lines,
+    lost=[(x(step), step) for step in pick(lost, 40)],
+    notes={'beyond the frame': beyond, 'not finite': len(lost)},
+  )
