@@ -258,14 +258,14 @@ def _run_stages(
       del stage
       gc.collect()  # frees the optimizer state before the next stage makes its own
     if last.config.save.export:
-      from jaxpost.stage import export, model_card
+      from jaxpost.stage import export
 
       stop.check('the export')
       with activity('writing export/'):
         params = final_params(last, workdir) if params is None else params
         export.export(last.inputs, workdir / 'export', params)
         if coordination.process_index() == 0:
-          model_card.write(workdir / 'export', workdir, last.name, last.config.train.steps)
+          export.write_card(workdir / 'export', workdir, last.name, last.config.train.steps)
     if done == len(placed):  # no step has passed the rows to the alerts
       for row in metrics.read_rows(writer.path):
         if row['split'] == 'train':

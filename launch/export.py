@@ -36,17 +36,17 @@ def main(argv):
   host.tune_host()
   host.use_compile_cache()
   from jaxpost.formats import hf_export
-  from jaxpost.stage import model_card
+  from jaxpost.stage import export
   from jaxpost.storage import hub
   from jaxpost.tools import inference
 
   hf_export.check_target(_OUT.value)  # before minutes of reading
   weights = inference.load(**_WEIGHTS.arguments())
   name = weights.inputs.name
-  model_card.check_stage(_OUT.value, name)
+  export.check_stage(_OUT.value, name)
   inference.export(weights, _OUT.value)
   if _WEIGHTS.run.value:
-    model_card.write(_OUT.value, _WEIGHTS.run.value, name, weights.step)
+    export.write_card(_OUT.value, _WEIGHTS.run.value, name, weights.step)
   if _PUSH.value:
     hub.push(_OUT.value, _PUSH.value, _PUBLIC.value, inference.to_stderr)
   inference.to_stderr(f'step {weights.step} of stage {weights.inputs.name}')

@@ -6,7 +6,7 @@ import pytest
 from test_report import make_run
 
 from jaxpost.errors import InputError
-from jaxpost.stage import model_card
+from jaxpost.stage import export
 from jaxpost.stage.config import defaults
 from jaxpost.storage import hub
 
@@ -24,7 +24,7 @@ def run(tmp_path):
 
 
 def test_the_facts_of_the_run(run):
-  text = model_card.describe(run, 'grpo', 15)
+  text = export.describe(run, 'grpo', 15)
   for fact in ('some/base\\|model', '| method | grpo |', 'exact_match', 'step 15 of 100', 'jaxpost 9.9'):
     assert fact in text, fact
   assert "| python -m launch.train '--x=(1,)' |" in text  # a line that a shell runs, without the folder of the clone
@@ -32,10 +32,10 @@ def test_the_facts_of_the_run(run):
 
 
 def test_a_reward_model_is_not_served_as_one_that_writes(run):
-  assert 'vllm serve FOLDER' in model_card.describe(run, 'grpo', 15)
+  assert 'vllm serve FOLDER' in export.describe(run, 'grpo', 15)
   config = json.loads((run / 'config.json').read_text())
   (run / 'config.json').write_text(json.dumps(config | {'algorithm': 'reward_model', 'reward': ''}))
-  text = model_card.describe(run, 'reward_model', 15)
+  text = export.describe(run, 'reward_model', 15)
   assert 'AutoModelForSequenceClassification' in text and '--config.reward_model.path=FOLDER' in text
   assert not any(word in text for word in ('vllm', 'gguf', 'ollama'))
 
@@ -44,12 +44,12 @@ def test_never_over_another_stage(run, tmp_path):
   out = tmp_path / 'out'
   out.mkdir()
   (out / 'README.md').write_text('---\ntags:\n- jaxpost\n---\n')
-  model_card.check_stage(out, 'sft')  # an export without a run
-  model_card.write(out, run, 'grpo', 15)
+  export.check_stage(out, 'sft')  # an export without a run
+  export.write_card(out, run, 'grpo', 15)
   assert (out / 'README.md').read_text().startswith('---\ntags')
-  model_card.check_stage(out, 'grpo')
+  export.check_stage(out, 'grpo')
   with pytest.raises(InputError, match='stage grpo, not sft'):
-    model_card.check_stage(out, 'sft')
+    export.check_stage(out, 'sft')
 
 
 def test_the_header_names_base_model_and_license(run, tmp_path, monkeypatch):
@@ -61,7 +61,7 @@ def test_the_header_names_base_model_and_license(run, tmp_path, monkeypatch):
   def header(path):
     (run / 'config.json').write_text(json.dumps(config | {'model': config['model'] | {'path': path}}))
     (out / 'README.md').write_text('---\ntags:\n- jaxpost\n---\n')
-    model_card.write(out, run, 'grpo', 15)
+    export.write_card(out, run, 'grpo', 15)
     return (out / 'README.md').read_text().split('---\n')[1]
 
   assert header('org/name') == 'tags:\n- jaxpost\nbase_model: org/name\n'
