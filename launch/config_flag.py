@@ -1,8 +1,10 @@
 """The flag --config=FILE[:args] with its overrides --config.a.b=value.
 
 Overrides are removed from the command line before absl parses it, and applied after the config file was read. Their
-types come from the schema, so that a field need not appear in the file. `jaxpost/stage/overrides.py` finds those that
-would have no effect.
+types come from the schema, so that a field need not appear in the file.
+
+A stage's block has precedence over the config around it, so an override at the top level reaches only the stages whose
+block does not name the field. `check_reach` reports the others, so that no override is lost silently.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import dataclasses
 import difflib
 import pathlib
 import re
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -22,7 +25,7 @@ from ml_collections import ConfigDict, config_flags
 from ml_collections.config_flags import tuple_parser
 
 from jaxpost.errors import InputError
-from jaxpost.stage import field_names, overrides
+from jaxpost.stage import field_names
 
 _OVERRIDE = re.compile(r'--?(?P<no>no)?config\.(?P<path>[^=]+)(?P<value>=.*)?', re.DOTALL)
 _SEVERAL = re.compile(r'\s*(\(.*\)|\[.*\])\s*', re.DOTALL)  # a tuple or list
@@ -138,7 +141,7 @@ def apply(config: Any, given: Mapping[str, list[str]]) -> list[str]:
     changes[path] = _value(raw, path, given[path])
     if path == 'stages':
       raw = {**raw, 'stages': changes[path]}
-  lines = overrides.check_reach(raw, changes) + overrides.clear_epochs(raw, changes)
+  lines = check_reach(raw, changes) + clear_epochs(raw, changes)
   for path, value in changes.items():
     _put(config, path.split('.'), value)
   return lines
@@ -146,7 +149,7 @@ def apply(config: Any, given: Mapping[str, list[str]]) -> list[str]:
 
 def _value(raw: dict, path: str, texts: list[str]) -> Any:
   """The text of an override as the type of its field."""
-  stage, field = overrides.locate(raw, path)
+  stage, field = locate(raw, path)
   kind = field_names.field_type(field) if field else dict
   if kind is Any:
     kind = _type_of_free_field(raw, stage, field)
@@ -174,7 +177,7 @@ def _type_of_free_field(raw: dict, stage: str, field: str) -> type:
   """The type of a field that takes any value: that of the present value, if any."""
   paths = [f'{stage}.{field}', field] if stage else [field]
   for path in paths:
-    present = overrides.value_at(raw, path)
+    present = value_at(raw, path)
     if present is not None:
       return type(present)
   return str if field in field_names.FIELDS else object
@@ -203,6 +206,129 @@ def _put(config: Any, parts: list[str], value: Any):
     if not isinstance(config.get(parts[0]), (ConfigDict, dict)):
       config[parts[0]] = {}
     _put(config[parts[0]], parts[1:], value)
+
+
+def locate(raw: Mapping, path: str) -> tuple[str, str]:
+  """Splits a path into (stage or '', path of a field inside it).
+
+  The second part is '' where the path names the whole block of a stage.
+
+  Raises:
+    InputError: there is no such field; the message names the nearest one.
+  """
+  head, _, rest = path.partition('.')
+  if head in field_names.FIELDS:
+    stage, field = '', path
+  elif head in blocks(raw):
+    stage, field = head, rest
+  else:
+    stage, field = '', path
+    for near in difflib.get_close_matches(head, blocks(raw), 1):
+      if field_names.field_type(rest):
+        raise InputError(f'config.{path}: there is no stage {head}; did you mean config.{near}.{rest}?')
+  if field and not field_names.field_type(field):
+    raise field_names.unknown_key(f'config.{stage}' if stage else 'config', field)
+  return stage, field
+
+
+def blocks(raw: Mapping) -> list[str]:
+  """Returns the names of all stages that have a block or are listed in `stages`."""
+  written = [k for k, v in raw.items() if k not in field_names.FIELDS and isinstance(v, Mapping)]
+  return list(dict.fromkeys([*written, *(raw.get('stages') or ())]))
+
+
+def value_at(raw: Mapping, path: str) -> Any:
+  """Returns the value at a dotted path of nested dicts, or None."""
+  for part in path.split('.'):
+    if not isinstance(raw, Mapping) or part not in raw:
+      return None
+    raw = raw[part]
+  return raw
+
+
+def check_reach(raw: Mapping, changes: Mapping) -> list[str]:
+  """Returns a line for each override that a stage's block keeps from that stage.
+
+  Args:
+    raw: the config as its file gives it, as nested dicts.
+    changes: {path: new value}, of the config and of stages.
+
+  Raises:
+    InputError: the blocks of all stages name the field, so that the override
+      would change nothing.
+  """
+  stages = list(changes.get('stages', raw.get('stages')) or ())
+  given = dict(_leaves(changes))
+  lines = []
+  for path, value in given.items():
+    if path.partition('.')[0] not in field_names.FIELDS:
+      continue
+    kept = {}
+    for stage in stages:
+      found = _value_in_block(changes, raw, stage, path)
+      if found is not None:
+        kept[stage] = found
+    # A stage that has an override of its own needs no warning.
+    unset = [stage for stage in kept if f'{stage}.{path}' not in given]
+    if kept and len(kept) == len(stages):
+      commands = ' '.join(f'--config.{stage}.{path}={shlex.quote(_as_written(value, ""))}' for stage in unset)
+      values = ', '.join(f'{stage}: {_as_written(found)}' for stage, found in kept.items())
+      raise InputError(
+        f'config.{path}={_as_written(value)}: would change nothing, every stage sets its own ({values}); '
+        + (f'write {commands}' if commands else 'leave it out')
+      )
+    for stage in unset:
+      lines.append(
+        f'config.{path}={_as_written(value)}: stage {stage} keeps its own {_as_written(kept[stage])}; '
+        f'set --config.{stage}.{path} to change it'
+      )
+  return lines
+
+
+def clear_epochs(raw: Mapping, changes: dict[str, Any]) -> list[str]:
+  """Adds `train.epochs` = 0 to changes that set `train.steps`, where the file has epochs; returns a line for each.
+
+  Epochs would decide the steps, and the override change nothing.
+
+  Raises:
+    InputError: the changes set both.
+  """
+  lines = []
+  for path in [path for path in changes if path.endswith('train.steps')]:
+    field = path.removesuffix('steps') + 'epochs'
+    if changes.get(field):
+      raise InputError(f'config.{path}: config.{field}={changes[field]} decides the steps; leave out one of the two')
+    found = value_at(raw, field) or value_at(raw, 'train.epochs')
+    if found and field not in changes:
+      changes[field] = 0.0
+      lines.append(f'config.{path}={changes[path]}: counts in place of config.{field}={found}')
+  return lines
+
+
+def _value_in_block(changes: Mapping, raw: Mapping, stage: str, path: str) -> Any:
+  """The value that the block of a stage has for a field after `changes`, or None."""
+  whole = f'{stage}.{path}'
+  value = value_at(raw, whole)
+  for changed, new in changes.items():  # in the order they are made
+    if whole == changed:
+      value = new
+    elif whole.startswith(f'{changed}.'):
+      value = value_at(new, whole.removeprefix(f'{changed}.'))
+  return value
+
+
+def _leaves(changes: Mapping, prefix='') -> Iterator[tuple[str, Any]]:
+  """Yields (path, value) of each field in the changes, also inside sections."""
+  for path, value in changes.items():
+    if isinstance(value, Mapping):
+      yield from _leaves(value, f'{prefix}{path}.')
+    else:
+      yield prefix + path, value
+
+
+def _as_written(value, empty="''") -> str:
+  """The value as it would be written on a command line."""
+  return (value or empty) if isinstance(value, str) else str(value)
 
 
 def _check_file(name: str):

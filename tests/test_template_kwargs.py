@@ -13,7 +13,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import openai_format, turns
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import overrides, prepare, records, schema, weight_sources
+from jaxpost.stage import prepare, records, schema, weight_sources
 from jaxpost.tools import completions, inference
 from launch import config_flag
 
@@ -67,7 +67,7 @@ def test_the_command_line_sets_one_variable():
   config = {'data': {}}
   config_flag.apply(config, {'data.template_kwargs.enable_thinking': ['True'], 'data.template_kwargs.effort': ['high']})
   assert config_lib.parse(config)['sft'].data.template_kwargs == {'enable_thinking': True, 'effort': 'high'}
-  assert overrides.locate({}, 'data.template_kwargs.any') == ('', 'data.template_kwargs.any')
+  assert config_flag.locate({}, 'data.template_kwargs.any') == ('', 'data.template_kwargs.any')
 
 
 def test_the_former_field_is_refused_with_the_new_name():
@@ -174,7 +174,7 @@ def test_weights_of_a_run_or_an_adapter_come_with_their_tokenizer(tmp_path, monk
     assert weight_sources.saved_tokenizer_path(schema.ModelSection(**section)) == path
   of_run = records.Source(cfg, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
   other = types.SimpleNamespace(encode=lambda text: [1])
-  monkeypatch.setattr('jaxpost.stage.sampling_inputs.tokenizer_of', lambda source, earlier: other)
+  monkeypatch.setattr('jaxpost.stage.reward_models.tokenizer_of', lambda source, earlier: other)
   (config,) = config_lib.parse(tiny.run_config('run')).values()
   with pytest.raises(InputError, match='config.model.tokenizer: is empty, and run has a tokenizer of its own'):
     prepare.load_tokenizer(dataclasses.replace(config, model=schema.ModelSection(path='run')), of_run, of_run)
