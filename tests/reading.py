@@ -120,6 +120,7 @@ OPTIONS = {
   'jaxpost.storage.hub': 'data.path',
   'jaxpost.storage.remote': 'data.path',
   'jaxpost.stage.muon': 'optim.name',
+  'jaxpost.stage.reward_models': 'reward_model.path',
   'jaxpost.stage.precompute': 'rl.reference',
 }
 GRPO, LOOP = 'jaxpost.algorithms.grpo', 'jaxpost.loop'

@@ -19,7 +19,7 @@ from jaxpost.rl.grading import Grader
 from jaxpost.rollout import rollout_files
 from jaxpost.rollout.sequence import Request
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import on_policy, sampling_inputs
+from jaxpost.stage import reward_models, sampling_inputs
 from jaxpost.tools import reproduce
 from jaxpost.types import Credit, Experience, Prompt, Rollout, RowShape
 
@@ -132,7 +132,7 @@ def test_a_reward_model_reads_more_sequences_than_a_step_has(fields):
   roles = types.SimpleNamespace(policy=types.SimpleNamespace(place=lambda batch: batch), reward_model=reward_model)
   made = rollout(4, **fields)
   made = made.replace(completions=np.arange(4 * P * C, dtype=np.int32).reshape(-1, C))
-  found = on_policy.reward_model_values(made, roles, max_sequences=3, shape=RowShape(3, C + 1))
+  found = reward_models.scores(made, roles, max_sequences=3, shape=RowShape(3, C + 1))
   np.testing.assert_array_equal(found, made.completions)
   assert len(calls) == 3
 

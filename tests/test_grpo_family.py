@@ -23,7 +23,7 @@ from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rewards.groups import Graded
 from jaxpost.rl import batching, dynamic_sampling, grading, merging
-from jaxpost.stage import algorithms, sampling_inputs
+from jaxpost.stage import algorithms, reward_models, sampling_inputs
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Experience, Prompt, Rollout
 
@@ -240,7 +240,7 @@ def test_a_teacher_grades_every_token():
 @pytest.mark.parametrize('algorithm', ['grpo', 'opd'])
 def test_a_reward_model_that_is_named_grades(algorithm):
   config = config_of(algorithm, reward='gsm8k,reward_model', rl=dict(reference='teacher'))
-  assert sampling_inputs.grades_by_model(config, algorithms.load_algorithm(algorithm))
+  assert reward_models.grades(config, algorithms.load_algorithm(algorithm))
 
 
 @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ def test_what_the_controller_cannot_do_is_refused():
 def test_what_a_reward_model_cannot_grade_is_refused(name, text):
   config = config_of(name, reward=('reward_model',))
   with pytest.raises(InputError, match=text):
-    sampling_inputs.check_reward_model(config, algorithms.load_algorithm(name))
+    reward_models.check_uses(config, algorithms.load_algorithm(name))
 
 
 # ------------------------------------------------------------ whole runs

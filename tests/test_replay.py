@@ -213,14 +213,14 @@ def test_where_it_does_not_hold_it_is_refused(over, words):
 
 
 def test_a_reward_model_grades_too_late(folder):
-  from jaxpost.stage import sampling_inputs
+  from jaxpost.stage import reward_models
 
   config = config_lib.resolve(
     next(iter(config_lib.parse(dict(algorithm='grpo', reward=('reward_model',), rl=dict(replay=5))).values())),
     algorithms.load_algorithm('grpo').defaults,
   )
   with pytest.raises(InputError, match='config.rl.replay: groups are chosen before'):
-    sampling_inputs.check_reward_model(config, algorithms.load_algorithm('grpo'))
+    reward_models.check_uses(config, algorithms.load_algorithm('grpo'))
 
 
 def test_the_weights_come_with_it():

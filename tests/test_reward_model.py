@@ -27,7 +27,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rl import grading, process_rewards
-from jaxpost.stage import algorithms, export, prepare, sampling_inputs
+from jaxpost.stage import algorithms, export, prepare, reward_models
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Batch, Outputs, Prompt, Rollout
 
@@ -415,7 +415,7 @@ def test_steps_that_nothing_grades_are_refused(over):
   found = algorithms.load_algorithm(over['algorithm'])
   config = config_lib.resolve(next(iter(config_lib.parse(over).values())), found.defaults)
   with pytest.raises(InputError, match='config.reward_model.per_step'):
-    sampling_inputs.check_reward_model(config, found)
+    reward_models.check_uses(config, found)
 
 
 def test_stages_hand_over_and_evaluate(nano, tmp_path):

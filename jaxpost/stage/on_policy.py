@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxpost.distributed import mesh
-from jaxpost.rl import batching, grading
+from jaxpost.rl import grading
 from jaxpost.rl.controller import Controller
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.rollout.sampler import Sampler
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
   from jaxpost.environments.episodes import Episodes
   from jaxpost.roles import Roles
   from jaxpost.stage.place import PlacedStage
-  from jaxpost.types import Prompt, Rollout
+  from jaxpost.types import Prompt
 
 _TRAINING, _EVALUATION = 1, 2  # purposes of keys, see `run_key`
 
@@ -179,34 +178,16 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
   )
 
 
-def reward_model_values(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShape) -> np.ndarray:
-  """[N, C] outputs of the reward model, in as many batches as needed.
-
-  Args:
-    max_sequences: how many sequences fit into a batch of `shape`.
-  """
-  from jaxpost.rollout.rollout_codec import arrays_of
-
-  group_size = batching.group_size(rollout)
-  out = []
-  for start in range(0, len(rollout.lengths), max_sequences):
-    members = np.arange(start, min(start + max_sequences, len(rollout.lengths)))
-    arrays = {name: x[members] for name, x in arrays_of(rollout).items()}
-    part = rollout.replace(prompts=tuple(rollout.prompts[n // group_size] for n in members), **arrays)
-    batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, *shape)
-    values = roles.reward_model(roles.policy.place(batch)).values
-    out.append(batching.from_rows(part, mesh.to_host(values), *shape))
-  return np.concatenate(out)
-
-
 def make_sampled_eval(placed: PlacedStage, engine: NativeEngine, prompts: tuple[Prompt, ...]) -> SampledEval:
   """Makes the evaluation of completions of held-out prompts."""
   config, shape = placed.config, placed.shape
   values = None
   if sampling_inputs.REWARD_MODEL in placed.inputs.sources:
+    from jaxpost.stage import reward_models
+
     per_row = shape.row_length // (config.rollout.max_prompt_length + config.rollout.max_new_tokens)
     values = functools.partial(
-      reward_model_values,
+      reward_models.scores,
       shape=RowShape(shape.rows, shape.row_length, config.train.share_prompt),
       max_sequences=shape.rows * per_row,
     )

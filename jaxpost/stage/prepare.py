@@ -67,10 +67,10 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
   """Prepares one stage, see `resolve`; `before` are the stages that run first."""
   checks.check_config(config, algorithm)
   samples = checks.samples(config, algorithm)
-  if samples or algorithm.scalar_head or config.rewards_tuple() or config.reward_model.per_step:
-    from jaxpost.stage import sampling_inputs
+  if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
+    from jaxpost.stage import reward_models
 
-    sampling_inputs.check_reward_model(config, algorithm)
+    reward_models.check_uses(config, algorithm)
   source = source_of_model(config.model)
   found = find_weights(config, algorithm, source, {p.name: p.inputs.outcome for p in before})
   tokenizer = load_tokenizer(config, source, found['policy'])
@@ -95,6 +95,8 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
     lora.warn_left_out(inputs.model)
   rows, held_out_rows = read_rows(config), read_held_out_rows(config)
   if samples:
+    from jaxpost.stage import sampling_inputs
+
     return sampling_inputs.prepare(inputs, rows, held_out_rows, before, make_data)
   data = make_data(inputs, rows, held_out_rows)
   return PreparedStage(epochs.count_steps(inputs, data), data, Workers())
@@ -256,11 +258,10 @@ def find_weights(
   if algorithm.critic(config):
     path = config.critic.path
     out['critic'] = named(path, 'config.critic.path') if path else source
-  if algorithm.on_policy:
-    from jaxpost.stage import sampling_inputs
+  if algorithm.on_policy and 'reward_model' in config.rewards_tuple():
+    from jaxpost.stage import reward_models
 
-    if sampling_inputs.grades_by_model(config, algorithm):
-      out[sampling_inputs.REWARD_MODEL] = sampling_inputs.find_reward_model(config, named)
+    out['reward_model'] = reward_models.find(config, named)
   teachers = config.distill.teachers if 'teachers' in algorithm.needs(config) else ()
   for i, text in enumerate(teachers):
     out[f'teacher_{i}'] = named(text, f'config.distill.teachers[{i}]')
@@ -273,9 +274,9 @@ def load_tokenizer(config: Config, source: Source, policy: Source) -> Tokenizer:
   path = source.tokenizer_path(section)
   tokenizer = tokenizer_lib.load(path or 'bytes', config.data.chat_template, config.data.template_kwargs)
   if not path and not policy.stage and (config.init_from or source.checkpoints):
-    from jaxpost.stage import sampling_inputs
+    from jaxpost.stage import reward_models
 
-    theirs, probe = sampling_inputs.tokenizer_of(policy, {}), 'Zwölf: 12 + 345'
+    theirs, probe = reward_models.tokenizer_of(policy, {}), 'Zwölf: 12 + 345'
     refuse(
       theirs is not None and theirs.encode(probe) != tokenizer.encode(probe),
       f'config.model.tokenizer: is empty, and {config.init_from or section.path} has a tokenizer of its own; name it',

@@ -1,33 +1,29 @@
-"""Prepares a stage that samples, before a device is used: checks, prompts, rewards, reward model, environments.
+"""Prepares a stage that samples, before a device is used: checks, prompts, rewards, environments.
 
-Imported only by stages that sample or name a reward. The checks of every stage are in `checks.py`.
+Imported only by stages that sample. The checks of every stage are in `checks.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError, refuse
 from jaxpost.rewards import builtin
 from jaxpost.rl.reward_metrics import REWARD_MODEL
 from jaxpost.stage import checks, epochs
-from jaxpost.stage import config as config_lib
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.records import PreparedStage, Workers
 
 if TYPE_CHECKING:
-  from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.prompts import PromptStream
   from jaxpost.data.sources import Rows
-  from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.environments.pool import EnvironmentPool
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
-  from jaxpost.stage.records import Inputs, Source
+  from jaxpost.stage.records import Inputs
 
 
 def prepare(
@@ -35,7 +31,10 @@ def prepare(
 ) -> PreparedStage:
   """Makes the data of a stage that samples, see `prepare.make_data`, and starts its worker processes."""
   config, algorithm, found, tokenizer = inputs.config, inputs.algorithm, inputs.sources, inputs.tokenizer
-  check_reward_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
+  if {REWARD_MODEL, 'critic'} & found.keys():
+    from jaxpost.stage import reward_models
+
+    reward_models.check_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
   with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
     environment = None
     if config.environment:
@@ -93,52 +92,6 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
     r.prompts * r.group_size % rl.minibatches > 0,
     f'config.rl.minibatches: {rl.minibatches} does not divide the {r.prompts} x {r.group_size} completions of a step',
   )
-
-
-def check_reward_tokens(
-  config: Config, found: Mapping[str, Source], tokenizer: Tokenizer, earlier: Mapping[str, Tokenizer]
-) -> None:
-  """InputError where a reward model or critic would read the policy's tokens as other text.
-
-  Args:
-    found: {role: Source}.
-    earlier: {stage: tokenizer} of the stages that run first.
-  """
-  for role in (REWARD_MODEL, 'critic'):
-    key, path = f'config.{role}.path', vars(config)[role].path
-    if role not in found or not path:
-      continue
-    theirs = tokenizer_of(found[role], earlier)
-    size, needed = (found[k].config.vocab_size for k in (role, 'policy'))
-    if size < needed or theirs is None and size != needed:
-      raise InputError(
-        f'{key}: {path} has a vocabulary of {size}, the policy has {needed}; it must read the tokens of the policy'
-      )
-    ours = tokenizer.hf.get_vocab()
-    other = theirs.hf.get_vocab() if theirs else ours
-    wrong = sorted(t for t in {*ours, *other} if ours.get(t) != other.get(t))
-    if wrong:
-      raise InputError(
-        f'{key}: {path} reads other tokens than the policy: {wrong[0]!r} is '
-        f'{other.get(wrong[0])} there and {ours.get(wrong[0])} here; choose '
-        f'one that was trained with the tokenizer {tokenizer.source}'
-      )
-
-
-def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer | None:
-  """The tokenizer that a model was trained with, or None if it is not recorded."""
-  if source.stage:
-    return earlier[source.stage]
-  if source.checkpoints is not None:
-    run, stage = source.checkpoints.parent.parent, source.checkpoints.name
-    saved = config_lib.parse_saved(run / 'config.json')
-    section = saved[stage].model
-    from jaxpost.stage import weight_sources
-
-    return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
-  if source.folder and (source.folder / 'tokenizer.json').exists():
-    return tokenizer_lib.load(str(source.folder))
-  return None
 
 
 def prompt_stream(
@@ -211,48 +164,6 @@ def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
       pool.check_rows(rows)
     undo.pop_all()
   return pool
-
-
-def grades_by_model(config: Config, algorithm: Algorithm) -> bool:
-  """True if the stage loads a reward model, which grades what it samples."""
-  return algorithm.on_policy and REWARD_MODEL in config.rewards_tuple()
-
-
-def check_reward_model(config: Config, algorithm: Algorithm) -> None:
-  """Refuses uses of a reward model's scores that have no meaning."""
-  samples = config.eval.samples if config.eval.data.path else 0
-  if algorithm.scalar_head and samples:
-    raise InputError('config.eval.samples: a reward model writes no text; set it to 0 in the stage that trains one')
-  per_step = config.reward_model.per_step
-  refuse(
-    per_step and (bool(config.environment) or not grades_by_model(config, algorithm)),
-    f'config.reward_model.per_step: needs {REWARD_MODEL} in config.reward, without an environment; unset it',
-  )
-  if grades_by_model(config, algorithm):
-    for name in ('dynamic_sampling', 'replay'):
-      if vars(config.rl)[name]:
-        raise InputError(f'config.rl.{name}: groups are chosen before a reward model scores them; set it to 0')
-    if algorithm.greedy_baseline(config):
-      raise InputError(
-        f'config.reward: {REWARD_MODEL} does not grade the greedy answer that this '
-        'method compares with; use another method, such as rloo'
-      )
-  elif samples and config.rewards_tuple() == (REWARD_MODEL,):
-    raise InputError(
-      f'config.eval.samples: only reward functions grade samples here, and '
-      f'config.reward has none beside {REWARD_MODEL}; add one or set it to 0'
-    )
-
-
-def find_reward_model(config: Config, find_source: Callable[[str, str], Source]) -> Source:
-  """Finds its weights by `find_source`, (text, config field) -> Source."""
-  key, path = 'config.reward_model.path', config.reward_model.path
-  if not path:
-    raise InputError(f'{key}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME')
-  source = find_source(path, key)
-  if not source.config.num_labels:
-    raise InputError(f'{key}: {path} is a language model, it has no head that gives a reward')
-  return source
 
 
 def reward_names(config: Config) -> list[str]:

@@ -11,7 +11,7 @@ from jaxpost.models import transformer
 from jaxpost.monitor.metrics import short_number
 from jaxpost.rewards import builtin
 from jaxpost.rewards.pool import RewardPool
-from jaxpost.stage import batch_shape, epochs, sampling_inputs
+from jaxpost.stage import batch_shape, epochs, reward_models, sampling_inputs
 from jaxpost.stage.records import Data, Inputs, PreparedStage
 
 _COUNTED = 512  # rows behind the table of lengths
@@ -93,7 +93,7 @@ def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | No
 
 def _show_rewards(inputs: Inputs, pool: RewardPool) -> list:
   config = inputs.config
-  decides = sampling_inputs.correct_by(config, sampling_inputs.grades_by_model(config, inputs.algorithm))
+  decides = sampling_inputs.correct_by(config, reward_models.grades(config, inputs.algorithm))
   specs = config.rewards_tuple()
   weights = config.reward_weights or [1.0] * len(specs)
   where = [builtin.locate(s) if isinstance(s, str) else 'in this process' for s in specs]

@@ -1,0 +1,129 @@
+"""Reward models of a stage that samples: their weights, what they have to agree with, their scores in an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.distributed import mesh
+from jaxpost.errors import InputError, refuse
+from jaxpost.rl import batching
+from jaxpost.rl.reward_metrics import REWARD_MODEL
+from jaxpost.rollout.rollout_codec import arrays_of
+from jaxpost.stage import config as config_lib
+from jaxpost.stage import weight_sources
+
+if TYPE_CHECKING:
+  from jaxpost.algorithms.base import Algorithm
+  from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.roles import Roles
+  from jaxpost.stage.config import Config
+  from jaxpost.stage.records import Source
+  from jaxpost.types import Rollout, RowShape
+
+
+def grades(config: Config, algorithm: Algorithm) -> bool:
+  """True if the stage loads a reward model, which grades what it samples."""
+  return algorithm.on_policy and REWARD_MODEL in config.rewards_tuple()
+
+
+def check_uses(config: Config, algorithm: Algorithm) -> None:
+  """Refuses uses of a reward model's scores that have no meaning."""
+  samples = config.eval.samples if config.eval.data.path else 0
+  if algorithm.scalar_head and samples:
+    raise InputError('config.eval.samples: a reward model writes no text; set it to 0 in the stage that trains one')
+  per_step = config.reward_model.per_step
+  refuse(
+    per_step and (bool(config.environment) or not grades(config, algorithm)),
+    f'config.reward_model.per_step: needs {REWARD_MODEL} in config.reward, without an environment; unset it',
+  )
+  if grades(config, algorithm):
+    for name in ('dynamic_sampling', 'replay'):
+      if vars(config.rl)[name]:
+        raise InputError(f'config.rl.{name}: groups are chosen before a reward model scores them; set it to 0')
+    if algorithm.greedy_baseline(config):
+      raise InputError(
+        f'config.reward: {REWARD_MODEL} does not grade the greedy answer that this '
+        'method compares with; use another method, such as rloo'
+      )
+  elif samples and config.rewards_tuple() == (REWARD_MODEL,):
+    raise InputError(
+      f'config.eval.samples: only reward functions grade samples here, and '
+      f'config.reward has none beside {REWARD_MODEL}; add one or set it to 0'
+    )
+
+
+def find(config: Config, find_source: Callable[[str, str], Source]) -> Source:
+  """Finds its weights by `find_source`, (text, config field) -> Source."""
+  key, path = 'config.reward_model.path', config.reward_model.path
+  if not path:
+    raise InputError(f'{key}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME')
+  source = find_source(path, key)
+  if not source.config.num_labels:
+    raise InputError(f'{key}: {path} is a language model, it has no head that gives a reward')
+  return source
+
+
+def check_tokens(
+  config: Config, found: Mapping[str, Source], tokenizer: Tokenizer, earlier: Mapping[str, Tokenizer]
+) -> None:
+  """InputError where a reward model or critic would read the policy's tokens as other text.
+
+  Args:
+    found: {role: Source}.
+    earlier: {stage: tokenizer} of the stages that run first.
+  """
+  for role in (REWARD_MODEL, 'critic'):
+    key, path = f'config.{role}.path', vars(config)[role].path
+    if role not in found or not path:
+      continue
+    theirs = tokenizer_of(found[role], earlier)
+    size, needed = (found[k].config.vocab_size for k in (role, 'policy'))
+    if size < needed or theirs is None and size != needed:
+      raise InputError(
+        f'{key}: {path} has a vocabulary of {size}, the policy has {needed}; it must read the tokens of the policy'
+      )
+    ours = tokenizer.hf.get_vocab()
+    other = theirs.hf.get_vocab() if theirs else ours
+    wrong = sorted(t for t in {*ours, *other} if ours.get(t) != other.get(t))
+    if wrong:
+      raise InputError(
+        f'{key}: {path} reads other tokens than the policy: {wrong[0]!r} is '
+        f'{other.get(wrong[0])} there and {ours.get(wrong[0])} here; choose '
+        f'one that was trained with the tokenizer {tokenizer.source}'
+      )
+
+
+def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer | None:
+  """The tokenizer that a model was trained with, or None if it is not recorded."""
+  if source.stage:
+    return earlier[source.stage]
+  if source.checkpoints is not None:
+    run, stage = source.checkpoints.parent.parent, source.checkpoints.name
+    saved = config_lib.parse_saved(run / 'config.json')
+    section = saved[stage].model
+    return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
+  if source.folder and (source.folder / 'tokenizer.json').exists():
+    return tokenizer_lib.load(str(source.folder))
+  return None
+
+
+def scores(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShape) -> np.ndarray:
+  """[N, C] outputs of the reward model, in as many batches as needed.
+
+  Args:
+    max_sequences: how many sequences fit into a batch of `shape`.
+  """
+  group_size = batching.group_size(rollout)
+  out = []
+  for start in range(0, len(rollout.lengths), max_sequences):
+    members = np.arange(start, min(start + max_sequences, len(rollout.lengths)))
+    arrays = {name: x[members] for name, x in arrays_of(rollout).items()}
+    part = rollout.replace(prompts=tuple(rollout.prompts[n // group_size] for n in members), **arrays)
+    batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, *shape)
+    values = roles.reward_model(roles.policy.place(batch)).values
+    out.append(batching.from_rows(part, mesh.to_host(values), *shape))
+  return np.concatenate(out)
