@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from jaxpost.errors import InputError
 from jaxpost.rewards import builtin
 from jaxpost.rewards.groups import Graded, Group, stats_of
-from jaxpost.rewards.printed import Printed
 from jaxpost.workers import call, process
 
 _LOG = logging.getLogger(__name__)
@@ -91,7 +90,7 @@ class RewardPool:
         'reward %s runs inside this process and cannot be killed if it hangs; write it as module:function', reward.name
       )
     self._remote = [(n, builtin.locate(r)) for n, r in named if not callable(r)]
-    self._console = Printed([name for name, _ in self._remote]) if show_printed else None
+    self._console = process.Printed([name for name, _ in self._remote]) if show_printed else None
     self._needs: list[tuple[str, str, Sequence[str]]] = []  # name, file and needed columns of each function
     self._recent = collections.deque(maxlen=_WINDOW)  # the error of each group, or None
     self._jobs = queue.SimpleQueue()
