@@ -9,7 +9,7 @@ import transformers
 from jaxpost.data import chat, preferences, prompts
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments import openai_format
-from jaxpost.stage import export
+from jaxpost.stage import reward_models
 from jaxpost.tools import choices
 
 BOS, END, TEXT = 256, 258, 'Once upon'
@@ -107,4 +107,4 @@ def test_a_chat_begins_as_its_template_does(kind):
 
 
 def test_an_export_names_the_token_that_no_text_begins_with(kind):
-  assert export.pad_id(tokenizer_lib.load(kind[0])) == BOS
+  assert reward_models.pad_id(tokenizer_lib.load(kind[0])) == BOS

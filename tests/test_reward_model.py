@@ -27,7 +27,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rl import grading, process_rewards
-from jaxpost.stage import algorithms, export, prepare, reward_models
+from jaxpost.stage import algorithms, prepare, reward_models
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Batch, Outputs, Prompt, Rollout
 
@@ -225,8 +225,8 @@ def trained_folder(path, source, seed=0, **fields):
     model,
     params,
     stop_ids=tokenizer.stop_ids,
-    pad_id=export.pad_id(tokenizer),
-    tokenizer_save=functools.partial(export.save_tokenizer, tokenizer),
+    pad_id=reward_models.pad_id(tokenizer),
+    tokenizer_save=functools.partial(reward_models.save_tokenizer, tokenizer),
   )
   return model, params
 
@@ -297,8 +297,8 @@ def test_padding_never_ends_a_text(tmp_path):
   """A tokenizer that pads with its end of turn gets another token for it."""
   ends = dataclasses.replace(TOKENIZER, pad_id=TOKENIZER.eos_id)
   assert ends.pad_id in ends.stop_ids
-  assert export.pad_id(ends) == 256
-  export.save_tokenizer(ends, tmp_path)
+  assert reward_models.pad_id(ends) == 256
+  reward_models.save_tokenizer(ends, tmp_path)
   assert tokenizer_lib.load(str(tmp_path)).pad_id == 256
 
 

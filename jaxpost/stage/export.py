@@ -9,8 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import logging
-import pathlib
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,6 @@ from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
-  from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.stage.records import Inputs
 
 _CARD = 'README.md'
@@ -51,8 +48,10 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
   base = policy.base or policy
   pad, save = tokenizer.pad_id, tokenizer.save
   if inputs.algorithm.scalar_head:
-    pad = pad_id(tokenizer)
-    save = functools.partial(save_tokenizer, tokenizer)
+    from jaxpost.stage import reward_models
+
+    pad = reward_models.pad_id(tokenizer)
+    save = functools.partial(reward_models.save_tokenizer, tokenizer)
   merge = model.merge  # operation by operation: fused, sums round otherwise
   if model.quantized:
     from jaxpost.models import quantization
@@ -101,30 +100,6 @@ def adapter_base(inputs: Inputs) -> str:
   trained = set(model.table) - model.frozen
   only_adapter = all(parameters.is_adapter(path) or path == 'score' for path in trained)
   return source.name if only_adapter and source.base is None else ''
-
-
-def pad_id(tokenizer: Tokenizer) -> int:
-  """Returns a padding token that is not a stop token.
-
-  transformers reads the score at the last token that is not padding: where
-  the end of a turn pads, too, it would read one token early.
-  """
-  known = (tokenizer.pad_id, tokenizer.bos_id, *sorted(tokenizer.hf.added_tokens_decoder))
-  good = [i for i in known if i is not None and i not in tokenizer.stop_ids]
-  if not good:
-    logging.warning(
-      '%s: has no token but those that end a text to pad with; read scores of one text at a time', tokenizer.source
-    )
-  return (good or known)[0]
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: epath.PathLike) -> None:
-  """Writes the tokenizer's files so that it pads with `pad_id`."""
-  tokenizer.save(folder)
-  if (pad := pad_id(tokenizer)) != tokenizer.pad_id:
-    path = pathlib.Path(folder) / 'tokenizer_config.json'
-    saved = object_store.read_json(path) if path.exists() else {}
-    object_store.write_json(path, saved | {'pad_token': tokenizer.hf.convert_ids_to_tokens(pad)})
 
 
 def check_stage(folder: epath.PathLike, stage: str) -> None:

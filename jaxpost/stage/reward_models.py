@@ -1,7 +1,9 @@
-"""Reward models of a stage that samples: their weights, what they have to agree with, their scores in an evaluation."""
+"""Reward models: their weights, the tokens that they have to share, their scores in an evaluation, and their export."""
 
 from __future__ import annotations
 
+import logging
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -15,8 +17,11 @@ from jaxpost.rl.reward_metrics import REWARD_MODEL
 from jaxpost.rollout.rollout_codec import arrays_of
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import weight_sources
+from jaxpost.storage import object_store
 
 if TYPE_CHECKING:
+  from etils import epath
+
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.roles import Roles
@@ -127,3 +132,27 @@ def scores(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShap
     values = roles.reward_model(roles.policy.place(batch)).values
     out.append(batching.from_rows(part, mesh.to_host(values), *shape))
   return np.concatenate(out)
+
+
+def pad_id(tokenizer: Tokenizer) -> int:
+  """Returns a padding token that is not a stop token.
+
+  transformers reads the score at the last token that is not padding: where
+  the end of a turn pads, too, it would read one token early.
+  """
+  known = (tokenizer.pad_id, tokenizer.bos_id, *sorted(tokenizer.hf.added_tokens_decoder))
+  good = [i for i in known if i is not None and i not in tokenizer.stop_ids]
+  if not good:
+    logging.warning(
+      '%s: has no token but those that end a text to pad with; read scores of one text at a time', tokenizer.source
+    )
+  return (good or known)[0]
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: epath.PathLike) -> None:
+  """Writes the tokenizer's files so that it pads with `pad_id`."""
+  tokenizer.save(folder)
+  if (pad := pad_id(tokenizer)) != tokenizer.pad_id:
+    path = pathlib.Path(folder) / 'tokenizer_config.json'
+    saved = object_store.read_json(path) if path.exists() else {}
+    object_store.write_json(path, saved | {'pad_token': tokenizer.hf.convert_ids_to_tokens(pad)})
