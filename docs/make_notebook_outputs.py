@@ -3,8 +3,9 @@
 python docs/make_notebook_outputs.py [NAME ...]
 
 Runs notebooks (01_sft_then_grpo, ...; all for none), each in a kernel and an empty folder of its own, and in full but
-for those that download weights. The notebooks themselves are stored bare. Seconds and rates are left out, as they are
-of one machine. Needs `.[notebook]`.
+for those that download weights. The notebooks themselves are stored bare. Left out is what depends on the speed of
+the machine: seconds, rates, repeated lines of progress, and lines of steps but the first in each tenth of a run. Needs
+`.[notebook]`.
 """
 
 import json
@@ -20,8 +21,10 @@ import nbformat
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = ROOT / 'docs/notebook_outputs'
 SHORT = ('05_lora_your_reward',)  # run as the tests do, with a tiny random model in place of a download
-# A duration or a rate, such as `12.5 s` or `1,200 tokens/s`.
+# A duration or a rate, such as `12.5 s` or `1,200 tokens/s`, and those of a line of metrics, such as `s/step 0.5`.
 _TIMES = re.compile(r'\b\d[\d.,]*[kM]? ?(?=(?:ms|s|min|h|tokens/s|tok/s)\b)')
+_METRICS = re.compile(r' +(?:tok/s|s/step|left) [\d.:,]+[kM]?')
+_STEP = re.compile(r'(?P<stage>\S+) (?P<step>\d+)/(?P<steps>\d+)  ')
 
 
 def code_of(book: nbformat.NotebookNode) -> list[str]:
@@ -29,11 +32,16 @@ def code_of(book: nbformat.NotebookNode) -> list[str]:
   return [cell.source for cell in book.cells if cell.cell_type == 'code']
 
 
+def untimed(text: str) -> str:
+  """Returns a text without seconds and rates."""
+  return _METRICS.sub('', _TIMES.sub('… ', text))
+
+
 def kept(outputs: list) -> list[dict]:
   """Returns the outputs of a cell as they are stored: one text for each stream, no warnings, pictures as PNG."""
   found: list[dict] = []
   for output in outputs:
-    if output.output_type == 'error' or output.get('name') == 'stderr':
+    if output['output_type'] == 'error' or output.get('name') == 'stderr':
       continue
     output = {key: value for key, value in output.items() if key != 'execution_count'}
     if output['output_type'] == 'execute_result':
@@ -45,9 +53,27 @@ def kept(outputs: list) -> list[dict]:
   for output in found:
     if output['output_type'] == 'stream':
       lines = output['text'].split('\n')
-      output['text'] = '\n'.join(_TIMES.sub('… ', line.rsplit('\r', 1)[-1]) for line in lines)
-    elif 'text/plain' in output['data']:
-      output['data']['text/plain'] = _TIMES.sub('… ', output['data']['text/plain'])
+      output['text'] = '\n'.join(untimed(line.rsplit('\r', 1)[-1]) for line in lines)
+      continue
+    for kind in ('text/plain', 'text/html'):
+      if kind in output['data']:
+        output['data'][kind] = untimed(output['data'][kind])
+  return thinned(found)
+
+
+def thinned(outputs: list[dict]) -> list[dict]:
+  """Returns outputs without repetitions, and without the lines of steps but the first in each tenth of a run."""
+  found: list[dict] = []
+  tenth = ('', -1)  # the stage and its last tenth
+  for output in outputs:
+    if found and output == found[-1]:
+      continue
+    if line := _STEP.match(output.get('data', {}).get('text/plain', '')):
+      now = line['stage'], 10 * int(line['step']) // int(line['steps'])
+      if now == tenth:
+        continue
+      tenth = now
+    found.append(output)
   return found
 
 
