@@ -222,7 +222,7 @@ def labeled(row):
 def test_processes_build_the_batches_of_one(count, per, monkeypatch):
   """Each its own rows: some have one in common, one has none; weights and counts are of all documents."""
   monkeypatch.setattr(shared_rows, '_WINDOW_ROWS', 2)  # two windows are shared at a time
-  options = dict(documents=labeled, per=per, prefetch=1, window=9)
+  options = dict(documents=labeled, per=per, window=9)
   whole = make(5, **options)
   position, batches = [], []
   for made in take(whole, 3):

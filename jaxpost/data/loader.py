@@ -26,6 +26,7 @@ if TYPE_CHECKING:
   PackedRow = list[tuple[int, Example]]  # (row of the data, its Example)
 
 _OVERLONG = ('truncate', 'drop', 'error')
+_AHEAD = 2  # batches that are built before they are asked for
 
 
 def order(
@@ -105,7 +106,6 @@ class PackedStream:
     window: int = 0,
     packing: bool = True,
     overlong: str = 'truncate',
-    prefetch: int = 2,
     where: Callable[[int], str] | None = None,
     per: str = 'token',
     sizes: Sequence[int] = (),
@@ -122,7 +122,6 @@ class PackedStream:
       packing: False gives each document a row of its own.
       overlong: what to do with documents above T tokens: 'truncate', 'drop',
         or 'error'. A document left with nothing to train on is dropped.
-      prefetch: batches built ahead.
       where: row number -> its place, for errors.
       per: what weights are divided by, see `packing.to_batch`.
       sizes, weights: rows and weight of each source, see `order`.
@@ -138,7 +137,6 @@ class PackedStream:
     self._row_length = row_length
     self._packing = packing
     self._overlong = overlong
-    self._prefetch = max(prefetch, 1)
     self._where = where or 'row {}'.format
     self._per = per
     self._stops = np.cumsum(sizes) if len(sizes) > 1 else ()
@@ -203,7 +201,7 @@ class PackedStream:
     return next(self._batches(*self._position))[0]
 
   def _start(self) -> None:
-    self._queue, self._stopped = queue.Queue(self._prefetch), threading.Event()
+    self._queue, self._stopped = queue.Queue(_AHEAD), threading.Event()
     given = self._batches(*self._position), self._queue, self._stopped
     self._thread = threading.Thread(target=_fill, daemon=True, name='data', args=given)
     self._thread.start()

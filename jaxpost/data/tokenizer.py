@@ -34,8 +34,8 @@ CHATML = (
   "{{- '<|im_start|>assistant\\n' }}"
   '{%- endif %}'
 )
-# Exceptions that expressions of a template raise.
 _TEMPLATES = pathlib.Path(__file__).with_name('templates')
+# Exceptions that expressions of a template raise.
 _TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 _SWITCHES = {'enable_thinking': False}  # template_kwargs that are passed where nothing else is set
 # Tokens that end a turn: a template that writes one means the sampler stops.

@@ -213,11 +213,9 @@ class Checkpointer:
     """Returns {name ('params/embed'): [shape, type]} of the leaves of a step."""
     return manifests.read(self._folder, self._choose(step, None)).leaves
 
-  def restore_params(
-    self, template: Any, step: int | None = None, *, at: str = 'params', warn: Callable[[str], None] | None = print
-  ) -> Any:
+  def restore_params(self, template: Any, step: int | None = None, *, at: str = 'params') -> Any:
     """Reads only the subtree `at` ('params', 'policy/params') of the state."""
-    return self._read(self._choose(step, warn), template, at + '/')
+    return self._read(self._choose(step, print), template, at + '/')
 
   # Writing.
 
