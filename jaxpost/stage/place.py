@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxpost.distributed import phases
@@ -13,7 +13,7 @@ from jaxpost.monitor.timeline import Timeline
 from jaxpost.programs.compile import GATHER_OPTIONS, GPU_OPTIONS, Ledger
 from jaxpost.stage import batch_shape, checks
 from jaxpost.stage.batch_shape import BatchShape
-from jaxpost.stage.records import Data, Inputs, PreparedStage, Workers
+from jaxpost.stage.records import Inputs, PreparedStage
 
 if TYPE_CHECKING:
   import jax
@@ -21,12 +21,11 @@ if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.distributed.mesh import Layout
   from jaxpost.models.model import Model
-  from jaxpost.stage.config import Config
   from jaxpost.types import Objective
 
 
-@dataclasses.dataclass(frozen=True)
-class PlacedStage:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacedStage(PreparedStage):
   """A prepared stage with what its roles and programs share on the devices.
 
   train, rollout, score: the layouts of the phases, equal where they share devices.
@@ -35,9 +34,6 @@ class PlacedStage:
   timer: measures the phases of a step.
   """
 
-  inputs: Inputs
-  data: Data
-  workers: Workers
   train: Layout
   rollout: Layout
   score: Layout
@@ -46,18 +42,6 @@ class PlacedStage:
   ledger: Ledger
   timer: Timeline
   shape: BatchShape
-  by_memory: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  check_fits: Callable[[dict[str, int], jax.Device], None] | None = None
-
-  @property
-  def name(self) -> str:
-    """The stage's name in the config."""
-    return self.inputs.name
-
-  @property
-  def config(self) -> Config:
-    """The stage's config, resolved."""
-    return self.inputs.config
 
   @property
   def algorithm(self) -> Algorithm:
@@ -137,17 +121,13 @@ def place_stage(
 
     compute = kernel_uses.verified(compute, prepared, layouts, platform, ledger.dry)
   return PlacedStage(
-    inputs=inputs,
-    data=prepared.data,
-    workers=prepared.workers,
+    **vars(prepared),
     **layouts,
     compute=compute,
     objectives=_objectives(inputs),
     ledger=ledger,
     timer=Timeline(phases.lanes(layouts)),
     shape=batch_shape.batch_shape(config, on_policy, train.batch_shards, tokens=compute.micro_tokens),
-    by_memory=prepared.by_memory,
-    check_fits=prepared.check_fits,
   )
 
 
