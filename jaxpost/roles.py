@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxpost.models.parameters import join
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
   from etils import epath
 
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.programs.compile import Program
   from jaxpost.types import Batch, Objective, Outputs, TrainState
@@ -116,25 +114,6 @@ class Frozen:
   def __call__(self, batch: Batch) -> Any:
     """Runs the program on a placed batch [M, B / M, T]."""
     return self.program(self.params, self.layout.move(without_signal(batch), None, 'batch'))
-
-  def head_for(self, student: ModelConfig) -> jax.Array:
-    """Returns a teacher's output embedding [V, D], padded for a student.
-
-    Some families pad the vocabulary of larger models further. A teacher with a smaller vocabulary than the student's
-    keeps only the rows of its own tokens: their number tells which tokens it lacks.
-    """
-    size = self.model.config.vocab_size
-    head = self.model.head(self.params)
-    rows = student.padded_vocab_size if size >= student.vocab_size else size
-
-    def fit(head: jax.Array) -> jax.Array:
-      if len(head) == rows:
-        return head
-      return jnp.pad(head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
-
-    if isinstance(head, jax.ShapeDtypeStruct):
-      return jax.eval_shape(fit, head)
-    return fit(head)
 
   def compile(self, batch: Batch):
     """Compiles the program for a batch of `jax.ShapeDtypeStruct`s."""

@@ -38,7 +38,7 @@ from jaxpost.rl.grading import GradedRollout, Grader
 from jaxpost.roles import Frozen, Policy, Roles, Trainable
 from jaxpost.rollout import native
 from jaxpost.rollout.sampler import Sampler
-from jaxpost.stage import algorithms
+from jaxpost.stage import algorithms, frozen_roles
 from jaxpost.stage import config as config_lib
 from jaxpost.testing import IntTokenizer
 from jaxpost.types import Batch, Objective, Prompt, RowShape, Scores
@@ -321,7 +321,7 @@ def trainable(objective: Objective, head: str = '') -> Trainable:
   )
   if head == 'critic':
     return Trainable(**made)
-  heads = tuple(x.head_for(part.config) for x in common['teachers']) if objective.divergence else ()
+  heads = tuple(frozen_roles.teacher_head(x, part.config) for x in common['teachers']) if objective.divergence else ()
   return Policy(**made, frozen={'teacher_heads': heads})
 
 

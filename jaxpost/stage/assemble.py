@@ -192,9 +192,9 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
     frozen['reference'] = moving_reference.MovingReference(policy)
   teachers = tuple(role for name, role in frozen.items() if name.startswith('teacher_'))
   if teachers and placed.distills:
-    heads = tuple(t.head_for(placed.model.config) for t in teachers)
-    shardings = tuple(placed.train.sharding(('vocab', 'embed'), x.shape) for x in heads)
-    policy.frozen['teacher_heads'] = load_weights.move(heads, shardings)
+    from jaxpost.stage import frozen_roles
+
+    policy.frozen['teacher_heads'] = frozen_roles.teacher_heads(placed, teachers)
   return Roles(policy, critic, frozen.get('reference'), frozen.get('reward_model'), teachers)
 
 

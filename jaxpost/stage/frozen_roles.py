@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
 
 from jaxpost.distributed.mesh import to_host
 from jaxpost.models import partition
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 
   from jaxpost.algorithms.base import Precompute
   from jaxpost.distributed.mesh import Layout
+  from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.programs.compile import Ledger
   from jaxpost.stage.place import PlacedStage
@@ -120,3 +125,30 @@ def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | 
   from jaxpost.formats import peft
 
   return peft.load(source.folder, model, part.shardings(layout), write_pieces.write)
+
+
+def teacher_heads(placed: PlacedStage, teachers: Sequence[Frozen]) -> tuple[jax.Array, ...]:
+  """Returns the output embeddings of teachers in the layout of training, padded for the student."""
+  heads = tuple(teacher_head(teacher, placed.model.config) for teacher in teachers)
+  shardings = tuple(placed.train.sharding(('vocab', 'embed'), x.shape) for x in heads)
+  return load_weights.move(heads, shardings)
+
+
+def teacher_head(teacher: Frozen, student: ModelConfig) -> jax.Array:
+  """Returns a teacher's output embedding [V, D], padded for a student.
+
+  Some families pad the vocabulary of larger models further. A teacher with a smaller vocabulary than the student's
+  keeps only the rows of its own tokens: their number tells which tokens it lacks.
+  """
+  size = teacher.model.config.vocab_size
+  head = teacher.model.head(teacher.params)
+  rows = student.padded_vocab_size if size >= student.vocab_size else size
+
+  def fit(head: jax.Array) -> jax.Array:
+    if len(head) == rows:
+      return head
+    return jnp.pad(head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
+
+  if isinstance(head, jax.ShapeDtypeStruct):
+    return jax.eval_shape(fit, head)
+  return fit(head)
