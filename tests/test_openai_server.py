@@ -268,6 +268,25 @@ def test_a_stream_in_one_piece(server):
   assert found['choices'][0]['delta']['role'] == 'assistant'
 
 
+def test_a_seed_repeats_an_answer(server):
+  def drawn(seed, n=1):
+    found = ask(server, 'completions', prompt='ab', max_tokens=16, temperature=1.0, seed=seed, n=n)
+    return found['id'], [c['token_ids'] for c in found['choices']]
+
+  (first, one), (second, same), (_, other), (_, two) = drawn(5), drawn(5), drawn(6), drawn(5, n=2)
+  assert one == same != other and first != second
+  assert two[0] == one[0] != two[1]
+
+
+def test_streamed_calls_of_tools_have_an_index(server, monkeypatch):
+  text = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>'
+  monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c: text)
+  tools = [{'type': 'function', 'function': {'name': name}} for name in 'fg']
+  _, text = post(server[0].url, 'chat/completions', messages=HELLO, max_tokens=2, tools=tools, stream=True)
+  delta = json.loads(text.split('\n\n')[0].removeprefix('data: '))['choices'][0]['delta']
+  assert [(call['index'], call['function']['name']) for call in delta['tool_calls']] == [(0, 'f'), (1, 'g')]
+
+
 def test_calls_of_tools_are_told_apart(server, monkeypatch):
   monkeypatch.setattr(
     openai_format.Translator, 'decode', lambda self, c: '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
@@ -288,6 +307,8 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
     ('completions', dict(prompt=''), 400, 'empty'),
     ('completions', dict(prompt=[9999]), 400, 'token ids'),
     ('completions', dict(prompt='a', max_tokens=999), 400, 'max_tokens: 999 tokens to draw'),
+    ('completions', dict(prompt='a' * 130), 400, 'max_tokens: 1 tokens to draw and the 130 of'),
+    ('completions', dict(prompt='a' * 130), 400, '--max_context'),
     ('completions', dict(prompt='a', temperature='hot'), 400, 'temperature'),
     ('completions', dict(prompt='a', max_tokens=1, logprobs=6), 400, 'top_logprobs: 6 are more than'),
     ('completions', dict(prompt='a', temperature=-1), 400, 'temperature: -1.0 is not from 0'),

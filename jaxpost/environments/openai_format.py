@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import time
+import uuid
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -310,7 +311,7 @@ def response(
   prompt_tokens = sum(map(len, prompts))
   completion_tokens = sum(len(c.tokens) for c in completions)
   return dict(
-    id=f'cmpl-{completions[0].request.prompt}',
+    id=f'cmpl-{uuid.uuid4().hex}',
     created=int(time.time()),
     model=model,
     object='chat.completion' if is_chat else 'text_completion',
@@ -334,6 +335,8 @@ def event_stream(response: dict) -> str:
   for choice in response['choices']:
     if 'message' in choice:
       choice['delta'] = choice.pop('message')
+      for index, call in enumerate(choice['delta'].get('tool_calls', ())):
+        call['index'] = index  # by which clients join the parts of a call
   if response['object'] == 'chat.completion':
     response['object'] += '.chunk'
   return f'data: {json.dumps(response)}\n\ndata: [DONE]\n\n'

@@ -363,10 +363,11 @@ class Endpoint:
   def _requests(self, is_chat: bool, body: dict, count: int) -> list[Request]:
     """Returns the requests of a body, `count` for each prompt.
 
-    The number of the body and the index of the request in it seed the draws.
+    The number of the body and the index of the request in it seed the draws; if the body has a seed, it takes the
+    place of that number, so the same body is answered with the same text.
     """
     contexts = [self._translator.chat_prompt(body)] if is_chat else self._translator.text_prompts(body)
-    number = next(self._numbers)
+    number = next(self._numbers) if body.get('seed') is None else 0
     most = openai_format.MAX_ANSWERS // len(contexts)
     if not 1 <= count <= most:
       raise InputError(f'n: {count} is not between 1 and {most}, for {len(contexts)} prompts')

@@ -173,7 +173,7 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> N
   if most < 1 or size + most > config.room:
     raise InputError(
       f'max_tokens: {most} tokens to draw and the {size} of {name} do not fit the {config.room} of a slot; shorten it, '
-      'or raise config.rollout.max_prompt_length'
+      'or raise config.rollout.max_prompt_length (launch.serve: --max_context)'
     )
   for key, (low, high) in _RANGES.items():
     value = given.get(key, low)
