@@ -1,5 +1,6 @@
 """The console and the config as a new user meets them: start, activities, epochs, YAML, names of other libraries."""
 
+import contextlib
 import io
 import json
 import os
@@ -229,6 +230,28 @@ def test_a_run_of_epochs_goes_on_by_steps(tmp_path):
   resume(steps=60, epochs=0.0)
   with pytest.raises(InputError, match='config.train.epochs of sft differs from the run'):
     resume(steps=45, epochs=4.0)
+
+
+@pytest.mark.parametrize(
+  'change, refused',
+  [
+    (dict(train=dict(micro_batch_size=1)), ''),
+    (dict(model=dict(remat='full')), ''),
+    (dict(rollout=dict(slots=3, offload=True)), ''),
+    (dict(tools=dict(workers=2)), ''),
+    (dict(rollout=dict(temperature=0.5)), 'rollout.temperature'),
+    (dict(tools=dict(max_turns=3)), 'tools.max_turns'),
+  ],
+)
+def test_a_run_that_ran_out_of_memory_goes_on_with_less(tmp_path, change, refused):
+  begun = tiny.merged(SMALL, dict(train=dict(steps=45, epochs=0.0)))
+  (tmp_path / 'config.json').write_text(json.dumps(begun))
+  saved = tmp_path / 'checkpoints/sft/10' / manifest.NAME
+  saved.parent.mkdir(parents=True)
+  saved.touch()
+  configs = config_lib.parse(tiny.merged(begun, change))
+  with contextlib.nullcontext() if not refused else pytest.raises(InputError, match=f'config.{refused} of sft differs'):
+    consistency.check_resumed_config(tmp_path, configs, rich.console.Console())
 
 
 def test_what_a_run_starts_with(tmp_path):

@@ -25,7 +25,12 @@ if TYPE_CHECKING:
   from jaxpost.stage.records import PreparedStage
 
 # Changing these does not change what a run computes, or only from here on.
-_FREE = ('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps')
+_FREE = (
+  *('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps'),
+  # What fits into memory: a run goes on with smaller ones after it has run out, or on other devices.
+  *('train.micro_batch_size', 'model.remat', 'model.attention', 'rollout.slots', 'rollout.offload'),
+  *('tools.workers', 'tools.timeout_s', 'tools.env_vars'),
+)
 
 
 def check_workdir(text: epath.PathLike) -> epath.Path:
