@@ -167,6 +167,26 @@ def test_a_value_that_the_field_refuses_is_named():
   assert not setting.fields and 'polynomial' in setting.reason
 
 
+@pytest.mark.parametrize('value, ours', [(False, 'none'), (True, 'group'), ('batch', 'batch')])
+def test_the_scale_of_rewards_of_trl_may_be_a_switch(value, ours):
+  config, _ = convert.convert('trl', {'scale_rewards': value})
+  assert config['rl']['scale_rewards'] == ours
+
+
+def test_a_schedule_of_trl_with_a_smallest_rate():
+  given = {'lr_scheduler_type': 'cosine_with_min_lr', 'lr_scheduler_kwargs.min_lr_rate': 0.1}
+  config, (_, rate) = convert.convert('trl', given)
+  assert config['optim'] == {'schedule': 'cosine'} and 'fraction of the peak' in rate.reason
+  config, _ = convert.convert('trl', given | {'lr_scheduler_kwargs.min_lr': 1e-7})
+  assert config['optim'] == {'schedule': 'cosine', 'end_lr': 1e-7}
+
+
+def test_a_script_of_python_is_refused_in_words(tmp_path):
+  (tmp_path / 'dpo.py').write_text('args = DPOConfig(beta=0.05, loss_type=["sigmoid", "sft"])')
+  with pytest.raises(InputError, match=r'dpo\.py: is Python, .* \.yaml file'):
+    convert.read(tmp_path / 'dpo.py')
+
+
 def test_beta_of_dpo():
   config, _ = convert.convert('trl', {'beta': 0.1}, 'dpo')
   assert config['preference'] == {'beta': 0.1} and 'rl' not in config

@@ -215,6 +215,46 @@ def test_what_goes_wrong_in_a_process(pool):
   assert ask(verb='reward').value == 6
 
 
+ASYNC = """
+import asyncio
+
+
+class Slow:
+  async def reset(self, **row):
+    self.event = asyncio.Event()  # of the loop of this call
+    return 'begin'
+
+  async def go(self, far: int) -> str:
+    \"\"\"
+    Goes.
+
+    Args:
+      far: How far.
+    \"\"\"
+    asyncio.get_running_loop().call_later(0.01, self.event.set)
+    await self.event.wait()
+    if far > 9:
+      raise ValueError('too far')
+    return f'{far} gone'
+
+  async def get_reward(self):
+    return 0.5
+"""
+
+
+def test_methods_may_be_coroutines(tmp_path):
+  (tmp_path / 'env.py').write_text(ASYNC)
+  pool = pool_lib.EnvironmentPool(f'{tmp_path}/env.py:Slow', workers=1).check()
+  try:
+    ask = pool.all[0].submit
+    assert ask(verb='reset', row={}).result() == pool_lib.Answer('begin')
+    assert ask(verb='call', name='go', arguments={'far': 3}).result() == pool_lib.Answer('3 gone')
+    assert ask(verb='call', name='go', arguments={'far': 10}).result() == pool_lib.Answer(error='too far')
+    assert ask(verb='reward').result() == pool_lib.Answer(0.5)
+  finally:
+    pool.close()
+
+
 @pytest.mark.parametrize('what, words', [('hang', r'no answer in 3 s at .*env\.py:2\d'), ('die', 'code 7')])
 def test_a_lost_process_is_started_again(pool, what, words):
   one, other = pool.all

@@ -50,6 +50,8 @@ def read(path: str) -> dict[str, Any]:
   file = pathlib.Path(path).expanduser()
   if not file.is_file():
     raise InputError(f'{path}: no such file')
+  if file.suffix in ('.py', '.ipynb'):
+    raise InputError(f'{path}: is Python, which is not run here; write its arguments as name: value into a .yaml file')
   text = file.read_text('utf-8')
   try:
     if file.suffix in ('.yaml', '.yml', '.json'):
