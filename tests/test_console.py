@@ -173,6 +173,28 @@ def test_a_run_that_saves_nothing_before_its_end_says_so(steps, every, warns):
   assert facts['notes'] == [said] * warns
 
 
+@pytest.mark.parametrize(
+  'saved, evaluated, found',
+  [
+    (0, 10, 'only step 90, the last, is'),
+    (20, 0, 'only step 90, the last, is'),
+    (20, 45, 'only step 90, the last, is'),
+    (20, 30, 'every 60 steps one is'),
+    (20, 10, ''),
+    (10, 20, ''),
+    (10, 10, ''),
+  ],
+)
+def test_a_best_step_is_chosen_of_those_that_are_saved_and_evaluated(saved, evaluated, found):
+  raw = SMALL | dict(train=dict(steps=90), save=dict(every=saved, keep_best='loss'))
+  raw['eval'] = dict(every=evaluated, data=dict(path=SMALL['data']['path']))
+  (stage,) = prepare.prepare_all(raw)
+  stage.close()
+  (facts,) = epochs.facts([stage]).values()
+  advice = 'both saved and evaluated: let config.save.every equal config.eval.every'
+  assert facts['notes'] == [f'warning: config.save.keep_best: {found} {advice}'] * bool(found)
+
+
 def test_settings_that_change_nothing_here_are_named_at_the_start(tmp_path):
   """They are not refused: recipes are run without their held-out data, and stages share a section."""
   rollout = dict(prompts=1, max_prompt_length=40, max_new_tokens=8)

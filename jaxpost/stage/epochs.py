@@ -6,6 +6,7 @@ Legend: N documents, R packed rows of them, B rows of a step.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,9 +68,9 @@ def _lengths(inputs: Inputs, data: Data) -> list[tuple[float, list[int]]]:
 
 
 def warnings(inputs: Inputs, data: Data) -> list[str]:
-  """Returns warnings about data that is cut, steps that a crash would lose, and settings that change nothing."""
+  """Returns warnings about data that is cut, steps that a crash or a choice loses, and settings that change nothing."""
   config, steps = inputs.config, inputs.config.train.steps
-  out = [_warn_over_long(inputs, data)]
+  out = [_warn_over_long(inputs, data), _warn_best(config)]
   if steps > 100 and not 0 < config.save.every < steps:
     out.append(f'nothing is saved before step {steps}, so a crash loses all of them: config.save.every=N saves every N')
   if inputs.algorithm.on_policy and config.train.batch_size != type(config.train).batch_size:
@@ -92,6 +93,16 @@ def _warn_over_long(inputs: Inputs, data: Data) -> str:
     fate = 'cut there' if config.data.overlong == 'truncate' else fate
   some = f'{count:,} of {total:,} {kind} ({count / max(total, 1):.0%})'
   return f'{some} are longer than {limit:,} tokens and are {fate}: raise {field}' if count > total / 100 else ''
+
+
+def _warn_best(config: Config) -> str:
+  """Returns a warning if `save.keep_best` has few steps to choose from, as they have to be both saved and evaluated."""
+  saved, evaluated, steps = config.save.every, config.eval.every, config.train.steps
+  both = math.lcm(saved, evaluated)  # 0 where one of them is
+  if not config.save.keep_best or 0 < both < steps and both == max(saved, evaluated):
+    return ''
+  found = f'every {both} steps one is' if 0 < both < steps else f'only step {steps}, the last, is'
+  return f'config.save.keep_best: {found} both saved and evaluated: let config.save.every equal config.eval.every'
 
 
 def count_steps(inputs: Inputs, data: Data) -> Inputs:
