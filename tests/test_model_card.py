@@ -38,6 +38,10 @@ def test_a_reward_model_is_not_served_as_one_that_writes(run):
   text = export.describe(run, 'reward_model', 15)
   assert 'AutoModelForSequenceClassification' in text and '--config.reward_model.path=FOLDER' in text
   assert not any(word in text for word in ('vllm', 'gguf', 'ollama'))
+  assert 'logit at the stop token that ends an answer' in text
+  config['reward_model']['loss'] = 'process'
+  (run / 'config.json').write_text(json.dumps(config | {'algorithm': 'reward_model', 'reward': ''}))
+  assert 'logit at the line break after each step' in export.describe(run, 'reward_model', 15)
 
 
 def test_never_over_another_stage(run, tmp_path):

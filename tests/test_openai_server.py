@@ -287,6 +287,13 @@ def test_streamed_calls_of_tools_have_an_index(server, monkeypatch):
   assert [(call['index'], call['function']['name']) for call in delta['tool_calls']] == [(0, 'f'), (1, 'g')]
 
 
+def test_a_stream_leaves_the_message_as_a_session_knows_it():
+  message = {'role': 'assistant', 'content': None, 'tool_calls': [{'id': 'call_0'}]}
+  choices = [dict(index=0, message=message)]
+  text = openai_format.event_stream(dict(object='chat.completion', choices=choices))
+  assert '"index": 0' in text and message['tool_calls'] == [{'id': 'call_0'}]
+
+
 def test_calls_of_tools_are_told_apart(server, monkeypatch):
   monkeypatch.setattr(
     openai_format.Translator, 'decode', lambda self, c: '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

@@ -334,9 +334,9 @@ def event_stream(response: dict) -> str:
   """Returns a response as server-sent events: one event with the whole text, then the end."""
   for choice in response['choices']:
     if 'message' in choice:
-      choice['delta'] = choice.pop('message')
-      for index, call in enumerate(choice['delta'].get('tool_calls', ())):
-        call['index'] = index  # by which clients join the parts of a call
+      choice['delta'] = delta = dict(choice.pop('message'))  # a session keeps the message as it is
+      if calls := delta.get('tool_calls'):
+        delta['tool_calls'] = [dict(call, index=i) for i, call in enumerate(calls)]  # by which clients join parts
   if response['object'] == 'chat.completion':
     response['object'] += '.chunk'
   return f'data: {json.dumps(response)}\n\ndata: [DONE]\n\n'

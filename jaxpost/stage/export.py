@@ -39,6 +39,12 @@ _SCORES = (  # and a reward model
   '    transformers.AutoModelForSequenceClassification.from_pretrained("FOLDER")  # its logit is the score',
   '    python -m launch.train ... --config.reward=reward_model --config.reward_model.path=FOLDER',
 )
+# `AutoModelForSequenceClassification` and servers take the logit at the last token, whatever it is.
+_WHERE = {
+  'process': 'The logit at the line break after each step is the score of the step. No other token was trained.',
+  '': 'The score is the logit at the stop token that ends an answer, the only one that was trained. Many chat '
+  'templates render a line break after it: remove that before the text is scored.',
+}
 
 
 def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
@@ -151,12 +157,15 @@ def describe(run: epath.PathLike, stage: str, step: int) -> str:
   if measured:
     lines += ['', f'| held-out metric, step {measured[0]} | |', '|---|---|']
     lines += [f'| {name} | {report.number(value)} |' for name, value in measured[1].items()]
+  scores = algorithms.load_algorithm(config.algorithm).scalar_head
   lines += [
     '',
     'The licenses of the base model and the data hold for these weights, too; name them before you publish.',
     '',
-    *(_SCORES if algorithms.load_algorithm(config.algorithm).scalar_head else _WRITES),
+    *(_SCORES if scores else _WRITES),
   ]
+  if scores:
+    lines += ['', _WHERE.get(config.reward_model.loss, _WHERE[''])]
   return '\n'.join(lines) + '\n'
 
 
