@@ -336,6 +336,12 @@ def test_watch(kind, sick, steps):
   assert run_watch(healthy + [sick] * (steps + 2)) == {kind: (8 + steps, 3)}
 
 
+def test_a_mismatch_names_both_of_its_causes():
+  """The second update of a rollout, and samples of older weights, differ from the sampler in float32, too."""
+  (text,) = Alerts().check('grpo', 1, HEALTHY | {'sampler_mismatch': 1.0565})
+  assert text.startswith('sampler_mismatch 1.056: ') and 'lower config.optim.lr' in text and 'check dtypes' in text
+
+
 def test_watch_needs_a_reason():
   low = HEALTHY | {'entropy': 0.1}
   del low['reward']  # SFT: entropy falls because it learns

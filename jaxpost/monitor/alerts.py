@@ -119,7 +119,8 @@ RULES = (
   Rule(
     'mismatch',
     lambda s: s['mismatch'] > 1.05,
-    'sampler_mismatch {mismatch:.3f}: sampler and trainer disagree on log-probs; check dtypes, temperature, 8 bits',
+    'sampler_mismatch {mismatch:.3f}: sampler and trainer disagree on log-probs. With several updates of a rollout, or '
+    'rollout.staleness, the policy moves fast: lower config.optim.lr; else check dtypes, temperature, 8 bits',
     patience=1,
   ),
 )
