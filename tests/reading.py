@@ -92,6 +92,7 @@ OPTIONS = {
   'jaxpost.programs.pages': 'rollout.page_size',
   'jaxpost.programs.verify': 'rollout.speculation',
   'jaxpost.programs.reported': 'rollout.top_logprobs',
+  'jaxpost.programs.rounding': 'model.param_dtype',
   'jaxpost.programs.loss_scale': 'model.dtype',
   'jaxpost.rl.attached_rewards': 'environment',
   'jaxpost.rl.curriculum': 'rl.curriculum',
@@ -150,9 +151,9 @@ ENTRIES = (
   Entry('reading path: loop, controller, grpo', (LOOP, CONTROLLER, GRPO), (25, 5_000, 6), (20, 3_480, 6)),
   Entry('core: with the native sampler', (LOOP, CONTROLLER, GRPO, NATIVE), (55, 10_000, 9), (42, 7_930, 6)),
   Entry(
-    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (60, 11_920, 8), lazy=False
+    'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (60, 11_900, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (124, 23_080, 10)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (124, 23_060, 10)),
 )
 
 

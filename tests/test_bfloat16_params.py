@@ -7,6 +7,7 @@ import pytest
 import tiny
 
 import jaxpost
+from jaxpost.programs import rounding
 from jaxpost.programs import train as programs
 from jaxpost.types import Batch
 
@@ -18,7 +19,7 @@ def test_rounding_is_right_on_average():
   for sign in (1, -1):
     for part in (0.1, 0.5, 0.93):
       x = jnp.full(40_000, sign * (low + part * (high - low)), jnp.float32)
-      found = np.asarray(programs.round_stochastically(x, jax.random.key(1)), np.float32) * sign
+      found = np.asarray(rounding.round_stochastically(x, jax.random.key(1)), np.float32) * sign
       assert set(found.tolist()) == {low, high}
       error = np.sqrt(part * (1 - part) / len(found))
       assert abs((found == high).mean() - part) < 4 * error
@@ -27,7 +28,7 @@ def test_rounding_is_right_on_average():
 def test_what_bfloat16_holds_is_kept():
   x = jnp.asarray([0.0, -1.5, 3e38, jnp.inf, -jnp.inf, jnp.nan], jnp.bfloat16)
   for seed in range(20):
-    found = programs.round_stochastically(x.astype(jnp.float32), jax.random.key(seed))
+    found = rounding.round_stochastically(x.astype(jnp.float32), jax.random.key(seed))
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(x, np.float32))
 
 

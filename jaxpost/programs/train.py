@@ -259,37 +259,16 @@ def clipped_step(
   scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
   clipped = jax.tree.map(lambda g: g * scale, grads)
   updates, opt_state = optimizer.update(clipped, state.opt_state, in_float32(state.params))
-  return apply_updates(state.params, updates, state.step), opt_state
+  if any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(state.params)):
+    from jaxpost.programs import rounding
+
+    return rounding.apply_updates(state.params, updates, state.step), opt_state
+  return optax.apply_updates(state.params, updates), opt_state
 
 
 def in_float32(tree: Any) -> Any:
   """Returns the tree with its bfloat16 leaves as float32."""
   return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
-
-
-def apply_updates(params: Any, updates: Any, step: int | jax.Array) -> Any:
-  """Returns params + updates; in bfloat16 the sum is rounded up or down at random, right on average.
-
-  Rounding to the nearest would drop every update below a 512th of a weight, which is most of them (Zamirai et al. 2020,
-  arXiv:2010.06192). The draws depend on the step and the leaf alone, not on the mesh.
-  """
-  key = jax.random.fold_in(jax.random.key(0), step)
-
-  def moved(i, x, update):
-    if x.dtype != jnp.bfloat16:
-      return (x + update).astype(x.dtype)
-    return round_stochastically(x.astype(jnp.float32) + update, jax.random.fold_in(key, i))
-
-  leaves, tree = jax.tree.flatten(params)
-  return tree.unflatten([moved(i, x, u) for i, (x, u) in enumerate(zip(leaves, tree.flatten_up_to(updates)))])
-
-
-def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-  """Returns float32 `x` as bfloat16, either neighbor with a probability that makes the mean x."""
-  noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
-  rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
-  return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
 def _if_finite(
