@@ -27,14 +27,30 @@ from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.rl import grading, process_rewards
-from jaxpost.stage import algorithms, prepare, reward_models
+from jaxpost.stage import algorithms, prepare, records, reward_models, weight_sources
 from jaxpost.stage import config as config_lib
+from jaxpost.storage import manifest
 from jaxpost.types import Batch, Outputs, Prompt, Rollout
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 TASK = 'generated:arithmetic'
 KINDS = {'bradley_terry': 'pairs', 'regression': 'scores', 'process': 'steps'}
 TOKENIZER = tokenizer_lib.load('bytes')
+
+
+def test_a_run_stands_for_its_last_stage_that_has_saved(tmp_path):
+  """A stage that was killed in its first save is none; the stages before are named by exporting them."""
+  (tmp_path / 'config.json').write_text(json.dumps({'stages': ['judge', 'sft', 'ppo']}))
+  for step, finished in ('judge/1', True), ('sft/2', True), ('ppo/3', False):
+    (tmp_path / 'checkpoints' / step).mkdir(parents=True)
+    if finished:
+      (tmp_path / 'checkpoints' / step / manifest.NAME).touch()
+  folder, step = weight_sources.find_run(str(tmp_path), 'config.init_from')
+  assert folder.name == 'sft' and step is None
+  found = records.Source(tiny.config(), checkpoints=folder)
+  config = config_lib.parse({'reward_model': {'path': str(tmp_path)}})['sft']
+  with pytest.raises(InputError, match='no head that gives a reward; RUN is its last stage, sft: launch.export'):
+    reward_models.find(config, lambda *_: found)
 
 
 def stage_config(kind, **over):

@@ -68,7 +68,10 @@ def find(config: Config, find_source: Callable[[str, str], Source]) -> Source:
     raise InputError(f'{key}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME')
   source = find_source(path, key)
   if not source.config.num_labels:
-    raise InputError(f'{key}: {path} is a language model, it has no head that gives a reward')
+    hint = ''
+    if source.checkpoints is not None:
+      hint = f'; RUN is its last stage, {source.checkpoints.name}: launch.export --stage=NAME writes another'
+    raise InputError(f'{key}: {path} is a language model, it has no head that gives a reward{hint}')
   return source
 
 

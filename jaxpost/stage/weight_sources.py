@@ -19,6 +19,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.stage.records import Source
 from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
+from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
   from jaxpost.models.config import CustomConfig, ModelConfig
@@ -106,6 +107,8 @@ def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   if not (root / 'config.json').exists():
     raise InputError(f'{key}: {run_folder} is not the folder of a run (it has no config.json)')
   folders = [f for f in (root / 'checkpoints').glob('*') if f.is_dir()]
+  # A stage that has begun and saved nothing yet is no outcome of the run.
+  folders = [f for f in folders if finished_steps(f)] or folders
   saved = seals.read_json(root / 'config.json')
   order = list(saved.get('stages') or ())
   found = sorted(folders, key=lambda f: order.index(f.name) if f.name in order else -1)
