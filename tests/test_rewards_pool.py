@@ -10,6 +10,7 @@ import pathlib
 import queue
 import re
 import signal
+import socketserver
 import subprocess
 import sys
 import threading
@@ -403,6 +404,47 @@ def test_callables_of_this_process(caplog):
 
 async def len_of(completions):
   return [len(c) for c in completions]
+
+
+CONNECTED = """
+import asyncio
+import os
+
+connection = None
+
+
+async def asks(completions, **columns):
+  global connection
+  if connection is None:  # once, as a client of an API does
+    connection = await asyncio.open_connection('127.0.0.1', int(os.environ['ECHO_PORT']))
+  reader, writer = connection
+  if completions[0] == 'exit':
+    raise SystemExit(3)
+  replies = []
+  for completion in completions:
+    writer.write(f'{len(completion)}\\n'.encode())
+    replies.append(float(await reader.readline()))
+  return replies
+"""
+
+
+def test_a_connection_of_an_async_function_stays_open(tmp_path, monkeypatch):
+  class Echo(socketserver.StreamRequestHandler):
+    def handle(self):
+      for line in self.rfile:
+        self.wfile.write(line)
+
+  (tmp_path / 'mine.py').write_text(CONNECTED)
+  with socketserver.ThreadingTCPServer(('127.0.0.1', 0), Echo) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv('ECHO_PORT', str(server.server_address[1]))
+    with RewardPool(f'{tmp_path}/mine.py:asks', env_vars=('ECHO_PORT',)) as pool:
+      for texts in ('a', 'bcd'), ('e', 'fg'):
+        (graded,) = pool.grade([group(*texts)])
+        assert graded.error is None and graded.rewards == [len(text) for text in texts]
+      gone, graded = pool.grade([group('exit'), group('hi')])
+      assert 'raised SystemExit: 3' in gone.error and graded.rewards == [2.0]
+    server.shutdown()
 
 
 def test_too_many_failures_stop_the_run(pool_of):

@@ -6,8 +6,6 @@ hints and a docstring in Google style; that library is too slow to import in the
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import inspect
 import json
 import re
@@ -17,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from jaxpost.errors import InputError
+from jaxpost.workers import call
 
 _NOT_TOOLS = ('reset', 'get_reward', 'close')
 _NAMES = {
@@ -107,7 +106,7 @@ def call_tool(environment: Any, name: str, arguments: dict, known: Iterable[str]
   if name not in known:
     return CallResult(error=f'Unknown tool {name}; there are {", ".join(known)}')
   try:
-    value = finished(getattr(environment, name)(**arguments))
+    value = call.finished(getattr(environment, name)(**arguments))
   except BaseException as error:  # the user's code may raise anything
     return CallResult(error=str(error) or type(error).__name__)
   if isinstance(value, str):
@@ -116,23 +115,6 @@ def call_tool(environment: Any, name: str, arguments: dict, known: Iterable[str]
     return CallResult(json.dumps(value))
   except (TypeError, ValueError):
     return CallResult(str(value))
-
-
-def finished(value: Any) -> Any:
-  """Returns what a method has returned; of an `async` one, what it returns in the end."""
-  if not inspect.isawaitable(value):
-    return value
-
-  async def wait() -> Any:
-    return await value
-
-  return _runner().run(wait())
-
-
-@functools.cache
-def _runner() -> asyncio.Runner:
-  """The event loop of this process: all calls share it, so that a client made in one works in the next."""
-  return asyncio.Runner()
 
 
 def _sections(text: str) -> _Docstring:

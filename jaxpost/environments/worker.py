@@ -81,7 +81,7 @@ def serve(loaded: Loaded, request: dict, max_characters: int) -> dict:
     return {'value': None}
   try:
     value = environment.get_reward() if verb == 'reward' else environment.reset(**request['row'])
-    value = tool_schema.finished(value)
+    value = call.finished(value)
   except BaseException as error:  # the user's code may raise anything
     return {'error': f'{verb} {call.describe(error)}'}
   if verb == 'reset':

@@ -14,6 +14,7 @@ import numbers
 import os
 import reprlib
 import sysconfig
+import threading
 import traceback
 import types
 from collections.abc import Awaitable, Callable, Iterable
@@ -25,6 +26,7 @@ STANDARD = ('prompts', 'completions', 'completion_ids')
 # Names that no data column may have. `time_limit_s` is passed only to functions that name it.
 GIVEN = (*STANDARD, 'trainer_state', 'log_metric', 'log_extra', 'time_limit_s')
 _FLOAT32_MAX = 3.4028234663852886e38
+_LOOPS = threading.local()  # `runner`: the event loop of a thread
 # Files whose frames are skipped when an error message names the user's line.
 _NOT_USER_CODE = (
   '<frozen',
@@ -132,9 +134,7 @@ def call(
     bound += tuple(reward.fn.keywords)
   arguments = {k: v for k, v in arguments.items() if k in reward.takes or reward.rest and k not in bound}
   try:
-    values = reward.fn(**arguments)
-    if inspect.isawaitable(values):
-      values = asyncio.run(_wait(values))
+    values = finished(reward.fn(**arguments))
     if hasattr(values, 'tolist'):  # an array of numpy or torch
       values = values.tolist()
     return _checked(values, size)
@@ -169,6 +169,18 @@ def describe(error: BaseException) -> str:
 def user_frames(frames: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
   """Returns the (file, line) pairs that lie in the user's code, not in a library or in this one."""
   return [f for f in frames if not f[0].startswith(_NOT_USER_CODE)]
+
+
+def finished(value: Any) -> Any:
+  """Returns what a function has returned; of an `async` one, what it returns in the end.
+
+  All calls in a thread share an event loop: a client with open connections, made in one call, works in the next.
+  """
+  if not inspect.isawaitable(value):
+    return value
+  if not hasattr(_LOOPS, 'runner'):
+    _LOOPS.runner = asyncio.Runner()
+  return _LOOPS.runner.run(_wait(value))
 
 
 async def _wait(awaitable: Awaitable) -> Any:
