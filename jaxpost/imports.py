@@ -82,7 +82,10 @@ def _load_file(target: str, what: str) -> ModuleType:
   try:
     module_spec.loader.exec_module(module)
   except ModuleNotFoundError as error:
-    raise InputError(f'{what}: {target} imports {error.name!r}, which is not installed') from error
+    beside = path.parent / str(error.name).partition('.')[0]
+    is_beside = beside.is_dir() or beside.with_suffix('.py').is_file()
+    hint = f'; it is beside that file: put {path.parent} on PYTHONPATH' if is_beside else ''
+    raise InputError(f'{what}: {target} imports {error.name!r}, which is not installed{hint}') from error
   except SyntaxError as error:
     raise _syntax(error, what) from error
   finally:

@@ -324,6 +324,7 @@ def test_load_callable(tmp_path):
   assert imports.load_callable(len, 'reward') is len
   broken = write(tmp_path / 'broken.py', 'def f(:\n')
   lacking = write(tmp_path / 'lacking.py', 'import not_there_at_all\n')
+  sibling = write(tmp_path / 'sibling.py', 'import mine.part\n')
   for spec, message in [
     ('f', 'names no function'),
     (':f', 'names no function'),
@@ -336,7 +337,8 @@ def test_load_callable(tmp_path):
     ('../x y:f', 'no file'),
     ('x y:f', 'is no module name'),
     (f'{broken}:f', r'broken.py:1:\d+: '),
-    (f'{lacking}:f', "imports 'not_there_at_all', which is not installed"),
+    (f'{lacking}:f', "imports 'not_there_at_all', which is not installed$"),
+    (f'{sibling}:f', f"imports 'mine', which is not installed; it is beside that file: put {tmp_path} on PYTHONPATH"),
   ]:
     with pytest.raises(InputError, match='^reward: .*' + message):
       imports.load_callable(spec, 'reward')
