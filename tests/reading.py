@@ -121,6 +121,7 @@ OPTIONS = {
   'jaxpost.storage.hub': 'data.path',
   'jaxpost.storage.remote': 'data.path',
   'jaxpost.stage.muon': 'optim.name',
+  'jaxpost.workers.call': 'reward',  # of callables, which run in this process
   'jaxpost.stage.reward_models': 'reward_model.path',
   'jaxpost.stage.precompute': 'rl.reference',
 }

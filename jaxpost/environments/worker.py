@@ -26,7 +26,7 @@ from jaxpost import imports
 from jaxpost.environments import tool_schema
 from jaxpost.errors import InputError
 from jaxpost.rewards import worker
-from jaxpost.workers import call
+from jaxpost.workers import call, user_code
 
 TURN_REWARD = 'turn_reward'  # attribute that a tool sets to the reward of its call
 
@@ -65,7 +65,7 @@ def load(spec: str) -> Loaded:
   except InputError:
     raise
   except BaseException as error:  # the user's module may raise anything
-    raise InputError(f'{what}: making one {call.describe(error)}') from error
+    raise InputError(f'{what}: making one {user_code.describe(error)}') from error
   return Loaded(environment, tool_schema.tool_schemas(environment, what))
 
 
@@ -83,7 +83,7 @@ def serve(loaded: Loaded, request: dict, max_characters: int) -> dict:
     value = environment.get_reward() if verb == 'reward' else environment.reset(**request['row'])
     value = call.finished(value)
   except BaseException as error:  # the user's code may raise anything
-    return {'error': f'{verb} {call.describe(error)}'}
+    return {'error': f'{verb} {user_code.describe(error)}'}
   if verb == 'reset':
     return {'value': None if value is None else _clean(str(value), max_characters)}
   if value is None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from jaxpost.workers import call, namespaces
+from jaxpost.workers import call, namespaces, user_code
 
 LATE = object()  # the result of a call that took too long, or too much memory
 _LIMIT_S = 5.0  # of one call
@@ -117,7 +117,7 @@ class Bounded:
     except (MemoryError, RecursionError):
       return 'late', None
     except BaseException as error:  # No error is a verdict: it must not become a reward of 0.
-      return 'error', call.describe(error)
+      return 'error', user_code.describe(error)
 
 
 def end_of(time_limit_s: float | None) -> float:

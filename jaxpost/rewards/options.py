@@ -26,7 +26,7 @@ from typing import Any
 from jaxpost.errors import InputError, type_of
 from jaxpost.imports import load_callable
 from jaxpost.rewards import verl
-from jaxpost.workers import call
+from jaxpost.workers import call, user_code
 
 _VERL = 'verl:'
 
@@ -55,7 +55,7 @@ def load(name: str, spec: str) -> call.Reward:
     text = str(error)
     raise InputError(text if text.startswith(what) else f'{what}: {text}') from error
   except BaseException as error:  # the user's module may raise anything
-    raise InputError(f'{what}: importing {base} {call.describe(error)}') from error
+    raise InputError(f'{what}: importing {base} {user_code.describe(error)}') from error
   if not callable(fn):
     raise InputError(f'{what}: {base} made {type_of(fn)}, not a reward function')
   reward = call.load(name, fn)
@@ -86,7 +86,7 @@ def _parameters(target: Callable) -> dict[str, inspect.Parameter]:
 
 def _is_reward(target: Callable, adapted: bool) -> bool:
   """True for a reward function, False for a factory that returns one."""
-  if adapted or any(n in _parameters(target) for n in call.STANDARD):
+  if adapted or any(n in _parameters(target) for n in user_code.STANDARD):
     return True
   return any(p.kind == p.VAR_KEYWORD for p in inspect.signature(target).parameters.values())
 
@@ -94,7 +94,7 @@ def _is_reward(target: Callable, adapted: bool) -> bool:
 def _typed(target: Callable, options: dict[str, str], what: str) -> Iterator[tuple[str, Any]]:
   """Yields (key, converted value) of each option; InputError for an unknown or missing one."""
   known = _parameters(target)
-  known = {n: p for n, p in known.items() if n not in call.GIVEN}
+  known = {n: p for n, p in known.items() if n not in user_code.GIVEN}
   for key, text in options.items():
     if key not in known:
       near = difflib.get_close_matches(key, known, n=1)

@@ -18,12 +18,15 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost.errors import InputError
 from jaxpost.rewards import builtin
 from jaxpost.rewards.groups import Graded, Group, stats_of
-from jaxpost.workers import call, process
+from jaxpost.workers import process, user_code
+
+if TYPE_CHECKING:
+  from jaxpost.workers.call import Reward
 
 _LOG = logging.getLogger(__name__)
 _WINDOW = 100  # groups over which the fraction of failures is computed
@@ -83,12 +86,16 @@ class RewardPool:
     self._start_timeout_s = start_timeout_s
     self._needed_variables = [*builtin.needed_variables(rewards), *env_vars]
     named = list(zip(self.names, rewards))
-    self._local = [call.load(n, r) for n, r in named if callable(r)]
+    self._local: list[Reward] = []
     self._local_lock = threading.Lock()
-    for reward in self._local:
-      _LOG.warning(
-        'reward %s runs inside this process and cannot be killed if it hangs; write it as module:function', reward.name
-      )
+    for name, reward in named:
+      if callable(reward):
+        from jaxpost.workers import call
+
+        self._local.append(call.load(name, reward))
+        _LOG.warning(
+          'reward %s runs inside this process and cannot be killed if it hangs; write it as module:function', name
+        )
     self._remote = [(n, builtin.locate(r)) for n, r in named if not callable(r)]
     self._console = process.Printed([name for name, _ in self._remote]) if show_printed else None
     self._needs: list[tuple[str, str, Sequence[str]]] = []  # name, file and needed columns of each function
@@ -115,7 +122,7 @@ class RewardPool:
       return  # a user's function may know what null means
     for i in range(len(rows)):
       filled = [name for name, value in rows[i].items() if value is not None]
-      missing = [call.missing_of(columns, (*call.GIVEN, *filled)) for columns in needs]
+      missing = [user_code.missing_of(columns, (*user_code.GIVEN, *filled)) for columns in needs]
       if all(missing):
         column = missing[0][0].replace('|', ' or ')
         raise InputError(
@@ -139,12 +146,12 @@ class RewardPool:
     self._needs = needs
     if columns is None:
       return
-    given = (*call.GIVEN, *columns)
+    given = (*user_code.GIVEN, *columns)
     for name, file, arguments in needs:
       if names is not None and name not in names:
         continue
-      for missing in call.missing_of(arguments, given):
-        raise InputError(f'reward {name} ({file}): {call.missing_column(missing, given)}')
+      for missing in user_code.missing_of(arguments, given):
+        raise InputError(f'reward {name} ({file}): {user_code.missing_column(missing, given)}')
 
   def submit(self, groups: Sequence[Group], step: int | None = None) -> list[concurrent.futures.Future[Graded]]:
     """Starts grading without waiting for it; failures are not counted before `count` is called.
@@ -239,7 +246,7 @@ class RewardPool:
     logged, size, names = [], len(group.completions), group.graded_by
     asked = [name for name, _ in self._remote if names is None or name in names]
     reply = self._ask(worker, line, logged, asked) if asked else _Reply({})
-    if reply.error is None:
+    if reply.error is None and self._local:
       reply = self._call_local(reply.values, line, logged, names)
     components = {name: reply.values.get(name, [None] * size) for name in self.names}
     if reply.error is not None:
@@ -248,6 +255,8 @@ class RewardPool:
 
   def _call_local(self, values: dict[str, list], line: str, logged: list, names: Sequence[str] | None) -> _Reply:
     """Calls the functions of this process on a group, after a worker has returned `values`."""
+    from jaxpost.workers import call
+
     for reward in self._local:
       if names is not None and reward.name not in names:
         continue
@@ -331,7 +340,7 @@ def _request(group: Group, step: int | None) -> str:
   """Returns the JSON line for a worker; InputError for a column that JSON cannot represent."""
   fields = {'prompts': group.prompts, 'completions': group.completions, 'completion_ids': group.completion_ids}
   for name in group.columns:
-    if name in call.GIVEN:
+    if name in user_code.GIVEN:
       raise InputError(
         f'reward: a column is called {name!r}, a name reserved for what reward functions get from the run; rename it'
       )

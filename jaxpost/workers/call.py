@@ -11,30 +11,17 @@ import dataclasses
 import functools
 import inspect
 import numbers
-import os
 import reprlib
-import sysconfig
 import threading
-import traceback
 import types
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from jaxpost.errors import InputError
+from jaxpost.workers import user_code
 
-STANDARD = ('prompts', 'completions', 'completion_ids')
-# Names that no data column may have. `time_limit_s` is passed only to functions that name it.
-GIVEN = (*STANDARD, 'trainer_state', 'log_metric', 'log_extra', 'time_limit_s')
 _FLOAT32_MAX = 3.4028234663852886e38
 _LOOPS = threading.local()  # `runner`: the event loop of a thread
-# Files whose frames are skipped when an error message names the user's line.
-_NOT_USER_CODE = (
-  '<frozen',
-  sysconfig.get_path('stdlib') + os.sep,
-  sysconfig.get_path('purelib') + os.sep,
-  __file__,
-  os.path.join(os.path.dirname(os.path.dirname(__file__)), 'rewards', 'worker.py'),
-)
 
 
 class RewardError(Exception):
@@ -76,7 +63,7 @@ def load(name: str, fn: Callable) -> Reward:
   named = [p for p in parameters if p.name not in bound and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
   rest = any(p.kind == p.VAR_KEYWORD for p in parameters)
   positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
-  if positional or not (rest or any(p.name in STANDARD for p in named)):
+  if positional or not (rest or any(p.name in user_code.STANDARD for p in named)):
     raise InputError(
       f'{what} ({file}): wrong signature {signature}; arguments'
       ' come by name: f(prompts, completions, completion_ids, **columns)'
@@ -118,9 +105,9 @@ def call(
   Raises:
     RewardError: if the function raised, or did not return such a list.
   """
-  missing = missing_of(reward.needs, (*GIVEN, *arguments))
+  missing = user_code.missing_of(reward.needs, (*user_code.GIVEN, *arguments))
   if missing:
-    raise RewardError(missing_column(missing[0], arguments))
+    raise RewardError(user_code.missing_column(missing[0], arguments))
   size = len(arguments['completions'])
   arguments = arguments | {  # as TRL passes them
     'trainer_state': types.SimpleNamespace(global_step=step),
@@ -141,34 +128,7 @@ def call(
   except RewardError as error:
     raise RewardError(f'{error} ({reward.file})') from None
   except BaseException as error:  # the user's code may raise anything
-    raise RewardError(describe(error)) from error
-
-
-def missing_of(needs: Iterable[str], given: Iterable[str]) -> list[str]:
-  """Returns the needs that no given name satisfies; 'a|b' is satisfied by either."""
-  return [need for need in needs if not set(need.split('|')) & set(given)]
-
-
-def missing_column(name: str, arguments: Iterable[str]) -> str:
-  """Returns the error text for a column that the data lacks."""
-  columns = ', '.join(k for k in arguments if k not in GIVEN) or 'none'
-  name = ' or '.join(map(repr, name.split('|')))
-  return f'needs the column {name}, the data has: {columns}'
-
-
-def describe(error: BaseException) -> str:
-  """Returns 'raised ValueError: text at file:line', with the innermost line of the user's code."""
-  frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-  file, line = (user_frames(frames) or frames)[-1]
-  text = ' '.join(str(error).split())[:300]
-  text = text.encode(errors='replace').decode()  # lone surrogates
-  colon = ': ' if text else ''
-  return f'raised {type(error).__name__}{colon}{text} at {file}:{line}'
-
-
-def user_frames(frames: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-  """Returns the (file, line) pairs that lie in the user's code, not in a library or in this one."""
-  return [f for f in frames if not f[0].startswith(_NOT_USER_CODE)]
+    raise RewardError(user_code.describe(error)) from error
 
 
 def finished(value: Any) -> Any:

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.workers import call, reaper
+from jaxpost.workers import reaper, user_code
 
 # Variables that a worker gets: what programs need to run, and nothing that could be a secret.
 _PASSED = re.compile(
@@ -245,7 +245,7 @@ class Worker:
   def _where(self) -> str:
     """Returns ' at file:line' from faulthandler's last traceback; its frames are innermost first."""
     for dump in reversed(self.printed_text().split(_DUMP)[1:]):
-      frames = call.user_frames(_FRAME.findall(dump))
+      frames = user_code.user_frames(_FRAME.findall(dump))
       if frames:
         file, line = frames[0]
         return f' at {file}:{line}'

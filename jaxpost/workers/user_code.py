@@ -1,0 +1,51 @@
+"""The user's functions as errors speak of them: what they are given, which columns they lack, and where they raise.
+
+`call.py` calls them, in a worker process; the process that owns the worker needs only what is here.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from typing import Any
+
+STANDARD = ('prompts', 'completions', 'completion_ids')
+# Names that no data column may have. `time_limit_s` is passed only to functions that name it.
+GIVEN = (*STANDARD, 'trainer_state', 'log_metric', 'log_extra', 'time_limit_s')
+# Files whose frames are skipped when an error message names the user's line.
+_NOT_USER_CODE = (
+  '<frozen',
+  sysconfig.get_path('stdlib') + os.sep,
+  sysconfig.get_path('purelib') + os.sep,
+  os.path.join(os.path.dirname(__file__), 'call.py'),
+  os.path.join(os.path.dirname(os.path.dirname(__file__)), 'rewards', 'worker.py'),
+)
+
+
+def missing_of(needs: Iterable[str], given: Iterable[str]) -> list[str]:
+  """Returns the needs that no given name satisfies; 'a|b' is satisfied by either."""
+  return [need for need in needs if not set(need.split('|')) & set(given)]
+
+
+def missing_column(name: str, arguments: Iterable[str]) -> str:
+  """Returns the error text for a column that the data lacks."""
+  columns = ', '.join(k for k in arguments if k not in GIVEN) or 'none'
+  name = ' or '.join(map(repr, name.split('|')))
+  return f'needs the column {name}, the data has: {columns}'
+
+
+def describe(error: BaseException) -> str:
+  """Returns 'raised ValueError: text at file:line', with the innermost line of the user's code."""
+  frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+  file, line = (user_frames(frames) or frames)[-1]
+  text = ' '.join(str(error).split())[:300]
+  text = text.encode(errors='replace').decode()  # lone surrogates
+  colon = ': ' if text else ''
+  return f'raised {type(error).__name__}{colon}{text} at {file}:{line}'
+
+
+def user_frames(frames: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+  """Returns the (file, line) pairs that lie in the user's code, not in a library or in this one."""
+  return [f for f in frames if not f[0].startswith(_NOT_USER_CODE)]
