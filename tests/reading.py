@@ -122,6 +122,7 @@ OPTIONS = {
   'jaxpost.storage.remote': 'data.path',
   'jaxpost.stage.muon': 'optim.name',
   'jaxpost.workers.call': 'reward',  # of callables, which run in this process
+  'jaxpost.stage.held_out_loss': 'algorithm',
   'jaxpost.stage.reward_models': 'reward_model.path',
   'jaxpost.stage.precompute': 'rl.reference',
 }

@@ -15,7 +15,7 @@ from jaxpost.data import chat, few_rows, generated, loader, packing, preview, pr
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import exchange
 from jaxpost.errors import InputError
-from jaxpost.stage import evaluate
+from jaxpost.stage import held_out_loss
 
 NUM_ROWS, ROW_LENGTH = 37, 32
 
@@ -417,7 +417,7 @@ def test_the_chosen_window_fills_rows():
 
 def test_eval_batches_hold_each_example_once():
   examples = [example(r) for r in range(NUM_ROWS)]
-  batches = evaluate.eval_batches(examples, 4, ROW_LENGTH)
+  batches = held_out_loss.eval_batches(examples, 4, ROW_LENGTH)
   assert all(b.tokens.shape == (4, ROW_LENGTH) for b in batches)
   found = sorted(tokens for tokens, _ in documents(batches))
   assert found == sorted(e.tokens.tolist() for e in examples)
@@ -429,10 +429,10 @@ def test_eval_batches_hold_each_example_once():
 
 
 def test_eval_batches_leave_out_what_is_not_there():
-  (batch,) = evaluate.eval_batches([None, example(1), None], 1, ROW_LENGTH)
+  (batch,) = held_out_loss.eval_batches([None, example(1), None], 1, ROW_LENGTH)
   assert documents([batch])[0][0] == example(1).tokens.tolist()
   with pytest.raises(InputError, match='none of the 0 documents'):
-    evaluate.eval_batches([None], 1, ROW_LENGTH)
+    held_out_loss.eval_batches([None], 1, ROW_LENGTH)
 
 
 def prompt_stream(per_step=3, rows=None, **options):

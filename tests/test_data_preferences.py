@@ -10,7 +10,7 @@ from jaxpost.data import chat, generated, loader, packing, preferences, preview,
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
-from jaxpost.stage import evaluate
+from jaxpost.stage import held_out_loss
 
 load = functools.cache(tokenizer_lib.load)
 USER = {'role': 'user', 'content': 'Q1'}
@@ -379,7 +379,7 @@ def test_evaluation_divides_by_all_its_pairs():
   tokenizer = load('bytes')
   rows = generated.rows('arithmetic_pairs', 'size=11')
   made = [preferences.make_pair_example(tokenizer, r, 'x') for r in rows]
-  batches = evaluate.eval_batches(made, 2, 80, per='pair')
+  batches = held_out_loss.eval_batches(made, 2, 80, per='pair')
   assert len(batches) > 1
   weights, nll, ids = (
     np.concatenate(arrays)

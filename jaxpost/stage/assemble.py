@@ -299,24 +299,17 @@ class DataStream:
 
 def make_evaluator(placed: PlacedStage, engine: NativeEngine | None) -> Evaluator | None:
   """Makes the evaluation of `config.eval`; None where nothing is held out."""
-  held_out, config, algorithm = placed.data.held_out, placed.config, placed.algorithm
+  held_out = placed.data.held_out
   if held_out is None:
     return None
-  from jaxpost.programs import score
-  from jaxpost.stage.evaluate import Evaluator, HeldOut, eval_batches
+  from jaxpost.stage.evaluate import Evaluator
 
-  loss = None
+  loss = sampled = None
   if held_out.documents is not None:
-    documents = [held_out.documents[n] for n in range(len(held_out.documents))]
-    loss = HeldOut(
-      batches=eval_batches(documents, placed.shape.rows, placed.shape.row_length, per=algorithm.mean_per(config)),
-      program=score.make_evaluate(
-        placed.model, placed.objectives['policy'], placed.train, placed.compute, placed.ledger
-      ),
-      prepare=lambda batch, roles: algorithm.prepare(batch, roles, config),
-    )
-  sampled = None
-  if config.eval.samples:
+    from jaxpost.stage import held_out_loss
+
+    loss = held_out_loss.make(placed)
+  if placed.config.eval.samples:
     from jaxpost.stage import on_policy
 
     sampled = on_policy.make_sampled_eval(placed, engine, held_out.prompts)

@@ -1,4 +1,4 @@
-"""Evaluation during training: held-out loss, and pass@k from samples.
+"""Evaluation during training: pass@k from samples; `held_out_loss.py` has the loss.
 
 Legend: N prompts, k samples a prompt.
 """
@@ -11,49 +11,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
-from jaxpost.data import packing
-from jaxpost.distributed.mesh import to_host
-from jaxpost.errors import InputError
-
 if TYPE_CHECKING:
-  from jaxpost.data.examples import Example
-  from jaxpost.programs.compile import Program
   from jaxpost.rewards.groups import Graded
   from jaxpost.rl.grading import Grader
   from jaxpost.roles import Roles
   from jaxpost.rollout.sampler import Sampler
-  from jaxpost.types import Batch, Prompt, Rollout
-
-
-@dataclasses.dataclass
-class HeldOut:
-  """The objective and its metrics on held-out documents.
-
-  batches: host batches, weights normalized over all of them.
-  program: `programs.score.make_evaluate`.
-  prepare: (placed batch, roles) -> batch, as in training.
-  """
-
-  batches: list[Batch]
-  program: Program
-  prepare: Callable[[Batch, Roles], Batch]
-
-  def __call__(self, roles: Roles) -> dict:
-    """Means over all the documents, however they fall into batches."""
-    policy, totals = roles.policy, {}
-    for batch in self.batches:
-      placed = self.prepare(policy.place(batch), roles)
-      found = to_host(self.program(policy.state.params, placed, policy.state.step, policy.frozen))
-      for name, value in found.items():
-        totals[name] = totals.get(name, 0.0) + float(value)
-    # Losses of pairs and labels are no negative log-likelihood.
-    if set(totals) >= {'loss', 'entropy'} and 'rewards/chosen' not in totals:
-      nll = totals.get('nll', totals['loss'])
-      totals['perplexity'] = math.exp(min(nll, 50.0))
-    return totals
+  from jaxpost.stage.held_out_loss import HeldOut
+  from jaxpost.types import Prompt, Rollout
 
 
 def pass_at_k(passed: np.ndarray, k: int) -> float:
@@ -156,22 +122,3 @@ class Evaluator:
     if self.held_out is not None:
       metrics |= self.held_out(roles)
     return metrics, rows
-
-
-def eval_batches(
-  examples: Sequence[Example | None], batch_size: int, row_length: int, per: str = 'token'
-) -> list[Batch]:
-  """Packs each example once, into a list of Batches [batch_size, row_length].
-
-  The last batch is filled with empty rows. Weights are divided by a figure of all batches together, so that sums over
-  batches are means; `per` as in training. Examples above `row_length` are cut to it, and count nothing where only their
-  prompt is left.
-  """
-  given = [e for e in examples if e is not None]
-  cut = [c for e in given if (c := e.cut(row_length)) is not None]
-  if not any(e.trained.any() for e in cut):
-    raise InputError(f'evaluation: none of the {len(given)} documents has a trained token within {row_length} tokens')
-  rows = packing.pack_examples(cut, row_length)
-  num_rows = -(-len(rows) // batch_size) * batch_size
-  whole = packing.to_batch([[cut[i] for i in row] for row in rows], row_length, num_rows, per=per)
-  return [jax.tree.map(lambda x, n=n: x[n : n + batch_size], whole) for n in range(0, num_rows, batch_size)]
