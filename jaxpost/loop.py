@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from jaxpost.distributed.mesh import to_host
+from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import DivergedError
 from jaxpost.monitor import nonfinite
 

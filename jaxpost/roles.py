@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from jaxpost.distributed import transfer
 from jaxpost.models.parameters import join
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class Frozen:
 
   def __call__(self, batch: Batch) -> Any:
     """Runs the program on a placed batch [M, B / M, T]."""
-    return self.program(self.params, self.layout.move(without_signal(batch), None, 'batch'))
+    return self.program(self.params, transfer.move(self.layout, without_signal(batch), None, 'batch'))
 
   def compile(self, batch: Batch):
     """Compiles the program for a batch of `jax.ShapeDtypeStruct`s."""

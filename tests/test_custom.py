@@ -17,8 +17,8 @@ import tiny
 from flax import nnx
 
 import jaxpost
-from jaxpost.distributed.mesh import to_host
 from jaxpost.distributed.phases import make_layout
+from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.models import custom
 from jaxpost.models import model as model_lib

@@ -68,8 +68,8 @@ def main():
   import tiny
 
   from jaxpost import types
-  from jaxpost.distributed.mesh import to_host
   from jaxpost.distributed.phases import make_layout
+  from jaxpost.distributed.transfer import to_host
   from jaxpost.formats import hf, hf_export
   from jaxpost.models import model as model_lib
   from jaxpost.models.config import Experts, Rope

@@ -21,8 +21,8 @@ import tiny
 
 import jaxpost
 from jaxpost.algorithms import sft
-from jaxpost.distributed.mesh import to_host
 from jaxpost.distributed.phases import make_layout
+from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export, multimodal, predictors, tensor_layout
 from jaxpost.models import custom, partition, saved_config

@@ -530,8 +530,8 @@ def test_eight_devices_compute_what_one_does():
 
 def main():
   """Losses and gradients of one saved rollout in each layout."""
-  from jaxpost.distributed.mesh import to_host
   from jaxpost.distributed.phases import make_layout
+  from jaxpost.distributed.transfer import to_host
 
   config = stage_config(rl=dict(epochs=2), critic=dict(value_head=True))
   batch = laid_out(config, 24, 8)

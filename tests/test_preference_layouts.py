@@ -25,8 +25,8 @@ def main():
   import test_preference as cases
   import tiny
 
-  from jaxpost.distributed.mesh import to_host
   from jaxpost.distributed.phases import make_layout
+  from jaxpost.distributed.transfer import to_host
   from jaxpost.models import model as model_lib
 
   model = model_lib.build(tiny.config(vocab_size=259, num_layers=1))

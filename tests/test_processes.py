@@ -140,8 +140,8 @@ def finish(children, code=0):
 
 def digest(folder, work, name):
   """Returns a digest of the parameters in the middle of a run, bit for bit."""
-  from jaxpost.distributed.mesh import to_host
   from jaxpost.distributed.phases import make_layout
+  from jaxpost.distributed.transfer import to_host
   from jaxpost.models import model as model_lib
   from jaxpost.stage import load_weights, model_folders
 

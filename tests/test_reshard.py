@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxpost.distributed import transfer
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters, partition
 from jaxpost.programs.compile import Ledger
@@ -35,7 +36,7 @@ def params_of(model, dtype=jnp.float32):
     made[parameters.ADAPTER_ROOT] = jax.tree.map(
       lambda x: x + 0.1 * jax.random.normal(jax.random.key(4), x.shape), made[parameters.ADAPTER_ROOT]
     )
-  return tiny.one_device().move(jax.tree.map(lambda x: x.astype(dtype), made))
+  return transfer.move(tiny.one_device(), jax.tree.map(lambda x: x.astype(dtype), made))
 
 
 def pointers(tree):

@@ -17,7 +17,7 @@ from sampled import Case
 from jaxpost.algorithms import distill, sft
 from jaxpost.data import packing, text_alignment
 from jaxpost.data.examples import Documents, Example
-from jaxpost.distributed.mesh import to_host
+from jaxpost.distributed.transfer import to_host
 from jaxpost.models import model as model_lib
 from jaxpost.programs import topk
 from jaxpost.roles import Frozen, place

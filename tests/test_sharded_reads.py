@@ -106,8 +106,8 @@ def onto_eight(folder):
   import jax
   import tiny
 
-  from jaxpost.distributed.mesh import to_host
   from jaxpost.distributed.phases import make_layout
+  from jaxpost.distributed.transfer import to_host
   from jaxpost.formats import hf_export
   from jaxpost.models import model as model_lib
 

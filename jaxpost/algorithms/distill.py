@@ -23,6 +23,7 @@ import numpy as np
 from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate
 from jaxpost.algorithms.sft import render_text
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.distributed import transfer
 from jaxpost.errors import refuse, refuse_unread
 from jaxpost.losses import divergences
 from jaxpost.types import MASKED_LOGIT, Batch, Credit, Divergence, Experience, Objective
@@ -117,7 +118,7 @@ def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
   """Adds the hidden states of the teachers, in the layout of training."""
   del config
   layout = roles.policy.layout
-  hidden = [layout.move(teacher(batch), None, 'batch') for teacher in roles.teachers]
+  hidden = [transfer.move(layout, teacher(batch), None, 'batch') for teacher in roles.teachers]
   return batch.replace(teacher_hidden=tuple(hidden))
 
 

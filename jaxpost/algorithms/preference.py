@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate
 from jaxpost.data import preferences as data
+from jaxpost.distributed import transfer
 from jaxpost.errors import InputError, refuse
 from jaxpost.losses import pairs as pairs_lib
 from jaxpost.losses import preferences, reduce
@@ -157,7 +158,7 @@ def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
   if roles.reference is None:
     return batch
   logprobs = roles.reference(batch).logprobs
-  found = roles.policy.layout.move(logprobs, None, 'batch')
+  found = transfer.move(roles.policy.layout, logprobs, None, 'batch')
   return batch.replace(arrays={**batch.arrays, 'ref_logprobs': found})
 
 

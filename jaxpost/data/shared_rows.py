@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxpost.data import loader, packing
-from jaxpost.distributed import exchange
+from jaxpost.distributed import coordination
 from jaxpost.distributed.channel import Channel
 from jaxpost.errors import InputError
 
@@ -97,7 +97,7 @@ class SharedStream(loader.PackedStream):
     start, before = time.perf_counter(), self._channel.waited if self._thread else 0.0
     made = super().__next__()
     # Of the time in which there was no batch, the thread has waited for other processes: their time, not this host's.
-    exchange.seconds_waited(min(time.perf_counter() - start, self._channel.waited - before))
+    coordination.seconds_waited(min(time.perf_counter() - start, self._channel.waited - before))
     return made
 
   def close(self) -> None:

@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 
-from jaxpost.distributed import coordination, exchange
+from jaxpost.distributed import coordination
 
 _HERE = 'jaxpost/channel/'
 _CHUNK = 1 << 21  # bytes of a value of the service
@@ -36,11 +36,11 @@ class Channel:
     self._send(f'{here}{self.index}/', data)
     if self.index == 0:
       self._send(f'{here}all/', b''.join([self._receive(f'{here}{i}/') for i in range(self.count)]))
-      exchange.service().key_value_delete(before)  # a process in this round has read the one before
+      coordination.service().key_value_delete(before)  # a process in this round has read the one before
     return self._receive(f'{here}all/')
 
   def _send(self, to: str, data: bytes) -> None:
-    client, starts = exchange.service(), range(0, len(data), _CHUNK)
+    client, starts = coordination.service(), range(0, len(data), _CHUNK)
     for i, start in enumerate(starts):
       client.key_value_set_bytes(f'{to}{i}', data[start : start + _CHUNK])
     client.key_value_set_bytes(f'{to}parts', str(len(starts)).encode())
@@ -52,7 +52,7 @@ class Channel:
   def _wait_for(self, key: str) -> bytes:
     start = time.perf_counter()
     try:
-      return exchange.wait_for(key, binary=True, poll=self._check)
+      return coordination.wait_for(key, binary=True, poll=self._check)
     finally:
       self.waited += time.perf_counter() - start
 

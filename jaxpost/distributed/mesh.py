@@ -1,4 +1,4 @@
-"""Layouts: the one place where logical axes become mesh axes, and the ways of arrays into one and back to the host.
+"""Layouts: the one place where logical axes become mesh axes.
 
 A parameter or activation names its dimensions ('embed', 'heads', ...); a phase (train, rollout) has a mesh and a dict
 of rules from logical to mesh axes. A `Layout` joins the two. phases.py makes those of a config.
@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-from jaxpost.distributed import coordination
 
 AXES = ('data', 'fsdp', 'expert', 'context', 'tensor')
 BATCH_AXES = ('data', 'fsdp', 'expert')
@@ -173,13 +171,6 @@ class Layout:
       lambda x, s: jax.make_array_from_callback(x.shape, s, x.__getitem__, dtype=x.dtype), tree, shardings
     )
 
-  def move(self, tree, *axes):
-    """Device arrays in this layout; those that are in it already stay as they are."""
-    leaves = jax.tree.leaves(tree)
-    if leaves and jax.process_count() > 1 and leaves[0].sharding.device_set != set(self.mesh.devices.flat):
-      return self.put(to_host(tree), *axes)
-    return jax.tree.map(lambda x: jax.device_put(x, self.sharding(axes[: x.ndim], x.shape)), tree)
-
 
 def row_shards(layout: Any) -> int:
   """Returns the number of parts of a row (`models/context_parallel.py`); `layout` may be any `constrain` function."""
@@ -191,30 +182,3 @@ def row_shards(layout: Any) -> int:
 def axes_of(part) -> tuple[str, ...]:
   """The mesh axes in one place of a PartitionSpec."""
   return (part,) if isinstance(part, str) else part or ()
-
-
-def relabelled(x, sharding):
-  """The buffers of `x` under an equivalent sharding, of another mesh or spelling.
-
-  A program whose kernels have partitioning rules of their own takes arrays of one mesh only.
-  """
-  if x.sharding == sharding:
-    return x
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  return jax.make_array_from_single_device_arrays(
-    x.shape, sharding, [shard.data for shard in x.addressable_shards], dtype=x.dtype
-  )
-
-
-def to_host(tree: Any, share: bool = True) -> Any:
-  """Device arrays as numpy arrays, also where other processes hold some shards.
-
-  With `share` every process calls this and gets the arrays, even without one of their devices; otherwise only the
-  processes that have some of them.
-  """
-  if coordination.process_count() == 1:
-    return jax.tree.map(np.asarray, tree)
-  from jaxpost.distributed import exchange
-
-  return exchange.to_host(tree, share)

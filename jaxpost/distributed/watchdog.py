@@ -32,7 +32,11 @@ _LIBRARIES = (
   sysconfig.get_path('platlib') + os.sep,
 )
 # Modules in which this library waits for other processes and for devices.
-_WAITING = (f'{_HERE}distributed{os.sep}exchange.py', f'{_HERE}distributed{os.sep}mesh.py')
+_WAITING = (
+  f'{_HERE}distributed{os.sep}coordination.py',
+  f'{_HERE}distributed{os.sep}transfer.py',
+  f'{_HERE}distributed{os.sep}mesh.py',
+)
 _JAX = f'{os.sep}jax{os.sep}', f'{os.sep}jaxlib{os.sep}'
 # The exit code of the reason that this process has printed; empty before.
 _printed: list[int] = []

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors.numpy
 from etils import epath
 
-from jaxpost.distributed.mesh import to_host
+from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.formats import config_export, families, tensor_layout
 from jaxpost.formats.tensor_layout import INDEX, SINGLE, TYPES

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpost.distributed.mesh import axes_of, relabelled
+from jaxpost.distributed.mesh import axes_of
+from jaxpost.distributed.transfer import relabelled
 from jaxpost.models.parameters import input_dims
 
 if TYPE_CHECKING:

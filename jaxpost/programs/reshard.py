@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpost.distributed.mesh import relabelled
+from jaxpost.distributed.transfer import relabelled
 from jaxpost.matmul import on_bits
 from jaxpost.models.layers import FUSED, FUSED_AXIS
 from jaxpost.models.parameters import MTP, STACKS, narrow, nest, unstack_layers

@@ -10,7 +10,7 @@ import typing
 
 import jax.numpy as jnp
 
-from jaxpost.distributed.mesh import to_host
+from jaxpost.distributed.transfer import to_host
 from jaxpost.rl import batching
 from jaxpost.types import Batch, Rollout, RowShape, Scores
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxpost.distributed.mesh import to_host
+from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.programs.verify import Draft
 from jaxpost.rollout.scheduler import Scheduler

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxpost.distributed.mesh import to_host
+from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import DivergedError
 from jaxpost.rollout.sequence import ActiveSequence, CachedPrefix, Completion, PrefixCache, Request
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from jaxpost.distributed.mesh import to_host
+from jaxpost.distributed.transfer import to_host
 from jaxpost.models import partition
 from jaxpost.models.parameters import join
 from jaxpost.programs import score, write_pieces

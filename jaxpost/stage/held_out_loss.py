@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxpost.data import packing
-from jaxpost.distributed.mesh import to_host
+from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.programs import score
 

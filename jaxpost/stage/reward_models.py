@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxpost.data import tokenizer as tokenizer_lib
-from jaxpost.distributed import mesh
+from jaxpost.distributed import transfer
 from jaxpost.errors import InputError, refuse
 from jaxpost.rl import batching
 from jaxpost.rl.reward_metrics import REWARD_MODEL
@@ -133,7 +133,7 @@ def scores(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShap
     part = rollout.replace(prompts=tuple(rollout.prompts[n // group_size] for n in members), **arrays)
     batch = batching.to_batch(part, range(len(members)), batching.completion_mask(part), {}, *shape)
     values = roles.reward_model(roles.policy.place(batch)).values
-    out.append(batching.from_rows(part, mesh.to_host(values), *shape))
+    out.append(batching.from_rows(part, transfer.to_host(values), *shape))
   return np.concatenate(out)
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxpost.data import packing
 from jaxpost.data.examples import Example
-from jaxpost.distributed.mesh import Layout, to_host
+from jaxpost.distributed.mesh import Layout
+from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
 from jaxpost.programs import score, topk
 from jaxpost.programs.compile import Program
