@@ -24,7 +24,7 @@ from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
 from jaxpost.rewards import math
 from jaxpost.rewards.groups import Graded
-from jaxpost.rollout import sampler
+from jaxpost.rollout import sampler_config
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.evaluate import pass_at_k
 from jaxpost.stage.records import Source
@@ -275,7 +275,7 @@ def test_no_more_slots_than_fit(weights, monkeypatch):
   assert engine.max_concurrent_decodes == 8
   bytes_of_a_slot = engine.cache_bytes() / 8
   for room, slots in ((17, 8), (9, 4), (0.5, 1)):
-    monkeypatch.setattr(sampler, 'free_bytes', lambda layout, room=room: room * bytes_of_a_slot)
+    monkeypatch.setattr(sampler_config, 'free_bytes', lambda layout, room=room: room * bytes_of_a_slot)
     fitting = completions.engine_for(weights, prompts, draws, 'data=-1')
     assert fitting.max_concurrent_decodes == slots
   with pytest.raises(InputError, match='would fit'):

@@ -33,7 +33,7 @@ from jaxpost.environments.openai_server import Endpoint
 from jaxpost.errors import InputError
 from jaxpost.formats import peft
 from jaxpost.models import partition
-from jaxpost.rollout.sampler import SamplerConfig
+from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.stage import on_policy
 from jaxpost.tools import completions, inference, scoring
 from jaxpost.types import Prompt

@@ -13,7 +13,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import engine as protocol
-from jaxpost.rollout import native, page_table, sampler
+from jaxpost.rollout import native, page_table, sampler_config
 from jaxpost.rollout.sequence import Request
 from jaxpost.types import Prompt
 
@@ -474,6 +474,6 @@ def test_settings_that_cannot_work(fields, told):
 def test_too_many_slots_are_told_how_many_fit(model, params, monkeypatch):
   engine = make_engine(model, params, slots=8)
   # 8 slots x (60 + 4) entries x 2 x 2 layers x 2 heads x 8 x 4 bytes
-  monkeypatch.setattr(sampler, 'free_bytes', lambda layout: 8 * 64 * 256 * 0.7)
+  monkeypatch.setattr(sampler_config, 'free_bytes', lambda layout: 8 * 64 * 256 * 0.7)
   with pytest.raises(InputError, match='8 slots of 64 .* 5 slots would fit'):
     serve(engine, requests())

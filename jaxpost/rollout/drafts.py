@@ -24,7 +24,7 @@ from jaxpost.rollout.scheduler import Scheduler
 if TYPE_CHECKING:
   from jaxpost.programs.generate import Block
   from jaxpost.rollout.native import NativeEngine
-  from jaxpost.rollout.sampler import SamplerConfig
+  from jaxpost.rollout.sampler_config import SamplerConfig
   from jaxpost.rollout.sequence import ActiveSequence, Completion
 
 _GRAM = 3  # tokens that have to occur before; of shorter n-grams most continuations are wrong

@@ -17,7 +17,7 @@ import numpy as np
 from jaxpost.programs import generate
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.programs.generate import Entry
-from jaxpost.rollout import sampler
+from jaxpost.rollout import sampler_config
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
@@ -197,14 +197,14 @@ def make_entry(
   source = np.full(slots, -1, np.int32)
   index = np.zeros(slots, np.int32)
   sample = np.zeros(slots, np.int32)
-  each = [sampler.sampling(engine.config, {})] * slots
+  each = [sampler_config.sampling(engine.config, {})] * slots
   for slot, sequence in sequences.items():
     request = sequence.request
     drawn = len(sequence.tokens) - len(request.tokens)
     source[slot] = rows[slot]
     index[slot] = request.prompt
     sample[slot] = request.sample
-    s = sampler.sampling(engine.config, request.sampling)
+    s = sampler_config.sampling(engine.config, request.sampling)
     each[slot] = s.replace(max_tokens=s.max_tokens - drawn, min_tokens=s.min_tokens - drawn)
   table = None
   if engine.page:

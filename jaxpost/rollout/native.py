@@ -21,9 +21,9 @@ from jaxpost.models.config import CustomConfig
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import Entry
 from jaxpost.programs.reshard import Reshard
-from jaxpost.rollout import engine_programs, sampler
+from jaxpost.rollout import engine_programs, sampler, sampler_config
 from jaxpost.rollout.engine_programs import Buckets, EnginePrograms, cache_length, make_entry
-from jaxpost.rollout.sampler import SamplerConfig
+from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
 from jaxpost.rollout.sequence import Completion, Request
 from jaxpost.types import Prompt, Rollout
@@ -74,7 +74,7 @@ class NativeEngine:
   ):
     compute = without_unsupported_kernel(compute, model.config, config)
     shards = layout.batch_shards
-    sampler.check(model.config, config, shards)
+    sampler_config.check(model.config, config, shards)
     # XLA:CPU multiplies one bfloat16 row 11 x slower than two.
     least_rows = 1 if compute.dtype == 'float32' else 2
     slots = -(-max(config.slots, least_rows) // shards) * shards
@@ -103,7 +103,7 @@ class NativeEngine:
       paged=bool(self.page),
       block=self.block,
       report=dict(top=config.top_logprobs, allowed=config.top_k if config.sampling_mask else 0),
-      sampling=sampler.sampling(config, {}),
+      sampling=sampler_config.sampling(config, {}),
     )
     # A cached prefix cannot be extended for custom models (no multi-token decode), for recurrent layers (only the last
     # state is kept), or while routing is recorded.
@@ -185,12 +185,12 @@ class NativeEngine:
   def _check_memory(self):
     """InputError where the cache is larger than what the devices have left."""
     # Checked once: memory that the allocator keeps for the next cache looks taken.
-    if not self._fits and self.cache_bytes() > sampler.free_bytes(self.layout):
+    if not self._fits and self.cache_bytes() > sampler_config.free_bytes(self.layout):
       raise InputError(self._too_large())
     self._fits = True
 
   def _too_large(self) -> str:
-    slots, wanted, free = self.max_concurrent_decodes, self.cache_bytes(), sampler.free_bytes(self.layout)
+    slots, wanted, free = self.max_concurrent_decodes, self.cache_bytes(), sampler_config.free_bytes(self.layout)
     return (
       f'config.rollout.slots: {slots} slots of {self.length} cache entries take {wanted / 2**30:.2f} GiB and '
       f'{max(free, 0) / 2**30:.2f} are free: {max(int(slots * free / max(wanted, 1)), 0)} slots would fit; lower it, '
@@ -286,7 +286,7 @@ class NativeEngine:
 
   def check(self, request: Request) -> None:
     """Raises InputError if a request cannot be served."""
-    sampler.check_request(self.config, request, self._model_config.vocab_size)
+    sampler_config.check_request(self.config, request, self._model_config.vocab_size)
     if self.stop_strings(request) and not self.decode:
       raise InputError(f'prompt {request.prompt}: stop_strings need a tokenizer')
 

@@ -120,9 +120,9 @@ def check_model(config: Config, model: Model) -> None:
     'config.router: balance_coef, z_coef and routing_replay are of mixtures of experts; this model has none',
   )
   if config.rollout.top_logprobs:
-    from jaxpost.rollout import sampler  # which no SFT run reads
+    from jaxpost.rollout import sampler_config  # which no SFT run reads
 
-    sampler.check_top_logprobs(config.rollout.top_logprobs, model.config.vocab_size)
+    sampler_config.check_top_logprobs(config.rollout.top_logprobs, model.config.vocab_size)
   if config.rollout.weights or config.rollout.cache:
     from jaxpost.models import scaled
 

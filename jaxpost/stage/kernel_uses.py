@@ -9,7 +9,7 @@ from jaxpost.hardware import kernel_check
 from jaxpost.hardware.kernel_check import KernelUse
 from jaxpost.models import attention_kernels
 from jaxpost.models.attention_kernels import BRANCHES
-from jaxpost.rollout.engine_programs import bucket
+from jaxpost.rollout import buckets
 from jaxpost.stage import checks
 from jaxpost.stage.batch_shape import row_length
 from jaxpost.stage.records import has_branches
@@ -65,6 +65,6 @@ def attention_uses(
     room = r.max_prompt_length + r.max_new_tokens
     # Continued conversations and preempted sequences are prefilled as a whole.
     longest = room if prepared.workers.environment or r.page_size else r.max_prompt_length
-    lengths = {bucket(n, room) for n in range(1, longest + 1)}
+    lengths = {buckets.bucket(n, room) for n in range(1, longest + 1)}
     out += [KernelUse(inputs.model.config, n) for n in lengths]
   return out

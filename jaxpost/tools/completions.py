@@ -25,7 +25,7 @@ from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
 from jaxpost.models import shared_weights
 from jaxpost.programs.compile import Ledger
-from jaxpost.rollout import sampler
+from jaxpost.rollout import sampler_config
 from jaxpost.rollout.engine_programs import bucket
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.stage import on_policy
@@ -169,7 +169,7 @@ def engine_for(weights: Weights, prompts: Sequence[Prompt], draws: Draws, mesh: 
   engine = make(slots=min(len(prompts) * draws.n, _SLOTS))
   # A block of decoding copies up to as much as the cache holds.
   slots = engine.max_concurrent_decodes
-  room = sampler.free_bytes(engine.layout) / (2 * engine.cache_bytes() + 1)
+  room = sampler_config.free_bytes(engine.layout) / (2 * engine.cache_bytes() + 1)
   if room >= 1:
     return engine
   del engine  # its weights, too

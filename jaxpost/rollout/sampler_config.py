@@ -1,0 +1,202 @@
+"""Sampling settings: the config of an engine, per-request overrides, and their checks.
+
+Legend: S slots, M ids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxpost.errors import InputError
+from jaxpost.hardware import memory
+from jaxpost.models import rope
+from jaxpost.programs.sampling import Sampling
+from jaxpost.rollout.sequence import Request
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.models.config import ModelConfig
+
+IDS = 8  # stop ids and forbidden ids of a request: room for at least so many
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerConfig:
+  """How an engine samples; `Request.sampling` overrides it per request.
+
+  slots: sequences decoded at the same time.
+  max_prompt: longest prompt, in tokens.
+  max_context: longest prompt with its completion; 0: max_prompt + max_new_tokens.
+  stop_ids: any of these ends a completion and is part of it; below 0: none.
+  stop_strings: end a completion, too; the engine then needs `decode`.
+  block: decode steps per dispatch.
+  top_logprobs: number of most probable tokens reported at each position; a request may ask for fewer.
+  sampling_mask: report the tokens that could be drawn, `top_k` at most, see `Rollout.allowed`.
+  page_size: cache entries of a page, a power of two; 0: each slot holds the longest sequence.
+  cache_tokens: entries of all pages; 0: half of what slots without pages have.
+  speculation: 'ngram' drafts tokens from samples of the same prompt (`drafts.py`); '': one token at a time.
+  """
+
+  slots: int
+  max_prompt: int
+  max_new_tokens: int
+  stop_ids: tuple[int, ...]
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  forbidden_ids: tuple[int, ...] = ()
+  stop_strings: tuple[str, ...] = ()
+  min_new_tokens: int = 0
+  block: int = 8
+  max_context: int = 0
+  top_logprobs: int = 0
+  sampling_mask: bool = False
+  page_size: int = 0
+  cache_tokens: int = 0
+  speculation: str = ''
+
+  @property
+  def room(self) -> int:
+    """Tokens of the longest sequence that a slot holds."""
+    return self.max_context or self.max_prompt + self.max_new_tokens
+
+
+def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
+  """Cached keys must be equal to those of a forward pass over the whole sequence."""
+  limit = rope.by_length(cfg)
+  longest = config.room
+  if limit and longest > limit:
+    kinds = {dict(r.scaling).get('rope_type') for r in cfg.ropes}
+    raise InputError(
+      f'config.rollout: max_prompt_length + max_new_tokens = {longest}, but '
+      f'rope scaling {"".join(kinds & set(rope.BY_LENGTH))} rotates keys '
+      f'differently once a sequence is longer than {limit}; lower them to that'
+    )
+
+
+def _check_pages(config: SamplerConfig, shards: int):
+  if config.page_size & (config.page_size - 1):
+    raise InputError(f'config.rollout.page_size: {config.page_size} is no power of two')
+  if shards > 1:
+    raise InputError(
+      'config.rollout.page_size: pages are not split over devices; leave it '
+      '0, or give config.mesh.rollout a tensor axis only'
+    )
+
+
+def check_top_logprobs(most: int, vocab_size: int) -> None:
+  """Raises InputError if `top_logprobs` exceeds the vocabulary."""
+  if most > vocab_size:
+    raise InputError(f'config.rollout.top_logprobs: {most} of a vocabulary of {vocab_size}; lower it')
+
+
+def check(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
+  """Raises InputError if a model cannot be sampled with this config.
+
+  shards: parts that the mesh splits the batch into.
+  """
+  _check_lengths(cfg, config)
+  if config.page_size and cfg.state_shapes:
+    raise InputError(
+      'config.rollout.page_size: layers with a recurrent state keep it by slot, and sequences whose pages are shared '
+      'would each need a copy; set it to 0'
+    )
+  if config.page_size:
+    _check_pages(config, shards)
+  if config.min_new_tokens > config.max_new_tokens:
+    raise InputError(
+      f'config.rollout.min_new_tokens: {config.min_new_tokens} is more than '
+      f'max_new_tokens = {config.max_new_tokens}; lower it'
+    )
+  check_top_logprobs(config.top_logprobs, cfg.vocab_size)
+  if config.sampling_mask and not 0 < config.top_k <= cfg.vocab_size:
+    raise InputError(
+      f'config.rl.sampling_mask: the ids of config.rollout.top_k tokens are kept for each one drawn; set it from 1 to '
+      f'{cfg.vocab_size}'
+    )
+  if '' in config.stop_strings:
+    raise InputError('config.rollout.stop_strings: "" is in every text; leave it out')
+  for name in 'stop_ids', 'forbidden_ids':
+    check_ids(vars(config)[name], cfg.vocab_size, f'config.rollout.{name}')
+
+
+_INT = 2**31 - 1
+_RANGES = {
+  'temperature': (0, 1e4),
+  'top_p': (0, 1),
+  'min_p': (0, 1),
+  'top_k': (0, _INT),
+  'min_tokens': (0, _INT),
+  'seed': (0, _INT),
+  'top_logprobs': (0, _INT),
+}
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
+  """Raises InputError for ids outside the vocabulary; ids below 0 mean none."""
+  wrong = [i for i in ids if i >= vocab_size]
+  if wrong:
+    raise InputError(f'{where}: {wrong[0]} is outside the vocabulary of {vocab_size}')
+
+
+def widths(config: SamplerConfig) -> dict[str, int]:
+  """{'stop_ids', 'forbidden_ids'}: number of ids that fit a request."""
+  return {name: max(IDS, len(vars(config)[name])) for name in ('stop_ids', 'forbidden_ids')}
+
+
+def sampling(config: SamplerConfig, given: dict) -> Sampling:
+  """The `Sampling` of one slot, as numpy scalars and [M] ids: `given`, else the config."""
+  values = dict(vars(config), min_tokens=config.min_new_tokens, max_tokens=config.max_new_tokens, seed=0) | given
+  ids = {name: np.array([*values[name]] + [-1] * width, np.int32)[:width] for name, width in widths(config).items()}
+  return Sampling(
+    **{name: np.float32(values[name]) for name in ('temperature', 'top_p', 'min_p')},
+    **{name: np.int32(values[name]) for name in ('top_k', 'min_tokens', 'max_tokens', 'seed', 'top_logprobs')},
+    **ids,
+  )
+
+
+def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> None:
+  """Raises InputError if an engine with this config cannot serve a request; it begins with the parameter at fault."""
+  size = len(request.tokens)
+  given = request.sampling
+  name = f'prompt {request.prompt}'
+  if not size:
+    raise InputError(f'{name}: is empty; a sequence begins with at least one token')
+  most = given.get('max_tokens', config.max_new_tokens)
+  if most < 1 or size + most > config.room:
+    raise InputError(
+      f'max_tokens: {most} tokens to draw and the {size} of {name} do not fit the {config.room} of a slot; shorten it, '
+      'or raise config.rollout.max_prompt_length (launch.serve: --max_context)'
+    )
+  for key, (low, high) in _RANGES.items():
+    value = given.get(key, low)
+    if not low <= value <= high:  # NaN is in no range
+      raise InputError(f'{key}: {value} is not from {low} to {high} ({name})')
+  if (more := given.get('top_logprobs', 0)) > config.top_logprobs:
+    raise InputError(f'top_logprobs: {more} are more than config.rollout.top_logprobs={config.top_logprobs} ({name})')
+  for string in given.get('stop_strings', ()):
+    if not isinstance(string, str) or not string:
+      raise InputError(f'stop: {string!r} must be a text, not empty ({name})')
+  for key, width in widths(config).items():
+    ids = given.get(key, ())
+    if len(ids) > width:
+      raise InputError(f'{key}: {len(ids)}, of {width} that fit; name as many in the config of the engine ({name})')
+    check_ids(ids, vocab_size, f'{key} of {name}')
+
+
+# --------------------------------------------------------------------- memory
+
+
+def free_bytes(layout: Layout) -> float:
+  """Bytes that the devices of a layout have left; inf where they do not report it."""
+  stats = [d.memory_stats() for d in layout.mesh.local_devices]
+  if all(s and 'bytes_limit' in s for s in stats):
+    return len(layout.mesh.devices.flat) * min(s['bytes_limit'] - s['bytes_in_use'] for s in stats)
+  if layout.mesh.devices.flat[0].platform == 'cpu':
+    return memory.free_on_host()
+  return float('inf')
