@@ -18,7 +18,7 @@ from configs import grpo_gsm8k
 from jaxpost.errors import InputError
 from jaxpost.hardware import chips, memory
 from jaxpost.planning import aot, cost, dry_run, hlo, kernels, machines, roofline, stage, tables
-from jaxpost.rollout import engine_programs
+from jaxpost.rollout import buckets
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 
@@ -678,7 +678,7 @@ def test_blocks_of_decoding_are_counted_for_what_they_read(rollout, slots, wante
   """Of completions as long as they may be: each number of entries used to have as many, and as many with idle slots."""
   config = types.SimpleNamespace(rollout=types.SimpleNamespace(page_size=0, **rollout))
   room = rollout['max_prompt_length'] + rollout['max_new_tokens']
-  engine = engine_programs.Buckets(8, 1, 1, room, room + 16, 0, 16, rollout['max_new_tokens'])
+  engine = buckets.Buckets(8, 1, 1, room, room + 16, 0, 16, rollout['max_new_tokens'])
   assert {engine.decode(n + 16) for n in range(rollout['max_prompt_length'], room)} == wanted.keys()
   reads = roofline._reads(types.SimpleNamespace(config=config, decode_block=16))
   step = roofline.Step({'generate': sum(wanted.values())}, 0, 0, reads)

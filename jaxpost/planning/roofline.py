@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxpost.distributed import bridge
 from jaxpost.planning import aot, cost, machines
-from jaxpost.rollout import engine_programs
+from jaxpost.rollout import buckets
 from jaxpost.stage import batch_shape
 
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ def step_of(placed: PlacedStage) -> Step:
 
 
 def _reads(placed: PlacedStage) -> dict[int, float]:
-  """The shares of `Step.reads`, of a completion as long as it may be; see `rollout/engine_programs.py`."""
+  """The shares of `Step.reads`, of a completion as long as it may be; see `rollout/buckets.py`."""
   r = placed.config.rollout
   block = min(placed.decode_block, r.max_new_tokens)
-  length = engine_programs.cache_length(r.max_prompt_length + r.max_new_tokens, block, r.page_size)
+  length = buckets.cache_length(r.max_prompt_length + r.max_new_tokens, block, r.page_size)
   ends = range(r.max_prompt_length + block, r.max_prompt_length + block + r.max_new_tokens, block)
-  counts = collections.Counter(engine_programs.entries_read(end, length, r.page_size) for end in ends)
+  counts = collections.Counter(buckets.entries_read(end, length, r.page_size) for end in ends)
   return {entries: count / len(ends) for entries, count in counts.items()}
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
-from jaxpost.rollout.engine_programs import bucket
+from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine
 from jaxpost.rollout.sequence import ActiveSequence, Request
 from jaxpost.types import Prompt, Rollout

@@ -22,7 +22,8 @@ from jaxpost.programs.compile import Ledger
 from jaxpost.programs.generate import Entry
 from jaxpost.programs.reshard import Reshard
 from jaxpost.rollout import engine_programs, sampler, sampler_config
-from jaxpost.rollout.engine_programs import Buckets, EnginePrograms, cache_length, make_entry
+from jaxpost.rollout.buckets import Buckets, cache_length
+from jaxpost.rollout.engine_programs import EnginePrograms, make_entry
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.scheduler import NextRequests, OnTokens, Scheduler
 from jaxpost.rollout.sequence import Completion, Request

@@ -7,7 +7,7 @@ While requests are queued, a block is harvested before the next is dispatched, a
 Once none are queued, the next block runs while the host reads the last one, and occupied slots are compacted, so that
 fewer rows are computed. No decision depends on the clock.
 
-The cache entries of a finished sequence stay until their place is needed (`sequence.PrefixCache`). A request that
+The cache entries of a finished sequence stay until their place is needed (`prefix_cache.PrefixCache`). A request that
 continues such a sequence, the next turn of a conversation, prefills only what is new.
 
 Legend: S slots, C completion tokens, K tokens of a block.
@@ -24,12 +24,14 @@ import numpy as np
 
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import DivergedError
-from jaxpost.rollout.sequence import ActiveSequence, CachedPrefix, Completion, PrefixCache, Request
+from jaxpost.rollout.prefix_cache import PrefixCache
+from jaxpost.rollout.sequence import ActiveSequence, Completion, Request
 
 if TYPE_CHECKING:
   from jaxpost.programs.generate import Block
   from jaxpost.rollout.native import NativeEngine
   from jaxpost.rollout.page_table import PageCopy
+  from jaxpost.rollout.prefix_cache import CachedPrefix
 
 # (finished completions, idle) -> further requests; see Engine.serve.
 NextRequests = Callable[[list[Completion], bool], Iterable[Request]]

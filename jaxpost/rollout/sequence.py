@@ -1,8 +1,5 @@
 """Requests to an engine, their completions, and the sequences that the scheduler makes of them.
 
-A finished sequence is a cached prefix as long as its key-value entries are there: the next turn of a conversation
-reuses them. The prefix cache holds nothing that is needed; when a slot or pages are wanted, the oldest is evicted.
-
 Legend: P prompt tokens, C completion tokens, L layers, k experts per token.
 """
 
@@ -18,7 +15,6 @@ import numpy as np
 
 if TYPE_CHECKING:
   from jaxpost.programs.generate import Block
-  from jaxpost.rollout.page_table import PageTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,57 +167,3 @@ class ActiveSequence:
     experts = np.concatenate([self.experts[0], drawn.experts[0][new:]]) if drawn.experts else None
     allowed = drawn.allowed[0] if drawn.allowed else None
     return Completion(self.request, *drawn[:3], finished, stop_string, *top, experts, drawn.versions, allowed)
-
-
-@dataclasses.dataclass(eq=False)
-class CachedPrefix:
-  """A finished sequence whose cache entries are still there.
-
-  tokens: its token ids, as the bytes of an int32 array.
-  holder: the owner of its pages, where the cache has pages.
-  slot: where its entries are, where it has none.
-  """
-
-  tokens: bytes
-  holder: ActiveSequence
-  slot: int
-
-
-class PrefixCache:
-  """KV entries of finished sequences, oldest first, until their place is needed.
-
-  pages: the page table of the engine; None where each slot has a cache of its
-    own, so that a cached prefix ends when its slot is reused.
-  """
-
-  def __init__(self, pages: PageTable | None):
-    self.pages = pages
-    self.entries: list[CachedPrefix] = []
-
-  @property
-  def slots(self) -> list[int]:
-    """Slots whose reuse would evict a cached prefix."""
-    return [] if self.pages else [entry.slot for entry in self.entries]
-
-  def add(self, slot: int, sequence: ActiveSequence) -> None:
-    """Keeps the entries of a finished sequence."""
-    tokens = np.concatenate([sequence.request.tokens, sequence.drawn()])
-    self.entries.append(CachedPrefix(tokens.astype(np.int32).tobytes(), sequence, slot))
-
-  def longest_match(self, tokens: bytes) -> CachedPrefix | None:
-    """The longest cached prefix of `tokens`, or None."""
-    matches = (entry for entry in self.entries if tokens.startswith(entry.tokens))
-    return max(matches, key=lambda entry: len(entry.tokens), default=None)
-
-  def take(self, entry: CachedPrefix) -> None:
-    """Removes an entry whose cache a request continues from."""
-    self.entries.remove(entry)
-
-  def evict(self, slots: Collection[int] | None = None) -> bool:
-    """Evicts the entries in `slots`, or else the oldest; False if there was none."""
-    evicted = self.entries[:1] if slots is None else [entry for entry in self.entries if entry.slot in slots]
-    for entry in evicted:
-      self.entries.remove(entry)
-      if self.pages:
-        self.pages.release(entry.holder)
-    return bool(evicted)

@@ -26,7 +26,7 @@ from jaxpost.matmul import compute_for
 from jaxpost.models import shared_weights
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import sampler_config
-from jaxpost.rollout.engine_programs import bucket
+from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.stage import on_policy
 from jaxpost.tools.inference import Weights, adapters, merged

@@ -19,7 +19,7 @@ from jaxpost.errors import InputError
 from jaxpost.programs import score, topk
 from jaxpost.programs.compile import Program
 from jaxpost.roles import place
-from jaxpost.rollout.engine_programs import bucket
+from jaxpost.rollout.buckets import bucket
 from jaxpost.stage import place as place_lib
 from jaxpost.stage import schema
 from jaxpost.stage.records import PreparedStage

@@ -1,0 +1,69 @@
+"""The prefix cache: key-value entries of finished sequences, reused by the next turn of a conversation.
+
+It holds nothing that is needed: when a slot or pages are wanted, the oldest sequence is evicted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+  from jaxpost.rollout.page_table import PageTable
+
+
+@dataclasses.dataclass(eq=False)
+class CachedPrefix:
+  """A finished sequence whose cache entries are still there.
+
+  tokens: its token ids, as the bytes of an int32 array.
+  holder: the owner of its pages, where the cache has pages.
+  slot: where its entries are, where it has none.
+  """
+
+  tokens: bytes
+  holder: Any
+  slot: int
+
+
+class PrefixCache:
+  """KV entries of finished sequences, oldest first, until their place is needed.
+
+  pages: the page table of the engine; None where each slot has a cache of its
+    own, so that a cached prefix ends when its slot is reused.
+  """
+
+  def __init__(self, pages: PageTable | None):
+    self.pages = pages
+    self.entries: list[CachedPrefix] = []
+
+  @property
+  def slots(self) -> list[int]:
+    """Slots whose reuse would evict a cached prefix."""
+    return [] if self.pages else [entry.slot for entry in self.entries]
+
+  def add(self, slot: int, sequence: Any) -> None:
+    """Keeps the entries of a finished `sequence.ActiveSequence`."""
+    tokens = np.concatenate([sequence.request.tokens, sequence.drawn()])
+    self.entries.append(CachedPrefix(tokens.astype(np.int32).tobytes(), sequence, slot))
+
+  def longest_match(self, tokens: bytes) -> CachedPrefix | None:
+    """The longest cached prefix of `tokens`, or None."""
+    matches = (entry for entry in self.entries if tokens.startswith(entry.tokens))
+    return max(matches, key=lambda entry: len(entry.tokens), default=None)
+
+  def take(self, entry: CachedPrefix) -> None:
+    """Removes an entry whose cache a request continues from."""
+    self.entries.remove(entry)
+
+  def evict(self, slots: Collection[int] | None = None) -> bool:
+    """Evicts the entries in `slots`, or else the oldest; False if there was none."""
+    evicted = self.entries[:1] if slots is None else [entry for entry in self.entries if entry.slot in slots]
+    for entry in evicted:
+      self.entries.remove(entry)
+      if self.pages:
+        self.pages.release(entry.holder)
+    return bool(evicted)
