@@ -199,7 +199,7 @@ def sft_is_plain(tree):
 def readable(tree):
   """The imports of an entry point stay small; a limit follows the measured value."""
   for entry in reading.ENTRIES:
-    found = reading.reading(tree, entry.roots, entry.lazy)
+    found = reading.reading(tree, entry.roots, entry.lazy, entry.options)
     for what, have, limit in zip(('modules', 'lines', 'links of a chain'), found, entry.limit):
       if have > limit:
         yield f'{entry.name}: {have} {what}, of {limit} allowed; import inside a function what few runs need, or cut'

@@ -174,7 +174,7 @@ def test_weights_of_a_run_or_an_adapter_come_with_their_tokenizer(tmp_path, monk
     assert weight_sources.saved_tokenizer_path(schema.ModelSection(**section)) == path
   of_run = records.Source(cfg, checkpoints=tmp_path / 'run' / 'checkpoints' / 'sft')
   other = types.SimpleNamespace(encode=lambda text: [1])
-  monkeypatch.setattr('jaxpost.stage.reward_models.tokenizer_of', lambda source, earlier: other)
+  monkeypatch.setattr('jaxpost.stage.weight_sources.tokenizer_of', lambda source, earlier: other)
   (config,) = config_lib.parse(tiny.run_config('run')).values()
   with pytest.raises(InputError, match='config.model.tokenizer: is empty, and run has a tokenizer of its own'):
     prepare.load_tokenizer(dataclasses.replace(config, model=schema.ModelSection(path='run')), of_run, of_run)

@@ -1,8 +1,7 @@
-"""Loads the weights of a role onto its devices.
+"""Loads the weights of a `records.Source` onto the devices of a role, and keeps in checkpoints what they lie on top of.
 
-A source is '' (random), a Hugging Face folder or org/name, RUN[@step] (a checkpoint of another run) or stage:NAME (an
-earlier stage of this one). A PEFT folder, and a checkpoint of a run that froze parameters, hold some leaves; the others
-come from the source that is their base.
+A PEFT folder, and a checkpoint of a run that froze parameters, hold some of the parameters; the others come from the
+source that is their base.
 """
 
 from __future__ import annotations

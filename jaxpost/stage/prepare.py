@@ -274,9 +274,9 @@ def load_tokenizer(config: Config, source: Source, policy: Source) -> Tokenizer:
   path = source.tokenizer_path(section)
   tokenizer = tokenizer_lib.load(path or 'bytes', config.data.chat_template, config.data.template_kwargs)
   if not path and not policy.stage and (config.init_from or source.checkpoints):
-    from jaxpost.stage import reward_models
+    from jaxpost.stage import weight_sources
 
-    theirs, probe = reward_models.tokenizer_of(policy, {}), 'Zwölf: 12 + 345'
+    theirs, probe = weight_sources.tokenizer_of(policy, {}), 'Zwölf: 12 + 345'
     refuse(
       theirs is not None and theirs.encode(probe) != tokenizer.encode(probe),
       f'config.model.tokenizer: is empty, and {config.init_from or section.path} has a tokenizer of its own; name it',

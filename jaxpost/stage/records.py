@@ -6,7 +6,8 @@ Each is frozen. In the order in which they are made:
     Inputs         `prepare.make_inputs`   config, algorithm, tokenizer, model, where weights are
     Data           `prepare.make_data`     rows, stream, first batch, held-out data
     Workers        `prepare.prepare`       processes of reward functions and environments
-    PlacedStage    `place.place_stage`     the three on a mesh: layouts, batch shape, ledger
+    PreparedStage  `prepare.prepare`       Inputs, Data and Workers of a stage
+    PlacedStage    `place.place_stage`     a PreparedStage on a mesh: layouts, batch shape, ledger
     loop.Stage     `assemble.assemble`     roles, stream, evaluator, checkpoints
 
 Runs, plans, inference and benchmarks use the same records with parts of their own:
@@ -41,12 +42,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Weights of `config`, found before a device is touched.
+  """Where the weights of a model are; they are random if `folder`, `checkpoints` and `stage` are all empty.
 
-  folder: of safetensors. checkpoints: a stage's, of another run. stage: an
-  earlier one of this run. None of them: random.
-  name: of the folder, for others. seed: of what is random; None is the run's.
-  base: has the leaves that this lacks.
+  Attributes:
+    config: shape of the model.
+    folder: holds safetensors files.
+    checkpoints: folder of the checkpoints of a stage of another run.
+    stage: an earlier stage of this run.
+    step: of the checkpoint; None is the newest.
+    seed: of random weights; None is the seed of the run.
+    name: by which an export refers to the folder, such as org/name.
+    base: source of the parameters that this one lacks, such as the model below an adapter.
   """
 
   config: ModelConfig

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import transfer
 from jaxpost.errors import InputError, refuse
 from jaxpost.rl import batching
 from jaxpost.rl.reward_metrics import REWARD_MODEL
 from jaxpost.rollout.rollout_codec import arrays_of
-from jaxpost.stage import config as config_lib
 from jaxpost.stage import weight_sources
 from jaxpost.storage import object_store
 
@@ -88,7 +86,7 @@ def check_tokens(
     key, path = f'config.{role}.path', vars(config)[role].path
     if role not in found or not path:
       continue
-    theirs = tokenizer_of(found[role], earlier)
+    theirs = weight_sources.tokenizer_of(found[role], earlier)
     size, needed = (found[k].config.vocab_size for k in (role, 'policy'))
     if size < needed or theirs is None and size != needed:
       raise InputError(
@@ -103,20 +101,6 @@ def check_tokens(
         f'{other.get(wrong[0])} there and {ours.get(wrong[0])} here; choose '
         f'one that was trained with the tokenizer {tokenizer.source}'
       )
-
-
-def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer | None:
-  """The tokenizer that a model was trained with, or None if it is not recorded."""
-  if source.stage:
-    return earlier[source.stage]
-  if source.checkpoints is not None:
-    run, stage = source.checkpoints.parent.parent, source.checkpoints.name
-    saved = config_lib.parse_saved(run / 'config.json')
-    section = saved[stage].model
-    return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
-  if source.folder and (source.folder / 'tokenizer.json').exists():
-    return tokenizer_lib.load(str(source.folder))
-  return None
 
 
 def scores(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShape) -> np.ndarray:

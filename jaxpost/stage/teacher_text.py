@@ -15,7 +15,7 @@ import numpy as np
 from jaxpost.algorithms import distill_text
 from jaxpost.data import text_alignment
 from jaxpost.data import tokenizer as tokenizer_lib
-from jaxpost.stage.reward_models import tokenizer_of
+from jaxpost.stage.weight_sources import tokenizer_of
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Precompute

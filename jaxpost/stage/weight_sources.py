@@ -1,6 +1,7 @@
 """Finds the weights that a config names, and finds and recognizes them again in a later run.
 
-A `records.Source` is found before a device is touched; `load_weights.py` loads it. Random weights need nothing of this.
+A `records.Source` is found before a device is touched; `load_weights.py` loads it. A preset with random weights needs
+no part of this.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from typing import TYPE_CHECKING
 
 from etils import epath
 
+from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
+from jaxpost.stage import config as config_lib
 from jaxpost.stage.records import Source
 from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
+  from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.models.config import CustomConfig, ModelConfig
   from jaxpost.stage.schema import ModelSection
 
@@ -166,6 +170,23 @@ def saved_tokenizer_path(section: ModelSection) -> str:
   if not section.tokenizer and section.path and epath.Path(section.path).expanduser().is_dir():
     return find(section.path, 'config.model.path', {}, section.text_only).tokenizer_path(section) or 'bytes'
   return section.tokenizer or section.path or 'bytes'
+
+
+def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer | None:
+  """Returns the tokenizer that a model was trained with, or None if it is not recorded.
+
+  Args:
+    earlier: {stage: its tokenizer} of the stages before this one.
+  """
+  if source.stage:
+    return earlier[source.stage]
+  if source.checkpoints is not None:
+    run, stage = source.checkpoints.parent.parent, source.checkpoints.name
+    section = config_lib.parse_saved(run / 'config.json')[stage].model
+    return tokenizer_lib.load(saved_tokenizer_path(section))
+  if source.folder and (source.folder / 'tokenizer.json').exists():
+    return tokenizer_lib.load(str(source.folder))
+  return None
 
 
 def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bool = True) -> list:

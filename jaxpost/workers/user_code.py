@@ -1,4 +1,4 @@
-"""The user's functions as errors speak of them: what they are given, which columns they lack, and where they raise.
+"""Error texts about reward functions: reserved arguments, missing columns, the line of the user in a traceback.
 
 `call.py` calls them, in a worker process; the process that owns the worker needs only what is here.
 """
