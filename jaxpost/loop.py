@@ -74,7 +74,7 @@ def states(stage: Stage) -> dict[str, TrainState]:
   return {name: role.state for name, role in stage.roles.trainable.items()}
 
 
-def run_stage(stage: Stage, start: int, stop: StopSignal):
+def run_stage(stage: Stage, start: int, stop: StopSignal) -> None:
   """Runs the steps after `start`, the number of steps done; raises Preempted after a save if a stop signal arrived."""
   run = _Progress(stage)
   stage.timer.pop()  # compilation is no step's time
@@ -132,7 +132,7 @@ class _Progress:
     self.evaluated: dict[int, dict] = {}  # the step evaluated last: its finite metrics
     self.sample_step, self.sample_rows = -1, []
 
-  def log_pending(self):
+  def log_pending(self) -> None:
     """Writes the metrics, samples and rollout of the step dispatched last."""
     if self.pending is None:
       return
@@ -161,7 +161,7 @@ class _Progress:
         f'limit){nonfinite.explain(item, pending.done, stage.roles)}'
       )
 
-  def evaluate(self, step: int):
+  def evaluate(self, step: int) -> None:
     """Writes the metrics and samples of an evaluation after `step` updates, if there is one."""
     if self.stage.evaluate is None:
       return
@@ -176,14 +176,14 @@ class _Progress:
     if samples:
       self.write_samples(step, 'eval', samples)
 
-  def write_samples(self, step: int, split: str, rows: list[dict]):
+  def write_samples(self, step: int, split: str, rows: list[dict]) -> None:
     """Rewrites the samples file of a step with the rows of both splits."""
     if step != self.sample_step:
       self.sample_step, self.sample_rows = step, []
     self.sample_rows += [{'split': split, **row} for row in rows]
     self.stage.writer.samples(step, self.sample_rows)
 
-  def save(self, step: int):
+  def save(self, step: int) -> None:
     """Saves a checkpoint, with the metrics of this step's evaluation."""
     self.log_pending()
     stage = self.stage

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +103,7 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto', 
   )
 
 
-def einsum(spec: str, x, w, dtype: str, out: str = 'float32', layout=None):
+def einsum(spec: str, x: Any, w: Any, dtype: str, out: str = 'float32', layout: Any = None) -> jax.Array:
   """`jnp.einsum(spec, x, w)` in float32 from operands of type `dtype`.
 
   Forward and backward products take `dtype` operands and accumulate in float32. JAX's own rule would feed float32
@@ -150,7 +151,7 @@ def _backward(spec, dtype, result, layout, residuals, g):
 _DIMENSIONS = {'d': 'embed', 'n': 'heads', 'f': 'mlp'}
 
 
-def matrix_gradient(spec: str, x, g, dtype: str, layout):
+def matrix_gradient(spec: str, x: jax.Array, g: jax.Array, dtype: str, layout: Any) -> jax.Array:
   """Returns the gradient of the w of `einsum(spec, x, w)`, from that of its result; `layout`: see `einsum`."""
   inputs, out = spec.split('->')
   x_term, w_term = inputs.split(',')
@@ -184,5 +185,6 @@ def on_bits(fn: Callable, x: jax.Array) -> jax.Array:
   return from_bits(fn(as_bits(x))) if x.dtype == jnp.bfloat16 else fn(x)
 
 
-def precision_of(dtype: str):
+def precision_of(dtype: str) -> jax.lax.Precision | None:
+  """Returns the precision of products of this type: that of float32 is exact."""
   return jax.lax.Precision.HIGHEST if dtype == 'float32' else None

@@ -94,7 +94,7 @@ class Policy(Trainable):
 
   export_fn: Callable | None = None  # (folder, params) -> None
 
-  def export(self, folder: epath.PathLike):
+  def export(self, folder: epath.PathLike) -> None:
     """Writes the weights as a Hugging Face folder."""
     self.export_fn(folder, self.params)
 
@@ -116,7 +116,7 @@ class Frozen:
     """Runs the program on a placed batch [M, B / M, T]."""
     return self.program(self.params, transfer.move(self.layout, without_signal(batch), None, 'batch'))
 
-  def compile(self, batch: Batch):
+  def compile(self, batch: Batch) -> None:
     """Compiles the program for a batch of `jax.ShapeDtypeStruct`s."""
 
     def moved(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -6,6 +6,7 @@ inside one process or from one process to another.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -30,7 +31,7 @@ class Bridge:
   source: Layout
   target: Layout
 
-  def arriving(self, tree):
+  def arriving(self, tree: Any) -> Any:
     """Shapes, types and shardings of what `__call__` returns."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x)), tree)
 

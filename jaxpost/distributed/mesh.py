@@ -6,7 +6,7 @@ of rules from logical to mesh axes. A `Layout` joins the two. phases.py makes th
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,7 +56,7 @@ class TiedWeight(NamedTuple):
   shape = property(lambda self: self.sums.shape[1:])
   dtype = property(lambda self: self.sums.dtype)
 
-  def astype(self, dtype):
+  def astype(self, dtype: Any) -> jax.Array:
     del dtype  # `value` is in the compute type already
     return self.value
 
@@ -74,7 +74,7 @@ class Layout:
     """Number of parts the batch dimension is split into."""
     return math.prod(self.mesh.shape[a] for a in BATCH_AXES)
 
-  def spec(self, axes: Sequence[str | None], shape=None) -> PartitionSpec:
+  def spec(self, axes: Sequence[str | None], shape: Sequence[int] | None = None) -> PartitionSpec:
     """The partition of an array whose dimensions are called `axes`.
 
     A dimension that its mesh axis does not divide (4 KV heads on 8 tensor shards) stays whole.
@@ -92,7 +92,8 @@ class Layout:
       parts.append(names[0] if len(names) == 1 else names or None)
     return PartitionSpec(*parts)
 
-  def sharding(self, axes=(), shape=None) -> NamedSharding:
+  def sharding(self, axes: Sequence[str | None] = (), shape: Sequence[int] | None = None) -> NamedSharding:
+    """The sharding of an array whose dimensions are called `axes`, see `spec`."""
     return NamedSharding(self.mesh, self.spec(axes, shape))
 
   def __call__(self, x, *axes):
@@ -101,12 +102,14 @@ class Layout:
       return x
     return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
-  def of_tokens(self, shape) -> tuple[PartitionSpec, tuple[str, ...]]:
+  def of_tokens(self, shape: Sequence[int]) -> tuple[PartitionSpec, tuple[str, ...]]:
     """(partition of an array of tokens [B, T, ...], the mesh axes that it is split over)."""
     rows = self.spec(('batch', 'time'), shape)
     return rows, tuple(a for part in rows for a in axes_of(part))
 
-  def sum_over_tokens(self, fn, tokens, *axes, of=None):
+  def sum_over_tokens(
+    self, fn: Callable, tokens: tuple[jax.Array, ...], *axes: str | None, of: Any = None
+  ) -> jax.Array | TiedWeight | None:
     """fn(*tokens), a sum over tokens, reduced to the shards of its layout.
 
     Each device sums over its own tokens, then a reduce-scatter adds the parts (`reduced`). XLA's partitioner would
@@ -136,7 +139,7 @@ class Layout:
     )(*tokens)
     return TiedWeight(None, sums) if shared else self.reduced(sums, axes, over)
 
-  def reduced(self, sums, axes, over):
+  def reduced(self, sums: jax.Array, axes: Sequence[str | None], over: tuple[str, ...]) -> jax.Array:
     """Sums [n, ...] over n devices, by a reduce-scatter to the shards of the layout.
 
     Args:
@@ -161,7 +164,7 @@ class Layout:
       sums
     )
 
-  def put(self, tree, *axes):
+  def put(self, tree: Any, *axes: str | None) -> Any:
     """Host arrays become global device arrays; processes read the parts of their own devices."""
     tree = jax.tree.map(np.asarray, tree)
     shardings = jax.tree.map(lambda x: self.sharding(axes[: x.ndim], x.shape), tree)
@@ -179,6 +182,6 @@ def row_shards(layout: Any) -> int:
   return layout.mesh.shape['context']
 
 
-def axes_of(part) -> tuple[str, ...]:
+def axes_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
   """The mesh axes in one place of a PartitionSpec."""
   return (part,) if isinstance(part, str) else part or ()

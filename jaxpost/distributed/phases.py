@@ -7,6 +7,7 @@ import collections
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.errors import InputError
 
 
-def make_layouts(mesh, row_length: int, devices=None) -> dict[str, Layout]:
+def make_layouts(mesh: Any, row_length: int, devices: Sequence[jax.Device] | None = None) -> dict[str, Layout]:
   """The layout of each phase: {'train', 'rollout', 'score'}.
 
   Args:

@@ -1,6 +1,6 @@
 """Arrays between hosts, devices and meshes; `bridge.py` copies weights to a mesh of other devices."""
 
-from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +9,7 @@ from jaxpost.distributed import coordination
 from jaxpost.distributed.mesh import Layout
 
 
-def relabelled(x, sharding):
+def relabelled(x: Any, sharding: jax.sharding.Sharding) -> Any:
   """The buffers of `x` under an equivalent sharding, of another mesh or spelling.
 
   A program whose kernels have partitioning rules of their own takes arrays of one mesh only.
@@ -23,7 +23,7 @@ def relabelled(x, sharding):
   )
 
 
-def to_host(tree: Mapping | object, share=True):
+def to_host(tree: Any, share: bool = True) -> Any:
   """Device arrays as numpy arrays, also where other processes hold some shards.
 
   With `share` every process calls this and gets the arrays, even without one of their devices; otherwise only the
@@ -62,7 +62,7 @@ def _fetch(x: jax.Array) -> np.ndarray:
   return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def move(layout: Layout, tree, *axes):
+def move(layout: Layout, tree: Any, *axes: str | None) -> Any:
   """Device arrays in `layout`; those that are in it already stay as they are."""
   leaves = jax.tree.leaves(tree)
   if leaves and jax.process_count() > 1 and leaves[0].sharding.device_set != set(layout.mesh.devices.flat):

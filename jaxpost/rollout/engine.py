@@ -41,7 +41,7 @@ class Engine(Protocol):
       {'bytes': moved}.
     """
 
-  def unload(self):
+  def unload(self) -> None:
     """Frees the weights until the next `load`."""
 
   def preserve_weights(self) -> AbstractContextManager:
@@ -102,7 +102,7 @@ class Engine(Protocol):
   def prefill_rows(self, group_size: int) -> int:
     """Returns how many texts to prefill together, each with `group_size` samples."""
 
-  def check(self, request: Request):
+  def check(self, request: Request) -> None:
     """Raises InputError if a request cannot be served."""
 
   def __call__(

@@ -12,7 +12,9 @@ import contextlib
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,7 +26,7 @@ from jaxpost.rollout.sequence import ActiveSequence, Request
 from jaxpost.types import Prompt, Rollout
 
 
-def check():
+def check() -> None:
   """InputError where `import jetstream` is not google-jetstream."""
   try:
     importlib.metadata.distribution('google-jetstream')
@@ -54,7 +56,7 @@ class JetStreamEngine(engine_api.Engine):
     self._native, self._key, self._path = native, run_key, tokenizer_path
     self._number = 0
 
-  def load_params(self, params, version: int = 0):
+  def load_params(self, params: Any, version: int = 0) -> Any:
     """Takes the trainer's parameters; returns those of the sampler."""
     self._native.load(params, version)
     return self._native.weights
@@ -63,33 +65,35 @@ class JetStreamEngine(engine_api.Engine):
     if params is not self._native.weights:
       raise InputError('jetstream: params are not those that load_params returned last; its weights are held once')
 
-  def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length: int):
+  def prefill(
+    self, *, params: Any, existing_prefix: Any = None, padded_tokens: Any, true_length: int
+  ) -> tuple[Any, engine_api.ResultTokens]:
     if existing_prefix is not None:
       raise NotImplementedError('a prefix is read whole')
     self._check(params)
     text = np.asarray(padded_tokens, np.int32).reshape(-1)[:true_length]
     return self._native.prefill([text]), text
 
-  def insert(self, prefix, decode_state, slot: int):
+  def insert(self, prefix: Any, decode_state: Any, slot: int) -> Any:
     cache, text = prefix
     number, self._number = self._number, self._number + 1
     most = self._native.config.max_new_tokens
     entry = self._native.entry({slot: ActiveSequence(Request(text, number), most, text)}, {slot: 0})
     return self._native.insert(decode_state, cache, entry, self._key, 0)
 
-  def generate(self, params, decode_state):
+  def generate(self, params: Any, decode_state: Any) -> tuple[Any, engine_api.ResultTokens]:
     self._check(params)
     state, block = self._native.generate(decode_state)
     data = jnp.stack([block.tokens[0], block.drawn[0].astype(jnp.int32), state.counts], axis=1)
     return state, engine_api.ResultTokens(data, (0, 1), (1, 2), (2, 3), 1)
 
-  def init_decode_state(self):
+  def init_decode_state(self) -> Any:
     return self._native.init_decode_state()
 
-  def get_prefix_destination_sharding(self):
+  def get_prefix_destination_sharding(self) -> jax.sharding.NamedSharding:
     return self._native.layout.sharding()
 
-  def get_tokenizer(self):
+  def get_tokenizer(self) -> Any:
     return tokenizer_pb2.TokenizerParameters(path=self._path, extra_ids=0)
 
   @property
@@ -105,7 +109,7 @@ class JetStreamEngine(engine_api.Engine):
     return self._native.config.max_prompt
 
   @property
-  def mesh(self):
+  def mesh(self) -> jax.sharding.Mesh:
     return self._native.layout.mesh
 
   @property
@@ -115,7 +119,7 @@ class JetStreamEngine(engine_api.Engine):
 
 def drive(
   engine: engine_api.Engine,
-  params,
+  params: Any,
   texts: Sequence[np.ndarray],
   samples: int,
   max_new_tokens: int,
@@ -181,11 +185,11 @@ class JetStreamRollout:
     self.weights, self.version = None, 0
     self.layout = Layout(engine.mesh, 'rollout')
 
-  def load(self, params, version: int) -> dict:
+  def load(self, params: Any, version: int) -> dict:
     self.weights, self.version = self._make(params), version
     return {'bytes': 0}
 
-  def unload(self):
+  def unload(self) -> None:
     self.weights = None
 
   @contextlib.contextmanager
@@ -197,11 +201,11 @@ class JetStreamRollout:
     self.weights = weights
     self.version = version
 
-  def described(self, params) -> tuple:
+  def described(self, params: Any) -> tuple:
     del params  # its engine's own
     return ()
 
-  def jobs(self, params, lengths, group_size: int, turns=False) -> list:
+  def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list:
     del params, lengths, group_size, turns
     return []
 

@@ -30,7 +30,7 @@ def make_saver(folder: epath.Path, every: int, temperature: float) -> Callable[[
   return save_step
 
 
-def save(path: epath.PathLike, experience: Experience, credit: Credit, temperature: float = 1.0):
+def save(path: epath.PathLike, experience: Experience, credit: Credit, temperature: float = 1.0) -> None:
   """Writes a rollout, its rewards, advantages and scores as arrays and JSON; no pickle."""
   rollout = experience.rollout
   arrays = {name: x for name, x in arrays_of(rollout).items() if name not in _LEFT_OUT}
