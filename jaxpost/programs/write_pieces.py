@@ -4,5 +4,5 @@ import jax
 
 from jaxpost.formats import tensor_reader
 
-# Donates its first argument, so that a piece is written in place.
-write = jax.jit(tensor_reader.write, donate_argnums=0, static_argnums=(3, 4, 5, 6, 7))
+# `x` is donated, so that a piece is written in place.
+write = jax.jit(tensor_reader.write, donate_argnames='x', static_argnames=('sharding', 'shape', 'rows', 'row', 'moves'))

@@ -146,7 +146,7 @@ def check_head(source: Source, scalar_head: bool, key: str) -> None:
     )
 
 
-def check_replay(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> None:
+def check_stored(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> None:
   """Refuses training on stored rollouts, or routing replay, where something needed is not stored."""
   if config.train_on_rollouts and (config.router.routing_replay or (config.environment and config.reward)):
     raise InputError(

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxpost.rl import grading
 from jaxpost.rl.controller import Controller
+from jaxpost.rl.reward_metrics import REWARD_MODEL
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.rollout.sampler import Sampler
 from jaxpost.stage import batch_shape, sampling_inputs
@@ -108,12 +109,12 @@ def make_sampler(placed: PlacedStage, engine: NativeEngine, purpose: int) -> Sam
 def make_grader(placed: PlacedStage, observers: Sequence[Callable] = ()) -> grading.Grader:
   """Makes the grader of rollouts on the stage's worker processes; `observers` as in `Grader`."""
   config = placed.config
-  correct_by = sampling_inputs.correct_by(config, sampling_inputs.REWARD_MODEL in placed.inputs.sources)
+  correct_by = sampling_inputs.correct_by(config, REWARD_MODEL in placed.inputs.sources)
   weights = dict(zip(config.rewards_tuple(), config.reward_weights))
   return grading.Grader(
     placed.workers.rewards,
     placed.inputs.tokenizer,
-    model_weight=weights.get(sampling_inputs.REWARD_MODEL, 1.0),
+    model_weight=weights.get(REWARD_MODEL, 1.0),
     correct_by=correct_by,
     observers=observers,
     per_step=config.reward_model.per_step,
@@ -182,7 +183,7 @@ def make_sampled_eval(placed: PlacedStage, engine: NativeEngine, prompts: tuple[
   """Makes the evaluation of completions of held-out prompts."""
   config, shape = placed.config, placed.shape
   values = None
-  if sampling_inputs.REWARD_MODEL in placed.inputs.sources:
+  if REWARD_MODEL in placed.inputs.sources:
     from jaxpost.stage import reward_models
 
     per_row = shape.row_length // (config.rollout.max_prompt_length + config.rollout.max_new_tokens)

@@ -82,7 +82,7 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
     from jaxpost.stage import positions
 
     positions.warn(found['policy'].config, config, algorithm.on_policy)
-  checks.check_replay(config, algorithm, found)
+  checks.check_stored(config, algorithm, found)
   if config.train.share_prompt:
     from jaxpost.rl import shared_prompts
 

@@ -1,4 +1,5 @@
 """Work on runs and model folders from outside: evaluate, sample, chat, view, compare, export; converters, benches.
 
-Imports any room below; launch/ imports it. Never here: what training itself needs.
+`own_loop` gives the parts of a stage to a training loop of the user. Imports any room below; launch/ imports it. Never
+here: what a run of a config needs.
 """
