@@ -1,4 +1,4 @@
-"""What describes a family of decoders as data: fields of config.json that families share, and the record of a family.
+"""Describes families of decoders as data: the record of a family, and the fields of config.json that families share.
 
 `families.py` has the table of families. Reading and writing a config.json (`config_json`, `config_export`) both use
 what is here.

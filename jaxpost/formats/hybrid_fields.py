@@ -34,7 +34,7 @@ _SPACE_SIZES = {
   'mamba_d_head': 'value_size',
   'mamba_d_conv': 'taps',
 }
-# Of Kimi Linear: the same field in the object `linear_attn_config`, and the default.
+# Kimi Linear has the same fields in the object `linear_attn_config`, with these names and defaults.
 _KIMI_SIZES = {
   'linear_num_heads': ('num_heads', 32),
   'linear_head_dim': ('head_dim', 128),

@@ -1,4 +1,4 @@
-"""Where the adapters of a model are in a folder of `peft`.
+"""Maps the adapters of a model to the tensors of a `peft` folder.
 
 The tensors are the adapter rows of the parameter table under their Hugging Face names. Some families keep several
 matrices in one tensor, such as q, k and v in qkv_proj; there `peft` has one adapter for the tensor. A folder holds it

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Changing these does not change what a run computes, or only from here on.
 _FREE = (
   *('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps'),
-  # What fits into memory: a run goes on with smaller ones after it has run out, or on other devices.
+  # They decide what fits into memory: a run that ran out of it, or moves to other devices, goes on with others.
   *('train.micro_batch_size', 'model.remat', 'model.attention', 'rollout.slots', 'rollout.offload'),
   *('tools.workers', 'tools.timeout_s', 'tools.env_vars'),
 )

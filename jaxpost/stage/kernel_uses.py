@@ -1,4 +1,4 @@
-"""What a stage uses the kernels of an accelerator for, and the checks of these kernels on its devices."""
+"""Lists the shapes in which a stage uses the kernels of an accelerator, and checks these kernels on its devices."""
 
 from __future__ import annotations
 

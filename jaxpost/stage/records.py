@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Where the weights of a model are; they are random if `folder`, `checkpoints` and `stage` are all empty.
+  """The place of the weights of a model. They are random if `folder`, `checkpoints` and `stage` are all empty.
 
   Attributes:
     config: shape of the model.

@@ -105,7 +105,7 @@ class TextsOfTeacher:
       if found.is_pair:
         kind[first] = distill_text.PAIR
         shared = same[outputs['ids'][other.start]] + 1
-        # Of two tokens with the same text, the more probable one counts.
+        # Where two tokens have the same text, the more probable one counts.
         _, keep = np.unique(shared, return_index=True)
         ids[first, keep] = shared[keep]
         logprobs[first] = outputs['top'][other.start]
