@@ -20,7 +20,7 @@ from jaxpost.planning import arithmetic
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
 from jaxpost.stage import prepare
-from jaxpost.stage.schema_methods import RolloutSection
+from jaxpost.stage.schema_rl import RolloutSection
 from jaxpost.tools import inference
 
 # Kind -> error of a number by the largest of its group, and by itself: half the distance of two codes.

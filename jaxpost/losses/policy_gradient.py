@@ -6,7 +6,7 @@ decide token-mean, sequence-mean or constant length. r = pi / pi_old throughout,
 A surrogate is elementwise in tokens, so that it may be called on chunks of tokens, or couples the tokens of a sequence
 by `reduce_sequence`, see `Surrogate`. `LOSSES` holds the surrogates by name (most are in surrogates.py), `KL` the
 estimators. To add one, write the function and name it there and in the choices of `rl.loss` or `rl.kl_estimator`
-(stage/schema_methods.py).
+(stage/schema_rl.py).
 """
 
 import dataclasses

@@ -10,7 +10,7 @@ from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
   from jaxpost.stage.config import Config
-  from jaxpost.stage.schema_methods import RolloutSection
+  from jaxpost.stage.schema_rl import RolloutSection
 
 
 @dataclasses.dataclass(frozen=True)

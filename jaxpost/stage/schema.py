@@ -1,14 +1,15 @@
 """The config of one stage: type, range, default and meaning of every field.
 
-The sections that belong to methods are in `schema_methods.py`. `config.py` reads a user's config
-into these dataclasses; docs/config.md is generated from them.
+The sections that belong to methods are in `schema_methods.py` and `schema_rl.py`. `config.py`
+reads a user's config into these dataclasses; docs/config.md is generated from them.
 """
 
 import dataclasses
 from typing import Any
 
 from jaxpost.stage import schema_methods as methods
-from jaxpost.stage.schema_methods import option
+from jaxpost.stage import schema_rl as rl_sections
+from jaxpost.stage.schema_field import option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,15 +153,6 @@ class LoraSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReferenceSection:
-  """A reference model that follows the policy."""
-
-  every: int = option(0, 'Updates after which the reference moves towards the policy; 0: it stays.', lo=0)
-  mix: float = option(1.0, 'Share of the policy in it then; 1: a reset, less: a moving average.', lo=0.0, hi=1.0)
-  reset_optimizer: bool = option(False, 'Start the optimizer anew then, but for the learning rate schedule (ProRL).')
-
-
-@dataclasses.dataclass(frozen=True)
 class OptimSection:
   """Optimizer and learning rate."""
 
@@ -178,50 +170,6 @@ class OptimSection:
   eps: float = option(1e-8, 'Epsilon of Adam; 0 would divide 0 by 0.', lo=1e-20)
   clip_norm: float = option(1.0, 'Largest global norm of the gradient.', lo=0.0)
   max_skipped: int = option(5, 'Non-finite steps that stop the run; each good step cancels a tenth of one.', lo=1)
-
-
-@dataclasses.dataclass(frozen=True)
-class RewardSection:
-  """The processes that call reward functions."""
-
-  timeout_s: float = option(30.0, 'Seconds that one reward function may take for one group.', lo=0.01, hi=604_800.0)
-  workers: int = option(2, 'Processes that call reward functions.', lo=1, hi=4096)
-  max_failed: float = option(
-    0.25,
-    'The run stops if more than this fraction of the last 100 groups (at least 20) failed, or all of the first batch.',
-    lo=0.0,
-    hi=1.0,
-  )
-  env_vars: tuple = option(
-    (),
-    'Names of environment variables that reward functions see, besides PATH, HOME, the locale and the like.',
-    each=str,
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class ToolsSection:
-  """Multi-turn episodes with an environment."""
-
-  workers: int = option(
-    0,
-    'Environments at a time, one process each; 0: as many as sequences are decoded at a time, at most 64.',
-    lo=0,
-    hi=4096,
-  )
-  timeout_s: float = option(30.0, 'Seconds that one reset, tool call or get_reward may take.', lo=0.01, hi=604_800.0)
-  env_vars: tuple = option(
-    (), 'Names of environment variables that environments see, besides PATH, HOME, the locale and the like.', each=str
-  )
-  max_turns: int = option(8, 'Turns of the model in an episode.', lo=1, hi=10**6)
-  max_result_tokens: int = option(256, "Tokens of a tool's result; the rest is cut off.", lo=1, hi=2**24)
-  wait_blocks: int = option(
-    4,
-    'Blocks after a call at which its result is used, for runs that repeat bit for bit; '
-    '0: results are used as they arrive.',
-    lo=0,
-    hi=10**6,
-  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -343,16 +291,16 @@ class Config:
   router: RouterSection = RouterSection()
   lora: LoraSection = LoraSection()
   optim: OptimSection = OptimSection()
-  rollout: methods.RolloutSection = methods.RolloutSection()
+  rollout: rl_sections.RolloutSection = rl_sections.RolloutSection()
   nll: methods.NllSection = methods.NllSection()
   preference: methods.PreferenceSection = methods.PreferenceSection()
-  reference: ReferenceSection = ReferenceSection()
+  reference: rl_sections.ReferenceSection = rl_sections.ReferenceSection()
   reward_model: methods.RewardModelSection = methods.RewardModelSection()
   distill: methods.DistillSection = methods.DistillSection()
-  rl: methods.RlSection = methods.RlSection()
-  critic: methods.CriticSection = methods.CriticSection()
-  rewards: RewardSection = RewardSection()
-  tools: ToolsSection = ToolsSection()
+  rl: rl_sections.RlSection = rl_sections.RlSection()
+  critic: rl_sections.CriticSection = rl_sections.CriticSection()
+  rewards: rl_sections.RewardSection = rl_sections.RewardSection()
+  tools: rl_sections.ToolsSection = rl_sections.ToolsSection()
   mesh: MeshSection = MeshSection()
   eval: EvalSection = EvalSection()
   save: SaveSection = SaveSection()
