@@ -18,7 +18,7 @@ import tiny
 from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export, model_folder, safetensors_file, tensor_layout
-from jaxpost.formats.tensor_layout import SINGLE
+from jaxpost.formats.safetensors_file import SINGLE
 from jaxpost.models import model as model_lib
 
 FLOAT8 = ml_dtypes.float8_e4m3fn
@@ -43,7 +43,7 @@ def quantized(folder, block):
     if not block:
       stored[name.replace('.weight', '.activation_scale')] = np.ones((), np.float32)
   kinds = {name: (x.dtype, x.shape) for name, x in stored.items()}
-  (folder / SINGLE).write_bytes(hf_export.header(kinds) + b''.join(x.tobytes() for x in stored.values()))
+  (folder / SINGLE).write_bytes(safetensors_file.header(kinds) + b''.join(x.tobytes() for x in stored.values()))
   config = json.loads((folder / 'config.json').read_text())
   config['quantization_config'] = dict(quant_method='fp8', weight_block_size=block and list(block), fmt='e4m3')
   (folder / 'config.json').write_text(json.dumps(config))
@@ -114,7 +114,7 @@ def test_scales_of_another_shape_and_codes_without_scales_are_refused(folder):
     tensors = {k: np.array(t[:]) for k, t in found(file, (folder / SINGLE).stat().st_size).items()}
   tensors.pop(name)
   kinds = {k: (x.dtype, x.shape) for k, x in tensors.items()}
-  (folder / SINGLE).write_bytes(hf_export.header(kinds) + b''.join(x.tobytes() for x in tensors.values()))
+  (folder / SINGLE).write_bytes(safetensors_file.header(kinds) + b''.join(x.tobytes() for x in tensors.values()))
   config['quantization_config']['weight_block_size'] = list(BLOCK)
   path.write_text(json.dumps(config))
   with pytest.raises(InputError, match='up_proj.weight has type F8_E4M3'):

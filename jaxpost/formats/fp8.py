@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxpost.errors import InputError
-from jaxpost.formats.tensor_layout import FLOAT8
+from jaxpost.formats.safetensors_file import FLOAT8
 
 _WEIGHT, _SCALE, _ACTIVATIONS = '.weight', '.weight_scale_inv', '.activation_scale'
 

@@ -17,7 +17,7 @@ import numpy as np
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_json, families, model_folder, tensor_layout, tensor_reader
+from jaxpost.formats import config_json, families, model_folder, safetensors_file, tensor_layout, tensor_reader
 from jaxpost.models.parameters import join, leaf, nest
 from jaxpost.storage import object_store, seals
 
@@ -39,7 +39,7 @@ def read_config(folder: epath.PathLike, text_only: bool = False) -> ModelConfig:
   path = folder / 'config.json'
   if not path.is_file():
     model_folder.weight_files(folder)  # has a better error if the weights are pickles
-    raise InputError(f'{path}: no such file; a model folder has config.json and {tensor_layout.SINGLE}')
+    raise InputError(f'{path}: no such file; a model folder has config.json and {safetensors_file.SINGLE}')
   seals.warn(folder, [path.name])
   cfg, unknown = config_json.from_hf(object_store.read_json(path), str(path), text_only)
   if unknown:
@@ -109,10 +109,10 @@ def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: conte
         f'{file}: tensor {name} has shape {list(tensor.get_shape())}, '
         f'config.json asks for {list(shape)}; they are of different models'
       )
-    if tensor.get_dtype() not in tensor_layout.FLOATS:
+    if tensor.get_dtype() not in safetensors_file.FLOATS:
       raise InputError(
         f'{file}: tensor {name} has type {tensor.get_dtype()}; supported: '
-        f'{", ".join(tensor_layout.FLOATS)}: use an unquantized model'
+        f'{", ".join(safetensors_file.FLOATS)}: use an unquantized model'
       )
   _check_extra(folder, found, wanted, cfg)
   return {name: found[name][1] for name in wanted}

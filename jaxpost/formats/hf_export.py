@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import os
 import pathlib
@@ -23,8 +22,7 @@ from etils import epath
 
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
-from jaxpost.formats import config_export, families, tensor_layout
-from jaxpost.formats.tensor_layout import INDEX, SINGLE, TYPES
+from jaxpost.formats import config_export, families, safetensors_file, tensor_layout
 from jaxpost.models.parameters import flatten, leaf, nest
 from jaxpost.storage import object_store, seals
 
@@ -156,7 +154,7 @@ def _write_weights(
     if full and shards[-1]:
       shards.append([])
     shards[-1].append(name)
-  files, name_of = [SINGLE], origin.name if origin else str
+  files, name_of = [safetensors_file.SINGLE], origin.name if origin else str
   if len(shards) > 1 or origin:
     files = [f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors' for i in range(len(shards))]
   exported = export_tensors(table, params, dtype, merge)
@@ -164,34 +162,19 @@ def _write_weights(
     with contextlib.ExitStack() as stack:
       if staged is not None:
         file = stack.enter_context(open(staged / files[at], 'wb'))
-        file.write(header({name_of(n): tensors[n] for n in names}))
+        file.write(safetensors_file.header({name_of(n): tensors[n] for n in names}))
       for name, (found, value) in zip(names, exported):
         assert name == found, (name, found)
         if staged is not None:
           value.tofile(file)
-  if staged is not None and files[0] != SINGLE:
+  if staged is not None and files[0] != safetensors_file.SINGLE:
     places = {name_of(name): file for file, names in zip(files, shards) for name in names}
     total = sum(sizes.values())
     if origin:
       others = origin.others(tensors, families.of_model(model.config.family).unused)
       places |= origin.write_others(staged, others) if others else {}
       total += sum(tensor.size for tensor in others.values())
-    object_store.write_json(staged / INDEX, {'metadata': {'total_size': total}, 'weight_map': places})
-
-
-def header(tensors: dict[str, tuple]) -> bytes:
-  """Returns the beginning of a safetensors file of these {name: (dtype, shape), or (type in the file, shape, bytes)}.
-
-  Their bytes follow in order.
-  """
-  names = {np.dtype(v): k for k, v in TYPES.items()}
-  out, end = {'__metadata__': {'format': 'pt'}}, 0
-  for key, (kind, shape, *size) in tensors.items():
-    start, end = end, end + (size[0] if size else math.prod(shape) * kind.itemsize)
-    out[key] = dict(dtype=kind if size else names[kind], shape=list(shape), data_offsets=[start, end])
-  text = json.dumps(out, separators=(',', ':')).encode()
-  text += b' ' * (-len(text) % 8)
-  return len(text).to_bytes(8, 'little') + text
+    object_store.write_json(staged / safetensors_file.INDEX, {'metadata': {'total_size': total}, 'weight_map': places})
 
 
 def export_tensors(

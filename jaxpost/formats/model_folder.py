@@ -14,7 +14,7 @@ from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.formats import safetensors_file
-from jaxpost.formats.tensor_layout import FLOAT8, INDEX, SINGLE
+from jaxpost.formats.safetensors_file import FLOAT8, INDEX, SINGLE
 from jaxpost.storage import object_store
 
 Path: TypeAlias = pathlib.Path | epath.Path

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats import config_fields, hf_export, model_folder, safetensors_file, tensor_layout
+from jaxpost.formats import config_fields, model_folder, safetensors_file
 from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class Origin:
 
     An export has no scales of such blocks.
     """
-    if any(tensor.dtype == tensor_layout.FLOAT8 for tensor in modules.values()):
+    if any(tensor.dtype == safetensors_file.FLOAT8 for tensor in modules.values()):
       logging.warning(
         '%s: the modules that predict several tokens at once are in float8, and an export has none', self._folder
       )
@@ -202,7 +202,7 @@ class Origin:
   def write_others(self, staged: Any, others: dict[str, Any]) -> dict[str, str]:
     """Writes `others` to a file of `staged`; returns {name: file}."""
     with open(staged / OTHERS, 'wb') as file:
-      file.write(hf_export.header({k: (t.dtype, t.shape, t.size) for k, t in others.items()}))
+      file.write(safetensors_file.header({k: (t.dtype, t.shape, t.size) for k, t in others.items()}))
       for tensor in others.values():
         for piece in tensor.pieces():
           file.write(piece)
@@ -210,7 +210,7 @@ class Origin:
 
   def copy_files(self, staged: Any) -> None:
     """Copies the files that an export does not write itself, such as those of the image processor."""
-    own = (tensor_layout.INDEX, seals.NAME, 'README.md')
+    own = (safetensors_file.INDEX, seals.NAME, 'README.md')
     for path in self._folder.iterdir():
       target = staged / path.name
       hidden = path.name.startswith('.')

@@ -1,4 +1,4 @@
-"""Reads safetensors files by ranges of bytes, on disks and object stores; `hf_export` writes them.
+"""Safetensors files by ranges of bytes, on disks and object stores, or written.
 
 The file begins with the length of its header (8 bytes, little endian) and the
 header, JSON of name -> type, shape and where the bytes are behind it.
@@ -11,11 +11,17 @@ import mmap
 import typing
 from collections.abc import Iterator
 
+import ml_dtypes
 import numpy as np
 
 from jaxpost.errors import InputError
-from jaxpost.formats.tensor_layout import TYPES
 
+# Files of a model folder with all of its weights, and with which file holds which tensor.
+SINGLE = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
+FLOATS = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
+FLOAT8 = 'F8_E4M3'
+_DTYPES = FLOATS | {'U8': np.uint8, FLOAT8: ml_dtypes.float8_e4m3fn}
 _PIECE = 1 << 24  # bytes copied at a time
 _HEADER = 100_000_000  # bytes at most, as in the library of that name
 
@@ -61,7 +67,7 @@ class Tensor:
   def _read(self, index) -> np.ndarray:
     rows, *rest = index if isinstance(index, tuple) else (index,)
     start, stop, _ = rows.indices(self.shape[0])
-    dtype, inner = np.dtype(TYPES[self.dtype]), self.shape[1:]
+    dtype, inner = np.dtype(_DTYPES[self.dtype]), self.shape[1:]
     size = math.prod(inner) * dtype.itemsize
     begin, count = self.start + start * size, (stop - start) * size
 
@@ -89,6 +95,21 @@ def _all_finite(x: np.ndarray) -> bool:
   return bool(x.view(signed).max() < infinity.view(signed)[0] and x.view(unsigned).max() < infinity.view(unsigned)[1])
 
 
+def header(tensors: dict[str, tuple]) -> bytes:
+  """The beginning of a file of these {name: (dtype, shape), or (type in the file, shape, bytes)}.
+
+  Their bytes follow in order.
+  """
+  names = {np.dtype(v): k for k, v in _DTYPES.items()}
+  out, end = {'__metadata__': {'format': 'pt'}}, 0
+  for key, (kind, shape, *size) in tensors.items():
+    start, end = end, end + (size[0] if size else math.prod(shape) * kind.itemsize)
+    out[key] = dict(dtype=kind if size else names[kind], shape=list(shape), data_offsets=[start, end])
+  text = json.dumps(out, separators=(',', ':')).encode()
+  text += b' ' * (-len(text) % 8)
+  return len(text).to_bytes(8, 'little') + text
+
+
 def tensors(file: typing.BinaryIO, size: int, path: object = 'weights') -> dict[str, Tensor]:
   """Name -> tensor of an open file; ValueError where it is none, or cut. `path` is for errors."""
   length = int.from_bytes(file.read(8), 'little')
@@ -103,8 +124,8 @@ def tensors(file: typing.BinaryIO, size: int, path: object = 'weights') -> dict[
         any(type(number) is not int for number in (*shape, start, end))
         or not 0 <= start <= end
         or min(shape, default=0) < 0
-        or kind in TYPES
-        and (end - start != math.prod(shape) * np.dtype(TYPES[kind]).itemsize)
+        or kind in _DTYPES
+        and (end - start != math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize)
       ):
         raise ValueError('its header is damaged')
     ends = sorted((start, end) for *_, start, end in found.values())

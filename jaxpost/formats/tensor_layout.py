@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
 
 from jaxpost.formats import families
@@ -22,12 +21,6 @@ from jaxpost.models.parameters import Param, input_dims, is_mtp
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
-# Files of a model folder with all of its weights, and with which file holds which tensor.
-SINGLE = 'model.safetensors'
-INDEX = 'model.safetensors.index.json'
-FLOATS = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
-FLOAT8 = 'F8_E4M3'
-TYPES = FLOATS | {'U8': np.uint8, FLOAT8: ml_dtypes.float8_e4m3fn}  # of tensors in a file
 AXES = {'joined': 2, 'transposed': 1}  # the dimension of a tensor in which parameters follow each other
 
 
