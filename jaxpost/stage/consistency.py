@@ -106,11 +106,11 @@ def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
 
 def check_resumed_models(prepared: Sequence[PreparedStage], workdir: epath.Path) -> None:
   """InputError where a stage's checkpoint is of another model, even of the same shapes, or of more or fewer rows."""
+  from jaxpost.models import saved_config
+
   for p in prepared:
     if not (saved := load_weights.saved_meta(p.name, workdir)):
       continue
-    from jaxpost.models import saved_config
-
     was = dataclasses.asdict(saved_config.from_json(saved['model']))
     for k, v in dataclasses.asdict(p.inputs.model.config).items():
       if was.get(k) != v:

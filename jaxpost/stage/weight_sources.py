@@ -18,6 +18,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
+from jaxpost.models import saved_config
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.records import Source
 from jaxpost.storage import object_store, seals
@@ -26,7 +27,6 @@ from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
-  from jaxpost.models.config import CustomConfig, ModelConfig
   from jaxpost.stage.schema import ModelSection
 
 _STAGE = 'stage:'
@@ -77,18 +77,11 @@ def of_code(code: str, path: str) -> Source:
   return Source(model.config, folder=folder, name=object_store.resolved(folder))
 
 
-def saved_config(fields: dict) -> ModelConfig | CustomConfig:
-  """Returns the model config of a record in a checkpoint."""
-  from jaxpost.models import saved_config as records
-
-  return records.from_json(fields)
-
-
 def of_checkpoint(folder: epath.Path, step: int | None = None) -> Source:
   """Returns the checkpoint of a stage, given the folder of its checkpoints; None is the newest."""
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
     meta = checkpointer.restore_meta(step)
-  config = saved_config(meta['model'])
+  config = saved_config.from_json(meta['model'])
   return Source(config, checkpoints=folder, step=step, base=recall(meta.get('base'), folder.parent))
 
 
@@ -147,7 +140,7 @@ def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:
   folder, made = saved['folder'], saved['checkpoints']
   made = checkpoints / saved['stage'] if saved['stage'] else made
   source = Source(
-    saved_config(saved['config']),
+    saved_config.from_json(saved['config']),
     folder=folder and epath.Path(folder),
     checkpoints=made and epath.Path(made),
     step=saved['step'],
