@@ -16,7 +16,7 @@ import rich.console
 
 from jaxpost import stages
 from jaxpost.errors import InputError
-from jaxpost.monitor import curves, metrics, report
+from jaxpost.monitor import curves, metrics, report, titles
 from jaxpost.stage import algorithms
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -435,14 +435,14 @@ def test_cards_and_open_curves_are_those_of_the_method(tmp_path, algorithm, want
   write_rows(tmp_path, ('train', 1, {key: 1.0 + i for i, key in enumerate(keys)}))
   (tmp_path / 'config.json').write_text(json.dumps({'algorithm': 'sft', 'grpo': {'algorithm': algorithm}}))
   cards, charts, folded = read_parts(tmp_path)
-  assert list(cards) == list(map(curves.title, wanted.split()))
+  assert list(cards) == list(map(titles.title, wanted.split()))
   assert charts == wanted.split() and folded == [key for key in keys if key not in charts]
 
 
 def test_every_method_has_its_curves():
   methods = curves._CURVES['methods']
   assert sorted(' '.join(methods).split()) == sorted(algorithms.ALGORITHMS)
-  exact, _ = curves._known()
+  exact, _ = titles._known()
   known = {*exact, 'rewards/*/mean'}
   assert not {key for keys in (curves.HEADLINES, *methods.values()) for key in keys} - known
 
@@ -594,19 +594,19 @@ def documented():
 
 
 def test_every_metric_has_a_title():
-  exact, patterns = curves._known()
+  exact, patterns = titles._known()
   for key in documented():
     known = key in exact or any(p.fullmatch(key) for p, *_ in patterns)
     assert known or key.endswith('/unfiltered'), f'{key}: give it a title in jaxpost/monitor/titles.toml'
-    title = curves.title(key)
+    title = titles.title(key)
     assert not re.search('[_/]', title) and title[0].isupper() and len(title) <= 48, title
 
 
 def test_titles_with_names():
-  assert curves.title('pass@8/exact_match') == 'Pass@8 by exact match'
-  assert curves.title('eval_rewards/my_fn/mean') == 'Reward my fn, held out'
-  assert curves.title('data/3/documents') == 'Documents from source 3'
-  assert curves.title('of_mine/x_y') == 'Of mine, x y'
+  assert titles.title('pass@8/exact_match') == 'Pass@8 by exact match'
+  assert titles.title('eval_rewards/my_fn/mean') == 'Reward my fn, held out'
+  assert titles.title('data/3/documents') == 'Documents from source 3'
+  assert titles.title('of_mine/x_y') == 'Of mine, x y'
 
 
 def test_the_command_writes_it_for_a_run_that_goes_on(tmp_path):

@@ -140,10 +140,10 @@ class _Board:
   def row(self, step: int, split: str, values: Mapping[str, Any]) -> None:
     names = SHOWN
     if split != 'train':
-      from jaxpost.monitor import curves
+      from jaxpost.monitor import titles
 
-      rest = [k for k in values if not is_clock_key(k) and k not in SHOWN and not curves.says_nothing_new(k, values)]
-      names = SHOWN | {k: curves.title(k) for k in rest}
+      rest = [k for k in values if not is_clock_key(k) and k not in SHOWN and not titles.says_nothing_new(k, values)]
+      names = SHOWN | {k: titles.title(k) for k in rest}
     shown = '  '.join(f'{name} {short_number(values[key])}' for key, name in names.items() if key in values)
     if split != 'train':
       self.line(f'{self._stage} {step} {split}  {shown}', 'bold')

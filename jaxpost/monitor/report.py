@@ -17,7 +17,7 @@ from etils import epath
 from rich import markup
 
 from jaxpost.errors import InputError
-from jaxpost.monitor import curves
+from jaxpost.monitor import curves, titles
 from jaxpost.monitor.metrics import PHASES, ROW_KEYS, is_clock_key, read_growing, read_rows, short_number
 from jaxpost.storage import object_store
 
@@ -121,7 +121,7 @@ def _charts(splits: Mapping[str, list[dict]], algorithm: str, budget: int) -> li
       split: [(row['step'], _shown(key, row[key])) for row in rows if key in row] for split, rows in splits.items()
     }
     zero = all(value == 0 for points in series.values() for _, value in points)
-    known = all(curves.says_nothing_new(key, row) for rows in splits.values() for row in rows if key in row)
+    known = all(titles.says_nothing_new(key, row) for rows in splits.values() for row in rows if key in row)
     if made := curves.chart(key, series, most):
       charts.append(made | {'folded': zero or known or key in in_train and key not in first})
   return charts
@@ -183,7 +183,7 @@ def _cards(
   """
   ends = {name.removesuffix(f'/{stage}'): value for name, value in values.items() if name.endswith(f'/{stage}')}
   own = {key: _recent(splits['train'], key) for key in curves.judged_by(algorithm, _keys(splits['train']) - {*ends})}
-  ends |= {key: x for key, x in own.items() if x is not None and not curves.says_nothing_new(key, ends | own)}
+  ends |= {key: x for key, x in own.items() if x is not None and not titles.says_nothing_new(key, ends | own)}
   first = curves.chosen(algorithm, {key.removeprefix('eval_') for key in ends})
   ordered = [key for measured in first for key in (measured, f'eval_{measured}') if key in ends]
   cards = []
@@ -204,7 +204,7 @@ def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: 
   caption = 'Means of the last 10 steps; time of a step: of all steps but the first.'
   table = rich.table.Table('', *map(markup.escape, stages), caption=caption)
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not is_repeated(k, values)):
-    table.add_row(markup.escape(curves.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
+    table.add_row(markup.escape(titles.title(key)), *(number(values.get(f'{key}/{stage}', '')) for stage in stages))
   for key in ('reward', 'loss'):
     lines = [_sparkline(_values(splits['train'], key)) for splits in stages.values()]
     if any(lines):
@@ -223,10 +223,10 @@ def is_repeated(name: str, values: Mapping[str, Any]) -> bool:
   key, _, stage = name.rpartition('/')
   of_stage = {k.rpartition('/')[0]: v for k, v in values.items() if k.endswith(f'/{stage}')}
   if not key.startswith('eval_'):
-    return curves.says_nothing_new(key, of_stage)
+    return titles.says_nothing_new(key, of_stage)
   key = key.removeprefix('eval_')
   of_stage |= {k.removeprefix('eval_'): v for k, v in of_stage.items() if k.startswith('eval_')}
-  return key.startswith('time/') or curves.says_nothing_new(key, of_stage)
+  return key.startswith('time/') or titles.says_nothing_new(key, of_stage)
 
 
 def _sparkline(values: list[float]) -> str:
@@ -325,7 +325,7 @@ def _given(words: list[str]) -> tuple[str, dict[str, str]]:
 
 def _title(key: str) -> str:
   """Returns the title of a value as the page shows it, see `_shown`."""
-  return curves.title(key) + (' minus 1' if key.removeprefix('eval_') == 'sampler_mismatch' else '')
+  return titles.title(key) + (' minus 1' if key.removeprefix('eval_') == 'sampler_mismatch' else '')
 
 
 def _template() -> jinja2.Template:

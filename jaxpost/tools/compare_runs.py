@@ -20,7 +20,7 @@ import scipy.stats
 from etils import epath
 
 from jaxpost.errors import InputError
-from jaxpost.monitor import curves, metrics, report
+from jaxpost.monitor import curves, metrics, report, titles
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import consistency
 from jaxpost.storage import object_store
@@ -214,7 +214,7 @@ def write_page(runs: Sequence[epath.PathLike], out: epath.PathLike) -> None:
   algorithms = {s: c.algorithm for path in paths for s, c in config_lib.parse_saved(path / 'config.json').items()}
   loader = jinja2.PackageLoader('jaxpost', 'tools')
   made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  made.filters |= {'number': report.number, 'title': curves.title}
+  made.filters |= {'number': report.number, 'title': titles.title}
   text = made.get_template('compare.html.jinja').render(
     names=names, comparisons=[compare(runs[0], run) for run in runs[1:]], charts=list(_charts(rows, algorithms))
   )
@@ -226,7 +226,7 @@ def _charts(rows: Mapping[str, list[dict]], algorithms: Mapping[str, str]) -> It
   places = dict.fromkeys((row['stage'], row['split']) for found in rows.values() for row in found)
   for stage, split in places:
     mine = {n: [r for r in found if (r['stage'], r['split']) == (stage, split)] for n, found in rows.items()}
-    keys = {key for found in mine.values() for r in found for key in r if not curves.says_nothing_new(key, r)}
+    keys = {key for found in mine.values() for r in found for key in r if not titles.says_nothing_new(key, r)}
     for key in curves.chosen(algorithms.get(stage, stage), keys):
       series = {n: [(r['step'], r[key]) for r in found if key in r] for n, found in mine.items()}
       if chart := curves.chart(key, {n: points for n, points in series.items() if points}, most=60):
