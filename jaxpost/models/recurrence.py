@@ -227,7 +227,7 @@ def _by_channel(x: jax.Array, k: jax.Array, log_decay: jax.Array, product: Calla
   def between(x, k, log_decay, size):
     block = index // size
     upper = (block % 2 == 1)[:, None]  # tokens i, whose block is behind the border
-    # Whether token l counts in the sum to the border of the pair of blocks: the tokens up to i, or after j, do.
+    # The sum to the border of the pair of blocks counts token l if it is at most i, or comes after j.
     order = jnp.where(upper, index <= index[:, None], index > index[:, None])
     terms = order & (block[:, None] == block)
     factor = jnp.exp(_EXACT('il,...ld->...id', terms.astype('f'), log_decay))

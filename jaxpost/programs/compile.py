@@ -76,7 +76,7 @@ GPU_OPTIONS = {
   'xla_gpu_reduce_scatter_combine_threshold_bytes': 128 << 20,
   'xla_gpu_all_reduce_combine_threshold_bytes': 128 << 20,
 }
-# Where weights are split over `fsdp`, a layer is gathered while the one before it computes. Loops are unrolled.
+# A layer whose weights are split over `fsdp` is gathered while the one before it computes. Loops are unrolled.
 GATHER_OPTIONS = {'xla_gpu_enable_while_loop_double_buffering': True}
 if jax.__version_info__ < (0, 11):
   GATHER_OPTIONS['xla_gpu_enable_pipelined_all_gather'] = True

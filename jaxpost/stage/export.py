@@ -126,7 +126,7 @@ def write_card(folder: epath.PathLike, run: epath.PathLike, stage: str, step: in
 
 
 def _header(base: str) -> dict[str, str]:
-  """Returns what the header of a card says of the base model: its name on the hub, or the license in its folder."""
+  """Returns the fields of a card about the base model: its name on the hub, or the license in its folder."""
   if not base or not epath.Path(base).exists():
     return {'base_model': base} if re.fullmatch(r'[\w.-]+/[\w.-]+', base) else {}
   card = epath.Path(base) / _CARD

@@ -105,7 +105,7 @@ class TextsOfTeacher:
       if found.is_pair:
         kind[first] = distill_text.PAIR
         shared = same[outputs['ids'][other.start]] + 1
-        # Where two tokens have the same text, the more probable one counts.
+        # The more probable of two tokens with the same text counts.
         _, keep = np.unique(shared, return_index=True)
         ids[first, keep] = shared[keep]
         logprobs[first] = outputs['top'][other.start]
