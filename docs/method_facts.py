@@ -1,4 +1,4 @@
-"""Reads what code and pages say of each method, for docs/methods.md and the pages below docs/methods/."""
+"""Collects the facts of each method from code and pages, for docs/methods.md and the pages below docs/methods/."""
 
 import dataclasses
 import json

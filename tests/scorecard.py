@@ -224,7 +224,7 @@ def is_there(test):
 
 
 def soak(folder, note):
-  """What a run of GRPO with an environment and evaluation holds each second, once all programs are compiled.
+  """Measures each second what a run of GRPO with an environment and evaluation holds, once all programs are compiled.
 
   note: gets what was measured until now, every ten seconds.
   Returns [(seconds, MB, open files, threads, rows of metrics)].
@@ -265,7 +265,7 @@ def soak(folder, note):
 
 
 def grown(samples):
-  """What grew from a third of a soak to its end: memory by more than 1 % (1 % an hour), open files, threads."""
+  """Returns what grew from a third of a soak to its end: memory by more than 1 % (1 % an hour), open files, threads."""
   third, last = _ends(samples)
   hours = max(1.0, (last[0] - third[0]) / 3600)
   limits = {

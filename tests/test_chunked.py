@@ -106,7 +106,7 @@ def test_published_fields_are_read():
   assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
   assert transformer.num_params(cfg) == pytest.approx(107.8e9, rel=0.005)
   assert transformer.num_active(cfg, transformer.param_table(cfg)) == pytest.approx(17.2e9, rel=0.01)
-  # Of chunks, a token sees the half.
+  # On average, a token attends to half of its chunk.
   seen = [transformer.flops_per_token(cfg, n) for n in (0, 4096, 65_536)]
   assert seen[1] - seen[0] == 2 * 40 * 4096 * 256 * 48 and seen[2] - seen[1] == 2 * 40 * (65_536 - 4096) * 256 * 12
   maverick = SCOUT | dict(num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False, rope_scaling=None)

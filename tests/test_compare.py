@@ -52,7 +52,7 @@ def test_a_stage_that_only_one_has_is_one_line(runs):
 
 
 def test_figures_are_said_once_stage_by_stage(tmp_path):
-  """With one reward, its mean and pass@1 by it say nothing new; a spread is in metrics.jsonl."""
+  """The table leaves out the mean of a single reward and its pass@1, which repeat other rows, and spreads."""
   runs = [tmp_path / 'a', tmp_path / 'b']
   for run in runs:
     make_run(run, stages=('sft', 'grpo'), steps=4)

@@ -101,7 +101,7 @@ def test_prompt_ids_are_taken_as_they_are(weights, source):
 
 
 def test_plain_text_is_read_as_training_reads_it(weights, source):
-  """With a chat template, too: the tokens, and what rewards get."""
+  """Tokens and the columns of rewards are the same, with a chat template, too."""
   assert weights.inputs.tokenizer.chat_template
   rows = completions.sources.read(source)[:2]
   stream = prompts_lib.PromptStream(
@@ -127,7 +127,7 @@ def test_plain_text_is_read_as_training_reads_it(weights, source):
   ],
 )
 def test_a_typed_prompt_is_asked_as_the_data_of_the_run(weights, tmp_path, row, data, plain):
-  """Of a model folder, and where the data is not here, it is a user's message; without a template, text."""
+  """Without the data of a run, a prompt is a user's message, or plain text where there is no chat template."""
   path = tmp_path / 'data.jsonl'
   if row:
     path.write_text(json.dumps(row) + '\n')

@@ -125,7 +125,7 @@ def test_epochs_count_what_the_stream_packs(tmp_path, over):
 
 
 def warned(lengths, folder, **over):
-  """What is said at the start of data with prompts of these lengths: (rows, *warnings)."""
+  """Returns the lines at the start of a run about data with prompts of these lengths: (rows, *warnings)."""
   rows = [json.dumps(dict(prompt='a' * n, completion='b', answer='b')) + '\n' for n in lengths]
   (folder / 'data.jsonl').write_text(''.join(rows))
   data = dict(path=f'{folder}/data.jsonl') | over.pop('data', {})
@@ -405,7 +405,7 @@ def test_values_of_yaml_that_are_not_of_the_type_of_their_field(tmp_path, text, 
 
 
 def test_keys_that_stand_twice_in_yaml_are_refused(tmp_path):
-  """Of two blocks of one name, the first was lost."""
+  """A YAML parser would keep the second of two blocks and drop the first silently."""
   path = tmp_path / 'my.yaml'
   twice = ('optim: {lr: 1.0}\nseed: 1\noptim: {b1: 0.9}\n', 3), ('data: {path: a, path: b}\n', 1)
   for text, line in twice:

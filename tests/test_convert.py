@@ -351,7 +351,7 @@ def test_beta_is_of_the_method(method, field):
 
 
 def test_common_settings_of_verl_have_an_answer():
-  """Those of its GRPO example on one node, which have no field of that name here."""
+  """The settings of its GRPO example on one node that have no field of the same name here."""
   given = {
     'algorithm.adv_estimator': 'grpo',
     'data.filter_overlong_prompts': True,
@@ -451,7 +451,7 @@ def test_variables_of_a_script_are_filled_in(tmp_path):
     # Arithmetic with brackets ended at the first two that close.
     ('N=4\nx.py --beta $((N*(2+1))) --n $(((N + 2) * (1 + (N - 1)))) --m $((N))', {'beta': 12, 'n': 24, 'm': 4}),
     ('x.py --a $((((1', {'a': '$((((1'}),
-    # Assignments that nothing uses are told, but not those that are the environment of programs.
+    # Assignments that nothing uses are reported, but not those that set the environment of a program.
     ('export K=1\nD=0 x.py a=1 \\\n\nseed=3; N=2\necho $N', {'a': 1, '$seed': 3}),
     # A file of nothing else holds settings.
     ('lr=3e-6 # of Adam\nseed=7\nn=$((seed+1))\nexport HOME=/x\n', {'lr': '3e-6', 'seed': 7, 'n': 8}),

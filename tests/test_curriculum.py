@@ -136,7 +136,7 @@ def test_runs_and_goes_on_from_a_checkpoint(folder, staleness):
 
 
 def test_rows_that_are_too_long_are_not_prompts_of_a_pass(folder, tmp_path):
-  """Where rows are read when they are drawn, every other one is too long, and the rest is solved: all begin again."""
+  """Rows are read as they are drawn, every other one is too long, and the rest is solved: a new pass begins."""
   texts = ['x' * 60 if n % 2 else f'{n}+1=' for n in range(16)]
   (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(dict(prompt=text, answer='1')) + '\n' for text in texts))
   data = dict(path=str(tmp_path / 'rows.jsonl'), streaming=True, shuffle=False)
@@ -154,7 +154,7 @@ def test_rows_that_are_too_long_are_not_prompts_of_a_pass(folder, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize('kind', ['retire', 'prioritized'])
 def test_a_checkpoint_draws_what_a_run_without_it_draws(folder, kind):
-  """With replay, too, which needs the rewards before the prompts of the next step are drawn."""
+  """Replay is included, as it needs the rewards before the prompts of the next step are drawn."""
 
   def sampled(at):
     over = dict(data=dict(path='generated:arithmetic:max=99,ops=+,size=6'), rollout=dict(staleness=2))

@@ -327,7 +327,7 @@ def test_row_groups_are_read_at_most_twice(tmp_path, monkeypatch, caplog):
   rows = sources.read(path, streaming=True)
   draw(rows, eager)
   assert len(reads) == 25 and max(reads.values()) <= 2 and not caplog.text
-  # Those in the file are in memory no longer.
+  # Groups that were written to the file are no longer in memory.
   assert groups_of(rows)._recent._made.keys().isdisjoint(groups_of(rows)._pieces)
 
 

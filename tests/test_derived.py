@@ -109,7 +109,7 @@ def without_lost_samples(gains):
 @pytest.mark.parametrize('lost', [False, True], ids=['all have rewards', 'one has none'])
 @pytest.mark.parametrize('case', ['maxrl', 'pass_at_k/k1', 'pass_at_k/k2', 'pass_at_k/k3', 'opo', 'gdpo'])
 def test_advantages_of_groups(case, lost):
-  """Those of the samples that have rewards do not depend on one that has none."""
+  """Advantages of samples that have rewards do not depend on a sample that has none."""
   method, _, k = case.partition('/k')
   graded = list(zip(*derive['GRADED']))
   weighted = list(derive['REWARDS'].values())

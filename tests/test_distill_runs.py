@@ -164,7 +164,7 @@ def test_what_is_read_of_teachers_changes_the_loss(small, big, plain_loss, field
 
 
 def test_a_cache_leaves_out_tokens_that_the_teacher_lacks(small, big, tmp_path):
-  """As does the divergence of whole distributions: the student's padding counts in neither."""
+  """The divergence of whole distributions leaves them out, too: the student's padding counts in neither."""
   student = tiny.folder(tmp_path / 'student', vocab_size=320)
   whole, cached = (first_loss(settings(student, big, distill=dict(top_k=k))) for k in (0, 259))
   assert cached == pytest.approx(whole, rel=1e-5)

@@ -112,7 +112,7 @@ def test_every_method_has_a_heading():
 
 
 def in_code(text):
-  """What a page has between backticks, outside of blocks."""
+  """Returns the texts between backticks of a page, outside of code blocks."""
   return set(re.findall(r'`([^`\n]+)`', re.sub(r'^```$.*?^```$', '', text, flags=re.M | re.S)))
 
 

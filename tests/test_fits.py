@@ -79,7 +79,7 @@ def test_cache_and_sampler():
 
 
 def test_states_of_sequences_count():
-  """Of 18 of 24 layers: 16 matrices of 128 x 128, and 3 inputs of each convolution, in float32."""
+  """18 of 24 layers have 16 matrices of 128 x 128 and 3 inputs of each convolution, in float32."""
   found = estimate(inputs(grpo_gsm8k, 'model=qwen3_5_0_8b'))
   token, state = 6 * 2 * (256 + 256) * 2, 18 * (16 * 128 * 128 + 3 * 3 * 16 * 128) * 4
   assert found.sampling['cache'] == (256 * (832 + 32) + 32 * 320) * token + (256 + 32) * state

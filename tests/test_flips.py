@@ -1,6 +1,6 @@
 """A flipped bit in any file of a finished run is found, in one line, or changes nothing that is read again.
 
-Readers are those of this library; what nobody reads again (the report, TensorBoard, traces) is harmless.
+Readers are those of this library; what is never read again (the report, TensorBoard, traces) is harmless.
 """
 
 import contextlib

@@ -36,7 +36,7 @@ CONFIGS = {
   'sft': ('sft_gsm8k', {}),
   'lora': ('sft_gsm8k', dict(lora=dict(rank=16))),
   'dpo': ('dpo_hh', dict(train=dict(micro_batch_size=16))),
-  # With a reference model, the log-probs of which have a program of their own.
+  # The log-probs of a reference model have a program of their own.
   'grpo': ('grpo_gsm8k', dict(rl=dict(kl_coef=0.04))),
   'ppo': ('ppo_gsm8k', {}),
   'shared': ('grpo_gsm8k', dict(rl=dict(kl_coef=0.04), train=dict(share_prompt=True))),
@@ -147,7 +147,7 @@ def test_gradients_are_summed_over_devices_in_the_chosen_type(reduce_dtype, sent
 
 @pytest.mark.parametrize('reduce_dtype, sent', [('float32', 'f32'), ('bfloat16', 'bf16')])
 def test_gradients_of_experts_are_summed_over_fsdp_in_the_chosen_type(reduce_dtype, sent):
-  """What the other axes do not split is summed in float32 either way, and so are the weights of the router."""
+  """Gradients that the other axes do not split are summed in float32 either way, and so are those of the router."""
   sizes = dict(data=2, fsdp=2, expert=2, context=1, tensor=1)
   devices = jax.devices()[:1] * 8  # nothing is run
   mesh = jax.sharding.Mesh(np.reshape(devices, tuple(sizes.values())), tuple(sizes))

@@ -73,7 +73,7 @@ def close(ours, right, tolerance):
 def test_the_kernel_is_a_product_for_each_group(case, dtype):
   x, w, g, sizes, groups = draw(case, dtype)
   out, dx, dw = right(x, w, g, groups)
-  # What rows of no group hold is not read.
+  # Rows that belong to no group are not read.
   x, g = (jnp.where(groups[:, None] < 0, jnp.nan, a).astype(dtype) for a in (x, g))
   ours = ROWS(x, w, sizes, interpret=True)
   assert ours.dtype == jnp.float32
@@ -233,7 +233,7 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
     ['grouped', 'bfloat16', '24', '32'],
     ['grouped', 'bfloat16', '32', '24'],
   ]
-  # What is remembered is not checked again, and models without experts are not checked.
+  # A remembered result is not checked again, and models without experts are not checked.
   calls.clear()
   grouped_check.trusted.cache_clear()
   assert grouped_check.verify(compute, [cfg]) == grouped_check.verify(compute, [tiny.config()]) == compute

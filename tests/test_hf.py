@@ -514,7 +514,7 @@ def test_export_in_shards_is_whole(large, tmp_path):
 
 
 def test_a_model_without_windows_keeps_a_size_where_transformers_wants_one():
-  """Where `layer_types` says which layers have it; elsewhere null says that none has."""
+  """Families with `layer_types` keep the size; in the others, null says that no layer has a window."""
   for family, fields, wanted in (
     ('gemma2', dict(attention_scale=0.5), 4096),
     ('olmo3', {}, 4096),

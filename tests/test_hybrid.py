@@ -136,7 +136,7 @@ def test_chunks_compute_what_tokens_in_a_row_do(corrected, channels, chunk, bloc
 
 
 def test_of_a_long_row_the_terms_of_one_block_are_in_memory():
-  """Where gradients are taken; the same row in one block keeps all of them."""
+  """Gradients of a row in several blocks keep the terms of one; the same row in one block keeps all of them."""
   shapes = [(1, 4096, *rest) for rest in ((1, 8), (1, 8), (2, 8), (2, 1), (2,))]
   *terms, runs = [jax.ShapeDtypeStruct(x, 'float32') for x in shapes] + [jax.ShapeDtypeStruct((1, 4096), 'int32')]
 

@@ -420,7 +420,7 @@ def test_help_has_examples(call, verb):
 
 
 def test_usage_into_a_closed_pipe():
-  """As in `| head`, which may have gone already."""
+  """Output goes to a pipe whose reader has ended, as in `| head`."""
   unread, output = os.pipe()
   os.close(unread)
   command = [sys.executable, '-m', 'launch.main', '--help']

@@ -212,7 +212,7 @@ def main():
     compare_all(built(make, **dict(num_layers=2) | fields), of(family, HYBRID))
   alone = dict(shared_layers=0, wide_shared_mlp=False, values_are_keys=True, full_kv_heads=2, attention_scale=0.3)
   alone |= dict(num_layers=2, layer_windows=(6, 0), layer_ropes=(1, 0), experts=shared)
-  # With a scale of 1 and an eps of 0.05, rounding alone makes a gradient of queries differ by 1.1e-5 on some CPUs.
+  # Rounding alone makes a gradient of queries differ by 1.1e-5 on some CPUs with a scale of 1 and an eps of 0.05.
   compare_all(built(tiny.mixed, full_kv_heads=4, attention_scale=0.3, norm_eps=0.2), of('mixed', MIXED))
   compare_all(built(tiny.mixed, **alone), of('mixed_moe', MIXED))
   experts_of = dataclasses.replace(shared, shared_size=0, normalize=False, sigmoid=True, on_inputs=True)

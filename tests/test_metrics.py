@@ -379,7 +379,7 @@ def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):
 
 
 def test_failures_of_a_reward_are_told_again_after_fifty_steps(tmp_path):
-  """With the first error of the step, which a resume does not have, and the sum so far."""
+  """The warning has the first error of the step, which a resume does not have, and the sum so far."""
   failing = HEALTHY | {'groups': 4, 'failed_groups': 1}
   error = 'reward r: raised ValueError: x at r.py:3'
   writer, out = make_writer(tmp_path)

@@ -125,7 +125,7 @@ def test_published_fields_are_read():
 
 
 def test_numbers_of_layers_may_be_padded_with_zeros():
-  """As `transformers` 5.23 writes them for more than ten layers."""
+  """`transformers` 5.23 writes them so for more than ten layers."""
   raw = {k: v for k, v in RAW.items() if k not in ('global_head_dim', 'num_global_key_value_heads')}
   full = [i for i, kind in enumerate(RAW['layer_types']) if kind == FULL]
   blocks = {f'{i:02}': dict(head_dim=512, num_key_value_heads=1) for i in full}

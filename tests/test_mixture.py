@@ -33,7 +33,7 @@ def right(completions, answer, **columns):
 
 
 def short(completions, style, **columns):
-  """Likewise."""
+  """Needs a column that the first source does not have."""
   del columns
   assert set(style) == {'terse'}
   return [1 / (1 + len(c)) for c in completions]

@@ -138,7 +138,7 @@ def test_log_probs_are_those_of_the_model(server, weights):
 
 
 def test_top_logprobs(server, weights):
-  """As many log-probs as requested are returned, of the distribution of the model."""
+  """A request gets as many log-probs as it asks for, of the distribution of the model."""
   found = ask(server, 'chat/completions', messages=HELLO, max_tokens=3, temperature=1.0, logprobs=True, top_logprobs=3)
   ids = np.array([[*found['prompt_token_ids'], *found['choices'][0]['token_ids']]])
   logits = tiny.logits(weights.inputs.model, weights.params, ids)[0]
@@ -484,7 +484,7 @@ def test_requests_on_one_connection(server):
 
 
 def test_requests_share_a_limit(server, monkeypatch):
-  """Of what has arrived: a client that announces more and never sends it keeps no other out."""
+  """The limit counts bytes that have arrived: a client that announces more and never sends it blocks no other."""
   monkeypatch.setattr(http_connections, '_MAX_BODIES', 1000)
   head = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n\r\n{'
   with connect(server) as half:

@@ -1,6 +1,6 @@
 """The order of devices in a mesh, for machines that are only described.
 
-A device of these tests is what JAX says of one: its kind, slice, host and
+A device of these tests has the attributes of one of JAX: its kind, slice, host and
 place among the chips.
 """
 

@@ -1,4 +1,4 @@
-"""A run is told where its rows are longer than what the model has positions for."""
+"""A run warns where its rows are longer than the positions that its model was trained on."""
 
 import logging
 

@@ -477,7 +477,7 @@ def ones(completion_ids, **columns):
 
 
 def test_critic_learns_a_constant_reward(model, tmp_path):
-  """With a discount, the return depends on the distance to the end."""
+  """The return depends on the distance to the end, as there is a discount."""
   jaxpost.run(
     run_config(
       model,

@@ -292,7 +292,7 @@ def test_stages_change_how_matrices_are_held(base, tmp_path):
   'second', [dict(model=dict(quantize='')), dict(lora=dict(rank=3)), dict(model=dict(quantize=''), lora=dict(rank=0))]
 )
 def test_a_resumed_stage_has_the_base_that_it_began_with(base, tmp_path, second):
-  """Whether the stage before is in memory or on disk."""
+  """It does not matter whether the stage before is in memory or on disk."""
 
   def made(steps):
     return sft(

@@ -145,7 +145,7 @@ def test_metrics_are_those_of_what_was_drawn(steps):
   for _, item in steps:
     experience, rollout = item.experience, item.experience.rollout
     own = np.ones(8, bool) if rollout.replayed is None else ~rollout.replayed
-    # What a replayed sample stands for was wrong.
+    # A replayed sample takes the place of a wrong one, so it counts 0.
     assert item.info['reward'] == pytest.approx(experience.rewards[own].sum() / 8)
     assert item.info['rewards/seldom/mean'] == item.info['reward'] and item.info['masked_samples'] == 0
     rate = np.where(own, experience.rewards, 0).reshape(4, 2).max(axis=1)

@@ -255,7 +255,7 @@ def test_live_and_damaged_files(tmp_path):
 
 
 def test_metrics_are_read_once(tmp_path, monkeypatch):
-  """Those of a long run take seconds: for its report, and for its end, which writes the summary and the report."""
+  """A report reads them once, and so does the end of a run, which writes summary and report: they may take seconds."""
   make_run(tmp_path, stages=('sft',))
   reads, rows = [], rows_of(tmp_path)
   for module in (report, metrics):

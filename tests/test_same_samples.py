@@ -83,7 +83,7 @@ def main():
       requests = [wanted[i] for i in np.random.RandomState(order).permutation(len(wanted))]
 
     def follow(completions, idle):
-      """Keeps what came; each text goes on once, after three tokens more."""
+      """Keeps the completions, and continues each of them once with three more tokens."""
       del idle
       more = []
       for c in completions:

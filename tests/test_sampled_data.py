@@ -84,7 +84,7 @@ def agree(found, wanted):
 
 
 def probability(p):
-  """Of the tokens of all answers, by probabilities [P, Y, C, SYMBOLS]."""
+  """Returns the probability of each token of all answers, by probabilities [P, Y, C, SYMBOLS]."""
   return jnp.take_along_axis(p, jnp.asarray(sampled.PADDED)[None, ..., None], axis=-1)[..., 0]
 
 
@@ -272,7 +272,7 @@ def of_spans():
   assert 0 < chosen.sum(axis=(1, 2)).min() < TEXT_TOP and (~is_pair).sum() > 9
 
   def with_rest(x):
-    """Of no symbol both have 1, which counts nothing."""
+    """Joins the chosen symbols and the rest; a symbol that is missing has 1 on both sides, which adds nothing."""
     return jnp.concatenate([jnp.where(chosen.sum(axis=2) > 0, x, 1), 1 - x.sum(axis=1, keepdims=True)], axis=1)
 
   def losses(logits):

@@ -360,7 +360,7 @@ def of_transports():
 
 @pytest.mark.parametrize('name', TRANSPORTS)
 def test_transports(name):
-  """Of all two pairs that can be drawn, the smaller is compared with the smaller, and the larger with the larger."""
+  """For any two pairs that can be drawn, smaller is compared with smaller, and larger with larger."""
   rewards, chance = sampled.rewards(), sampled.chance('policy')
   better = [np.argwhere(x[:, None] > x) for x in rewards]  # [pairs, 2] of either prompt
   weights = [2 * p[x[:, 0]] * p[x[:, 1]] for p, x in zip(chance, better)]

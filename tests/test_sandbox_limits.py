@@ -221,7 +221,7 @@ def test_a_group_whose_owner_was_killed_is_removed_and_others_are_not():
 
 
 def test_no_group_is_left(tmp_path, monkeypatch):
-  """Of this test: others run beside it and have groups of their own."""
+  """Only the groups of this test count: other tests run beside it and have groups of their own."""
   if why := supervisor.why_no_cgroup(sandbox._CGROUPS):
     pytest.skip(f'no control group can be made here: {why}')
   parents = [parent for parent, _ in supervisor.candidates(pathlib.Path('/proc/self/cgroup').read_text(), ROOT)]

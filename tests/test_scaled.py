@@ -78,7 +78,7 @@ def test_codes_are_as_near_as_8_bits_are(kind):
   ],
 )
 def test_products_are_those_of_what_codes_stand_for(spec, shapes, axes, dtype):
-  """Of weights, of scores and of values, whose scales multiply the attention weights."""
+  """Covers products of weights, of scores, and of values, whose scales multiply the attention weights."""
   random = np.random.RandomState(1)
   x, w = (jnp.asarray(random.standard_normal(s).astype('f')).astype(dtype).astype('float32') for s in shapes)
   codes = scaled.encode(w, 'int8', axes, jnp.float32)

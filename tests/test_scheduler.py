@@ -195,7 +195,7 @@ def test_nothing_is_compiled_on_the_way(model, params, fields):
 
 
 def test_many_page_copies_are_compiled_before(model, params):
-  """Of the first wave: each of eight prompts fills a page, and each of 40 samples has a last page of its own."""
+  """In the first wave, each of eight prompts fills a page, and each of 40 samples has a last page of its own."""
   ledger = Ledger()
   engine = make_engine(model, params, ledger, slots=40, page_size=8, max_prompt=16, max_new_tokens=8)
   for job in engine.jobs(params, [11], 5, False):

@@ -55,7 +55,7 @@ def rollout_section(prompts, size, longest_prompt, longest):
 
 @pytest.mark.parametrize('seed', range(40))
 def test_each_token_is_predicted_from_its_own_text(seed):
-  """What a token sees, in order of positions, is its prompt and its completion up to it; all tokens come back."""
+  """A token attends, in order of positions, to its prompt and its completion up to it; all tokens come back."""
   random = np.random.default_rng(seed)
   prompts, size, longest_prompt, longest = random.integers(1, [5, 7, 12, 12])
   section = rollout_section(prompts, size, longest_prompt, longest)

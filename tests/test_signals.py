@@ -1,4 +1,4 @@
-"""A run that is told to stop saves once, loses no step and ends with 42, wherever the signal finds it."""
+"""A run that gets a stop signal at any moment saves once, loses no step and ends with 42."""
 
 import contextlib
 import os

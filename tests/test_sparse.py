@@ -95,7 +95,7 @@ def test_slots_keep_the_keys_of_the_indexer(pages):
 
 
 def test_64_greedy_tokens_are_those_of_transformers(tmp_path):
-  # With few heads, scores at the limit are often 0, of which torch.topk may choose any.
+  # Scores at the limit are often 0 with few heads, and torch.topk may choose any of these.
   proofs.check_greedy_text(tiny.sparse(index_heads=16, attention_scale=10**-0.5), tmp_path)
 
 
@@ -149,7 +149,7 @@ def test_sizes_are_those_that_are_published(raw, size, active):
 
 
 def test_layers_with_experts_may_be_listed():
-  """As `transformers` writes them, beside a default of the older field."""
+  """`transformers` writes the list beside a default of the older field."""
   kinds = ['dense'] * 5 + ['sparse'] * 56
   cfg, _ = config_json.from_hf(RAW | dict(mlp_layer_types=kinds, first_k_dense_replace=3), 'here')
   assert cfg.experts.first_dense == 5
@@ -183,7 +183,7 @@ def test_what_is_not_built_is_refused_by_name(raw, fields, words):
 
 @pytest.mark.parametrize('parts, words', [(1, 'config.model.attention: splash'), (2, 'config.mesh: context')])
 def test_kernels_and_split_rows_are_refused(monkeypatch, parts, words):
-  """Where rows are longer than what is chosen."""
+  """Rows that are longer than the number of chosen keys need the plain form."""
   model, _ = made()
   monkeypatch.setattr(layers, 'row_shards', lambda layout: parts)
   compute = dataclasses.replace(tiny.EXACT, attention='splash', forced=True)

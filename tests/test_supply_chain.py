@@ -73,7 +73,7 @@ def test_licenses_are_permissive(name):
 
 
 def test_no_line_installs_jaxpost_from_a_registry():
-  """It has no release there, so pip would fetch what somebody else has put under the name."""
+  """It has no release there, so pip would fetch a package of that name by another author."""
   files = [p for d in ('jaxpost', 'launch', 'docs', 'configs', 'notebooks', 'tests') for p in (CLONE / d).rglob('*')]
   texts = {p: p.read_text('utf-8', 'replace') for p in [*files, CLONE / 'README.md'] if p.suffix in SUFFIXES}
   assert len(texts) > 300

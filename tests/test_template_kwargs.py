@@ -159,7 +159,7 @@ def test_a_template_that_ends_no_turn_with_a_stop_token_is_told(end, warned, cap
 
 
 def test_weights_of_a_run_or_an_adapter_come_with_their_tokenizer(tmp_path, monkeypatch):
-  """Of an adapter it is that of the base; a run as `model.path` does not fall back to bytes."""
+  """An adapter has the tokenizer of its base; a run as `model.path` does not fall back to bytes."""
   cfg = tiny.config(vocab_size=512)
   base = records.Source(cfg, folder=tmp_path / 'base')
   adapter = records.Source(cfg, folder=tmp_path / 'adapter', base=base)

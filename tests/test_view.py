@@ -210,7 +210,7 @@ def test_the_fields_that_save_what_a_run_has_not(run):
   keep_rollout(run, 2, ('ref_logprobs',))
   viewer = rollout_view.Viewer(run)
   found = viewer.answer('/api/episode', {'id': '13'})
-  # With one update of a rollout, the sampler's log-probs are those of the policy.
+  # The sampler's log-probs are those of the policy, as a rollout has one update.
   assert found['tokens']['kl'] == pytest.approx([np.exp(-0.25) - 0.75] * 3, rel=1e-4)
   assert sorted(found['missing']) == ['entropy', 'ratio']
   found = viewer.answer('/api/episode', {'id': '2'})  # step 1 was not kept

@@ -147,7 +147,7 @@ def _normal(key, size, scale):
 
 
 def initial(key, cfg, table):
-  """As `model.init`, where each model would compile a program of its own: a number depends on its index alone."""
+  """Replaces `model.init`, which compiles a program for each model: a number depends on its index alone."""
 
   def draw(i, spec):
     if spec.init in ('ones', 'zeros'):

@@ -117,7 +117,7 @@ def logprobs(model, tokenizer, pairs):
     first = tokenizer(head, add_special_tokens=False)['input_ids']
     rest = tokenizer(completion[0]['content'] + tokenizer.eos_token, add_special_tokens=False)['input_ids']
     found.append((torch.tensor(first + rest), len(first)))
-  ids = torch.nn.utils.rnn.pad_sequence([x for x, _ in found], batch_first=True)  # on the right, where nobody looks
+  ids = torch.nn.utils.rnn.pad_sequence([x for x, _ in found], batch_first=True)  # padded on the right
   with torch.no_grad():
     scores = model(ids).logits.log_softmax(-1)
   for row, (x, start) in enumerate(found):
