@@ -25,15 +25,16 @@ import test_lora
 import tiny
 
 from jaxpost.data import tokenizer
-from jaxpost.environments import http_connections, openai_format, openai_server, turns
+from jaxpost.environments import http_connections, openai_format, openai_server, openai_stream, turns
 from jaxpost.environments.agents import Session
 from jaxpost.environments.episode import Episode, EpisodeLimits
-from jaxpost.environments.fair_lock import FairLock
 from jaxpost.environments.openai_server import Endpoint
+from jaxpost.environments.shared_engines import FairLock
 from jaxpost.errors import InputError
 from jaxpost.formats import peft
 from jaxpost.models import partition
 from jaxpost.rollout.sampler_config import SamplerConfig
+from jaxpost.rollout.sequence import Completion
 from jaxpost.stage import on_policy
 from jaxpost.tools import completions, inference, scoring
 from jaxpost.types import Prompt
@@ -260,12 +261,138 @@ def test_many_ask_at_once(server):
     assert list(pool.map(one, range(12))) == alone
 
 
-def test_a_stream_in_one_piece(server):
-  code, text = post(server[0].url, 'chat/completions', messages=HELLO, max_tokens=3, temperature=0, stream=True)
-  assert code == 200 and text.endswith('\n\ndata: [DONE]\n\n')
-  found = json.loads(text.split('\n\n')[0].removeprefix('data: '))
-  assert found['object'] == 'chat.completion.chunk'
-  assert found['choices'][0]['delta']['role'] == 'assistant'
+def events(text):
+  """The events of a stream that ends as the API's do."""
+  *found, done, rest = text.split('\n\n')
+  assert done == 'data: [DONE]' and not rest
+  return [json.loads(event.removeprefix('data: ')) for event in found]
+
+
+def joined(found, index, is_chat):
+  """The text of a choice, from the parts in its events."""
+  choices = [c for event in found for c in event['choices'] if c['index'] == index]
+  assert [c['finish_reason'] for c in choices[:-1]] == [None] * (len(choices) - 1)
+  if is_chat:
+    assert [c['delta'].get('role') for c in choices] == ['assistant'] + [None] * (len(choices) - 1)
+  return ''.join(c['delta']['content'] if is_chat else c['text'] for c in choices)
+
+
+@pytest.mark.parametrize('path', ['chat/completions', 'completions'])
+def test_a_stream_has_the_answer_in_parts(server, path):
+  """The parts of each choice make up the text that is sent whole; the last event has what else a choice has."""
+  is_chat = path == 'chat/completions'
+  asked = dict(messages=HELLO) if is_chat else dict(prompt='ab')
+  asked |= dict(max_tokens=60, temperature=1.0, seed=3, n=2)
+  choice = ask(server, path, **asked)['choices'][0]
+  text = choice['message']['content'] if is_chat else choice['text']
+  asked['stop'] = [text[20:23]]  # of three characters, so that the end of a part may be the beginning of one
+  whole = ask(server, path, **asked)
+  code, text = post(server[0].url, path, stream=True, stream_options={'include_usage': True}, **asked)
+  assert code == 200
+  *found, usage = events(text)
+  assert {event['object'] for event in found} == {'chat.completion.chunk' if is_chat else 'text_completion'}
+  assert len({event['id'] for event in found}) == 1 and len(found) > 4
+  for choice in whole['choices']:
+    last = [c for event in found for c in event['choices'] if c['index'] == choice['index']][-1]
+    content = choice['message']['content'] if is_chat else choice['text']
+    assert joined(found, choice['index'], is_chat) == content
+    assert last['finish_reason'] == choice['finish_reason'] and last['token_ids'] == choice['token_ids']
+  assert usage['choices'] == [] and usage['usage'] == whole['usage']
+  assert found[-1]['prompt_token_ids'] == whole['prompt_token_ids']
+
+
+def test_log_probs_come_with_the_last_event(server):
+  asked = dict(prompt='ab', max_tokens=20, temperature=0, logprobs=2)
+  whole = ask(server, 'completions', **asked)['choices'][0]
+  (event,) = events(post(server[0].url, 'completions', stream=True, **asked)[1])
+  assert event['choices'] == [whole]
+
+
+class Paced:
+  """An engine that draws a token of a request when it may, and ends after three."""
+
+  config = SamplerConfig(1, 8, 8, ())
+
+  def __init__(self):
+    self.may_draw = threading.Semaphore(0)
+
+  def check(self, request):
+    pass
+
+  def serve(self, *args, next_requests, on_tokens, **kwargs):
+    while requests := next_requests([], True):
+      (request,) = requests
+      ids = np.arange(97, 100, dtype=np.int32)
+      for count in (1, 2, 3):
+        self.may_draw.acquire()
+        if request.is_cancelled():
+          break
+        on_tokens(request, ids[:count])
+      next_requests([Completion(request, ids, *np.zeros([2, 3], np.float32), finished=False)], False)
+    return {}
+
+
+@pytest.fixture
+def paced(weights):
+  engine = Paced()
+  endpoint = Endpoint(engine, weights.inputs.tokenizer)
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    served = pool.submit(endpoint.serve, None)
+    yield endpoint, engine
+    engine.may_draw.release(9)
+    endpoint.stop()
+    served.result(60)
+
+
+def test_parts_are_sent_while_the_rest_is_drawn(paced):
+  endpoint, engine = paced
+  request = urllib.request.Request(f'{endpoint.url}/completions', b'{"prompt": "x", "max_tokens": 3, "stream": true}')
+  engine.may_draw.release()
+  with urllib.request.urlopen(request, timeout=60) as reply:
+    assert reply.headers['Content-Type'] == 'text/event-stream'
+    for letter in 'ab':
+      assert json.loads(reply.readline().removeprefix(b'data: '))['choices'][0]['text'] == letter
+      assert reply.readline() == b'\n'
+      engine.may_draw.release()
+    (last,) = events(reply.read().decode())[-1:]
+  assert last['choices'][0]['finish_reason'] == 'length' and last['choices'][0]['token_ids'] == [97, 98, 99]
+  assert endpoint.counts == dict(answered=1, refused=0, cancelled=0)
+
+
+@pytest.mark.parametrize('ends', ['client', 'server'])
+def test_a_stream_that_is_cut_off(paced, ends):
+  """A client that leaves gives up its slot; if the server ends first, the last event is its error."""
+  endpoint, engine = paced
+  body = b'{"prompt": "x", "max_tokens": 3, "stream": true}'
+  engine.may_draw.release()
+  with connect(paced) as connection:
+    connection.sendall(LOCAL + b'Content-Length: %d\r\n\r\n' % len(body) + body)
+    got = b''
+    while b'"text": "a"' not in got:
+      got += connection.recv(1 << 14)
+    if ends == 'server':
+      endpoint.cancel_open()
+      while b'}\n\n' not in got.partition(b'"error"')[2]:
+        got += connection.recv(1 << 14)
+  wait_for(lambda: not endpoint._shared.open)
+  assert endpoint.counts == dict(answered=0, refused=int(ends == 'server'), cancelled=int(ends == 'client'))
+
+
+@pytest.mark.parametrize('stops', [(), ('\u00e9\u00e9x',), ('bb', 'abc')])
+def test_parts_of_a_text_make_it_up(stops):
+  """Whatever the parts are: half characters and halves of stop strings are held back."""
+  decode = tokenizer.load('bytes').decode
+  draw = random.Random(0)
+  for _ in range(200):
+    text = ''.join(draw.choice(['a', 'b', 'c', 'x', '\u00e9', '\u2713']) for _ in range(20))
+    whole = text[: min([len(text)] + [text.index(stop) for stop in stops if stop in text])]
+    ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    stream, got, at = openai_stream.TextStream(decode, stops), '', 0
+    while at < len(ids):
+      at = min(len(ids), at + draw.randint(1, 5))
+      got += stream.add(ids[:at])
+      assert whole.startswith(got)
+    assert got + stream.rest(whole) == whole
 
 
 def test_a_seed_repeats_an_answer(server):
@@ -283,14 +410,14 @@ def test_streamed_calls_of_tools_have_an_index(server, monkeypatch):
   monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c: text)
   tools = [{'type': 'function', 'function': {'name': name}} for name in 'fg']
   _, text = post(server[0].url, 'chat/completions', messages=HELLO, max_tokens=2, tools=tools, stream=True)
-  delta = json.loads(text.split('\n\n')[0].removeprefix('data: '))['choices'][0]['delta']
+  delta = events(text)[0]['choices'][0]['delta']
   assert [(call['index'], call['function']['name']) for call in delta['tool_calls']] == [(0, 'f'), (1, 'g')]
 
 
 def test_a_stream_leaves_the_message_as_a_session_knows_it():
   message = {'role': 'assistant', 'content': None, 'tool_calls': [{'id': 'call_0'}]}
-  choices = [dict(index=0, message=message)]
-  text = openai_format.event_stream(dict(object='chat.completion', choices=choices))
+  response = dict(choices=[dict(index=0, message=message)], prompt_token_ids=[])
+  text = openai_stream.EventStream(True, 'm').end(response, with_usage=False)
   assert '"index": 0' in text and message['tool_calls'] == [{'id': 'call_0'}]
 
 
@@ -388,6 +515,13 @@ def raw(server, data):
     return b''.join(iter(lambda: connection.recv(1 << 16), b''))
 
 
+def wait_for(condition):
+  deadline = time.monotonic() + 30
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+
+
 LOCAL = b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n'
 
 
@@ -455,12 +589,9 @@ def test_a_client_that_leaves_gives_up_its_slots(server):
   for _ in range(2):
     with connect(server) as connection:
       connection.sendall(LOCAL + b'Content-Length: %d\r\n\r\n' % len(body) + body)
-      deadline = time.monotonic() + 30
-      while not endpoint._open:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+      wait_for(lambda: endpoint._shared.open)
   assert ask(server, 'completions', prompt='a', max_tokens=1)
-  assert endpoint.counts['cancelled'] == cancelled + 2 and not endpoint._open
+  assert endpoint.counts['cancelled'] == cancelled + 2 and not endpoint._shared.open
   assert len(seen) == recorded + 1
 
 
@@ -492,10 +623,7 @@ def test_requests_share_a_limit(server, monkeypatch):
     assert post(server[0].url, 'completions', prompt='a', max_tokens=1)[0] == 200
   assert post(server[0].url, 'completions', raw=b' ' * 2000)[0] == 503
   monkeypatch.undo()
-  deadline = time.monotonic() + 10
-  while server[0]._http.held and time.monotonic() < deadline:
-    time.sleep(0.01)
-  assert not server[0]._http.held
+  wait_for(lambda: not server[0]._http.held)
 
 
 def test_no_page_of_another_site_may_ask(server):
@@ -747,7 +875,7 @@ def test_a_failure_of_one_ends_all(weights):
       asked.set()
 
     def serve(self, *args, next_requests, **kwargs):
-      while next_requests((), False) is not None and not endpoint._stop.is_set():
+      while next_requests((), False) is not None and not endpoint._shared.stopped:
         time.sleep(0.01)
 
   endpoint = Endpoint(Waiting(), weights.inputs.tokenizer, name='nano', other_engines={'other': Broken()})

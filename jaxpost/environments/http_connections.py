@@ -34,6 +34,7 @@ _BACKLOG = 1024  # connections that wait to be accepted; the system resets those
 _PART = 1 << 14  # bytes read at once; a head may be longer by as much
 _LINGER_S = 2.0  # a refused client may still be sending
 _END_S = 5.0  # for answers that are ready when the server ends
+EVENTS = 'text/event-stream'  # the kind of a reply that may be sent in parts
 
 
 class Reply(NamedTuple):
@@ -42,6 +43,11 @@ class Reply(NamedTuple):
   status: int
   text: str
   kind: str = 'application/json'
+
+
+def event_of(reply: Reply) -> str:
+  """Returns the text of a reply that ends a stream of events; JSON of a failure becomes an event."""
+  return reply.text if reply.kind == EVENTS else f'data: {reply.text}\n\n'
 
 
 class HttpError(Exception):
@@ -60,11 +66,14 @@ class Call:
     headers: by lower-case name.
     left: True once the client has closed the connection.
     futures: what the answer waits for; they are cancelled when the client leaves.
+    send_event: sends events of a stream, before the reply with the last of them; raises ConnectionError or TimeoutError
+      if the client does not read them.
   """
 
   method: str
   path: str
   headers: dict[str, str]
+  send_event: Callable[[str], Awaitable[None]]
   body: bytes = b''
   left: bool = False
   futures: list[concurrent.futures.Future] = dataclasses.field(default_factory=list)
@@ -179,6 +188,7 @@ class _Connection:
     self._protocol = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
     self._held = 0
     self._bodiless = False  # the request may be answered by headers alone
+    self._streaming = False  # a part of the reply was sent
 
   async def serve(self) -> None:
     """Answers requests until either side ends the connection."""
@@ -222,7 +232,7 @@ class _Connection:
       return None
     self._bodiless = event.method == b'HEAD'
     headers = {name.decode('latin-1'): value.decode('latin-1') for name, value in event.headers}
-    call = Call(event.method.decode('ascii'), event.target.decode('ascii'), headers)
+    call = Call(event.method.decode('ascii'), event.target.decode('ascii'), headers, self._send_event)
     self._owner.admit(call)
     _check_size(call)
     body = bytearray()
@@ -269,22 +279,33 @@ class _Connection:
     return None if call.left else reply
 
   async def _send(self, reply: Reply) -> None:
-    """Sends a reply; TimeoutError if the client does not read it."""
-    data = reply.text.encode()
-    headers = [
-      ('Date', email.utils.formatdate(usegmt=True)),
-      ('Content-Type', reply.kind),
-      ('Content-Length', str(len(data))),
-    ]
-    if self._protocol.their_state is not h11.DONE:  # unread
-      headers.append(('Connection', 'close'))
-    reason = http.HTTPStatus(reply.status).phrase
-    self._write(h11.Response(status_code=reply.status, headers=headers, reason=reason))
-    if not self._bodiless:
-      self._write(h11.Data(data=data))
+    """Sends a reply, or what is left of one; TimeoutError if the client does not read it."""
+    if self._streaming:
+      self._write(h11.Data(data=event_of(reply).encode()))
+    else:
+      data = reply.text.encode()
+      self._write_head(reply.status, reply.kind, ('Content-Length', str(len(data))))
+      if not self._bodiless:
+        self._write(h11.Data(data=data))
     self._write(h11.EndOfMessage())
+    self._streaming = False
     async with asyncio.timeout(PATIENCE_S):
       await self._writer.drain()
+
+  async def _send_event(self, text: str) -> None:
+    """Sends events of a reply that has no known length; the first call sends the headers."""
+    if not self._streaming:
+      self._write_head(200, EVENTS, ('Cache-Control', 'no-cache'))
+      self._streaming = True
+    self._write(h11.Data(data=text.encode()))
+    async with asyncio.timeout(PATIENCE_S):
+      await self._writer.drain()
+
+  def _write_head(self, status: int, kind: str, more: tuple[str, str]) -> None:
+    headers = [('Date', email.utils.formatdate(usegmt=True)), ('Content-Type', kind), more]
+    if self._protocol.their_state is not h11.DONE:  # unread
+      headers.append(('Connection', 'close'))
+    self._write(h11.Response(status_code=status, headers=headers, reason=http.HTTPStatus(status).phrase))
 
   def _write(self, event: h11.Event) -> None:
     self._writer.write(self._protocol.send(event) or b'')

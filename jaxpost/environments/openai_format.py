@@ -328,15 +328,3 @@ def nothing_drawn(request: Request) -> Completion:
   none = np.zeros(0, np.float32)
   ids = none.astype(np.int32)
   return Completion(request, ids, none, none, finished=False, top_ids=ids[:, None], top_logprobs=none[:, None])
-
-
-def event_stream(response: dict) -> str:
-  """Returns a response as server-sent events: one event with the whole text, then the end."""
-  for choice in response['choices']:
-    if 'message' in choice:
-      choice['delta'] = delta = dict(choice.pop('message'))  # a session keeps the message as it is
-      if calls := delta.get('tool_calls'):
-        delta['tool_calls'] = [dict(call, index=i) for i, call in enumerate(calls)]  # by which clients join parts
-  if response['object'] == 'chat.completion':
-    response['object'] += '.chunk'
-  return f'data: {json.dumps(response)}\n\ndata: [DONE]\n\n'

@@ -1,8 +1,8 @@
 """An OpenAI-compatible HTTP server on an engine, for agents and other clients.
 
 It serves /v1/chat/completions, /v1/completions and /v1/models, by default on loopback. http_connections.py reads the
-requests and sends the replies in one thread; a few more translate bodies, with openai_format.py. The requests share the
-slots of one `engine.serve`, which runs in the thread that drives the engine. A client that leaves gives up its slots.
+requests and sends the replies in one thread; a few more translate bodies, with openai_format.py and openai_stream.py.
+The requests share the slots of `shared_engines.SharedEngines`. A client that leaves gives up its slots.
 Each response carries token ids and log-probs, so that the text can be trained on without tokenizing it again.
 """
 
@@ -11,14 +11,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
-import dataclasses
 import functools
 import hmac
 import itertools
 import json
-import queue
 import re
-import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,8 +24,9 @@ import numpy as np
 
 from jaxpost.data.examples import Example
 from jaxpost.environments import http_connections, openai_format
-from jaxpost.environments.fair_lock import FairLock
-from jaxpost.environments.http_connections import Call, HttpError, Reply
+from jaxpost.environments.http_connections import EVENTS, Call, HttpError, Reply
+from jaxpost.environments.openai_stream import EventStream, TextStream
+from jaxpost.environments.shared_engines import Answer, SharedEngines
 from jaxpost.errors import InputError
 from jaxpost.rollout.sequence import Completion, Request
 
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 
 _THREADS = 4  # that translate bodies
 _LOOPBACK = 'localhost', '127.0.0.1', '::1'
-_TICK_S = 0.2  # seconds between checks whether to stop
 _CHAT = '/v1/chat/completions'
 _TEXT = '/v1/completions'
 
@@ -117,16 +114,12 @@ class Endpoint:
     self.api_key = api_key
     self._scorers = scorers
     self._record = record or (lambda entry: None)
+    self._tokenizer = tokenizer
     self._translator = openai_format.Translator(tokenizer, engine.config.room)
-    self._queues = {name: queue.SimpleQueue() for name in self.engines}
-    self._engine_lock = FairLock()
+    self._shared = SharedEngines(self.engines)
     self._numbers = itertools.count()
-    self._stop = threading.Event()
-    self._open = set()  # futures of requests that are not answered
     self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
     self._scoring = concurrent.futures.ThreadPoolExecutor(1)  # so that long lists of prompts delay no other client
-    self._ended = self._stop.is_set
-    self._tick_s = _TICK_S
     try:
       listening = http_connections.listen(host, port)
     except OSError as error:
@@ -137,82 +130,25 @@ class Endpoint:
   # ------------------------------------------------------- driving the engines
 
   def serve(self, run_key: Any, step: int = 0) -> dict[str, dict]:
-    """Answers requests until `stop` is called from any thread, then closes; returns the figures of each engine.
-
-    The engines run in turn, a block at a time: programs of several devices that two threads launch at once can
-    deadlock.
-    """
+    """Answers requests until `stop` is called from any thread, then closes; returns the figures of each engine."""
     try:
-      with concurrent.futures.ThreadPoolExecutor(len(self.engines)) as pool:
-        jobs = {name: pool.submit(self._drive, name, run_key, step) for name in self.engines}
-        try:
-          for job in concurrent.futures.as_completed(jobs.values()):
-            job.result()
-        finally:
-          self._stop.set()  # also ends the other engines if one has failed
-      return {name: job.result() for name, job in jobs.items()}
+      return self._shared.serve(run_key, step)
     finally:
       self.close()
 
   def serve_until(
     self, ended: Callable[[], bool], run_key: Any, step: int, on_dispatch: Callable | None = None
   ) -> dict:
-    """Answers requests until `ended()`, which is called between blocks; returns the engine's figures.
-
-    Requests that arrive between two calls wait for the next one, because the weights may change meanwhile.
-    """
-    self._ended = ended
-    self._tick_s = _TICK_S / 20
-    try:
-      return self._drive(self.name, run_key, step, on_dispatch)
-    finally:
-      self._ended = self._stop.is_set
-
-  def _drive(self, name: str, run_key: Any, step: int, on_dispatch: Callable | None = None) -> dict:
-    with self._engine_lock:
-      return self.engines[name].serve(
-        [],
-        run_key=run_key,
-        step=step,
-        next_requests=functools.partial(self._follow, self._queues[name]),
-        on_dispatch=on_dispatch,
-      )
-
-  def _follow(self, waiting: queue.SimpleQueue, done: list[Completion], idle: bool) -> list[Request]:
-    """Delivers completions and returns new requests; the engine calls it between blocks.
-
-    Other engines may run while it waits.
-    """
-    for completion in done:
-      if completion.request.tag.set_running_or_notify_cancel():  # else its client has just left
-        completion.request.tag.set_result(completion)
-    if self._ended():
-      return []
-    self._engine_lock.release()
-    try:
-      return self._take(waiting, idle)
-    finally:
-      self._engine_lock.acquire()
-
-  def _take(self, waiting: queue.SimpleQueue, idle: bool) -> list[Request]:
-    """Returns the queued requests; an idle engine waits until there is one or the end."""
-    ready = []
-    while True:
-      try:
-        request = waiting.get(block=idle and not ready, timeout=self._tick_s)
-        if not request.is_cancelled():
-          ready.append(request)
-      except queue.Empty:
-        if ready or not idle or self._ended():
-          return ready
+    """Answers requests until `ended()`, see `SharedEngines.serve_until`."""
+    return self._shared.serve_until(self.name, ended, run_key, step, on_dispatch)
 
   def stop(self) -> None:
     """Ends `serve` after the sequences in flight."""
-    self._stop.set()
+    self._shared.stop()
 
   def close(self) -> None:
     """Stops listening and refuses the requests that are left."""
-    self._stop.set()
+    self.stop()
     self.cancel_open()
     self._http.close()
     self._threads.shutdown(wait=False)
@@ -220,8 +156,7 @@ class Endpoint:
 
   def cancel_open(self) -> None:
     """Refuses the requests that are not answered, queued or in a slot that is gone."""
-    for future in list(self._open):
-      future.cancel()
+    self._shared.cancel_open()
 
   # --------------------------------------------------------------- answering
 
@@ -279,13 +214,14 @@ class Endpoint:
       scores = await run(self._scoring, self._score, job, call) if job.scores else [None for _ in job.prompts]
       if scores is None:
         raise concurrent.futures.CancelledError
+      stream = self._event_stream(job)
       none = openai_format.nothing_drawn
-      completions = await self._generate(job, call) if job.draws else [none(r) for r in job.requests]
+      completions = await self._generate(job, call, stream) if job.draws else [none(r) for r in job.requests]
     except BaseException:
       if job.session:
         job.session.busy.release()
       raise
-    return await run(self._threads, self._respond, job, completions, scores)
+    return await run(self._threads, self._respond, job, completions, scores, stream)
 
   def _prepare(self, call: Call) -> _Job:
     """Reads a body; InputError if it is invalid, _Refused if it names no model."""
@@ -322,27 +258,48 @@ class Endpoint:
     """Returns a `TextScore` of each prompt; None if the server ends or the client leaves."""
     chunks, out = self._scorers[job.model].chunks([Example(p, np.ones(len(p), bool)) for p in job.prompts]), []
     while len(out) < len(job.prompts):
-      with self._engine_lock:  # between the blocks of the engines
-        if call.left or self._stop.is_set():
+      with self._shared.between_blocks():
+        if call.left or self._shared.stopped:
           return None
         out += next(chunks)
     return out
 
-  async def _generate(self, job: _Job, call: Call) -> list[Completion]:
-    """Waits for the completions of the requests of a body; CancelledError if the server ends or the client leaves."""
-    futures = call.futures = [concurrent.futures.Future() for _ in job.requests]
-    self._open |= set(futures)
-    try:
-      for request, future in zip(job.requests, futures):
-        self._queues[job.model].put(dataclasses.replace(request, tag=future, is_cancelled=future.cancelled))
-      if call.left or self._stop.is_set():  # No engine may be running.
-        call.cancel()
-      await asyncio.wait([asyncio.wrap_future(future) for future in futures])
-      return [future.result() for future in futures]
-    finally:
-      self._open -= set(futures)
+  def _event_stream(self, job: _Job) -> EventStream | None:
+    """Returns the stream of a reply, None if it is sent as JSON.
 
-  def _respond(self, job: _Job, completions: list[Completion], scores: list[Any]) -> Reply:
+    Text is sent while it is drawn; an answer that may call tools, has log-probs or repeats its prompt, and those to
+    agents of a run, are sent once they are complete.
+    """
+    if not job.body.get('stream'):
+      return None
+    texts = []
+    if not (job.session or job.echo or job.body.get('tools') or job.body.get('logprobs') not in (None, False)):
+      texts = [TextStream(self._tokenizer.decode, request.sampling['stop_strings']) for request in job.requests]
+    return EventStream(job.path == _CHAT, job.model, texts)
+
+  async def _generate(self, job: _Job, call: Call, stream: EventStream | None) -> list[Completion]:
+    """Waits for the completions of the requests of a body, and sends the events of a stream until then.
+
+    Raises:
+      CancelledError: of concurrent.futures, if the server ends or the client leaves.
+    """
+    answers = [Answer() for _ in job.requests]
+    call.futures = [*answers]
+    arrived: asyncio.Queue[tuple[int, np.ndarray] | None] = asyncio.Queue()
+    if stream and stream.texts:
+      wake = asyncio.get_running_loop().call_soon_threadsafe  # an engine runs in another thread
+      for i, answer in enumerate(answers):
+        answer.on_tokens = functools.partial(lambda i, tokens: wake(arrived.put_nowait, (i, tokens)), i)
+    with self._shared.submitted(job.model, job.requests, answers):
+      if call.left or self._shared.stopped:  # No engine may be running.
+        call.cancel()
+      ended = asyncio.gather(*map(asyncio.wrap_future, answers), return_exceptions=True)
+      ended.add_done_callback(lambda _: arrived.put_nowait(None))
+      while (part := await arrived.get()) is not None:
+        await _send_part(call, stream, part)
+      return [answer.result() for answer in answers]
+
+  def _respond(self, job: _Job, completions: list[Completion], scores: list[Any], stream: EventStream | None) -> Reply:
     """Returns the reply with these completions and the scores of the prompts, and records what was drawn."""
     choices = self._translator.choices(job.path == _CHAT, job.body, completions)
     if job.session:
@@ -356,8 +313,9 @@ class Endpoint:
         for i, c in enumerate(choices)
       ]
     response = openai_format.response(job.path == _CHAT, job.model, choices, job.prompts, completions)
-    if job.body.get('stream'):
-      return Reply(200, openai_format.event_stream(response), 'text/event-stream')
+    if stream:
+      with_usage = (job.body.get('stream_options') or {}).get('include_usage')
+      return Reply(200, stream.end(response, with_usage), EVENTS)
     return Reply(200, json.dumps(response))
 
   def _requests(self, is_chat: bool, body: dict, count: int) -> list[Request]:
@@ -387,6 +345,16 @@ def _session_request(session: Session, body: dict, requests: list[Request], engi
   if sampling['stop_strings']:  # in addition to those of the run
     request.sampling['stop_strings'] = (*engine.config.stop_strings, *sampling['stop_strings'])
   return request
+
+
+async def _send_part(call: Call, stream: EventStream, part: tuple[int, np.ndarray]) -> None:
+  """Sends an event, unless the client has left."""
+  event = stream.part(*part)
+  if event and not call.left:
+    try:
+      await call.send_event(event)
+    except (ConnectionError, TimeoutError):
+      call.leave()
 
 
 def _key(call: Call) -> str:

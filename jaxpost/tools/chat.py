@@ -8,8 +8,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TextIO
 
+import numpy as np
+
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.data.messages import check_text
+from jaxpost.environments.openai_stream import TextStream
 from jaxpost.errors import InputError
 from jaxpost.rollout.native import NativeEngine
 from jaxpost.rollout.sequence import Completion, Request
@@ -137,19 +140,14 @@ def command(text: str, messages: list[dict], out: TextIO) -> list[dict] | None:
 
 def _answer(engine: NativeEngine, tokenizer: Tokenizer, prompt: Prompt, draws: Draws, out: TextIO) -> str:
   """Writes an answer as it is decoded, and returns it."""
-  shown = 0
+  parts = TextStream(tokenizer.decode)
 
-  def write(tokens: list[int]) -> None:
-    nonlocal shown
-    text = tokenizer.decode(tokens)
-    # Half a character is a mark of its own until the rest comes.
-    if not text.endswith('\ufffd'):
-      out.write(text[shown:])
-      out.flush()
-      shown = max(shown, len(text))
+  def write(tokens: np.ndarray) -> None:
+    out.write(parts.add(tokens))
+    out.flush()
 
   text = tokenizer.decode(stream(engine, prompt, draws, write).tokens)
-  out.write(text[shown:] + '\n')
+  out.write(parts.rest(text) + '\n')
   return text
 
 
@@ -166,7 +164,7 @@ def _lines(asked: TextIO, out: TextIO) -> Iterator[str]:
       yield line.rstrip('\n')
 
 
-def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, on_tokens: Callable[[list[int]], None]) -> Completion:
+def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, on_tokens: Callable[[np.ndarray], None]) -> Completion:
   """Returns one completion; calls `on_tokens(token ids so far)` after each block."""
   done = []
 
@@ -180,6 +178,6 @@ def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, on_tokens: Callab
     run_key=on_policy.run_key(draws.seed, 3),
     step=0,
     next_requests=follow,
-    on_tokens=lambda request, ids: on_tokens(ids.tolist()),
+    on_tokens=lambda request, ids: on_tokens(ids),
   )
   return done[0]

@@ -1,0 +1,130 @@
+"""An answer of OpenAI's API as server-sent events, while its tokens are drawn.
+
+The texts of all events of an answer, joined, are the text of the same answer sent whole. The events of a choice are
+held back as long as they may change: half a character, and what may be the beginning of a stop string.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+class TextStream:
+  """The text of a completion whose tokens arrive in parts.
+
+  Args:
+    decode: token ids -> text.
+    stops: strings of which the first ends the text, and is no part of it.
+  """
+
+  def __init__(self, decode: Callable[[np.ndarray], str], stops: Sequence[str] = ()) -> None:
+    self._decode = decode
+    self._stops = stops
+    self._text = ''
+    self._sent = 0  # characters of `_text`
+    self._decoded = 0  # tokens that end with a whole character
+    self._decoded_text = ''
+    self._before = 0  # where `_decoded` was before: tokenizers may drop a space at the start of what they decode
+
+  def add(self, tokens: np.ndarray) -> str:
+    """Returns the text that has become certain, given all tokens so far."""
+    known = self._decode(tokens[self._before : self._decoded])
+    fresh = self._decode(tokens[self._before :])[len(known) :]
+    whole = fresh.rstrip('\ufffd')  # which may stand for the first bytes of a character
+    self._text = self._decoded_text + whole
+    if whole == fresh:
+      self._before, self._decoded = self._decoded, len(tokens)
+      self._decoded_text = self._text
+    certain = self._text[self._sent : self._certain()]
+    self._sent += len(certain)
+    return certain
+
+  def rest(self, text: str) -> str:
+    """Returns what `add` has not returned of the whole text."""
+    return text[self._sent :]
+
+  def _certain(self) -> int:
+    """Returns how many characters are before anything that is, or may become, a stop string."""
+    ends = [len(self._text)]
+    for stop in self._stops:
+      at = self._text.find(stop)
+      if at < 0:
+        at = len(self._text) - max(n for n in range(len(stop)) if self._text.endswith(stop[:n]))
+      ends.append(at)
+    return max(self._sent, min(ends))
+
+
+class EventStream:
+  """The events of one answer, of one choice or several.
+
+  Attributes:
+    texts: a `TextStream` for each choice; (): all is sent at the end.
+
+  Args:
+    is_chat: whether it answers a chat.
+    model: its name in the events.
+  """
+
+  def __init__(self, is_chat: bool, model: str, texts: Sequence[TextStream] = ()) -> None:
+    self._is_chat = is_chat
+    self.texts = texts
+    self._begun = set()  # indices of choices that have had an event
+    self._head = dict(
+      id=f'cmpl-{uuid.uuid4().hex}',
+      created=int(time.time()),
+      model=model,
+      object='chat.completion.chunk' if is_chat else 'text_completion',
+    )
+
+  def part(self, index: int, tokens: np.ndarray) -> str:
+    """Returns an event with the new text of a choice, given all its tokens so far; '' if there is none."""
+    text = self.texts[index].add(tokens)
+    if not text:
+      return ''
+    content = {'delta': self._delta(index, {'content': text})} if self._is_chat else {'text': text}
+    return self._event(choices=[dict(index=index, **content, logprobs=None, finish_reason=None)])
+
+  def end(self, response: dict, with_usage: bool) -> str:
+    """Returns the last events.
+
+    Args:
+      response: the whole answer, as `openai_format.response` makes it.
+      with_usage: adds an event with the number of tokens.
+    """
+    events = [
+      self._event(choices=[self._last(c)], prompt_token_ids=response['prompt_token_ids']) for c in response['choices']
+    ]
+    if with_usage:
+      events.append(self._event(choices=[], usage=response['usage']))
+    return ''.join([*events, 'data: [DONE]\n\n'])
+
+  def _last(self, choice: dict) -> dict:
+    """Returns the last event of a choice: what is left of its text, and everything else of it."""
+    choice = dict(choice)
+    index = choice['index']
+    if not self._is_chat:
+      return choice | {'text': self._rest(index, choice['text'])}
+    message = dict(choice.pop('message'))  # a copy: a session keeps the message as it is
+    del message['role']
+    if message['content'] is not None:
+      message['content'] = self._rest(index, message['content'])
+    if calls := message.get('tool_calls'):
+      message['tool_calls'] = [dict(call, index=i) for i, call in enumerate(calls)]  # by which clients join parts
+    return choice | {'delta': self._delta(index, message)}
+
+  def _rest(self, index: int, text: str) -> str:
+    return self.texts[index].rest(text) if self.texts else text
+
+  def _delta(self, index: int, content: dict) -> dict:
+    """Returns content of a choice of a chat; the first one names the role."""
+    role = {} if index in self._begun else {'role': 'assistant'}
+    self._begun.add(index)
+    return role | content
+
+  def _event(self, **fields) -> str:
+    return f'data: {json.dumps(self._head | fields)}\n\n'

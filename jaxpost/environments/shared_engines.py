@@ -1,0 +1,177 @@
+"""Engines that answer requests from any thread, and run in turn, one block of tokens at a time.
+
+Programs of several devices that two threads launch at once can deadlock, so an engine runs while its thread holds a
+lock that all of them share.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxpost.rollout.sequence import Completion, Request
+
+_TICK_S = 0.2  # seconds between checks whether to stop
+
+
+class Answer(concurrent.futures.Future):
+  """The `Completion` of a request, once it has ended; `cancel` gives up its slot.
+
+  Attributes:
+    on_tokens: called by `SharedEngines.serve` with all token ids so far, after each block that drew some.
+  """
+
+  on_tokens: Callable[[np.ndarray], None] | None = None
+
+
+class SharedEngines:
+  """Engines by name, each with a queue of requests.
+
+  Attributes:
+    open: answers of requests that have not ended, queued or in a slot.
+  """
+
+  def __init__(self, engines: Mapping[str, Any]) -> None:
+    self.open: set[Answer] = set()
+    self._engines = engines
+    self._queues = {name: queue.SimpleQueue() for name in engines}
+    self._lock = FairLock()
+    self._stop = threading.Event()
+    self._ended = self._stop.is_set
+    self._tick_s = _TICK_S
+
+  @property
+  def stopped(self) -> bool:
+    """True once `stop` was called."""
+    return self._stop.is_set()
+
+  def stop(self) -> None:
+    """Ends `serve` after the sequences in flight; may be called from any thread."""
+    self._stop.set()
+
+  def serve(self, run_key: Any, step: int = 0) -> dict[str, dict]:
+    """Answers requests until `stop`; returns the figures of each engine."""
+    with concurrent.futures.ThreadPoolExecutor(len(self._engines)) as pool:
+      jobs = {name: pool.submit(self._drive, name, run_key, step, on_tokens=_pass_on) for name in self._engines}
+      try:
+        for job in concurrent.futures.as_completed(jobs.values()):
+          job.result()
+      finally:
+        self._stop.set()  # also ends the other engines if one has failed
+    return {name: job.result() for name, job in jobs.items()}
+
+  def serve_until(
+    self, name: str, ended: Callable[[], bool], run_key: Any, step: int, on_dispatch: Callable | None = None
+  ) -> dict:
+    """Answers requests to one engine until `ended()`, which is called between blocks; returns its figures.
+
+    Requests that arrive between two calls wait for the next one, because the weights may change meanwhile.
+    """
+    self._ended = ended
+    self._tick_s = _TICK_S / 20
+    try:
+      return self._drive(name, run_key, step, on_dispatch=on_dispatch)
+    finally:
+      self._ended = self._stop.is_set
+
+  @contextlib.contextmanager
+  def submitted(self, name: str, requests: Sequence[Request], answers: Sequence[Answer]) -> Iterator[None]:
+    """Queues requests to an engine; those of `answers` are open until the block ends."""
+    self.open |= set(answers)
+    try:
+      for request, answer in zip(requests, answers):
+        self._queues[name].put(dataclasses.replace(request, tag=answer, is_cancelled=answer.cancelled))
+      yield
+    finally:
+      self.open -= set(answers)
+
+  def cancel_open(self) -> None:
+    """Cancels the requests that have not ended."""
+    for answer in list(self.open):
+      answer.cancel()
+
+  def between_blocks(self) -> FairLock:
+    """Returns a context in which no engine runs."""
+    return self._lock
+
+  def _drive(self, name: str, run_key: Any, step: int, **hooks: Callable | None) -> dict:
+    with self._lock:
+      return self._engines[name].serve(
+        [], run_key=run_key, step=step, next_requests=functools.partial(self._exchange, self._queues[name]), **hooks
+      )
+
+  def _exchange(self, waiting: queue.SimpleQueue, done: list[Completion], idle: bool) -> list[Request]:
+    """Delivers completions and returns new requests; the engine calls it between blocks.
+
+    Other engines may run while it waits.
+    """
+    for completion in done:
+      if completion.request.tag.set_running_or_notify_cancel():  # else its client has just left
+        completion.request.tag.set_result(completion)
+    if self._ended():
+      return []
+    self._lock.release()
+    try:
+      return self._next_requests(waiting, idle)
+    finally:
+      self._lock.acquire()
+
+  def _next_requests(self, waiting: queue.SimpleQueue, idle: bool) -> list[Request]:
+    """Returns the queued requests; an idle engine waits until there is one or the end."""
+    ready = []
+    while True:
+      try:
+        request = waiting.get(block=idle and not ready, timeout=self._tick_s)
+        if not request.is_cancelled():
+          ready.append(request)
+      except queue.Empty:
+        if ready or not idle or self._ended():
+          return ready
+
+
+def _pass_on(request: Request, tokens: np.ndarray) -> None:
+  if request.tag.on_tokens:
+    request.tag.on_tokens(tokens)
+
+
+class FairLock:
+  """A lock that goes to the thread that has waited longest.
+
+  `threading.Lock` makes no such promise: the thread that has just released it may get it again while others wait.
+  """
+
+  def __init__(self) -> None:
+    self._queue = collections.deque()  # a locked lock per thread; the first one holds the `FairLock`
+    self._mutex = threading.Lock()
+
+  def acquire(self) -> None:
+    """Waits until all threads that came before have released the lock."""
+    turn = threading.Lock()
+    turn.acquire()
+    with self._mutex:
+      self._queue.append(turn)
+      is_first = len(self._queue) == 1
+    if not is_first:
+      turn.acquire()  # blocks until `release` of the thread before
+
+  def release(self) -> None:
+    """Passes the lock on to the next thread in the queue."""
+    with self._mutex:
+      self._queue.popleft()
+      if self._queue:
+        self._queue[0].release()
+
+  def __enter__(self) -> None:
+    self.acquire()
+
+  def __exit__(self, *unused) -> None:
+    self.release()
