@@ -41,7 +41,10 @@ _TEXT = '/v1/completions'
 
 
 class _Job(NamedTuple):
-  """A body, and the requests that it makes; `session` is that of an agent, and busy. echo: prompts are repeated."""
+  """A body, and the requests that it makes.
+
+  session: that of an agent, and busy. echo: prompts are repeated. stream: None if the reply is JSON.
+  """
 
   path: str
   body: dict
@@ -52,6 +55,7 @@ class _Job(NamedTuple):
   session: Session | None
   echo: bool
   prompts: list[np.ndarray]
+  stream: EventStream | None
 
   @property
   def draws(self) -> bool:
@@ -214,14 +218,13 @@ class Endpoint:
       scores = await run(self._scoring, self._score, job, call) if job.scores else [None for _ in job.prompts]
       if scores is None:
         raise concurrent.futures.CancelledError
-      stream = self._event_stream(job)
       none = openai_format.nothing_drawn
-      completions = await self._generate(job, call, stream) if job.draws else [none(r) for r in job.requests]
+      completions = await self._generate(job, call) if job.draws else [none(r) for r in job.requests]
     except BaseException:
       if job.session:
         job.session.busy.release()
       raise
-    return await run(self._threads, self._respond, job, completions, scores, stream)
+    return await run(self._threads, self._respond, job, completions, scores)
 
   def _prepare(self, call: Call) -> _Job:
     """Reads a body; InputError if it is invalid, _Refused if it names no model."""
@@ -245,7 +248,21 @@ class Endpoint:
     else:
       openai_format.check_supported(body, call.path == _CHAT, self._scorers.get(name))
     echo, prompts = bool(body.get('echo')) and not session, [request.tokens for request in requests[::count]]
-    return _Job(call.path, body, name, requests, count, api_key=api_key, session=session, echo=echo, prompts=prompts)
+    # Text is sent while it is drawn; other answers, and those to agents of a run, when they are complete.
+    whole = session or echo or body.get('tools') or body.get('logprobs') not in (None, False)
+    texts = () if whole else [TextStream(self._tokenizer.decode, r.sampling['stop_strings']) for r in requests]
+    return _Job(
+      call.path,
+      body,
+      name,
+      requests,
+      count,
+      api_key=api_key,
+      session=session,
+      echo=echo,
+      prompts=prompts,
+      stream=EventStream(call.path == _CHAT, name, texts) if body.get('stream') else None,
+    )
 
   def _check(self, job: _Job) -> None:
     """Raises InputError if a request cannot be served; in the engine's thread, the error would end the run."""
@@ -264,20 +281,7 @@ class Endpoint:
         out += next(chunks)
     return out
 
-  def _event_stream(self, job: _Job) -> EventStream | None:
-    """Returns the stream of a reply, None if it is sent as JSON.
-
-    Text is sent while it is drawn; an answer that may call tools, has log-probs or repeats its prompt, and those to
-    agents of a run, are sent once they are complete.
-    """
-    if not job.body.get('stream'):
-      return None
-    texts = []
-    if not (job.session or job.echo or job.body.get('tools') or job.body.get('logprobs') not in (None, False)):
-      texts = [TextStream(self._tokenizer.decode, request.sampling['stop_strings']) for request in job.requests]
-    return EventStream(job.path == _CHAT, job.model, texts)
-
-  async def _generate(self, job: _Job, call: Call, stream: EventStream | None) -> list[Completion]:
+  async def _generate(self, job: _Job, call: Call) -> list[Completion]:
     """Waits for the completions of the requests of a body, and sends the events of a stream until then.
 
     Raises:
@@ -286,20 +290,24 @@ class Endpoint:
     answers = [Answer() for _ in job.requests]
     call.futures = [*answers]
     arrived: asyncio.Queue[tuple[int, np.ndarray] | None] = asyncio.Queue()
-    if stream and stream.texts:
-      wake = asyncio.get_running_loop().call_soon_threadsafe  # an engine runs in another thread
+    loop = asyncio.get_running_loop()
+
+    def pass_on(index: int, tokens: np.ndarray) -> None:
+      loop.call_soon_threadsafe(arrived.put_nowait, (index, tokens))  # the engine runs in another thread
+
+    if job.stream and job.stream.texts:
       for i, answer in enumerate(answers):
-        answer.on_tokens = functools.partial(lambda i, tokens: wake(arrived.put_nowait, (i, tokens)), i)
+        answer.on_tokens = functools.partial(pass_on, i)
     with self._shared.submitted(job.model, job.requests, answers):
       if call.left or self._shared.stopped:  # No engine may be running.
         call.cancel()
       ended = asyncio.gather(*map(asyncio.wrap_future, answers), return_exceptions=True)
       ended.add_done_callback(lambda _: arrived.put_nowait(None))
       while (part := await arrived.get()) is not None:
-        await _send_part(call, stream, part)
+        await _send_part(call, job.stream, part)
       return [answer.result() for answer in answers]
 
-  def _respond(self, job: _Job, completions: list[Completion], scores: list[Any], stream: EventStream | None) -> Reply:
+  def _respond(self, job: _Job, completions: list[Completion], scores: list[Any]) -> Reply:
     """Returns the reply with these completions and the scores of the prompts, and records what was drawn."""
     choices = self._translator.choices(job.path == _CHAT, job.body, completions)
     if job.session:
@@ -313,9 +321,9 @@ class Endpoint:
         for i, c in enumerate(choices)
       ]
     response = openai_format.response(job.path == _CHAT, job.model, choices, job.prompts, completions)
-    if stream:
+    if job.stream:
       with_usage = (job.body.get('stream_options') or {}).get('include_usage')
-      return Reply(200, stream.end(response, with_usage), EVENTS)
+      return Reply(200, job.stream.end(response, with_usage), EVENTS)
     return Reply(200, json.dumps(response))
 
   def _requests(self, is_chat: bool, body: dict, count: int) -> list[Request]:
