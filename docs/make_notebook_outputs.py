@@ -4,7 +4,7 @@ python docs/make_notebook_outputs.py [NAME ...]
 
 Runs notebooks (01_sft_then_grpo, ...; all for none), each in a kernel and an empty folder of its own, and in full but
 for those that download weights. The notebooks themselves are stored bare. Left out is what depends on the speed of
-the machine: seconds, rates, repeated lines of progress, and lines of steps but the first in each tenth of a run. Needs
+the machine: seconds, rates, lines of progress, and lines of steps but the first in each tenth of a run. Needs
 `.[notebook]`.
 """
 
@@ -24,6 +24,9 @@ SHORT = ('05_lora_your_reward',)  # run as the tests do, with a tiny random mode
 # A duration or a rate, such as `12.5 s` or `1,200 tokens/s`, and those of a line of metrics, such as `s/step 0.5`.
 _TIMES = re.compile(r'\b\d[\d.,]*[kM]? ?(?=(?:ms|s|min|h|tokens/s|tok/s)\b)')
 _METRICS = re.compile(r' +(?:tok/s|s/step|left) [\d.:,]+[kM]?')
+_RATES = re.compile(r'^.*(?:Tokens per second|Seconds per step).*\n', re.MULTILINE)  # rows of a table
+_COMMIT = re.compile(r' \([0-9a-f]{12}(?:-dirty)?\)')
+_PROGRESS = re.compile(r'(?:compiling \d+/\d+: \S+|evaluating \S+|[\w ]+)(?: \(… s\))?\n')
 _STEP = re.compile(r'(?P<stage>\S+) (?P<step>\d+)/(?P<steps>\d+)  ')
 
 
@@ -33,8 +36,8 @@ def code_of(book: nbformat.NotebookNode) -> list[str]:
 
 
 def untimed(text: str) -> str:
-  """Returns a text without seconds and rates."""
-  return _METRICS.sub('', _TIMES.sub('… ', text))
+  """Returns a text without seconds, rates and the commit."""
+  return _COMMIT.sub('', _RATES.sub('', _METRICS.sub('', _TIMES.sub('… ', text))))
 
 
 def kept(outputs: list) -> list[dict]:
@@ -62,13 +65,14 @@ def kept(outputs: list) -> list[dict]:
 
 
 def thinned(outputs: list[dict]) -> list[dict]:
-  """Returns outputs without repetitions, and without the lines of steps but the first in each tenth of a run."""
+  """Returns outputs without repetitions and progress, and of lines of steps the first in each tenth of a run."""
   found: list[dict] = []
   tenth = ('', -1)  # the stage and its last tenth
   for output in outputs:
-    if found and output == found[-1]:
+    text = output.get('data', {}).get('text/plain', '')
+    if found and output == found[-1] or _PROGRESS.fullmatch(text):
       continue
-    if line := _STEP.match(output.get('data', {}).get('text/plain', '')):
+    if line := _STEP.match(text):
       now = line['stage'], 10 * int(line['step']) // int(line['steps'])
       if now == tenth:
         continue
