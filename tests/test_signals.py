@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 import types
+from concurrent import futures
 
 import children
 import pytest
 import tiny
 
 from jaxpost import stages
-from jaxpost.errors import Preempted
+from jaxpost.errors import InputError, Preempted
 from jaxpost.hardware import signals
 from jaxpost.monitor import metrics
 from jaxpost.rewards.pool import Group, RewardPool
@@ -136,6 +137,13 @@ def test_handlers_are_those_of_before_afterwards():
       stop.check('here')
     stop.received = None
   assert {n: signal.getsignal(n) for n in before} == before
+
+
+def test_a_run_in_a_thread_goes_without_handlers(tmp_path):
+  with futures.ThreadPoolExecutor(1) as pool:
+    run = pool.submit(stages.run, {'data': {'path': 'nowhere.jsonl'}, 'model': {'dtype': 'float32'}}, tmp_path / 'run')
+    with pytest.raises(InputError, match='nowhere.jsonl'):  # not ValueError: signal only works in main thread
+      run.result()
 
 
 def test_a_person_who_insists_ends_a_run(clock):

@@ -48,18 +48,19 @@ class StopSignal:
     self._left = threading.Event()
 
   def __enter__(self) -> StopSignal:
-    if threading.current_thread() is threading.main_thread():
-      self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
-      self.install()
-      if self._exit_after_s:
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # told of signals while the main thread is in C
-        threading.Thread(target=self._end_what_is_stuck, args=(reader,), daemon=True).start()
+    self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+    self.install()
+    if self._exit_after_s:
+      reader, writer = os.pipe()
+      os.set_blocking(writer, False)
+      signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # told of signals while the main thread is in C
+      threading.Thread(target=self._end_what_is_stuck, args=(reader,), daemon=True).start()
     return self
 
   def install(self) -> None:
     """Sets the handlers; again, after a library (jax.distributed) may have set its own."""
+    if threading.current_thread() is not threading.main_thread():
+      return  # Python lets no other thread set them: a run in a thread of a server is told of no signal
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
       old = signal.getsignal(number)
       if not (number == signal.SIGHUP and old is signal.SIG_IGN):
