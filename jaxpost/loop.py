@@ -62,6 +62,8 @@ def resume(stage: Stage) -> int:
   if stage.checkpointer.latest() is None:
     return 0
   template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), states(stage))
+  for name, role in stage.roles.trainable.items():
+    role.state = template[name]  # frees the initial arrays: a device may have no room for a second state beside them
   step, restored, meta = stage.checkpointer.restore(template)
   for name, role in stage.roles.trainable.items():
     role.state = restored[name]
