@@ -36,33 +36,21 @@ def make_layouts(mesh: Any, row_length: int, devices: Sequence[jax.Device] | Non
       f'config.mesh.rollout_devices, score_devices: {separate} of {len(every)} device(s) leave none to train on'
     )
   left = len(every) - separate
-  train = make_layout(mesh.train, 'train', devices=every[:left])
   after = left + mesh.score_devices
-  out = dict(
-    train=train,
-    rollout=make_layout(
-      mesh.rollout,
-      'rollout',
-      'config.mesh.rollout',
-      devices=every[after:],
-      beside=None if mesh.rollout_devices else train,
-    ),
-    score=make_layout(
-      mesh.score or ('fsdp=-1' if mesh.score_devices else mesh.train),
-      'train',
-      'config.mesh.score',
-      devices=every[left:after],
-      beside=None if mesh.score_devices else train,
-    ),
-  )
-  for phase in 'train', 'score':
-    parts = out[phase].mesh.shape['context']
+  train = make_layout(mesh.train, 'train', devices=every[:left])
+  rollout = make_layout(mesh.rollout, 'rollout', devices=every[after:], beside=None if mesh.rollout_devices else train)
+  text, beside = mesh.score or mesh.train, train
+  if mesh.score_devices:
+    text, beside = mesh.score or 'fsdp=-1', None
+  score = make_layout(text, 'train', 'config.mesh.score', devices=every[left:after], beside=beside)
+  for phase, layout in (('train', train), ('score', score)):
+    parts = layout.mesh.shape['context']
     if row_length % parts:
       raise InputError(
         f'config.train.row_length: {row_length} is no multiple of the '
         f'context={parts} that config.mesh.{phase} splits rows by; use one'
       )
-  return out
+  return {'train': train, 'rollout': rollout, 'score': score}
 
 
 def make_layout(
@@ -147,18 +135,18 @@ def parse_mesh(text: str, num_devices: int, key: str) -> dict[str, int]:
 
 def mesh_sizes(text: str, key: str) -> dict[str, int]:
   """The size of every axis as written: what can be read without a device."""
-  sizes = dict.fromkeys(AXES, 1)
+  sizes: dict[str, int] = {}
   for item in filter(None, text.replace(' ', '').split(',')):
     name, _, size = item.partition('=')
-    if name not in AXES or not re.fullmatch('-?[0-9]+', size):
+    if name not in AXES or not re.fullmatch('-?[0-9]{1,9}', size):
       raise InputError(
         f'{key}: cannot read {item!r:.100} in {text!r:.100}; write for example "fsdp=-1,tensor=2" with the axes '
         f'{", ".join(AXES)}'
       )
-    if sizes[name] != 1:
+    if name in sizes:
       raise InputError(f'{key}: {text!r} names the axis {name} twice')
     sizes[name] = int(size)
   wrong = [n for n in sizes.values() if n < 1 and n != -1]
   if wrong or list(sizes.values()).count(-1) > 1:
     raise InputError(f'{key}: {text!r}: sizes are 1 or more, and one of them may be -1')
-  return sizes
+  return dict.fromkeys(AXES, 1) | sizes  # in the order of AXES, which is that of the mesh

@@ -42,6 +42,10 @@ def parse(config: Mapping) -> dict[str, Config]:
       raise InputError(f'config.stages: {name!r} is a field of every config; give the stage another name')
     if name not in blocks:
       raise InputError(f'config.stages: there is no block config.{name}; blocks: {", ".join(blocks) or "none"}')
+    if names.count(name) > 1:  # checkpoints, metrics and weights are known by the name of their stage
+      raise InputError(f'config.stages: names {name!r} twice; give each stage a name and a block of its own')
+    if blocks[name].get('stages'):
+      raise InputError(f'config.{name}.stages: a stage has no stages of its own; name all of them in config.stages')
   if names:  # a block that no stage names may wait for its turn
     config = {k: v for k, v in config.items() if k not in blocks}
   base = _build(Config, config, 'config')
