@@ -40,15 +40,17 @@ TOKENIZER = tokenizer_lib.load('bytes')
 
 def test_a_run_stands_for_its_last_stage_that_has_saved(tmp_path):
   """A stage that was killed in its first save is none; the stages before are named by exporting them."""
-  (tmp_path / 'config.json').write_text(json.dumps({'stages': ['judge', 'sft', 'ppo']}))
+  run = tmp_path / 'me@example.com' / 'run'  # a home of this name holds an '@' that begins no step
   for step, finished in ('judge/1', True), ('sft/2', True), ('ppo/3', False):
-    (tmp_path / 'checkpoints' / step).mkdir(parents=True)
+    (run / 'checkpoints' / step).mkdir(parents=True)
     if finished:
-      (tmp_path / 'checkpoints' / step / manifest.NAME).touch()
-  folder, step = weight_sources.find_run(str(tmp_path), 'config.init_from')
+      (run / 'checkpoints' / step / manifest.NAME).touch()
+  (run / 'config.json').write_text(json.dumps({'stages': ['judge', 'sft', 'ppo']}))
+  assert weight_sources.find_run(f'{run}@2', 'config.init_from') == (run / 'checkpoints' / 'sft', 2)
+  folder, step = weight_sources.find_run(str(run), 'config.init_from')
   assert folder.name == 'sft' and step is None
   found = records.Source(tiny.config(), checkpoints=folder)
-  config = config_lib.parse({'reward_model': {'path': str(tmp_path)}})['sft']
+  config = config_lib.parse({'reward_model': {'path': str(run)}})['sft']
   with pytest.raises(InputError, match='no head that gives a reward; RUN is its last stage, sft: launch.export'):
     reward_models.find(config, lambda *_: found)
 
@@ -492,7 +494,7 @@ def test_what_cannot_work_is_refused(nano, judge, tmp_path):
     'writes no text',
   )
   refused(tiny.run_config(nano, reward='reward_model', eval=held_out), 'has none beside reward_model')
-  refused(tiny.run_config(str(folder)), 'these weights are of a reward model')
+  refused(tiny.run_config(str(folder)), 'config.model.path: these weights are of a reward model')
 
 
 def test_another_tokenizer_is_refused(nano, judge, tmp_path):

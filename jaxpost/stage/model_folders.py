@@ -17,7 +17,7 @@ from jaxpost.formats import config_fields, families, hf, model_folder, multimoda
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.stage.schema import ModelSection
-from jaxpost.storage import hub, object_store
+from jaxpost.storage import hub, manifest, object_store
 
 if TYPE_CHECKING:
   from jaxpost.stage.config import Config
@@ -61,7 +61,8 @@ def origin(section: ModelSection, cfg: ModelConfig) -> multimodal.Origin | None:
   path, family = section.path, families.of_model(cfg.family)
   if not (section.text_only or family.hybrid or family.extra_layers):
     return None
-  is_run = (epath.Path(path.partition('@')[0]).expanduser() / 'checkpoints').exists()
+  run_folder, _ = manifest.split_run(path)
+  is_run = (epath.Path(run_folder).expanduser() / 'checkpoints').exists()
   if not path or is_run:  # random weights, and checkpoints, are of text models alone
     return None
   path = adapter_base(epath.Path(path).expanduser()) or path

@@ -21,9 +21,8 @@ from jaxpost.models import model as model_lib
 from jaxpost.models import saved_config
 from jaxpost.stage import config as config_lib
 from jaxpost.stage.records import Source
-from jaxpost.storage import object_store, seals
+from jaxpost.storage import manifest, object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
-from jaxpost.storage.manifest import finished_steps
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
@@ -47,11 +46,10 @@ def find(text: str, key: str, earlier: Mapping[str, Source], text_only: bool = F
     if name not in earlier:
       raise InputError(f'{key}: {text!r} is no stage before this one; there is {", ".join(earlier) or "none"}')
     return earlier[name]
-  path = text.partition('@')[0]
-  object_store.check(path, key)
+  object_store.check(text, key)
+  path, step = manifest.split_run(text)
   local = epath.Path(path).expanduser()
-  is_run = (local / 'checkpoints').exists()
-  if is_run or (local.exists() and '@' in text):
+  if (local / 'checkpoints').exists() or (step and local.exists()):
     return of_checkpoint(*find_run(text, key))
   from jaxpost.stage import model_folders
 
@@ -97,7 +95,7 @@ def with_adapter(path: str, source: Source, rank: int = 0) -> Source:
 
 def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   """Parses RUN[@step] into (folder of the checkpoints of its last stage, step or None)."""
-  run_folder, _, step = text.partition('@')
+  run_folder, step = manifest.split_run(text)
   if step and not step.isdigit():
     raise InputError(f'{key}: {step!r} in {text!r} is no step')
   root = epath.Path(run_folder).expanduser()
@@ -105,7 +103,7 @@ def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
     raise InputError(f'{key}: {run_folder} is not the folder of a run (it has no config.json)')
   folders = [f for f in (root / 'checkpoints').glob('*') if f.is_dir()]
   # A stage that has begun and saved nothing yet is no outcome of the run.
-  folders = [f for f in folders if finished_steps(f)] or folders
+  folders = [f for f in folders if manifest.finished_steps(f)] or folders
   saved = seals.read_json(root / 'config.json')
   order = list(saved.get('stages') or ())
   found = sorted(folders, key=lambda f: order.index(f.name) if f.name in order else -1)

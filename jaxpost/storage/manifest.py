@@ -73,7 +73,12 @@ def finished_steps(folder: epath.PathLike) -> list[int]:
   return [s for s in steps(folder) if (folder / str(s) / NAME).exists()]
 
 
-# ----------------------------------------------------------------- names of leaves
+def split_run(text: str) -> tuple[str, str]:
+  """Splits RUN[@step] into (folder, step or ''); a folder that is there may have an '@' in its own path."""
+  if epath.Path(text).expanduser().exists():
+    return text, ''
+  folder, at, step = text.rpartition('@')
+  return (folder, step) if at else (text, '')
 
 
 def name_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
