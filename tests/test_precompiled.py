@@ -1,5 +1,8 @@
 """Every program of a run is compiled before its first step: on an accelerator each takes from seconds to minutes."""
 
+import threading
+import time
+
 import pytest
 import tiny
 
@@ -41,3 +44,20 @@ def test_steps_compile_nothing(tmp_path, monkeypatch, name):
   jaxpost.run(tiny.merged(make(tiny.folder(tmp_path / 'model'), **fields), dict(train=dict(steps=2))), tmp_path / 'run')
   ((ledger, count),) = found
   assert count > 1 and [row['program'] for row in ledger.rows[count:]] == []
+
+
+def test_an_error_waits_for_no_other_program():
+  refused, compiled = threading.Event(), []
+
+  def refuse():
+    refused.set()
+    raise RuntimeError('out of memory')
+
+  def other():
+    refused.wait()
+    time.sleep(0.1)
+    compiled.append(1)
+
+  with pytest.raises(RuntimeError, match='out of memory'):
+    precompile.run_jobs([refuse, *[other] * 20])
+  assert len(compiled) <= 3  # those that had begun

@@ -5,9 +5,10 @@ Legend: M micro-batches, B rows, T tokens.
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
-import typing
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jaxpost.roles import Roles, without_signal
 from jaxpost.stage.records import has_branches
 from jaxpost.types import Batch
 
-if typing.TYPE_CHECKING:
+if TYPE_CHECKING:
   from jaxpost.rollout.native import NativeEngine
   from jaxpost.stage.evaluate import Evaluator
   from jaxpost.stage.place import PlacedStage
@@ -68,59 +69,81 @@ def compile_all(
   placed: PlacedStage, roles: Roles, engine: NativeEngine | None, evaluator: Evaluator | None
 ) -> memory.Memory:
   """Compiles every program before step 0, two at a time; returns the memory that they need."""
-  config, algorithm, shape = placed.config, placed.algorithm, placed.shape
-  on_policy, micro, length = algorithm.on_policy, shape.micro_rows, shape.row_length
+  algorithm, policy = placed.algorithm, roles.policy
+  update, update_rows, step_rows = _batches(placed, roles)
+  jobs = [functools.partial(r.update_program.compile, r.state, update, r.frozen) for r in roles.trainable.values()]
+  jobs += _score_jobs(placed, roles, update_rows, step_rows)
+  later = []  # shares programs with what is in `jobs`
+  if evaluator and evaluator.held_out:
+    program = evaluator.held_out.program
+    later.append(functools.partial(program.compile, policy.state.params, update, policy.state.step, policy.frozen))
+  turns = bool(placed.workers.environment)
+  if engine and algorithm.on_policy:
+    lengths = placed.data.stream.lengths
+    jobs += engine.jobs(policy.params, lengths, placed.config.rollout.group_size, turns)
+    if algorithm.greedy_baseline(placed.config):  # one answer to each prompt
+      later += engine.jobs(policy.params, lengths, 1, turns)
+  if engine and evaluator and evaluator.sampled:
+    sampled = evaluator.sampled
+    later += engine.jobs(policy.params, [len(x.tokens) for x in sampled.prompts], sampled.samples, turns)
+  placed.ledger.planned = len(placed.ledger.begun) + len(jobs) + len(later)
+  run_jobs(jobs)
+  run_jobs(later)
+  return memory_of(placed, roles, engine, bool(evaluator and evaluator.sampled))
+
+
+def run_jobs(jobs: Sequence[Callable[[], Any]]) -> None:
+  """Runs jobs, two at a time; raises the first error at once, without the jobs that have not begun."""
+  with futures.ThreadPoolExecutor(2) as pool:
+    running = [pool.submit(job) for job in jobs]
+    try:
+      for done in futures.as_completed(running):
+        done.result()
+    finally:  # also where a user interrupts
+      pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _batches(placed: PlacedStage, roles: Roles) -> tuple[Batch, Batch, Batch]:
+  """Describes [M, B / M, T] batches: of an update, its rows as scoring reads them, and all rows of a step likewise."""
+  shape = placed.shape
+  micro = shape.micro_rows
   sharding = placed.train.sharding((None, 'batch'), (1, micro))
 
-  def described(x, rows: int) -> jax.ShapeDtypeStruct:
+  def described(x: np.ndarray, rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((rows // micro, micro, *x.shape[1:]), x.dtype, sharding=sharding)
 
   def batch(rows: int, branches: bool) -> Batch:
-    host = _rollout_row(placed, branches) if on_policy else placed.data.first_batch
+    host = _rollout_row(placed, branches) if placed.algorithm.on_policy else placed.data.first_batch
     return jax.tree.map(lambda x: described(x, rows), host)
 
-  plain = batch(shape.update_rows, has_branches(placed.inputs, placed.data))  # of an update
-  whole = batch(shape.rows, config.train.share_prompt)  # of a step
-  per_token = described(np.zeros((1, length), np.float32), shape.update_rows)
-  names = {k for o in placed.objectives.values() for k in o.arrays}
-  distilled, scored = (roles.teachers, ()) if placed.distills else ((), roles.teachers)
-  full = plain.replace(
-    arrays={**dict.fromkeys(names, per_token), **plain.arrays},
-    teacher_hidden=tuple(
-      jax.ShapeDtypeStruct((*per_token.shape, t.model.config.hidden_size), placed.compute.dtype, sharding=sharding)
-      for t in distilled
-    ),
+  rows = batch(shape.update_rows, has_branches(placed.inputs, placed.data))
+  per_token = described(np.zeros((1, shape.row_length), np.float32), shape.update_rows)
+  names = {name for objective in placed.objectives.values() for name in objective.arrays}
+  hidden = tuple(
+    jax.ShapeDtypeStruct((*per_token.shape, t.model.config.hidden_size), placed.compute.dtype, sharding=sharding)
+    for t in (roles.teachers if placed.distills else ())
   )
-  jobs = [functools.partial(r.update_program.compile, r.state, full, r.frozen) for r in roles.trainable.values()]
-  reading = without_signal(whole)
-  jobs += [functools.partial(x.compile, reading) for x in (roles.reward_model, *scored) if x]
+  # Arrays of the data have types and shapes of their own; what roles compute before an update is a float32 per token.
+  update = rows.replace(arrays=dict.fromkeys(names, per_token) | rows.arrays, teacher_hidden=hidden)
+  step = batch(shape.rows, placed.config.train.share_prompt)
+  return update, without_signal(rows), without_signal(step)
+
+
+def _score_jobs(placed: PlacedStage, roles: Roles, update_rows: Batch, step_rows: Batch) -> list[Callable[[], Any]]:
+  """Lists what compiles the scores of frozen roles, of the policy and of the critic."""
+  # Teachers whose logits the loss reads run on the rows of each update, others score the rollouts of a step.
+  of_update, of_step = (roles.teachers, ()) if placed.distills else ((), roles.teachers)
+  jobs = [functools.partial(x.compile, step_rows) for x in (roles.reward_model, *of_step) if x]
   if roles.reference:  # the pairs of an update have log-probs of their own
-    jobs.append(functools.partial(roles.reference.compile, without_signal(plain) if algorithm.pack else reading))
-  jobs += [functools.partial(role.compile, without_signal(plain)) for role in distilled]
-  scores = algorithm.scores(config)
+    rows = update_rows if placed.algorithm.pack else step_rows
+    jobs.append(functools.partial(roles.reference.compile, rows))
+  jobs += [functools.partial(x.compile, update_rows) for x in of_update]
   readers = {'old_logprobs': 'policy', 'values': 'critic' if roles.critic else 'policy'}
-  for name in dict.fromkeys(readers[k] for k in scores if k in readers):
-    trainable = roles.trainable[name]
-    jobs.append(functools.partial(trainable.score_program.compile, trainable.params, reading))
-  later = []  # shares programs with what is in `jobs`
-  if evaluator and evaluator.held_out:
-    policy, program = roles.policy, evaluator.held_out.program
-    later.append(functools.partial(program.compile, policy.state.params, full, policy.state.step, policy.frozen))
-  turns = bool(placed.workers.environment)
-  if engine and on_policy:
-    lengths = placed.data.stream.lengths
-    jobs += engine.jobs(roles.policy.params, lengths, config.rollout.group_size, turns)
-    if algorithm.greedy_baseline(config):  # one answer to each prompt
-      later += engine.jobs(roles.policy.params, lengths, 1, turns)
-  if engine and evaluator and evaluator.sampled:
-    sampled = evaluator.sampled
-    later += engine.jobs(roles.policy.params, [len(x.tokens) for x in sampled.prompts], sampled.samples, turns)
-  placed.ledger.planned = len(placed.ledger.begun) + len(jobs) + len(later)
-  with concurrent.futures.ThreadPoolExecutor(2) as pool:
-    for some in (jobs, later):
-      for done in [pool.submit(job) for job in some]:
-        done.result()
-  return memory_of(placed, roles, engine, bool(evaluator and evaluator.sampled))
+  scores = placed.algorithm.scores(placed.config)
+  for name in dict.fromkeys(readers[score] for score in scores if score in readers):
+    role = roles.trainable[name]
+    jobs.append(functools.partial(role.score_program.compile, role.params, step_rows))
+  return jobs
 
 
 def _rollout_row(placed: PlacedStage, branches: bool) -> Batch:
