@@ -59,6 +59,7 @@ def reward():
     ('```python\na\n```\n```py\nb\nc\n```', 'b\nc'),
     ('```python\na\n```\n```\noutput\n```', 'a'),
     ('```\na\n```', 'a'),
+    ('```python title="a.py"\na\n```', 'a'),
     ('```bash\nls\n```', ''),
     ('```python\na\n```\n```json\n{}\n```', 'a'),
     ('  ```Python\n  a\n  ```', '  a'),
@@ -102,6 +103,8 @@ def test_columns(reward):
   needs = ['assert math.isclose(add(1, two), 3)']
   assert reward([text], test_list=[needs], test_imports=[['import math']], test_setup_code=['two = 2']) == [1]
   assert reward([text], test_list=[needs]) == [0]
+  # Rows of two files, one with each of the columns.
+  assert reward([text] * 2, tests=[None, one], test_list=[TESTS, None]) == [1, 1]
   for bad in (None, [], '', [' '], [3], {'a': 1}):
     assert reward([text], tests=[bad]) == [None]
   assert reward([text], inputs=[['1']], outputs=[[]]) == [None]

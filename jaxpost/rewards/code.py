@@ -12,23 +12,28 @@ neither the test nor an expected value is where the solution runs.
 """
 
 import concurrent.futures
+import functools
 import json
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxpost.errors import InputError
 from jaxpost.rewards.format import text_of
 from jaxpost.workers import call, checks, sandbox
 
+# The marks, the language, and further words as in ```python title="a.py".
 # Possessive: a long run of spaces or marks must not be divided in every way.
-_FENCE = re.compile(r'\s*+(`{3,}+|~{3,}+)\s*+(\S*+)\s*+$')
+_FENCE = re.compile(r'\s*+(`{3,}+|~{3,}+)\s*+([^\s`]*+)[^`]*+$')
 _PYTHON = ('python', 'python3', 'py')
 _DEFINES_CHECK = re.compile(r'^def check\(', re.M)
 _CALLS_CHECK = re.compile(r'^check\(', re.M)
 _LONGEST = 1 << 22  # bytes of an expected output
 _SLACK = 1 << 16  # bytes to read beyond twice the length of the expected output
+
+# (program, limits) -> which of the tests of a row it passes.
+Judge = Callable[[str, sandbox.SandboxLimits], list[bool]]
 
 
 class Code:
@@ -71,7 +76,9 @@ class Code:
     self._limits = sandbox.SandboxLimits(
       timeout_s=timeout, memory_mb=memory_mb, disk_mb=disk_mb, packages=packages, insecure=insecure
     )
-    self._share, self._fenced, self._parallel = share, fenced, parallel
+    self._share = share
+    self._fenced = fenced
+    self._parallel = parallel
     self.needs_columns = ('tests|test_list|inputs',)
     sandbox.probe(self._limits)
     if lacks := sandbox.lacks(self._limits):
@@ -93,14 +100,18 @@ class Code:
     """Returns one reward per completion; RewardError if `time_limit_s` may not suffice or no row can be judged."""
     size = len(completions)
     self._check_time(size, time_limit_s)
-    given = (tests or test_list, inputs, outputs, test_setup_code, test_imports, entry_point)
-    columns = [c or [None] * size for c in given]
-    refused, late = {}, []
+    given = (tests, test_list, inputs, outputs, test_setup_code, test_imports, entry_point)
+    tests, test_list, *others = (column or [None] * size for column in given)
+    # Where the rows of several files have both columns, each row has null in one of them.
+    tests = [own or listed for own, listed in zip(tests, test_list)]
+    rows = list(zip(tests, *others))
+    refused: dict[int, str] = {}  # completion -> why its row cannot be judged
+    late = []
 
     def grade(i: int) -> float | None:
       begin = time.monotonic()
       try:
-        reward = self._grade(completions[i], *(column[i] for column in columns))
+        reward = self._grade(completions[i], _judge_of(*rows[i]))
       except checks.UnreadableTest as error:
         refused[i] = str(error)
         return None
@@ -129,34 +140,49 @@ class Code:
         ' or lower timeout'
       )
 
-  def _grade(self, completion, tests, inputs, outputs, setup, imports, entry_point) -> float | None:
-    """Returns the reward of one completion; the other arguments are its row's columns."""
-    tests = [tests] if isinstance(tests, str) else tests
-    # Any program passes a blank test, so a row that has one is unreadable.
-    has_tests = _is_texts(tests) and all(test.strip() for test in tests)
-    lists = isinstance(inputs, list) and isinstance(outputs, list) and bool(inputs) and len(inputs) == len(outputs)
-    # A program that does nothing prints what is blank.
-    prints = lists and _is_texts(inputs) and _is_texts(outputs) and any(text.strip() for text in outputs)
-    if not has_tests and not (lists and entry_point) and not prints:
+  def _grade(self, completion: str | list[dict], judge: Judge | None) -> float | None:
+    """Returns the reward of one completion; None if nothing judges it."""
+    if judge is None:
       return None
-    # Read before the program is looked at: whether a row can be judged must not depend on the completion.
-    if has_tests:
-      judged = [checks.read(_complete(test, setup, imports, entry_point)) for test in tests]
-    elif entry_point:
-      judged = [_example(entry_point, i, o) for i, o in zip(inputs, outputs)]
-    else:
-      output_bytes = 2 * _longest(inputs, outputs) + _SLACK
     text = text_of(completion)
     program = last_block(text) if self._fenced else text
     if not program.strip():
       return 0.0
-    if has_tests or entry_point:
-      passed = sandbox.run_tests(program, judged, self._limits)
-    else:
-      given = sandbox.run_inputs(program, inputs, self._limits, output_bytes)
-      passed = [g is not None and _lines(g) == _lines(o) for g, o in zip(given, outputs, strict=True)]
+    passed = judge(program, self._limits)
     share = sum(passed) / len(passed)
     return share if self._share else float(share == 1)
+
+
+def _judge_of(tests, inputs, outputs, setup, imports, entry_point) -> Judge | None:
+  """Returns what judges the programs of a row by its columns; None if these have no tests.
+
+  It does not know the completion: whether a row can be judged must not depend on that.
+  """
+  tests = [tests] if isinstance(tests, str) else tests
+  # Any program passes a blank test, so a row that has one is unreadable.
+  if _is_texts(tests) and all(test.strip() for test in tests):
+    complete = [checks.read(_complete(test, setup, imports, entry_point)) for test in tests]
+    return functools.partial(_passed_tests, complete)
+  if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs)):
+    return None
+  if entry_point:
+    examples = [_example(entry_point, i, o) for i, o in zip(inputs, outputs)]
+    return functools.partial(_passed_tests, examples)
+  # A program that does nothing prints what is blank.
+  if _is_texts(inputs) and _is_texts(outputs) and any(text.strip() for text in outputs):
+    return functools.partial(_printed_outputs, inputs, outputs, 2 * _longest(inputs, outputs) + _SLACK)
+  return None
+
+
+def _passed_tests(tests: list[checks.Test], program: str, limits: sandbox.SandboxLimits) -> list[bool]:
+  return sandbox.run_tests(program, tests, limits)
+
+
+def _printed_outputs(
+  inputs: list[str], outputs: list[str], output_bytes: int, program: str, limits: sandbox.SandboxLimits
+) -> list[bool]:
+  printed = sandbox.run_inputs(program, inputs, limits, output_bytes)
+  return [text is not None and _lines(text) == _lines(output) for text, output in zip(printed, outputs, strict=True)]
 
 
 def _complete(test: str, setup: str | None, imports: list[str] | None, entry_point: str | None) -> str:
@@ -184,25 +210,33 @@ def _example(entry_point: str, arguments: object, expected: object) -> checks.Te
 
 
 def last_block(text: str) -> str:
-  """Returns the last fenced block of Python, else the last block without a language, else ''.
+  """Returns the last fenced block of Python, else the last block without a language, else ''."""
+  last = {'python': '', '': ''}
+  for language, block in _blocks(text):
+    last['python' if language in _PYTHON else language] = block
+  return last['python'] or last['']
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+  """Yields the language, in lower case, and the content of each fenced block.
 
   A block that is never closed counts: the completion may have been cut.
   """
-  blocks = {True: '', False: ''}  # the last block, by whether it names a language
-  fence = None  # the mark that opened the current block
+  opening = language = ''
+  lines: list[str] = []
   for line in text.split('\n'):
-    mark = _FENCE.match(line)
-    if fence is None and mark:
-      fence, language, lines = mark[1], mark[2].lower(), []
-    elif fence and mark and not mark[2] and mark[1].startswith(fence):
-      if language in ('', *_PYTHON):
-        blocks[language != ''] = '\n'.join(lines)
-      fence = None
-    elif fence:
+    fence = _FENCE.match(line)
+    if not opening:
+      if fence:
+        opening, language = fence[1], fence[2].lower()
+        lines = []
+    elif fence and fence[1].startswith(opening) and not fence[2]:
+      yield language, '\n'.join(lines)
+      opening = ''
+    else:
       lines.append(line)
-  if fence and language in ('', *_PYTHON):
-    blocks[language != ''] = '\n'.join(lines)
-  return blocks[True] or blocks[False]
+  if opening:
+    yield language, '\n'.join(lines)
 
 
 def _longest(inputs: list[str], outputs: list[str]) -> int:
