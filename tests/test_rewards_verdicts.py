@@ -42,6 +42,7 @@ CASES = [
   ('def f(n): return n', 'assert f([1, 2]).__len__() == 2 and f(3).numerator == 3 and range(9).index(f(4)) == 4', True),
   ('def f(n): return n', 'assert f(b"ab").upper().center(4) == b" AB " and f(True).bit_length() == 1', True),
   ('def f(n): return 10**4200', 'assert pow(f(1), f(2) - 1, f(3) - 3) == 3', False),
+  ('def f(n): return n', 'assert f(2) == pow(2, 10, mod=7) and f(1024) == pow(base=2, exp=10)', True),
   ('def f(n): return "a" * 2000000', 'assert "".join([f(1)] * 1000) == "a"', False),
   ('import os\ndef f(n): os._exit(1)', 'def g():\n  try:\n    assert f(1) == 2\n  finally:\n    return\ng()', False),
   ('import math\ndef f(n): return math.factorial(n)', 'import math\nassert f(2000) == math.factorial(2000)', True),

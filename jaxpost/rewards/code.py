@@ -33,7 +33,7 @@ _LONGEST = 1 << 22  # bytes of an expected output
 _SLACK = 1 << 16  # bytes to read beyond twice the length of the expected output
 
 # (program, limits) -> which of the tests of a row it passes.
-Judge = Callable[[str, sandbox.SandboxLimits], list[bool]]
+JudgeProgram = Callable[[str, sandbox.SandboxLimits], list[bool]]
 
 
 class Code:
@@ -140,7 +140,7 @@ class Code:
         ' or lower timeout'
       )
 
-  def _grade(self, completion: str | list[dict], judge: Judge | None) -> float | None:
+  def _grade(self, completion: str | list[dict], judge: JudgeProgram | None) -> float | None:
     """Returns the reward of one completion; None if nothing judges it."""
     if judge is None:
       return None
@@ -153,7 +153,7 @@ class Code:
     return share if self._share else float(share == 1)
 
 
-def _judge_of(tests, inputs, outputs, setup, imports, entry_point) -> Judge | None:
+def _judge_of(tests, inputs, outputs, setup, imports, entry_point) -> JudgeProgram | None:
   """Returns what judges the programs of a row by its columns; None if these have no tests.
 
   It does not know the completion: whether a row can be judged must not depend on that.

@@ -12,6 +12,8 @@ import builtins
 import dataclasses
 import functools
 import json
+from collections.abc import Callable, Iterable
+from typing import Any, TypeGuard
 
 from jaxpost.workers import runner
 
@@ -122,7 +124,7 @@ def read(source: str) -> Test:
   skipped = _messages(tree)
   for node in ast.walk(tree):
     if node not in skipped:
-      _check(node, skipped)
+      _check(node)
   return Test(tree, _own(tree, skipped))
 
 
@@ -174,47 +176,72 @@ def _messages(tree: ast.Module) -> set[ast.AST]:
   return {node for root in roots if isinstance(root, ast.AST) for node in ast.walk(root)}
 
 
-def _check(node: ast.AST, skipped: set[ast.AST]) -> None:
+def _check(node: ast.AST) -> None:
   """Raises UnreadableTest if dialog.py cannot evaluate this node."""
-  if isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS):
-    _refuse(node, f'uses `{_text(node)}`')
-  if isinstance(node, (ast.LShift, ast.RShift, ast.MatMult)):
-    raise UnreadableTest(f'uses the operator {type(node).__name__}, which cannot be judged from outside; {_PLAIN}')
-  if isinstance(node, ast.Attribute) and node.attr in _REFUSED:
+  for kind, evaluated in ((ast.stmt, _STATEMENTS), (ast.expr, _EXPRESSIONS)):
+    if isinstance(node, kind) and not isinstance(node, evaluated):
+      _refuse(node, f'uses `{_text(node)}`')
+  if type(node) in _CHECKS:
+    _CHECKS[type(node)](node)
+
+
+def _check_operator(node: ast.operator) -> None:
+  raise UnreadableTest(f'uses the operator {type(node).__name__}, which cannot be judged from outside; {_PLAIN}')
+
+
+def _check_attribute(node: ast.Attribute) -> None:
+  if node.attr in _REFUSED:
     _refuse(node, f'uses `{_text(node)}`', 'write an operator, or the value')
-  if isinstance(node, ast.FormattedValue) and (node.format_spec or node.conversion != -1):
+
+
+def _check_formatted(node: ast.FormattedValue) -> None:
+  if node.format_spec or node.conversion != -1:
     _refuse(node, 'formats a value', 'write the text')
-  if isinstance(node, ast.expr) and not isinstance(node, _EXPRESSIONS):
-    _refuse(node, f'uses `{_text(node)}`')
-  if isinstance(node, (ast.Import, ast.ImportFrom)):
-    _check_import(node)
-  if isinstance(node, ast.FunctionDef) and (node.decorator_list or node.args.vararg or node.args.kwarg):
+
+
+def _check_function(node: ast.FunctionDef) -> None:
+  if node.decorator_list or node.args.vararg or node.args.kwarg:
     _refuse(node, f'has a function with decorators, *args or **kwargs, {node.name}')
-  if isinstance(node, (ast.FunctionDef, ast.Lambda)) and (node.args.defaults or node.args.kwonlyargs):
+  _check_defaults(node)
+
+
+def _check_defaults(node: ast.FunctionDef | ast.Lambda) -> None:
+  if node.args.defaults or node.args.kwonlyargs:
     _refuse(node, 'has a function with defaults')
-  if isinstance(node, (ast.Assign, ast.For, ast.comprehension, ast.AugAssign)):
-    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-      for part in ast.walk(target):
-        if not isinstance(part, (ast.Name, ast.Tuple, ast.List, ast.expr_context)):
-          _refuse(target, f'assigns to `{_text(target)}`')
-  if isinstance(node, ast.With):
-    _check_with(node)
-  if isinstance(node, ast.ExceptHandler) and node.name:
+
+
+def _check_targets(node: ast.Assign | ast.AugAssign | ast.For | ast.comprehension) -> None:
+  """Refuses to assign to anything but names, and tuples and lists of them."""
+  for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+    for part in ast.walk(target):
+      if not isinstance(part, (ast.Name, ast.Tuple, ast.List, ast.expr_context)):
+        _refuse(target, f'assigns to `{_text(target)}`')
+
+
+def _check_handler(node: ast.ExceptHandler) -> None:
+  if node.name:
     _refuse(node, f'names an exception, `as {node.name}`')
-  if isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
-    for side in (node.left, *node.comparators):
-      if isinstance(side, ast.Call) and isinstance(side.func, ast.Name) and side.func.id[:1].isupper():
-        if side.func.id != 'Counter':
-          _refuse(node, f"compares objects of the solution's class {side.func.id}", 'compare their plain attributes')
-  if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == 'isinstance':
-    names = [n.id for n in ast.walk(node.args[-1]) if isinstance(n, ast.Name)] if node.args else []
-    if len(node.args) != 2 or not names or set(names) - set(KINDS):
+
+
+def _check_compare(node: ast.Compare) -> None:
+  """Refuses to compare an object of the solution's class, `Point(1, 2)`, as its `__eq__` may say what it likes."""
+  if not isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
+    return
+  for side in (node.left, *node.comparators):
+    name = side.func.id if isinstance(side, ast.Call) and is_name(side.func) else ''
+    if name[:1].isupper() and name != 'Counter':
+      _refuse(node, f"compares objects of the solution's class {name}", 'compare their plain attributes')
+
+
+def _check_call(node: ast.Call) -> None:
+  name = node.func.id if is_name(node.func) else ''
+  if name == 'isinstance':
+    kinds = _names(node.args[-1]) if node.args else set()
+    if len(node.args) != 2 or not kinds or kinds - set(KINDS):
       _refuse(node, f'uses `{_text(node)}`', f'isinstance knows {", ".join(KINDS)}')
-  if isinstance(node, ast.Call) and any(
-    isinstance(v, ast.Lambda) for v in (*node.args, *(k.value for k in node.keywords))
-  ):
-    if not (isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS):
-      _refuse(node, f'gives the solution a function, `{_text(node)}`', 'give it plain values')
+  arguments = (*node.args, *(keyword.value for keyword in node.keywords))
+  if any(isinstance(argument, ast.Lambda) for argument in arguments) and name not in FUNCTIONS:
+    _refuse(node, f'gives the solution a function, `{_text(node)}`', 'give it plain values')
 
 
 def _check_import(node: ast.Import | ast.ImportFrom) -> None:
@@ -243,19 +270,14 @@ def _check_with(node: ast.With) -> None:
 def _own(tree: ast.Module, skipped: set[ast.AST]) -> str:
   """Returns the name of a builtin that is the solution's, or ''; refuses tests that pass or fail on their own."""
   nodes = [node for node in ast.walk(tree) if node not in skipped]
-  checks = any(isinstance(n, (ast.Assert, ast.With)) for n in nodes)
-  bound = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-  bound |= {n.arg for n in nodes if isinstance(n, ast.arg)}
-  bound |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
-  bound |= {a.name for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names if _helps(n)}
-  bound |= {n.id for h in nodes if isinstance(h, ast.ExceptHandler) and h.type for n in ast.walk(h.type) if is_name(n)}
-  bound |= {n.id for w in nodes if isinstance(w, ast.With) for n in ast.walk(w.items[0].context_expr) if is_name(n)}
+  asserts = any(isinstance(n, (ast.Assert, ast.With)) for n in nodes)
+  bound = {name for node in nodes for name in _bound_names(node)}
   loaded = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)} - bound
   called = {n.func.id for n in nodes if isinstance(n, ast.Call) and is_name(n.func)} - bound
   functions = called & set(FUNCTIONS)
   free = loaded - set(FUNCTIONS) - set(KINDS) - {'__name__'}
   unknown = sorted(free & set(dir(builtins)))
-  if not checks:
+  if not asserts:
     raise UnreadableTest('it asserts nothing: any program passes it')
   if unknown and len(free) > len(unknown):  # Alone it would be the solution's.
     raise UnreadableTest(f'it uses the builtin {unknown[0]}, which cannot be judged from outside; {_PLAIN}')
@@ -268,14 +290,32 @@ def _own(tree: ast.Module, skipped: set[ast.AST]) -> str:
   raise UnreadableTest(f'it calls no function of the solution; {hint}')
 
 
-def is_name(node: ast.AST) -> bool:
+def _bound_names(node: ast.AST) -> Iterable[str]:
+  """Returns the names that a node defines or imports, or that must name exceptions: they are not the solution's."""
+  if isinstance(node, ast.Name):
+    return [node.id] if isinstance(node.ctx, ast.Store) else []
+  if isinstance(node, ast.arg):
+    return [node.arg]
+  if isinstance(node, ast.FunctionDef):
+    return [node.name]
+  if isinstance(node, (ast.Import, ast.ImportFrom)):
+    # `from solution import f` names what is the solution's.
+    return [] if getattr(node, 'module', None) == 'solution' else [alias.name for alias in node.names]
+  if isinstance(node, ast.ExceptHandler) and node.type:
+    return _names(node.type)
+  if isinstance(node, ast.With):
+    return _names(node.items[0].context_expr)
+  return []
+
+
+def is_name(node: ast.AST) -> TypeGuard[ast.Name]:
   """True if a node is a plain name."""
   return isinstance(node, ast.Name)
 
 
-def _helps(node: ast.Import | ast.ImportFrom) -> bool:
-  """False for `from solution import f`, which names what is the solution's."""
-  return getattr(node, 'module', None) != 'solution'
+def _names(node: ast.AST) -> set[str]:
+  """Returns the plain names below a node."""
+  return {n.id for n in ast.walk(node) if is_name(n)}
 
 
 def _text(node: ast.AST) -> str:
@@ -286,3 +326,25 @@ def _text(node: ast.AST) -> str:
 def _refuse(node: ast.AST, what: str, instead: str = '') -> None:
   instead = instead or _INSTEAD.get(type(node), _PLAIN)
   raise UnreadableTest(f'line {getattr(node, "lineno", 1)} {what}, which cannot be judged from outside; {instead}')
+
+
+# Further checks of nodes, by their kind.
+_CHECKS: dict[type[ast.AST], Callable[[Any], None]] = {
+  ast.LShift: _check_operator,
+  ast.RShift: _check_operator,
+  ast.MatMult: _check_operator,
+  ast.Attribute: _check_attribute,
+  ast.FormattedValue: _check_formatted,
+  ast.Import: _check_import,
+  ast.ImportFrom: _check_import,
+  ast.FunctionDef: _check_function,
+  ast.Lambda: _check_defaults,
+  ast.Assign: _check_targets,
+  ast.AugAssign: _check_targets,
+  ast.For: _check_targets,
+  ast.comprehension: _check_targets,
+  ast.With: _check_with,
+  ast.ExceptHandler: _check_handler,
+  ast.Compare: _check_compare,
+  ast.Call: _check_call,
+}

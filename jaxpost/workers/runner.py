@@ -78,27 +78,25 @@ def decode(data: Any, kept: Callable[[int, str], Any], depth: int = 0) -> Any:
   """
   if depth > DEPTH:
     raise ValueError(f'nested deeper than {DEPTH}')
-  if data is None or isinstance(data, (bool, str, int, float)):
-    return data
-  if not isinstance(data, list) or not data or not isinstance(data[0], str):
-    raise ValueError('not a value')
-  tag, *rest = data
-  if tag in _TAGS:
-    items = [decode(v, kept, depth + 1) for v in rest]
-    return distinct(_TAGS[tag], items) if tag in 'sf' else _TAGS[tag](items)
-  if tag == 'd':
-    pairs = [(decode(k, kept, depth + 1), decode(v, kept, depth + 1)) for k, v in rest]
-    distinct(set, [key for key, _ in pairs])
-    return dict(pairs)
-  if tag == 'i' and len(rest) == 1 and isinstance(rest[0], str) and len(rest[0]) <= BITS // 4 + 3:
-    return int(rest[0], 16)
-  if tag == 'b' and len(rest) == 1 and isinstance(rest[0], str):
-    return bytes.fromhex(rest[0])
-  if tag == 'c' and len(rest) == 2 and all(isinstance(v, (int, float)) for v in rest):
-    return complex(*rest)
-  if tag == 'o' and len(rest) == 2 and type(rest[0]) is int and isinstance(rest[1], str):
-    return kept(*rest)
-  raise ValueError(f'no value has the tag {tag[:20]!r}')
+  match data:
+    case None | bool() | str() | int() | float():
+      return data
+    case [('l' | 't' | 's' | 'f') as tag, *parts]:
+      items = [decode(part, kept, depth + 1) for part in parts]
+      return distinct(_TAGS[tag], items) if tag in 'sf' else _TAGS[tag](items)
+    case ['d', *pairs]:
+      items = [(decode(key, kept, depth + 1), decode(value, kept, depth + 1)) for key, value in pairs]
+      distinct(set, [key for key, _ in items])
+      return dict(items)
+    case ['i', str(digits)] if len(digits) <= BITS // 4 + 3:
+      return int(digits, 16)
+    case ['b', str(digits)]:
+      return bytes.fromhex(digits)
+    case ['c', int() | float() as real, int() | float() as imaginary]:
+      return complex(real, imaginary)
+    case ['o', int(number), str(kind)] if not isinstance(number, bool):
+      return kept(number, kind)
+  raise ValueError('not a value')
 
 
 def distinct(kind: type, items: list) -> Any:

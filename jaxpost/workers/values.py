@@ -11,6 +11,7 @@ import ast
 import builtins
 import collections
 import dataclasses
+import functools
 import math
 import operator
 import re
@@ -184,43 +185,62 @@ def member(module: Any, name: str) -> Any:
 
 def call_builtin(builtin: Builtin, arguments: list, named: dict, outer: Evaluator) -> Any:
   """Calls a function on plain values; where it takes an iterable, an object of the solution is listed first."""
-  name, first = builtin.name, arguments[0] if arguments else None
+  name = builtin.name
+  first = arguments[0] if arguments else None
   if builtin.function:
     return _call_math(builtin, arguments, named)
-  if name == 'print':
-    return None
-  if name == 'isinstance':
-    return _is_instance(*arguments)
-  if name == 'type':
-    return Builtin(type(plain(first)).__name__)
   if name in ('map', 'filter', 'zip', 'dict', 'Counter'):
     return _call_lazy(name, arguments, named, outer)
   if isinstance(first, Handle) and name in _OF_OBJECTS:
     return outer.ask('apply', name, first)
-  if name in _OF_ITEMS and len(arguments) > 0 and not (name in ('min', 'max') and len(arguments) > 1):
+  several_values = name in ('min', 'max') and len(arguments) > 1
+  if arguments and name in _OF_ITEMS and not several_values:
     arguments = [outer.items(first), *arguments[1:]]
-    if name in ('all', 'any'):
-      for item in arguments[0]:
-        plain(item)
-    if name == 'sum':
-      return _sum(arguments[0], *arguments[1:], *named.values())
-  if name in ('set', 'frozenset'):
-    return runner.distinct(_KINDS[name], *arguments or ([],))
-  if name == 'pow':
-    if len(arguments) == 2:
-      return binary(ast.Pow(), *arguments)
-    _limit(sum(value.bit_length() for value in arguments), _POWER_BITS)
-    return pow(*arguments)
-  if name == 'round':
-    for digits in (*arguments[1:], named.get('ndigits')):
-      _limit(abs(digits or 0), _DIGITS)
-  if name == 'bytes' and isinstance(first, int):
-    _limit(first, _ITEMS)
+  if name in _BOUNDED:
+    return _BOUNDED[name](*arguments, **named)
   named = {k: _callable(v, outer) if k == 'key' else v for k, v in named.items()}
-  for value in arguments:
-    plain(value)
-  result = getattr(builtins, name)(*arguments, **named)
+  result = getattr(builtins, name)(*map(plain, arguments), **named)
   return list(result) if name in ('enumerate', 'reversed') else result
+
+
+def _print(*values: Any, **options: Any) -> None:
+  """Prints nothing: a test is judged by what it asserts."""
+
+
+def _is_instance(value: Any, kinds: Any) -> bool:
+  """isinstance for plain values; an object of the solution is of none of the plain classes."""
+  kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+  return not isinstance(value, Handle) and isinstance(value, tuple(_KINDS[kind.name] for kind in kinds))
+
+
+def _type(value: Any) -> Builtin:
+  return Builtin(type(plain(value)).__name__)
+
+
+def _all(items: list) -> bool:
+  return all([plain(item) for item in items])
+
+
+def _any(items: list) -> bool:
+  return any([plain(item) for item in items])
+
+
+def _pow(base: Any, exp: Any, mod: Any = None) -> Any:
+  if mod is None:
+    return binary(ast.Pow(), base, exp)
+  _limit(sum(value.bit_length() for value in (base, exp, mod)), _POWER_BITS)
+  return pow(base, exp, mod)
+
+
+def _round(number: Any, ndigits: Any = None) -> Any:
+  _limit(abs(ndigits or 0), _DIGITS)
+  return round(plain(number), ndigits)
+
+
+def _bytes(source: Any = b'', *encoding: Any, **named: Any) -> bytes:
+  if isinstance(source, int):
+    _limit(source, _ITEMS)
+  return bytes(plain(source), *encoding, **named)
 
 
 def _sum(items: list, start: Any = 0) -> Any:
@@ -233,16 +253,30 @@ def _sum(items: list, start: Any = 0) -> Any:
   return type(start)(part for item in (start, *items) for part in item)
 
 
+def _distinct(kind: type, items: list | None = None) -> Any:
+  return runner.distinct(kind, items or [])
+
+
+# Functions whose argument or result has to be checked, by name.
+_BOUNDED: dict[str, Callable] = {
+  'print': _print,
+  'isinstance': _is_instance,
+  'type': _type,
+  'all': _all,
+  'any': _any,
+  'sum': _sum,
+  'set': functools.partial(_distinct, set),
+  'frozenset': functools.partial(_distinct, frozenset),
+  'pow': _pow,
+  'round': _round,
+  'bytes': _bytes,
+}
+
+
 def _call_math(builtin: Builtin, arguments: list, named: dict) -> Any:
   if builtin.name in ('factorial', 'comb', 'perm'):
     _limit(max((abs(v) for v in arguments), default=0), 5000)
   return builtin.function(*arguments, **named)
-
-
-def _is_instance(value: Any, kinds: Any) -> bool:
-  """isinstance for plain values; an object of the solution is of none of the plain classes."""
-  kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-  return not isinstance(value, Handle) and isinstance(value, tuple(_KINDS[kind.name] for kind in kinds))
 
 
 def _call_lazy(name: str, arguments: list, named: dict, outer: Evaluator) -> Any:
@@ -274,14 +308,7 @@ def call_method(owner: Any, name: str, arguments: list, named: dict, outer: Eval
   if isinstance(owner, range):  # Python would compare what is no int with each item.
     owner = outer.items(owner)
   arguments = [outer.items(v) if isinstance(v, Handle) and name in ('join', 'extend') else plain(v) for v in arguments]
-  if name == 'replace':
-    _limit(len(owner) + owner.count(arguments[0]) * len(arguments[1]), _ITEMS)
-  elif name == 'join':
-    _limit(len(owner) * len(arguments[0]) + sum(map(len, arguments[0])), _TEXT)
-  elif name in ('center', 'ljust', 'rjust', 'zfill'):
-    _limit(arguments[0], _ITEMS)
-  elif name == 'extend':
-    _limit(len(owner) + len(arguments[0]), _ITEMS)
+  _limit_method(owner, name, arguments)
   if isinstance(owner, (set, frozenset)) and name not in ('add', 'discard', 'remove'):
     arguments = [runner.distinct(set, list(value)) for value in arguments]
   elif isinstance(owner, dict) and name == 'update':
@@ -290,3 +317,15 @@ def call_method(owner: Any, name: str, arguments: list, named: dict, outer: Eval
     named = {**named, 'key': _callable(named['key'], outer)}
   result = getattr(owner, name)(*arguments, **named)
   return list(result) if isinstance(owner, dict) and name in ('keys', 'values', 'items') else result
+
+
+def _limit_method(owner: Any, name: str, arguments: list) -> None:
+  """Raises TooLarge before a method would make a large value."""
+  if name == 'replace':
+    _limit(len(owner) + owner.count(arguments[0]) * len(arguments[1]), _ITEMS)
+  elif name == 'join':
+    _limit(len(owner) * len(arguments[0]) + sum(map(len, arguments[0])), _TEXT)
+  elif name in ('center', 'ljust', 'rjust', 'zfill'):
+    _limit(arguments[0], _ITEMS)
+  elif name == 'extend':
+    _limit(len(owner) + len(arguments[0]), _ITEMS)
