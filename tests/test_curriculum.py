@@ -13,6 +13,7 @@ from jaxpost.errors import InputError
 from jaxpost.rl import curriculum
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
+from jaxpost.types import Prompt
 
 ROWS = 6
 
@@ -77,7 +78,6 @@ def test_a_step_does_not_repeat_a_few_prompts(kind, caplog):
 def test_what_dynamic_sampling_left_out_is_observed():
   """The verdicts of all rounds, of samples that have one; a group without any changes nothing."""
   from jaxpost.rewards.groups import Graded
-  from jaxpost.types import Prompt
 
   def prompts(*indices):
     rollout = types.SimpleNamespace(prompts=[Prompt(i, None, '', {}) for i in indices])
@@ -91,9 +91,19 @@ def test_what_dynamic_sampling_left_out_is_observed():
     rounds=[prompts(0, 1), prompts(8, 9)], grader=types.SimpleNamespace(correct_by='right'), info={}
   )
   results = [graded(1.0, 1.0), graded(1.0, 0.0), graded(1.0, None), graded(None, None)]
-  chosen.observe(pending, types.SimpleNamespace(rollout=None, verdicts=None, sampled=results))
+  rollout = types.SimpleNamespace(expert=None)
+  chosen.observe(pending, types.SimpleNamespace(rollout=rollout, verdicts=None, sampled=results))
   assert chosen.rates == {0: 1.0, 1: 0.5, 2: 1.0}
   assert pending.info['curriculum/solved'] == 2 and pending.info['curriculum/seen'] == 3
+
+
+def test_answers_of_the_data_are_no_pass():
+  """With `rl.expert` the last sample of a group is right, whatever the policy can do."""
+  chosen = make('prioritized', [])
+  rollout = types.SimpleNamespace(prompts=[Prompt(0, None, '', {})], expert=np.array([False, False, True]))
+  grades = types.SimpleNamespace(rollout=rollout, verdicts=np.array([[0.0, 0.0, 1.0]]), sampled=None)
+  chosen.observe(types.SimpleNamespace(info={}), grades)
+  assert chosen.rates == {0: 0.0}
 
 
 def easy(answer, **columns):

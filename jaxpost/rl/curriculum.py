@@ -33,7 +33,8 @@ class Curriculum:
     passes: verdict from which a completion is right.
     rates: row -> pass rate of its last group; rows that were never sampled are drawn.
     passed_over: rows that were not drawn so far.
-    per_step: prompts of a step; drawn: rows drawn in the present pass over the data.
+    per_step: prompts of a step.
+    drawn: rows drawn in the present pass over the data.
   """
 
   kind: str
@@ -66,7 +67,8 @@ class Curriculum:
       drawn = rate < 1
     else:
       drawn = np.random.default_rng((self.seed, index, 0xC0)).random() >= rate
-    self.passed_over += not drawn
+    if not drawn:
+      self.passed_over += 1
     return drawn
 
   def count_drawn(self) -> None:
@@ -80,6 +82,10 @@ class Curriculum:
     else:
       prompts = [prompt for one in pending.rounds if not one.from_earlier_step for prompt in one.rollout.prompts]
       table = verdicts(graded.sampled, reward_table(graded.sampled), pending.grader.correct_by)
+    if (
+      graded.rollout.expert is not None
+    ):  # The last of a group is an answer of the data, which the policy did not give.
+      table = table[:, :-1]
     for prompt, values in zip(prompts, table):
       values = values[np.isfinite(values)]
       if values.size:
