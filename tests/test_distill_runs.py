@@ -146,6 +146,15 @@ def test_shares_of_steps_are_those_of_the_seed():
   assert np.mean(steps[0]) == pytest.approx(0.3, abs=0.03)
 
 
+def test_an_answer_that_is_not_trained_is_refused():
+  from jaxpost.data import tokenizer
+  from jaxpost.rl import demonstrations
+
+  messages = [dict(role='user', content='a'), dict(role='assistant', content='b', weight=0)]
+  with pytest.raises(InputError, match='row 3: no token of its answer is trained'):
+    demonstrations.make_example(tokenizer.load('bytes'), dict(messages=messages), 'row 3')
+
+
 @pytest.fixture(scope='module')
 def plain_loss(small, big):
   """Returns the loss of the first step with one teacher and otherwise default options."""

@@ -103,11 +103,13 @@ class ExpertSampler:
 def without_experts(rollout: Rollout, *grades: list[Graded] | None) -> tuple:
   """Returns (a rollout with the lengths of samples alone, *the grades of groups without those of their last ones)."""
   own = ~rollout.expert
-  out = [rollout.replace(lengths=rollout.lengths[own], finished=rollout.finished[own])]
-  for groups in grades:  # None: there are none
-    cut = [dict(rewards=g.rewards[:-1], components={k: v[:-1] for k, v in g.components.items()}) for g in groups or ()]
-    out.append(groups and [dataclasses.replace(g, **fields) for g, fields in zip(groups, cut)])
-  return tuple(out)
+  samples = rollout.replace(lengths=rollout.lengths[own], finished=rollout.finished[own])
+  return samples, *(groups and [_without_last(group) for group in groups] for groups in grades)  # None: there are none
+
+
+def _without_last(group: Graded) -> Graded:
+  components = {name: values[:-1] for name, values in group.components.items()}
+  return dataclasses.replace(group, rewards=group.rewards[:-1], components=components)
 
 
 def check(tokenizer: Tokenizer, rows: Rows, limit: int) -> None:
@@ -121,7 +123,10 @@ def check(tokenizer: Tokenizer, rows: Rows, limit: int) -> None:
 
 def make_example(tokenizer: Tokenizer, row: dict, where: str) -> Example:
   """Tokenizes a row as for training on its last answer; InputError if it has none."""
-  return chat.make_example(tokenizer, row, where, train_on='completion')
+  example = chat.make_example(tokenizer, row, where, train_on='completion')
+  if not example.loss_mask.any():
+    raise InputError(f'{where}: no token of its answer is trained; drop the row, or the weight 0 of the message')
+  return example
 
 
 def to_rollout(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_tokens: int, step: int = 0) -> Rollout:
