@@ -3,9 +3,11 @@
 Legend: N sequences, C completion tokens.
 """
 
+import collections
 import logging
 import re
 import time
+import types
 import typing
 
 import numpy as np
@@ -386,6 +388,16 @@ def test_a_template_that_ends_no_turn_is_refused(tmp_path):
 # ------------------------------------------------------------------ episodes
 
 BYTES = tokenizer_lib.load('bytes')
+
+
+def test_a_first_call_without_an_episode_stops_the_run():
+  """Also one of more episodes than are remembered."""
+  recent = collections.deque(maxlen=100)
+  owner = types.SimpleNamespace(recent=recent, limits=EpisodeLimits(prompt=1, tokens=1, failed=1.0))
+  with pytest.raises(InputError, match='100 of the last 100 episodes were lost: gone'):
+    episodes.Episodes.check_failures(owner, [types.SimpleNamespace(error='gone')] * 120)
+
+
 LIMITS = EpisodeLimits(prompt=200, tokens=300, turns=3, result=40, wait_blocks=2, failed=1.0)
 
 

@@ -42,8 +42,11 @@ class Episodes:
   def __init__(
     self, engine: Any, run_key: Any, pool: EnvironmentPool | PoolsBySource, tokenizer: Tokenizer, limits: EpisodeLimits
   ) -> None:
-    self.engine, self.run_key, self.pool = engine, run_key, pool
-    self.tokenizer, self.limits = tokenizer, limits
+    self.engine = engine
+    self.run_key = run_key
+    self.pool = pool
+    self.tokenizer = tokenizer
+    self.limits = limits
     self.turns = turns.Turns(tokenizer)
     self.recent = collections.deque(maxlen=_WINDOW)  # the error of each episode, or None
     if not self.turns.matches_template():
@@ -76,7 +79,7 @@ class Episodes:
     self.recent.extend(e.error for e in episodes)
     errors = [error for error in self.recent if error]
     count = len(self.recent)
-    all_failed = first and errors and len(errors) == len(episodes)
+    all_failed = first and errors and len(errors) == count
     too_many = count >= _MIN_EPISODES and len(errors) > self.limits.failed * count
     if all_failed or too_many:
       raise InputError(f'config.environment: {len(errors)} of the last {count} episodes were lost: {errors[-1]}')
