@@ -14,7 +14,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import engine as protocol
 from jaxpost.rollout import native, page_table, sampler_config
-from jaxpost.rollout.sequence import Request
+from jaxpost.rollout.sequence import ActiveSequence, DrawnTokens, Request
 from jaxpost.types import Prompt
 
 NEW, KEY = 12, np.array([1, 2], np.uint32)
@@ -318,6 +318,24 @@ def test_stop_strings_cut_exactly(engine):
     np.testing.assert_allclose(c.logprobs, full.logprobs[:size], atol=1e-5)
     assert c.finished == bool(ends) and c.stop_string == (string if ends else '')
   assert len(told[21, 1][0].tokens) < NEW
+
+
+def test_a_stop_string_is_searched_in_the_last_blocks():
+  """To join all blocks of a long completion after each of them would take quadratic time."""
+
+  def block(text):
+    ids = np.array(list(text.encode()), np.int32)
+    return DrawnTokens(ids, ids, ids, (), (), (), ids)
+
+  def text_of(ids):
+    return bytes(ids.tolist()).decode()
+
+  blocks = [block('ab')] * 79 + [block('cd')]
+  sequence = ActiveSequence(Request(np.array([1]), 0), 9, np.array([1]), blocks=[None] * 9 + blocks)
+  assert sequence.cut_at_stop_string(('no',), text_of) == ''
+  sequence.blocks = blocks
+  assert sequence.cut_at_stop_string(('bc',), text_of, 159) == ''
+  assert sequence.cut_at_stop_string(('bc',), text_of, 158) == 'bc' and text_of(sequence.drawn()[-3:]) == 'abc'
 
 
 def test_no_stop_string_before_the_least(engine):

@@ -130,15 +130,19 @@ def compile_jobs(
   """Functions that compile what sampling from prompts needs; see `engine.Engine.jobs`."""
   buckets = engine.buckets
   programs = engine.programs
+  slots = engine.max_concurrent_decodes
   weights, state = engine.described(params)
   key = _abstract(engine, (2,), np.uint32, axes=(None,))
   step = _abstract(engine, (), np.int32, axes=())
-  entry = jax.tree.map(lambda x: _abstract(engine, x.shape, x.dtype), engine.entry({}, {}))
+
+  def like(arrays):
+    return jax.tree.map(lambda x: _abstract(engine, x.shape, x.dtype), arrays)
 
   def tables(rows, read):
     return [_abstract(engine, (rows, read // engine.page), np.int32, axes=())] if engine.page else []
 
   jobs: list[Callable[[], Any]] = [functools.partial(engine.reshard.compile, params), programs.init.compile]
+  entry = like(engine.entry({}, {}))
   low = min(lengths)
   high = engine.config.room
   if not turns:  # an environment's first message may make prompts longer
@@ -147,7 +151,8 @@ def compile_jobs(
   again = range(low, high) if turns or engine.page else ()
   rows = buckets.prefill_rows(group_size)
   for size in sorted({buckets.prompt(n) for n in (*lengths, *again)}):
-    tokens, counts = _abstract(engine, (rows, size)), _abstract(engine, (rows,))
+    tokens = _abstract(engine, (rows, size))
+    counts = _abstract(engine, (rows,))
     prefilled = programs.prefill.outputs(weights, tokens, counts)
     jobs.append(functools.partial(programs.prefill.compile, weights, tokens, counts))
     for copies in buckets.copy_sizes(rows, size) if engine.page else [0]:
@@ -159,20 +164,18 @@ def compile_jobs(
       if engine.config.speculation:
         from jaxpost.rollout import drafts
 
-        draft = jax.tree.map(lambda x: _abstract(engine, x.shape, x.dtype), drafts.no_draft(count, engine.block - 1))
+        draft = like(drafts.no_draft(count, engine.block - 1))
         verify = programs.verifier(count, read)
         jobs.append(functools.partial(verify.compile, weights, state, draft, *tables(count, read)))
   if turns and engine.can_reuse_cache:
     from jaxpost.programs import extend
 
+    chunk = like(extend.make_chunk(slots, {}, 0))
     for read in sorted({buckets.read(n + engine.block) for n in range(low, high)}):
-      chunk = jax.tree.map(
-        lambda x: _abstract(engine, x.shape, x.dtype), extend.make_chunk(engine.max_concurrent_decodes, {}, 0)
-      )
-      table = tables(engine.max_concurrent_decodes, read)
-      jobs.append(functools.partial(programs.extender(read).compile, weights, state, entry, chunk, key, step, *table))
+      extender = programs.extender(read)
+      jobs.append(functools.partial(extender.compile, weights, state, entry, chunk, key, step, *tables(slots, read)))
   if len(buckets.row_sizes()) > 1:
-    jobs.append(functools.partial(programs.move.compile, state, _abstract(engine, (engine.max_concurrent_decodes,))))
+    jobs.append(functools.partial(programs.move.compile, state, _abstract(engine, (slots,))))
   return jobs
 
 

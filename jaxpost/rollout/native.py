@@ -191,11 +191,12 @@ class NativeEngine:
     self._fits = True
 
   def _too_large(self) -> str:
-    slots, wanted, free = self.max_concurrent_decodes, self.cache_bytes(), sampler_config.free_bytes(self.layout)
+    slots = self.max_concurrent_decodes
+    wanted = self.cache_bytes()
+    free = max(sampler_config.free_bytes(self.layout), 0)
     return (
       f'config.rollout.slots: {slots} slots of {self.length} cache entries take {wanted / 2**30:.2f} GiB and '
-      f'{max(free, 0) / 2**30:.2f} are free: {max(int(slots * free / max(wanted, 1)), 0)} slots would fit; lower it, '
-      'or the lengths'
+      f'{free / 2**30:.2f} are free: {int(slots * free / max(wanted, 1))} slots would fit; lower it, or the lengths'
     )
 
   def described(self, params: Any) -> tuple:
@@ -290,10 +291,6 @@ class NativeEngine:
     sampler_config.check_request(self.config, request, self._model_config.vocab_size)
     if self.stop_strings(request) and not self.decode:
       raise InputError(f'prompt {request.prompt}: stop_strings need a tokenizer')
-
-  def max_tokens(self, request: Request) -> int:
-    """Tokens that may be drawn for a request."""
-    return request.sampling.get('max_tokens', self.config.max_new_tokens)
 
   def stop_strings(self, request: Request) -> tuple[str, ...]:
     """Strings that end the completion of a request."""

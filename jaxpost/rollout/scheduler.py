@@ -124,7 +124,8 @@ class Scheduler:
     for request in requests:
       self.engine.check(request)
       self.cancellable |= request.is_cancelled is not None
-      self.queue.append(ActiveSequence(request, self.engine.max_tokens(request), request.tokens))
+      most = request.sampling.get('max_tokens', self.engine.config.max_new_tokens)
+      self.queue.append(ActiveSequence(request, most, request.tokens))
 
   def drop_cancelled(self) -> None:
     """Frees the slots and places of cancelled requests; what they have drawn, or a running block draws, is unwanted."""

@@ -103,7 +103,6 @@ class ActiveSequence:
   request: Request
   left: int
   tokens: np.ndarray
-  used: int = 0
   experts: tuple = ()
   done: bool = False
   blocks: list[DrawnTokens] = dataclasses.field(default_factory=list)
@@ -138,17 +137,21 @@ class ActiveSequence:
     """
     if not strings:
       return ''
-    tokens, new = self.drawn(), len(self.blocks[-1].tokens)
-    before = len(tokens) - new
+    new = len(self.blocks[-1].tokens)
     # A token may be a single byte of a character of four.
     reach = 4 * max(map(len, strings)) + new
+    # As many blocks have as many tokens, at least: to join all of a long completion after each block would be slow.
+    tokens = np.concatenate([block.tokens for block in self.blocks[-reach - new :]])
     whole = decode(tokens[-reach:])
     if not any(string in whole for string in strings):
       return ''
-    for end in range(max(before, min_tokens) + 1, len(tokens) + 1):
+    # From here on places are those in `tokens`, which may lack the beginning of the completion.
+    before = len(tokens) - new
+    least = min_tokens - sum(len(block.tokens) for block in self.blocks[: -reach - new])
+    for end in range(max(before, least) + 1, len(tokens) + 1):
       start = max(0, end - reach)
       text = decode(tokens[start:end])
-      early = decode(tokens[start : max(start, min_tokens)])
+      early = decode(tokens[start : max(start, least)])
       for string in strings:
         # The early part ends where both agree: half a character decodes to
         # something else once the rest of it follows.
