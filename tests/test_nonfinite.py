@@ -23,7 +23,7 @@ from jaxpost.monitor import metrics, nonfinite
 from jaxpost.roles import Trainable
 from jaxpost.stage import optim
 from jaxpost.storage.manifest import finished_steps
-from jaxpost.types import Item
+from jaxpost.types import Item, Outputs
 
 # Cross entropy that is NaN on tokens the model finds unlikely.
 POISON = """
@@ -88,6 +88,22 @@ def test_a_bad_step_changes_nothing_and_names_rows_and_terms(model, tmp_path):
   terms = text.removeprefix('; not finite: ').split(', ')
   assert {'policy loss', 'policy trap', f'loss in rows {row}', f'trap in rows {row}'} <= set(terms)
   assert not [t for t in terms if 'nll' in t or 'logprobs' in t]
+
+
+def test_an_array_may_have_several_numbers_a_token():
+  """As the log-probs of a teacher's likeliest tokens have."""
+  top = np.zeros((1, 3, 4, 2), np.float32)  # [M, B, T, k]
+  top[0, 2, 1, 1] = np.nan
+  values = np.full((1, 3, 4), np.inf)
+  weights = np.zeros((1, 3, 4))
+  weights[0, 1] = 1
+  batch = types.SimpleNamespace(loss_weights=weights, arrays={'top': top})
+  role = types.SimpleNamespace(
+    score=lambda batch: Outputs(values=values), objective=types.SimpleNamespace(coupled=False, divergence=True)
+  )
+  item = Item([('policy', batch)], {})
+  text = nonfinite.explain(item, [('policy', {'loss': np.nan})], types.SimpleNamespace(trainable={'policy': role}))
+  assert text == '; not finite: policy loss, values in rows 1, top in rows 2'
 
 
 def test_the_run_stops_at_the_limit_and_saves_no_nan(model, tmp_path):

@@ -14,23 +14,23 @@ from jaxpost.errors import DivergedError
 
 if TYPE_CHECKING:
   from jaxpost.roles import Roles, Trainable
-  from jaxpost.types import Batch, Item
+  from jaxpost.types import Batch, Item, TrainState
 
 _COUNTS = 'skipped_updates', 'empty_updates', 'overflowed_updates'
 
 
-def merge_metrics(done: list) -> dict:
+def merge_metrics(done: list[tuple[str, dict]]) -> dict[str, float]:
   """One row from the (role, metrics) of a step's updates: means, with the role as prefix except for the policy."""
-  columns = {}
+  columns: dict[str, list[float]] = {}
   for role, metrics in done:
-    prefix = '' if role == 'policy' else f'{role}/'
     for name, value in metrics.items():
-      known = name in _COUNTS  # of any role: counted together
-      columns.setdefault(name if known else prefix + name, []).append(float(value))
+      # Updates that changed nothing are counted together, of whichever role they are.
+      key = name if role == 'policy' or name in _COUNTS else f'{role}/{name}'
+      columns.setdefault(key, []).append(float(value))
   return {k: int(sum(v)) if k in _COUNTS else math.fsum(v) / len(v) for k, v in columns.items()}
 
 
-def is_doubtful(row: dict) -> bool:
+def is_doubtful(row: dict[str, float]) -> bool:
   """Returns whether the states after a step may not be finite: only an update that is applied has shown that they are.
 
   A float16 update that overflows is not applied, and may overflow because of the state.
@@ -38,7 +38,7 @@ def is_doubtful(row: dict) -> bool:
   return row['skipped_updates'] + row.get('overflowed_updates', 0) > 0
 
 
-def check_states(states: dict, where: str) -> None:
+def check_states(states: dict[str, TrainState], where: str) -> None:
   """Raises DivergedError with the paths of arrays that hold NaN or infinity; called before a state is saved."""
 
   def is_finite(x: jax.Array) -> Any:
@@ -52,27 +52,29 @@ def check_states(states: dict, where: str) -> None:
     raise DivergedError(f'{where}: not finite and not saved: {names}; go on from an earlier checkpoint')
 
 
-def explain(item: Item, done: list, roles: Roles) -> str:
+def explain(item: Item, done: list[tuple[str, dict]], roles: Roles) -> str:
   """Names metrics and loss terms that are not finite, with their rows; '' if all are."""
   found = []
   for (role, batch), (_, metrics) in zip(item.updates, done):
-    bad = [k for k, v in to_host(metrics).items() if not np.isfinite(v)]
-    found += [f'{role} {k}' for k in bad]
-    if bad:
-      found += _terms(roles.trainable[role], batch)
+    if bad := [k for k, v in to_host(metrics).items() if not np.isfinite(v)]:
+      found += [f'{role} {k}' for k in bad] + _terms(roles.trainable[role], batch)
   return '; not finite: ' + ', '.join(dict.fromkeys(found)) if found else ''
 
 
 def _terms(role: Trainable, batch: Batch) -> list[str]:
-  """Names of the inputs, outputs and terms of a loss [M, B, T] that are not finite, with their rows."""
+  """Names of the inputs, outputs and terms of a loss [M, B, T, ...] that are not finite, with their rows."""
   outputs, objective = role.score(batch), role.objective
   terms = {k: v for k, v in vars(outputs).items() if v is not None}
   if not objective.coupled and not objective.divergence:
     loss, metrics = objective.fn(outputs, batch.arrays)
     terms |= {'loss': loss} | metrics
-  counts, found = to_host(batch.loss_weights) != 0, []
+  trained = to_host(batch.loss_weights) != 0
+  found = []
   for name, value in {**terms, **batch.arrays}.items():
-    wrong = ~np.isfinite(to_host(value)) & (counts | (name in batch.arrays))
+    finite = np.isfinite(to_host(value)).reshape(*trained.shape, -1)  # [M, B, T, numbers of a token]
+    wrong = ~finite.all(axis=3)
+    if name not in batch.arrays:  # what the model computes at a token without weight has no effect
+      wrong &= trained
     rows = np.flatnonzero(wrong.any(axis=2))
     if rows.size:
       found.append(f'{name} in rows {", ".join(map(str, rows[:8]))}')
