@@ -1,6 +1,7 @@
 """The time of each step, and a trace of the steps that were asked for and of no others."""
 
 import itertools
+import json
 import types
 
 import jax
@@ -28,7 +29,8 @@ def test_steps_of_a_trace(monkeypatch, tmp_path):
     (2, 9, 1, {2: 'start', 5: 'stop'}),
     (0, 9, 1, {}),
     (2, 9, 4, {4: 'start', 5: 'stop'}),  # resumed inside of it
-    (8, 9, 1, {8: 'start', 9: 'stop'}),
+    (8, 9, 1, {8: 'start', 9: 'stop'}),  # what follows the last step is not traced
+    (9, 9, 1, {9: 'start'}),  # unless no other step is
     (2, 9, 6, {}),
   ):
     trace = profile.Trace(tmp_path, first, 3, last)
@@ -56,7 +58,7 @@ def test_an_error_leaves_no_trace_open(monkeypatch, tmp_path):
   timeline.jax.profiler.stop_trace()
 
 
-def test_a_timeline_counts_each_second_once(monkeypatch):
+def test_a_timeline_counts_each_second_once(monkeypatch, tmp_path):
   def busy(rollout):
     return {'time/busy/train': 0, 'time/busy/rollout': rollout, 'time/busy/both': 0}
 
@@ -75,6 +77,26 @@ def test_a_timeline_counts_each_second_once(monkeypatch):
   assert timer.pop() == {'time/wait': 5, 'time/sample': 2, 'time/update': 16, 'time/step': 31} | busy(2)
   now[0] += 1
   assert timer.pop() == {'time/step': 1} | busy(0)
+  timer.begin(tmp_path / 'new' / 'x.json', steps=1)
+  with timer('sample'):
+    now[0] += 3
+  timer.flush()  # what is written still counts
+  assert timer.pop() == {'time/sample': 3, 'time/step': 3} | busy(3)
+  with timer('data'):
+    now[0] += 1
+  timer.flush()
+  timer.flush()
+  events = json.loads((tmp_path / 'new' / 'x.json').read_text().rstrip(',\n') + ']')
+  assert [(e['tid'], e['args']['name']) for e in events if e['name'] == 'thread_name'] == [
+    (0, 'host'),
+    (1, 'train'),
+    (2, 'rollout'),
+  ]
+  assert [(e['name'], e['tid'], e['dur']) for e in events if e['ph'] == 'X'] == [
+    ('sample', 0, 3e6),
+    ('sample', 2, 3e6),
+    ('data', 0, 1e6),
+  ]
 
 
 class Devices:

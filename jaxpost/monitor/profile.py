@@ -11,9 +11,9 @@ class Trace:
   """
 
   def __init__(self, folder: epath.Path, first: int, number: int, last: int):
-    """`first` = 0 traces nothing; `last` is the last step there is."""
+    """`first` = 0 traces nothing; `last`, which an evaluation follows, is left out where another step is traced."""
     self._folder, self._first = folder, first
-    self._after = first and min(first + number, last)
+    self._after = max(first + 1, min(first + number, last)) if first else 0
     self._open = False
 
   def at(self, step: int) -> None:

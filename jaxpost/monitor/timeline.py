@@ -38,11 +38,12 @@ class Timeline:
     self._open, self._spent = [], {}  # phases of the host, innermost last; {phase: seconds since the last `pop`}
     self._start = self._mark = time.perf_counter()  # the last `pop`; the last time that a phase began or ended
     self._zero = time.time() - time.perf_counter()  # of the clock used here
-    self._lock, self._threads = threading.Lock(), {}
-    # (lane, name, start, end); the oldest are dropped if `pop` is not called.
-    self._done = collections.deque(maxlen=10_000)
-    self._asked = collections.defaultdict(collections.deque)
-    self._last = collections.defaultdict(float)  # lane -> end of its last
+    self._threads: dict[str, queue.SimpleQueue] = {}  # lane -> the arrays that its thread waits for
+    self._lock = threading.Lock()  # of the four that follow
+    # (lane, phase, begin, end) since the last `pop` and since the last `flush`; without these the oldest are dropped.
+    self._done, self._unwritten = collections.deque(maxlen=10_000), collections.deque(maxlen=10_000)
+    self._asked = collections.defaultdict(collections.deque)  # lane -> (phase, time) of the programs in its queue
+    self._last = collections.defaultdict(float)  # lane -> end of its last program
     self._named = False  # lanes, in the file
 
   # -------------------------------------------------------------------- host
@@ -63,9 +64,15 @@ class Timeline:
     for phase in self._open[-1:]:
       self._spent[phase] = self._spent.get(phase, 0.0) + self._mark - before
       with self._lock:
-        self._done.append((_HOST, phase, before, self._mark))
+        self._add(_HOST, phase, before, self._mark)
         if phase == 'sample':  # the host harvests it block by block
-          self._done.append((self.lanes[phase], phase, before, self._mark))
+          self._add(self.lanes[phase], phase, before, self._mark)
+
+  def _add(self, *span: Any) -> None:
+    """Adds a span; the caller has the lock."""
+    self._done.append(span)
+    if self.path:
+      self._unwritten.append(span)
 
   def doing(self) -> str:
     """The phase that has gone on for seconds, such as 'sample (9 s)'; '' for none. Called by another thread."""
@@ -88,17 +95,15 @@ class Timeline:
       self._asked[lane].append((phase, now))
     self._threads[lane].put(arrays[-1])
 
-  def _wait(self, lane: str, waiting):
+  def _wait(self, lane: str, waiting: queue.SimpleQueue) -> None:
     while (array := waiting.get()) is not None:
-      try:
+      with contextlib.suppress(RuntimeError):  # the caller of the program gets the same error
         jax.block_until_ready(array)
-      except (jax.errors.JaxRuntimeError, RuntimeError):
-        pass  # the caller of the program gets the same error
       now = time.perf_counter()
       with self._lock:
         phase, asked = self._asked[lane].popleft()
-        start = max(asked, self._last[lane])
-        self._done.append((lane, phase, start, now))
+        # Programs of a lane run one after the other: this one began when the one before it ended.
+        self._add(lane, phase, max(asked, self._last[lane]), now)
         self._last[lane] = now
 
   def pop(self) -> dict[str, float]:
@@ -116,8 +121,7 @@ class Timeline:
       spans = list(self._done) + [
         (lane, asked[0][0], max(asked[0][1], self._last[lane]), now) for lane, asked in self._asked.items() if asked
       ]
-      if not self.path:  # `flush` would clear them
-        self._done.clear()
+      self._done.clear()
     train, rollout = self.lanes['update'], self.lanes['sample']
     found = {lane: [] for lane in (train, rollout, *self._threads)}
     for lane, _, begin, end in spans:
@@ -150,8 +154,8 @@ class Timeline:
     if not self.path:
       return
     with self._lock:
-      done = list(self._done)
-      self._done.clear()
+      done = list(self._unwritten)
+      self._unwritten.clear()
     mine = [
       [lane, name, round((self._zero + start) * 1e6), round((end - start) * 1e6)] for lane, name, start, end in done
     ]
@@ -162,27 +166,21 @@ class Timeline:
     if self.steps < 0:
       self.path = None
 
-  def _write(self, every: list):
-    """Appends events; trace viewers accept a file without its closing bracket."""
-    lines, lanes = [], [_HOST, *dict.fromkeys(self.lanes.values())]
-    if not self.path.exists():
-      self.path.parent.mkdir(parents=True, exist_ok=True)
-      lines.append('[')
-    if not self._named:
-      for pid in range(len(every)):
-
-        def name(what, tid, text, pid=pid):
-          return json.dumps(dict(ph='M', name=what, pid=pid, tid=tid, args=dict(name=text))) + ','
-
-        lines.append(name('process_name', 0, f'process {pid}'))
-        lines += [name('thread_name', i, lane) for i, lane in enumerate(lanes)]
+  def _write(self, every: list) -> None:
+    """Appends the spans of each process; trace viewers accept a file without its closing bracket."""
+    lanes = [_HOST, *dict.fromkeys(self.lanes.values())]
+    events = []
     for pid, spans in enumerate(every):
-      lines += [
-        json.dumps(dict(ph='X', name=phase, pid=pid, tid=lanes.index(lane), ts=ts, dur=dur)) + ','
-        for lane, phase, ts, dur in spans
+      if not self._named:
+        names = [('process_name', 0, f'process {pid}'), *(('thread_name', tid, lane) for tid, lane in enumerate(lanes))]
+        events += [dict(ph='M', name=what, pid=pid, tid=tid, args=dict(name=text)) for what, tid, text in names]
+      events += [
+        dict(ph='X', name=phase, pid=pid, tid=lanes.index(lane), ts=ts, dur=dur) for lane, phase, ts, dur in spans
       ]
+    self.path.parent.mkdir(parents=True, exist_ok=True)
+    begins = not self.path.exists()
     with self.path.open('a') as file:
-      file.write('\n'.join(lines) + '\n')
+      file.write(('[\n' if begins else '') + ''.join(json.dumps(event) + ',\n' for event in events))
     self._named = True
 
 
