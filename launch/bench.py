@@ -22,7 +22,7 @@ from jaxpost.hardware import host
 
 from . import cluster_flags, exits, workload_flags
 
-workload_flags.define()
+_WORKLOAD = workload_flags.define()
 _CORE = flags.DEFINE_integer('core', None, 'Use this CPU core only.', lower_bound=0)
 _OUT = flags.DEFINE_string('out', '', 'accelerator: file of the rows.')
 _BUDGET = flags.DEFINE_string('budget', '40m', 'accelerator: time for all rows, as in 90s or 40m.')
@@ -59,6 +59,7 @@ def main(argv):
 
 
 def _accelerator():
+  exits.refuse(_WORKLOAD, 'with accelerator, whose rows have sizes of their own')
   from jaxpost.tools.accelerator import rows, supervisor
 
   if not _OUT.value:

@@ -9,7 +9,6 @@ Reads .yaml and .json files, and the options of a command in a shell script. The
 which names in comments each setting that was mapped, and each that was not, with the reason.
 """
 
-import pathlib
 import sys
 
 from absl import flags
@@ -23,6 +22,7 @@ _ALGORITHM = flags.DEFINE_string('algorithm', '', 'Method, such as sft or dpo; d
 def main(argv):
   """Converts the file."""
   from jaxpost.stage.algorithms import ALGORITHMS
+  from jaxpost.storage import object_store
   from jaxpost.tools import convert
 
   if len(argv) != 3 or argv[1] not in convert.LIBRARIES:
@@ -37,7 +37,7 @@ def main(argv):
     )
   text = convert.as_yaml(argv[1], argv[2], config, settings)
   if _OUT.value:
-    pathlib.Path(_OUT.value).write_text(text, encoding='utf-8')
+    object_store.write_text(_OUT.value, text)
   else:
     print(text, end='')
   if not _ALGORITHM.value and not any('algorithm' in s.fields for s in settings):

@@ -37,6 +37,7 @@ def start(arguments: list[str], rank: int) -> subprocess.Popen:
     [sys.executable, '-u', '-m', f'{__package__}.train', *arguments, f'--process_id={rank}'],
     env=env,
     text=True,
+    errors='backslashreplace',  # a byte that is no UTF-8 must not end the copying, as the process would wait for it
     start_new_session=True,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
@@ -44,11 +45,14 @@ def start(arguments: list[str], rank: int) -> subprocess.Popen:
 
 
 def copy(rank: int, source: TextIO, target: TextIO):
-  """Copies lines, marked with their process."""
+  """Copies lines, marked with their process; all are read, as a process waits where nobody does."""
   for line in source:
     if line.startswith('[Gloo] Rank'):  # of its connections, at each start
       continue
-    print(f'[{rank}] {line}', end='', file=target, flush=True)
+    try:
+      print(f'[{rank}] {line}', end='', file=target, flush=True)
+    except BrokenPipeError:  # as in `| head`: the run goes on
+      os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
 
 
 def main(argv):

@@ -60,6 +60,7 @@ def main(argv):
   plans = []
   options = stage.Options(topology, tuple(_PROGRAMS.value), price, _STAGE.value)
   if _SEARCH.value:
+    exits.refuse(('programs',), 'with --search')
     plans = search.search(raw, options, console, tuple(sys.argv[1:]))
   else:
     for p in dry_run.prepare_all(raw, options.stage):

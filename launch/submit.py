@@ -14,6 +14,7 @@ it. Every job resumes after a preemption (exit code 42) or a failure, and stops 
 """
 
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,7 @@ flags.DEFINE_integer('profile', 0, 'First of three steps to profile; 0: none.', 
 
 def main(argv):
   """Renders the job and starts it."""
-  if argv[1:2] == [] or argv[1] not in render.PLATFORMS:
+  if len(argv) < 2 or argv[1] not in render.PLATFORMS:
     raise InputError(f'name a platform: python -m launch.submit {"|".join(render.PLATFORMS)}')
   platform, words = argv[1], argv[2:]
   given = {name: flags.FLAGS[name].value for name in render.GIVEN}
@@ -54,6 +55,10 @@ def main(argv):
   print(text, end='', flush=True)
   if _DRY.value or not command:
     return
+  if not shutil.which(command[0]):
+    raise InputError(
+      f'{command[0]}: is not on this machine, so the job above was not started; --dry_run only prints it'
+    )
   with tempfile.NamedTemporaryFile('w', suffix=f'.{platform}') as file:
     file.write(text)
     file.flush()

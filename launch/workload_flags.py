@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 flags.disclaim_key_flags()  # the flags belong to the command that defines them
 
 
-def define() -> None:
-  """Defines the flags for the calling command."""
+def define() -> list[str]:
+  """Defines the flags for the calling command; returns their names."""
+  before = set(flags.FLAGS)
   flags.DEFINE_enum('shape', 'xs', ['nano', 'tiny', 'xs', 's'], 'Size of the model.')
   flags.DEFINE_integer('batch', 16, 'Rows of an update (sft), or sequences decoded at a time.', lower_bound=1)
   flags.DEFINE_integer('steps', 5, 'Steps that are timed.', lower_bound=1)
@@ -28,6 +29,7 @@ def define() -> None:
   flags.DEFINE_bool('share_prompt', False, 'Pack completions of a prompt behind one copy of it (grpo).')
   flags.DEFINE_string('mesh', 'fsdp=-1', 'Device mesh, written as config.mesh.train.')
   flags.DEFINE_bool('tune', True, 'Tune the memory allocator of the host.')
+  return [name for name in flags.FLAGS if name not in before]
 
 
 def options() -> Options:

@@ -194,7 +194,8 @@ def test_beta_of_dpo():
 
 def test_files_that_hold_nothing(tmp_path):
   (tmp_path / 'a.sh').write_text('echo hello\n')
-  for name, words in (('a.sh', 'holds no settings'), ('b.yaml', 'no such file')):
+  (tmp_path / 'c.yaml').write_bytes('name: café'.encode('latin-1'))
+  for name, words in (('a.sh', 'holds no settings'), ('b.yaml', 'no such file'), ('c.yaml', "c.yaml: 'utf-8' codec")):
     with pytest.raises(InputError, match=words):
       convert.read(str(tmp_path / name))
 
@@ -203,7 +204,7 @@ def test_the_command(tmp_path):
   name, text = FILES['tunix']
   (tmp_path / name).write_text(text)
   command = [sys.executable, '-m', 'launch.convert']
-  out = tmp_path / 'ours.yaml'
+  out = tmp_path / 'new' / 'ours.yaml'
   done = subprocess.run([*command, 'tunix', tmp_path / name, f'--out={out}'], cwd=CLONE, text=True, capture_output=True)
   assert done.returncode == 0 and 'rollout_engine' in done.stderr.split('not mapped: ')[1], done.stderr
   assert 'names no method, so this is a config of grpo' in done.stderr

@@ -397,6 +397,8 @@ CPU, FITS = '--topology=cpu', ('--fits', '--model=qwen3_0_6b')
       ('plan', flag, FITS, 'with --fits')
       for flag in (CPU, '--search', '--stage=x', '--programs=update', '--slices=2', QUICKSTART)
     ),
+    ('plan', '--programs=update', (QUICKSTART, CPU, '--search'), 'with --search'),
+    ('bench', '--shape=s', ('accelerator', '--out=x'), 'with accelerator'),
     *(('plan', flag, (QUICKSTART, CPU), 'without --fits') for flag in ('--model=x', '--devices=T4')),
   ],
 )

@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import children
 import jax
@@ -423,6 +424,25 @@ def test_connections_of_gloo_are_no_output(capsys):
 
   local.copy(1, io.StringIO('a\n[Gloo] Rank 1 is connected to 1 peer ranks. Expected\nb\n'), sys.stdout)
   assert capsys.readouterr().out == '[1] a\n[1] b\n'
+
+
+def test_all_output_of_a_process_is_read(tmp_path, monkeypatch, capsys):
+  """Also bytes that are no UTF-8, and after the reader of this one has gone: the process would wait for ever."""
+  from launch import local
+
+  monkeypatch.setattr(local, '_DEVICES', types.SimpleNamespace(value=None))
+  monkeypatch.setattr(sys, 'executable', str(tmp_path / 'python'))
+  (tmp_path / 'python').write_text("#!/bin/sh\nprintf 'a\\377\\nb\\n'\n")
+  (tmp_path / 'python').chmod(0o755)
+  with local.start([], 0) as process:
+    local.copy(0, process.stdout, sys.stdout)
+  assert capsys.readouterr().out == '[0] a\\xff\n[0] b\n'
+  read, write = os.pipe()
+  os.close(read)
+  source = io.StringIO('a\nb\n')
+  with os.fdopen(write, 'w') as target:
+    local.copy(0, source, target)
+  assert not source.read()
 
 
 def test_a_signal_to_one_process_stops_all_at_one_step(folder):

@@ -245,6 +245,12 @@ def test_dry_run_prints_and_runs_nothing():
   assert '#SBATCH --nodes=3' in done.stdout
 
 
+def test_a_program_that_is_not_there_is_named(monkeypatch):
+  monkeypatch.setenv('PATH', '/nowhere')
+  done = submit('slurm', '--revision=v1', '--', *WORDS)
+  assert done.returncode == 2 and 'sbatch: is not on this machine' in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize(
   'arguments, words',
   [

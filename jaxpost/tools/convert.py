@@ -52,8 +52,8 @@ def read(path: str) -> dict[str, Any]:
     raise InputError(f'{path}: no such file')
   if file.suffix in ('.py', '.ipynb'):
     raise InputError(f'{path}: is Python, which is not run here; write its arguments as name: value into a .yaml file')
-  text = file.read_text('utf-8')
   try:
+    text = file.read_text('utf-8')
     if file.suffix in ('.yaml', '.yml', '.json'):
       found = _interpolated(_flat(json.loads(text) if file.suffix == '.json' else yaml.safe_load(text)))
     else:

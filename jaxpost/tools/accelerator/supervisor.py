@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 import select
 import signal
 import subprocess
@@ -41,6 +42,7 @@ def run(
   left = list(rows_lib.chosen(names))
   end = time.monotonic() + budget
   failed = 0
+  pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
   with open(out, 'a', encoding='utf-8') as file:
 
     def write(line: dict[str, Any]) -> None:
@@ -67,7 +69,9 @@ def _worker(names: list[str], end: float, tiny: bool, traces: str) -> Iterator[d
   command = [sys.executable, '-m', 'jaxpost.tools.accelerator.worker', json.dumps(options), *names]
   process = subprocess.Popen(command, stdout=sys.stderr, pass_fds=(write,), start_new_session=True)
   os.close(write)
-  began, running, limit = time.monotonic(), names[0], min(time.monotonic() + _START, end)
+  began = time.monotonic()
+  running = names[0]
+  limit = min(began + _START, end)
   messages = _Messages(read)
   try:
     while (message := messages.next(limit)) is not None:
