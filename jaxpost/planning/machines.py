@@ -105,23 +105,19 @@ def parse(text: str, slices: int = 1, *, flag: str = '--topology', compiled: boo
   known = [n for n, c in CHIPS.items() if not compiled or c.largest or n in GPUS] + ['cpu'] * compiled
   if name not in known:
     near = difflib.get_close_matches(name, known, 1, 0.4)
-    raise InputError(
-      f'{flag}: {text!r}: there is no chip {name!r}; '
-      + (f'did you mean {near[0]!r}? ' if near else '')
-      + f'known: {", ".join(known)}; write {FORMS}'
-    )
-  if name == 'cpu':
-    if not found or count or between == '-' or 'x' in size or slices != 1:
-      raise InputError(f'{flag}: {text!r}: write cpu, or cpu:8 for 8 pretended devices')
-    return Topology(text, name, Chip('cpu', 0.0), (int(size or 1),))
-  chip = CHIPS[name]
+    hint = f'did you mean {near[0]!r}? ' if near else ''
+    raise InputError(f'{flag}: {text!r}: there is no chip {name!r}; {hint}known: {", ".join(known)}; write {FORMS}')
   numbers = tuple(int(n) for n in size.split('x')) if size else ()
-  if not chip.largest:
-    if slices != 1:
-      raise InputError(f'--slices: of GPUs they are the first number of {flag}, as in {name}:{slices}x8x8')
-    numbers, why = _gpus(name, numbers, count, dashed=between == '-')
-  else:
-    numbers, why = _tpus(name, numbers, count, dashed=between == '-')
+  dashed = between == '-'
+  if name == 'cpu':
+    if not found or count or dashed or len(numbers) > 1 or slices != 1:
+      raise InputError(f'{flag}: {text!r}: write cpu, or cpu:8 for 8 pretended devices')
+    return Topology(text, name, Chip('cpu', 0.0), numbers or (1,))
+  chip = CHIPS[name]
+  is_gpu = not chip.largest
+  if is_gpu and slices != 1:
+    raise InputError(f'--slices: of GPUs they are the first number of {flag}, as in {name}:{slices}x8x8')
+  numbers, why = (_gpus if is_gpu else _tpus)(name, numbers, count, dashed)
   if why or not found:
     raise InputError(f'{flag}: {text!r}: {why or "is none of the forms"}; write {FORMS}')
   return Topology(text, name, chip, numbers, slices)
@@ -130,7 +126,8 @@ def parse(text: str, slices: int = 1, *, flag: str = '--topology', compiled: boo
 def _gpus(name: str, numbers: tuple[int, ...], count: str, dashed: bool) -> tuple[tuple[int, ...], str]:
   """Returns slices, hosts and GPUs of a host, and what is wrong, '' if nothing."""
   chip = CHIPS[name]
-  if dashed or len(numbers) + bool(count) not in (0, 1, 3) or count and numbers:
+  counted_twice = bool(count and numbers)  # as in 8xH100:8
+  if dashed or counted_twice or len(numbers) not in (0, 1, 3):
     return (), f'GPUs are one number, or slices x hosts x GPUs of a host, as in {name}:1x8x8'
   if len(numbers) < 3:
     number = int(count or (numbers or (1,))[0])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -68,10 +68,11 @@ def step_of(placed: PlacedStage) -> Step:
   scores = placed.algorithm.scores(config)
   calls['update'] = rl.epochs * rl.minibatches
   critic = 'critic' in placed.inputs.sources
-  calls['score'] = ('ref_logprobs' in scores) * (1 if placed.distills else max(teachers, 1)) + (
-    'old_logprobs' in scores or 'entropy' in scores or 'values' in scores and not critic
-  )
-  calls['values'] += 'values' in scores and critic
+  # The reference, or each teacher that is none of a distillation; and the policy, which has the values of a shared head.
+  of_frozen = (1 if placed.distills else max(teachers, 1)) if 'ref_logprobs' in scores else 0
+  of_policy = 'old_logprobs' in scores or 'entropy' in scores or ('values' in scores and not critic)
+  calls['score'] = of_frozen + int(of_policy)
+  calls['values'] += int('values' in scores and critic)
   total = r.prompts * r.group_size
   slots = batch_shape.slots(r, total)
   waves = math.ceil(total / slots)
@@ -191,7 +192,7 @@ def memory(row: dict, limit: float) -> dict:
 
 def work(
   row: dict, mesh: jax.sharding.Mesh, topology: machines.Topology, hosts: Mapping[int, int], handed: dict | None = None
-) -> dict:
+) -> dict[str, Any]:
   """Returns FLOPs, bytes, seconds and the share of the peak of a program.
 
   Args:
@@ -203,20 +204,12 @@ def work(
   """
   totals = row['totals']
   chip = topology.chip
-  sent = {}
-  wire = 0.0  # seconds
   least = {k: {a: float(n) for a, n in v.items()} for k, v in row['least'].items()}
+  sent = _collectives(totals, mesh, hosts)
   if handed:
-    rate = chip.network if handed['between_hosts'] else chip.link
-    wire += handed['bytes'] / rate if rate else 0.0
-    sent['copy'] = dict(rollout=handed)
     least['copy'] = dict(rollout=float(handed['bytes']))
-  for kind, axes in cost.by_axis(totals, mesh).items():
-    for axis, (count, number, group) in axes.items():
-      far = len({hosts[i] for i in group}) > 1
-      sent.setdefault(kind, {})[axis] = dict(bytes=count, number=number, between_hosts=far)
-      rate = chip.network if far else chip.link
-      wire += count / rate if rate else 0.0
+    sent['copy'] = dict(rollout=handed)
+  wire = sum(_wire_seconds(found, chip) for axes in sent.values() for found in axes.values())
   model = (row['flops'] or 0) / mesh.size
   if row['program'] == 'prefill':  # runs no head, which `flops` counts
     model = min(model, totals.flops)
@@ -242,6 +235,23 @@ def work(
     roofline_mfu=model / chip.flops / seconds if seconds else None,
     unknown_loops=list(totals.unknown),
   )
+
+
+def _collectives(totals: cost.Totals, mesh: jax.sharding.Mesh, hosts: Mapping[int, int]) -> dict[str, dict[str, dict]]:
+  """Returns {kind: {axis: bytes and number of the collectives, and whether they leave a host}} of a program."""
+  return {
+    kind: {
+      axis: dict(bytes=count, number=number, between_hosts=len({hosts[i] for i in group}) > 1)
+      for axis, (count, number, group) in axes.items()
+    }
+    for kind, axes in cost.by_axis(totals, mesh).items()
+  }
+
+
+def _wire_seconds(sent: Mapping[str, Any], chip: Chip) -> float:
+  """Returns the seconds of what is sent along an axis; 0 where the rate of the chip is unknown."""
+  rate = chip.network if sent['between_hosts'] else chip.link
+  return sent['bytes'] / rate if rate else 0.0
 
 
 def expected(flops: float, count: float, wire: float, chip: Chip) -> float | None:

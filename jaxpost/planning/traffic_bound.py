@@ -18,6 +18,7 @@ over data.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,52 +74,90 @@ def of_pass(
   model: Model, layout: Layout, shape: tuple[int, int, int], *, compute: Compute, param_dtype: str, train: bool
 ) -> dict[str, dict[str, float]]:
   """Returns {kind: {axis: bytes}} of a pass over tokens [M, B, T], or of an update on them."""
-  out = collections.defaultdict(collections.Counter)
   micro, rows, length = shape
-  sizes = dict(layout.mesh.shape)
-  wide, full = (jnp.dtype(t).itemsize for t in (compute.dtype, param_dtype))
-  parts = sizes['context']
+  parts = layout.mesh.shape['context']
   tokens = math.ceil(rows / layout.batch_shards) * length // parts
-  activation = tokens * (model.config.hidden_size * jnp.dtype(compute.residual).itemsize)
+  one = _Pass(
+    model,
+    layout,
+    compute,
+    train,
+    tokens,
+    activation=tokens * model.config.hidden_size * jnp.dtype(compute.residual).itemsize,
+    wide=jnp.dtype(compute.dtype).itemsize,
+    full=jnp.dtype(param_dtype).itemsize,
+  )
+  out = collections.defaultdict(collections.Counter)
   if parts > 1:  # the last layer's outputs go from stripes to the order of the head
-    out['all-to-all']['context'] += micro * (1 + train) * activation * (parts - 1) / parts
+    out['all-to-all']['context'] += micro * (1 + train) * one.activation * (parts - 1) / parts
   for path, param in model.table.items():
     if path in model.mtp and not (train and model.trains_mtp):  # no program runs it
       continue
-    spec = layout.spec(param.axes, param.shape)
-    shard = math.prod(layout.sharding(param.axes, param.shape).shard_shape(param.shape))
-    data, t = sizes['data'], sizes['tensor']
-    learns = train and path not in model.frozen
-    for axes in _gathered(spec, param):
+    for traffic in (one.of_weights(path, param), one.of_activations(path, param)):
+      for kind, axis, count in traffic:
+        out[kind][axis] += micro * count
+  return {k: dict(v) for k, v in out.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+  """A pass over one micro-batch, or an update on it; its methods yield (kind, axis, bytes that a device receives).
+
+  tokens: of a device. activation: bytes of their residual stream. wide, full: bytes of a number in products, and of a
+  stored parameter.
+  """
+
+  model: Model
+  layout: Layout
+  compute: Compute
+  train: bool
+  tokens: int
+  activation: int
+  wide: int
+  full: int
+
+  def shard(self, param: Param) -> tuple[int, ...]:
+    """Returns the shape of a device's part of a parameter."""
+    return self.layout.sharding(param.axes, param.shape).shard_shape(param.shape)
+
+  def of_weights(self, path: str, param: Param) -> Iterator[tuple[str, str, float]]:
+    """Yields what moves a parameter and its gradient."""
+    sizes = self.layout.mesh.shape
+    shard = math.prod(self.shard(param))
+    learns = self.train and path not in self.model.frozen
+    for axes in _gathered(self.layout.spec(param.axes, param.shape), param):
       n = math.prod(sizes[a] for a in axes)
-      name = '+'.join(axes)
-      times = 2 if train and param.stacked else 1  # again in the backward pass of a layer
-      out['all-gather'][name] += micro * times * shard * (n - 1) * wide
+      times = 2 if self.train and param.stacked else 1  # again in the backward pass of a layer
+      yield 'all-gather', '+'.join(axes), times * shard * (n - 1) * self.wide
       if learns:
-        out['reduce-scatter'][name] += micro * shard * (n - 1) * full
-    if path.endswith('/router') and sizes['expert'] > 1:
-      # Dispatch and combine, both again for gradients, and dispatch where the
-      # backward pass recomputes a layer.
+        yield 'reduce-scatter', '+'.join(axes), shard * (n - 1) * self.full
+    for axis in ('context', 'data'):
+      n = sizes[axis]
+      if learns and n > 1:
+        yield 'all-reduce', axis, 2 * shard * self.full * (n - 1) / n
+
+  def of_activations(self, path: str, param: Param) -> Iterator[tuple[str, str, float]]:
+    """Yields what moves activations and their gradients because of a matrix."""
+    sizes = self.layout.mesh.shape
+    train, remat = self.train, self.compute.remat
+    experts, parts, tensor = sizes['expert'], sizes['context'], sizes['tensor']
+    if path.endswith('/router') and experts > 1:
+      # Dispatch and combine, both again for gradients, and dispatch where the backward pass recomputes a layer.
       exchanges = 2
       if train:
-        exchanges += 3 if compute.remat == 'full' else 2
-      share = model.config.experts.share(sizes['expert'])
-      sent = micro * param.shape[0] * activation * (sizes['expert'] - 1)
-      out['ragged-all-to-all']['expert'] += exchanges * share * sent
+        exchanges += 3 if remat == 'full' else 2
+      share = self.model.config.experts.share(experts)
+      yield 'ragged-all-to-all', 'expert', exchanges * share * param.shape[0] * self.activation * (experts - 1)
     if path in ('layers/k', 'layers/v', 'mtp/k', 'mtp/v') and parts > 1:
-      one = tokens * wide * math.prod(layout.sharding(param.axes, param.shape).shard_shape(param.shape)[2:])
-      again = train and compute.remat != 'none'
-      out['all-gather']['context'] += micro * (1 + again) * param.shape[0] * one * (parts - 1)
+      # The keys or values of a device's tokens, in all layers: a matrix is [layers, hidden, heads, head size].
+      own = param.shape[0] * self.tokens * self.wide * math.prod(self.shard(param)[2:])
+      again = train and remat != 'none'
+      yield 'all-gather', 'context', (1 + again) * own * (parts - 1)
       if train:
-        out['reduce-scatter']['context'] += micro * param.shape[0] * one * (parts - 1)
-    if learns and parts > 1:
-      out['all-reduce']['context'] += micro * 2 * shard * full * (parts - 1) / parts
-    if learns and data > 1:
-      out['all-reduce']['data'] += micro * 2 * shard * full * (data - 1) / data
-    count = _sums(path, param, spec, train, compute.remat, tied=bool(model.head) and 'head' not in model.table)
-    if count:
-      out['all-reduce']['tensor'] += micro * count * activation * 2 * (t - 1) / t
-  return {k: dict(v) for k, v in out.items()}
+        yield 'reduce-scatter', 'context', own * (parts - 1)
+    tied = bool(self.model.head) and 'head' not in self.model.table
+    if count := _sums(path, param, self.layout.spec(param.axes, param.shape), train, remat, tied):
+      yield 'all-reduce', 'tensor', count * self.activation * 2 * (tensor - 1) / tensor
 
 
 def _gathered(spec: Sequence, param: Param) -> Iterator[Sequence[str]]:
