@@ -210,7 +210,7 @@ def _finish(
   summary = None
   if coordination.process_index() == 0:
     wall_s, rows = round(time.perf_counter() - start, 1), metrics.read_rows(workdir / 'metrics.jsonl')
-    summary = metrics.summary(workdir, {**report.figures(rows), 'wall_s': wall_s, 'paths': paths}, warnings)
+    summary = report.summary(workdir, {**report.figures(rows), 'wall_s': wall_s, 'paths': paths}, warnings)
     report.write_report(workdir, rows)
     samples = [f'samples/{name}' for name in object_store.files(workdir / 'samples')]
     seals.add(workdir, ['metrics.jsonl', *samples])
@@ -229,7 +229,7 @@ def _run_stages(
   if log.trackers:
     from jaxpost.monitor import trackers
 
-    start_trackers = functools.partial(trackers.start, last.config)
+    start_trackers = functools.partial(trackers.Trackers, last.config.log)
   plans = program_table.read(workdir / 'plan.json', [stage.name for stage in placed[:done]])
   params = None
   with metrics.MetricsWriter(

@@ -96,11 +96,10 @@ def split(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
   left = list(argv)
   while left:
     word = left.pop(0)
-    found = _OVERRIDE.fullmatch(word)
-    if word == '--' or not found:
+    if word == '--':
+      return [*rest, word, *left], given
+    if not (found := _OVERRIDE.fullmatch(word)):
       rest.append(word)
-      if word == '--':
-        return rest + left, given
       continue
     path, value = found['path'], found['value']
     if found['no'] and value:
@@ -177,8 +176,7 @@ def _type_of_free_field(raw: dict, stage: str, field: str) -> type:
   """The type of a field that takes any value: that of the present value, if any."""
   paths = [f'{stage}.{field}', field] if stage else [field]
   for path in paths:
-    present = value_at(raw, path)
-    if present is not None:
+    if (present := value_at(raw, path)) is not None:
       return type(present)
   return str if field in field_names.FIELDS else object
 
@@ -263,11 +261,8 @@ def check_reach(raw: Mapping, changes: Mapping) -> list[str]:
   for path, value in given.items():
     if path.partition('.')[0] not in field_names.FIELDS:
       continue
-    kept = {}
-    for stage in stages:
-      found = _value_in_block(changes, raw, stage, path)
-      if found is not None:
-        kept[stage] = found
+    own = {stage: _value_in_block(changes, raw, stage, path) for stage in stages}
+    kept = {stage: found for stage, found in own.items() if found is not None}
     # A stage that has an override of its own needs no warning.
     unset = [stage for stage in kept if f'{stage}.{path}' not in given]
     if kept and len(kept) == len(stages):

@@ -57,7 +57,7 @@ def main(argv):
     return
   if not shutil.which(command[0]):
     raise InputError(
-      f'{command[0]}: is not on this machine, so the job above was not started; --dry_run only prints it'
+      f'{command[0]}: is not on this machine; the job above was not started (--dry_run only prints it)'
     )
   with tempfile.NamedTemporaryFile('w', suffix=f'.{platform}') as file:
     file.write(text)

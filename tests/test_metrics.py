@@ -14,7 +14,7 @@ import pytest
 import rich.console
 
 from jaxpost.errors import InputError
-from jaxpost.monitor import metrics
+from jaxpost.monitor import metrics, report
 from jaxpost.monitor.alerts import Alerts
 from jaxpost.storage import object_store
 
@@ -423,7 +423,7 @@ def test_samples_hold_anything(tmp_path):
 
 def test_summary(tmp_path):
   warnings = [{'kind': 'flat', 'count': 2}]
-  out = metrics.summary(tmp_path, {'loss/sft': math.nan, 'x/y/sft': 1.5}, warnings)
+  out = report.summary(tmp_path, {'loss/sft': math.nan, 'x/y/sft': 1.5}, warnings)
   assert out == {'loss/sft': None, 'x/y/sft': 1.5, 'warnings': warnings}
   assert json.loads((tmp_path / 'summary.json').read_text()) == out
 

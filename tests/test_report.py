@@ -110,7 +110,7 @@ def test_full_run(tmp_path):
     )
   )
   (tmp_path / 'resumes.jsonl').write_text('{"stage": "grpo", "step": 17, "rows_dropped": 3}\n')
-  metrics.summary(tmp_path, {'mine/grpo': 0.321, **report.figures(rows_of(tmp_path))}, writer.alerts.warnings)
+  report.summary(tmp_path, {'mine/grpo': 0.321, **report.figures(rows_of(tmp_path))}, writer.alerts.warnings)
   page = read_page(tmp_path)
   for text in (
     'sft → grpo',
@@ -178,7 +178,7 @@ def test_hostile_text_is_text(tmp_path):
     for step in (0, 2):
       writer.samples(step, [row, row | {'prompt': 'plain', 'reward': None}])
     writer.warn(1, 'kind', HOSTILE)
-  metrics.summary(tmp_path, {f'{HOSTILE}/{stage}': 1.0, f'x/{stage}': HOSTILE}, writer.alerts.warnings)
+  report.summary(tmp_path, {f'{HOSTILE}/{stage}': 1.0, f'x/{stage}': HOSTILE}, writer.alerts.warnings)
   (tmp_path / 'config.json').write_text(json.dumps({HOSTILE: [HOSTILE]}))
   (tmp_path / 'plan.json').write_text(json.dumps([{HOSTILE: HOSTILE, 'programs': [{HOSTILE: HOSTILE}]}]))
   page = read_page(tmp_path)
@@ -195,6 +195,7 @@ def write_samples(workdir, files):
     path = workdir / f'samples/grpo/{step}.jsonl'
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    path.with_stem(f'{step}-old').write_text('somebody has copied it')
 
 
 def test_samples_before_and_after(tmp_path):
@@ -360,7 +361,7 @@ def test_the_sum_of_steps_stands_beside_the_wall_time(tmp_path):
   write_rows(tmp_path, ('train', 1, {'loss': 3.0, 'time/step': 99.5}))
   assert 'sum of steps 99.5 s' in read_page(tmp_path).text
   assert 'wall time' not in read_page(tmp_path).text  # a run without summary.json is alive
-  metrics.summary(tmp_path, {**report.figures(rows_of(tmp_path)), 'wall_s': 300.0})
+  report.summary(tmp_path, {**report.figures(rows_of(tmp_path)), 'wall_s': 300.0})
   assert 'sum of steps 99.5 s · wall time 5 min' in read_page(tmp_path).text
   (tmp_path / 'resumes.jsonl').write_text('{"stage": "grpo", "step": 1, "rows_dropped": 0}\n')
   assert 'wall time since the last start 5 min' in read_page(tmp_path).text
@@ -535,7 +536,7 @@ def test_expected_answers_and_percentiles(tmp_path):
 
 def test_six_cards_come_first(tmp_path):
   make_run(tmp_path, stages=('grpo',), steps=12)
-  metrics.summary(tmp_path, {**report.figures(rows_of(tmp_path)), **{f'extra{n}/grpo': n + 1.0 for n in range(9)}})
+  report.summary(tmp_path, {**report.figures(rows_of(tmp_path)), **{f'extra{n}/grpo': n + 1.0 for n in range(9)}})
   text = (tmp_path / 'report.html').read_text() if read_page(tmp_path) else ''
   assert text.split('More figures')[0].split('<h2>grpo</h2>')[1].count('<div class="box"><small title=') == 6
 

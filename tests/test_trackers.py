@@ -14,6 +14,7 @@ import tiny
 import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics, trackers
+from jaxpost.stage import schema
 
 QUIET = rich.console.Console(quiet=True)
 
@@ -46,7 +47,7 @@ def run(tmp_path, monkeypatch, *fakes, **options):
   """A run of two stages on these packages; returns the fakes."""
   for fake in fakes:
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
-  given = trackers.Options(names=tuple(fake.__name__ for fake in fakes), **options)
+  given = schema.LogSection(trackers=tuple(fake.__name__ for fake in fakes), **options)
   start = functools.partial(trackers.Trackers, given)
   with metrics.MetricsWriter(tmp_path / 'mine', tensorboard=False, trackers=start, console=QUIET) as writer:
     for stage in ('sft', 'grpo'):
@@ -123,6 +124,13 @@ def test_a_failing_tracker_is_left_out(fails, tmp_path, monkeypatch, caplog):
   assert len(bad.of('log')) == {'init': 0, 'log': 0, 'save': 3, 'finish': 6}[fails]
 
 
+def test_a_report_that_fails_does_not_leave_a_tracker_open(tmp_path, monkeypatch):
+  (tmp_path / 'mine').mkdir()
+  (tmp_path / 'mine' / 'plan.json').write_text('no JSON')
+  (fake,) = run(tmp_path, monkeypatch, Fake('wandb'))
+  assert fake.calls[-1][0] == 'finish' and 'report.html' not in names(fake.of('save'))
+
+
 @pytest.mark.parametrize('name', trackers.TRACKERS)
 def test_a_package_that_is_missing_is_said_before_the_run(name, tmp_path, monkeypatch):
   found = importlib.util.find_spec
@@ -138,7 +146,7 @@ def test_the_config_chooses(tmp_path, monkeypatch):
 
   monkeypatch.setitem(sys.modules, 'mlflow', fake := Fake('mlflow'))
   (chosen,) = config.parse({'log': {'trackers': ('mlflow',), 'project': 'p', 'offline': True}}).values()
-  trackers.start(chosen, tmp_path)
+  trackers.Trackers(chosen.log, tmp_path)
   assert fake.of('set_experiment')[0][0] == ('p',)
   with pytest.raises(InputError, match="did you mean 'mlflow'"):
     config.parse({'log': {'trackers': ('mlfow',)}})

@@ -67,6 +67,7 @@ def run(tmp_path):
   rows[5] |= {'reward': None, 'error': 'judge: timeout'}
   rows[2] |= {'finished': False, 'completion': 'it said "Größe"\nand went on'}
   write(tmp_path, 2, rows)
+  write(tmp_path, '2-old', rows)  # a copy that somebody has made
   (tmp_path / 'config.json').write_text(json.dumps(defaults() | {'algorithm': 'grpo'}))
   return tmp_path
 
@@ -128,6 +129,19 @@ def test_it_follows_a_run(run):
   assert len(index.find(rollout_index.Query(step=3))) == GROUP
 
 
+def test_requests_at_the_same_time_read_a_file_once(run, monkeypatch):
+  index = rollout_index.Index(run)
+  short = rollout_index._short
+  monkeypatch.setattr(rollout_index, '_short', lambda *of: (time.sleep(0.01), short(*of))[1])
+  write(run, 3, [row(3, 0, s) for s in range(GROUP)])
+  threads = [threading.Thread(target=index.refresh) for _ in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert index.overview()['episodes'] == 20
+
+
 def test_samples_that_a_resume_removes_are_forgotten(run):
   viewer = rollout_view.Viewer(run)
   assert viewer.answer('/api/episodes', {'step': '2'})['total'] == 8
@@ -143,6 +157,8 @@ def test_samples_that_a_resume_removes_are_forgotten(run):
   assert viewer.answer('/api/overview', {})['episodes'] == 9
   with pytest.raises(InputError, match='removed'):
     viewer.answer('/api/group', {'id': '8'})  # another one's place now
+  with pytest.raises(InputError, match='there are 17'):
+    viewer.answer('/api/group', {'id': '9' * 400})  # more than a float holds
 
 
 def test_a_folder_of_no_run_is_refused(tmp_path):

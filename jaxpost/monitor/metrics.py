@@ -81,18 +81,15 @@ def read_growing(path: epath.PathLike, what: str = 'JSON', keys: Sequence[str] =
   return rows
 
 
+def sample_files(folder: epath.Path) -> dict[int, epath.Path]:
+  """Returns {step: path} of the files samples/STAGE/STEP.jsonl in a stage's folder, in order; others are left out."""
+  found = {int(path.stem): path for path in folder.glob('*.jsonl') if path.stem.isdecimal()}
+  return dict(sorted(found.items()))
+
+
 def comparable_rows(path: epath.PathLike) -> list[dict]:
   """Rows without what depends on the clock: equal for equal runs."""
   return [{k: v for k, v in row.items() if not is_clock_key(k)} for row in read_rows(path)]
-
-
-def summary(
-  workdir: epath.PathLike, figures: Mapping[str, float], warnings: Sequence[Mapping[str, Any]] = ()
-) -> dict[str, Any]:
-  """Writes summary.json (METRIC/STAGE: number, and warnings), returns it."""
-  out = plain({**figures, 'warnings': warnings})
-  seals.write(epath.Path(workdir) / 'summary.json', json.dumps(out, indent=2))
-  return out
 
 
 def short_number(x: float | None, small_digits: int = 2) -> str:
@@ -220,24 +217,17 @@ class MetricsWriter:
 
   def start_stage(self, stage: str, total_steps: int, resume_step: int = 0) -> None:
     """Keeps rows and samples of the stages before this one, and its own up to a resume_step > 0; others go."""
-    first, self._stage, self._said = not self._stage, stage, set()
+    first = not self._stage
+    self._stage = stage
+    self._said = set()
     if not self._primary:
       return
     self._close_stage()
     rows = read_rows(self.path)
     if seals.damaged(self.workdir, [self.path.name]):
       self._board.line(f'{self.path}: differs from its checksum: rows were damaged or changed since they were written')
-    earlier = self._stages_before(stage, rows)
-
-    def stays(name: str, step: int) -> bool:
-      return name in earlier or name == stage and 0 < resume_step >= step
-
-    kept = [row for row in rows if stays(row['stage'], row['step'])]
-    self._begin_file(kept)
-    for file in self.workdir.glob('samples/*/[0-9]*.jsonl'):
-      if file.stem.isdigit() and not stays(file.parent.name, int(file.stem)):
-        file.unlink()
-    for row in kept if first else ():  # levels and warnings go on
+    kept = self._drop_later(rows, resume_step)
+    for row in kept if first else ():  # levels and warnings of an earlier process go on
       if row['split'] == 'train':
         self.alerts.check(row['stage'], row['step'], row)
     self._board.start(stage, total_steps, resume_step)
@@ -250,10 +240,21 @@ class MetricsWriter:
     if self._trackers is not None:
       self._trackers.start_stage(stage)
 
-  def _stages_before(self, stage: str, rows: Sequence[Mapping[str, Any]]) -> set[str]:
-    """The stages before one: of the run, or of the rows where those of the run are not known."""
-    names = self._stages or [*dict.fromkeys(row['stage'] for row in rows), stage]
-    return {*names[: names.index(stage)]}
+  def _drop_later(self, rows: list[dict], resume_step: int) -> list[dict]:
+    """Removes from the disk what the stage makes again; returns the rows that stay."""
+    names = self._stages or [*dict.fromkeys(row['stage'] for row in rows), self._stage]
+    earlier = names[: names.index(self._stage)]
+
+    def stays(stage: str, step: int) -> bool:
+      return stage in earlier or (stage == self._stage and resume_step > 0 and step <= resume_step)
+
+    kept = [row for row in rows if stays(row['stage'], row['step'])]
+    self._begin_file(kept)
+    for folder in self.workdir.glob('samples/*'):
+      for step, file in sample_files(folder).items():
+        if not stays(folder.name, step):
+          file.unlink()
+    return kept
 
   def _begin_file(self, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes metrics.jsonl anew with these rows, and opens it for more."""
@@ -304,12 +305,15 @@ class MetricsWriter:
       self._trackers.log(self._stage, step, tags)
     self._board.row(step, split, values)
     if split == 'train':
-      for text in self.alerts.check(self._stage, step, values, error):
-        self._board.warn(step, text)
-      near = abs(values.get('loss', 1)) < 0.01 and not self._noted
-      if near and 'frac_reward_zero_std' in values:
-        self._noted = True
-        self._board.line('note: a loss near 0 is expected, as advantages of a group sum to 0: watch reward and kl')
+      self._watch(step, values, error)
+
+  def _watch(self, step: int, values: Mapping[str, float], error: str) -> None:
+    """Prints what is wrong, and once what only looks wrong, by the metrics of a train step."""
+    for text in self.alerts.check(self._stage, step, values, error):
+      self._board.warn(step, text)
+    if not self._noted and 'frac_reward_zero_std' in values and abs(values.get('loss', 1)) < 0.01:
+      self._noted = True
+      self._board.line('note: a loss near 0 is expected, as advantages of a group sum to 0: watch reward and kl')
 
   def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """samples/STAGE/STEP.jsonl: prompt, completion, reward, components, ..."""

@@ -17,9 +17,9 @@ from etils import epath
 from rich import markup
 
 from jaxpost.errors import InputError
-from jaxpost.monitor import curves, titles
-from jaxpost.monitor.metrics import PHASES, ROW_KEYS, is_clock_key, read_growing, read_rows, short_number
-from jaxpost.storage import object_store
+from jaxpost.monitor import curves, metrics, titles
+from jaxpost.monitor.metrics import ROW_KEYS, is_clock_key, read_growing, read_rows
+from jaxpost.storage import object_store, seals
 
 _SHARES = (0.05, 0.5, 0.95)  # percentiles of samples
 _TOTALS = ('failed_groups', 'timeouts')  # train metrics whose figure is the sum over the stage
@@ -31,7 +31,7 @@ def number(x: Any) -> str:
     return 'not finite'
   if isinstance(x, bool) or not isinstance(x, (int, float)):
     return str(x)
-  return short_number(x, small_digits=4)
+  return metrics.short_number(x, small_digits=4)
 
 
 def _seconds(x: float) -> str:
@@ -103,6 +103,15 @@ def figures(rows: Sequence[Mapping]) -> dict[str, float]:
   return {k: out[k] for k in [*first, *out] if k in out}
 
 
+def summary(
+  workdir: epath.PathLike, values: Mapping[str, float], warnings: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+  """Writes summary.json (METRIC/STAGE: number, and warnings), returns it."""
+  out = metrics.plain({**values, 'warnings': warnings})
+  seals.write(epath.Path(workdir) / 'summary.json', json.dumps(out, indent=2))
+  return out
+
+
 def _shown(key: str, value: Any) -> Any:
   """A value as the page shows it: the sampler mismatch, a ratio that is 1 at best, as what it exceeds 1 by."""
   return value - 1 if key == 'sampler_mismatch' and value is not None else value
@@ -131,7 +140,7 @@ def phases(train: Sequence[Mapping]) -> dict[str, float]:
   """Mean seconds a step of each phase that the timer knows, and `other`; without the first step's compile."""
   rows = [row for row in train if row.get('time/step') is not None]
   rows = rows[1:] or rows
-  spent = {name: _values(rows, f'time/{name}') for name in (*PHASES, 'step')}
+  spent = {name: _values(rows, f'time/{name}') for name in (*metrics.PHASES, 'step')}
   out = {name: sum(seconds) / len(rows) for name, seconds in spent.items() if seconds}
   other = out.pop('step', 0.0) - sum(out.values())
   return out | {'other': other} if other > 0 else out
@@ -157,9 +166,9 @@ def _percentiles(rows: Sequence[dict]) -> dict[str, list[float]]:
 
 def _samples(folder: epath.Path) -> dict[str, Any]:
   """First and last samples of a stage, side by side where prompts agree."""
-  files = sorted(folder.glob('[0-9]*.jsonl'), key=lambda path: int(path.stem))
-  titled = {f'before, step {path.stem}': path for path in files[:-1][:1]}
-  titled |= {f'after, step {path.stem}': path for path in files[-1:]}
+  files = list(metrics.sample_files(folder).items())
+  titled = {f'before, step {step}': path for step, path in files[:-1][:1]}
+  titled |= {f'after, step {step}': path for step, path in files[-1:]}
   pairs, spread = {}, {}  # {prompt: {title: its first sample}}
   for title, path in titled.items():
     rows = read_growing(path)
@@ -200,7 +209,8 @@ def _cards(
 
 def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: rich.console.Console) -> None:
   """Prints final figures of the rows of metrics, a reward or loss sparkline, times and paths."""
-  values, stages, workdir = figures(rows), _stages(rows), epath.Path(workdir)
+  values = figures(rows)
+  stages = _stages(rows)
   caption = 'Means of the last 10 steps; time of a step: of all steps but the first.'
   table = rich.table.Table('', *map(markup.escape, stages), caption=caption)
   for key in dict.fromkeys(k.rpartition('/')[0] for k in values if not is_repeated(k, values)):
@@ -214,8 +224,8 @@ def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: 
   table.add_row('Time of a step', *times)
   console.print(table)
   for name in ('report.html', 'metrics.jsonl', 'summary.json', 'samples', 'tensorboard', 'checkpoints', 'export'):
-    if (workdir / name).exists():
-      console.out(workdir / name, highlight=False)
+    if (path := epath.Path(workdir) / name).exists():
+      console.out(path, highlight=False)
 
 
 def is_repeated(name: str, values: Mapping[str, Any]) -> bool:
@@ -242,7 +252,8 @@ def write_report(workdir: epath.PathLike, rows: Sequence[Mapping] | None = None)
   done = _read_json(workdir / 'summary.json', {})
   config = _read_json(workdir / 'config.json', {})
   stages = _stages(rows)
-  warnings, values = done.pop('warnings', ()), done or figures(rows)
+  warnings = done.pop('warnings', ())
+  values = done or figures(rows)
   methods = {stage: _algorithm(config, stage) for stage in stages}
   text = _template().render(
     name=object_store.resolved(workdir).rpartition('/')[2],

@@ -142,10 +142,7 @@ class Timeline:
   # -------------------------------------------------------------------- file
 
   def begin(self, path: epath.PathLike, steps: int) -> None:
-    """Writes the spans of the next `steps` steps to a file.
-
-    Nothing is written to an object store, which cannot append.
-    """
+    """Writes the spans of the next `steps` steps to a file; an object store, which cannot append, gets none."""
     if steps and not object_store.is_remote(path):
       self.path, self.steps = epath.Path(path), steps
 

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Mapping
 
 _PLACES = {'NAME': '([^/]+)', 'ROLE': '([^/]+)', 'N': r'(\d+)'}
+_PLACE = re.compile('NAME|ROLE|(?<![A-Za-z])N(?![A-Za-z])')  # in a key of titles.toml
 
 
 def title(key: str) -> str:
@@ -48,10 +49,9 @@ def _known() -> tuple[dict[str, str], list[tuple[re.Pattern, list[str], str]]]:
   table = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
   exact, patterns = {}, []
   for key, text in table.items():
-    places = re.findall('NAME|ROLE|(?<![A-Za-z])N(?![A-Za-z])', key)
-    if not places:
+    if places := _PLACE.findall(key):
+      pattern = _PLACE.sub(lambda found: _PLACES[found[0]], re.escape(key))
+      patterns.append((re.compile(pattern), places, text))
+    else:
       exact[key] = text
-      continue
-    pattern = re.sub('NAME|ROLE|(?<![A-Za-z])N(?![A-Za-z])', lambda found: _PLACES[found[0]], re.escape(key))
-    patterns.append((re.compile(pattern), places, text))
   return exact, patterns

@@ -140,16 +140,15 @@ def config_difference(first: epath.Path, second: epath.Path) -> dict[str, tuple]
 
 def _shared_samples(first: epath.Path, second: epath.Path) -> Iterator[tuple[str, int, list[tuple[dict, dict]]]]:
   """Yields (stage, step, pairs of rows of the same prompt and sample), in the order of training."""
-  stages = [stage for stage in config_lib.parse_saved(first / 'config.json') if (second / 'samples' / stage).exists()]
-  for stage in stages:
-    for path in sorted((first / 'samples' / stage).glob('[0-9]*.jsonl'), key=lambda p: int(p.stem)):
-      other = second / 'samples' / stage / path.name
-      if not other.exists():
+  for stage in config_lib.parse_saved(first / 'config.json'):
+    ours, others = (metrics.sample_files(run / 'samples' / stage) for run in (first, second))
+    for step in ours:
+      if step not in others:
         continue
-      theirs = {_key(row): row for row in metrics.read_growing(other)}
-      rows = [(row, theirs[_key(row)]) for row in metrics.read_growing(path) if _key(row) in theirs]
+      theirs = {_key(row): row for row in metrics.read_growing(others[step])}
+      rows = [(row, theirs[_key(row)]) for row in metrics.read_growing(ours[step]) if _key(row) in theirs]
       if rows:
-        yield stage, int(path.stem), rows
+        yield stage, step, rows
 
 
 def _key(row: Mapping) -> tuple:

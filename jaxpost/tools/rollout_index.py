@@ -11,12 +11,14 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from etils import epath
 
 from jaxpost.errors import InputError
+from jaxpost.monitor import metrics
 
 _SHORT = 160  # characters of a prompt and a completion in a list
 PAGE = 50
@@ -67,24 +69,28 @@ class Index:
       raise InputError(f'--run: {run}: not the folder of a run; name the folder that training was given as --workdir')
     self.episodes: list[dict[str, Any]] = []
     self._files: dict[str, tuple[int, int, list[int]]] = {}  # path -> (bytes, time, ids)
+    self._refreshing = threading.Lock()  # requests of a page come in threads of their own
     self._places: list[tuple[str, int, int]] = []  # of an episode: file, begin and bytes of its line
     self.refresh()
 
   def refresh(self) -> bool:
     """Reads files that have changed and forgets those that are gone; returns whether there are any."""
-    changed, there = False, set()
-    for path in sorted(self.run.glob('samples/*/[0-9]*.jsonl'), key=lambda p: (p.parent.name, int(p.stem))):
-      with contextlib.suppress(FileNotFoundError):  # removed after it was listed
-        stat = path.stat()
-        key = (int(stat.length), int(stat.mtime))
-        if self._files.get(str(path), ())[:2] != key:
-          changed = True
-          self._forget(str(path))
-          self._files[str(path)] = (*key, list(self._read(path)))
-        there.add(str(path))
-    for name in self._files.keys() - there:
-      changed = True
-      self._forget(name)
+    changed = False
+    there = set()
+    with self._refreshing:
+      for folder in sorted(self.run.glob('samples/*')):
+        for path in metrics.sample_files(folder).values():
+          with contextlib.suppress(FileNotFoundError):  # removed after it was listed
+            stat = path.stat()
+            key = (int(stat.length), int(stat.mtime))
+            if self._files.get(str(path), ())[:2] != key:
+              changed = True
+              self._forget(str(path))
+              self._files[str(path)] = (*key, list(self._read(path)))
+            there.add(str(path))
+      for name in self._files.keys() - there:
+        changed = True
+        self._forget(name)
     return changed
 
   def _forget(self, name: str) -> None:

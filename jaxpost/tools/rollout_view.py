@@ -157,7 +157,7 @@ def _number(name: str, text: Any, kind: type) -> Any:
     value = kind(text)
   except ValueError:
     raise InputError(f'{name}: {text!r} is no number') from None
-  if not math.isfinite(value):
+  if isinstance(value, float) and not math.isfinite(value):
     raise InputError(f'{name}: {text!r} is not finite')
   return value
 
