@@ -2,9 +2,8 @@
 
   python -m launch.local --processes=2 --devices=4 -- --config=... --workdir=...
 
-Arguments after `--` go to `launch.train`. Runs on CPU unless JAX_PLATFORMS is set.
-Each line of output is marked with its process. The exit code is the worst of the
-processes; if one fails, the others are ended after some seconds.
+Arguments after `--` go to `launch.train`. Runs on CPU unless JAX_PLATFORMS is set. Each line of output is marked with
+its process. The exit code is the worst of the processes; if one fails, the others are ended after some seconds.
 """
 
 import os
@@ -32,13 +31,11 @@ def start(arguments: list[str], rank: int) -> subprocess.Popen:
   env = {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '', **os.environ}
   if _DEVICES.value:
     env['XLA_FLAGS'] += f' --xla_force_host_platform_device_count={_DEVICES.value}'
-  # A new session: otherwise Ctrl-C would reach it twice, from the terminal and from here.
   return subprocess.Popen(
     [sys.executable, '-u', '-m', f'{__package__}.train', *arguments, f'--process_id={rank}'],
     env=env,
-    text=True,
-    errors='backslashreplace',  # a byte that is no UTF-8 must not end the copying, as the process would wait for it
-    start_new_session=True,
+    errors='backslashreplace',  # of text; a byte that is no UTF-8 would end the thread that reads it
+    start_new_session=True,  # else Ctrl-C would reach it twice, from the terminal and from here
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
   )
@@ -47,10 +44,9 @@ def start(arguments: list[str], rank: int) -> subprocess.Popen:
 def copy(rank: int, source: TextIO, target: TextIO):
   """Copies lines, marked with their process; all are read, as a process waits where nobody does."""
   for line in source:
-    if line.startswith('[Gloo] Rank'):  # of its connections, at each start
-      continue
     try:
-      print(f'[{rank}] {line}', end='', file=target, flush=True)
+      if not line.startswith('[Gloo] Rank'):  # of its connections, at each start
+        print(f'[{rank}] {line}', end='', file=target, flush=True)
     except BrokenPipeError:  # as in `| head`: the run goes on
       os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
 
@@ -67,8 +63,8 @@ def main(argv):
     probe.bind(('localhost', 0))
     address = f'localhost:{probe.getsockname()[1]}'
   for rank in range(_PROCESSES.value):
-    running.append(start([*argv[1:], f'--coordinator={address}', f'--num_processes={_PROCESSES.value}'], rank))
-    p = running[-1]
+    p = start([*argv[1:], f'--coordinator={address}', f'--num_processes={_PROCESSES.value}'], rank)
+    running.append(p)
     for pair in (p.stdout, sys.stdout), (p.stderr, sys.stderr):
       threading.Thread(target=copy, args=(rank, *pair)).start()
   while any(p.poll() is None for p in running):

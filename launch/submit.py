@@ -56,9 +56,7 @@ def main(argv):
   if _DRY.value or not command:
     return
   if not shutil.which(command[0]):
-    raise InputError(
-      f'{command[0]}: is not on this machine; the job above was not started (--dry_run only prints it)'
-    )
+    raise InputError(f'{command[0]}: is not on this machine; the job above was not started (--dry_run only prints it)')
   with tempfile.NamedTemporaryFile('w', suffix=f'.{platform}') as file:
     file.write(text)
     file.flush()

@@ -14,7 +14,6 @@ import tiny
 import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics, trackers
-from jaxpost.stage import schema
 
 QUIET = rich.console.Console(quiet=True)
 
@@ -47,7 +46,7 @@ def run(tmp_path, monkeypatch, *fakes, **options):
   """A run of two stages on these packages; returns the fakes."""
   for fake in fakes:
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
-  given = schema.LogSection(trackers=tuple(fake.__name__ for fake in fakes), **options)
+  given = trackers.Options(names=tuple(fake.__name__ for fake in fakes), **options)
   start = functools.partial(trackers.Trackers, given)
   with metrics.MetricsWriter(tmp_path / 'mine', tensorboard=False, trackers=start, console=QUIET) as writer:
     for stage in ('sft', 'grpo'):
@@ -146,7 +145,7 @@ def test_the_config_chooses(tmp_path, monkeypatch):
 
   monkeypatch.setitem(sys.modules, 'mlflow', fake := Fake('mlflow'))
   (chosen,) = config.parse({'log': {'trackers': ('mlflow',), 'project': 'p', 'offline': True}}).values()
-  trackers.Trackers(chosen.log, tmp_path)
+  trackers.start(chosen, tmp_path)
   assert fake.of('set_experiment')[0][0] == ('p',)
   with pytest.raises(InputError, match="did you mean 'mlflow'"):
     config.parse({'log': {'trackers': ('mlfow',)}})

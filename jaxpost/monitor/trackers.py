@@ -12,15 +12,26 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.storage import object_store
 
-if TYPE_CHECKING:
-  from jaxpost.stage.schema import LogSection
+
+class Options(NamedTuple):
+  """The fields of `config.log` that trackers read.
+
+  names: of TRACKERS. project, entity, run_name: '' for defaults. offline: nothing leaves this machine.
+  """
+
+  names: tuple[str, ...] = ()
+  project: str = ''
+  entity: str = ''
+  run_name: str = ''
+  tags: tuple[str, ...] = ()
+  offline: bool = False
 
 
 class Client(NamedTuple):
@@ -36,7 +47,7 @@ class Client(NamedTuple):
   show: Callable[[str, int, Sequence[Mapping]], Any] = lambda stage, step, rows: None
 
 
-def _wandb(options: LogSection, folder: str) -> Client:
+def _wandb(options: Options, folder: str) -> Client:
   import wandb
 
   run = wandb.init(  # the same folder continues the same run
@@ -67,7 +78,7 @@ def _wandb(options: LogSection, folder: str) -> Client:
   return Client(log, file, run.finish, define, show)
 
 
-def _trackio(options: LogSection, folder: str) -> Client:
+def _trackio(options: Options, folder: str) -> Client:
   import trackio
 
   if options.offline and (os.environ.get('TRACKIO_SPACE_ID') or os.environ.get('TRACKIO_SERVER_URL')):
@@ -82,7 +93,7 @@ def _trackio(options: LogSection, folder: str) -> Client:
   return Client(log, trackio.save, trackio.finish)
 
 
-def _mlflow(options: LogSection, folder: str) -> Client:
+def _mlflow(options: Options, folder: str) -> Client:
   import mlflow
 
   if options.offline:
@@ -105,7 +116,7 @@ def _mlflow(options: LogSection, folder: str) -> Client:
   return Client(log, file, mlflow.end_run)
 
 
-TRACKERS: dict[str, Callable[[LogSection, str], Client]] = {'wandb': _wandb, 'trackio': _trackio, 'mlflow': _mlflow}
+TRACKERS: dict[str, Callable[[Options, str], Client]] = {'wandb': _wandb, 'trackio': _trackio, 'mlflow': _mlflow}
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -115,14 +126,21 @@ def check_installed(names: Sequence[str]) -> None:
       raise InputError(f"config.log.trackers: {name} is not installed: pip install -e '.[{name}]', or leave it out")
 
 
+def start(config: Any, workdir: epath.PathLike) -> Trackers:
+  """Starts the trackers of `config.log`."""
+  log = config.log
+  place = dict(project=log.project, entity=log.entity, run_name=log.run_name)
+  return Trackers(Options(log.trackers, tags=log.tags, offline=log.offline, **place), workdir)
+
+
 class Trackers:
   """The trackers of a run. No failure of theirs ends it."""
 
-  def __init__(self, options: LogSection, workdir: epath.PathLike):
-    """Starts those that `config.log` names; `check_installed` has seen their packages."""
+  def __init__(self, options: Options, workdir: epath.PathLike):
+    """Starts them; `check_installed` has seen their packages."""
     self._folder = object_store.resolved(epath.Path(workdir))
     self._clients: dict[str, Client] = {}
-    for name in options.trackers:
+    for name in options.names:
       try:
         self._clients[name] = TRACKERS[name](options, self._folder)
       except InputError:

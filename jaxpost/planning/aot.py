@@ -149,8 +149,8 @@ def layout_of(placed: place.PlacedStage, name: str, args: Sequence[Any]) -> Layo
     return placed.rollout
   first = next(iter(jax.tree.leaves(args)), None)
   mesh = getattr(getattr(first, 'sharding', None), 'mesh', None)
-  scores = mesh == placed.score.mesh != placed.train.mesh
-  return placed.score if scores else placed.train
+  has_own_devices = placed.score.mesh != placed.train.mesh
+  return placed.score if has_own_devices and mesh == placed.score.mesh else placed.train
 
 
 def _blocks(placed: place.PlacedStage, layout: Layout, tokens: int) -> int:

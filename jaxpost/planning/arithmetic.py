@@ -197,11 +197,12 @@ def _held(case: _Case) -> dict[str, float]:
   return out
 
 
-def _layer_width(cfg: ModelConfig, tensor: int) -> float:
+def _layer_width(case: _Case) -> float:
   """Returns the elements of a token that a layer computes: projections, attention, MLP."""
+  cfg = case.cfg
   heads = cfg.num_heads * (cfg.head_dim + cfg.value_dim) + sum(cfg.cached[0] * size for size in cfg.cached[1])
   wide = cfg.experts.top_k * cfg.experts.size if cfg.experts else cfg.intermediate_size
-  return (heads + 3 * wide) / tensor + 4 * cfg.hidden_size
+  return (heads + 3 * wide) / case.train.mesh.shape['tensor'] + 4 * cfg.hidden_size
 
 
 def _saved_width(case: _Case) -> float:
@@ -224,15 +225,17 @@ def _attention_weights(case: _Case) -> float:
 
 def _chunk(case: _Case) -> float:
   """Returns the logits of a device that are in memory at a time."""
-  rows, parts = case.shape.micro_rows // case.train.batch_shards, case.train.mesh.shape['context']
-  vocab, tensor = case.cfg.padded_vocab_size, case.train.mesh.shape['tensor']
-  length = case.shape.row_length // parts
-  return rows * head_chunk.chunk_length(rows, length, vocab, case.compute.head_elements) * vocab / tensor
+  sizes = case.train.mesh.shape
+  rows = case.shape.micro_rows // case.train.batch_shards
+  length = case.shape.row_length // sizes['context']
+  vocab = case.cfg.padded_vocab_size
+  return rows * head_chunk.chunk_length(rows, length, vocab, case.compute.head_elements) * vocab / sizes['tensor']
 
 
 def _activations(case: _Case) -> dict[str, float]:
   """Returns the bytes that an update needs besides what is held: at its head, or at a layer."""
-  model, cfg, tensor = case.inputs.model, case.cfg, case.train.mesh.shape['tensor']
+  model = case.inputs.model
+  cfg = case.cfg
   residual = jnp.dtype(case.compute.residual).itemsize
   gradients = _FLOAT * _split(model, case.train, frozenset(model.table) - model.frozen)
   if case.shape.micro_rows < case.shape.update_rows:  # the sum, and those of the rows at hand
@@ -240,7 +243,7 @@ def _activations(case: _Case) -> dict[str, float]:
   width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
   kept = case.tokens * width * residual * (cfg.num_layers + model.trains_mtp)
   weights = 0.0 if case.compute.uses_kernel else _ALIVE * _attention_weights(case)
-  layer = _ALIVE * case.tokens * _layer_width(cfg, tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
+  layer = _ALIVE * case.tokens * _layer_width(case) * case.width + _PREFETCHED * _gathered(case, 'layers')
   head = _chunk(case) * (_FLOAT + case.width) + case.tokens * cfg.hidden_size * _FLOAT + _gathered(case, 'vocab')
   activations = kept + max(weights + layer, head)
   if case.compute.platform == 'tpu' and case.compute.remat != 'full':
@@ -291,10 +294,12 @@ def _flops(case: _Case) -> float:
 
 def _read(case: _Case, passes: float) -> float:
   """Returns the bytes of weights and activations that so many passes over the layers move."""
-  cfg, model, tensor = case.cfg, case.inputs.model, case.train.mesh.shape['tensor']
+  cfg = case.cfg
+  model = case.inputs.model
+  tensor = case.train.mesh.shape['tensor']
   unused = 0 if model.trains_mtp else sum(math.prod(model.table[path].shape) for path in model.mtp)
   weights = (transformer.num_params(cfg) - unused) / tensor / case.train.mesh.shape['expert'] * case.width
-  activations = 2 * case.tokens * cfg.num_layers * _layer_width(cfg, tensor) * case.width
+  activations = 2 * case.tokens * cfg.num_layers * _layer_width(case) * case.width
   logits = case.tokens * cfg.padded_vocab_size / tensor * _FLOAT
   return passes * (weights + activations + logits)
 
@@ -354,26 +359,32 @@ def _state(cfg: ModelConfig, tensor: int) -> float:
 
 def _sampler(case: _Case) -> dict[str, float]:
   """Returns the bytes of the sampler's weights, cache, what a block copies of it, and logits."""
-  cfg, rollout, shape = case.cfg, case.inputs.config.rollout, dict(case.rollout.mesh.shape)
+  cfg = case.cfg
+  rollout = case.inputs.config.rollout
+  tensor = case.rollout.mesh.shape['tensor']
   at_a_time = slots(case.inputs)[0]
   mine = math.ceil(at_a_time / case.rollout.batch_shards)
   # A block of decoding may run past the last token that counts.
   length = rollout.max_prompt_length + rollout.max_new_tokens + (rollout.block or case.compute.decode_block)
-  logits = 2 * mine * cfg.padded_vocab_size / shape['tensor'] * _FLOAT
+  logits = 2 * mine * cfg.padded_vocab_size / tensor * _FLOAT
   some = rollout.prompts if case.inputs.algorithm.on_policy else at_a_time  # whose prefixes are there at a time
   prompts = math.ceil(some / case.rollout.batch_shards)
-  entry, state = _entry(case), _state(cfg, shape['tensor'])
+  entry = _entry(case)
+  state = _state(cfg, tensor)
   # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all; the
   # decoding kernel of GPUs copies nothing. States are there before and after it.
   in_place = not rollout.cache and native.without_unsupported_kernel(case.compute, cfg, rollout).decode_kernel
-  copied = mine * ((0 if in_place else 2 ** int(math.log2(length - 1)) * entry) + state)
+  copied_entries = 0 if in_place else 2 ** int(math.log2(length - 1))
+  copied = mine * (copied_entries * entry + state)
   cache = (mine * length + prompts * rollout.max_prompt_length) * entry + (mine + prompts) * state
   return dict(sampler=_weights(case), cache=cache, copied=copied, logits=logits)
 
 
 def _sample_seconds(case: _Case) -> float:
   """Returns the seconds of sampling: each token reads the weights and, on average, half of its answer's cache."""
-  cfg, rollout, tensor = case.cfg, case.inputs.config.rollout, case.rollout.mesh.shape['tensor']
+  cfg = case.cfg
+  rollout = case.inputs.config.rollout
+  tensor = case.rollout.mesh.shape['tensor']
   at_a_time, waves = slots(case.inputs)
   mine = math.ceil(at_a_time / case.rollout.batch_shards)
   weights = _weights(case)

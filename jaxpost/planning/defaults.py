@@ -160,15 +160,19 @@ def _slots(p: PreparedStage, limits: Room) -> dict[str, Any]:
   """
   most, _ = arithmetic.slots(p.inputs)
   halves = [n for i in range(most.bit_length()) if (n := math.ceil(most / 2**i)) > 1 or most == 1]
-  some, few = [n for n in halves if n >= min(_FEWEST, most)], [n for n in halves if n < _FEWEST]
-  offload = [True] * (not p.config.rollout.offload and may_offload(p, limits.machine))
-  tries = [(n, False) for n in some] + [(n, x) for x in offload for n in some]
-  tries += [(n, False) for n in few] + [(n, x) for x in offload for n in few]
-  for slots, moved in tries:
-    settings = ({'rollout.slots': slots} if slots < most else {}) | ({'rollout.offload': True} if moved else {})
+  many = [n for n in halves if n >= _FEWEST] or halves[:1]
+  few = [n for n in halves if n not in many]
+  offloads = [False]  # whether optimizer states wait on the host
+  if not p.config.rollout.offload and may_offload(p, limits.machine):
+    offloads.append(True)
+  settings: dict[str, Any] = {}
+  for slots, offload in [(n, offload) for numbers in (many, few) for offload in offloads for n in numbers]:
+    settings = {'rollout.slots': slots} if slots < most else {}
+    if offload:
+      settings['rollout.offload'] = True
     if limits.needs(p, settings | {'model.remat': 'full'}).sampling <= limits.usable:
       return settings
-  return settings
+  return settings  # the last one needs least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,10 +186,12 @@ class _Tried:
 
 def _update(p: PreparedStage, limits: Room) -> dict[str, Any]:
   """Returns the settings of the fastest update that fits, or of the one that needs least."""
-  given, tried = p.config.model.remat, []
-  for remat in ('dots', 'full') if given == 'auto' else (given,):
+  given = p.config.model.remat
+  tried = []
+  choices = ('dots', 'full') if given == 'auto' else (given,)  # the first one is what the platform does by itself
+  for remat in choices:
     for rows in _rows(p, limits.machine):
-      settings = {'model.remat': remat} if remat != ('dots' if given == 'auto' else given) else {}
+      settings = {'model.remat': remat} if remat != choices[0] else {}
       settings |= {'train.micro_batch_size': rows} if rows else {}
       needs = limits.needs(p, settings)
       tried.append(_Tried(settings, needs.updating, needs.update_s))

@@ -136,7 +136,7 @@ def _slots(inputs: Inputs) -> list[int]:
     return [0]
   rollout = inputs.config.rollout
   most = batch_shape.slots(rollout, rollout.prompts * rollout.group_size)
-  return [most >> i for i in range(5)]
+  return [n for i in range(5) if (n := most >> i)]
 
 
 def _on_mesh(inputs: Inputs, machine: Topology, sizes: Mapping[str, int], rows: int, slots: int) -> Cell:

@@ -77,8 +77,9 @@ def _groups_of_rows(op: hlo.Op, given: list[hlo.Array]) -> tuple[float, float]:
 
 def _splash(op: hlo.Op, kind: str, given) -> tuple[float, float]:
   """(FLOPs, bytes) of splash attention over the blocks that mask and window leave; [B, H, T, h], or one row."""
-  down, across = given[0].dims[-2:]  # of blocks: across is fewer than there
-  # are where they are gone through by query, down where by key
+  # Blocks of queries and of keys. Where a kernel goes through them by query, `across` leaves out what the mask does;
+  # where it goes through them by key, `down` does.
+  down, across = given[0].dims[-2:]
   q, k, v = [a for a in given if a.dtype in ('bf16', 'f32') and len(a.dims) >= 3][:3]
   rows, (heads, length, size) = math.prod(q.dims[:-3]), q.dims[-3:]
   keys, values = k.dims[-2], v.dims[-1]

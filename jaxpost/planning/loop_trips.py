@@ -53,8 +53,9 @@ class Loops:
         step = self._step(op, index, first)
         last = self._bound(caller, op, ops, root, ends[0])
         if None not in (first, step, last) and step > 0:
-          inclusive = 'direction=LE' in ends[0].text
-          return max(0, math.ceil((last + inclusive - first) / step))
+          if 'direction=LE' in ends[0].text:  # the bound itself is reached
+            last += 1
+          return max(0, math.ceil((last - first) / step))
     return self._iterations(hlo.op_name(op))
 
   def _sources(self, ops, root: hlo.Op, end: hlo.Op) -> list[hlo.Op | None]:
@@ -140,7 +141,7 @@ class Loops:
           return state[index]
         return self._field(name, source.name, index)
       return self._field(name, op.inputs[0], index)
-    if op.kind == 'add' or op.kind == 'subtract':
+    if op.kind in ('add', 'subtract'):
       left = operand(0)
       right = operand(1)
       if left is None or right is None:

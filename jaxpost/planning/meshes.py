@@ -60,8 +60,9 @@ def training(inputs: Inputs, topology: machines.Topology, fixed: bool) -> dict[s
     fixed: the batch is that of the config, which has to split over the
       shards; else it is one row a shard.
   """
-  devices, plain, more = train_devices(inputs, topology), {}, []
-  for sizes in every(inputs, topology, devices):
+  plain = {}  # those of fsdp and tensor alone
+  more = []  # (seconds a token, sizes, batch shards) of the others
+  for sizes in every(inputs, topology, train_devices(inputs, topology)):
     shards = sizes['data'] * sizes['fsdp'] * sizes['expert']
     shape = 1, shards, batch_shape.row_length(inputs.config, inputs.algorithm.on_policy)
     if fixed:

@@ -68,7 +68,7 @@ def step_of(placed: PlacedStage) -> Step:
   scores = placed.algorithm.scores(config)
   calls['update'] = rl.epochs * rl.minibatches
   critic = 'critic' in placed.inputs.sources
-  # The reference, or each teacher that is none of a distillation; and the policy, which has the values of a shared head.
+  # A pass of the reference, or of each teacher; and one of the policy.
   of_frozen = (1 if placed.distills else max(teachers, 1)) if 'ref_logprobs' in scores else 0
   of_policy = 'old_logprobs' in scores or 'entropy' in scores or ('values' in scores and not critic)
   calls['score'] = of_frozen + int(of_policy)

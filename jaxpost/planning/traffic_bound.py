@@ -156,7 +156,7 @@ class _Pass:
       if train:
         yield 'reduce-scatter', 'context', own * (parts - 1)
     tied = bool(self.model.head) and 'head' not in self.model.table
-    if count := _sums(path, param, self.layout.spec(param.axes, param.shape), train, remat, tied):
+    if count := _sums(path, param, self.layout.spec(param.axes, param.shape), train, remat, tied=tied):
       yield 'all-reduce', 'tensor', count * self.activation * 2 * (tensor - 1) / tensor
 
 

@@ -42,7 +42,9 @@ def question(row: Mapping[str, Any], where: str, letters: bool) -> Question:
   """
   if lacking := [column for column in ('question', 'choices', 'answer') if row.get(column) is None]:
     raise InputError(f'{where}: want question, choices and answer; has no {lacking[0]}')
-  asked, choices, answer = str(row['question']).strip(), row['choices'], row['answer']
+  asked = str(row['question']).strip()
+  choices = row['choices']
+  answer = row['answer']
   if not isinstance(choices, (list, tuple)) or len(choices) < 2:
     raise InputError(f'{where}: choices: {shown(choices)}: want a list of two or more texts')
   for n, choice in enumerate(choices):

@@ -197,8 +197,9 @@ def _in_prompts(setting: Setting, given: dict[str, Any], whole: bool) -> Setting
   factors = {'num_generations': group}
   completions = _ours(setting.name, setting.fields[0], setting.value)
   if not whole:
-    of_trl = _integer(given, 'gradient_accumulation_steps', 1)
-    steps, processes = _integer(given, 'steps_per_generation', of_trl), _integer(given, 'num_processes')
+    # TRL generates once for each update, unless steps_per_generation says how many micro-batches it is for.
+    steps = _integer(given, 'steps_per_generation', _integer(given, 'gradient_accumulation_steps', 1))
+    processes = _integer(given, 'num_processes')
     factors |= {'gradient_accumulation_steps': steps, 'the number of processes': processes}
     completions *= (steps or 1) * (processes or 1)
   unknown = [name for name, value in factors.items() if not value]
@@ -217,7 +218,9 @@ def _named(given: dict[str, Any], name: str) -> Any:
 def _integer(given: dict[str, Any], name: str, default: int = 0) -> int:
   """Returns a setting that is a whole number above 0, `default` where it is not given, and 0 for another value."""
   value = _named(given, name)
-  return default if value is None else value if isinstance(value, int) and value > 0 else 0
+  if value is None:
+    return default
+  return value if isinstance(value, int) and value > 0 else 0
 
 
 def _method(library: str, given: dict[str, Any]) -> str:

@@ -103,16 +103,21 @@ def _kernels() -> list[Finding]:
   verified = kernel_check.verify(compute, [kernel_check.KernelUse(model, 256)], [model])
   experts = grouped_check.verify(compute, [presets.PRESETS['tiny_moe']])
   fix = 'the kernel was wrong for a shape here; runs use XLA there, which is slower'
-  out = [Finding('attention', compute.attention, fix * (verified != compute))]
-  return out + [Finding('experts', grouped_check.GROUPED, fix * (experts != compute))] * compute.grouped_kernel
+  out = [Finding('attention', compute.attention, fix if verified != compute else '')]
+  if compute.grouped_kernel:
+    out.append(Finding('experts', grouped_check.GROUPED, fix if experts != compute else ''))
+  return out
 
 
 def _host(workdir: str) -> list[Finding]:
   free = memory.free_on_host()
-  out = [Finding('host memory', f'{free / _GIB:.1f} GiB free', 'below 2 GiB; end other programs' * (free < 2 * _GIB))]
+  fix = 'below 2 GiB; end other programs' if free < 2 * _GIB else ''
+  out = [Finding('host memory', f'{free / _GIB:.1f} GiB free', fix)]
   out += [_disk_of_runs(workdir), _disk('disk of compiled programs', host.use_compile_cache())]
-  files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-  fix = f'raise it: ulimit -n {min(most, 65536) if most > 0 else 65536}' if 0 < files < _FEW_FILES else ''
+  files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: without a limit
+  fix = ''
+  if 0 < files < _FEW_FILES:
+    fix = f'raise it: ulimit -n {min(most, 65536) if most > 0 else 65536}'
   return [*out, Finding('open files', str(files), fix)]
 
 
@@ -131,8 +136,10 @@ def _disk(what: str, path: epath.PathLike) -> Finding:
   place = pathlib.Path(path).expanduser().absolute()
   there = next(p for p in (place, *place.parents) if p.exists())
   left = shutil.disk_usage(there).free
-  few = f'below 5 GiB; a checkpoint needs 12 bytes a parameter, choose another folder than {there}'
-  return Finding(what, f'{left / _GIB:.1f} GiB free in {there}', few * (left < 5 * _GIB))
+  fix = ''
+  if left < 5 * _GIB:
+    fix = f'below 5 GiB; a checkpoint needs 12 bytes a parameter, choose another folder than {there}'
+  return Finding(what, f'{left / _GIB:.1f} GiB free in {there}', fix)
 
 
 def _network() -> list[Finding]:

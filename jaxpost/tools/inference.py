@@ -11,7 +11,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -45,6 +45,9 @@ from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.types import TrainState
+
+if TYPE_CHECKING:
+  from jaxpost.algorithms.base import Algorithm
 
 
 def to_stderr(line: str) -> None:
@@ -274,23 +277,51 @@ def evaluate_as(
   if run and stages:  # a stage of that name, else the last
     wanted = stages.get(name) or pick(stages, '', '--config')[1]
   wanted = wanted or weights.inputs.config
-  fields = dict(size=size, samples=samples)
+  held_out = wanted.eval
   if data:
-    fields['data'] = dataclasses.replace(wanted.eval.data, path=data)
-  wanted = dataclasses.replace(
-    wanted, eval=dataclasses.replace(wanted.eval, **{k: v for k, v in fields.items() if v is not None})
-  )
+    held_out = dataclasses.replace(held_out, data=dataclasses.replace(held_out.data, path=data))
+  if size is not None:
+    held_out = dataclasses.replace(held_out, size=size)
+  if samples is not None:
+    held_out = dataclasses.replace(held_out, samples=samples)
+  wanted = dataclasses.replace(wanted, eval=held_out)
   return dict(weights=run or model, stage=name, step=weights.step, **evaluate(weights, wanted, mesh))
 
 
 def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1') -> dict[str, Any]:
   """Returns the metrics of the evaluation that training with `config` would do."""
-  held_out, samples = config.eval.data.path, config.eval.samples
-  if not held_out:
+  if not config.eval.data.path:
     raise InputError('config.eval.data.path: is empty, so there is nothing to evaluate; name held-out data')
   algorithm = algorithms.load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
-  if algorithm.on_policy and not samples:
+  samples = config.eval.samples
+  _check_evaluation(config, algorithm)
+  rows = prepare.read_held_out_rows(config)
+  config = _on_these_devices(config, algorithm.on_policy, weights.layout, mesh)
+  inputs = dataclasses.replace(weights.inputs, config=config, algorithm=algorithm)
+  with contextlib.ExitStack() as cleanup:
+    environment = rewards = None
+    if samples and config.environment:
+      environment = sampling_inputs.start_environment(inputs, rows)
+      cleanup.callback(environment.close)
+    held_out = prepare.make_held_out(inputs, rows, tools=environment.tools if environment else None)
+    if samples:
+      sampling_inputs.check_sampling(config, False)
+      sampling_inputs.correct_by(config, False)
+      rewards = sampling_inputs.start_rewards(config, rows)
+      if rewards:
+        cleanup.callback(rewards.close)
+      elif not environment:
+        raise InputError('config.reward: a reward model grades in training only; name a reward function')
+    placed = place.place_stage(PreparedStage(inputs, Data(rows, held_out=held_out), Workers(rewards, environment)))
+    evaluator = assemble.make_evaluator(placed, on_policy.make_engine(placed) if samples else None)
+    metrics, _ = evaluator(Roles(_policy(weights, placed)), weights.step)
+  return dict(data=config.eval.data.path, rows=min(len(rows), config.eval.size), **metrics)
+
+
+def _check_evaluation(config: config_lib.Config, algorithm: Algorithm) -> None:
+  """Raises InputError where the method has no evaluation, or one with roles that only training has."""
+  if algorithm.on_policy and not config.eval.samples:
     raise InputError(
       f'config.eval.samples: 0 measures the loss only, and {config.algorithm}'
       ' is evaluated by its samples; set how many a prompt'
@@ -302,43 +333,27 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
       'loads; metrics.jsonl has what the run evaluated (split eval); give --reward to grade completions, or --config '
       'with algorithm=sft'
     )
-  rows = prepare.read_held_out_rows(config)
-  config = _on_these_devices(config, algorithm.on_policy, weights.layout, mesh)
-  inputs = dataclasses.replace(weights.inputs, config=config, algorithm=algorithm)
-  with contextlib.ExitStack() as cleanup:
-    environment = rewards = None
-    if samples and config.environment:
-      environment = sampling_inputs.start_environment(inputs, rows)
-      cleanup.callback(environment.close)
-    held_out_data = prepare.make_held_out(inputs, rows, tools=environment.tools if environment else None)
-    if samples:
-      sampling_inputs.check_sampling(config, False)
-      sampling_inputs.correct_by(config, False)
-      rewards = sampling_inputs.start_rewards(config, rows)
-      if rewards:
-        cleanup.callback(rewards.close)
-    if samples and not (rewards or environment):
-      raise InputError('config.reward: a reward model grades in training only; name a reward function')
-    placed = place.place_stage(PreparedStage(inputs, Data(rows, held_out=held_out_data), Workers(rewards, environment)))
-    step = placed.train.put(np.int32(weights.step))
-    policy = Policy(
-      model=inputs.model,
-      state=TrainState(step, weights.params, None),
-      layout=placed.train,
-      micro_batch_size=placed.shape.micro_rows,
-      update_program=None,
-      make_score=None,
-    )
-    evaluator = assemble.make_evaluator(placed, on_policy.make_engine(placed) if samples else None)
-    metrics, _ = evaluator(Roles(policy), weights.step)
-  return dict(data=held_out, rows=min(len(rows), config.eval.size), **metrics)
+
+
+def _policy(weights: Weights, placed: place.PlacedStage) -> Policy:
+  """Returns the weights as a policy that is evaluated and never trained."""
+  step = placed.train.put(np.int32(weights.step))
+  return Policy(
+    model=weights.inputs.model,
+    state=TrainState(step, weights.params, None),
+    layout=placed.train,
+    micro_batch_size=placed.shape.micro_rows,
+    update_program=None,
+    make_score=None,
+  )
 
 
 def _on_these_devices(config: config_lib.Config, on_policy: bool, layout: Layout, mesh: str) -> config_lib.Config:
   """Returns the config with a mesh and a batch that fit these devices, and no 8 bits, whatever the run had."""
-  train, shards = config.train, layout.batch_shards
+  train = config.train
   rows = train.micro_batch_size or train.batch_size
-  micro = 0 if on_policy else -(-rows // shards) * shards
+  shards = layout.batch_shards
+  micro = 0 if on_policy else -(-rows // shards) * shards  # rounded up to whole rows of each shard
   return dataclasses.replace(
     config,
     mesh=schema.MeshSection(rollout=mesh),

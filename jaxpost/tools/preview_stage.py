@@ -24,8 +24,11 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
   Args:
     stage: prepared as for training, so that all checks before the first step have passed.
   """
-  inputs, data, config = stage.inputs, stage.data, stage.config
-  tokenizer, per_epoch = inputs.tokenizer, epochs.steps_of(inputs, data)
+  inputs = stage.inputs
+  data = stage.data
+  config = stage.config
+  tokenizer = inputs.tokenizer
+  per_epoch = epochs.steps_of(inputs, data)
   count = transformer.num_params(inputs.model.config)
   passes = f'{short_number(config.train.steps / per_epoch)} epochs'
   passes += f' of {short_number(per_epoch)} steps' if per_epoch >= 1 else ''

@@ -117,8 +117,8 @@ def compare(run: epath.Path, name: str, step: int, row: int, item: Item) -> bool
   trained = [r for r in read_growing(path) if r['split'] == 'train']
   if row >= len(trained):  # the file has only what an evaluation of this step drew
     return None
-  theirs = trained[row]
-  return all(theirs[k] == item.samples()[row][k] for k in ('prompt', 'completion', 'length', 'logprob'))
+  sample = item.samples()[row]
+  return all(trained[row][k] == sample[k] for k in ('prompt', 'completion', 'length', 'logprob'))
 
 
 def explain(placed: place.PlacedStage, roles: Roles, controller: Controller, item: Item, row: int) -> dict[str, Any]:

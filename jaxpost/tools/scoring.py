@@ -79,7 +79,12 @@ class Scorer:
 
     def scores(some):
       found = to_host(program(self._weights.params, placed(some)))
-      ids, top, own = found if self.top else (*[np.zeros((1, rows, length, 0))] * 2, found.logprobs)
+      if self.top:
+        ids, top, own = found
+      else:
+        own = found.logprobs
+        ids, top = (np.zeros((*own.shape, 0), dtype) for dtype in (np.int32, np.float32))
+      # [1, rows, length, ...]: one micro-batch, a text a row
       return [TextScore(*(x[0, i, : len(e.tokens)] for x in (own, ids, top))) for i, e in enumerate(some)]
 
     return (scores(examples[start : start + rows]) for start in range(0, len(examples), rows))

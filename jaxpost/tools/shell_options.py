@@ -53,28 +53,41 @@ def options(script: str) -> dict[str, Any]:
   Raises:
     ValueError: a quotation has no end, or a value is too long.
   """
-  words, variables, found = [*_words(script), '\n'], {}, {}
+  words = [*_words(script), '\n']
+  found: dict[str, Any] = {}
+  variables: dict[str, str] = {}  # all that have a value at this place of the script
+  own: dict[str, str] = {}  # those that the script keeps to itself
+  assigned: dict[str, str] = {}  # by the command at hand
+  exported = False  # by the command at hand
   begins = True  # a command, where NAME=VALUE is an assignment
-  assigned, own, exported = {}, {}, False  # variables of this command, those of the script
   for i, word in enumerate(words):
     if begins and (match := _ASSIGNED.fullmatch(word)):
       variables[match['name']] = assigned[match['name']] = _filled(match['value'], variables)
       continue
     if _is_end(word) and not exported:  # before another word they are the environment of a program
       own |= assigned
-    assigned, exported = {}, word == 'export'
+    assigned = {}
+    exported = word == 'export'
     begins = word in ('export', 'local', 'readonly', 'declare') or _is_end(word)
     if match := _FLAG.fullmatch(word):
       found[match['name']] = _value(match['value'], variables)
     elif word.startswith('--') and word != '--':
-      values = list(itertools.takewhile(_is_value, words[i + 1 :]))
-      program = next((n for n, value in enumerate(values) if n and value.endswith('.py')), None)  # of a launcher
-      values = [_value(value, variables) for value in values[:program]]
-      found[word[2:]] = values if len(values) > 1 else values[0] if values else True
+      found[word[2:]] = _value_behind(words[i + 1 :], variables)
   if not found:
     return {name: _value(value, {}) for name, value in own.items()}
   used = {*_USED.findall(script), *re.findall(r'\w+', ' '.join(_SUM.findall(script)))}
   return found | {f'${name}': _value(value, {}) for name, value in own.items() if name not in used}
+
+
+def _value_behind(words: list[str], variables: dict[str, str]) -> Any:
+  """Returns the value of an option that these words follow: one, a list of several, or True where there is none."""
+  values = list(itertools.takewhile(_is_value, words))
+  # Behind the value of a launcher's last option stands the program that it starts.
+  program = next((n for n, value in enumerate(values) if n and value.endswith('.py')), None)
+  values = [_value(value, variables) for value in values[:program]]
+  if not values:
+    return True
+  return values if len(values) > 1 else values[0]
 
 
 def _words(script: str) -> list[str]:
