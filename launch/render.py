@@ -18,14 +18,18 @@ class Platform(NamedTuple):
   template: str
   command: tuple[str, ...]  # runs the rendered file; () shows it only
   required: tuple[str, ...]  # flags that must be given
+  optional: tuple[str, ...]  # further flags that it reads, besides COMMON
 
 
+COMMON = ('name', 'retries', 'compile_cache', 'profile')  # flags that all platforms read
 PLATFORMS = {
-  'tpu': Platform('tpu.sh', ('bash',), ('tpu', 'zone', 'repo', 'revision')),
-  'slurm': Platform('slurm.sh', ('sbatch',), ()),
-  'gke': Platform('gke.yaml', ('kubectl', 'apply', '-f'), ('image',)),
-  'skypilot': Platform('skypilot.yaml', ('sky', 'jobs', 'launch', '--yes'), ()),
-  'colab': Platform('colab.txt', (), ('repo', 'revision')),
+  'tpu': Platform('tpu.sh', ('bash',), ('tpu', 'zone', 'repo', 'revision'), ()),
+  'slurm': Platform('slurm.sh', ('sbatch',), (), ('nodes', 'devices', 'hours')),
+  'gke': Platform(
+    'gke.yaml', ('kubectl', 'apply', '-f'), ('image',), ('nodes', 'devices', 'topology', 'accelerator', 'volume')
+  ),
+  'skypilot': Platform('skypilot.yaml', ('sky', 'jobs', 'launch', '--yes'), (), ('nodes', 'devices', 'accelerator')),
+  'colab': Platform('colab.txt', (), ('repo', 'revision'), ()),
 }
 _NAME = '[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?'
 # Values that templates insert without quotes, and what each may look like.

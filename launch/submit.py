@@ -23,7 +23,7 @@ from absl import flags
 
 from jaxpost.errors import InputError
 
-from . import render
+from . import exits, render
 
 _DRY = flags.DEFINE_bool('dry_run', False, 'Print the job without starting it.')
 flags.DEFINE_string('name', 'jaxpost', 'Name of the job.')
@@ -48,10 +48,13 @@ def main(argv):
   if len(argv) < 2 or argv[1] not in render.PLATFORMS:
     raise InputError(f'name a platform: python -m launch.submit {"|".join(render.PLATFORMS)}')
   platform, words = argv[1], argv[2:]
+  _, command, required, optional = render.PLATFORMS[platform]
+  read = {*render.COMMON, *required, *optional}
+  exits.refuse([name for name in render.GIVEN if name not in read], f'on {platform}')
   given = {name: flags.FLAGS[name].value for name in render.GIVEN}
-  given['revision'] = given['revision'] or _commit()
+  if 'revision' in read:
+    given['revision'] = given['revision'] or _commit()
   text = render.render(platform, words, given)
-  command = render.PLATFORMS[platform].command
   print(text, end='', flush=True)
   if _DRY.value or not command:
     return
@@ -64,15 +67,13 @@ def main(argv):
 
 
 def _commit() -> str:
-  """Returns the commit of the clone that this file is in; '' where it is installed."""
+  """Returns the commit of the clone that this file is in; '' where it is installed, or git is not."""
   clone = pathlib.Path(__file__).resolve().parents[1]
-  if not (clone / '.git').exists():
+  if not (clone / '.git').exists() or not shutil.which('git'):
     return ''
   done = subprocess.run(['git', '-C', str(clone), 'rev-parse', 'HEAD'], capture_output=True, text=True)
   return done.stdout.strip()
 
 
 if __name__ == '__main__':
-  from . import exits
-
   exits.run(main, words=99)

@@ -23,17 +23,13 @@ flags.mark_flags_as_required(['run'])
 def main(argv):
   """Serves the viewer until Ctrl-C, or writes the file."""
   del argv
-  from jaxpost.errors import InputError
   from jaxpost.tools import rollout_view
 
   if _OUT.value:
     count = rollout_view.write_file(_RUN.value, _OUT.value, _MOST.value)
     print(f'{_OUT.value}: {count} episodes')
     return
-  try:
-    server = rollout_view.make_server(_RUN.value, _PORT.value)
-  except OSError as error:
-    raise InputError(f'--port={_PORT.value}: {error.strerror}; choose another, or 0 for any') from None
+  server = rollout_view.make_server(_RUN.value, _PORT.value)
   print(f'http://localhost:{server.server_port}  (Ctrl-C ends it)', flush=True)
   try:
     server.serve_forever()

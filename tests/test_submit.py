@@ -247,7 +247,7 @@ def test_dry_run_prints_and_runs_nothing():
 
 def test_a_program_that_is_not_there_is_named(monkeypatch):
   monkeypatch.setenv('PATH', '/nowhere')
-  done = submit('slurm', '--revision=v1', '--', *WORDS)
+  done = submit('slurm', '--', *WORDS)
   assert done.returncode == 2 and 'sbatch: is not on this machine' in done.stderr, done.stderr
 
 
@@ -256,6 +256,7 @@ def test_a_program_that_is_not_there_is_named(monkeypatch):
   [
     ([], 'name a platform: python -m launch.submit tpu|slurm'),
     (['lsf'], 'name a platform'),
+    (['slurm', '--image=x', '--', *WORDS], '--image does nothing on slurm'),
     (['slurm', '--', '--config=x'], '--workdir=... after --'),
     (['tpu', '--tpu=a', '--', *WORDS], 'tpu needs --zone, --repo'),
     (['colab', '--repo=x', '--revision=-f', '--', *WORDS], "--revision: '-f' is not of the form"),

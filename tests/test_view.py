@@ -288,6 +288,11 @@ def test_over_http(run):
         get(wrong)
     with pytest.raises(urllib.error.HTTPError, match='403'):
       get('/api/overview', Host='evil.example')
+    with pytest.raises(InputError, match=f'--port={server.server_port}: .*; choose another, or 0 for any'):
+      rollout_view.make_server(run, server.server_port)
+    (run / 'samples/grpo/9.jsonl').mkdir()
+    with pytest.raises(IsADirectoryError):  # which is none of the port's
+      rollout_view.make_server(run, 0)
   finally:
     server.shutdown()
     server.server_close()

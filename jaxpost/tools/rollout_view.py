@@ -179,7 +179,7 @@ def write_file(run: epath.PathLike, out: epath.PathLike, most: int) -> int:
 
 
 def make_server(run: epath.PathLike, port: int, host: str = '127.0.0.1') -> http.server.ThreadingHTTPServer:
-  """Returns a server of the page and its requests; `serve_forever` runs it."""
+  """Returns a server of the page and its requests, which `serve_forever` runs; InputError if the port is taken."""
   viewer = Viewer(run)
 
   class Handler(http.server.BaseHTTPRequestHandler):
@@ -210,4 +210,7 @@ def make_server(run: epath.PathLike, port: int, host: str = '127.0.0.1') -> http
     def log_message(self, format: str, *args: Any) -> None:
       """Requests are not logged."""
 
-  return http.server.ThreadingHTTPServer((host, port), Handler)
+  try:
+    return http.server.ThreadingHTTPServer((host, port), Handler)
+  except OSError as error:
+    raise InputError(f'--port={port}: {error.strerror}; choose another, or 0 for any') from None
