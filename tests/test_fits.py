@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import children
 import pytest
@@ -292,3 +293,10 @@ def test_bad_input_is_one_line(args, words):
     [sys.executable, '-m', 'launch.plan', *args], capture_output=True, text=True, cwd=CLONE, env=children.environment()
   )
   assert done.returncode == 2 and done.stderr == f'jaxpost: {words}\n'
+
+
+def test_no_number_of_slots_is_that_of_all():
+  """A config takes 0 for as many as there are."""
+  rollout = SimpleNamespace(prompts=2, group_size=2, slots=0)
+  inputs = SimpleNamespace(algorithm=SimpleNamespace(on_policy=True), config=SimpleNamespace(rollout=rollout))
+  assert fits._slots(inputs) == [4, 2, 1]

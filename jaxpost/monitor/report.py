@@ -190,20 +190,21 @@ def _cards(
 
   Without times, counters that stayed 0, and steps, which the headline has.
   """
+  train = splits['train']
   ends = {name.removesuffix(f'/{stage}'): value for name, value in values.items() if name.endswith(f'/{stage}')}
-  own = {key: _recent(splits['train'], key) for key in curves.judged_by(algorithm, _keys(splits['train']) - {*ends})}
+  own = {key: _recent(train, key) for key in curves.judged_by(algorithm, _keys(train) - ends.keys())}
   ends |= {key: x for key, x in own.items() if x is not None and not titles.says_nothing_new(key, ends | own)}
   first = curves.chosen(algorithm, {key.removeprefix('eval_') for key in ends})
   ordered = [key for measured in first for key in (measured, f'eval_{measured}') if key in ends]
   cards = []
   for key in dict.fromkeys([*ordered, *ends]):
     measured = key.removeprefix('eval_')
-    if measured.startswith('time/') or key == 'steps':
+    past = _values(train, key) or _values(_held_out(splits), measured)
+    says_something = key in curves.HEADLINES or ends[key] or any(past)
+    if measured.startswith('time/') or key == 'steps' or not says_something:
       continue
-    past = _values(splits['train'], key) or _values(_held_out(splits), measured)
-    if key in curves.HEADLINES or ends[key] or any(past):
-      begun = None if is_clock_key(measured) or key in _TOTALS or not past else _shown(key, past[0])
-      cards.append(dict(key=key, value=_shown(key, ends[key]), first=begun))
+    begins = past and key not in _TOTALS and not is_clock_key(measured)
+    cards.append(dict(key=key, value=_shown(key, ends[key]), first=_shown(key, past[0]) if begins else None))
   return cards
 
 
