@@ -118,30 +118,40 @@ class _Counter:
     return []
 
   def _totals(self, name: str, fused: bool = False) -> Totals:
-    out, ops = Totals(), self.computations.get(name, {})
+    out = Totals()
+    ops = self.computations.get(name, {})
     for op in ops.values():
-      called = self.called(op)
-      if op.kind == 'conditional':  # branches without the kernel are for shapes that it does not support
-        called = [c for c in called if any(map(kernels.is_one, self.computations[c].values()))] or called
-        called = self.taken(op, called)
-      inner = [self.totals(c, op.kind in _FUSIONS) for c in called]
-      if op.kind == 'conditional':  # one branch runs: the costliest is counted
-        inner = [max(inner, key=lambda t: t.flops + t.bytes, default=Totals())]
       times = self.loops.trips(name, op) if op.kind == 'while' else 1
       if times is None:
-        times, out.unknown = 1, (*out.unknown, hlo.op_name(op))
-      for part in inner:
+        times = 1
+        out.unknown = (*out.unknown, hlo.op_name(op))
+      for part in self.inner(op):
         out.add(part, times)
-      out.flops += self.flops(ops, op)
-      if found := re.search(r'"estimated_cycles":"(\d+)"', op.text):
-        out.cycles += int(found[1]) * (not fused)
-      if kind := hlo.collective(op):
-        self.collect(out, ops, op, kind, fused)
-      flops, moved = kernels.cost(op, [a for name in op.inputs if name in ops for a in ops[name].arrays], self.filled)
-      out.flops += flops
-      if not fused:
-        out.bytes += self.traffic(ops, op) + moved
+      self.add_own(out, ops, op, fused)
     return out
+
+  def inner(self, op: hlo.Op) -> list[Totals]:
+    """Returns the totals of the computations that an instruction runs; of a condition, those of one branch."""
+    called = self.called(op)
+    if op.kind != 'conditional':
+      return [self.totals(c, op.kind in _FUSIONS) for c in called]
+    # Branches without the kernel are for shapes that it does not support.
+    with_kernel = [c for c in called if any(map(kernels.is_one, self.computations[c].values()))]
+    branches = [self.totals(c, False) for c in self.taken(op, with_kernel or called)]
+    return [max(branches, key=lambda t: t.flops + t.bytes, default=Totals())]
+
+  def add_own(self, out: Totals, ops: dict[str, hlo.Op], op: hlo.Op, fused: bool) -> None:
+    """Adds what an instruction itself costs; inside a fusion nothing goes through main memory."""
+    out.flops += self.flops(ops, op)
+    if kind := hlo.collective(op):
+      self.collect(out, ops, op, kind, fused)
+    flops, moved = kernels.cost(op, [a for name in op.inputs if name in ops for a in ops[name].arrays], self.filled)
+    out.flops += flops
+    if fused:
+      return
+    out.bytes += self.traffic(ops, op) + moved
+    if found := re.search(r'"estimated_cycles":"(\d+)"', op.text):
+      out.cycles += int(found[1])
 
   def taken(self, op: hlo.Op, branches: list[str]) -> list[str]:
     """Returns the branch that a condition of known value takes, or all of them."""
@@ -153,7 +163,7 @@ class _Counter:
 
   # ------------------------------------------------------------ matrix work
 
-  def flops(self, ops, op: hlo.Op) -> float:
+  def flops(self, ops: dict[str, hlo.Op], op: hlo.Op) -> float:
     if op.kind == 'dot':
       left = self.shape(ops, op, 0)
       inner = [left.dims[i] for i in op.numbers('lhs_contracting_dims')]
@@ -167,18 +177,19 @@ class _Counter:
       return 2.0 * math.prod(op.arrays[0].dims) * math.prod(inner)
     return 0.0
 
-  def shape(self, ops, op: hlo.Op, number: int) -> hlo.Array:
+  def shape(self, ops: dict[str, hlo.Op], op: hlo.Op, number: int) -> hlo.Array:
     return ops[op.inputs[number]].arrays[0]
 
   # ------------------------------------------------------------ main memory
 
-  def traffic(self, ops, op: hlo.Op) -> float:
+  def traffic(self, ops: dict[str, hlo.Op], op: hlo.Op) -> float:
     """Returns the bytes that an instruction reads from and writes to main memory."""
     if op.kind in _FREE or op.kind.endswith('-done'):
       return 0.0
     results = op.arrays
     if op.kind == 'slice-start':  # (source, destination, context)
-      return sum(op.arrays[1].bytes for end in (self.shape(ops, op, 0), op.arrays[1]) if not end.fast)
+      ends = (self.shape(ops, op, 0), op.arrays[1])
+      return sum(op.arrays[1].bytes for end in ends if not end.fast)  # read, and written
     if op.kind == 'fusion-start':
       results = results[sum(len(ops[name].arrays) for name in op.inputs) : -1]
     elif op.kind.endswith('-start'):  # (destination, source, context)
@@ -220,7 +231,7 @@ class _Counter:
 
   # -------------------------------------------------------------- the network
 
-  def collect(self, out: Totals, ops, op: hlo.Op, kind: str, fused: bool) -> None:
+  def collect(self, out: Totals, ops: dict[str, hlo.Op], op: hlo.Op, kind: str, fused: bool) -> None:
     """Adds the bytes that a device receives in a collective."""
     if 'chain_id=' in op.text and not any(
       op.name in o.inputs and '"AsyncCollectiveStart"' in o.text for o in ops.values()
@@ -235,9 +246,9 @@ class _Counter:
     size *= self.sent_share(number) if ragged else 1
     if kind == 'all-reduce' and fused and any(o.kind == 'dynamic-slice' for o in ops.values()):
       kind = 'reduce-scatter'  # as XLA for TPU writes it
-    factor = {'all-gather': number - 1, 'all-reduce': 2 * (number - 1) / number, 'collective-permute': 1}.get(
-      kind, (number - 1) / number
-    )
+    # Bytes that a device of a ring receives, by those that it has before.
+    others = (number - 1) / number
+    factor = {'all-gather': number - 1, 'all-reduce': 2 * others, 'collective-permute': 1}.get(kind, others)
     mine = out.collectives.setdefault((kind, group), [0, 0])
     mine[0] += size * factor
     mine[1] += 1
