@@ -49,18 +49,26 @@ def question(row: Mapping[str, Any], where: str, letters: bool) -> Question:
     raise InputError(f'{where}: choices: {shown(choices)}: want a list of two or more texts')
   for n, choice in enumerate(choices):
     refuse(not check_text(choice, f'{where}: choices[{n}]'), f'{where}: choices[{n}]: is empty')
-  names = list(string.ascii_uppercase[: len(choices)])
-  if isinstance(answer, str) and answer.strip().upper() in names and answer not in choices:
-    answer = names.index(answer.strip().upper())
-  elif isinstance(answer, str) and answer in choices:
-    answer = choices.index(answer)
-  if not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices) <= len(names):
+  names = tuple(string.ascii_uppercase[: len(choices)])
+  right = _place(answer, choices, names)
+  if right is None or len(choices) > len(names):
     raise InputError(f'{where}: answer {answer!r} is none of {len(choices)} choices, by number from 0, letter or text')
   subject = str(row.get('subject') or '')
   if letters:
     lines = '\n'.join(f'{name}. {choice}' for name, choice in zip(names, choices))
-    return Question(f'{asked}\n{lines}\nAnswer:', tuple(names), answer, subject)
-  return Question(asked, tuple(choices), answer, subject)
+    return Question(f'{asked}\n{lines}\nAnswer:', names, right, subject)
+  return Question(asked, tuple(choices), right, subject)
+
+
+def _place(answer: Any, choices: Sequence[str], names: Sequence[str]) -> int | None:
+  """Returns the place of an answer that is a text, a letter of `names` or a number; None if it is no choice."""
+  if answer in choices:  # a text that looks like a letter is a text
+    return choices.index(answer)
+  if isinstance(answer, str):
+    letter = answer.strip().upper()
+    return names.index(letter) if letter in names else None
+  is_number = isinstance(answer, int) and not isinstance(answer, bool)
+  return answer if is_number and 0 <= answer < len(choices) else None
 
 
 def measure(weights: Weights, questions: Sequence[Question]) -> dict[str, Any]:
