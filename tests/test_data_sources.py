@@ -88,6 +88,37 @@ def test_objects_of_a_columnar_file_have_their_own_keys_only(tmp_path):
   assert sources.read(path, streaming=True)[0] == row
 
 
+def test_json_in_columnar_files_is_parsed(tmp_path):
+  """`datasets` 5 writes messages and schemas of tools as JSON if the arguments of calls differ."""
+  pa = pytest.importorskip('pyarrow')
+  calls = [dict(function=dict(name='f', arguments=dict(a=1))), dict(function=dict(name='g', arguments=dict(b=[2])))]
+  messages = [[dict(role='assistant', content='', tool_calls=[call])] for call in calls]
+  tools = [[dict(function=dict(name=n, parameters={n: {'type': 'string'}}))] for n in 'fg']
+  text = pa.array([json.dumps(t[0]['function']['parameters']) for t in tools]).cast(pa.json_())
+  functions = pa.StructArray.from_arrays([pa.array(['f', 'g']), text], ['name', 'parameters'])
+  ends = pa.array([0, 1, 2], pa.int32())
+  columns = {
+    'messages': pa.ListArray.from_arrays(ends, pa.array([json.dumps(m[0]) for m in messages]).cast(pa.json_())),
+    'tools': pa.ListArray.from_arrays(ends, pa.StructArray.from_arrays([functions], ['function'])),
+    'seen': pa.array(['{"x": 1}', None]).cast(pa.json_()),
+  }
+  table = pa.table(columns)
+  from pyarrow import parquet
+
+  parquet.write_table(table, tmp_path / 'a.parquet', row_group_size=2)
+  with pa.ipc.new_stream(tmp_path / 'a.arrow', table.schema) as writer:
+    writer.write_table(table)
+  expected = [dict(messages=m, tools=t, seen=s) for m, t, s in zip(messages, tools, ({'x': 1}, None))]
+  assert list(sources.read(tmp_path / 'a.parquet')) == list(sources.read(tmp_path / 'a.arrow')) == expected
+  lazily = sources.read(tmp_path / 'a.parquet', streaming=True)
+  assert [lazily[n] for n in (0, 1, 0)] == [*expected, expected[0]]
+  # As a pyarrow reads it that does not know the type.
+  names = {b'ARROW:extension:name': b'arrow.json'}
+  plain = pa.table({'seen': ['{"x": 1}', None]}, pa.schema([pa.field('seen', pa.string(), metadata=names)]))
+  parquet.write_table(plain, tmp_path / 'b.parquet')
+  assert list(sources.read(tmp_path / 'b.parquet')) == [{'seen': {'x': 1}}, {'seen': None}]
+
+
 def test_text_files(tmp_path):
   path = write(tmp_path / 'a.txt', 'a\nb\n<|endoftext|>\nc\n\nd\n')
   rows = sources.read(path)

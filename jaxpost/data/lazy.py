@@ -90,8 +90,8 @@ class RowGroups:
     # Without a buffer, which keeps what a full disk did not take, and raises again at the next use.
     self._file, self._size, self._full = None, 0, False
 
-  def row(self, key: Any, i: int, read: Callable[[], Any], arrow: Any) -> dict[str, Any]:
-    """Returns row `i` of a group.
+  def row(self, key: Any, i: int, read: Callable[[], Any], arrow: Any) -> Any:
+    """Returns row `i` of a group, as a table.
 
     Args:
       key: of the group. read: reads its table. arrow: the library.
@@ -115,7 +115,7 @@ class RowGroups:
         self._file.seek(ends[i // rows])
         piece = self._file.read(ends[i // rows + 1] - ends[i // rows])
         found, i = arrow.ipc.open_stream(piece).read_all(), i % rows
-      return found.slice(i, 1).to_pylist()[0]
+      return found.slice(i, 1)
 
   def _keep(self, key: Any, table: Any, arrow: Any) -> None:
     """Writes a group to the local disk, if it has room for it; else this and all others are no longer written."""
@@ -259,7 +259,7 @@ class Parquet:
       return self._with_file(lambda file: file.read_row_group(group))
 
     row = self._groups.row((self._name, group), i - int(self._starts[group]), read, self._arrow)
-    return binary_files.without_filled_in(row)
+    return binary_files.rows_of(row, self._name)[0]
 
   def where(self, i: int) -> str:
     """Returns the place of a row, for errors."""
