@@ -262,6 +262,10 @@ BAD_PAIRS = [
   ({**TEXT, 'rejected': 5}, 'rejected: is an int'),
   ({**TEXT, 'rejected': BAD}, 'one is text and one a list'),
   ({**TEXT, 'prompt': [USER]}, 'prompt is a list and chosen a str'),
+  ({**MESSAGES, 'prompt': 'Q1'}, 'both text or both lists of messages$'),
+  # UltraFeedback as it is on the hub; and with the prompt as messages, too.
+  ({'prompt': 'Q1', 'chosen': [USER, *GOOD], 'rejected': [USER, *BAD]}, 'chosen has the prompt already, so rename it'),
+  ({'prompt': [USER], 'chosen': [USER, *GOOD], 'rejected': [USER, *BAD]}, 'chosen: begins with the messages of the col'),
   ({**TEXT, 'prompt': None}, 'prompt: is null'),
   ({**TEXT, 'prompt': ''}, 'prompt is empty'),
   ({'chosen': 'a', 'rejected': 'b'}, 'needs the column prompt'),

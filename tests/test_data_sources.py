@@ -214,6 +214,7 @@ BAD_FILES = [
     r"a.json\[0\]: conversations\[0\].from: 'bot' is none of system, human",
   ),
   ('a.json', '[{"conversations": [{"role": "user"}]}]', r'conversations\[0\]: must be an object with from and value'),
+  ('a.json', '[{"conversations": [{"role": "user", "content": "x"}]}]', 'data.columns=messages=conversations'),
   ('a.json', '[{"conversations": "hi"}]', 'must be a list of turns'),
   ('a.json', '[{"conversations": [{"from": "function_call", "value": "x"}]}]', r'conversations\[0\].value: bad JSON'),
   ('a.json', '[{"instruction": "", "output": "x"}]', 'instruction: is empty'),

@@ -244,9 +244,14 @@ def _answer_of(row: Row, where: str) -> tuple[Answer, Answer]:
 def _prompt(prompt: Any, answer: Answer, name: str, where: str) -> Answer:
   if isinstance(prompt, str) != isinstance(answer, str):
     kinds = f'prompt is {type_of(prompt)} and {name} {type_of(answer)}'
-    raise InputError(f'{where}: {kinds}; both text or both lists of messages')
-  check = messages_lib.check_text if isinstance(prompt, str) else messages_lib.check_messages
-  return check(prompt, f'{where}: prompt')
+    held = prompt == answer[0]['content'] if isinstance(prompt, str) else False
+    hint = f'; {name} has the prompt already, so rename it away: config.data.columns=asked=prompt' if held else ''
+    raise InputError(f'{where}: {kinds}; both text or both lists of messages{hint}')
+  if isinstance(prompt, str):
+    return messages_lib.check_text(prompt, f'{where}: prompt')
+  checked = messages_lib.check_messages(prompt, f'{where}: prompt')
+  messages_lib.check_answer(checked, answer, f'{where}: {name}')
+  return checked
 
 
 def _not_empty(answer: Answer, where: str) -> None:
