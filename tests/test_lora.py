@@ -26,7 +26,7 @@ from jaxpost.models.parameters import leaf
 from jaxpost.monitor import metrics
 from jaxpost.programs import reshard, train
 from jaxpost.programs.compile import Ledger
-from jaxpost.stage import assemble, place, prepare
+from jaxpost.stage import assemble, model_folders, place, prepare
 from jaxpost.stage import config as config_lib
 from jaxpost.storage.manifest import finished_steps
 from jaxpost.tools import inference
@@ -567,6 +567,11 @@ def test_ppo_and_a_reward_model_train_adapters(base, tmp_path):
   assert 'policy/params/embed' not in leaves
   saved = json.loads((tmp_path / 'rm/export/adapter' / peft.CONFIG).read_text())
   assert saved['modules_to_save'] == ['score']
+  # As `peft` itself writes it, where a user names the head and where not.
+  for heads in ['classifier', 'score'], ['score', 'classifier', 'score']:
+    (tmp_path / 'rm/export/adapter' / peft.CONFIG).write_text(json.dumps(saved | {'modules_to_save': heads}))
+    read = model_folders.with_adapter(hf.read_config(base), tmp_path / 'rm/export/adapter')
+    assert read.num_labels == 1 and read.lora[0] == saved['r']
   run(tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2), train=dict(steps=2)), tmp_path / 'ppo')
   leaves = seal(tmp_path / 'ppo', 'ppo')['leaves']
   assert 'policy/params/lora/layers/q/a' in leaves

@@ -43,11 +43,12 @@ _SUPPORTED = {
   'alora_invocation_tokens': (None,),
   'layers_to_transform': (None,),
   'layer_replication': (None,),
-  'modules_to_save': (None, [], ['score']),
   'trainable_token_indices': (None,),
   # Others, such as PiSSA, change the weights of the model, too.
   'init_lora_weights': (True, False, 'gaussian', 'eva', 'orthogonal'),
 }
+# `peft` adds both names to `modules_to_save` of any classifier; the decoders read here have a head called 'score'.
+_HEADS = {'score', 'classifier'}
 
 
 def base_of(folder: epath.PathLike) -> str:
@@ -58,7 +59,7 @@ def base_of(folder: epath.PathLike) -> str:
 def is_judge(folder: epath.PathLike) -> bool:
   """Returns True if an adapter folder holds a scalar head of a reward model."""
   path = model_folder.opened(folder) / CONFIG
-  return path.is_file() and object_store.read_json(path).get('modules_to_save') == ['score']
+  return path.is_file() and 'score' in (object_store.read_json(path).get('modules_to_save') or ())
 
 
 # -------------------------------------------------------------------- reading
@@ -150,6 +151,9 @@ def _check_config(path: epath.Path, raw: dict, cfg: ModelConfig) -> None:
   for field, values in _SUPPORTED.items():
     if field in raw and raw[field] not in values:
       raise InputError(f'{path}: {field}={raw[field]!r} is not supported (only {values[0]!r})')
+  saved = raw.get('modules_to_save') or []
+  if not isinstance(saved, list) or not {*map(str, saved)} <= _HEADS:
+    raise InputError(f'{path}: modules_to_save={saved!r} is not supported (only the head of a reward model, score)')
   rank, alpha = raw.get('r'), raw.get('lora_alpha')
   if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
     raise InputError(f'{path}: r={rank!r} and lora_alpha={alpha!r} must be a rank and a number')
