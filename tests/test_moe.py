@@ -153,11 +153,13 @@ def test_losses_of_the_router_add_up_over_micro_batches():
 
 
 def test_figures_of_a_router():
-  """Two layers of 4 experts: one balanced, one with all on one of them."""
+  """Two layers of 4 experts: one balanced, one with all on one of them. Of a batch without tokens they are finite."""
   chosen = np.stack([np.arange(8) % 4, np.zeros(8, int)]).reshape(2, 1, 8, 1)
-  found = routing_lib.metrics(
-    routing_lib.totals(moe.Routing(jnp.asarray(chosen), jnp.zeros((2, 1, 8, 4))), np.ones((1, 8), bool))
-  )
+  routing = moe.Routing(jnp.asarray(chosen), jnp.zeros((2, 1, 8, 4)))
+  empty = routing_lib.metrics(routing_lib.totals(routing, np.zeros((1, 8), bool)))
+  loads = dict.fromkeys(('router/max_load', 'router/min_load'), 1.0)
+  assert {name: float(x) for name, x in empty.items()} == dict.fromkeys(empty, 0.0) | loads
+  found = routing_lib.metrics(routing_lib.totals(routing, np.ones((1, 8), bool)))
   assert {k: float(v) for k, v in found.items()} == pytest.approx(
     {
       'router/max_load': 4,

@@ -120,8 +120,9 @@ def balance_loss(sums: dict, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def metrics(sums: dict) -> dict[str, jax.Array]:
-  """Returns the metrics of a batch; an expert with an equal share of tokens has load 1."""
-  load = sums['load'] / jnp.mean(sums['load'], axis=-1, keepdims=True)
+  """Returns the metrics of a batch; an expert with an equal share of tokens, or of none, has load 1."""
+  share = jnp.mean(sums['load'], axis=-1, keepdims=True)
+  load = jnp.where(share > 0, sums['load'] / share, 1.0)
   tokens = jnp.maximum(sums['tokens'], 1)
   balance, z = balance_loss(sums, tokens)
   return {
