@@ -221,7 +221,8 @@ def check_on_policy(config: Config) -> None:
 def check_teachers(config: Config, found: Mapping[str, Any], tokenizer: Tokenizer) -> None:
   """Raises InputError for teachers that cannot read the student's tokens."""
   for i in range(sum(name.startswith('teacher_') for name in found)):
-    source, key = found[f'teacher_{i}'], f'config.distill.teachers[{i}]: {config.distill.teachers[i]}'
+    source = found[f'teacher_{i}']
+    key = f'config.distill.teachers[{i}]: {config.distill.teachers[i]}'
     if config.distill.align == 'text':
       from jaxpost.algorithms import distill_text
 

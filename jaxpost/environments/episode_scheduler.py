@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -51,7 +52,9 @@ class EpisodeScheduler:
   """
 
   def __init__(self, owner: Episodes, episodes: Sequence[Episode], sampling: dict) -> None:
-    self.owner, self.episodes, self.sampling = owner, episodes, sampling
+    self.owner = owner
+    self.episodes = episodes
+    self.sampling = sampling
     self.waiting = collections.deque(e for e in episodes if owner.pool.of(e.prompt))
     # Prompts of sources without an environment have one turn and no tool.
     self.single = [self.begin(e, None) for e in episodes if not owner.pool.of(e.prompt)]
@@ -74,7 +77,8 @@ class EpisodeScheduler:
     self.block += 1
     for completion in done:
       self.after_turn(completion)
-    ready, self.single = [request for requests in self.single for request in requests], []
+    ready = list(itertools.chain.from_iterable(self.single))
+    self.single = []
     while True:
       self.start_waiting()
       due = self.take_due(idle and not ready)
@@ -128,7 +132,8 @@ class EpisodeScheduler:
 
   def after_turn(self, completion: Completion) -> None:
     """Adds a turn to its episode; calls its tools, or ends the episode."""
-    owner, e = self.owner, self.episodes[completion.request.tag]
+    owner = self.owner
+    e = self.episodes[completion.request.tag]
     ids = completion.tokens.tolist()
     e.tokens += generated_tokens(completion)
     e.turns += 1
@@ -137,7 +142,8 @@ class EpisodeScheduler:
     calls = turns.parse(text) if stopped and owner.pool.of(e.prompt) else []
     if calls and ids[-1] != owner.turns.end_id:
       calls = None  # Another stop token ended the turn, after which the template has no tool answer.
-    e.malformed += calls is None
+    if calls is None:
+      e.malformed += 1
     e.calls = calls or []
     e.finished = completion.finished and not calls
     message = {'role': 'assistant', 'content': text}

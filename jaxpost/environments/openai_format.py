@@ -9,7 +9,7 @@ import difflib
 import json
 import time
 import uuid
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -44,13 +44,6 @@ _MAX_STOPS, _MAX_STOP = 64, 1024  # stop strings of a request, and characters of
 _READ = 'model messages prompt echo n max_tokens max_completion_tokens stop logprobs top_logprobs tools'.split()
 _READ += ['chat_template_kwargs', 'stream', 'stream_options']
 _FIELDS = ('temperature', 'top_p', 'top_k', 'min_p', 'min_tokens', 'seed')
-
-
-class TokenLogprob(NamedTuple):
-  """A token as text, and its log-probability."""
-
-  token: str
-  logprob: float
 
 
 class Translator:
@@ -147,10 +140,15 @@ class Translator:
     """Returns an entry per token with its log-prob and the top-k tokens at its position."""
     entries = []
     for at, (token, logprob) in enumerate(zip(completion.tokens, completion.logprobs)):
-      entry = _logprob_entry(TokenLogprob(self._piece(token), float(logprob)))
-      entry['top_logprobs'] = [_logprob_entry(top) for top in self._top(completion, at)]
+      # An agent of a run may ask for the most probable tokens, but its sampler reports none.
+      top = () if completion.top_ids is None else zip(completion.top_ids[at], completion.top_logprobs[at])
+      entry = self._logprob_entry(token, logprob)
+      entry['top_logprobs'] = [self._logprob_entry(*one) for one in top]
       entries.append(entry)
     return entries
+
+  def _logprob_entry(self, token: int, logprob: float) -> dict:
+    return dict(token=self._piece(token), logprob=float(logprob), bytes=None)
 
   def text_choice(self, index: int, completion: Completion, body: dict) -> dict:
     """Returns an entry of `choices` of a completion."""
@@ -214,13 +212,6 @@ class Translator:
     text = self._tokenizer.decode(completion.tokens)
     stop = completion.stop_string
     return text[: text.index(stop)] if stop and stop in text else text
-
-  def _top(self, completion: Completion, at: int) -> list[TokenLogprob]:
-    """Returns the top-k tokens at a position, as many as were requested."""
-    if completion.top_ids is None:
-      return []
-    pairs = zip(completion.top_ids[at], completion.top_logprobs[at])
-    return [TokenLogprob(self._piece(i), float(x)) for i, x in pairs]
 
   def _piece(self, token: int) -> str:
     return self._tokenizer.decode([token], skip_special=False)
@@ -298,10 +289,6 @@ def _finish_reason(completion: Completion) -> str:
 def _tool_call(index: int, call: dict) -> dict:
   function = dict(name=call['name'], arguments=json.dumps(call['arguments']))
   return dict(id=f'call_{index}', type='function', function=function)
-
-
-def _logprob_entry(entry: TokenLogprob) -> dict:
-  return dict(token=entry.token, logprob=entry.logprob, bytes=None)
 
 
 def response(

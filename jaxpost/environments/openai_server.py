@@ -247,7 +247,8 @@ class Endpoint:
       requests = [_session_request(session, body, requests, self.engines[name])]
     else:
       openai_format.check_supported(body, call.path == _CHAT, self._scorers.get(name))
-    echo, prompts = bool(body.get('echo')) and not session, [request.tokens for request in requests[::count]]
+    echo = bool(body.get('echo')) and not session
+    prompts = [request.tokens for request in requests[::count]]
     # Text is sent while it is drawn; other answers, and those to agents of a run, when they are complete.
     whole = session or echo or body.get('tools') or body.get('logprobs') not in (None, False)
     texts = () if whole else [TextStream(self._tokenizer.decode, r.sampling['stop_strings']) for r in requests]
@@ -273,7 +274,8 @@ class Endpoint:
 
   def _score(self, job: _Job, call: Call) -> list[Any] | None:
     """Returns a `TextScore` of each prompt; None if the server ends or the client leaves."""
-    chunks, out = self._scorers[job.model].chunks([Example(p, np.ones(len(p), bool)) for p in job.prompts]), []
+    chunks = self._scorers[job.model].chunks([Example(p, np.ones(len(p), bool)) for p in job.prompts])
+    out: list[Any] = []
     while len(out) < len(job.prompts):
       with self._shared.between_blocks():
         if call.left or self._shared.stopped:

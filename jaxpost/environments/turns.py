@@ -25,35 +25,41 @@ def parse(text: str) -> list[dict] | None:
   Reads the formats of Hermes and Qwen (<tool_call> with JSON or with <function=...>), Llama 3 (the turn is a JSON
   object) and Mistral ([TOOL_CALLS] and a list).
   """
-  inside = [part.strip() for part in _between(text, '<tool_call>', '</tool_call>')]
-  plain = text.strip().removeprefix('<|python_tag|>').strip()
-  if not inside and '[TOOL_CALLS]' in text:
-    inside = [text.partition('[TOOL_CALLS]')[2]]
-  if not inside and plain.startswith('{') and '"name"' in plain:
-    inside = [plain]
+  inside = _marked(text)
   if not inside:
     return None if any(mark in text for mark in _MARKS) else []
   calls = []
-  for part in inside:
-    if function := next(_between(part, '<function=', '</function>'), None):
-      name, _, body = function.partition('>')
-      values = (parameter.partition('>') for parameter in _between(body, '<parameter=', '</parameter>'))
-      arguments = {key.strip(): _value(value.removeprefix('\n').removesuffix('\n')) for key, _, value in values}
-      calls.append(dict(name=name.strip(), arguments=arguments))
-      continue
-    try:
+  try:
+    for part in inside:
+      if function := next(_between(part, '<function=', '</function>'), None):
+        calls.append(_tagged_call(function))
+        continue
       read = json.loads(part)
-    except (ValueError, RecursionError):
-      return None
-    for call in read if isinstance(read, list) else [read]:
-      calls.append(_call(call))
-  if None in calls:
-    return None
-  try:  # Templates print the calls, and files keep them.
+      calls += [_call(call) for call in (read if isinstance(read, list) else [read])]
+    # Templates print the calls, and files keep them: no half of a surrogate pair, NaN or infinity.
     json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
-  except ValueError:  # half a surrogate pair, NaN or infinity
+  except (ValueError, RecursionError):
     return None
-  return calls
+  return None if None in calls else calls
+
+
+def _marked(text: str) -> list[str]:
+  """Returns the parts of a turn that are marked as calls."""
+  inside = [part.strip() for part in _between(text, '<tool_call>', '</tool_call>')]
+  if not inside and '[TOOL_CALLS]' in text:
+    inside = [text.partition('[TOOL_CALLS]')[2]]
+  whole = text.strip().removeprefix('<|python_tag|>').strip()
+  if not inside and whole.startswith('{') and '"name"' in whole:
+    inside = [whole]
+  return inside
+
+
+def _tagged_call(function: str) -> dict:
+  """Returns the call of `NAME>` with <parameter=KEY> tags after it, of which each value is JSON or text."""
+  name, _, body = function.partition('>')
+  values = (parameter.partition('>') for parameter in _between(body, '<parameter=', '</parameter>'))
+  arguments = {key.strip(): _value(value.removeprefix('\n').removesuffix('\n')) for key, _, value in values}
+  return dict(name=name.strip(), arguments=arguments)
 
 
 def _between(text: str, opening: str, closing: str) -> Iterator[str]:

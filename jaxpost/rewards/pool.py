@@ -243,7 +243,9 @@ class RewardPool:
 
   def _grade_line(self, worker: process.Worker | None, line: str, group: Group) -> Graded:
     """Grades one group: first with the worker's functions, then with those of this process."""
-    logged, size, names = [], len(group.completions), group.graded_by
+    logged: list[tuple[str, float]] = []
+    size = len(group.completions)
+    names = group.graded_by
     asked = [name for name, _ in self._remote if names is None or name in names]
     reply = self._ask(worker, line, logged, asked) if asked else _Reply({})
     if reply.error is None and self._local:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxpost.rl import merging
 from jaxpost.rl.grading import Grader, PendingRollout, Round, varied
 from jaxpost.rl.reward_metrics import verdicts
+from jaxpost.rollout import rollout_codec
 
 
 def needs_more_groups(pending: PendingRollout, step: int, wanted: int, max_rounds: int) -> bool:
@@ -63,11 +64,12 @@ def select_varied(pending: PendingRollout, num_groups: int) -> PendingRollout:
   Others fill up where there are too few, as all steps have the same shape; the controller takes these out of the
   mask.
   """
-  rounds, differs = pending.rounds, varied_groups(pending)
-  old = np.repeat([r.from_earlier_step for r in rounds], [len(r.rewards) for r in rounds])
+  differs = varied_groups(pending)
+  sizes = [len(r.rewards) for r in pending.rounds]
+  old = np.repeat([r.from_earlier_step for r in pending.rounds], sizes)
   order = np.concatenate([np.flatnonzero(part) for part in (differs & old, differs & ~old, ~differs)])
-  picked = np.isin(np.arange(len(differs)), order[:num_groups])
-  ends = np.cumsum([len(r.rewards) for r in rounds])
+  picked = np.isin(np.arange(len(differs)), order[:num_groups])  # in the order of sampling again
+  ends = np.cumsum(sizes)
   selected = [np.flatnonzero(part).tolist() for part in np.split(picked, ends[:-1])]
   return dataclasses.replace(pending, selected=selected)
 
@@ -109,20 +111,16 @@ class Surplus:
       left = [g for g in np.flatnonzero(differs).tolist() if g not in taken]
       if left:
         self.waiting.append(_part(one, left))
-    self.waiting.sort(key=_step)
+    self.waiting.sort(key=lambda one: one.rollout.step)
     chosen.info['dynamic_sampling/surplus'] = _groups(self.waiting)
     return chosen
 
   def state(self) -> list[str]:
     """JSON values for a checkpoint."""
-    from jaxpost.rollout import rollout_codec
-
     return [rollout_codec.to_text(r.rollout) for r in self.waiting]
 
   def restore(self, state: list[str]) -> None:
     """Continues from `state`; the workers grade the groups again."""
-    from jaxpost.rollout import rollout_codec
-
     self.waiting = [self.grader.submit(rollout_codec.from_text(text)).rounds[0] for text in state]
     for one in self.waiting:
       one.from_earlier_step = True
@@ -136,7 +134,3 @@ def _part(one: Round, groups: list[int]) -> Round:
 
 def _groups(rounds: list[Round]) -> int:
   return sum(len(r.rollout.prompts) for r in rounds)
-
-
-def _step(one: Round) -> int:
-  return one.rollout.step

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxpost.rl import batching
 from jaxpost.rollout.rollout_codec import arrays_of
-from jaxpost.types import Prompt, Rollout
+from jaxpost.types import Rollout
 
 # Metrics of rounds that are added up; others are averaged.
 _COUNTS = (
@@ -27,32 +27,30 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]], measured
   """
   first = rollouts[0]
   size = batching.group_size(first)
-  chosen = [_members(indices, size) for indices in groups]
+  parts = [(rollout, _members(indices, size)) for rollout, indices in zip(rollouts, groups)]
   # Rollouts of environments are as wide as their longest episode.
-  width = max(r.completions.shape[1] for r in rollouts)
+  width = max(rollout.completions.shape[1] for rollout in rollouts)
 
   def join(name: str) -> np.ndarray:
-    return np.concatenate([_pad_to(vars(r)[name][members], width) for r, members in zip(rollouts, chosen)])
+    return np.concatenate([_pad_to(vars(rollout)[name][members], width) for rollout, members in parts])
 
-  prompts: tuple[Prompt, ...] = tuple(r.prompts[g] for r, indices in zip(rollouts, groups) for g in indices)
-  rewards = first.rewards
-  if rewards:
-    rewards = {
-      name: np.concatenate([r.rewards[name][members] for r, members in zip(rollouts, chosen)]) for name in rewards
-    }
-  messages = first.messages
-  if messages:
-    messages = tuple(r.messages[n] for r, members in zip(rollouts, chosen) for n in members)
+  def join_rewards(name: str) -> np.ndarray:
+    return np.concatenate([rollout.rewards[name][members] for rollout, members in parts])
+
+  prompts = tuple(rollout.prompts[g] for rollout, indices in zip(rollouts, groups) for g in indices)
+  rewards = first.rewards and {name: join_rewards(name) for name in first.rewards}
+  messages = first.messages and tuple(rollout.messages[n] for rollout, members in parts for n in members)
+  measured = measured or rollouts
   figures = {}
   for name in first.figures:
     combine = np.sum if name in _COUNTS else np.mean
-    figures[name] = combine([r.figures[name] for r in measured or rollouts]).item()
+    figures[name] = combine([rollout.figures[name] for rollout in measured]).item()
   return first.replace(
     prompts=prompts,
     rewards=rewards,
     messages=messages,
     figures=figures,
-    occupancy=float(np.mean([r.occupancy for r in measured or rollouts])),
+    occupancy=float(np.mean([rollout.occupancy for rollout in measured])),
     **{name: join(name) for name in arrays_of(first)},
   )
 
@@ -64,4 +62,7 @@ def _members(groups: Sequence[int], size: int) -> np.ndarray:
 
 def _pad_to(x: np.ndarray, width: int) -> np.ndarray:
   """[N, C, ...] -> [N, width, ...], padded with 0; [N], and experts [N, P + C, L, k], unchanged."""
-  return np.pad(x, ((0, 0), (0, width - x.shape[1]), *((0, 0),) * (x.ndim - 2))) if x.ndim in (2, 3) else x
+  if x.ndim not in (2, 3):
+    return x
+  none = (0, 0)
+  return np.pad(x, (none, (0, width - x.shape[1]), *[none] * (x.ndim - 2)))

@@ -69,14 +69,7 @@ def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out
     name, _, query = entry.partition('?')
     refuse(not name.isidentifier(), f'{_KEY}: {entry!r} must be NAME?option=value&..., NAME of letters, digits and _')
     refuse(name in [source['name'] for source in found], f'{_KEY}: {name} is given twice')
-    options = {}
-    for item in filter(None, query.split('&')):
-      key, equals, value = item.partition('=')
-      near = difflib.get_close_matches(key, _OPTIONS, 1)
-      hint = f'did you mean {near[0]!r}?' if near else f'there are {", ".join(_OPTIONS)}'
-      refuse(key not in _OPTIONS, f'{_KEY}: {name}: no option {key!r}; {hint}')
-      refuse(not equals or key in options, f'{_KEY}: {name}: {item!r} must be option=value, given once')
-      options[key] = urllib.parse.unquote(value)
+    options = _options(name, query)
     found.append({'name': name, 'rewards': _rewards(name, options, names), 'sampling': _sampling(name, options)})
     if 'teachers' in options:
       found[-1]['teachers'] = _teachers(name, options['teachers'], config)
@@ -98,6 +91,18 @@ def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out
     count != len(found), f'{_KEY}: has {len(found)} entries for {count} sources of {rows.name}; give one each, or ()'
   )
   return tuple(found)
+
+
+def _options(name: str, query: str) -> dict[str, str]:
+  options: dict[str, str] = {}
+  for item in filter(None, query.split('&')):
+    key, equals, value = item.partition('=')
+    near = difflib.get_close_matches(key, _OPTIONS, 1)
+    hint = f'did you mean {near[0]!r}?' if near else f'there are {", ".join(_OPTIONS)}'
+    refuse(key not in _OPTIONS, f'{_KEY}: {name}: no option {key!r}; {hint}')
+    refuse(not equals or key in options, f'{_KEY}: {name}: {item!r} must be option=value, given once')
+    options[key] = urllib.parse.unquote(value)
+  return options
 
 
 def _rewards(name: str, options: dict[str, str], names: Sequence[str]) -> list[str]:
@@ -179,7 +184,9 @@ def _sampling(name: str, options: dict[str, str]) -> dict[str, int | float]:
 
 def _check(source: dict, config: typing.Any) -> None:
   """Raises InputError where sampling settings do not go with other fields."""
-  what, sampling, rollout = f'{_KEY}: {source["name"]}', source['sampling'], config.rollout
+  what = f'{_KEY}: {source["name"]}'
+  sampling = source['sampling']
+  rollout = config.rollout
   most = sampling.get('max_tokens', rollout.max_new_tokens)
   least = sampling.get('min_tokens', rollout.min_new_tokens)
   refuse(
@@ -224,7 +231,9 @@ class _Part(collections.abc.Sequence):
   """The rows of one source of several."""
 
   def __init__(self, rows: Rows | Chain, start: int, stop: int):
-    self.streaming, self._rows, self._span = rows.streaming, rows, range(start, stop)
+    self.streaming = rows.streaming
+    self._rows = rows
+    self._span = range(start, stop)
 
   def __len__(self) -> int:
     return len(self._span)

@@ -33,22 +33,12 @@ def offloaded(roles: Roles, timer: Callable = contextlib.nullcontext) -> Iterato
   Args:
     timer: phase -> context in which each of the two moves runs.
   """
+  of_devices = roles.policy.layout.mesh.local_devices[0].default_memory().kind
   with timer('reshard'):
-    to_host(roles)
+    _move(roles, 'pinned_host')
   yield
   with timer('reshard'):
-    to_devices(roles)
-
-
-def to_host(roles: Roles) -> None:
-  """Moves what sampling does not read into the memory of the host."""
-  _move(roles, 'pinned_host')
-
-
-def to_devices(roles: Roles) -> None:
-  """Moves it into the memory of the devices again."""
-  device = roles.policy.layout.mesh.local_devices[0]
-  _move(roles, device.default_memory().kind)
+    _move(roles, of_devices)
 
 
 def _move(roles: Roles, memory_kind: str) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from jaxpost.rl import batching, merging
 from jaxpost.rl.grading import GradedRollout, Grader, PendingRollout, Round
 from jaxpost.rl.reward_metrics import reward_table, verdicts
+from jaxpost.rollout import rollout_codec
 from jaxpost.rollout.rollout_codec import arrays_of
 from jaxpost.types import Prompt, Rollout
 
@@ -51,7 +52,7 @@ class Replay:
     fresh = {key: one for key, one in self.stored.items() if step - one.step <= self.max_steps}
     expired = len(self.stored) - len(fresh)
     self.stored = fresh
-    used = {}
+    used: dict[int, Rollout] = {}  # group -> the sample that takes the place of its last one
     for g, (prompt, found) in enumerate(zip(drawn.rollout.prompts, drawn.verdicts)):
       key = np.asarray(prompt.tokens, np.int32).tobytes()
       right = np.flatnonzero(found >= self.passes)
@@ -63,7 +64,8 @@ class Replay:
     if not used:
       return pending
     self.figures['replay/age'] = float(np.mean([step - one.step for one in used.values()]))
-    rollout, results = _replaced(drawn.rollout, used), [*drawn.results]
+    rollout = _replaced(drawn.rollout, used)
+    results = list(drawn.results)
     again = self.grader.submit(merging.merge([rollout], [list(used)])).rounds[0].results
     found = verdicts(again, reward_table(again), self.grader.correct_by)[:, -1]
     self.figures['replay/wrong'] = int((~(found >= self.passes)).sum())
@@ -77,14 +79,10 @@ class Replay:
 
   def state(self) -> list[str]:
     """JSON values for a checkpoint."""
-    from jaxpost.rollout import rollout_codec
-
     return [rollout_codec.to_text(one) for one in self.stored.values()]
 
   def restore(self, state: list[str]) -> None:
     """Continues from `state`."""
-    from jaxpost.rollout import rollout_codec
-
     found = [rollout_codec.from_text(text) for text in state]
     self.stored = {one.prompts[0].tokens.tobytes(): one for one in found}
 

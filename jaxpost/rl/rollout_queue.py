@@ -175,10 +175,9 @@ class RolloutQueue:
 def _to_json(pending: PendingRollout) -> dict:
   from jaxpost.rollout import rollout_codec
 
-  selected = pending.selected
   return {
     'info': pending.info,
-    'chosen': selected and [[int(g) for g in groups] for groups in selected],
+    'chosen': pending.selected,
     'rollouts': [rollout_codec.to_text(r.rollout) for r in pending.rounds],
     'kept': [r.from_earlier_step for r in pending.rounds],
   }

@@ -53,7 +53,9 @@ class JetStreamEngine(engine_api.Engine):
     """
     if native.block != 1:
       raise InputError(f'jetstream: a block of {native.block} tokens; its engines make one, set config.rollout.block=1')
-    self._native, self._key, self._path = native, run_key, tokenizer_path
+    self._native = native
+    self._key = run_key
+    self._path = tokenizer_path
     self._number = 0
 
   def load_params(self, params: Any, version: int = 0) -> Any:
@@ -130,23 +132,27 @@ def drive(
   Returns:
     The tokens of `samples` completions of each text, in the order of the texts.
   """
-  state, out = engine.init_decode_state(), [[] for _ in range(len(texts) * samples)]
-  waiting, running, prefix = list(range(len(out)))[::-1], {}, (None, None)
+  longest = max(map(len, texts))
+  if longest > engine.max_prefill_length:
+    raise InputError(f'jetstream: a prompt has {longest} tokens, and its engine takes {engine.max_prefill_length}')
+  state = engine.init_decode_state()
+  out: list[list[int]] = [[] for _ in range(len(texts) * samples)]
+  waiting = list(reversed(range(len(out))))  # numbers of the completions that have not begun; the next one is the last
+  running: dict[int, int] = {}  # slot -> number of the completion
+  prefilled = prefix = None  # the index of the text that was prefilled last, and what `prefill` returned
   while waiting or running:
     for slot in range(engine.max_concurrent_decodes):
       if slot in running or not waiting:
         continue
       n = waiting.pop()
       text = texts[n // samples]
-      if prefix[0] != n // samples:
+      if prefilled != n // samples:
         size = bucket(len(text), engine.max_prefill_length)
-        prefix = (
-          n // samples,
-          engine.prefill(
-            params=params, padded_tokens=jnp.asarray(np.pad(text, (0, size - len(text)))), true_length=len(text)
-          ),
-        )
-      state, running[slot] = engine.insert(prefix[1], state, slot=slot), n
+        padded = jnp.asarray(np.pad(text, (0, size - len(text))))
+        prefix = engine.prefill(params=params, padded_tokens=padded, true_length=len(text))
+        prefilled = n // samples
+      state = engine.insert(prefix, state, slot=slot)
+      running[slot] = n
     state, result = engine.generate(params, state)
     result = result.convert_to_numpy()
     for slot, n in list(running.items()):
@@ -178,8 +184,10 @@ class JetStreamRollout:
     rescore: Callable,
     params: Callable | None = None,
   ):
-    self.engine, self.rescore = engine, rescore
-    self.max_new_tokens, self.stop_ids = max_new_tokens, tuple(stop_ids)
+    self.engine = engine
+    self.rescore = rescore
+    self.max_new_tokens = max_new_tokens
+    self.stop_ids = tuple(stop_ids)
     self._make = params or (lambda params: engine.load_params())
     self.max_concurrent_decodes = engine.max_concurrent_decodes
     self.weights, self.version = None, 0
