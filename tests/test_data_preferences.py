@@ -265,7 +265,10 @@ BAD_PAIRS = [
   ({**MESSAGES, 'prompt': 'Q1'}, 'both text or both lists of messages$'),
   # UltraFeedback as it is on the hub; and with the prompt as messages, too.
   ({'prompt': 'Q1', 'chosen': [USER, *GOOD], 'rejected': [USER, *BAD]}, 'chosen has the prompt already, so rename it'),
-  ({'prompt': [USER], 'chosen': [USER, *GOOD], 'rejected': [USER, *BAD]}, 'chosen: begins with the messages of the col'),
+  (
+    {'prompt': [USER], 'chosen': [USER, *GOOD], 'rejected': [USER, *BAD]},
+    'chosen: begins with the messages of the col',
+  ),
   ({**TEXT, 'prompt': None}, 'prompt: is null'),
   ({**TEXT, 'prompt': ''}, 'prompt is empty'),
   ({'chosen': 'a', 'rejected': 'b'}, 'needs the column prompt'),
