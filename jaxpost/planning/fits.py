@@ -120,8 +120,9 @@ def _best(inputs: Inputs, machine: Topology) -> Cell:
   for slots in _slots(inputs):
     found = []
     for sizes in meshes.every(inputs, machine, machine.devices):
-      rows, shards = 1, math.prod(sizes[a] for a in BATCH_AXES)
-      while rows == 1 or rows * shards <= whole and found[-1].fits:
+      shards = math.prod(sizes[a] for a in BATCH_AXES)
+      rows = 1  # of a shard at a time; twice as many as long as they fit and the batch has them
+      while rows == 1 or (rows * shards <= whole and found[-1].fits):
         found.append(_on_mesh(inputs, machine, sizes, rows=rows, slots=slots))
         rows *= 2
     fitting = [cell for cell in found if cell.fits]
@@ -141,7 +142,8 @@ def _slots(inputs: Inputs) -> list[int]:
 
 def _on_mesh(inputs: Inputs, machine: Topology, sizes: Mapping[str, int], rows: int, slots: int) -> Cell:
   """Returns the cell of a training mesh, with the sampler split as little as fits."""
-  on_policy, micro = inputs.algorithm.on_policy, rows * math.prod(sizes[a] for a in BATCH_AXES)
+  on_policy = inputs.algorithm.on_policy
+  micro = rows * math.prod(sizes[a] for a in BATCH_AXES)
   settings = {'model.dtype': 'float16'} if machine.name in _WITHOUT_BFLOAT16 else {}
   settings |= {'model.remat': 'full', 'mesh.train': meshes.spell(sizes), 'train.micro_batch_size': micro}
   batch = inputs.config.train.batch_size

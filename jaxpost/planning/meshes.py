@@ -92,6 +92,7 @@ def every(inputs: Inputs, topology: machines.Topology, devices: int) -> Iterator
       continue
     sizes = dict(data=1, fsdp=left, expert=e, context=c, tensor=t)
     yield sizes
+    # Fewer shards of weights, each as wide as the lanes, with copies of them along data.
     wide = [
       m
       for m in range(2, left)
@@ -116,6 +117,7 @@ def _few(found: list) -> list:
   for place, (_, sizes, shards) in enumerate(found):
     kind = sizes['expert'], sizes['context'], sizes['data'] > 1
     kinds.setdefault(kind, []).append((place, sizes, shards))
+  # By turn, then by place among all, which no two share.
   ranked = sorted((turn, *x) for some in kinds.values() for turn, x in enumerate(some))
   return [(sizes, shards) for *_, sizes, shards in ranked[:_MORE]]
 
