@@ -166,6 +166,14 @@ def test_splits_are_never_mixed(tmp_path):
 def test_folders_saved_by_datasets(tmp_path):
   write_arrow(tmp_path / 'one', ROWS)
   assert list(sources.read(tmp_path / 'one')) == ROWS
+  # A data set that is saved alone has no other split to choose.
+  with pytest.raises(InputError, match="has no split 'test'; it has none"):
+    sources.read(f'{tmp_path}/one:test')
+  state = json.loads((tmp_path / 'one/state.json').read_text())
+  write(tmp_path / 'one/state.json', json.dumps(state | {'_split': 'train'}))
+  assert list(sources.read(f'{tmp_path}/one:train')) == ROWS
+  with pytest.raises(InputError, match="has no split 'test'; it has train"):
+    sources.read(f'{tmp_path}/one:test')
   for split in ('train', 'test'):
     write_arrow(tmp_path / 'both' / split, ROWS[:2])
   write(tmp_path / 'both' / 'dataset_dict.json', '{"splits": ["train", "test"]}')

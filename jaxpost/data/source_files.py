@@ -110,8 +110,9 @@ def _find_local(local: epath.Path, path: str, split: str) -> list[tuple[epath.Pa
     local, split = local / split, ''
   if (local / 'state.json').exists():
     state = object_store.read_json(local / 'state.json')
-    listed = [f['filename'] for f in state.get('_data_files', [])]
-    found = [local / name for name in listed]
+    if split:  # of a data set that was saved alone, which is one split or says nothing of splits
+      _choose(split, [name for name in (state.get('_split'),) if name], path)
+    found = [local / file['filename'] for file in state.get('_data_files', [])]
   else:
     found = _data_files(local)
     splits = {f: _split_of(f.relative_to(local).parts) for f in found}
