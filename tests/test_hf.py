@@ -293,6 +293,37 @@ def test_export_replaces_an_export_and_nothing_else(export, tmp_path):
     hf_export.save(export, model, params)
 
 
+def test_an_export_that_fails_keeps_the_one_before(tmp_path, monkeypatch):
+  target, link = tmp_path / 'big/export', tmp_path / 'run/export'
+  link.parent.mkdir()
+
+  def write(text):
+    with hf_export._staging(link) as staged:
+      (staged / 'config.json').write_text(text)
+
+  target.mkdir(parents=True)
+  link.symlink_to(target)
+  for text in ('1', '2'):
+    write(text)
+    assert link.is_symlink() and (target / 'config.json').read_text() == text
+  rename = hf_export.os.rename
+
+  def fails(source, to):
+    if str(source).endswith('.new'):
+      raise OSError('no space left')
+    rename(source, to)
+
+  monkeypatch.setattr(hf_export.os, 'rename', fails)
+  with pytest.raises(OSError, match='no space'):
+    write('3')
+  # As a process leaves it that is killed between the two renames.
+  rename(target, target.with_name('.export.old'))
+  with pytest.raises(OSError, match='no space'):
+    write('4')
+  assert (target / 'config.json').read_text() == '2'
+  assert [path.name for path in target.parent.iterdir()] == ['export']
+
+
 def test_card_is_one_that_the_hub_reads(export):
   yaml = pytest.importorskip('yaml')
   _, front, text = (export / 'README.md').read_text().split('---\n')

@@ -45,7 +45,7 @@ GATES = {
   'orbax': ('jaxpost/storage/checkpoint.py',),
   'transformers': ('jaxpost/data/tokenizer.py',),
   'tokenizers': ('jaxpost/data/tokenizer.py',),
-  'safetensors': ('jaxpost/formats/hf_export.py',),
+  'safetensors': ('jaxpost/formats/peft.py',),
   'huggingface_hub': ('jaxpost/storage/hub.py',),
   'h11': ('jaxpost/environments/http_connections.py',),
   'jetstream': ('jaxpost/rollout/jetstream.py',),

@@ -17,7 +17,6 @@ import tiny
 import jaxpost
 from jaxpost import loop
 from jaxpost.errors import InputError
-from jaxpost.formats import hf_export
 from jaxpost.models.config import Experts
 from jaxpost.monitor import metrics, nonfinite
 from jaxpost.roles import Trainable
@@ -288,11 +287,11 @@ def test_weights_that_are_not_finite_are_refused_by_name(model, tmp_path, dtype,
   tensors = {k: v.astype(dtype) for k, v in safetensors.numpy.load_file(file).items()}
   name = 'model.layers.0.mlp.up_proj.weight'
   tensors[name][-1, -1] = value
-  hf_export.write_file(tensors, file)
+  safetensors.numpy.save_file(tensors, file)
   with pytest.raises(InputError, match=rf'bad/model.safetensors: tensor {name}: holds NaN or infinity'):
     first(tiny.run_config(str(tmp_path / 'bad'), algorithm='sft'))
   tensors[name][-1, -1] = -np.finfo(np.float16).max  # the largest values are no infinity
-  hf_export.write_file(tensors, file)
+  safetensors.numpy.save_file(tensors, file)
   first(tiny.run_config(str(tmp_path / 'bad'), algorithm='sft'))
 
 

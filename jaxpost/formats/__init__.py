@@ -4,7 +4,7 @@ Import from here: `hf` (reads model folders: config, weights), `hf_export` (writ
 `config_json` and `config_export` (config.json -> ModelConfig and back) and `families` (the table of supported model
 families; a new one is an entry there). The rest serves these: `tensor_layout` (where a
 parameter is in the tensors of a folder), `safetensors_file` (reading parts of a file), `fp8`
-and `mxfp4` (weights of 8 and 4 bits). Only hf_export.py imports safetensors.
+and `mxfp4` (weights of 8 and 4 bits). Only peft.py imports safetensors.
 
 Imports `models`, `storage`, `distributed` and below. How a model computes belongs in
 `models`; which folder a run reads is decided in `stage`.

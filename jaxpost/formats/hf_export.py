@@ -1,4 +1,4 @@
-"""Writes model folders of Hugging Face, for `transformers` and vLLM: the only place that imports safetensors.
+"""Writes model folders of Hugging Face, for `transformers` and vLLM.
 
 An export undoes what `hf.load_params` does: each layer is a tensor again, and the vocabulary has no padding.
 """
@@ -6,7 +6,6 @@ An export undoes what `hf.load_params` does: each layer is a tensor again, and t
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import pathlib
@@ -17,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 from etils import epath
 
 from jaxpost.distributed.transfer import to_host
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 _GENERATION = 'generation_config.json'
 _MARK = '- jaxpost'  # a tag in the README.md of every export
 _CARD = 'README.md'
-write_file = functools.partial(safetensors.numpy.save_file, metadata={'format': 'pt'})
 
 
 def check_target(folder: epath.PathLike) -> None:
@@ -109,11 +106,12 @@ def _staging(folder: epath.PathLike) -> Iterator[pathlib.Path]:
     remote.upload(staged, folder, last='config.json')
     shutil.rmtree(staged)
     return
-  folder = pathlib.Path(folder).expanduser().absolute()
+  folder = pathlib.Path(folder).expanduser().resolve()  # of a link, the folder that it names is replaced
   staged = folder.with_name(f'.{folder.name}.new')
   old = folder.with_name(f'.{folder.name}.old')
-  for left_over in (staged, old):
-    shutil.rmtree(left_over, ignore_errors=True)
+  shutil.rmtree(staged, ignore_errors=True)
+  if folder.exists():
+    shutil.rmtree(old, ignore_errors=True)
   staged.mkdir(parents=True)
   try:
     yield staged
@@ -123,6 +121,9 @@ def _staging(folder: epath.PathLike) -> Iterator[pathlib.Path]:
     os.rename(staged, folder)
     object_store.sync(folder.parent)
   finally:
+    # After a failure between the two renames, in this process or an earlier one, only `old` holds an export.
+    if old.exists() and not folder.exists():
+      os.rename(old, folder)
     shutil.rmtree(staged, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 
@@ -147,14 +148,17 @@ def _write_weights(
     for kept in group.values()
     for name in kept.names + kept.copies
   }
-  sizes = {k: math.prod(v) * t.itemsize for k, (t, v) in tensors.items()}
-  shards = [[]]
+  sizes = {name: math.prod(shape) * kind.itemsize for name, (kind, shape) in tensors.items()}
+  shards: list[list[str]] = [[]]
+  filled = 0  # bytes of the last shard
   for name, size in sizes.items():
-    full = sum(sizes[n] for n in shards[-1]) + size > max_shard_bytes
-    if full and shards[-1]:
+    if shards[-1] and filled + size > max_shard_bytes:
       shards.append([])
+      filled = 0
     shards[-1].append(name)
-  files, name_of = [safetensors_file.SINGLE], origin.name if origin else str
+    filled += size
+  name_of = origin.name if origin else str
+  files = [safetensors_file.SINGLE]
   if len(shards) > 1 or origin:
     files = [f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors' for i in range(len(shards))]
   exported = export_tensors(table, params, dtype, merge)
@@ -220,11 +224,8 @@ def read_generation(folder: epath.PathLike) -> dict[str, Any]:
   if not path.is_file():
     return {}
   seals.warn(path.parent, [path.name])
-  return {
-    k: v
-    for k, v in object_store.read_json(path).items()
-    if not k.startswith(('_', 'transformers')) and not k.endswith('_id')
-  }
+  given = object_store.read_json(path)
+  return {k: v for k, v in given.items() if not k.startswith(('_', 'transformers')) and not k.endswith('_id')}
 
 
 def _write_configs(

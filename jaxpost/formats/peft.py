@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import safetensors.numpy
 from etils import epath
 
 from jaxpost.errors import InputError
@@ -242,7 +243,7 @@ def writer(model: Model, params: dict, base: str) -> Callable:
   def write(folder: epath.PathLike) -> None:
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    hf_export.write_file(tensors, folder / WEIGHTS)
+    safetensors.numpy.save_file(tensors, folder / WEIGHTS, metadata={'format': 'pt'})
     object_store.write_json(folder / CONFIG, config)
     seals.add(folder, [WEIGHTS, CONFIG])
 
