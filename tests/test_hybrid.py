@@ -498,6 +498,9 @@ def test_published_configs_are_read(raw, size, active):
     (LFM2_MOE, dict(num_dense_layers=22), 'num_dense_layers=22'),
     (LFM2_MOE, dict(use_expert_bias=False), 'use_expert_bias'),
     (OLMO, dict(linear_num_key_heads=4), 'linear_num_key_heads=4'),
+    (OLMO, dict(linear_num_key_heads=0, linear_key_head_dim=None), 'linear_num_key_heads=0'),
+    (OLMO, dict(num_attention_heads=None, linear_num_key_heads=None), 'num_attention_heads=None'),
+    (NEMOTRON, dict(mlp_hidden_act=['relu2']), 'mlp_hidden_act='),
     (OLMO, dict(linear_allow_neg_eigval='no'), 'linear_allow_neg_eigval'),
   ],
 )

@@ -159,6 +159,8 @@ def test_layers_with_experts_may_be_listed():
   'raw, fields, words',
   [
     (RAW, dict(index_topk=0), 'index_topk=0'),
+    (RAW, dict(num_hidden_layers='2'), 'num_hidden_layers='),
+    (RAW, dict(mlp_layer_types=1), 'mlp_layer_types=1 must be a list'),
     (RAW, dict(index_head_dim=32), 'index_head_dim=32 must be at least qk_rope_head_dim=64'),
     (RAW, dict(index_n_heads='64'), "index_n_heads='64'"),
     (RAW, dict(q_lora_rank=None), 'q_lora_rank=None'),

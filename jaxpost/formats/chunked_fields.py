@@ -10,8 +10,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
+from jaxpost.formats.config_fields import check_positive, check_whole
 from jaxpost.formats.family import FULL, ORIGINAL, QUERY_SCALE
-from jaxpost.formats.layer_fields import check_positive
 from jaxpost.models.chunked_config import ChunkedConfig
 from jaxpost.models.config import ModelConfig, Rope
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
   from jaxpost.formats.family import Family
 
 _CHUNKED = 'chunked_attention'  # of `layer_types`
-_CHUNK, _DENSE, _STEP = 'attention_chunk_size', 'intermediate_size_mlp', 'interleave_moe_layer_step'
-_TUNED, _LENGTH, _SCALE = 'attn_temperature_tuning', 'floor_scale', 'attn_scale'
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> ChunkedConfig:
@@ -30,12 +28,12 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> C
     InputError: for values that are impossible or not supported; it names the field.
   """
   del family
-  for field in (_CHUNK, _DENSE, _STEP, _LENGTH):
-    if type(raw[field]) is not int or raw[field] < 1:
-      raise InputError(f'{where}: {field}={raw[field]!r} must be a whole number above 0')
-  if type(raw[_TUNED]) not in (bool, int):  # published files have a number, which says no more than true
-    raise InputError(f'{where}: {_TUNED}={raw[_TUNED]!r} must be true or false')
-  check_positive(raw[_SCALE], _SCALE, where)
+  for field in ('attention_chunk_size', 'intermediate_size_mlp', 'interleave_moe_layer_step', 'floor_scale'):
+    check_whole(raw[field], field, where)
+  tuned = raw['attn_temperature_tuning']
+  if type(tuned) not in (bool, int):  # published files have a number, which says no more than true
+    raise InputError(f'{where}: attn_temperature_tuning={tuned!r} must be true or false')
+  check_positive(raw['attn_scale'], 'attn_scale', where)
   rotated = [rope >= 0 for rope, _ in cfg.layer_kinds]
   types = raw.get('layer_types')
   if types is None:
@@ -43,18 +41,19 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> C
   if len(types) != cfg.num_layers or not {*types} <= {FULL, _CHUNKED}:
     raise InputError(f'{where}: layer_types={types!r} must be {cfg.num_layers} times {FULL} or {_CHUNKED}')
   ropes, layer_ropes = cfg.ropes, cfg.layer_ropes
-  if raw[_TUNED] and layer_ropes:
-    scaling = ((QUERY_SCALE, float(raw[_SCALE])), (ORIGINAL, raw[_LENGTH]), ('query_offset', 1))
+  if tuned and layer_ropes:
+    # Layers without rotation get a second table, which scales queries by position and turns nothing.
+    scaling = ((QUERY_SCALE, float(raw['attn_scale'])), (ORIGINAL, raw['floor_scale']), ('query_offset', 1))
     ropes += (Rope(scaling=(('rope_type', 'none'), *scaling)),)
-    layer_ropes = tuple(int(not rotates) for rotates in rotated)
+    layer_ropes = tuple(0 if rotates else 1 for rotates in rotated)
   assert cfg.experts
   return ChunkedConfig(
     **vars(cfg)
     | dict(
-      intermediate_size=raw[_DENSE],
+      intermediate_size=raw['intermediate_size_mlp'],
       ropes=ropes,
       layer_ropes=layer_ropes,
-      layer_windows=tuple(raw[_CHUNK] if kind == _CHUNKED else 0 for kind in types),
+      layer_windows=tuple(raw['attention_chunk_size'] if kind == _CHUNKED else 0 for kind in types),
       experts=dataclasses.replace(cfg.experts, shared=1, on_inputs=True),
       sparse=_sparse(raw, cfg.num_layers, where),
     )
@@ -63,8 +62,9 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> C
 
 def _sparse(raw: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
   """Returns the numbers of the layers with experts."""
-  step, given = raw[_STEP], raw.get('moe_layers')
+  given = raw.get('moe_layers')
   if given is None:
+    step = raw['interleave_moe_layer_step']
     given = list(range(step - 1, layers, step))
   right = isinstance(given, list) and all(type(i) is int and 0 <= i < layers for i in given)
   if not right or sorted({*given}) != given or not given:
@@ -78,12 +78,12 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   tuned = dict(cfg.ropes[-1].scaling) if len(cfg.ropes) > 1 else {}
   return {
     'intermediate_size': cfg.experts.size,
-    _DENSE: cfg.intermediate_size,
-    _CHUNK: max(cfg.layer_windows) or family.defaults[_CHUNK],
-    _STEP: 1,
-    _TUNED: bool(tuned),
-    _LENGTH: tuned.get(ORIGINAL, family.defaults[_LENGTH]),
-    _SCALE: tuned.get(QUERY_SCALE, family.defaults[_SCALE]),
+    'intermediate_size_mlp': cfg.intermediate_size,
+    'attention_chunk_size': max(cfg.layer_windows) or family.defaults['attention_chunk_size'],
+    'interleave_moe_layer_step': 1,
+    'attn_temperature_tuning': bool(tuned),
+    'floor_scale': tuned.get(ORIGINAL, family.defaults['floor_scale']),
+    'attn_scale': tuned.get(QUERY_SCALE, family.defaults['attn_scale']),
     'moe_layers': [*cfg.sparse],
     'layer_types': [_CHUNKED if window else FULL for window in cfg.layer_windows],
     'no_rope_layers': [int(kind.rope == 0) for kind in cfg.layer_kinds],

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.formats import families
-from jaxpost.formats.family import ACTIVATIONS, FULL, LAST_SPARSE, LOCAL, ORIGINAL, SCALARS
+from jaxpost.formats.family import ACTIVATIONS, FULL, LOCAL, ORIGINAL, SCALARS
 from jaxpost.models.config import CustomConfig, ModelConfig, Rope
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def _common_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   for field in family.fields:
     if field in SCALARS:
       scalar = SCALARS[field]
-      out[field] = scalar.write(dataclasses.asdict(cfg)[scalar.name])
+      out[field] = scalar.write(vars(cfg)[scalar.name])
     if field in family.bias_fields:
       out[field] = set(family.bias_fields[field]) <= set(cfg.biases)
   # Without a window, families with `layer_types` still want a size.
@@ -83,18 +82,7 @@ def _common_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _rope_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   """Returns the rope fields in both spellings: older readers know rope_theta and rope_scaling."""
-
-  def block(rope: Rope) -> dict:
-    pairs = {k: list(v) if isinstance(v, tuple) else v for k, v in rope.scaling}
-    if pairs.get('rope_type') == 'dynamic':
-      del pairs[ORIGINAL]
-    if pairs.get('rope_type') == 'ntk_alpha':
-      pairs = {'factor': 1.0, **pairs, 'rope_type': 'dynamic'}  # as its family spells it
-    if 'partial_rotary_factor' in family.fields:
-      pairs['partial_rotary_factor'] = (cfg.rotary_dim or cfg.head_dim) / cfg.head_dim
-    return {'rope_type': 'default', **pairs, 'rope_theta': rope.theta}
-
-  main = block(cfg.ropes[0])
+  main = _rope_parameters(cfg.ropes[0], cfg, family)
   out = {'rope_theta': cfg.ropes[0].theta, 'rope_parameters': main}
   if not family.mixed:  # which no older reader knows
     scaling = {k: v for k, v in main.items() if k != 'rope_theta'}
@@ -112,9 +100,20 @@ def _rope_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     out[ORIGINAL] = main[ORIGINAL]
   if family.local_rope:
     other = cfg.ropes[-1]
-    out['rope_parameters'] = {FULL: main, LOCAL: block(other)}
+    out['rope_parameters'] = {FULL: main, LOCAL: _rope_parameters(other, cfg, family)}
     out.setdefault(family.local_rope, other.theta)
   return out
+
+
+def _rope_parameters(rope: Rope, cfg: ModelConfig, family: Family) -> dict[str, Any]:
+  pairs = {k: list(v) if isinstance(v, tuple) else v for k, v in rope.scaling}
+  if pairs.get('rope_type') == 'dynamic':
+    del pairs[ORIGINAL]
+  if pairs.get('rope_type') == 'ntk_alpha':
+    pairs = {'factor': 1.0, **pairs, 'rope_type': 'dynamic'}  # as its family spells it
+  if 'partial_rotary_factor' in family.fields:
+    pairs['partial_rotary_factor'] = (cfg.rotary_dim or cfg.head_dim) / cfg.head_dim
+  return {'rope_type': 'default', **pairs, 'rope_theta': rope.theta}
 
 
 def _expert_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
@@ -134,6 +133,6 @@ def _expert_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     'n_group': experts.groups,
     'topk_group': experts.top_groups,
     'routed_scaling_factor': experts.scale,
-    LAST_SPARSE: cfg.num_layers - 1,
+    'moe_layer_end_index': cfg.num_layers - 1,
   }
   return {k: v for k, v in out.items() if k in family.fields}

@@ -1,4 +1,4 @@
-"""Fields of config.json that hold for a whole model -> fields of ModelConfig.
+"""Fields of config.json that hold for a whole model -> fields of ModelConfig, and checks of single values.
 
 `Family.fields` names the fields that a family has. `raw` is its config.json, completed by the family's defaults.
 """
@@ -6,8 +6,7 @@
 from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats.family import ACTIVATIONS, BIASES, LAST_SPARSE, ORIGINAL, SCALARS, Family
-from jaxpost.formats.layer_fields import check_positive
+from jaxpost.formats.family import ACTIVATIONS, BIASES, SCALARS, Family
 from jaxpost.models.config import Experts
 
 _MAY_BE_OFF = ('attn_logit_softcapping', 'final_logit_softcapping')
@@ -62,7 +61,7 @@ _INTEGERS = (
   'sliding_window_pattern',
   'no_rope_layer_interval',
   'max_position_embeddings',
-  ORIGINAL,
+  'original_max_position_embeddings',
   'qk_rope_head_dim',
 )
 _OPTIONAL_INTEGERS = ('head_dim', 'num_key_value_heads', 'sliding_window')  # may be null
@@ -88,15 +87,44 @@ _BOOLEANS = (
 )
 _NAME = 'a name', lambda x: isinstance(x, str)
 _NAMES = 'a list of names', lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x)
-# Types of the fields that are used before their values are checked.
+_OBJECT = 'an object', lambda x: isinstance(x, dict) or not x
+# Types of fields, where they are not null.
 _TYPES = {
   'hidden_act': _NAME,
   'hidden_activation': _NAME,
+  'mlp_hidden_act': _NAME,
   'architectures': _NAMES,
   'layer_types': _NAMES,
+  'mlp_layer_types': _NAMES,
+  'quantization_config': _OBJECT,
+  'rope_scaling': _OBJECT,
+  'rope_parameters': _OBJECT,
+  **dict.fromkeys(_OPTIONAL_INTEGERS, ('a whole number, 1 or above', lambda x: type(x) is int and x > 0)),
+  **dict.fromkeys(_BOOLEANS, ('true or false', lambda x: x in (True, False))),
   'no_rope_layers': ('a list of 0 and 1', lambda x: isinstance(x, list) and all(bit in (0, 1) for bit in x)),
   'num_nextn_predict_layers': ('a whole number', lambda x: type(x) is int and x >= 0),
 }
+
+
+def check_whole(value: Any, field: str, where: str, least: int = 1) -> int:
+  """Returns the value of a field; InputError unless it is a whole number, `least` or above."""
+  if type(value) is not int or value < least:
+    raise InputError(f'{where}: {field}={value!r} must be a whole number, {least} or above')
+  return value
+
+
+def check_positive(value: Any, field: str, where: str) -> float:
+  """Returns the value of a field; InputError unless it is a finite number above 0."""
+  if type(value) not in (int, float) or not 0 < value < float('inf'):
+    raise InputError(f'{where}: {field}={value!r} must be above 0')
+  return value
+
+
+def check_boolean(value: Any, field: str, where: str) -> bool:
+  """Returns the value of a field; InputError unless it is true or false."""
+  if type(value) is not bool:
+    raise InputError(f'{where}: {field}={value!r} must be true or false')
+  return value
 
 
 def other_parts(raw: dict[str, Any]) -> list[str]:
@@ -105,25 +133,19 @@ def other_parts(raw: dict[str, Any]) -> list[str]:
 
 
 def check_types(raw: dict[str, Any], where: str) -> None:
-  """Raises InputError where a name or a list of a config.json is something else."""
+  """Raises InputError, naming the field, where a value of a config.json has a type that it has in no family."""
   for field, (kind, is_right) in _TYPES.items():
     if raw.get(field) is not None and not is_right(raw[field]):
       raise InputError(f'{where}: {field}={raw[field]!r} must be {kind}')
+  for field in _INTEGERS:
+    if field in raw:
+      check_whole(raw[field], field, where, least=0 if field == 'max_window_layers' else 1)
 
 
 def unread(raw: dict[str, Any], family: Family) -> set[str]:
   """Returns the fields of a config.json that have no effect here, though they might elsewhere."""
-  silent = {
-    *READ,
-    *_IGNORED,
-    *_NEUTRAL,
-    *family.fields,
-    family.local_rope,
-    family.activation_field,
-    *family.only,
-    *family.ignored,
-    *family.reported,
-  }
+  silent = READ | _IGNORED | {*_NEUTRAL, *family.fields, *family.only, *family.ignored, *family.reported}
+  silent |= {family.local_rope, family.activation_field}
   reported = {*family.reported}
   if family.activation_field != 'hidden_act':
     reported.add('hidden_act')
@@ -131,10 +153,7 @@ def unread(raw: dict[str, Any], family: Family) -> set[str]:
 
 
 def check(raw: dict[str, Any], family: Family, where: str) -> None:
-  """Raises InputError, naming the field, for values that are impossible or not supported."""
-  for field in ('quantization_config', 'rope_scaling', 'rope_parameters'):
-    if not isinstance(raw.get(field) or {}, dict):
-      raise InputError(f'{where}: {field}={raw[field]!r} must be an object')
+  """Raises InputError, naming the field, for values that are impossible or not supported; see `check_types`, too."""
   method = (raw.get('quantization_config') or {}).get('quant_method')
   if method and method in ('fp8', family.quantized):
     raw = raw | {'quantization_config': None}
@@ -145,28 +164,14 @@ def check(raw: dict[str, Any], family: Family, where: str) -> None:
   for field, value in family.only.items():
     if raw.get(field, value) != value:
       raise InputError(f'{where}: {field}={raw[field]!r} is not supported (only {value!r})')
-  for field in _BOOLEANS:
-    if raw.get(field) not in (True, False, None):
-      raise InputError(f'{where}: {field}={raw[field]!r} must be true or false')
-  for field in (*_INTEGERS, *_OPTIONAL_INTEGERS):
-    _check_integer(raw, field, where)
   for field in _POSITIVE:
     if field in raw and not (field in _MAY_BE_OFF and raw[field] is None):
       check_positive(raw[field], field, where)
-  if type(raw['tie_word_embeddings']) is not bool:
-    raise InputError(f'{where}: tie_word_embeddings={raw["tie_word_embeddings"]!r} must be true or false')
+  check_boolean(raw['tie_word_embeddings'], 'tie_word_embeddings', where)
   heads = raw.get('num_attention_heads')
   kv_heads = raw.get('num_key_value_heads') or heads
   if heads and heads % kv_heads:
     raise InputError(f'{where}: num_key_value_heads={kv_heads} must divide num_attention_heads={heads}')
-
-
-def _check_integer(raw: dict, field: str, where: str) -> None:
-  value = raw.get(field)
-  lowest = 0 if field == 'max_window_layers' else 1
-  missing = field not in raw or (value is None and field in _OPTIONAL_INTEGERS)
-  if not missing and (type(value) is not int or value < lowest):
-    raise InputError(f'{where}: {field}={value!r} must be a whole number above {lowest - 1}')
 
 
 def activation(raw: dict[str, Any], family: Family, where: str) -> str:
@@ -181,9 +186,11 @@ def activation(raw: dict[str, Any], family: Family, where: str) -> str:
 
 def biases(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
   """Returns the projections that have biases by config.json, for `ModelConfig.biases`."""
-  return tuple(
-    name for field, names in family.bias_fields.items() if field in family.fields and raw.get(field) for name in names
-  )
+  found: list[str] = []
+  for field, names in family.bias_fields.items():
+    if field in family.fields and raw.get(field):
+      found += names
+  return tuple(found)
 
 
 def scalars(raw: dict[str, Any], family: Family) -> dict[str, float]:
@@ -198,14 +205,16 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
     InputError: for values that are impossible or not supported; it names the field.
   """
   fields = family.experts
-  if fields is None or fields.optional and not raw[fields.num] or not raw.get(fields.switch, True):
+  if fields is None or not raw.get(fields.switch, True):  # no family has a field called ''
+    return None
+  if fields.optional and not raw[fields.num]:
     return None
   _check_experts(raw, family, where)
-  clipping, groups = {}, {}
+  optional: dict[str, Any] = {}
   if fields.limit:
-    clipping = dict(limit=float(raw[fields.limit]), alpha=float(raw[fields.alpha]))
+    optional |= dict(limit=float(raw[fields.limit]), alpha=float(raw[fields.alpha]))
   if fields.grouped:
-    groups = dict(groups=raw['n_group'], top_groups=raw['topk_group'])
+    optional |= dict(groups=raw['n_group'], top_groups=raw['topk_group'])
   found = Experts(
     num=raw[fields.num],
     top_k=raw['num_experts_per_tok'],
@@ -217,8 +226,7 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
     choice_bias=fields.choice_bias,
     epsilon=fields.epsilon,
     scale=float(raw['routed_scaling_factor']) if fields.scaled else 1.0,
-    **clipping,
-    **groups,
+    **optional,
   )
   _check_combinations(found, raw, family, where)
   return found
@@ -226,18 +234,17 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
 
 def _check_experts(raw: dict[str, Any], family: Family, where: str) -> None:
   fields = family.experts
-  lowest = {name: 1 for name in (fields.num, fields.size, 'num_experts_per_tok')}
-  lowest |= {name: 0 for name in (fields.shared, fields.first_dense) if name}
-  lowest |= dict(n_group=1, topk_group=1) if fields.grouped else {}
-  for name, least in lowest.items():
-    if type(raw[name]) is not int or raw[name] < least:
-      raise InputError(f'{where}: {name}={raw[name]!r} must be a whole number above {least - 1}')
-  scale = raw['routed_scaling_factor'] if fields.scaled else 1
-  if type(scale) not in (int, float) or not scale > 0:
-    raise InputError(f'{where}: routed_scaling_factor={scale!r} must be above 0')
+  groups = ('n_group', 'topk_group') if fields.grouped else ()
+  for name in (fields.num, fields.size, 'num_experts_per_tok', *groups):
+    check_whole(raw[name], name, where)
+  for name in filter(None, (fields.shared, fields.first_dense)):
+    check_whole(raw[name], name, where, least=0)
+  if fields.scaled:
+    check_positive(raw['routed_scaling_factor'], 'routed_scaling_factor', where)
   last = raw['num_hidden_layers'] - 1
-  if LAST_SPARSE in family.fields and raw.get(LAST_SPARSE, -1) not in (-1, last):
-    raise InputError(f'{where}: {LAST_SPARSE}={raw[LAST_SPARSE]!r} is not supported (only the last layer, {last})')
+  end = raw.get('moe_layer_end_index', -1)
+  if 'moe_layer_end_index' in family.fields and end not in (-1, last):
+    raise InputError(f'{where}: moe_layer_end_index={end!r} is not supported (only the last layer, {last})')
 
 
 def _check_combinations(found: Experts, raw: dict[str, Any], family: Family, where: str) -> None:

@@ -37,7 +37,6 @@ def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[M
     raw = multimodal.text_config(raw)
   name = raw.get('model_type')
   family = families.find(name, where)
-  config_fields.check_types(raw, where)
   raw = {family.aliases.get(k, k): v for k, v in raw.items()}
   try:
     return _read(raw, family, family.written_as or name, where)
@@ -50,7 +49,9 @@ def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[M
 
 
 def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig, list[str]]:
-  known, own = {**_DEFAULTS, **family.defaults, **raw}, families.own_fields(family)
+  known = {**_DEFAULTS, **family.defaults, **raw}
+  config_fields.check_types(known, where)
+  own = families.own_fields(family)
   if hasattr(own, 'completed'):
     known = own.completed(known, family, where)
   config_fields.check(known, family, where)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 FULL, LOCAL = 'full_attention', 'sliding_attention'  # of `layer_types`
 ORIGINAL = 'original_max_position_embeddings'
 QUERY_SCALE = 'llama_4_scaling_beta'  # of the rope parameters, though it scales queries by position
-LAST_SPARSE = 'moe_layer_end_index'  # the last layer with experts, which may not be the last of all
 # Value of `hidden_act` -> ModelConfig.activation.
 ACTIVATIONS = {
   'silu': 'silu',

@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.errors import InputError
+from jaxpost.formats.config_fields import check_boolean, check_whole
 from jaxpost.formats.latent_families import INDEX_SIZES, SIZES
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.latent_config import LatentConfig
@@ -29,17 +30,24 @@ def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]
   """
   if 'index_topk' not in family.fields:
     return raw
-  layers, dense = raw['num_hidden_layers'], raw['first_k_dense_replace']
+  layers = raw['num_hidden_layers']
+  dense = raw['first_k_dense_replace']
   if (kinds := raw.get('mlp_layer_types')) is not None:  # it wins, and the other field may be a default
-    dense = kinds.index('sparse') if 'sparse' in kinds else len(kinds)
-    if kinds != ['dense'] * dense + ['sparse'] * (layers - dense):
-      raise InputError(f'{where}: mlp_layer_types={kinds!r} must be {layers} times dense or sparse, dense ones first')
+    dense = leading_dense(kinds, layers, where)
   if raw.get('layer_types') not in (None, [_INDEXED] * layers):
     raise InputError(f'{where}: layer_types={raw["layer_types"]!r} must be {layers} times {_INDEXED}')
   if (types := _indexers(raw)) != ['full'] * layers:
     what = 'attention to the tokens that the indexer of another layer has chosen is not built'
     raise InputError(f'{where}: indexers of layers={types!r} must be {layers} times full; {what}')
   return raw | dict(first_k_dense_replace=dense, layer_types=None)
+
+
+def leading_dense(kinds: list[str], layers: int, where: str) -> int:
+  """Returns the number of dense layers by `mlp_layer_types`; InputError unless all others follow them."""
+  dense = kinds.count('dense')
+  if kinds != ['dense'] * dense + ['sparse'] * (layers - dense):
+    raise InputError(f'{where}: mlp_layer_types={kinds!r} must be {layers} times dense or sparse, dense ones first')
+  return dense
 
 
 def _indexers(raw: dict[str, Any]) -> list[str]:
@@ -87,19 +95,16 @@ def sizes(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
 
 
 def _check_types(raw: dict[str, Any], where: str) -> None:
-  for field in (*SIZES, 'q_lora_rank'):
-    # Without a rank, queries are projected in one step.
-    is_off = field == 'q_lora_rank' and raw[field] is None
-    if not is_off and (type(raw[field]) is not int or raw[field] < 1):
-      raise InputError(f'{where}: {field}={raw[field]!r} must be a whole number above 0')
-  if type(raw.get('rope_interleave', True)) is not bool:
-    raise InputError(f'{where}: rope_interleave={raw["rope_interleave"]!r} must be true or false')
+  for field in SIZES:
+    check_whole(raw[field], field, where)
+  if raw['q_lora_rank'] is not None:  # without a rank, queries are projected in one step
+    check_whole(raw['q_lora_rank'], 'q_lora_rank', where)
+  check_boolean(raw.get('rope_interleave', True), 'rope_interleave', where)
 
 
 def _check_indexer(raw: dict[str, Any], where: str) -> None:
   for field in (*INDEX_SIZES, 'q_lora_rank'):  # whose queries are projected from the latent of the queries
-    if type(raw[field]) is not int or raw[field] < 1:
-      raise InputError(f'{where}: {field}={raw[field]!r} must be a whole number above 0')
+    check_whole(raw[field], field, where)
   size, rotated = raw['index_head_dim'], raw['qk_rope_head_dim']
   if size < rotated:
     raise InputError(f'{where}: index_head_dim={size} must be at least qk_rope_head_dim={rotated}')

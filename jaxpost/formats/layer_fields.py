@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
+from jaxpost.formats.config_fields import check_boolean, check_positive
 from jaxpost.formats.family import FULL, LOCAL, ORIGINAL, QUERY_SCALE, Family
 from jaxpost.models.config import Rope
 
@@ -20,12 +21,6 @@ _SCALINGS = {
   'yarn': (('factor',), ('attention_factor', 'beta_fast', 'beta_slow', 'mscale', 'mscale_all_dim', 'truncate')),
   'longrope': (('short_factor', 'long_factor'), ('attention_factor',)),
 }
-
-
-def check_positive(value: Any, field: str, where: str) -> None:
-  """Raises InputError unless the value is a finite number above 0."""
-  if type(value) not in (int, float) or not 0 < value < float('inf'):
-    raise InputError(f'{where}: {field}={value!r} must be above 0')
 
 
 def ropes(
@@ -43,12 +38,14 @@ def ropes(
   """
   main, local = _rope_parameters(raw, family, where)
   off = family.rope_optional and main.get('rope_theta', raw['rope_theta']) is None
-  main |= dict(rope_theta=1.0) if off else {}
+  if off:
+    main['rope_theta'] = 1.0  # of the one table that a model has in any case, which no layer reads
   # In the type 'proportional' the part that turns is no matter of shapes; in latent attention it has a size of its own.
   whole = family.latent or main.get('rope_type') == 'proportional'
   dim = head_dim if whole else _rotary_dim(main, raw, family, head_dim, where)
   first, unknown = _rope(main, raw['rope_theta'], raw, family, dim, where=where)
-  found, by_layer = (first,), (-1,) * layers if off else ()
+  tables = (first,)
+  by_layer = (-1,) * layers if off else ()
   if 'no_rope_layers' in family.fields:
     by_layer = _no_rope(raw, layers, where)
   if family.local_rope:
@@ -57,8 +54,9 @@ def ropes(
     unknown += more
     types = layer_types(raw, family, layers, (), where)
     if second != first and LOCAL in types:
-      found, by_layer = (first, second), tuple(int(t == LOCAL) for t in types)
-  return dict(ropes=found, layer_ropes=by_layer, rotary_dim=0 if dim == head_dim else dim), unknown
+      tables = (first, second)
+      by_layer = tuple(int(t == LOCAL) for t in types)
+  return dict(ropes=tables, layer_ropes=by_layer, rotary_dim=0 if dim == head_dim else dim), unknown
 
 
 def _rope_parameters(raw: dict, family: Family, where: str) -> tuple[dict, dict]:
@@ -111,10 +109,9 @@ def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where
   check_positive(theta, 'rope_theta', where)
   kind = str(params.get('rope_type', params.get('type', 'default')))
   kind = family.rope_types.get(kind, kind)
-  known = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor', 'max_position_embeddings'}
   interleaved = raw['rope_interleave'] if 'rope_interleave' in family.fields else family.interleaved
   if kind == 'default':
-    return Rope(float(theta), interleaved=interleaved), _extra(params, known | {ORIGINAL})
+    return Rope(float(theta), interleaved=interleaved), _without_effect(params, ())
   if kind not in _SCALINGS:
     raise InputError(f'{where}: rope type {kind!r} is not supported (default, {", ".join(_SCALINGS)})')
   required, optional = _SCALINGS[kind]
@@ -122,46 +119,52 @@ def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where
     raise InputError(f'{where}: rope type {kind} lacks {", ".join(missing)}')
   if kind == 'yarn' and QUERY_SCALE in family.fields:
     optional = (*optional, QUERY_SCALE)
-  length = raw['max_position_embeddings']
-  original = kind != 'dynamic' and params.get(ORIGINAL) or length
-  if ORIGINAL in family.fields:
-    original = raw[ORIGINAL]
-    if params.get(ORIGINAL, original) != original:
-      raise InputError(f'{where}: {ORIGINAL} is {original!r}, and {params[ORIGINAL]!r} among the rope parameters')
-  values = {n: params[n] for n in (*required, *optional) if params.get(n) is not None}
-  # An mscale of 0 means none, as in Hugging Face.
-  values = {n: value for n, value in values.items() if value or not ('mscale' in n or n == QUERY_SCALE)}
-  if kind in ('yarn', 'longrope'):
-    values['factor'] = params.get('factor') or length / original
-  if kind not in ('linear', 'ntk_alpha', 'proportional'):
-    values[ORIGINAL] = original
+  values = _scaling(kind, (*required, *optional), params, raw, family, where)
   for name, value in values.items():
     _check_scaling(name, value, dim, where)
   if kind == 'llama3' and values['low_freq_factor'] > values['high_freq_factor']:
     raise InputError(f'{where}: rope_parameters.low_freq_factor must not be above the high one')
   pairs = [(k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(values.items())]
-  known |= {*required, *optional, ORIGINAL, 'factor'}
-  return Rope(float(theta), (('rope_type', kind), *pairs), interleaved), _extra(params, known)
+  unused = _without_effect(params, (*required, *optional, 'factor'))
+  return Rope(float(theta), (('rope_type', kind), *pairs), interleaved), unused
 
 
-def _extra(params: dict, known: set) -> list[str]:
-  return [f'rope_parameters.{k}' for k in params if k not in known]
+def _scaling(kind: str, names: Sequence[str], params: dict, raw: dict, family: Family, where: str) -> dict[str, Any]:
+  """Returns the parameters of a scaling: those of `names` that are given, and those that follow from other fields."""
+  length = raw['max_position_embeddings']
+  original = length if kind == 'dynamic' else params.get(ORIGINAL) or length
+  if ORIGINAL in family.fields:
+    original = raw[ORIGINAL]
+    if params.get(ORIGINAL, original) != original:
+      raise InputError(f'{where}: {ORIGINAL} is {original!r}, and {params[ORIGINAL]!r} among the rope parameters')
+  values = {name: params[name] for name in names if params.get(name) is not None}
+  # An mscale of 0 means none, as in Hugging Face.
+  values = {name: x for name, x in values.items() if x or not ('mscale' in name or name == QUERY_SCALE)}
+  if kind in ('yarn', 'longrope'):
+    values['factor'] = params.get('factor') or length / original
+  if kind not in ('linear', 'ntk_alpha', 'proportional'):
+    values[ORIGINAL] = original
+  return values
+
+
+def _without_effect(params: dict, used: Sequence[str]) -> list[str]:
+  """Returns the names of rope parameters besides those `used` and those that are read, or repeated, in any type."""
+  read = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor', 'max_position_embeddings', ORIGINAL, *used}
+  return [f'rope_parameters.{name}' for name in params if name not in read]
 
 
 def _check_scaling(name: str, value: Any, dim: int, where: str) -> None:
-  if name == 'truncate' and type(value) is bool:
-    return
   if name == 'truncate':
-    raise InputError(f'{where}: {name}={value!r} must be true or false')
-  if not name.endswith(('short_factor', 'long_factor')):
+    check_boolean(value, name, where)
+  elif not name.endswith(('short_factor', 'long_factor')):
     check_positive(value, f'rope_parameters.{name}', where)
-    return
-  if not isinstance(value, list) or len(value) != dim // 2:
+  elif not isinstance(value, list) or len(value) != dim // 2:
     raise InputError(
       f'{where}: rope_parameters.{name} must be a list of {dim // 2} numbers, half the rotated entries of a head'
     )
-  for x in value:
-    check_positive(x, f'rope_parameters.{name}', where)
+  else:
+    for x in value:
+      check_positive(x, f'rope_parameters.{name}', where)
 
 
 def windows(
@@ -185,16 +188,16 @@ def _window(raw: dict, family: Family) -> int | None:
 def layer_types(raw: dict[str, Any], family: Family, layers: int, layer_ropes: Sequence[int], where: str) -> list[str]:
   """Returns FULL or LOCAL for each layer: as given, or by the family's rule (`Family.window`)."""
   types = raw.get('layer_types')
-  rule = family.window
-  size = _window(raw, family)
-  if types is not None and (not isinstance(types, list) or len(types) != layers or not set(types) <= {FULL, LOCAL}):
-    raise InputError(f'{where}: layer_types={types!r} must be {layers} times {FULL} or {LOCAL}')
-  if 'layer_types' not in family.fields and LOCAL in (types or ()):
-    if rule != 'all' or set(types) != {LOCAL}:
+  if types is not None:
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= {FULL, LOCAL}:
+      raise InputError(f'{where}: layer_types={types!r} must be {layers} times {FULL} or {LOCAL}')
+    if 'layer_types' in family.fields:
+      return types
+    # Other families do not read the field, so windows in it have to be those of the rule.
+    if LOCAL in types and (family.window != 'all' or set(types) != {LOCAL}):
       raise InputError(f'{where}: layer_types {sorted(set(types))} not supported')
-  if types is not None and 'layer_types' in family.fields:
-    return types
-  if size is None:
+  rule = family.window
+  if _window(raw, family) is None:
     return [FULL] * layers
   if rule == 'all':
     return [LOCAL] * layers

@@ -119,7 +119,7 @@ def _experts(name: str, tensor: Any) -> dict[str, Any]:
   }
 
 
-class Origin:
+class Origin(contextlib.AbstractContextManager):
   """A multimodal folder that an export of its text model takes the other parts from; closes its files as a context.
 
   Attributes:
@@ -139,9 +139,6 @@ class Origin:
     for own, name in [*self._names.items()]:
       for part in _experts(own, self._found[name]):
         self._names[part] = name.removesuffix(own.removeprefix('model.')) + part.removeprefix('model.')
-
-  def __enter__(self) -> Origin:
-    return self
 
   def __exit__(self, *error: Any) -> None:
     self._stack.close()

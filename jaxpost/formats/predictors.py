@@ -19,16 +19,9 @@ from jaxpost.formats.tensor_layout import Stored
 from jaxpost.models.config import ModelConfig
 from jaxpost.storage import object_store
 
-_FIELDS = (
-  'num_nextn_predict_layers',
-  'num_mtp_layers',
-  'mtp_num_hidden_layers',
-  'mtp_use_dedicated_embeddings',
-  'mtp_layers_block_type',
-  'mtp_hybrid_override_pattern',
-)
-
+# Fields of config.json: the number of such modules, by its name in one family or another, and how they are made.
 _COUNTS = ('num_nextn_predict_layers', 'num_mtp_layers', 'mtp_num_hidden_layers')
+_FIELDS = (*_COUNTS, 'mtp_use_dedicated_embeddings', 'mtp_layers_block_type', 'mtp_hybrid_override_pattern')
 
 
 def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) -> ModelConfig:
