@@ -273,7 +273,7 @@ def test_many_files_are_not_all_open(tmp_path):
   lazy = sources.read(tmp_path, streaming=True)
   for _ in range(2):
     assert [r['prompt'] for r in lazy] == [f'q{n}' for n in range(80)]
-  handles = lazy._opened._parts[0]._handles
+  handles = lazy._parts[0]._handles
   assert len(handles._made) == 32
 
 
@@ -313,7 +313,7 @@ def draw(rows, eager, passes=3, window=100):
 
 
 def groups_of(rows):
-  return rows._opened._parts[0]._groups
+  return rows._parts[0]._groups
 
 
 def size_of_file(rows):

@@ -7,7 +7,7 @@ the same ones, and train and test never share a problem.
 import operator
 import random
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from jaxpost.errors import InputError
@@ -27,12 +27,12 @@ _SHARES = ('correct', 'noise')
 Row = dict[str, Any]
 
 
-def rows(name: str, options: str | Mapping[str, Any] = '') -> list[Row]:
+def rows(name: str, options: str = '') -> list[Row]:
   """Generates the rows of a data set.
 
   Args:
     name: 'arithmetic', or with _pairs, _labels, _scores or _steps after it.
-    options: 'key=value,...', or a dict; see the tables of defaults.
+    options: 'key=value,...'; see the tables of defaults.
   """
   makers = {
     'arithmetic': (arithmetic, _ARITHMETIC),
@@ -201,15 +201,11 @@ def _carryless(a: int, b: int) -> int:
   return total
 
 
-def _options(name: str, options: str | Mapping[str, Any], defaults: Row) -> Row:
+def _options(name: str, options: str, defaults: Row) -> Row:
   """Returns `defaults` with the given values, in the type of each default."""
-  if isinstance(options, str):
-    parts = filter(None, options.split(','))
-    pairs = [part.partition('=')[::2] for part in parts]
-  else:
-    pairs = list(options.items())
   found = dict(defaults)
-  for key, value in pairs:
+  for part in filter(None, options.split(',')):
+    key, _, value = part.partition('=')
     if key not in defaults:
       raise InputError(f'generated:{name}: unknown option {key!r}; there are {", ".join(defaults)}')
     try:

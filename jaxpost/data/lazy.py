@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,17 +31,18 @@ _LARGEST = 1 << 30  # bytes that a row group may take there, if they are not fou
 _SPACE = np.frombuffer(b' \t\n\r\x0b\x0c\xef', np.uint8)  # and of a BOM
 
 
-class RandomAccess(Protocol):
-  """A file as a sequence of rows."""
+class RandomAccess:
+  """A file as rows that are read by their number, from 0: `len(file)` of them, each `file[i]`."""
 
-  dropped: int  # rows left out so far: none, they are dropped when they are reached
+  dropped = 0  # rows left out so far: they are dropped when they are reached
 
-  def __len__(self) -> int: ...
-
-  def __getitem__(self, i: int) -> Any: ...
+  def __init__(self, path: epath.Path, name: str):
+    self._path = path
+    self._name = name
 
   def where(self, i: int) -> str:
     """Returns the place of a row, for errors."""
+    return f'{self._name}[{i}]'
 
 
 class Caches:
@@ -159,14 +160,11 @@ class RowGroups:
     return rows, ends
 
 
-class Lines:
+class Lines(RandomAccess):
   """The lines of a .jsonl file that are not blank."""
 
-  dropped = 0
-
   def __init__(self, path: epath.Path, name: str, caches: Caches):
-    self._path = path
-    self._name = name
+    super().__init__(path, name)
     self._handles = caches.handles
     try:
       starts, firsts, size = self._scan()
@@ -225,14 +223,11 @@ class Lines:
     return f'{self._name}:{self._number(i)}'
 
 
-class Parquet:
+class Parquet(RandomAccess):
   """The rows of a parquet file, through its row groups."""
 
-  dropped = 0
-
   def __init__(self, path: epath.Path, name: str, caches: Caches):
-    self._path = path
-    self._name = name
+    super().__init__(path, name)
     self._groups = caches.groups
     self._arrow, self._lib, self._parquet = binary_files.import_reader(name, 'parquet', *binary_files.PARQUET)
 
@@ -261,19 +256,12 @@ class Parquet:
     row = self._groups.row((self._name, group), i - int(self._starts[group]), read, self._arrow)
     return binary_files.rows_of(row, self._name)[0]
 
-  def where(self, i: int) -> str:
-    """Returns the place of a row, for errors."""
-    return f'{self._name}[{i}]'
 
-
-class ArrayRecord:
+class ArrayRecord(RandomAccess):
   """The records of an ArrayRecord file, each JSON."""
 
-  dropped = 0
-
   def __init__(self, path: epath.Path, name: str, caches: Caches):
-    self._path = path
-    self._name = name
+    super().__init__(path, name)
     self._handles = caches.handles
     _, self._module = binary_files.import_reader(name, 'ArrayRecord', *binary_files.ARRAY_RECORD)
     self._size = self._with_reader(lambda reader: reader.num_records())
@@ -297,7 +285,3 @@ class ArrayRecord:
   def __getitem__(self, i: int) -> Any:
     (record,) = self._with_reader(lambda reader: reader.read([i]))
     return files.parse(files.decode(record, self.where(i), 1), self.where(i))
-
-  def where(self, i: int) -> str:
-    """Returns the place of a row, for errors."""
-    return f'{self._name}[{i}]'

@@ -188,12 +188,7 @@ class PackedStream:
     if self._thread is None:
       return
     self._stopped.set()
-    while self._thread.is_alive():
-      # The thread may be waiting for room in the queue.
-      try:
-        self._queue.get(timeout=0.01)
-      except queue.Empty:
-        pass
+    self._thread.join()  # soon: where it waits for room in the queue, it looks at the event
     self._queue = self._thread = self._stopped = None
 
   def peek(self) -> Batch:
@@ -315,7 +310,7 @@ def _put(out: queue.Queue, item: Any, stopped: threading.Event) -> bool:
   """Waits for room in the queue; returns False if the event is set first."""
   while not stopped.is_set():
     try:
-      out.put(item, timeout=0.1)
+      out.put(item, timeout=0.05)
       return True
     except queue.Full:
       pass

@@ -98,16 +98,16 @@ def to_batch(
       start = place[1].stop
   if per == 'pair':
     chosen = np.where((owners >= 0) & (owners % 2 == 0), mask, 0)
-    arrays['nll_weights'] = _divided(chosen, normalize and chosen.sum(dtype=np.float64))
+    arrays['nll_weights'] = divided(chosen, normalize and chosen.sum(dtype=np.float64))
   if per == 'label':
     sides = [np.where(side, mask, 0) for side in (arrays['label'] > 0, arrays['label'] < 0)]
-    arrays['label_weights'] = sum(_divided(side, normalize and len(np.unique(owners[side > 0]))) for side in sides)
+    arrays['label_weights'] = sum(divided(side, normalize and len(np.unique(owners[side > 0]))) for side in sides)
   if per == 'token':
     total = mask.sum(dtype=np.float64)
   else:
     found = np.unique(owners[mask > 0])
     total = len(np.unique(found // 2) if per == 'pair' else found)
-  return types.Batch(**fields, loss_weights=_divided(mask, normalize and total), arrays=arrays)
+  return types.Batch(**fields, loss_weights=divided(mask, normalize and total), arrays=arrays)
 
 
 def _fill(fields: dict[str, np.ndarray], place: Place, example: Example) -> None:
@@ -156,5 +156,6 @@ def _empty_arrays(examples: Sequence[Example], shape: tuple[int, int]) -> dict[s
   return out
 
 
-def _divided(mask: np.ndarray, total: float) -> np.ndarray:
+def divided(mask: np.ndarray, total: float) -> np.ndarray:
+  """Returns weights [B, T] that sum to 1 where `total` is the sum of the mask; the mask itself for a total of 0."""
   return (mask / total).astype(np.float32) if total else mask

@@ -182,10 +182,7 @@ def make_scored_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
 def pair_of(row: Row, where: str) -> tuple[Answer, Answer, Answer]:
   """Returns (prompt, chosen, rejected) of a row: all text, or all checked messages."""
   _needs(row, ('chosen', 'rejected'), where)
-  sides = []
-  for name in ('chosen', 'rejected'):
-    check = messages_lib.check_text if isinstance(row[name], str) else (messages_lib.check_messages)
-    sides.append(check(row[name], f'{where}: {name}'))
+  sides = [_checked(row[name], f'{where}: {name}') for name in ('chosen', 'rejected')]
   if isinstance(sides[0], str) != isinstance(sides[1], str):
     raise InputError(f'{where}: of chosen and rejected one is text and one a list of messages; both the same')
   if sides[0] == sides[1]:
@@ -231,11 +228,7 @@ def _answer_of(row: Row, where: str) -> tuple[Answer, Answer]:
     prompt, completion = messages[: turns[-1]], messages[turns[-1] :]
   else:
     _needs(row, ('prompt', 'completion'), where)
-    completion = row['completion']
-    if isinstance(completion, str):
-      messages_lib.check_text(completion, f'{where}: completion')
-    else:
-      completion = messages_lib.check_messages(completion, f'{where}: completion')
+    completion = _checked(row['completion'], f'{where}: completion')
     prompt = _prompt(row['prompt'], completion, 'completion', where)
   _not_empty(completion, f'{where}: completion')
   return prompt, completion
@@ -247,11 +240,16 @@ def _prompt(prompt: Any, answer: Answer, name: str, where: str) -> Answer:
     held = prompt == answer[0]['content'] if isinstance(prompt, str) else False
     hint = f'; {name} has the prompt already, so rename it away: config.data.columns=asked=prompt' if held else ''
     raise InputError(f'{where}: {kinds}; both text or both lists of messages{hint}')
-  if isinstance(prompt, str):
-    return messages_lib.check_text(prompt, f'{where}: prompt')
-  checked = messages_lib.check_messages(prompt, f'{where}: prompt')
-  messages_lib.check_answer(checked, answer, f'{where}: {name}')
+  checked = _checked(prompt, f'{where}: prompt')
+  if not isinstance(checked, str):
+    messages_lib.check_answer(checked, answer, f'{where}: {name}')
   return checked
+
+
+def _checked(answer: Any, where: str) -> Answer:
+  """Returns a text, or the messages of a chat; InputError for anything else."""
+  check = messages_lib.check_text if isinstance(answer, str) else messages_lib.check_messages
+  return check(answer, where)
 
 
 def _not_empty(answer: Answer, where: str) -> None:

@@ -24,10 +24,10 @@ class Chain(collections.abc.Sequence):
     self.sizes = tuple(len(part) for part in parts)
     self.dropped = sum(part.dropped for part in parts)
     self._parts = parts
-    self._stops = list(itertools.accumulate(self.sizes))
+    self._starts = [0, *itertools.accumulate(self.sizes)]
 
   def __len__(self) -> int:
-    return self._stops[-1]
+    return self._starts[-1]
 
   def __getitem__(self, i: int) -> Row | None:
     part, n = self._find(i)
@@ -41,32 +41,20 @@ class Chain(collections.abc.Sequence):
   def _find(self, i: int) -> tuple[Any, int]:
     """Returns the source of a row, and its number there."""
     number = range(len(self))[i]
-    part = bisect.bisect_right(self._stops, number)
-    return self._parts[part], number - self._stops[part] + self.sizes[part]
+    part = bisect.bisect_right(self._starts, number) - 1
+    return self._parts[part], number - self._starts[part]
 
 
-class Lazy(collections.abc.Sequence):
-  """Rows of one source, read one by one and then passed through `prepare`."""
-
-  streaming = True
-  weights = ()
-  dropped = 0  # counted where they are reached
+class Lazy(Chain):
+  """Rows of the files of one source, read one by one and then passed through `prepare`, which may drop them."""
 
   def __init__(self, name: str, opened: Sequence[Any], prepare: Callable[[Any, str], Row | None]):
-    self.name = name
-    self._opened = Chain(name, opened)
-    self.sizes = (len(self._opened),)
+    super().__init__(name, opened, streaming=True)
+    self.sizes = (len(self),)  # of one source
     self._prepare = prepare
 
-  def __len__(self) -> int:
-    return len(self._opened)
-
   def __getitem__(self, i: int) -> Row | None:
-    return self._prepare(self._opened[i], self.where(i))
-
-  def where(self, i: int) -> str:
-    """Returns the place of a row, see `Rows.where`."""
-    return self._opened.where(i)
+    return self._prepare(super().__getitem__(i), self.where(i))
 
 
 class First(collections.abc.Sequence):
@@ -74,7 +62,10 @@ class First(collections.abc.Sequence):
 
   def __init__(self, rows: Any, count: int):
     """`count` is how many rows stay, fewer than there are."""
-    self.name, self.weights, self.streaming, self.dropped = rows.name, rows.weights, rows.streaming, rows.dropped
+    self.name = rows.name
+    self.weights = rows.weights
+    self.streaming = rows.streaming
+    self.dropped = rows.dropped
     starts = [0, *itertools.accumulate(rows.sizes)]
     ends = [count * stop // len(rows) for stop in starts]  # sums of the sizes that stay
     self.sizes = tuple(stop - start for start, stop in zip(ends, ends[1:]))

@@ -121,8 +121,8 @@ class SharedStream(loader.PackedStream):
 
   def _measure(self, windows: range) -> bytes:
     """Renders the share of this process of each window, and returns its facts and counts as a line of JSON."""
-    size, index, count = self._window, self._channel.index, self._channel.count
-    share = slice(size * index // count, size * (index + 1) // count)
+    index, count = self._channel.index, self._channel.count
+    share = slice(self._window * index // count, self._window * (index + 1) // count)
     read = [super(SharedStream, self)._documents(window, share) for window in windows]
     self._made = {number: example for kept, _ in read for number, example in kept}
     measured = [([(int(number), *facts_of(example, self._per)) for number, example in kept], n) for kept, n in read]
@@ -157,10 +157,6 @@ class SharedStream(loader.PackedStream):
 
   def _divided(self, batch: Batch, totals: np.ndarray) -> Batch:
     """Returns the batch with all fields of the others, and its masks divided by the totals of all rows."""
-
-    def over(mask: np.ndarray, total: float) -> np.ndarray:
-      return (mask / total).astype(np.float32) if total else mask
-
     fields = {n: np.zeros_like(x) for n, x in vars(self._like).items() if isinstance(x, np.ndarray)}
     arrays = {n: np.zeros_like(x) for n, x in self._like.arrays.items()}
     mine = {n: x for n, x in vars(batch).items() if isinstance(x, np.ndarray)}
@@ -171,10 +167,10 @@ class SharedStream(loader.PackedStream):
         'share the work, all rows need the same columns'
       )
     fields, arrays = fields | mine, arrays | batch.arrays
-    fields['loss_weights'] = over(batch.loss_weights, totals[0])
+    fields['loss_weights'] = packing.divided(batch.loss_weights, totals[0])
     if self._per == 'pair':
-      arrays['nll_weights'] = over(arrays['nll_weights'], totals[1])
+      arrays['nll_weights'] = packing.divided(arrays['nll_weights'], totals[1])
     if self._per == 'label':
       sides = (arrays['label'] > 0, totals[1]), (arrays['label'] < 0, totals[2])
-      arrays['label_weights'] = sum(over(np.where(side, arrays['label_weights'], 0), n) for side, n in sides)
+      arrays['label_weights'] = sum(packing.divided(np.where(side, arrays['label_weights'], 0), n) for side, n in sides)
     return dataclasses.replace(batch, arrays=arrays, **fields)

@@ -54,7 +54,8 @@ class Bytes:
     special = {token.content: i for i, token in tokenizer.hf.added_tokens_decoder.items() if token.special}
     vocabulary = tokenizer.hf.get_vocab()
     texts: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
-    to_bytes = _from_letters if _is_byte_level(vocabulary) else _from_piece
+    is_byte_level = {'Ġ', 'Ċ'} <= vocabulary.keys()  # stand for space and line break
+    to_bytes = _from_letters if is_byte_level else _from_piece
     for token, i in vocabulary.items():
       if token not in special:
         texts[i] = to_bytes(token)
@@ -67,10 +68,6 @@ def _letters() -> dict[str, int]:
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]
   return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-def _is_byte_level(vocabulary: dict[str, int]) -> bool:
-  return all(letter in vocabulary for letter in ('Ġ', 'Ċ'))
 
 
 def _from_letters(token: str) -> bytes:

@@ -319,7 +319,7 @@ def _from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast:
     # The library of tokenizers raises Exception itself for a file that it cannot read.
     if type(error) is not Exception and not isinstance(error, (ValueError, TypeError, KeyError, ImportError, OSError)):
       raise
-    first = str(error).strip().splitlines()[0]
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
     if 'custom code' in first:
       first = 'it needs code of its own, which is never run; save it with a tokenizer.json'
     raise InputError(f'{folder}: unreadable tokenizer: {first}') from error
