@@ -40,7 +40,7 @@ def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
   for i in order:
     if lengths[i] > row_length:
       raise ValueError(f'Example {i}: {lengths[i]} tokens; a row takes {row_length}')
-    at = bisect.bisect_left(free, (lengths[i], -1))
+    at = bisect.bisect_left(free, (lengths[i], -1))  # the row with the least room that is enough
     if at == len(free):
       room, row = row_length, len(rows)
       rows.append([])
@@ -106,7 +106,7 @@ def to_batch(
     total = mask.sum(dtype=np.float64)
   else:
     found = np.unique(owners[mask > 0])
-    total = len(np.unique(found // 2) if per == 'pair' else found)
+    total = len(np.unique(found // 2) if per == 'pair' else found)  # sides 2 n and 2 n + 1 are pair n
   return types.Batch(**fields, loss_weights=divided(mask, normalize and total), arrays=arrays)
 
 
@@ -135,7 +135,7 @@ def _owners(example: Example, taken: int) -> tuple[np.ndarray, int]:
   """
   ids = example.sequence_ids
   if ids is None:
-    return np.full(len(example.tokens), taken), taken + 2
+    return np.full(len(example.tokens), taken), taken + 2  # even: the number of the chosen side of a pair
   count = int(ids.max(initial=0))
   return np.where(ids > 0, taken + ids - 1, -1), taken + count + count % 2
 

@@ -167,7 +167,7 @@ def _write_weights(
       if staged is not None:
         file = stack.enter_context(open(staged / files[at], 'wb'))
         file.write(safetensors_file.header({name_of(n): tensors[n] for n in names}))
-      for name, (found, value) in zip(names, exported):
+      for name, (found, value) in zip(names, exported):  # `names` first: where it ends, no tensor is taken and lost
         assert name == found, (name, found)
         if staged is not None:
           value.tofile(file)
@@ -213,9 +213,9 @@ def _entries(made_of: tuple[Any, dict], path: str, spec: Param, merge: Callable)
   """Yields the entries of a parameter that tensors are made of, fetched layer by layer."""
   own, beside = made_of
   for i in range(spec.shape[0] if spec.stack else 1):
-    some = jax.tree.map(lambda x, i=i: x[i][None] if spec.stack else x, own)
+    some = jax.tree.map(lambda x, i=i: x[i][None] if spec.stack else x, own)  # a stack of one layer, as in the model
     layer = to_host(leaf(merge(beside | some), path))
-    yield from layer.reshape(-1, *spec.shape[spec.stack :])
+    yield from layer.reshape(-1, *spec.shape[spec.stack :])  # [1 or experts, ...]
 
 
 def read_generation(folder: epath.PathLike) -> dict[str, Any]:

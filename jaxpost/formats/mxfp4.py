@@ -35,11 +35,11 @@ class Matrices:
   def __getitem__(self, key):
     experts, inputs, outputs = key
     runs = slice(inputs.start // _RUN, -(-inputs.stop // _RUN))
-    packed = self.blocks[experts, outputs, runs]
-    exponents = self.scales[experts, outputs, runs].astype(np.int32) - 127
-    values = np.stack([_VALUES[packed & 15], _VALUES[packed >> 4]], axis=-1)
+    packed = self.blocks[experts, outputs, runs]  # [E, F, runs, 16]
+    exponents = self.scales[experts, outputs, runs].astype(np.int32) - 127  # [E, F, runs]
+    values = np.stack([_VALUES[packed & 15], _VALUES[packed >> 4]], axis=-1)  # [E, F, runs, 16, 2]
     values = np.ldexp(values.reshape(*packed.shape[:3], _RUN), exponents[..., None]).astype(ml_dtypes.bfloat16)
-    start = inputs.start - runs.start * _RUN
+    start = inputs.start - runs.start * _RUN  # of what is asked for, in the runs that were read
     return values.reshape(*packed.shape[:2], -1)[..., start : start + inputs.stop - inputs.start].swapaxes(1, 2)
 
 

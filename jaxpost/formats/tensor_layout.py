@@ -121,7 +121,7 @@ def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
   """Returns an entry of a parameter as it is stored: its rows of the tensor."""
   if stored.spec.matrix:
     size = math.prod(value.shape[: input_dims(stored.spec)])
-    value = value.reshape(size, -1).T
+    value = value.reshape(size, -1).T  # [outputs, inputs]
     others = stored.shape[1] - size  # columns of other parameters
     return np.pad(value, ((0, 0), (stored.column, others - stored.column))) if others else value
   if stored.order == 'transposed':
@@ -132,5 +132,5 @@ def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
 def together(stored: Stored, parts: list[np.ndarray]) -> np.ndarray:
   """Joins the `rows` of all parameters in a tensor."""
   if stored.order == 'interleaved':
-    return np.stack(parts, axis=-1).reshape(stored.shape)
+    return np.stack(parts, axis=-1).reshape(stored.shape)  # [..., F, parts] -> [..., F parts]
   return np.concatenate(parts, axis=AXES.get(stored.order, 0)) if len(parts) > 1 else parts[0]

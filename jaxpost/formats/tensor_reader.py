@@ -238,7 +238,7 @@ def _read_matrix(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequ
   in_size, out_size = math.prod(shape[1:cut]), math.prod(shape[cut + 1 :])
   columns = slice(stored.column + in_start * in_size, stored.column + in_end * in_size)
   rows = slice(stored.first + out_start * out_size, stored.first + out_end * out_size)
-  value = tensor[rows, columns].T
+  value = tensor[rows, columns].T  # [inputs, outputs]
   value = value.reshape(in_end - in_start, *shape[1:cut], out_end - out_start, *shape[cut + 1 :])
   parts = _slices(bounds)
   parts[0] = parts[cut] = slice(None)  # as it was read
@@ -254,6 +254,7 @@ def _read_fused(stored: Stored, tensor: Any, first: slice, rest: Sequence[tuple[
   if stored.order == 'interleaved':
     *outer, (low, high) = rest
     step = stored.shape[-1] // stored.spec.shape[-1]
+    # Every `step`-th output is of this parameter.
     return tensor[(first, *_slices(outer), slice(step * low, step * high))][..., stored.first :: step]
   inputs, (low, high) = rest
   outputs = slice(stored.first + low, stored.first + high)
