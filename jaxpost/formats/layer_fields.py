@@ -119,7 +119,7 @@ def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where
     raise InputError(f'{where}: rope type {kind} lacks {", ".join(missing)}')
   if kind == 'yarn' and QUERY_SCALE in family.fields:
     optional = (*optional, QUERY_SCALE)
-  values = _scaling(kind, (*required, *optional), params, raw, family, where)
+  values = _scaling(kind, (*required, *optional), params, raw, family, where=where)
   for name, value in values.items():
     _check_scaling(name, value, dim, where)
   if kind == 'llama3' and values['low_freq_factor'] > values['high_freq_factor']:
