@@ -59,7 +59,7 @@ class Stage:
 
 def resume(stage: Stage) -> int:
   """Restores the newest good checkpoint, if there is one, and returns the steps done."""
-  if stage.checkpointer.latest() is None:
+  if stage.checkpointer.is_empty():
     return 0
   template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), states(stage))
   for name, role in stage.roles.trainable.items():
@@ -89,7 +89,7 @@ def run_stage(stage: Stage, start: int, stop: StopSignal) -> None:
     with stage.timer('update'):
       done = [(role, stage.roles.trainable[role].update(batch)) for role, batch in item.updates]
       stage.timer.watch('update', done)
-      stop.unsaved = True
+      stop.unsaved = True  # from here on, ending the process would lose this step
       run.log_pending()  # of the step before, while the devices are busy with this one
       if stage.wait_for_update:
         jax.block_until_ready(done)
@@ -130,19 +130,20 @@ class _Progress:
   def __init__(self, stage: Stage):
     self.stage = stage
     self.pending: _PendingStep | None = None
-    self.skipped, self.in_doubt = 0, False
+    self.skipped = 0.0  # bad steps, less a tenth of one for each good step since
+    self.in_doubt = False
     self.evaluated: dict[int, dict] = {}  # the step evaluated last: its finite metrics
     self.sample_step, self.sample_rows = -1, []
 
   def log_pending(self) -> None:
     """Writes the metrics, samples and rollout of the step dispatched last."""
-    if self.pending is None:
+    stage, pending = self.stage, self.pending
+    if pending is None:
       return
-    stage, pending, self.pending = self.stage, self.pending, None
+    self.pending = None
     step, item = pending.step, pending.item
     row = nonfinite.merge_metrics([(role, to_host(metrics)) for role, metrics in pending.done])
     times = pending.times or stage.timer.pop()
-    # Ten good steps make up for a bad one.
     self.skipped = self.skipped + 1 if row['skipped_updates'] else max(0, self.skipped - 0.1)
     self.in_doubt = nonfinite.is_doubtful(row)
     row |= item.info | times | stage.memory_usage()

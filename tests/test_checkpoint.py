@@ -430,7 +430,7 @@ def test_no_checkpoint(tmp_path):
   ck = checkpoint.Checkpointer(tmp_path / 'absent')
   with pytest.raises(errors.NoCheckpointError, match='nothing there'):
     ck.restore({})
-  assert ck.latest() is None and not (tmp_path / 'absent').exists()
+  assert ck.is_empty() and ck.latest() is None and not (tmp_path / 'absent').exists()
   save_steps(tmp_path, [10, 20])
   ck = checkpoint.Checkpointer(tmp_path)
   with pytest.raises(errors.NoCheckpointError, match=r'step 15 \(not there'):

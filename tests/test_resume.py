@@ -31,6 +31,7 @@ from jaxpost import stages
 from jaxpost.errors import InputError, NoCheckpointError, Preempted
 from jaxpost.hardware import memory
 from jaxpost.monitor import metrics
+from jaxpost.storage import manifest
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
 
@@ -388,9 +389,12 @@ def test_more_steps_continue_a_finished_run(sft, model, tmp_path, monkeypatch):
     assert live_bytes() - before < 0.1 * memory.size(template)
     return read(checkpointer, template)
 
+  verify, verified = manifest.verify, []
   with monkeypatch.context() as patched:
     patched.setattr(Checkpointer, 'restore', restore)
+    patched.setattr(manifest, 'verify', lambda *given: verified.append(given) or verify(*given))
     assert run(config, tmp_path / 'run')['steps/sft'] == 6
+  assert len(verified) == 2  # for what is compared with the config, and for the state: each reads all of a checkpoint
   same_rows(tmp_path / 'run', sft[1])
   assert state(tmp_path / 'run', 'sft') == state(sft[1], 'sft')
   assert json.loads((tmp_path / 'run/config.json').read_text())['train']['steps'] == 6

@@ -173,6 +173,11 @@ class Checkpointer:
       if self._spool:
         self._spool.rmtree(missing_ok=True)
 
+  def is_empty(self) -> bool:
+    """Returns whether no save was ever finished here; unlike `latest`, it reads no arrays to verify them."""
+    self.wait()
+    return not coordination.broadcast(len(manifests.finished_steps(self._folder)))
+
   def latest(self) -> int | None:
     """Returns the newest good step, or None where no save was ever finished.
 
@@ -180,10 +185,7 @@ class Checkpointer:
       NoCheckpointError: where steps were finished and none of them is good: starting
         afresh over a damaged run is a decision for a person.
     """
-    self.wait()
-    if not coordination.broadcast(len(manifests.finished_steps(self._folder))):
-      return None
-    return self._choose(None, None)
+    return None if self.is_empty() else self._choose(None, None)
 
   def restore(
     self, template: Any, step: int | None = None, *, warn: Callable[[str], None] | None = print
