@@ -53,7 +53,8 @@ def test_the_faster_of_the_safe_types(tmp_path, monkeypatch, rates, chosen):
 
 
 @pytest.mark.parametrize(
-  'kind, capability, chosen', [('gpu', '7.5', 'float16'), ('gpu', '9.0', 'bfloat16'), ('tpu', '', 'bfloat16')]
+  'kind, capability, chosen',
+  [('gpu', '7.5', 'float16'), ('gpu', '9.0', 'bfloat16'), ('gpu', 'gfx942', 'bfloat16'), ('tpu', '', 'bfloat16')],
 )
 def test_accelerators_are_known(monkeypatch, kind, capability, chosen):
   class Device:

@@ -72,7 +72,9 @@ def matmul_type(cache: str | os.PathLike[str] | None = None) -> tuple[str, str]:
   """
   device = jax.devices()[0]
   if device.platform != 'cpu':
-    before_ampere = device.platform == 'gpu' and float(device.compute_capability) < 8
+    # Of NVIDIA a number, such as 7.5; of AMD a name, such as gfx942.
+    capability = device.compute_capability if device.platform == 'gpu' else ''
+    before_ampere = capability[:1].isdigit() and float(capability) < 8
     return 'float16' if before_ampere else 'bfloat16', f'of {device.device_kind}'
   path = pathlib.Path(cache or cache_file('cpu.json'))
   # XLA's flags change which kernels it uses.
