@@ -68,7 +68,7 @@ def test_the_header_names_base_model_and_license(run, tmp_path, monkeypatch):
     export.write_card(out, run, 'grpo', 15)
     return (out / 'README.md').read_text().split('---\n')[1]
 
-  assert header('org/name') == 'tags:\n- jaxpost\nbase_model: org/name\n'
+  assert header('org/name') == header('org/name@v1.0') == 'tags:\n- jaxpost\nbase_model: org/name\n'
   assert header(str(base)) == 'tags:\n- jaxpost\n'
   (base / 'README.md').write_text('---\nlicense: apache-2.0\n---\nlicense: of the text\n')
   assert header(str(base)) == 'tags:\n- jaxpost\nlicense: apache-2.0\n'

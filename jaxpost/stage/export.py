@@ -128,7 +128,8 @@ def write_card(folder: epath.PathLike, run: epath.PathLike, stage: str, step: in
 def _header(base: str) -> dict[str, str]:
   """Returns the fields of a card about the base model: its name on the hub, or the license in its folder."""
   if not base or not epath.Path(base).exists():
-    return {'base_model': base} if re.fullmatch(r'[\w.-]+/[\w.-]+', base) else {}
+    name = base.partition('@')[0]  # the hub takes no revision here
+    return {'base_model': name} if re.fullmatch(r'[\w.-]+/[\w.-]+', name) else {}
   card = epath.Path(base) / _CARD
   text = card.read_bytes().decode('utf-8', 'replace') if card.exists() else ''
   header = text.partition('\n---\n')[0] if text.startswith('---\n') else ''
