@@ -62,7 +62,7 @@ def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
     if not adapters:  # an earlier run may have some, which have a dropout
       refuse_unread(config.lora, ('dropout',), 'a run with lora.rank=0', 'lora')
     for name in unread:
-      read = _OF_METHODS[name] * samples(config, algorithm)
+      read = _OF_METHODS[name] if samples(config, algorithm) else ()
       refuse_unread(vars(config)[name], (*read, *algorithm.needs(config)), config.algorithm, name)
 
 

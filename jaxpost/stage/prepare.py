@@ -66,7 +66,6 @@ def prepare_all(config: Mapping) -> list[PreparedStage]:
 def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage]) -> PreparedStage:
   """Prepares one stage, see `resolve`; `before` are the stages that run first."""
   checks.check_config(config, algorithm)
-  samples = checks.samples(config, algorithm)
   if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
     from jaxpost.stage import reward_models
 
@@ -74,32 +73,39 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
   source = source_of_model(config.model)
   found = find_weights(config, algorithm, source, {p.name: p.inputs.outcome for p in before})
   tokenizer = load_tokenizer(config, source, found['policy'])
-  if isinstance(found['policy'].config, CustomConfig):
-    from jaxpost.stage import custom_model
-
-    custom_model.check(config, algorithm, found['policy'].config)
-  elif row_length(config, algorithm.on_policy) > found['policy'].config.max_position:
-    from jaxpost.stage import positions
-
-    positions.warn(found['policy'].config, config, algorithm.on_policy)
-  checks.check_stored(config, algorithm, found)
-  if config.train.share_prompt:
-    from jaxpost.rl import shared_prompts
-
-    shared_prompts.check(config, algorithm, found)
+  _check_weights(config, algorithm, found)
   algorithm.check_roles(config, found, tokenizer)
   inputs = make_inputs(name, config, algorithm, found, tokenizer)
   if config.lora.rank:
     from jaxpost.models import lora
 
     lora.warn_left_out(inputs.model)
-  rows, held_out_rows = read_rows(config), read_held_out_rows(config)
-  if samples:
+  rows = read_rows(config)
+  held_out_rows = read_held_out_rows(config)
+  if checks.samples(config, algorithm):
     from jaxpost.stage import sampling_inputs
 
     return sampling_inputs.prepare(inputs, rows, held_out_rows, before, make_data)
   data = make_data(inputs, rows, held_out_rows)
   return PreparedStage(epochs.count_steps(inputs, data), data, Workers())
+
+
+def _check_weights(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> None:
+  """Refuses options that the weights of the roles, {role: Source}, do not allow; warns of positions not learned."""
+  cfg = found['policy'].config
+  if isinstance(cfg, CustomConfig):
+    from jaxpost.stage import custom_model
+
+    custom_model.check(config, algorithm, cfg)
+  elif row_length(config, algorithm.on_policy) > cfg.max_position:
+    from jaxpost.stage import positions
+
+    positions.warn(cfg, config, algorithm.on_policy)
+  checks.check_stored(config, algorithm, found)
+  if config.train.share_prompt:
+    from jaxpost.rl import shared_prompts
+
+    shared_prompts.check(config, algorithm, found)
 
 
 def resolve_all(config: Mapping) -> dict[str, tuple[Algorithm, Config]]:
@@ -238,15 +244,16 @@ def find_weights(
 
     return weight_sources.find(text, key, earlier, config.model.text_only)
 
+  key = 'config.init_from' if config.init_from or earlier else 'config.model.path'
   if config.init_from:
-    source = named(config.init_from, 'config.init_from')
+    source = named(config.init_from, key)
   elif earlier:
     source = list(earlier.values())[-1]
   if config.lora.path:
     from jaxpost.stage import weight_sources
 
     source = weight_sources.with_adapter(config.lora.path, source, config.lora.rank)
-  checks.check_head(source, algorithm.scalar_head, 'config.init_from')
+  checks.check_head(source, algorithm.scalar_head, key)
   if _trains_mtp(config, algorithm):
     from jaxpost.stage import model_folders
 
