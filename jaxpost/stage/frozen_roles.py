@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
-  from jaxpost.programs.compile import Ledger
+  from jaxpost.programs.compile import Ledger, Program
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.precompute import Run
   from jaxpost.stage.records import Inputs, Source
@@ -60,32 +60,41 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
       params, shared = partition.split(params, model)
     params = load_weights.move(params, part.shardings(layout))
   elif layout == placed.train and _shares_frozen_base(source, placed.inputs):
-    model, params, shared = _load_beside_policy(source, policy, params, layout, ledger)
-    part = partition.trained_part(model)
+    _, shared = partition.split(params, policy)
+    model = partition.frozen_base_model(source.config, policy.quantized)
+    part = partition.trained_part(model)  # the adapter: all that is loaded
+    params = load_adapter(source, model, layout, ledger)
   else:
     params = load_weights.load(
       source, model, layout, config.model.param_dtype, workdir, seed=config.seed, ledger=ledger
     )
   params = join(shared, score.frozen_copy(part, params, placed.compute, part.shardings(layout), ledger))
-  make, options = score.make_score, {}
-  if name == 'reference' or (name.startswith('teacher_') and not placed.distills):
-    options = dict(temperature=placed.objectives['policy'].temperature)
-  elif name.startswith('teacher_'):
-    make = score.make_hidden
-    distill = config.distill
-    if distill.top_k:
-      from jaxpost.programs import topk
-
-      make = topk.make_topk
-      options = dict(k=distill.top_k, vocab_size=policy.config.vocab_size, temperature=distill.temperature)
-      if distill.align == 'text':
-        options |= dict(vocab_size=source.config.vocab_size, own=True)
-  role = Frozen(params, make(model, layout, placed.compute, ledger, **options), layout, model)
+  role = Frozen(params, _program(placed, name, model), layout, model)
   if name == 'reward_model' and config.reward_model.per_step:
     from jaxpost.rl import process_rewards
 
     return process_rewards.StepJudge(**vars(role), tokenizer=placed.inputs.tokenizer)
   return role
+
+
+def _program(placed: PlacedStage, name: str, model: Model) -> Program:
+  """Makes what a role computes of a batch: scores or, of a teacher, what the loss needs for its logits."""
+  options: dict[str, Any] = {}
+  make: Callable[..., Program] = score.make_score
+  if name == 'reference' or (name.startswith('teacher_') and not placed.distills):
+    options = dict(temperature=placed.objectives['policy'].temperature)
+  elif name.startswith('teacher_'):
+    make = score.make_hidden
+    distill = placed.config.distill
+    if distill.top_k:
+      from jaxpost.programs import topk
+
+      make = topk.make_topk
+      options = dict(k=distill.top_k, vocab_size=placed.model.config.vocab_size, temperature=distill.temperature)
+      if distill.align == 'text':
+        # In the teacher's own tokens, which `teacher_text` places at those of the student.
+        options |= dict(vocab_size=model.config.vocab_size, own=True)
+  return make(model, placed.score, placed.compute, placed.ledger, **options)
 
 
 def _shares_frozen_base(source: Source, inputs: Inputs) -> bool:
@@ -106,15 +115,6 @@ def _shares_frozen_base(source: Source, inputs: Inputs) -> bool:
 def _below_adapter(source: Source) -> Source:
   """The base of an adapter folder; other sources as they are."""
   return source.base if source.folder and source.base else source
-
-
-def _load_beside_policy(
-  source: Source, policy: Model, params: dict, layout: Layout, ledger: Ledger
-) -> tuple[Model, dict, dict]:
-  """Loads an adapter on the policy's frozen base: (model, its leaves, those shared with the policy)."""
-  model = partition.frozen_base_model(source.config, policy.quantized)
-  _, shared = partition.split(params, policy)
-  return model, load_adapter(source, model, layout, ledger), shared
 
 
 def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | None) -> dict:
