@@ -120,7 +120,7 @@ def _run(
       prepared = prepare.prepare_all(raw)
     for stage in prepared:
       cleanup.callback(stage.close)
-    raw = epochs.with_counted_steps(raw, prepared)
+    raw = epochs.with_steps(raw, {p.name: p.config.train.steps for p in prepared if p.config.train.epochs})
     stop.check('the start of the run')
     if prepared[-1].config.save.export:
       from jaxpost.formats import hf_export
@@ -209,7 +209,8 @@ def _finish(
     paths['export'] = str(workdir / 'export')
   summary = None
   if coordination.process_index() == 0:
-    wall_s, rows = round(time.perf_counter() - start, 1), metrics.read_rows(workdir / 'metrics.jsonl')
+    wall_s = round(time.perf_counter() - start, 1)
+    rows = metrics.read_rows(workdir / 'metrics.jsonl')
     summary = report.summary(workdir, {**report.figures(rows), 'wall_s': wall_s, 'paths': paths}, warnings)
     report.write_report(workdir, rows)
     samples = [f'samples/{name}' for name in object_store.files(workdir / 'samples')]
@@ -247,7 +248,7 @@ def _run_stages(
       if params is not None and not _takes_over(placed[i], placed[i - 1]):
         params = None
       with activity(f'loading weights of {placed[i].name}'):
-        params = _params_to_start_from(placed[i], placed[i - 1], params, workdir)
+        params = initial_params(placed[i], workdir) if params is None else _adopt(params, placed[i - 1], placed[i])
         stage = assemble.assemble(placed[i], workdir, writer, params)
       params = None  # the stage has taken them over
       plans.append(_plan(placed[i], stage))
@@ -262,7 +263,7 @@ def _run_stages(
 
       stop.check('the export')
       with activity('writing export/'):
-        params = final_params(last, workdir) if params is None else params
+        params = _load_params(last, last.inputs.outcome, workdir) if params is None else params
         export.export(last.inputs, workdir / 'export', params)
         if coordination.process_index() == 0:
           export.write_card(workdir / 'export', workdir, last.name, last.config.train.steps)
@@ -280,10 +281,8 @@ def _takes_over(placed: PlacedStage, before: PlacedStage) -> bool:
   return placed.inputs.sources['policy'].stage == before.name and same_codes
 
 
-def _params_to_start_from(placed: PlacedStage, before: PlacedStage, params: dict | None, workdir: epath.Path) -> dict:
-  """The weights that a stage starts from: `params` of the stage before, if there are any."""
-  if params is None:
-    return initial_params(placed, workdir)
+def _adopt(params: dict, before: PlacedStage, placed: PlacedStage) -> dict:
+  """The weights of the stage before, as a stage has them."""
   config = placed.config
   return partition.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, seed=config.seed)
 
@@ -349,19 +348,14 @@ def stages_done(placed: Sequence[PlacedStage], workdir: epath.Path) -> int:
     if steps[0] < stage.config.train.steps:
       return i
     with contextlib.closing(Checkpointer(folder)) as checkpointer:
-      # If the newest checkpoint is damaged, some steps are made again.
-      return i + (checkpointer.latest() >= stage.config.train.steps)
+      is_done = checkpointer.latest() >= stage.config.train.steps  # if the newest is damaged, steps are made again
+      return i + 1 if is_done else i
   return 0
 
 
 def initial_params(placed: PlacedStage, workdir: epath.PathLike | None) -> dict:
   """Loads the weights that a stage starts from, in its training layout."""
   return _load_params(placed, placed.inputs.sources['policy'], workdir)
-
-
-def final_params(placed: PlacedStage, workdir: epath.PathLike) -> dict:
-  """Loads the weights that a finished stage has left."""
-  return _load_params(placed, placed.inputs.outcome, workdir)
 
 
 def _load_params(placed: PlacedStage, source: Source, workdir: epath.PathLike | None) -> dict:

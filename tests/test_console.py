@@ -222,7 +222,7 @@ def test_epochs_of_prompts():
   (stage,) = prepare.prepare_all(raw)
   stage.close()
   assert stage.config.train.steps == round(3 * len(stage.data.stream) / 7)
-  settled = epochs.with_counted_steps(raw, [stage])
+  settled = epochs.with_steps(raw, {stage.name: stage.config.train.steps})
   assert settled['train']['steps'] == stage.config.train.steps and raw['train'].get('steps') is None
 
 

@@ -3,6 +3,7 @@
 Legend: N sequences, C completion tokens, B rows, T tokens a row.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -28,6 +29,7 @@ from jaxpost.programs import train as programs
 from jaxpost.rl import batching
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights as weights_lib
+from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.tools import inference
 from jaxpost.types import Experience, Outputs, Prompt, Rollout
 
@@ -342,15 +344,13 @@ def states(workdir, step):
   models = {'policy': w.inputs.model}
   if not w.inputs.config.critic.value_head:
     models['critic'] = model_lib.build(model_lib.with_scalar_head(w.inputs.model.config))
-  return {
-    role: jax.tree.leaves(
-      jax.tree.map(
-        np.asarray,
-        weights_lib.read_checkpoint(workdir / 'checkpoints' / 'ppo', step, m, w.layout, 'float32', role=role),
-      )
-    )
-    for role, m in models.items()
-  }
+  out = {}
+  with contextlib.closing(Checkpointer(workdir / 'checkpoints' / 'ppo')) as checkpointer:
+    for role, m in models.items():
+      wanted = weights_lib.described(m, w.layout, 'float32')
+      found = checkpointer.restore_params(wanted, step, at=f'{role}/params')
+      out[role] = jax.tree.leaves(jax.tree.map(np.asarray, found))
+  return out
 
 
 def same(one, other):

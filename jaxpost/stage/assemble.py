@@ -148,14 +148,13 @@ def make_parts(
     precomputed = precompute.precompute(placed, make_run, identity, workdir)
   roles = make_roles(placed, params, workdir, precomputed)
   engine = None
-  if (algorithm.on_policy and not config.train_on_rollouts) or checks.samples_held_out(config):
+  if checks.samples(config, algorithm):
     from jaxpost.stage import on_policy
 
-    engine = on_policy.make_engine(placed)
-  if algorithm.on_policy:
-    from jaxpost.stage import on_policy
-
-    return roles, on_policy.make_controller(placed, roles, engine), engine
+    if not config.train_on_rollouts or checks.samples_held_out(config):
+      engine = on_policy.make_engine(placed)
+    if algorithm.on_policy:
+      return roles, on_policy.make_controller(placed, roles, engine), engine
   stream = placed.data.stream
   if coordination.process_count() > 1:
     from jaxpost.data.shared_rows import SharedStream
@@ -175,7 +174,7 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
   found = placed.inputs.sources
   follows = ('reference',) if placed.config.reference.every else ()  # in the state of the policy
   others = [name for name in found if name not in ('policy', 'critic', *precomputed, *follows)]
-  frozen = {}
+  frozen = {}  # made before the policy, whose update takes over the buffers of `params`
   if others:
     from jaxpost.stage import frozen_roles
 

@@ -34,10 +34,10 @@ def steps_of(inputs: Inputs, data: Data) -> float:
   if inputs.algorithm.on_policy:
     return len(data.stream) / config.rollout.prompts
   rows = 0.0
-  for share, lengths in _lengths(inputs, data):
+  for share, lengths in _lengths(data):
     kept = [n for n in lengths if n]
     packed = len(packing.pack(kept, row_length(config, False))) if config.data.packing else len(kept)
-    rows += share * max(1, packed) / len(lengths)
+    rows += share * max(1, packed) / len(lengths)  # of a document: R / N
   return len(data.rows) * rows / config.train.batch_size
 
 
@@ -45,10 +45,10 @@ def tokens_of(inputs: Inputs, data: Data) -> float:
   """Returns the tokens of one pass over the documents; 0 for an on-policy stage, which samples them."""
   if inputs.algorithm.on_policy:
     return 0.0
-  return len(data.rows) * sum(share * sum(lengths) / len(lengths) for share, lengths in _lengths(inputs, data))
+  return len(data.rows) * sum(share * sum(lengths) / len(lengths) for share, lengths in _lengths(data))
 
 
-def _lengths(inputs: Inputs, data: Data) -> list[tuple[float, list[int]]]:
+def _lengths(data: Data) -> list[tuple[float, list[int]]]:
   """(share of the documents, tokens in packed rows of its first ones, 0 for those dropped) of each source."""
   rows = data.rows
   read = 0 if rows.streaming else checks.READ_FIRST
@@ -63,7 +63,7 @@ def _lengths(inputs: Inputs, data: Data) -> list[tuple[float, list[int]]]:
     measured = range(start, start + min(size, max(read - start, _SAMPLED)))
     if size:
       out.append((share / sum(shares), [length(n) for n in measured]))
-    start += size
+    start += size  # rows of a source follow those of the one before
   return out
 
 
@@ -127,11 +127,6 @@ def with_steps_of_run(raw: dict, configs: Mapping[str, Config], path: epath.Path
   saved = config_lib.parse_saved(path)
   same = {n: saved[n] for n, c in configs.items() if n in saved and c.train.epochs == saved[n].train.epochs > 0}
   return with_steps(raw, {name: c.train.steps for name, c in same.items()})
-
-
-def with_counted_steps(raw: dict, prepared: Sequence[PreparedStage]) -> dict:
-  """Returns the config with the steps of all prepared stages that count epochs."""
-  return with_steps(raw, {p.name: p.config.train.steps for p in prepared if p.config.train.epochs})
 
 
 def with_steps(raw: dict, steps: Mapping[str, int]) -> dict:

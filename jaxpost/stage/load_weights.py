@@ -105,16 +105,10 @@ def move(tree: Any, shardings: Any) -> Any:
 
 
 def read_checkpoint(
-  folder: epath.Path,
-  step: int | None,
-  model: Model,
-  layout: Layout,
-  dtype: str,
-  role: str = 'policy',
-  partial: bool = False,
+  folder: epath.Path, step: int | None, model: Model, layout: Layout, dtype: str, partial: bool = False
 ) -> dict:
-  """Reads the parameters of one role in a checkpoint, as type `dtype`; with `partial`, only those that it holds."""
-  at = f'{role}/params'
+  """Reads the policy's parameters in a checkpoint, as type `dtype`; with `partial`, only those that it holds."""
+  at = 'policy/params'
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
     saved = {leaf.removeprefix(f'{at}/'): kind for leaf, (_, kind) in checkpointer.leaves(step).items()}
     wanted = flatten(described(model, layout, dtype, saved if partial else None))

@@ -101,9 +101,7 @@ class RunLock:
   def _create(self) -> bool:
     """Makes the file; False where there is one."""
     if object_store.is_remote(self._path):
-      if self._path.exists():
-        return False
-      return self._take_over()
+      return not self._path.exists() and self._take_over()
     try:
       handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
