@@ -82,8 +82,8 @@ def place(layout: Layout, micro_batch_size: int, batch: Batch) -> Batch:
   rows = micro_batch_size or batch.tokens.shape[0]
 
   def split(x):
-    x = np.pad(x, ((0, -len(x) % rows), *((0, 0),) * (x.ndim - 1)))
-    return x.reshape(-1, rows, *x.shape[1:])
+    x = np.pad(x, ((0, -len(x) % rows), *((0, 0),) * (x.ndim - 1)))  # empty rows, up to a multiple of `rows`
+    return x.reshape(-1, rows, *x.shape[1:])  # [M, B / M, T, ...]
 
   return layout.put(jax.tree.map(split, batch), None, 'batch')
 

@@ -80,7 +80,7 @@ def _parts(mesh: Mesh, axes) -> list[Mesh]:
   names = mesh.axis_names
   inner = tuple(1 if n in axes else mesh.shape[n] for n in names)
   order = [i for i, n in enumerate(names) if n in axes] + [i for i, n in enumerate(names) if n not in axes]
-  rows = mesh.devices.transpose(order).reshape(-1, math.prod(inner))
+  rows = mesh.devices.transpose(order).reshape(-1, math.prod(inner))  # [replicas, devices of one]
   kept = [i for i, n in enumerate(names) if n != _COPIES]
   return [
     Mesh(row.reshape([inner[i] for i in kept]), [names[i] for i in kept], axis_types=(AxisType.Auto,) * len(kept))
@@ -115,5 +115,5 @@ def copy(arrays: list, source: Mesh, target: Mesh) -> list:
 def _whole(shape, dtype, sharding: NamedSharding, arrays: list):
   """One array made of the shards that `arrays` hold on the devices of `sharding`."""
   local = sharding.mesh.local_devices
-  shards = {s.device: s.data for x in arrays for s in x.addressable_shards if s.device in local}
+  shards = {s.device: s.data for x in arrays for s in x.addressable_shards if s.device in local}  # no copy is made
   return jax.make_array_from_single_device_arrays(shape, sharding, [shards[d] for d in local], dtype=dtype)

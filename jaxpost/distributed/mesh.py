@@ -82,13 +82,11 @@ class Layout:
     rules = RULES[self.phase]
     parts, used = [], set()
     for i, axis in enumerate(axes):
-      part = rules.get(axis) if axis else None
-      names = (part,) if isinstance(part, str) else part or ()
-      names = tuple(n for n in names if n not in used and self.mesh.shape[n] > 1)
+      names = tuple(n for n in axes_of(rules.get(axis)) if n not in used and self.mesh.shape[n] > 1)
       size = math.prod(self.mesh.shape[n] for n in names)
       if shape is not None and shape[i] % size:
-        names = ()
-      used |= set(names)
+        names = ()  # replicated
+      used |= set(names)  # a mesh axis splits one dimension of an array at most
       parts.append(names[0] if len(names) == 1 else names or None)
     return PartitionSpec(*parts)
 
@@ -124,13 +122,13 @@ class Layout:
       The array, or None: no part of it is kept, or tokens cannot be split. What a `Shared` parameter takes, of one.
     """
     rows, over = self.of_tokens(tokens[0].shape)
-    spec = self.spec(axes, jax.eval_shape(fn, *tokens).shape)
+    spec = self.spec(axes, jax.eval_shape(fn, *tokens).shape)  # of the sum, as its parameter is laid out
     shared = isinstance(of, TiedWeight)
     kept = any(set(axes_of(part)) & set(over) for part in spec)
     if not (shared or kept or (over and self.reduce_dtype != 'float32')):
       return None
     sums = jax.shard_map(
-      lambda *tokens: fn(*tokens)[None],
+      lambda *tokens: fn(*tokens)[None],  # the sum of a device's own tokens, [1, ...]
       mesh=self.mesh,
       in_specs=rows,
       out_specs=PartitionSpec(over),
@@ -150,7 +148,7 @@ class Layout:
       return jnp.sum(sums, axis=0)
     spec = self.spec(axes, sums.shape[1:])
     kept = [part if set(axes_of(part)) & set(over) else None for part in spec]
-    left = tuple(a for a in over if not any(a in axes_of(p) for p in kept))
+    left = tuple(a for a in over if not any(a in axes_of(p) for p in kept))  # summed, but not split over
 
     def local(x):
       x = x[0].astype(self.reduce_dtype) if x.dtype == jnp.float32 else x[0]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import json
 import os
 import signal
@@ -38,7 +37,9 @@ class Peers:
       failure: () -> the exception that another process ended with, or None.
     """
     self.index = index
-    self._client, self._timeout_s, self._failure = client, timeout_s, failure
+    self._client = client
+    self._timeout_s = timeout_s
+    self._failure = failure
     self._last: dict[int, dict] = {}  # {process: its last heartbeat}
     self._missed = dict.fromkeys(range(count), 0)  # {process: heartbeats since}
     self._sent = 0
@@ -131,11 +132,6 @@ class Peers:
     return f'{me} ends in {doing}: {self._name(0) if self.index else "another process"} is gone (JAX says so above)'
 
 
-@functools.cache
-def _libc():
-  return ctypes.CDLL(None)
-
-
 def on_abort(explain: Callable[[], str], stacks: bool = True) -> None:
   """Prints `explain()` before JAX ends this process by abort(), as it does when another one died.
 
@@ -149,4 +145,4 @@ def on_abort(explain: Callable[[], str], stacks: bool = True) -> None:
 
   handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(print_reason)
   on_abort.keep = handler  # as long as the process lives
-  _libc().signal(signal.SIGABRT, handler)
+  ctypes.CDLL(None).signal(signal.SIGABRT, handler)

@@ -129,9 +129,6 @@ def _of_library(file: str) -> bool:
   return file.startswith(_LIBRARIES) and not file.startswith(_HERE)
 
 
-# --------------------------------------------------------- the watching thread
-
-
 def _start():
   if _State.thread is None:
     _State.thread = threading.Thread(target=_watch, daemon=True)

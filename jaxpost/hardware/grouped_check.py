@@ -109,7 +109,7 @@ def _errors(matrix: Matrix, compute: Compute, rows: int, key: jax.Array, out: st
   """
   count = rows * _GROUPS
   sizes = jnp.array([1, 0, count // 4, count // 2 + 1])
-  group = jnp.sum(jnp.arange(count)[:, None] >= jnp.cumsum(sizes), axis=1)
+  group = jnp.sum(jnp.arange(count)[:, None] >= jnp.cumsum(sizes), axis=1)  # [N] of each row; E: none
   keys = jax.random.split(key, 3)
 
   def draw(key: jax.Array, *shape: int) -> jax.Array:
@@ -119,7 +119,7 @@ def _errors(matrix: Matrix, compute: Compute, rows: int, key: jax.Array, out: st
   x, g = (jnp.where(group[:, None] < _GROUPS, draw(k, count, n), _BEYOND) for k, n in zip(keys[1:], matrix))
 
   def exact(x: jax.Array, w: jax.Array) -> jax.Array:
-    own = jnp.arange(_GROUPS)[:, None, None] == group[:, None]
+    own = jnp.arange(_GROUPS)[:, None, None] == group[:, None]  # [E, N, 1]
     return jnp.einsum('end,edf->nf', x * own, w, precision='highest')
 
   right, right_back = jax.vjp(exact, x.astype(jnp.float32), w.astype(jnp.float32))

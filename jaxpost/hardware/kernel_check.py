@@ -73,7 +73,9 @@ def verify(compute: Compute, uses: Iterable[KernelUse], decoded: Sequence[ModelC
   works += sorted({(DECODE, work) for cfg in decoded for work in decoded_shapes(compute, cfg)})
   out, decode_kernel = [], compute.decode_kernel
   for (name, work), why in zip(works, faults(works, dtype, trusted)):
-    where = where_it_runs() + f' for rows of {work.length} tokens' * (work.length > 0)
+    where = where_it_runs()
+    if work.length:  # a cache that is decoded from has no rows
+      where += f' for rows of {work.length} tokens'
     wrong = f'{name} is wrong on {where}, {_words(work)}: {why}'
     if why and compute.forced and name != DECODE:
       raise InputError(f'config.model.attention: {wrong}; take auto')
@@ -187,8 +189,11 @@ def _packed_rows(count: int, length: int) -> tuple[jax.Array, jax.Array]:
     [[length // 7, length // 2 + 1, length - length // 9], [length // 3, length // 2 + length // 8, length]]
   )[:count]
   number = jnp.arange(length)
-  found = jax.vmap(lambda c: jnp.searchsorted(c, number, side='right'))(cuts)
+  found = jax.vmap(lambda c: jnp.searchsorted(c, number, side='right'))(
+    cuts
+  )  # [rows, T] 0 to 3, the document of a token
   starts = jnp.concatenate([jnp.zeros((count, 1), int), cuts], axis=1)
+  # Segments 1, 2, 3 and, behind the last cut, 0, which is padding.
   return ((found + 1) % 4).astype(jnp.int32), number - jnp.take_along_axis(starts, found, axis=1)
 
 
@@ -263,6 +268,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
     n = work.parts
     if n == 1:
       return run(q)
+    # Stripe i has the tokens i, i + n, ...: [rows, T / n, n, H, hv] interleaves them again.
     return jnp.stack([run(q[:, i::n], stripe=(i, n)) for i in range(n)], axis=2).reshape(rows, length, heads, values)
 
   @functools.partial(jax.jit, compiler_options=compiler_options())
@@ -283,11 +289,10 @@ def _decode_errors(work: AttentionShape, dtype: str, window: int) -> dict[str, f
   return dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
 
 
-def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, held: int, *rooms: int) -> float:
-  """Compares `slots` of `held` slots; `rooms` are the entries of a cache, and of a block."""
+def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, held: int, room: int, block: int) -> float:
+  """Compares `slots` of `held` slots, with `room` entries in the cache and `block` tokens drawn since."""
   from jaxpost.models import decode_triton, decoding
 
-  room, block = rooms
   filled = jnp.resize(jnp.array([0, 33, room // 2 + 1, room, 1, room - 1]), slots)
   kv_heads = min(work.kv_heads, _HEADS)
   heads = kv_heads * (work.heads // work.kv_heads)

@@ -11,9 +11,8 @@ import difflib
 import math
 import pathlib
 import re
-import typing
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from jaxpost.errors import InputError, type_of
 from jaxpost.stage.schema import Config
@@ -142,16 +141,18 @@ def _build(kind: type, values: Mapping, where: str, path: str = '') -> Any:
       from jaxpost.stage import field_names
 
       raise field_names.unknown_key(where.removesuffix(f'.{path}'), f'{path}.{key}'.lstrip('.'))
-  hints = typing.get_type_hints(kind)
+  hints = get_type_hints(kind)
   out = {}
   for key, value in values.items():
     name, field = f'{where}.{key}', fields[key]
     if dataclasses.is_dataclass(hints[key]) or hints[key] is dict:
       if not isinstance(value, Mapping):
         raise InputError(f'{name}: want a block of fields, got {_shown(value)}')
-      if hints[key] is dict:
+      if hints[key] is dict:  # of names that the user chooses
         _check_free(name, value)
-      out[key] = dict(value) if hints[key] is dict else _build(hints[key], value, name, f'{path}.{key}'.lstrip('.'))
+        out[key] = dict(value)
+      else:
+        out[key] = _build(hints[key], value, name, f'{path}.{key}'.lstrip('.'))
     else:
       out[key] = _check(name, value, hints[key], field.metadata)
   return kind(**out)
@@ -180,7 +181,8 @@ def _check(name: str, value: Any, kind: type, meta: Mapping) -> Any:
     hint = f'; did you mean {near[0]!r}?' if near else ''
     raise InputError(f'{name}: {_shown(value)} is not one of {", ".join(meta["choices"])}{hint}')
   if kind in (int, float):
-    lo, hi = (limit if meta[k] is None else meta[k] for k, limit in (('lo', -_MOST), ('hi', _MOST)))
+    lo = -_MOST if meta['lo'] is None else meta['lo']
+    hi = _MOST if meta['hi'] is None else meta['hi']
     if value < lo:
       raise InputError(f'{name}: {_shown(value)} is below {lo!r}')
     if value > hi:

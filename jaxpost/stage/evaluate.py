@@ -51,7 +51,7 @@ def pass_metrics(graded: Sequence[Graded], verdicts: np.ndarray, pass_reward: fl
   """
   from jaxpost.rl.reward_metrics import reward_table  # which no SFT run reads
 
-  whole = np.isfinite(verdicts).all(axis=1)
+  whole = np.isfinite(verdicts).all(axis=1)  # [N]
   tables = {'': verdicts} | {f'/{name}': reward_table(graded, name) for name in graded[0].components}
   out: dict[str, float] = {'ungraded_prompts': int((~whole).sum())}
   for suffix, table in tables.items():

@@ -45,8 +45,8 @@ class HeldOut:
         totals[name] = totals.get(name, 0.0) + float(value)
     # Losses of pairs and labels are no negative log-likelihood.
     if set(totals) >= {'loss', 'entropy'} and 'rewards/chosen' not in totals:
-      nll = totals.get('nll', totals['loss'])
-      totals['perplexity'] = math.exp(min(nll, 50.0))
+      nll = totals.get('nll', totals['loss'])  # without what is added to the loss
+      totals['perplexity'] = math.exp(min(nll, 50.0))  # a float overflows from exp(710) on
     return totals
 
 
@@ -75,6 +75,6 @@ def eval_batches(
   if not any(e.trained.any() for e in cut):
     raise InputError(f'evaluation: none of the {len(given)} documents has a trained token within {row_length} tokens')
   rows = packing.pack_examples(cut, row_length)
-  num_rows = -(-len(rows) // batch_size) * batch_size
+  num_rows = math.ceil(len(rows) / batch_size) * batch_size
   whole = packing.to_batch([[cut[i] for i in row] for row in rows], row_length, num_rows, per=per)
   return [jax.tree.map(lambda x, n=n: x[n : n + batch_size], whole) for n in range(0, num_rows, batch_size)]

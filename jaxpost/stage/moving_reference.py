@@ -50,7 +50,7 @@ def following(
 
   def update(grads, state, params=None):
     updates, inner = optimizer.update(grads, state.inner, params)
-    moves = state.updates + 1 >= every
+    moves = state.updates + 1 >= every  # [] bool
 
     def moved(old, x, update):
       return jnp.where(moves, (1 - mix) * old + mix * (x + update), old).astype(old.dtype)

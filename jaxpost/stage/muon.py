@@ -33,9 +33,9 @@ def make_muon(
   """
   sides, sizes = {}, {}
   for path, spec in part.table.items():
-    sides[path] = sizes[path] = optax.MaskedNode()
+    sides[path] = sizes[path] = optax.MaskedNode()  # not of Muon
     if spec.matrix and not spec.exact and spec.stack:
-      split = spec.stack + input_dims(spec)
+      split = spec.stack + input_dims(spec)  # dimensions: stack (layers, experts), inputs, outputs
       dims = tuple(range(len(spec.shape)))
       sides[path] = contrib.MuonDimensionNumbers(dims[spec.stack : split], dims[split:])
       sizes[path] = 0.2 * max(math.prod(spec.shape[spec.stack : split]), math.prod(spec.shape[split:])) ** 0.5

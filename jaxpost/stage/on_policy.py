@@ -141,7 +141,8 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
     from jaxpost.rl import demonstrations
 
     sampler = demonstrations.ExpertSampler(sampler, tokenizer, config.rollout.max_new_tokens)
-  shape, stream, observers = placed.shape, placed.data.stream, []
+  shape, stream = placed.shape, placed.data.stream
+  observers = []  # are told how each group was graded
   if config.rl.curriculum:
     from jaxpost.rl import curriculum
 

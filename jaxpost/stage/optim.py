@@ -27,7 +27,7 @@ _NEEDS = {
 
 def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float) -> optax.Schedule:
   """Returns step -> learning rate: linear warm-up, then constant, linear or cosine."""
-  rest = max(1, steps - warmup)
+  rest = max(1, steps - warmup)  # optax divides by it
   main = {
     'constant': optax.constant_schedule(lr),
     'linear': optax.linear_schedule(lr, end, rest),
@@ -35,7 +35,7 @@ def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float) -> 
   }[kind]
   if not warmup:
     return main
-  ramp = optax.linear_schedule(lr / warmup, lr, warmup)
+  ramp = optax.linear_schedule(lr / warmup, lr, warmup)  # the first update has a rate above 0
   return optax.join_schedules([ramp, main], [warmup])
 
 
@@ -103,6 +103,6 @@ def decayed(axes: dict) -> dict:
   """Returns a tree of bool: weight decay is for matrices and embeddings, not for norms."""
 
   def is_matrix(names: tuple[str, ...]) -> bool:
-    return len(set(names) - {'layers', 'expert'}) > 1
+    return len(set(names) - {'layers', 'expert'}) > 1  # a stack of norms is none
 
   return jax.tree.map(is_matrix, axes, is_leaf=lambda x: isinstance(x, tuple))

@@ -30,26 +30,24 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None, ev
 
   evaluates: whether the run also samples for its evaluation.
   """
-  offloads = placed.config.rollout.offload
-  if offloads and not placed.ledger.dry and not memory.can_offload(placed.train.mesh.local_devices[0]):
-    raise InputError(
-      'config.rollout.offload: these devices reach no memory of the host that could hold it; set it to False'
-    )
-  trainable = roles.trainable.values()
-  held = memory.distinct(
-    [(r.state, r.frozen) for r in trainable],
-    [r.params for r in (roles.reference, roles.reward_model, *roles.teachers) if r],
-  )
-  sampler = memory.distinct(engine.described(roles.policy.params)) if engine else {}
   offloaded = {}
-  if offloads:
+  if placed.config.rollout.offload:
+    if not placed.ledger.dry and not memory.can_offload(placed.train.mesh.local_devices[0]):
+      raise InputError(
+        'config.rollout.offload: these devices reach no memory of the host that could hold it; set it to False'
+      )
     from jaxpost.rl import offload
 
     offloaded = offload.offloadable(roles)
-  ahead = placed.config.rollout.staleness > 0
+  held = memory.distinct(
+    [(r.state, r.frozen) for r in roles.trainable.values()],
+    [r.params for r in (roles.reference, roles.reward_model, *roles.teachers) if r],
+  )
+  sampler = memory.distinct(engine.described(roles.policy.params)) if engine else {}
+  ahead = placed.config.rollout.staleness > 0  # the sampler runs while the policy is updated
   preserved = memory.distinct(engine.described(roles.policy.params)[0]) if engine and ahead and evaluates else {}
-  own = {k: x for k, x in sampler.items() if k not in held}
-  out = {}
+  own = {k: x for k, x in sampler.items() if k not in held}  # `rollout.share_base`: the rest is the policy's
+  out = {}  # per program, of the device that needs most
   for mesh in dict.fromkeys(x.mesh for x in (placed.train, placed.rollout, placed.score)):
     device = mesh.devices.flat[0]
     ids = {d.id for d in mesh.devices.flat}
@@ -107,24 +105,19 @@ def _batches(placed: PlacedStage, roles: Roles) -> tuple[Batch, Batch, Batch]:
   """Describes [M, B / M, T] batches: of an update, its rows as scoring reads them, and all rows of a step likewise."""
   shape = placed.shape
   micro = shape.micro_rows
-  sharding = placed.train.sharding((None, 'batch'), (1, micro))
-
-  def described(x: np.ndarray, rows: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((rows // micro, micro, *x.shape[1:]), x.dtype, sharding=sharding)
+  described = functools.partial(jax.ShapeDtypeStruct, sharding=placed.train.sharding((None, 'batch'), (1, micro)))
 
   def batch(rows: int, branches: bool) -> Batch:
     host = _rollout_row(placed, branches) if placed.algorithm.on_policy else placed.data.first_batch
-    return jax.tree.map(lambda x: described(x, rows), host)
+    return jax.tree.map(lambda x: described((rows // micro, micro, *x.shape[1:]), x.dtype), host)
 
   rows = batch(shape.update_rows, has_branches(placed.inputs, placed.data))
-  per_token = described(np.zeros((1, shape.row_length), np.float32), shape.update_rows)
+  tokens = rows.tokens.shape
   names = {name for objective in placed.objectives.values() for name in objective.arrays}
-  hidden = tuple(
-    jax.ShapeDtypeStruct((*per_token.shape, t.model.config.hidden_size), placed.compute.dtype, sharding=sharding)
-    for t in (roles.teachers if placed.distills else ())
-  )
+  heads = roles.teachers if placed.distills else ()
+  hidden = tuple(described((*tokens, x.model.config.hidden_size), placed.compute.dtype) for x in heads)
   # Arrays of the data have types and shapes of their own; what roles compute before an update is a float32 per token.
-  update = rows.replace(arrays=dict.fromkeys(names, per_token) | rows.arrays, teacher_hidden=hidden)
+  update = rows.replace(arrays=dict.fromkeys(names, described(tokens, np.float32)) | rows.arrays, teacher_hidden=hidden)
   step = batch(shape.rows, placed.config.train.share_prompt)
   return update, without_signal(rows), without_signal(step)
 

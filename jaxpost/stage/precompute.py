@@ -113,10 +113,12 @@ def read(
     examples: number -> Example or None, for 0 to `number`.
     fields: as in `Documents`.
   """
-  parts = {name: [np.zeros((0, *shape), dtype)] for name, (shape, dtype) in fields.items()}
+  parts = {
+    name: [np.zeros((0, *shape), dtype)] for name, (shape, dtype) in fields.items()
+  }  # typed without examples, too
   for first in range(0, number, _WINDOW):
-    window = [examples(n) for n in range(first, min(first + _WINDOW, number))]
-    window = [example for example in window if example is not None]
+    every = map(examples, range(first, min(first + _WINDOW, number)))
+    window = [example for example in every if example is not None]
     for example, arrays in zip(window, _read_window(window, fields, run, rows, row_length)):
       trained = example.read
       for name, array in arrays.items():
@@ -138,12 +140,12 @@ def _read_window(
     if (cut := marked.cut(row_length)) is not None:
       short[number] = cut
   numbers = list(short)
-  packed = packing.pack_examples(list(short.values()), row_length)
+  packed = packing.pack_examples(list(short.values()), row_length)  # rows of indices into `numbers`
   for start in range(0, len(packed), rows):
     batch = [[numbers[i] for i in row] for row in packed[start : start + rows]]
     out = run(packing.to_batch([[short[n] for n in row] for row in batch], row_length, rows, normalize=False))
     for r, row in enumerate(batch):
-      column = 0
+      column = 0  # where the next document begins in the row
       for number in row:
         places = short[number].arrays['place']
         for name in fields:

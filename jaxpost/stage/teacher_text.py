@@ -59,12 +59,11 @@ class TextsOfTeacher:
     """
     shape = self.placed.shape
     number = int(self.teacher.removeprefix('teacher_'))
-    (k,) = spec.options
+    (k,) = spec.options  # `distill.top_k`
     outputs = {'ids': ((k,), np.int32), 'top': ((k,), np.float32), 'own': ((), np.float32)}
-    size = dict(rows=shape.rows, row_length=shape.row_length)
-    found = read(self.theirs.__getitem__, len(self.theirs), outputs, run, **size)
-    stops = np.cumsum([0 if e is None else int(e.read.sum()) for e in self.theirs])
-    same = text_alignment.same_tokens(*self.texts, self._ends())
+    found = read(self.theirs.__getitem__, len(self.theirs), outputs, run, shape.rows, shape.row_length)
+    stops = np.cumsum([0 if e is None else int(e.read.sum()) for e in self.theirs])  # [N] ends in the arrays of `found`
+    same = text_alignment.same_tokens(*self.texts, self._ends())  # teacher's id -> student's id of the same text, or -1
     parts = {name: [np.zeros((0, *tail), dtype)] for name, (tail, dtype) in spec.arrays.items()}
     for mine, theirs, stop in zip(self.mine, self.theirs, stops):
       if mine is None or theirs is None:
@@ -104,7 +103,7 @@ class TextsOfTeacher:
       first = own.start
       if found.is_pair:
         kind[first] = distill_text.PAIR
-        shared = same[outputs['ids'][other.start]] + 1
+        shared = same[outputs['ids'][other.start]] + 1  # [k], 0: the student has no token of this text
         # The more probable of two tokens with the same text counts.
         _, keep = np.unique(shared, return_index=True)
         ids[first, keep] = shared[keep]
@@ -112,7 +111,9 @@ class TextsOfTeacher:
       else:
         kind[own] = distill_text.FURTHER
         kind[first] = distill_text.FIRST
-        span[first] = outputs['own'][other].sum(dtype=np.float64)
+        span[first] = outputs['own'][other].sum(
+          dtype=np.float64
+        )  # log p of the text, of several of the teacher's tokens
     return ids, logprobs, kind, span
 
 
