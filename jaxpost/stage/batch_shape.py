@@ -66,7 +66,7 @@ def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 16_3
     # Completions that a row holds, however long they are.
     per_row = max(1, length // (r.max_prompt_length + r.max_new_tokens))
     completions = r.prompts * r.group_size
-    rows = filled = math.ceil(completions / per_row)
+    rows = filled = math.ceil(completions / per_row)  # before padding to whole micro-batches
     update_rows = math.ceil(completions // config.rl.minibatches / per_row)
     if config.train.share_prompt:
       from jaxpost.rl import shared_prompts

@@ -165,7 +165,7 @@ def _check(name: str, value: Any, kind: type, meta: Mapping) -> Any:
   if kind is Any:
     _check_free(name, value)
     return value
-  if kind is float and type(value) is int and value.bit_length() < 64:
+  if kind is float and type(value) is int and value.bit_length() < 64:  # of more bits, float() may overflow
     value = float(value)
   if kind is tuple and isinstance(value, list):
     value = tuple(value)

@@ -110,7 +110,7 @@ def read_checkpoint(
   """Reads the policy's parameters in a checkpoint, as type `dtype`; with `partial`, only those that it holds."""
   at = 'policy/params'
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
-    saved = {leaf.removeprefix(f'{at}/'): kind for leaf, (_, kind) in checkpointer.leaves(step).items()}
+    saved = {leaf.removeprefix(f'{at}/'): kind for leaf, (_, kind) in checkpointer.leaves(step).items()}  # path: type
     wanted = flatten(described(model, layout, dtype, saved if partial else None))
     stored = {path: x.update(dtype=saved.get(path, x.dtype)) for path, x in wanted.items()}
     found = flatten(checkpointer.restore_params(nest(stored), step, at=at))

@@ -59,7 +59,7 @@ def prepare_all(config: Mapping) -> list[PreparedStage]:
     for name, (algorithm, section) in resolve_all(config).items():
       prepared.append(prepare(name, algorithm, section, prepared))
       undo.callback(prepared[-1].close)
-    undo.pop_all()
+    undo.pop_all()  # every stage is good: its workers stay
   return prepared
 
 
@@ -173,11 +173,11 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   )
   spec = ()
   if adapter.path:
-    spec = cfg.lora
+    spec = cfg.lora  # that of the folder, which `find_weights` has put on
   elif adapter.rank:
     from jaxpost.models import lora
 
-    table = partition.build(dataclasses.replace(cfg, lora=())).table
+    table = partition.build(dataclasses.replace(cfg, lora=())).table  # of the model below
     spec = (adapter.rank, adapter.alpha, adapter.rslora, lora.target_pattern(adapter.targets, table, adapter.rank))
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
@@ -248,7 +248,7 @@ def find_weights(
   if config.init_from:
     source = named(config.init_from, key)
   elif earlier:
-    source = list(earlier.values())[-1]
+    source = list(earlier.values())[-1]  # of the stage before this one
   if config.lora.path:
     from jaxpost.stage import weight_sources
 
@@ -261,7 +261,7 @@ def find_weights(
   out = {'policy': source}
   if 'reference' in algorithm.needs(config):
     path = config.rl.reference
-    out['reference'] = named(path, 'config.rl.reference') if path else source
+    out['reference'] = named(path, 'config.rl.reference') if path else source  # the policy as the stage begins
   if algorithm.critic(config):
     path = config.critic.path
     out['critic'] = named(path, 'config.critic.path') if path else source
@@ -329,7 +329,7 @@ def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:
   """
   render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)
   checked = 0 if inputs.config.data.streaming else min(len(rows), checks.READ_FIRST)
-  ready = [render(i) for i in range(checked)]
+  ready = [render(i) for i in range(checked)]  # kept, so that no epoch renders them again
   if not inputs.algorithm.scalar_head:  # which writes no text
     warn_without_stop(ready, inputs.tokenizer)
     warn_unseen(ready)
@@ -373,16 +373,16 @@ def make_held_out(
     tools: JSON schemas that prompts show.
   """
   section = inputs.config.eval
-  every, count = rows, min(len(rows), section.size)
-  rows = sources.first(rows, count)
+  count = min(len(rows), section.size)
+  evaluated = sources.first(rows, count)
   documents, prompts = None, ()
   if not inputs.algorithm.on_policy:
-    render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)
+    render = inputs.algorithm.render(evaluated, inputs.tokenizer, inputs.config)
     examples = tuple(render(i) for i in range(count))
     documents = Documents(examples.__getitem__, count, fields)
   if section.samples:
     from jaxpost.stage import sampling_inputs
 
-    stream = sampling_inputs.prompt_stream(inputs, rows, per_step=count, shuffle=False, tools=tools)
+    stream = sampling_inputs.prompt_stream(inputs, evaluated, per_step=count, shuffle=False, tools=tools)
     prompts = tuple(stream.prompt(i) for i in range(min(count, len(stream))))
-  return HeldOutData(every, documents, prompts)
+  return HeldOutData(rows, documents, prompts)

@@ -217,7 +217,7 @@ def _files(source: Source) -> list:
 def _sampled(file: epath.Path) -> list:
   stat, crc = file.stat(), 0
   with file.open('rb') as f:
-    for at in range(0, stat.length, max(stat.length // 64, _BLOCK)):
+    for at in range(0, stat.length, max(stat.length // 64, _BLOCK)):  # a small file as a whole
       f.seek(at)
       crc = zlib.crc32(f.read(_BLOCK), crc)
   return [file.name, stat.length, crc]
