@@ -91,7 +91,7 @@ def compile_all(
 
 
 def run_jobs(jobs: Sequence[Callable[[], Any]]) -> None:
-  """Runs jobs, two at a time; raises the first error at once, without the jobs that have not begun."""
+  """Runs jobs, two at a time; after the first error, which it raises, none begins any more."""
   with futures.ThreadPoolExecutor(2) as pool:
     running = [pool.submit(job) for job in jobs]
     try:
