@@ -126,7 +126,7 @@ def any_process(flag: bool) -> bool:
       client.key_value_delete(f'{_ROOT}/stop/{at - _KEPT}')
   else:
     answer = json.loads(wait_for(f'{_ROOT}/stop/{at}'))
-  _state['stops'] += answer
+  _state['stops'] += answer  # the flags of a later stop have another name
   return answer
 
 

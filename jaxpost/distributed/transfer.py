@@ -30,7 +30,7 @@ def to_host(tree: Any, share: bool = True) -> Any:
   processes that have some of them.
   """
   leaves, treedef = jax.tree.flatten(tree)
-  found, few = list(leaves), {}
+  found, few = list(leaves), {}  # few: {a process: places of leaves that it has and some others lack}
   for i, x in enumerate(leaves):
     if not isinstance(x, jax.Array):
       found[i] = np.asarray(x)

@@ -267,7 +267,7 @@ class Checkpointer:
     """Removes all but the newest steps, the best one, and `step`."""
     steps = manifests.steps(self._folder)
     scores = {}
-    for other in filter(self._is_ancestor, steps):
+    for other in filter(self._is_ancestor, steps):  # of a run that was rolled back, later steps are none
       try:
         metrics = manifests.read(self._folder, other).metrics
       except manifests.DamagedError:
