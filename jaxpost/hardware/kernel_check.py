@@ -265,10 +265,9 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
         q, k, v, segments, positions, sinks, window=window, cfg=work, compute=compute, **stripe, **branches
       ).astype(jnp.float32)
 
-    n = work.parts
+    n = work.parts  # stripe i has the tokens i, i + n, ...; stacked, they are [rows, T / n, n, H, hv]
     if n == 1:
       return run(q)
-    # Stripe i has the tokens i, i + n, ...: [rows, T / n, n, H, hv] interleaves them again.
     return jnp.stack([run(q[:, i::n], stripe=(i, n)) for i in range(n)], axis=2).reshape(rows, length, heads, values)
 
   @functools.partial(jax.jit, compiler_options=compiler_options())
