@@ -31,18 +31,6 @@ if TYPE_CHECKING:
   from jaxpost.environments.turns import Turns
 
 
-class Context(NamedTuple):
-  """The tokens that a request continues.
-
-  Attributes:
-    ids: all tokens before the answer, [P] int32.
-    restarts: True if they do not begin with the tokens of the episode, which then starts over.
-  """
-
-  ids: np.ndarray
-  restarts: bool
-
-
 @dataclasses.dataclass(eq=False)
 class Session:
   """The conversation of one agent so far, for `openai_server.Endpoint`.
@@ -73,8 +61,8 @@ class Session:
   full: bool = False
   busy: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
-  def context(self, body: dict, encode: Callable[[], np.ndarray]) -> Context:
-    """Returns the tokens that a body continues.
+  def context(self, body: dict, encode: Callable[[], np.ndarray]) -> tuple[np.ndarray, bool]:
+    """Returns ([P] int32 all tokens before the answer, True if the episode does not begin so and starts over).
 
     Args:
       encode: tokenizes the whole body; used if it does not continue the conversation.
@@ -83,12 +71,12 @@ class Session:
     count = len(self.known)
     if count and messages and len(messages) > count and _same_messages(messages[:count], self.known):
       between = self.turns.continuation(messages[count:], ended=self.last == self.turns.end_id, row=body)
-      return Context(np.concatenate([self._tokens(), between]).astype(np.int32), restarts=False)
+      return np.concatenate([self._tokens(), between]).astype(np.int32), False
     ids = encode()
     tokens = self._tokens()
     # A text or token prompt continues the episode if it begins with its tokens.
     continues = self.episode.tokens and not messages and ids[: len(tokens)].tolist() == tokens.tolist()
-    return Context(ids, restarts=not continues)
+    return ids, not continues
 
   def _tokens(self) -> np.ndarray:
     """Returns all tokens of the episode: the context and what followed."""

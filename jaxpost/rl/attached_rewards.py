@@ -35,8 +35,10 @@ def add_attached(groups: Sequence[Graded], rollout: Rollout) -> list[Graded]:
       by = group.graded_by if group.graded_by is not None else list(group.components)
       results.append(dataclasses.replace(group, components={**group.components, **none}, graded_by=by))
       continue
-    own = {name: values[i * size : (i + 1) * size] for name, values in rollout.rewards.items()}
-    components = {name: [None if np.isnan(r) else float(r) for r in values] for name, values in own.items()}
+    components = {
+      name: [None if np.isnan(reward) else float(reward) for reward in values[i * size : (i + 1) * size]]
+      for name, values in rollout.rewards.items()
+    }
     # Functions that have no verdict on any completion of a group are left out of its rewards.
     left_out = group.error is None and all(reward is None for reward in group.rewards)
     # In this order: floating-point sums depend on it.
@@ -67,12 +69,11 @@ def add_reward_model(
   scores = scores.reshape(rewards.shape)
   failed = _failed(rollout, results, rewards)
   rewards = np.where(failed, np.nan, np.nan_to_num(rewards) + grader.model_weight * scores)
-  named = [{REWARD_MODEL: row.tolist()} for row in scores]
-  return (
-    rollout,
-    [dataclasses.replace(x, components={**x.components, **own}) for x, own in zip(results, named, strict=True)],
-    rewards,
-  )
+  with_model = [
+    dataclasses.replace(group, components={**group.components, REWARD_MODEL: row.tolist()})
+    for group, row in zip(results, scores, strict=True)
+  ]
+  return rollout, with_model, rewards
 
 
 def _failed(rollout: Rollout, results: Sequence[Graded], rewards: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ Legend: P prompt tokens, C completion tokens, L layers, k experts per token.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import os
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,9 +84,6 @@ class DrawnTokens(NamedTuple):
   allowed: tuple  # ([n, k],) or ()
   versions: np.ndarray  # [n], see `Completion`
 
-  def first(self, count: int) -> DrawnTokens:
-    return jax.tree.map(lambda x: x[:count], self)
-
 
 @dataclasses.dataclass(eq=False)
 class ActiveSequence:
@@ -157,7 +155,7 @@ class ActiveSequence:
         # something else once the rest of it follows.
         known = len(os.path.commonprefix([early, text]))
         if text.find(string, max(0, known - len(string) + 1)) >= 0:
-          self.blocks[-1] = self.blocks[-1].first(end - before)
+          self.blocks[-1] = jax.tree.map(operator.itemgetter(slice(end - before)), self.blocks[-1])
           return string
     return ''
 

@@ -165,13 +165,9 @@ def _number(i: int, value: Any) -> float | None:
     raise RewardError(f'returned {_shown(value)} at {i}, not a number')
   # Advantages are computed in float32. Written this way, the comparison also fails for NaN.
   if not abs(value) <= _FLOAT32_MAX:
-    raise RewardError(f'returned {float_text(value)} at {i}; None says that there is no reward')
+    shown = value if isinstance(value, float) else 'a number beyond float32'
+    raise RewardError(f'returned {shown} at {i}; None says that there is no reward')
   return float(value)
-
-
-def float_text(value: Any) -> str:
-  """Returns the text of a number for an error message."""
-  return str(value) if isinstance(value, float) else 'a number beyond float32'
 
 
 def _shown(value: Any) -> str:
