@@ -330,7 +330,7 @@ BAD_ROWS = [
   ({'messages': [USER]}, 'has no assistant turn, so nothing to train on'),
   ({'prompt': 'a', 'completion': [ANSWER]}, 'prompt is a str and completio'),
   ({'prompt': [USER], 'completion': []}, 'completion: is an empty list'),
-  ({'prompt': [USER], 'completion': [USER, ANSWER]}, 'completion: begins with the messages of the column prompt'),
+  ({'prompt': [USER], 'completion': [USER, ANSWER]}, 'the answer begins with its prompt, which'),
   ({'prompt': [USER], 'completion': [USER_2]}, 'has no assistant turn'),
   ({'prompt': 1, 'completion': 2}, 'prompt: is an int, must be a list'),
   ({'messages': [USER, {**ANSWER, 'weight': -1}]}, r'messages\[1\].weight: -1 is no number >= 0'),

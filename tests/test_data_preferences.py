@@ -264,11 +264,8 @@ BAD_PAIRS = [
   ({**TEXT, 'prompt': [USER]}, 'prompt is a list and chosen a str'),
   ({**MESSAGES, 'prompt': 'Q1'}, 'both text or both lists of messages$'),
   # UltraFeedback as it is on the hub; and with the prompt as messages, too.
-  ({'prompt': 'Q1', 'chosen': [USER, *GOOD], 'rejected': [USER, *BAD]}, 'chosen has the prompt already, so rename it'),
-  (
-    {'prompt': [USER], 'chosen': [USER, *GOOD], 'rejected': [USER, *BAD]},
-    'chosen: begins with the messages of the col',
-  ),
+  ({'prompt': 'Q1', 'chosen': [USER, *GOOD], 'rejected': [USER, *BAD]}, 'chosen has the prompt, so rename it: '),
+  ({'prompt': [USER], 'chosen': [USER, *GOOD], 'rejected': [USER, *BAD]}, 'chosen: the answer begins with its prompt'),
   ({**TEXT, 'prompt': None}, 'prompt: is null'),
   ({**TEXT, 'prompt': ''}, 'prompt is empty'),
   ({'chosen': 'a', 'rejected': 'b'}, 'needs the column prompt'),

@@ -119,6 +119,7 @@ def test_optimizers_by_name(name, model):
     (OptimSection(name='schedule_free_adamw'), 'needs other weights for evaluation'),
     (OptimSection(name='dpsgd'), 'optax.dpsgd needs'),
     (OptimSection(name='scale_by_madgrad'), "has no optimizer 'scale_by_madgrad'"),
+    (OptimSection(name='sm3'), 'optax.sm3 needs the same learning rate in each update'),
     (OptimSection(name='sgd', weight_decay=0.1), 'optax.sgd takes none; use adamw'),
   ],
 )

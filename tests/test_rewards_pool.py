@@ -4,6 +4,7 @@ The functions are written to a file, as a user's would be. They look at the
 completion and behave for every text but 'bad'.
 """
 
+import datetime
 import logging
 import os
 import pathlib
@@ -18,6 +19,7 @@ import time
 
 import pytest
 
+from jaxpost.data import sources
 from jaxpost.errors import InputError
 from jaxpost.rewards.groups import Group
 from jaxpost.rewards.pool import RewardPool
@@ -517,6 +519,8 @@ def test_columns_that_json_cannot_carry_are_named(pool_of):
   pool = pool_of('fine')
   with pytest.raises(InputError, match="column 'when': .*object"):
     pool.grade([group('a', ok=1, when=object())])
+  with pytest.raises(InputError, match="column 'when': .*datetime is not JSON .* drop it with config.data.map"):
+    pool.check_rows(sources.read('a', fake_rows=[{'prompt': 'p', 'when': datetime.datetime(2026, 1, 1)}]))
   with pytest.raises(InputError, match="called 'completions'"):
     pool.grade([Group(['p'], ['a'], [[1]], {'completions': ['a']})])
   with pytest.raises(ValueError, match='x has 2 entries for 1'):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.data import files
@@ -24,7 +23,8 @@ def parquet(path: epath.Path, name: str) -> files.NumberedRows:
   _, lib, module = import_reader(name, 'parquet', *PARQUET)
   try:
     with path.open('rb') as file:
-      yield from _batches(module.ParquetFile(file).iter_batches(1024), name)
+      batches = module.ParquetFile(file).iter_batches(1024)
+      yield from enumerate(row for batch in batches for row in rows_of(batch, name))
   except (lib.ArrowException, OSError) as error:
     raise damaged(name, 'parquet', error) from error
 
@@ -34,53 +34,35 @@ def arrow(path: epath.Path, name: str) -> files.NumberedRows:
   (pyarrow,) = import_reader(name, 'arrow', 'pyarrow')
   try:
     with path.open('rb') as file:
-      yield from _batches(pyarrow.ipc.open_stream(file), name)
+      yield from enumerate(row for batch in pyarrow.ipc.open_stream(file) for row in rows_of(batch, name))
   except (pyarrow.lib.ArrowException, OSError) as error:
     raise damaged(name, 'arrow', error) from error
-
-
-def _batches(batches: Iterable[Any], name: str) -> files.NumberedRows:
-  number = 0
-  for batch in batches:
-    for row in rows_of(batch, name):
-      yield number, row
-      number += 1
 
 
 def rows_of(table: Any, name: str) -> list[dict[str, Any]]:
   """Returns the rows of an Arrow table or batch of the file `name`.
 
-  JSON is parsed where the schema says that a value is JSON: `datasets` 5 writes messages and schemas of tools so if the
-  arguments of calls differ. The nulls in calls and schemas of tools are left out: all objects of a list have the same
-  keys in a columnar file, so that a call has the arguments of the others, as nulls.
+  JSON is parsed: `datasets` 5 writes messages and schemas of tools as JSON if the arguments of calls differ. Nulls in
+  calls and schemas are left out: elsewhere all objects of a list have the same keys, a call those of others as null.
   """
-  parsers = {field.name: parser for field in table.schema if (parser := _json_parser(field, name))}
   rows = table.to_pylist()
-  for row in rows:
-    for column, value in row.items():
-      if column in parsers:
-        value = parsers[column](value)
-      row[column] = [_own_keys(x) for x in value] if isinstance(value, list) else value
+  for field in table.schema:
+    has_json = 'arrow.json' in str(field.type)
+    for row in rows:
+      value = _parsed(row[field.name], field.type, name) if has_json else row[field.name]
+      row[field.name] = [_own_keys(x) for x in value] if isinstance(value, list) else value
   return rows
 
 
-def _json_parser(field: Any, name: str) -> Callable[[Any], Any] | None:
-  """Returns a function that parses all JSON in a value of an Arrow field, None for a field that has none.
-
-  A pyarrow that does not know the type for JSON reads text, with the name of the type in the metadata of the field.
-  """
-  kind = field.type
-  named = getattr(kind, 'extension_name', '') or (field.metadata or {}).get(b'ARROW:extension:name', b'').decode()
-  if named == 'arrow.json':
-    return lambda text: None if text is None else files.parse(text, name)
-  parts = [kind.field(n) for n in range(kind.num_fields)]
-  parsers = {part.name: parser for part in parts if (parser := _json_parser(part, name))}
-  if not parsers or hasattr(kind, 'key_field'):  # maps are pairs in Python, and no column that is read is one
-    return None
-  if hasattr(kind, 'value_field'):
-    (parser,) = parsers.values()
-    return lambda items: items and [parser(item) for item in items]
-  return lambda item: item and item | {key: parser(item.get(key)) for key, parser in parsers.items()}
+def _parsed(value: Any, kind: Any, name: str) -> Any:
+  """Returns a value of an Arrow type with all JSON in it parsed."""
+  if isinstance(value, str) and getattr(kind, 'extension_name', '') == 'arrow.json':
+    return files.parse(value, name)
+  if isinstance(value, list) and hasattr(kind, 'value_field'):
+    return [_parsed(x, kind.value_type, name) for x in value]
+  if isinstance(value, dict):
+    return {key: _parsed(x, kind.field(key).type, name) for key, x in value.items()}
+  return value
 
 
 def _own_keys(item: Any) -> Any:

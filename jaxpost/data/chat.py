@@ -74,7 +74,8 @@ def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:
   if not isinstance(prompt, str):
     prompt = messages_lib.check_messages(prompt, f'{where}: prompt')
     completion = messages_lib.check_messages(completion, f'{where}: completion')
-    messages_lib.check_answer(prompt, completion, f'{where}: completion')
+    if completion[: len(prompt)] == prompt:
+      raise InputError(f'{where}: the answer begins with its prompt, which would stand there twice; take one out')
     return _chat(tokenizer, prompt + completion, first=len(prompt), row=row, where=where, train_on=train_on)
   messages_lib.check_text(prompt, f'{where}: prompt')
   messages_lib.check_text(completion, f'{where}: completion')

@@ -249,11 +249,8 @@ class Parquet(RandomAccess):
 
   def __getitem__(self, i: int) -> Any:
     group = int(np.searchsorted(self._starts, i, 'right')) - 1
-
-    def read() -> Any:
-      return self._with_file(lambda file: file.read_row_group(group))
-
-    row = self._groups.row((self._name, group), i - int(self._starts[group]), read, self._arrow)
+    key, place = (self._name, group), i - int(self._starts[group])
+    row = self._groups.row(key, place, lambda: self._with_file(lambda f: f.read_row_group(group)), self._arrow)
     return binary_files.rows_of(row, self._name)[0]
 
 

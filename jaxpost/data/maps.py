@@ -239,10 +239,7 @@ def sharegpt(row: Row, where: str = 'the row') -> Row:
 
 def _turn(turn: Any, where: str) -> dict[str, Any]:
   if not isinstance(turn, dict) or not {'from', 'value'} <= set(turn):
-    hint = ''
-    if isinstance(turn, dict) and {'role', 'content'} <= set(turn):
-      hint = '; rename messages with role and content: config.data.columns=messages=conversations'
-    raise InputError(f'{where}: must be an object with from and value{hint}')
+    raise InputError(f'{where}: must be an object with from and value')
   role = turn['from']
   if not isinstance(role, str) or role not in _ROLES:
     raise InputError(f'{where}.from: {messages.shown(role)} is none of {", ".join(_ROLES)}')

@@ -98,15 +98,6 @@ def check_messages(messages: Any, where: str) -> list[Message]:
   return checked
 
 
-def check_answer(prompt: list[Message], answer: list[Message], where: str) -> None:
-  """InputError if the answer begins with its prompt, which the model would read twice; both are checked messages."""
-  if answer[: len(prompt)] == prompt:
-    raise InputError(
-      f'{where}: begins with the messages of the column prompt, which would stand there twice; leave out one of the '
-      'two: config.data.columns=asked=prompt renames that column, and what holds a whole chat may be called messages'
-    )
-
-
 def _check_weight(message: Message, where: str) -> None:
   weight = message.get('weight', 0)
   if number(weight, where) < 0:

@@ -237,13 +237,10 @@ def _answer_of(row: Row, where: str) -> tuple[Answer, Answer]:
 def _prompt(prompt: Any, answer: Answer, name: str, where: str) -> Answer:
   if isinstance(prompt, str) != isinstance(answer, str):
     kinds = f'prompt is {type_of(prompt)} and {name} {type_of(answer)}'
-    held = prompt == answer[0]['content'] if isinstance(prompt, str) else False
-    hint = f'; {name} has the prompt already, so rename it away: config.data.columns=asked=prompt' if held else ''
+    held = isinstance(prompt, str) and prompt == answer[0]['content']
+    hint = f'; {name} has the prompt, so rename it: config.data.columns=asked=prompt' if held else ''
     raise InputError(f'{where}: {kinds}; both text or both lists of messages{hint}')
-  checked = _checked(prompt, f'{where}: prompt')
-  if not isinstance(checked, str):
-    messages_lib.check_answer(checked, answer, f'{where}: {name}')
-  return checked
+  return _checked(prompt, f'{where}: prompt')
 
 
 def _checked(answer: Any, where: str) -> Answer:

@@ -108,14 +108,17 @@ class RewardPool:
     self._closed = False
 
   def check_rows(self, rows: Any, names: Sequence[str] | None = None) -> None:
-    """Like `check`; also refuses a row that no function can grade, as the columns that built-in ones need are null.
+    """Like `check`; also refuses columns that JSON cannot represent, and rows with null for all built-in functions.
 
     Args:
       rows: `data.sources.Rows`; of rows that are read lazily, the columns of the first are checked.
       names: of the functions that grade them; None: all.
     """
-    self.check(list(next(rows[i] for i in range(len(rows)) if rows[i])), names)
+    first = next(rows[i] for i in range(len(rows)) if rows[i])
+    self.check(list(first), names)
     asked = [name for name in self.names if names is None or name in names]
+    for column, value in first.items() if asked else ():
+      _check_json(column, value)
     own = [spec.startswith(builtin.PACKAGE) for name, spec in self._remote if name in asked]
     needs = [needs for name, _, needs in self._needs if name in asked]
     if any(reward.name in asked for reward in self._local) or not all(own) or not all(needs) or rows.streaming:
@@ -141,8 +144,7 @@ class RewardPool:
     needs = [(r.name, r.file, r.needs) for r in self._local]
     for ready in self._ready:
       functions = ready.result()
-    for (name, _), function in zip(self._remote, functions):
-      needs.append((name, function['file'], function['needs']))
+    needs += [(name, found['file'], found['needs']) for (name, _), found in zip(self._remote, functions)]
     self._needs = needs
     if columns is None:
       return
@@ -364,7 +366,7 @@ def _check_json(name: str, values: Any) -> None:
   except (TypeError, ValueError) as error:
     raise InputError(
       f'reward: column {name!r}: {error}; reward functions run in another'
-      ' process: make it text, numbers, lists or dicts, or drop it'
+      ' process: make it text, numbers, lists or dicts, or drop it with config.data.map'
     ) from error
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _NEEDS = {
   **dict.fromkeys(('lbfgs', 'polyak_sgd', 'momo', 'momo_adam', 'sophia'), 'the loss'),
   **dict.fromkeys(('schedule_free', 'schedule_free_adamw', 'schedule_free_sgd'), 'other weights for evaluation'),
+  **dict.fromkeys(('sm3', 'rprop', 'optimistic_adam'), 'the same learning rate'),
 }
 
 
