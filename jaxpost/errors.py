@@ -5,7 +5,8 @@ exits with 1. Imports no package, so that reward workers can use it without JAX.
 """
 
 import dataclasses
-from collections.abc import Collection
+import difflib
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
@@ -52,6 +53,12 @@ def type_of(value: Any) -> str:
   """Returns 'a dict' or 'an int', the type of a value as errors name it."""
   name = type(value).__name__
   return f'{"an" if name[0] in "aeioAEIO" else "a"} {name}'
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+  """Returns 'did you mean NEAREST? ', or '' where none of the known names is near."""
+  near = difflib.get_close_matches(name, list(known), 1, cutoff)
+  return f'did you mean {near[0]!r}? ' if near else ''
 
 
 def refuse(wrong: bool, text: str) -> None:

@@ -9,7 +9,6 @@ One objective over pairs; the methods at the end differ in the losses of
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ import numpy as np
 from jaxpost.algorithms.base import Algorithm, Config, Precompute, expect, learning_rate
 from jaxpost.data import preferences as data
 from jaxpost.distributed import transfer
-from jaxpost.errors import InputError, refuse
+from jaxpost.errors import InputError, did_you_mean, refuse
 from jaxpost.losses import pairs as pairs_lib
 from jaxpost.losses import preferences, reduce
 from jaxpost.losses.preferences import LOSSES
@@ -231,8 +230,7 @@ def check(config: Config) -> None:
 
 def check_name(name: str, known: Collection[str]) -> None:
   """Raises InputError unless `known` has a loss of this name."""
-  near = difflib.get_close_matches(name, known, 1)
-  hint = f'did you mean {near[0]!r}? ' if near else ''
+  hint = did_you_mean(name, known)
   if name in _UNPAIRED:
     hint = "of single answers: set config.algorithm='kto'. "
   refuse(name not in known, f'config.preference.losses: there is no {name!r}; {hint}known: {", ".join(known)}')

@@ -7,7 +7,6 @@ for a model family is never used, as it may change it. `load('bytes')` needs no 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import os
 import pathlib
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxpost.data import messages as messages_lib
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, did_you_mean
 from jaxpost.storage import object_store, seals
 
 if TYPE_CHECKING:
@@ -256,11 +255,9 @@ def _template(chosen: str) -> str:
   named = _named_templates()
   file = named.get(chosen) or pathlib.Path(chosen).expanduser()
   if not file.is_file():
-    near = difflib.get_close_matches(chosen, named, 1)
     raise InputError(
-      f'config.data.chat_template: no file {chosen}, and no template of that name; '
-      + (f'did you mean {near[0]!r}? ' if near else '')
-      + f'known: {", ".join(sorted(named))}'
+      f'config.data.chat_template: no file {chosen}, and no template of that name; {did_you_mean(chosen, named)}'
+      f'known: {", ".join(sorted(named))}'
     )
   return file.read_text(encoding='utf-8')
 

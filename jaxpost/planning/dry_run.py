@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from jaxpost import testing
 from jaxpost.data import sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.data.examples import Documents
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, did_you_mean
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
 from jaxpost.stage import model_folders, optim, sampling_inputs, weight_sources
@@ -47,11 +46,9 @@ def shape_of(text: str, key: str, text_only: bool = False) -> ModelConfig:
     return shape
   if text.startswith(('.', '/', '~')) or '://' in text:
     return model_folders.open_folder(text, key, text_only)[1]
-  near = difflib.get_close_matches(text.rpartition('/')[2].lower().replace('-', '_'), presets.every(), 1)
+  hint = did_you_mean(text.rpartition('/')[2].lower().replace('-', '_'), presets.every())
   raise InputError(
-    f'{key}: no shape is called {text!r}; '
-    + (f'did you mean {near[0]!r}? ' if near else '')
-    + f'known: {", ".join(presets.every())}, or the path of a folder'
+    f'{key}: no shape is called {text!r}; {hint}known: {", ".join(presets.every())}, or the path of a folder'
   )
 
 

@@ -1,13 +1,12 @@
 """`--topology=NAME`: machines as described devices that need not be there."""
 
 import dataclasses
-import difflib
 import math
 import os
 import pathlib
 import re
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, did_you_mean
 from jaxpost.hardware import host
 from jaxpost.hardware.chips import CHIPS, Chip, of_kind
 
@@ -104,8 +103,7 @@ def parse(text: str, slices: int = 1, *, flag: str = '--topology', compiled: boo
   name = _OTHER_NAMES.get(name, name)
   known = [n for n, c in CHIPS.items() if not compiled or c.largest or n in GPUS] + ['cpu'] * compiled
   if name not in known:
-    near = difflib.get_close_matches(name, known, 1, 0.4)
-    hint = f'did you mean {near[0]!r}? ' if near else ''
+    hint = did_you_mean(name, known, 0.4)
     raise InputError(f'{flag}: {text!r}: there is no chip {name!r}; {hint}known: {", ".join(known)}; write {FORMS}')
   numbers = tuple(int(n) for n in size.split('x')) if size else ()
   dashed = between == '-'

@@ -6,11 +6,10 @@ a callable. All but a callable accept options: 'name?key=value&key=value' (optio
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 
-from jaxpost.errors import InputError, type_of
+from jaxpost.errors import InputError, did_you_mean, type_of
 
 PACKAGE = 'jaxpost.rewards.'
 # name: (module:attribute below jaxpost.rewards, help text: a completion gets 1 if ..., or the reward)
@@ -48,8 +47,7 @@ def locate(spec: str) -> str:
   if ':' in base:
     return spec
   if base not in BUILTIN:
-    near = difflib.get_close_matches(base, BUILTIN, n=1)
-    hint = f'did you mean {near[0]!r}? ' if near else ''
+    hint = did_you_mean(base, BUILTIN)
     if '=' in base:
       hint = 'options are written name?key=value&key=value, a comma as %2C; '
     raise InputError(

@@ -13,7 +13,6 @@ sign. The object is
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import math
@@ -23,7 +22,7 @@ import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxpost.errors import InputError, type_of
+from jaxpost.errors import InputError, did_you_mean, type_of
 from jaxpost.imports import load_callable
 from jaxpost.rewards import verl
 from jaxpost.workers import call, user_code
@@ -97,9 +96,8 @@ def _typed(target: Callable, options: dict[str, str], what: str) -> Iterator[tup
   known = {n: p for n, p in known.items() if n not in user_code.GIVEN}
   for key, text in options.items():
     if key not in known:
-      near = difflib.get_close_matches(key, known, n=1)
-      hint = f'did you mean {near[0]!r}?' if near else f'there are: {", ".join(known) or "none"}'
-      raise InputError(f'{what}: unknown option {key!r}; {hint}')
+      hint = did_you_mean(key, known)
+      raise InputError(f'{what}: unknown option {key!r}; {hint}there are: {", ".join(known) or "none"}')
     yield key, _value(key, text, known[key], what)
   if isinstance(target, type):
     for key, parameter in known.items():

@@ -11,14 +11,13 @@ from __future__ import annotations
 import bisect
 import collections
 import collections.abc
-import difflib
 import itertools
 import typing
 import urllib.parse
 
 import numpy as np
 
-from jaxpost.errors import InputError, refuse
+from jaxpost.errors import InputError, did_you_mean, refuse
 
 if typing.TYPE_CHECKING:
   from collections.abc import Collection, Sequence
@@ -97,9 +96,8 @@ def _options(name: str, query: str) -> dict[str, str]:
   options: dict[str, str] = {}
   for item in filter(None, query.split('&')):
     key, equals, value = item.partition('=')
-    near = difflib.get_close_matches(key, _OPTIONS, 1)
-    hint = f'did you mean {near[0]!r}?' if near else f'there are {", ".join(_OPTIONS)}'
-    refuse(key not in _OPTIONS, f'{_KEY}: {name}: no option {key!r}; {hint}')
+    hint = did_you_mean(key, _OPTIONS)
+    refuse(key not in _OPTIONS, f'{_KEY}: {name}: no option {key!r}; {hint}there are {", ".join(_OPTIONS)}')
     refuse(not equals or key in options, f'{_KEY}: {name}: {item!r} must be option=value, given once')
     options[key] = urllib.parse.unquote(value)
   return options

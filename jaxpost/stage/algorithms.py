@@ -1,10 +1,9 @@
 """The table of algorithms by name, and how a config's algorithm is found."""
 
-import difflib
 import importlib
 
 from jaxpost.algorithms.base import Algorithm
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, did_you_mean
 
 # Name -> module:attribute of its `Algorithm`, in jaxpost/algorithms/.
 ALGORITHMS = {
@@ -62,10 +61,9 @@ def load_algorithm(name: str) -> Algorithm:
   if name in ALGORITHMS:
     return vars(importlib.import_module(f'jaxpost.algorithms.{target}'))[attribute]
   if '.' not in target:
-    near = difflib.get_close_matches(name, ALGORITHMS, 1)
     raise InputError(
-      f'config.algorithm: there is no {name!r}; ' + (f'did you mean {near[0]!r}? ' if near else '') + 'built in: '
-      f'{", ".join(ALGORITHMS)}, or pkg.module or ./file.py of yours'
+      f'config.algorithm: there is no {name!r}; {did_you_mean(name, ALGORITHMS)}built in: {", ".join(ALGORITHMS)}, or '
+      'pkg.module or ./file.py of yours'
     )
   from jaxpost import imports
 

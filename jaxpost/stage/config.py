@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import pathlib
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from jaxpost.errors import InputError, type_of
+from jaxpost.errors import InputError, did_you_mean, type_of
 from jaxpost.stage.schema import Config
 from jaxpost.storage import seals
 
@@ -177,9 +176,8 @@ def _check(name: str, value: Any, kind: type, meta: Mapping) -> Any:
   if kind is float and not math.isfinite(value):
     raise InputError(f'{name}: {value!r} is not a finite number')
   if meta['choices'] and value not in meta['choices']:
-    near = difflib.get_close_matches(str(value), meta['choices'], 1, 0.5)  # fp16 is float16
-    hint = f'; did you mean {near[0]!r}?' if near else ''
-    raise InputError(f'{name}: {_shown(value)} is not one of {", ".join(meta["choices"])}{hint}')
+    hint = did_you_mean(str(value), meta['choices'], 0.5)  # fp16 is float16
+    raise InputError(f'{name}: {_shown(value)} is not one of {", ".join(meta["choices"])}; {hint}'.rstrip('; '))
   if kind in (int, float):
     lo = -_MOST if meta['lo'] is None else meta['lo']
     hi = _MOST if meta['hi'] is None else meta['hi']

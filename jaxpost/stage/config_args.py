@@ -1,9 +1,8 @@
 """Arguments of config files: `--config=configs/x.py:model=xs,runlocal`."""
 
-import difflib
 import types
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, did_you_mean
 
 
 def parse_arg(arg: str | None, **options: bool | int | float | str) -> types.SimpleNamespace:
@@ -23,10 +22,7 @@ def parse_arg(arg: str | None, **options: bool | int | float | str) -> types.Sim
   for item in filter(None, (arg or '').split(',')):
     name, has_value, value = item.partition('=')
     if name not in options:
-      near = difflib.get_close_matches(name, options, 1)
-      raise InputError(
-        f'--config: no argument {name!r}; ' + (f'did you mean {near[0]!r}?' if near else f'known: {", ".join(options)}')
-      )
+      raise InputError(f'--config: no argument {name!r}; {did_you_mean(name, options)}known: {", ".join(options)}')
     kind = type(options[name])
     if kind is bool:
       value = value if has_value else 'true'

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost.data import sources
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, did_you_mean
 from jaxpost.tools import choices, score_dataset
 
 if TYPE_CHECKING:
@@ -45,9 +44,7 @@ SUITES = {
 def find(name: str) -> Suite:
   """Returns the suite of a name; InputError names the nearest."""
   if name not in SUITES:
-    near = difflib.get_close_matches(name, SUITES, 1)
-    hint = f'did you mean {near[0]!r}? ' if near else ''
-    raise InputError(f'--suite: there is no {name!r}; {hint}known: {", ".join(SUITES)}')
+    raise InputError(f'--suite: there is no {name!r}; {did_you_mean(name, SUITES)}known: {", ".join(SUITES)}')
   return SUITES[name]
 
 
