@@ -89,6 +89,7 @@ def programs(layout, tokens, computes, cfg):
   import jax.numpy as jnp
 
   from jaxpost.models import context_parallel, layers
+  from jaxpost.models.attention_xla import PackedRows
 
   n = layout.mesh.shape['context']
   shapes = [(1, tokens, heads, cfg.head_dim) for heads in (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)]
@@ -98,9 +99,7 @@ def programs(layout, tokens, computes, cfg):
   places = jnp.arange(tokens)[None]
 
   def gathered(q, k, v, compute):
-    return layers.attention(
-      q, k, v, segments, compute, branch_ids=None, positions=places, window=0, cfg=cfg, sinks=None, layout=layout
-    )
+    return layers.attention(q, k, v, PackedRows(segments, places), 0, cfg=cfg, compute=compute, layout=layout)
 
   def ring_attention(q, k, v):
     compute = computes['gathered']

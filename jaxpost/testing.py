@@ -4,6 +4,7 @@ A tokenizer whose text can be computed by hand, and made-up data.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -27,12 +28,12 @@ class IntTokenizer:
   def encode(self, text: str) -> list[int]:
     return [int(word) for word in text.split()]
 
-  def decode(self, ids, skip_special: bool = True) -> str:
+  def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
     special = (self.bos_id, self.eos_id, self.pad_id) if skip_special else ()
     return ' '.join(str(int(i)) for i in ids if i not in special)
 
 
-def document_lengths(count: int, seed: int = 0, low=32, high=512):
+def document_lengths(count: int, seed: int = 0, low: int = 32, high: int = 512) -> np.ndarray:
   """Lengths as an instruction set has them: log-normal, clipped."""
   rng = np.random.default_rng(seed)
   return np.clip(np.exp(rng.normal(4.9, 0.7, count)), low, high).astype(int)
@@ -49,7 +50,9 @@ class RandomPrompts:
   """An endless stream of prompts of random tokens, like `PromptStream`."""
 
   def __init__(self, per_step: int, length: int, vocab_size: int):
-    self.per_step, self.length, self.vocab = per_step, length, vocab_size
+    self.per_step = per_step
+    self.length = length
+    self.vocab = vocab_size
     self.index = 0
 
   @property
@@ -68,5 +71,5 @@ class RandomPrompts:
   def state(self) -> dict:
     return {'index': self.index}
 
-  def restore(self, state: dict):
+  def restore(self, state: dict) -> None:
     self.index = state['index']

@@ -7,8 +7,9 @@ from jaxpost.models.attention_xla import scale_queries, softcap, softmax
 from jaxpost.types import MASKED_LOGIT
 
 
-def reference(q, k, v, segment_ids, compute, branch_ids, positions, window, cfg, sinks=None):
+def reference(q, k, v, rows, window, cfg, compute, sinks=None):
   """Attention by its definition, with all scores [B, H, T, T]."""
+  segment_ids, positions, branch_ids = rows
   groups = q.shape[2] // k.shape[2]
   k, v = (jnp.repeat(x, groups, axis=2) for x in (k, v))
   scores = softcap(einsum('btnh,bsnh->bnts', scale_queries(q, cfg), k, compute.dtype), cfg)

@@ -57,6 +57,7 @@ OPTIONS = {
   'jaxpost.distributed.cluster': 'mesh.train',  # of several processes
   'jaxpost.models.context_parallel': 'mesh.train',
   'jaxpost.models.tensor_parallel': 'mesh.train',
+  'jaxpost.models.tied_embedding': 'mesh.train',
   'jaxpost.models.chunked_config': 'model.path',
   'jaxpost.models.convolution': 'model.path',
   'jaxpost.models.delta_mixer': 'model.path',
@@ -85,7 +86,6 @@ OPTIONS = {
   'jaxpost.monitor.host_health': 'mesh.train',  # of several processes
   'jaxpost.monitor.profile': 'log.profile_from',
   'jaxpost.monitor.trackers': 'log.trackers',
-  'jaxpost.losses.top_tokens': 'distill.top_k',
   'jaxpost.programs.extend': 'environment',  # of turns
   'jaxpost.programs.multi_token': 'nll.mtp_weight',
   'jaxpost.programs.noise': 'nll.neftune_alpha',

@@ -78,13 +78,8 @@ def case(shape, *, window=0, cap=0.0, sinks=False, scale=0.0, branches=False):
     begins = np.array([10, 11, 27, 95, 400, 640])
     branch = np.searchsorted(begins, at, side='right')
     at = np.where(branch, at - begins[branch - 1] + 10, at)
-  rest = dict(
-    segment_ids=jnp.asarray(segments, jnp.int32),
-    branch_ids=branch,
-    positions=jnp.asarray(at, jnp.int32),
-    window=window,
-    cfg=cfg,
-  )
+  rows = attention_xla.PackedRows(jnp.asarray(segments, jnp.int32), jnp.asarray(at, jnp.int32), branch)
+  rest = dict(rows=rows, window=window, cfg=cfg)
   sink = jnp.asarray(random.standard_normal(heads), jnp.float32)
   return (*qkv, sink if sinks else None), rest, draw(heads, values)
 
@@ -123,7 +118,7 @@ def interpreted(rest, n=1):
           q[:, i::n],
           k,
           v,
-          rest['segment_ids'],
+          rest['rows'].segment_ids,
           None,
           sinks=sinks,
           window=rest['window'],
@@ -150,7 +145,7 @@ def by_hand(args, rest):
   """[B, T, H, hv] in numpy: one query at a time."""
   q, k, v, sinks = (None if x is None else np.asarray(x, float) for x in args)
   cfg, out = rest['cfg'], np.zeros((*q.shape[:3], v.shape[-1]))
-  segments, at = np.asarray(rest['segment_ids']), np.asarray(rest['positions'])
+  segments, at, branch = (x if x is None else np.asarray(x) for x in rest['rows'])
   scale = cfg.attention_scale or q.shape[3] ** -0.5
   for b, t, n in np.ndindex(q.shape[:3]):
     seen = [
@@ -158,7 +153,7 @@ def by_hand(args, rest):
       for s in range(t + 1)
       if segments[b, s] == segments[b, t]
       and at[b, t] - at[b, s] < (rest['window'] or 10**6)
-      and (rest['branch_ids'] is None or rest['branch_ids'][b, s] in (0, rest['branch_ids'][b, t]))
+      and (branch is None or branch[b, s] in (0, branch[b, t]))
     ]
     head = n // (q.shape[2] // k.shape[2])
     score = scale * k[b, seen, head] @ q[b, t, n]
@@ -301,7 +296,8 @@ def in_triton(rest):
 
   def run(q, k, v, sinks):
     q = attention_xla.scale_queries(q, rest['cfg'])
-    given = rest['segment_ids'], rest['positions'], sinks, rest['branch_ids']
+    segments, positions, branches = rest['rows']
+    given = segments, positions, sinks, branches
     with pytest.MonkeyPatch.context() as patch:
       small = functools.partial(attention_triton.attend, tiles=TILES, interpret=True)
       patch.setattr(attention_triton, 'attend', small)
@@ -334,7 +330,7 @@ def test_triton_reads_only_what_is_attended_to():
   """Keys of other documents may be anything: their blocks are not read, and nothing of them is added to a gradient."""
   args, rest, g = case((512, 2, 1, 64, 64))
   segments = np.repeat([[1, 2, 3, 4]], 128, axis=1).repeat(2, axis=0)
-  rest |= dict(segment_ids=jnp.asarray(segments), positions=jnp.tile(jnp.arange(128), (2, 4)))
+  rest |= dict(rows=attention_xla.PackedRows(jnp.asarray(segments), jnp.tile(jnp.arange(128), (2, 4))))
   out, _ = both_ways(in_triton(rest), args, g)
   q, k, v, _ = args
   broken = slice(128, 256)
@@ -349,7 +345,7 @@ def test_triton_does_not_read_other_branches():
   args, rest, g = case((512, 2, 1, 64, 64))
   branches = np.repeat([[0, 1, 2, 3]], 128, axis=1).repeat(2, axis=0)
   positions = np.arange(512) - 128 * np.maximum(branches - 1, 0)
-  rest |= dict(segment_ids=jnp.ones((2, 512), jnp.int32), branch_ids=jnp.asarray(branches), positions=positions)
+  rest |= dict(rows=attention_xla.PackedRows(jnp.ones((2, 512), jnp.int32), positions, jnp.asarray(branches)))
   out, grads = both_ways(in_triton(rest), args, g)
   q, k, v, _ = args
   broken = slice(256, 384)
@@ -403,8 +399,8 @@ def taken(monkeypatch, compute, **fields):
   args, rest, _ = case((300, 4, 2, 64, 64), **fields)
   asked = []
 
-  def attend(q, *rest):
-    asked.append(rest[3].attention)
+  def attend(q, *rest, compute, **options):
+    asked.append(compute.attention)
     return q
 
   monkeypatch.setattr(attention_kernels, 'attend', attend)
@@ -552,7 +548,7 @@ def test_a_shape_that_is_wrong_goes_to_xla_and_others_do_not(monkeypatch, caplog
   assert 'splash is wrong on' in line and 'rows of 384 tokens' in line
   assert re.search(where, line)
   asked = []
-  monkeypatch.setattr(attention_kernels, 'attend', lambda q, *rest: asked.append(q.shape[1]) or q)
+  monkeypatch.setattr(attention_kernels, 'attend', lambda q, *rest, **options: asked.append(q.shape[1]) or q)
   for length in 256, 384:
     args, rest, _ = case((length, 4, 2, 64, 64))
     rest['cfg'] = SETTLED

@@ -22,7 +22,6 @@ from jaxpost.data import packing
 from jaxpost.data.examples import Documents, Example
 from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
-from jaxpost.losses import top_tokens as top_tokens
 from jaxpost.models import model as model_lib
 from jaxpost.programs import score, train
 from jaxpost.programs import topk as topk_lib
@@ -187,7 +186,7 @@ def test_every_field_changes_the_loss(case, fields):
 @pytest.mark.parametrize('elements', [2**20, B * V * 3])
 def test_top_tokens(case, elements):
   p = plan(of(), REAL, elements)._replace(loss_fn=None, temperature=0.7)
-  ids, logprobs = jax.jit(lambda h, w: top_tokens.top_tokens(p, h, w, case['weights'], 5))(case['hidden'], case['head'])
+  ids, logprobs = jax.jit(lambda h, w: topk_lib.top_tokens(p, h, w, case['weights'], 5))(case['hidden'], case['head'])
   logits = jnp.einsum('btd,vd->btv', case['hidden'], case['head'][:REAL], precision='highest')
   top, place = jax.lax.top_k(jax.nn.log_softmax(logits / 0.7), 5)
   mask = (case['weights'] != 0)[..., None]
@@ -200,7 +199,7 @@ def test_all_tokens_kept_are_the_whole_distribution(case, beta):
   teacher = case['teachers'][0]
   whole = of(beta=beta, temperature=0.8)
   kept = of(beta=beta, temperature=0.8, top_k=REAL)
-  ids, logprobs = top_tokens.top_tokens(
+  ids, logprobs = topk_lib.top_tokens(
     plan(whole, REAL)._replace(loss_fn=None, temperature=0.8), *teacher, case['weights'], REAL
   )
 

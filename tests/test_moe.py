@@ -350,7 +350,7 @@ def test_a_sampler_keeps_what_its_tokens_chose(model, params):
   other = tiny.params(model, seed=1)['layers']['router']
   drifted = params | {'layers': params['layers'] | {'router': other}}
   run = jax.jit(
-    lambda p, batch: train.run_model(model, p, batch, tiny.one_device(), tiny.EXACT, routing=True)[1].chosen
+    lambda p, batch: train.run_model(model, p, batch, tiny.one_device(), tiny.EXACT, dict(routing=True))[1].chosen
   )
   np.testing.assert_array_equal(np.moveaxis(run(drifted, batch), 0, 2), batch.experts)
   free = run(drifted, batch.replace(experts=None))

@@ -50,12 +50,8 @@ def objective(config: Config) -> Objective:
     logps = reduce.sequence_sum(outputs.logprobs * mask, ids)
     ratio = logps - reduce.sequence_sum(arrays['ref_logprobs'] * mask, ids)
     desirable = of_sequence(arrays['label']) > 0
-    if shifted:
-      z = jnp.max(arrays['kl'])  # the same everywhere
-      loss = preferences.kto(ratio, desirable, z, **options)
-    else:
-      z = jnp.zeros(())
-      loss = preferences.apo_zero_unpaired(ratio, desirable, **options)
+    z = jnp.max(arrays['kl']) if shifted else jnp.zeros(())  # the same everywhere
+    loss = preferences.kto(ratio, desirable, z, **options)
     metrics = {
       'kl': z,
       'rewards/accuracies': (ratio > z) == desirable,

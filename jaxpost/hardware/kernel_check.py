@@ -244,18 +244,8 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   compute = Compute(dtype, attention=name)
 
   def exact(q, k, v, sinks=None):
-    return attention_xla.chunked(
-      q,
-      k,
-      v,
-      segments,
-      exactly,
-      positions=positions,
-      window=window,
-      cfg=work,
-      sinks=sinks,
-      **{'branch_ids': None, **branches},
-    )
+    packed = attention_xla.PackedRows(segments, positions, **branches)
+    return attention_xla.attend_in_chunks(q, k, v, packed, window, cfg=work, compute=exactly, sinks=sinks)
 
   def fast(q, k, v, sinks=None):
     q, k, v = (x.astype(dtype) for x in (attention_xla.scale_queries(q, work), k, v))

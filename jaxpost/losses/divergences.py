@@ -62,31 +62,22 @@ def topk_jsd(
   Returns:
     [...] float32.
   """
-  same_shape('teacher_ids, teacher_logprobs [..., k]', None, teacher_ids, teacher_logprobs)
-  same_shape(
-    'leading axes of student_logits [..., V] and teacher_ids [..., k]',
-    None,
-    student_logits[..., 0],
-    teacher_ids[..., 0],
-  )
-  teacher = _masked(teacher_logprobs.astype(jnp.float32))
-  student = _log_probs(student_logits, temperature)
-  kept = jnp.take_along_axis(student, teacher_ids, axis=-1)
-  rest = jnp.put_along_axis(student, teacher_ids, MASKED_LOGIT, axis=-1, inplace=False)
-  rest = jnp.maximum(jax.nn.logsumexp(rest, axis=-1, keepdims=True), _FLOOR)
-  tail = _log_complement(jax.nn.logsumexp(teacher, axis=-1, keepdims=True))
-  return _divergence(jnp.concatenate([kept, rest], axis=-1), jnp.concatenate([teacher, tail], axis=-1), beta)
+  return partial_jsd(student_logits, teacher_ids + 1, teacher_logprobs, beta, temperature)
 
 
 def partial_jsd(
-  student_logits: jax.Array, teacher_ids: jax.Array, teacher_logprobs: jax.Array, beta: float = 0.5
+  student_logits: jax.Array,
+  teacher_ids: jax.Array,
+  teacher_logprobs: jax.Array,
+  beta: float = 0.5,
+  temperature: float = 1.0,
 ) -> jax.Array:
   """Computes `topk_jsd` where some of the teacher's k tokens are none of the student's.
 
   These count among the other tokens, on the teacher's side.
 
   Args:
-    student_logits: [..., V].
+    student_logits: [..., V], divided by `temperature`.
     teacher_ids: [..., k] int, 1 + the student's id of each, distinct; 0 for none.
     teacher_logprobs: [..., k].
 
@@ -94,9 +85,15 @@ def partial_jsd(
     [...] float32.
   """
   same_shape('teacher_ids, teacher_logprobs [..., k]', None, teacher_ids, teacher_logprobs)
+  same_shape(
+    'leading axes of student_logits [..., V] and teacher_ids [..., k]',
+    None,
+    student_logits[..., 0],
+    teacher_ids[..., 0],
+  )
   known = teacher_ids > 0
-  teacher = jnp.where(known, teacher_logprobs.astype(jnp.float32), MASKED_LOGIT)
-  student = _log_probs(student_logits, 1.0)
+  teacher = jnp.where(known, _masked(teacher_logprobs.astype(jnp.float32)), MASKED_LOGIT)
+  student = _log_probs(student_logits, temperature)
   # Index 0 takes what is none, and is cut off.
   wide = jnp.pad(student, [(0, 0)] * (student.ndim - 1) + [(1, 0)], constant_values=MASKED_LOGIT)
   kept = jnp.where(known, jnp.take_along_axis(wide, teacher_ids, axis=-1), MASKED_LOGIT)

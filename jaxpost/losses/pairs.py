@@ -81,21 +81,6 @@ class PreferenceOptions:
       raise InputError(f'f_divergence is {self.f_divergence!r}: give one of ' + ', '.join(F_DIVERGENCES))
 
 
-def _reverse_kl_score(log_ratio: jax.Array, alpha: float) -> jax.Array:
-  del alpha
-  return log_ratio
-
-
-def _forward_kl_score(log_ratio: jax.Array, alpha: float) -> jax.Array:
-  del alpha
-  return -jnp.expm1(jnp.minimum(-log_ratio, MAX_EXPONENT))
-
-
-def _js_score(log_ratio: jax.Array, alpha: float) -> jax.Array:
-  del alpha
-  return jax.nn.log_sigmoid(log_ratio) + math.log(2)
-
-
 def _alpha_score(log_ratio: jax.Array, alpha: float) -> jax.Array:
   if abs(alpha - 1) < 1e-6:
     return log_ratio
@@ -105,9 +90,9 @@ def _alpha_score(log_ratio: jax.Array, alpha: float) -> jax.Array:
 
 # (log-ratio, alpha) -> f'(ratio), shifted to be 0 at a ratio of 1 (f-DPO, arXiv:2309.16240).
 F_DIVERGENCES: dict[str, Callable[[jax.Array, float], jax.Array]] = {
-  'reverse_kl': _reverse_kl_score,
-  'forward_kl': _forward_kl_score,
-  'js_divergence': _js_score,
+  'reverse_kl': lambda log_ratio, alpha: log_ratio,
+  'forward_kl': lambda log_ratio, alpha: -jnp.expm1(jnp.minimum(-log_ratio, MAX_EXPONENT)),
+  'js_divergence': lambda log_ratio, alpha: jax.nn.log_sigmoid(log_ratio) + math.log(2),
   'alpha_divergence': _alpha_score,
 }
 

@@ -309,7 +309,7 @@ def kto(
 ) -> jax.Array:
   """1 - s(beta (x - z)) if desirable, 1 - s(beta (z - x)) if not.
 
-  KTO (arXiv:2402.01306), eq. 8.
+  KTO (arXiv:2402.01306), eq. 8; with z = 0, APO-zero (arXiv:2408.06266) of single completions.
 
   Args:
     log_ratio: [P], x: log-ratio of policy to reference, summed over tokens.
@@ -323,14 +323,3 @@ def kto(
   same_shape('log_ratio, label [P]', None, log_ratio, label)
   margin = beta * (log_ratio - jax.lax.stop_gradient(z))
   return jnp.where(label, desirable_weight * _sigmoid(-margin), undesirable_weight * _sigmoid(margin))
-
-
-def apo_zero_unpaired(
-  log_ratio: jax.Array,
-  label: jax.Array,
-  beta: float = 0.1,
-  desirable_weight: float = 1.0,
-  undesirable_weight: float = 1.0,
-) -> jax.Array:
-  """`kto` with z = 0: APO-zero (arXiv:2408.06266) of single completions."""
-  return kto(log_ratio, label, 0.0, beta=beta, desirable_weight=desirable_weight, undesirable_weight=undesirable_weight)

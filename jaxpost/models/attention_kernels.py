@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.models import attention_xla, context_parallel
+from jaxpost.models.attention_xla import PackedRows
 from jaxpost.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, parts: int
 
 
 def attend(
-  q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks, layout, parts: int
-):
+  q, k, v, rows: PackedRows, window, cfg: ModelConfig, compute: Compute, sinks, layout, parts: int
+) -> jax.Array:
   """Computes `layers.attention` by the kernel, on each device's rows and heads.
 
   Where rows are split, a device has a stripe of the queries and gathers all keys.
@@ -105,40 +106,27 @@ def attend(
   windows = (window,) if isinstance(window, int) else tuple(sorted(set(cfg.layer_windows)))
   number = 0 if isinstance(window, int) else jnp.searchsorted(jnp.array(windows), window)
   run = functools.partial(_local, windows=windows, cfg=cfg, compute=compute, parts=parts)
-  given = q, k, v, segment_ids, positions, branch_ids, number, sinks
+  given = q, k, v, rows, number, sinks
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
     return run(*given)
-
-  def rows(x, *axes):
-    return layout.spec(('batch', *axes, None)[: x.ndim], x.shape)
-
-  queries, keys = rows(q, 'time', 'heads'), rows(k, 'time', 'kv_heads')
+  queries = layout.spec(('batch', 'time', 'heads', None), q.shape)
+  keys = layout.spec(('batch', 'time', 'kv_heads', None), k.shape)
   # More shards than kv heads: each selects those of its query heads.
   apart = queries[2] is not None and keys[2] is None
-  specs = (
-    queries,
-    keys,
-    keys,
-    rows(segment_ids, None),
-    rows(positions, None),
-    branch_ids if branch_ids is None else rows(branch_ids, None),
-    PartitionSpec(),
-    sinks if sinks is None else PartitionSpec(queries[2]),
-  )
   return jax.shard_map(
     functools.partial(run, groups=q.shape[2] // k.shape[2] if apart else 0),
     mesh=layout.mesh,
-    in_specs=specs,
+    in_specs=(queries, keys, keys, PartitionSpec(queries[0]), PartitionSpec(), PartitionSpec(queries[2])),
     out_specs=queries,
     check_vma=False,
   )(*given)
 
 
-def _local(q, k, v, segment_ids, positions, branch_ids, number, sinks, *, windows, cfg, compute, parts, groups=0):
+def _local(q, k, v, rows: PackedRows, number, sinks, *, windows, cfg, compute, parts, groups=0):
   """Runs on one device; with `groups` > 0 all kv heads are here, for `groups` queries each."""
   q = attention_xla.scale_queries(q, cfg)
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
-  more = {} if branch_ids is None else dict(branch_ids=branch_ids)
+  more = {} if rows.branch_ids is None else dict(branch_ids=rows.branch_ids)
   if parts > 1:
     k, v = map(context_parallel.gather_stripes, (k, v))
     more |= dict(stripe=(jax.lax.axis_index('context'), parts))
@@ -149,7 +137,7 @@ def _local(q, k, v, segment_ids, positions, branch_ids, number, sinks, *, window
   of_window = [
     functools.partial(KERNELS[compute.attention], window=w, cfg=cfg, compute=compute, **more) for w in windows
   ]
-  given = q, k, v, segment_ids, positions, sinks
+  given = q, k, v, rows.segment_ids, rows.positions, sinks
   return of_window[0](*given) if len(windows) == 1 else jax.lax.switch(number, of_window, *given)
 
 
@@ -168,19 +156,19 @@ def _padded(multiple: int, segment_ids, *arrays):
 
 
 def splash(
-  q,
-  k,
-  v,
-  segment_ids,
-  positions,
-  sinks,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  positions: jax.Array,
+  sinks: jax.Array | None,
   *,
   window: int,
   cfg: ModelConfig,
   compute: Compute,
-  stripe=(0, 1),
+  stripe: tuple[int | jax.Array, int] = (0, 1),
   interpret: bool = False,
-):
+) -> jax.Array:
   """Sparse flash attention of `jax.experimental.pallas.ops.tpu`.
 
   Blocks that the causal mask or the window hides are skipped; those that are
@@ -209,7 +197,7 @@ def splash(
     segment_ids, k, v = (_behind(x, part, n, fill) for x, fill in ((segment_ids, _PAD), (k, 0), (v, 0)))
   segment_ids, k, v = _padded(block, segment_ids, k, v)
   shape = q.shape[1], k.shape[1]
-  mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else (masks.CausalMask(shape))
+  mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
   mask.q_sequence = mask.q_sequence * n + n - 1  # it is part of its hash
   blocks = [f.name for f in dataclasses.fields(lib.BlockSizes) if f.name.startswith('block')]
   sizes = lib.BlockSizes(**dict.fromkeys(blocks, block))
@@ -238,7 +226,9 @@ def _behind(x, part, n: int, fill):
 # --------------------------------------------------------------------- Triton
 
 
-def triton(q, k, v, segment_ids, positions, sinks, branch_ids=None, *, window: int, cfg: ModelConfig, compute):
+def triton(
+  q, k, v, segment_ids, positions, sinks, branch_ids=None, *, window: int, cfg: ModelConfig, compute: Compute
+) -> jax.Array:
   """Runs `attention_triton.attend` on rows of any length."""
   del compute
   from jaxpost.models import attention_triton
@@ -284,7 +274,7 @@ def attention_shape(
   )
 
 
-def check_platform(compute: Compute, platform: str):
+def check_platform(compute: Compute, platform: str) -> None:
   """Raises InputError if the requested kernel does not run on this platform."""
   name = compute.attention
   if platform not in PLATFORMS.get(name, (platform,)):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
 LOG2_E = math.log2(math.e)
+_Carry = tuple[jax.Array, jax.Array, jax.Array]  # of a softmax over keys: result, highest score, sum of weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _dot(a: jax.Array, b: jax.Array, trans_a: bool = False, trans_b: bool = Fals
   return plgpu.dot(a, b, trans_a=trans_a, trans_b=trans_b, precision=precision)
 
 
-def scores(q, k, cap: float) -> tuple[jax.Array, jax.Array | float]:
+def scores(q: jax.Array, k: jax.Array, cap: float) -> tuple[jax.Array, jax.Array | float]:
   """Returns capped scores [q, k] and the derivative of the cap."""
   s = _dot(q, k, trans_b=True)
   if not cap:
@@ -145,12 +146,12 @@ def scores(q, k, cap: float) -> tuple[jax.Array, jax.Array | float]:
   return s * cap, 1 - s * s
 
 
-def nothing(rows: int, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def nothing(rows: int, width: int) -> _Carry:
   """Returns what `add_keys` begins with: result, highest score and sum of weights of each row."""
   return jnp.zeros((rows, width), jnp.float32), jnp.full(rows, MASKED_LOGIT), jnp.zeros(rows, jnp.float32)
 
 
-def add_keys(carry, s, v):
+def add_keys(carry: _Carry, s: jax.Array, v: jax.Array) -> _Carry:
   """Adds keys with scores `s` [rows, keys] to base 2, and their values, to a softmax over all keys so far."""
   out, top, total = carry
   highest = jnp.maximum(top, jnp.max(s, axis=1))

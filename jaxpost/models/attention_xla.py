@@ -6,6 +6,8 @@ values. Arguments are those of `layers.attention`.
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +20,27 @@ from jaxpost.types import MASKED_LOGIT
 _LONG = 2048  # rows longer than this trade time for memory
 
 
-def chunked(q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None):
-  """Attention in chunks of queries, see `attend_in_chunks`."""
-  rows = segment_ids, positions, branch_ids
-  return attend_in_chunks(
-    q, k, v, (*rows, np.arange(q.shape[1])[None]), rows, window=window, compute=compute, cfg=cfg, sinks=sinks
-  )
+class PackedRows(NamedTuple):
+  """Which tokens of packed rows belong together, each [B, T]; see `types.Batch`."""
+
+  segment_ids: jax.Array
+  positions: jax.Array
+  branch_ids: jax.Array | None = None
 
 
-def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelConfig, sinks, n: int = 1, choose=None):
+def attend_in_chunks(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  rows: PackedRows,
+  window: int | jax.Array,
+  cfg: ModelConfig,
+  compute: Compute,
+  sinks: jax.Array | None = None,
+  mine: tuple | None = None,
+  n: int = 1,
+  choose: Callable | None = None,
+) -> jax.Array:
   """Attends from the queries of one of n parts of a row to all earlier keys.
 
   Each chunk of queries uses only the keys up to its own end, so half of the products are never computed and scores [T,
@@ -38,12 +52,13 @@ def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelCo
   Args:
     q: [B, t, H, h], every nth of T = n t tokens.
     k, v: [B, T, K, h].
-    mine: segments, positions, branches (or None) and places in the row, of the
-      queries, each [B or 1, t]; more arrays [B, t, ...] go to `choose`.
-    rows: segments, positions and branches of the keys, each [B, T].
+    rows: those of the keys, of all T tokens.
+    mine: segments, positions, branches (or None) and places in the row, of the queries, each [B or 1, t]; more arrays
+      [B, t, ...] go to `choose`. None: the queries are those of all tokens, in order.
     choose: (mask [B, t, keys], first key, end, *more of these queries) -> mask.
   """
   batch, length, heads, size = q.shape
+  mine = mine or (*rows, np.arange(length)[None])
   kv_heads = k.shape[2]
   shape = batch, length, kv_heads, heads // kv_heads, size
   q = scale_queries(q.reshape(shape), cfg).swapaxes(1, 2)
@@ -74,7 +89,7 @@ def attend_in_chunks(q, k, v, mine, rows, window, compute: Compute, cfg: ModelCo
       step = min(step, max(window // n, 4 * compute.q_chunk))
   for start in range(0, length, step):
     end = min(start + step, length)
-    run = functools.partial(attend, first_key(n * start, window, rows[2]), n * end)
+    run = functools.partial(attend, first_key(n * start, window, rows.branch_ids), n * end)
     some = q[:, :, start:end], *(x if x is None else x[:, start:end] for x in mine)
     out.append(_map_chunks(run, min(compute.q_chunk, step // 4), *some) if long else run(*some))
   out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
@@ -98,7 +113,7 @@ def _map_chunks(run, step: int, q, *rest):
   return out
 
 
-def first_key(start: int, window, branch_ids) -> int:
+def first_key(start: int, window: int | jax.Array, branch_ids: jax.Array | None) -> int:
   """Returns the first key that the query at `start` of a row may attend to.
 
   With branches it is 0: the shared part is closer by position than by place.

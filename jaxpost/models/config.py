@@ -207,18 +207,10 @@ class CustomConfig:
   ropes: tuple = ()
   lora: tuple = ()
 
+  cached = (0, ())  # unknown, as what follows
+  layer_stacks = ()
+  state_shapes = ()
+
   @property
   def padded_vocab_size(self) -> int:
     return self.vocab_size
-
-  @property
-  def cached(self) -> tuple[int, tuple[int, ...]]:
-    return 0, ()  # unknown
-
-  @property
-  def layer_stacks(self) -> tuple[str, ...]:
-    return ()  # unknown
-
-  @property
-  def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-    return ()  # unknown

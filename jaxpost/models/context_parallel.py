@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout, axes_of, row_shards
 from jaxpost.matmul import Compute
-from jaxpost.models.attention_xla import attend_in_chunks
+from jaxpost.models.attention_xla import PackedRows, attend_in_chunks
 from jaxpost.models.config import ModelConfig
 
 
@@ -54,7 +54,7 @@ def gather_stripes(x: jax.Array) -> jax.Array:
   return x.reshape(len(x), -1, *x.shape[3:])
 
 
-def shard_map_axes(layout: Layout, split) -> dict:
+def shard_map_axes(layout: Layout, split: PartitionSpec) -> dict:
   """Returns the arguments of `shard_map` over the axes that arrays are split over.
 
   The other axes stay automatic.
@@ -63,9 +63,9 @@ def shard_map_axes(layout: Layout, split) -> dict:
 
 
 def attend(
-  q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks, layout: Layout, n: int
+  q, k, v, rows: PackedRows, window, cfg: ModelConfig, compute: Compute, sinks, layout: Layout, n: int
 ) -> jax.Array:
-  """Computes `layers.attention` of rows in n parts: q, k and v are striped, the rest is in order.
+  """Computes `layers.attention` of rows in n parts: q, k and v are striped, `rows` are in order.
 
   In a `shard_map`: the partitioner would sum the gradients of keys and values over the whole mesh.
   """
@@ -73,14 +73,13 @@ def attend(
   k, v = (x.astype(compute.dtype) for x in (k, v))
   if layout.mesh.devices.flat[0].platform == 'cpu':
     k, v = (x.astype(jnp.float32) for x in (k, v))  # XLA:CPU sums no bfloat16
-  rows = segment_ids, positions, branch_ids
   mine = *(x if x is None else stripe(x, n) for x in rows), stripe(jnp.arange(length)[None], n)
   split = layout.spec(('batch', 'time', 'kv_heads'), k.shape)
   of_mine = *(PartitionSpec(*split[:2]),) * 3, PartitionSpec(None, split[1])
 
   def local(q, k, v, mine, rows, window, sinks):
     k, v = map(gather_stripes, (k, v))
-    return attend_in_chunks(q, k, v, mine, rows, window=window, compute=compute, cfg=cfg, sinks=sinks, n=n)
+    return attend_in_chunks(q, k, v, rows, window, cfg=cfg, compute=compute, sinks=sinks, mine=mine, n=n)
 
   # An int is static; in a scan over layers the window is traced.
   number = isinstance(window, int)

@@ -8,7 +8,7 @@ A convolution keeps the last W - 1 of its inputs of a sequence. A row has runs o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -102,7 +102,7 @@ def rows(cfg: HybridConfig) -> dict[str, Param]:
 
 
 def mix(
-  p: dict, y: jax.Array, cfg: HybridConfig, compute: Compute, layout, segment_ids: jax.Array, state: tuple | None
+  p: dict, y: jax.Array, cfg: HybridConfig, compute: Compute, layout: Callable, segment_ids: jax.Array, state: tuple
 ) -> tuple[jax.Array, tuple]:
   """Mixes tokens by a convolution between two gates (LFM2): c * convolve(b * x). See `hybrid.mix`."""
   del cfg

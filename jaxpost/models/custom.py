@@ -29,7 +29,7 @@ from jaxpost.models.parameters import Param, flatten, leaf, nest
 from jaxpost.types import Cache
 
 
-def linen(module, *, vocab_size: int, head: str, axes: Sequence[tuple[str, tuple]] = ()) -> Model:
+def linen(module: Any, *, vocab_size: int, head: str, axes: Sequence[tuple[str, tuple]] = ()) -> Model:
   """Makes a model of a `flax.linen.Module`.
 
   Args:

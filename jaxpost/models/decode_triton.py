@@ -44,7 +44,7 @@ def supports(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
 
 def cached_attention(
   q, cache, recent, filled, step, *, compute: Compute, window: int, cfg: ModelConfig, sinks=None, layout=None
-):
+) -> jax.Array:
   """Computes `decoding.cached_attention` of one token per slot, on each device's slots and heads."""
   shape, kv_heads = q.shape, cache[0].shape[1]
   q = scale_queries(q, cfg).astype(compute.dtype).reshape(len(q), kv_heads, -1, shape[-1])

@@ -6,36 +6,39 @@ Both passes run the layers of `transformer.py`; `decode` attends over the cache.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import Compute, einsum, from_bits
 from jaxpost.models import layers, rope, transformer
-from jaxpost.models.attention_xla import scale_queries, softcap, softmax
+from jaxpost.models.attention_xla import PackedRows, scale_queries, softcap, softmax
 from jaxpost.models.config import ModelConfig
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.models.transformer import unconstrained
 from jaxpost.types import MASKED_LOGIT, Cache
 
 
-def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constrain=unconstrained):
+def prefill(
+  params: dict, tokens, lengths, cfg: ModelConfig, compute: Compute, constrain=unconstrained
+) -> tuple[Cache, jax.Array]:
   """Right-padded prompts [B, T] -> (Cache of length T, last hidden [B, D])."""
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
   segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
   x = constrain(transformer.embed(params, tokens, cfg, compute, constrain), 'batch', None, None)
   params = transformer.with_inputs(params, tokens, x, cfg, compute=compute, layout=constrain)
-
-  attention_of = transformer.attention_over(segment_ids, positions, cfg, compute, constrain)
+  rows = PackedRows(segment_ids, positions)
 
   def attend(q, k, v, keep, window, sinks):
     if jnp.dtype(compute.cache).itemsize == 1:  # what a token attends to does not depend on where its prompt ends
       k, v = (to_cache_type(y, compute).dense(y.dtype) for y in (k, v))
-    out = attention_of(q, k, v, window=window, sinks=sinks)
+    options = dict(cfg=cfg, compute=compute, layout=constrain)
+    out = layers.attention(q, k, v, rows=rows, window=window, sinks=sinks, **options)
     return out, [to_cache_type(y.swapaxes(1, 2), compute) for y in keep]
 
   tables = rope.tables(positions, lengths[:, None], cfg)
-  recur = transformer.recurrence_over(segment_ids, cfg, compute, constrain, keep=True)
+  recur = transformer.recurrence_over(rows, cfg, compute, constrain, keep=True)
   x, kept, routes = transformer.run_layers(
     params, x, tables, attend, cfg, compute=compute, constrain=constrain, recur=recur
   )
@@ -52,8 +55,16 @@ def prefill(params, tokens, lengths, cfg: ModelConfig, compute: Compute, constra
 
 
 def decode(
-  weights, cache: Cache, recent, tokens, filled, step, cfg: ModelConfig, compute: Compute, constrain=unconstrained
-):
+  weights,
+  cache: Cache,
+  recent: Cache,
+  tokens,
+  filled,
+  step,
+  cfg: ModelConfig,
+  compute: Compute,
+  constrain=unconstrained,
+) -> tuple[Cache, jax.Array]:
   """Decodes one token per slot.
 
   A block of T tokens only reads the cache, because XLA would copy a cache that is written at every token. New entries
@@ -63,7 +74,7 @@ def decode(
     weights: parameters with a list of layers (`unstack_layers`); an entry may
       also be a function of the layer's input that returns its parameters.
     cache: L x [S, K, N, h], or pages and a table; the first `filled` [S] entries are valid.
-    recent: a Cache, too: L x [S, K, T, h], of which the first `step` are valid, and the present states.
+    recent: L x [S, K, T, h], of which the first `step` are valid, and the present states.
     tokens: [S], at positions filled + step; or [S, T'], consecutive tokens.
 
   Returns:
@@ -98,8 +109,14 @@ def decode(
 
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
     p = p(x) if callable(p) else p
-    table, recur = rope.pick(tables, kind.rope), _recurrence(states, i, cfg, compute, constrain)
-    attend_layer = functools.partial(attend, layer=cfg.place_in_cache(i), window=kind.window, p=p)
+    table = rope.pick(tables, kind.rope)
+    place = cfg.place_in_cache(i)
+    attend_layer = functools.partial(attend, layer=place, window=kind.window, p=p)
+    recur = None
+    if cfg.layer_stacks[i] in STATEFUL:
+      from jaxpost.models import hybrid
+
+      recur = hybrid.over_state(cfg, states, place, compute, constrain)
     x, _, routing = transformer.layer(
       p, x, table, attend_layer, cfg, compute=compute, layout=constrain, absorbed=True, recur=recur
     )
@@ -111,21 +128,7 @@ def decode(
   return Cache(tuple(ks), tuple(vs), experts=tuple(experts), states=tuple(states)), x.reshape(*tokens.shape, -1)
 
 
-def _recurrence(states: list, layer: int, cfg: ModelConfig, compute: Compute, layout):
-  """Returns `recur` of `transformer.layer`, which replaces the entry of `states`; None for layers without a state."""
-  if cfg.layer_stacks[layer] not in STATEFUL:
-    return None
-  from jaxpost.models import hybrid
-
-  def recur(p, y):
-    place = cfg.place_in_cache(layer)
-    out, states[place] = hybrid.mix(p, y, cfg, compute, layout, state=states[place])
-    return out, None
-
-  return recur
-
-
-def to_cache_type(x, compute: Compute):
+def to_cache_type(x: jax.Array, compute: Compute) -> Any:
   """Returns keys or values [..., h] as the cache keeps them."""
   if jnp.dtype(compute.cache).itemsize > 1:
     return x.astype(compute.dtype).astype(compute.cache)
@@ -134,7 +137,7 @@ def to_cache_type(x, compute: Compute):
   return scaled.cached(x, compute)
 
 
-def layer_entries(cache: Cache, layer: int, step):
+def layer_entries(cache: Cache, layer: int, step: int | jax.Array) -> list[jax.Array]:
   """Returns keys and values of a layer, [S, K, N, h], gathered from pages if any.
 
   Pages are gathered at every step: gathered for all layers at once, for a block of steps, they would take the memory
@@ -155,7 +158,7 @@ def layer_entries(cache: Cache, layer: int, step):
 
 def cached_attention(
   q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None, choose=None
-):
+) -> jax.Array:
   """Attends from new tokens to the filled part of the KV cache.
 
   Args:

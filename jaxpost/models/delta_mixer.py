@@ -86,7 +86,7 @@ def _low_rank(cfg: HybridConfig) -> dict[str, Param]:
 
 
 def mix(
-  p: dict, y: jax.Array, cfg: HybridConfig, compute: Compute, layout, segment_ids: jax.Array, state: tuple | None
+  p: dict, y: jax.Array, cfg: HybridConfig, compute: Compute, layout: Callable, segment_ids: jax.Array, state: tuple
 ) -> tuple[jax.Array, tuple]:
   """Mixes tokens by the gated delta rule; see `hybrid.mix`."""
   *tails, state = state or (None,) * 4

@@ -130,13 +130,13 @@ def exchange(x: jax.Array, sent: jax.Array, received: jax.Array, axis: str, exac
 
 
 @jax.custom_vjp
-def dispatch(x, plan: Dispatch):
+def dispatch(x: jax.Array, plan: Dispatch) -> jax.Array:
   """[N, D] -> [n, N, D]: the rows received from each device, first in each part."""
   return exchange(x[plan.rows], plan.sent, plan.received, plan.axis, plan.exact)
 
 
 @jax.custom_vjp
-def combine(y, plan: Dispatch):
+def combine(y: jax.Array, plan: Dispatch) -> jax.Array:
   """[n, N, D], results of the received rows -> [N, D], their sums by local row.
 
   The transpose of `dispatch`, and vice versa.

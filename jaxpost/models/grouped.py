@@ -17,7 +17,7 @@ _COPIES = 4
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def grouped(x, w, sizes, compute: Compute, out: str = 'float32'):
+def grouped(x: jax.Array, w: jax.Array, sizes: jax.Array, compute: Compute, out: str = 'float32') -> jax.Array:
   """Multiplies each group of rows by its own matrix: [N, F].
 
   With `compute.grouped_kernel` this is one kernel for all groups (`grouped_triton.py`). It is for one device, or for

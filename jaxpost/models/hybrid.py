@@ -25,6 +25,7 @@ from jaxpost.models.parameters import STACKS, Param, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
+  from jaxpost.models.attention_xla import PackedRows
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.hybrid_config import HybridConfig
   from jaxpost.models.latent_config import LatentConfig
@@ -78,9 +79,7 @@ def _of_stack(common: dict[str, Param], dense: dict[str, Param], stack: str, cfg
   return rest if stack in ('mlp', 'moe') else mixer | {'attention_norm': norm}
 
 
-def over_rows(
-  cfg: HybridConfig, segment_ids: jax.Array, compute: Compute, layout, branch_ids: jax.Array | None = None, keep=False
-) -> Callable:
+def over_rows(cfg: HybridConfig, rows: PackedRows, compute: Compute, layout: Callable, keep: bool = False) -> Callable:
   """Returns (p, y) -> (out, state or None), the mixer over packed rows; see `mix`.
 
   keep: return the state at the end of each row, which has one document.
@@ -88,7 +87,7 @@ def over_rows(
   Raises:
     InputError: for what the mixer does not support.
   """
-  if branch_ids is not None:
+  if rows.branch_ids is not None:
     raise InputError(
       'config.preference.share_prompt: layers with a recurrent state cannot read branches of a shared prompt, which '
       'would need a state each (online_dpo always has branches and is not for these models); set it to False'
@@ -100,8 +99,18 @@ def over_rows(
     )
 
   def mixer(p, y):
-    out, state = mix(p, y, cfg, compute, layout, segment_ids=segment_ids)
+    out, state = mix(p, y, cfg, compute, layout, segment_ids=rows.segment_ids)
     return out, list(state) if keep else None
+
+  return mixer
+
+
+def over_state(cfg: HybridConfig, states: list[tuple], place: int, compute: Compute, layout: Callable) -> Callable:
+  """Returns (p, y) -> (out, None), the mixer of new tokens of sequences, which replaces `states[place]`; see `mix`."""
+
+  def mixer(p, y):
+    out, states[place] = mix(p, y, cfg, compute, layout, state=states[place])
+    return out, None
 
   return mixer
 
@@ -111,16 +120,16 @@ def mix(
   y: jax.Array,
   cfg: HybridConfig,
   compute: Compute,
-  layout,
+  layout: Callable,
   segment_ids: jax.Array | None = None,
-  state: tuple | None = None,
+  state: tuple = (),
 ) -> tuple[jax.Array, tuple]:
   """Mixes tokens by the mixer of the model, without the output projection.
 
   Args:
     y: [B, T, D], the normed input.
     segment_ids: [B, T], documents of each row, 0 for padding; None: one without padding.
-    state: arrays [B, *shape] for each of `cfg.state_shapes`, which the row continues; None: zeros.
+    state: arrays [B, *shape] for each of `cfg.state_shapes`, which the row continues; (): zeros.
 
   Returns:
     ([B, T, H, e], the state after the last token that is no padding).

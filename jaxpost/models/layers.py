@@ -7,7 +7,6 @@ Legend: B rows, T tokens, D hidden size, F MLP size, N or H heads, K kv heads, h
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxpost.distributed.mesh import Layout, TiedWeight, row_shards
 from jaxpost.matmul import Compute, einsum
-from jaxpost.models.attention_xla import chunked
+from jaxpost.models.attention_xla import PackedRows, attend_in_chunks
 
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
@@ -31,7 +30,7 @@ UNGATED = {'relu2': lambda x: jnp.square(jax.nn.relu(x))}  # of MLPs without a g
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def embed(table, tokens, dtype: str, constrain):
+def embed(table: jax.Array | TiedWeight, tokens: jax.Array, dtype: str, constrain: Callable) -> jax.Array:
   """Looks up tokens [B, T] in a table [V, D], in `dtype`.
 
   The table is gathered over fsdp before the lookup: from sharded rows XLA would replicate the activations of the global
@@ -42,30 +41,6 @@ def embed(table, tokens, dtype: str, constrain):
   if not split and 8 * tokens.size < len(table):
     return table[tokens].astype(dtype)
   return constrain(table.astype(dtype), 'vocab', None)[tokens]
-
-
-def tie_embeddings(table, tokens, dtype: str, layout: Layout):
-  """Ties embedding and head: returns the table [V, D] for both uses.
-
-  Where devices have different tokens [B, T], the gradients of both uses are
-  added before they are summed over devices, once.
-  """
-  over = layout.of_tokens(tokens.shape)[1]
-  if not over or len(tokens) % layout.batch_shards:
-    return table
-  n = math.prod(layout.mesh.shape[a] for a in over)
-  kind = table.dtype
-
-  @jax.custom_vjp
-  def make(table):
-    # Rounded while sharded, then gathered: half the bytes.
-    small = layout(table.astype(dtype), 'vocab', 'embed')
-    return TiedWeight(layout(small, 'vocab', None), jnp.zeros((n, *table.shape), jnp.float32))
-
-  make.defvjp(
-    lambda table: (make(table), None), lambda _, g: (layout.reduced(g.sums, ('vocab', 'embed'), over).astype(kind),)
-  )
-  return make(table)
 
 
 def _embed_forward(table, tokens, dtype, constrain):
@@ -89,7 +64,7 @@ def _embed_backward(dtype, constrain, residuals, g):
 embed.defvjp(_embed_forward, _embed_backward)
 
 
-def rms_norm(x, scale, cfg: ModelConfig):
+def rms_norm(x: jax.Array, scale: jax.Array | float, cfg: ModelConfig) -> jax.Array:
   """x / rms(x) * scale in float32 (Zhang and Sennrich, 2019)."""
   dtype = x.dtype
   x = x.astype(jnp.float32)
@@ -99,7 +74,7 @@ def rms_norm(x, scale, cfg: ModelConfig):
   return (x * scale).astype(dtype)
 
 
-def norm_heads(q, k, p, cfg: ModelConfig):
+def norm_heads(q: jax.Array, k: jax.Array, p: dict, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
   """QK norm of queries and keys [B, T, N, h]: over all heads if 'wide', else per head."""
 
   def norm(x, scale):
@@ -109,7 +84,7 @@ def norm_heads(q, k, p, cfg: ModelConfig):
   return norm(q, p.get('q_norm', 1.0)), norm(k, p.get('k_norm', 1.0))
 
 
-def project(spec: str, x, p, name: str, compute: Compute, layout=None):
+def project(spec: str, x: jax.Array, p: dict, name: str, compute: Compute, layout: Callable | None = None) -> jax.Array:
   """Computes `einsum(spec, x, p[name])` plus its bias, in the residual type."""
   y = einsum(spec, x, p[name], compute.dtype, compute.residual, layout=layout if isinstance(layout, Layout) else None)
   return _finish(y, p, name, compute)
@@ -127,7 +102,9 @@ FUSED = {'qkv': ('q', 'k', 'v'), 'gate_up': ('gate', 'up')}
 FUSED_AXIS = {'qkv': -2, 'gate_up': -1}  # the dimension they are joined in
 
 
-def project_all(spec: str, x, p, name: str, compute: Compute, cfg, layout) -> list:
+def project_all(
+  spec: str, x: jax.Array, p: dict, name: str, compute: Compute, cfg: ModelConfig, layout: Callable
+) -> list[jax.Array]:
   """Projects x by the matrices FUSED[name], with biases; one product if they are fused."""
   if name not in p:
     parts = FUSED[name]
@@ -145,8 +122,16 @@ def project_all(spec: str, x, p, name: str, compute: Compute, cfg, layout) -> li
 
 
 def attention(
-  q, k, v, segment_ids, compute: Compute, branch_ids, positions, window, cfg: ModelConfig, sinks=None, layout=None
-):
+  q: jax.Array | tuple,
+  k: jax.Array | tuple,
+  v: jax.Array,
+  rows: PackedRows,
+  window: int | jax.Array,
+  cfg: ModelConfig,
+  compute: Compute,
+  sinks: jax.Array | None = None,
+  layout: Callable | None = None,
+) -> jax.Array:
   """Computes causal attention inside each document of a packed row.
 
   Branches of a document (`types.Batch`) attend to its shared part and to themselves. `compute.attention` selects the
@@ -154,8 +139,7 @@ def attention(
   limits.
 
   Args:
-    q: [B, T, H, h]; k: [B, T, K, h]; v: [B, T, K, hv]; segment_ids,
-      positions: [B, T]; branch_ids: [B, T] or None. q and k may be `sparse_attention.Queries` and `Keys`.
+    q: [B, T, H, h]; k: [B, T, K, h]; v: [B, T, K, hv]. q and k may be `sparse_attention.Queries` and `Keys`.
     window: sliding window: a token attends to tokens of its document less than
       this far back; 0: all. An array in a scan over layers that differ.
     cfg: for the scale and the soft cap of the scores.
@@ -170,26 +154,27 @@ def attention(
     InputError: the requested implementation does not support the arguments.
   """
   if cfg.chunked and window:  # as if each chunk were a document
-    segment_ids = segment_ids * (1 + q.shape[1] // window) + positions // window
-  rest = segment_ids, compute, branch_ids, positions, window, cfg, sinks
+    chunk_ids = rows.segment_ids * (1 + q.shape[1] // window) + rows.positions // window
+    rows = rows._replace(segment_ids=chunk_ids)
+  rest = dict(window=window, cfg=cfg, compute=compute, sinks=sinks)
   parts = row_shards(layout)
   if isinstance(q, tuple):
     from jaxpost.models import sparse_attention
 
-    return sparse_attention.attend(q, k, v, *rest, parts)
+    return sparse_attention.attend(q, k, v, rows, **rest, parts=parts)
   if compute.uses_kernel:
     from jaxpost.models import attention_kernels
 
-    if attention_kernels.kernel_fits(q, v, branch_ids, compute, cfg, parts=parts):
-      return attention_kernels.attend(q, k, v, *rest, layout, parts)
+    if attention_kernels.kernel_fits(q, v, rows.branch_ids, compute, cfg, parts=parts):
+      return attention_kernels.attend(q, k, v, rows, **rest, layout=layout, parts=parts)
   if parts > 1:
     from jaxpost.models import context_parallel
 
-    return context_parallel.attend(q, k, v, *rest, layout, parts)
-  return checkpoint_name(chunked(q, k, v, *rest).astype(compute.residual), 'dots')
+    return context_parallel.attend(q, k, v, rows, **rest, layout=layout, n=parts)
+  return checkpoint_name(attend_in_chunks(q, k, v, rows, **rest).astype(compute.residual), 'dots')
 
 
-def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):
+def mlp(p: dict, x: jax.Array, cfg: ModelConfig, compute: Compute, layout: Callable) -> jax.Array:
   """SwiGLU and its like (Shazeer, 2020), or an MLP without a gate: [B, T, D] -> [B, T, D]."""
   if cfg.activation in UNGATED:
     hidden = UNGATED[cfg.activation](project('btd,df->btf', x, p, 'up', compute, layout=layout).astype(jnp.float32))
@@ -199,7 +184,7 @@ def mlp(p, x, cfg: ModelConfig, compute: Compute, layout):
   return project('btf,fd->btd', hidden.astype(compute.residual), p, 'down', compute, layout=layout)
 
 
-def add(x, out, cfg):
+def add(x: jax.Array, out: jax.Array, cfg: ModelConfig) -> jax.Array:
   """Adds the output of attention or MLP to the residual stream [B, T, D]."""
   if cfg.residual_scale != 1:
     out = out * cfg.residual_scale

@@ -15,7 +15,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -200,7 +200,7 @@ class Adapted:
     """Returns (W, A, scale B), for grouped products of experts."""
     return self.w, self.a, self.scale * self.b
 
-  def dense(self, dtype) -> jax.Array:
+  def dense(self, dtype: Any) -> jax.Array:
     """Returns the merged matrix W + scale A B of one layer."""
     w = self.w.dense('float32') if hasattr(self.w, 'dense') else self.w
     return (w + self.scale * jnp.tensordot(self.a, self.b, axes=1, precision=jax.lax.Precision.HIGHEST)).astype(dtype)

@@ -98,7 +98,9 @@ def _of_stack(common: dict[str, Param], stack: str, cfg: MixedConfig) -> dict[st
   return rows
 
 
-def with_side_inputs(params: dict, tokens: jax.Array, x: jax.Array, cfg: MixedConfig, compute: Compute, layout) -> dict:
+def with_side_inputs(
+  params: dict, tokens: jax.Array, x: jax.Array, cfg: MixedConfig, compute: Compute, layout: Callable
+) -> dict:
   """Returns the parameters with the embeddings of each layer among those of the layer.
 
   An embedding of each token, and a projection of what the first layer reads, are added.
@@ -152,7 +154,7 @@ def layer(
   attend: Callable,
   cfg: MixedConfig,
   compute: Compute,
-  layout,
+  layout: Callable,
   chosen: jax.Array | None = None,
 ) -> tuple[jax.Array, Any, Any]:
   """Applies one layer to [B, T, D]; see `transformer.layer`.

@@ -57,7 +57,7 @@ def table(plain: dict, cfg: LatentConfig) -> dict[str, Param]:
   }
 
 
-def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed: bool, layout=None):
+def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed: bool, layout) -> tuple:
   """Computes the attention of a layer, without the output projection.
 
   Args:
@@ -111,7 +111,7 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed
   return attend_to(q, k, both[..., plain:], keep)
 
 
-def from_cache(q, old, new, cfg: LatentConfig, compute: Compute) -> tuple:
+def from_cache(q, old: list, new: list, cfg: LatentConfig, compute: Compute) -> tuple:
   """Returns the first arguments of `decoding.cached_attention`, and its `choose`.
 
   q: queries in the latent space, or `sparse_attention.Queries`.

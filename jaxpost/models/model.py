@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 from jaxpost.models import transformer
 from jaxpost.models.config import CustomConfig, ModelConfig
@@ -80,7 +82,7 @@ class Model:
       flops += 3 * transformer.flops_per_token(multi_token.one_layer(self.config), context, rows)
     return flops
 
-  def shardings(self, layout) -> dict:
+  def shardings(self, layout: Layout) -> dict:
     """The sharding of every parameter in `layout`, nested like them."""
     return nest({k: layout.sharding(p.axes, p.shape) for k, p in self.table.items()})
 
@@ -155,7 +157,7 @@ def _decode(*args, **options):
   return decoding.decode(*args, **options)
 
 
-def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
+def init(key: jax.Array, cfg: ModelConfig, dtype: Any = jnp.float32) -> dict:
   """Initializes parameters: normal(initializer_range), padding rows 0."""
   flat = {}
   for i, (path, spec) in enumerate(transformer.param_table(cfg).items()):
@@ -169,12 +171,12 @@ def init(key, cfg: ModelConfig, dtype=jnp.float32) -> dict:
   return nest(flat)
 
 
-def head(params) -> jax.Array:
+def head(params: dict) -> jax.Array:
   """Returns the output embedding [V, D]; the input embedding if they are tied."""
   return params['head'] if 'head' in params else params['embed']
 
 
-def values(params, hidden) -> jax.Array:
+def values(params: dict, hidden: jax.Array) -> jax.Array:
   """Applies the scalar head in float32: [B, T, D] -> [B, T]."""
   hidden = hidden.astype(jnp.float32)
   return jnp.einsum('btd,dn->btn', hidden, params['score'], precision=jax.lax.Precision.HIGHEST)[..., 0]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -53,7 +54,7 @@ class _Sharding(NamedTuple):
 
 
 def with_shared(
-  p: dict, y: jax.Array, cfg: ModelConfig, compute: Compute, layout, chosen: jax.Array | None = None
+  p: dict, y: jax.Array, cfg: ModelConfig, compute: Compute, layout: Callable, chosen: jax.Array | None = None
 ) -> tuple[jax.Array, Routing]:
   """`mlp` between the projections of its experts, if they have such, plus the output of shared experts."""
   if cfg.experts.latent:
@@ -74,7 +75,7 @@ def mlp(
   x: jax.Array,
   cfg: ModelConfig,
   compute: Compute,
-  layout,
+  layout: Callable,
   chosen: jax.Array | None = None,
   seen: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing]:

@@ -95,7 +95,7 @@ def nest(flat: dict) -> dict:
   return tree
 
 
-def flatten(tree: dict, prefix='') -> dict:
+def flatten(tree: dict, prefix: str = '') -> dict:
   """Makes paths of nested dicts: {'layers': {'q': x}} -> {'layers/q': x}."""
   flat = {}
   for name, value in tree.items():
@@ -142,7 +142,7 @@ def unstack_layers(params: dict, stacks: Sequence[str]) -> dict:
   return {**rest, 'layers': out}
 
 
-def narrow(x, param: Param, compute: Compute):
+def narrow(x: jax.Array, param: Param, compute: Compute) -> jax.Array:
   """A new array of the operand type; what is `exact` stays."""
   return jnp.array(x, x.dtype if param.exact else compute.dtype, copy=True)
 

@@ -18,6 +18,7 @@ from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import flatten, is_adapter, leaf, match_paths, nest
 
 if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
 
@@ -91,7 +92,7 @@ def split(params: dict, model: Model) -> tuple[dict, dict]:
   return tuple(nest({p: x for p, x in flat.items() if (p in model.frozen) == side}) for side in (False, True))
 
 
-def adopt(params: dict, theirs: Model, model: Model, layout, dtype, seed: int = 0) -> dict:
+def adopt(params: dict, theirs: Model, model: Model, layout: Layout, dtype: Any, seed: int = 0) -> dict:
   """Converts parameters of `theirs` to those of `model`, the same decoder.
 
   Adapters of `theirs` are merged unless `model` has the same; new adapters are initialized, and a scalar head is 0.

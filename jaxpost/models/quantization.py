@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import typing
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
 from jaxpost.models.parameters import input_dims, is_mtp, leaf
 
-if typing.TYPE_CHECKING:
+if TYPE_CHECKING:
   from jaxpost.models.model import Model
 
 KINDS = ('int8', 'nf4')
@@ -73,7 +73,7 @@ class QuantizedMatrix:
     """Computes `einsum(spec, x, W)`; no gradient for the matrix."""
     return _product(spec, x, self, dtype)
 
-  def dense(self, dtype) -> jax.Array:
+  def dense(self, dtype: Any) -> jax.Array:
     """Returns the dequantized matrix in this type."""
     axis = self.codes.ndim + self.axis
 
@@ -182,7 +182,7 @@ def block_axes(table: dict) -> dict[str, int]:
   }
 
 
-def quantize_model(model: 'Model', kind: str) -> 'Model':
+def quantize_model(model: Model, kind: str) -> Model:
   """Returns the model with its matrices in 8 ('int8') or 4 bits ('nf4').
 
   Args:
@@ -220,7 +220,7 @@ def quantize_model(model: 'Model', kind: str) -> 'Model':
   )
 
 
-def check_frozen(model: 'Model', key: str):
+def check_frozen(model: Model, key: str) -> None:
   """Raises InputError if a quantized matrix is trained; `key` is the config field."""
   for path in block_axes((model.base or model).table) if model.quantized else ():
     if f'{path}/codes' not in model.frozen:
@@ -244,7 +244,7 @@ def _view(axes, params) -> dict:
   return params
 
 
-def convert_params(params: dict, model: 'Model') -> dict:
+def convert_params(params: dict, model: Model) -> dict:
   """Quantizes, requantizes or dequantizes matrices to the form that `model` has.
 
   One layer at a time. Matrices that `params` lacks are skipped.

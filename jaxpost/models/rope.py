@@ -23,7 +23,7 @@ def by_length(cfg: ModelConfig) -> int:
   return min(limits, default=0)
 
 
-def document_lengths(positions, segment_ids):
+def document_lengths(positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
   """Returns [B, T]: the last position of each token's document, plus 1."""
 
   def row(positions, segments):
@@ -33,7 +33,7 @@ def document_lengths(positions, segment_ids):
   return jax.vmap(row)(positions, segment_ids)
 
 
-def tables(positions, lengths, cfg: ModelConfig) -> list:
+def tables(positions: jax.Array, lengths: jax.Array | None, cfg: ModelConfig) -> list[tuple]:
   """Returns (cos, sin) for each of `cfg.ropes`, each [B, T, 1, h] float32.
 
   Where queries are scaled by position, a third array [B, T, 1, 1] has the factors.
@@ -46,7 +46,7 @@ def tables(positions, lengths, cfg: ModelConfig) -> list:
   return [_table(positions, lengths, rope, cfg) for rope in cfg.ropes]
 
 
-def pick(tables: list, index):
+def pick(tables: list[tuple], index: int | jax.Array) -> tuple | None:
   """Returns the table of a layer, None for no rotation; `index` may be traced."""
   if isinstance(index, int):
     return None if index < 0 else tables[index]
@@ -55,7 +55,7 @@ def pick(tables: list, index):
   return tuple(jnp.stack(x)[index] for x in zip(*tables, still, strict=True))
 
 
-def rotate(x, table, cfg: ModelConfig):
+def rotate(x: jax.Array, table: tuple | None, cfg: ModelConfig) -> jax.Array:
   """Rotates [B, T, N, h] in float32, first half against second half (as in HF).
 
   Interleaved pairs are separated into halves first: the order of the entries does not matter to the products of queries
@@ -73,7 +73,7 @@ def rotate(x, table, cfg: ModelConfig):
   return x * cos + turned * sin
 
 
-def scale_queries(q, table):
+def scale_queries(q: jax.Array, table: tuple | None) -> jax.Array:
   """Multiplies queries [B, T, N, h] by the factors of their positions, where the table has some.
 
   Attention stays sharp far beyond the length of pre-training (Nakanishi, arXiv:2501.19399).

@@ -23,15 +23,9 @@ if TYPE_CHECKING:
 
 
 def share(model: Model, layout: Layout) -> tuple[SharedWeights, Model]:
-  """Returns what takes the place of `reshard.Reshard`, and the model to sample with."""
-  return SharedWeights(model, layout), sampling_model(model)
-
-
-def sampling_model(model: Model) -> Model:
-  """Returns the model for a sampler that reads the trainer's (stacked) parameters."""
-  return dataclasses.replace(
-    model, prefill=functools.partial(_prefill, model), decode=functools.partial(_decode, model)
-  )
+  """Returns what takes the place of `reshard.Reshard`, and the model for a sampler of the trainer's parameters."""
+  reading = dict(prefill=functools.partial(_prefill, model), decode=functools.partial(_decode, model))
+  return SharedWeights(model, layout), dataclasses.replace(model, **reading)
 
 
 def _prefill(model, weights, *args, **kwargs):
@@ -71,7 +65,7 @@ class SharedWeights:
     self.shared_bytes = sum(x.nbytes for path, x in weights.items() if x is given[path])
     return nest(weights)
 
-  def compile(self, params: dict):
+  def compile(self, params: dict) -> None:
     """Does nothing: there is no program."""
 
   def outputs(self, params: dict) -> dict:

@@ -115,7 +115,7 @@ def choose(
 
 
 def attend(
-  q: Queries, k: Keys, v: jax.Array, segment_ids, compute: Compute, branch_ids, positions, window, cfg, sinks, parts
+  q: Queries, k: Keys, v, rows: attention_xla.PackedRows, window, cfg: LatentConfig, compute: Compute, sinks, parts: int
 ) -> jax.Array:
   """Attention over packed rows that are longer than `index_topk`; see `layers.attention`.
 
@@ -137,10 +137,9 @@ def attend(
       return mask
     return choose(mask, queries, weights, k.index[:, low:end, 0], cfg, compute=compute)
 
-  rows = segment_ids, positions, branch_ids
   mine = (*rows, np.arange(v.shape[1])[None], q.index, q.weights)
-  rest = dict(window=window, compute=compute, cfg=cfg, sinks=sinks, choose=chosen)
-  out = attention_xla.attend_in_chunks(q.heads, k.heads, v, mine, rows, **rest)
+  rest = dict(window=window, cfg=cfg, compute=compute, sinks=sinks, mine=mine, choose=chosen)
+  out = attention_xla.attend_in_chunks(q.heads, k.heads, v, rows, **rest)
   return checkpoint_name(out.astype(compute.residual), 'dots')
 
 

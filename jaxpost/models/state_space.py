@@ -9,6 +9,7 @@ values, and steps dt that scale values and decays. The state of a head is [d, e]
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -54,7 +55,7 @@ def rows(cfg: HybridConfig) -> dict[str, Param]:
 
 
 def mix(
-  p: dict, y: jax.Array, cfg: HybridConfig, compute: Compute, layout, segment_ids: jax.Array, state: tuple | None
+  p: dict, y: jax.Array, cfg: HybridConfig, compute: Compute, layout: Callable, segment_ids: jax.Array, state: tuple
 ) -> tuple[jax.Array, tuple]:
   """Mixes tokens by a state space, whose outputs are gated and then normed by group; see `hybrid.mix`."""
   *tails, state = state or (None,) * 4

@@ -15,7 +15,7 @@ from jaxpost.matmul import einsum, matrix_gradient
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
-def products(spec: str, x, ws: tuple, dtype: str, out: str, layout: Layout) -> list:
+def products(spec: str, x: jax.Array, ws: tuple, dtype: str, out: str, layout: Layout) -> list:
   """Returns [einsum(spec, x, w, dtype, out) for w in ws].
 
   The gradient by x is a sum over the matrices and over the mesh. XLA would all-reduce the part of each matrix

@@ -12,18 +12,20 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.models import layers, rope
+from jaxpost.models.attention_xla import PackedRows
 from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.models.parameters import Param, is_mtp, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
+  from jaxpost.models.routing import Routing
 
 _BLOCK = 'model.layers.{}.'  # prefix of a layer's tensors in Hugging Face's naming
 
@@ -95,7 +97,7 @@ def _other_layers(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]
   if cfg.state_shapes:
     from jaxpost.models import hybrid
 
-    return hybrid.table(table, _dense_rows(cfg), cfg)
+    return hybrid.table(table, _mlp_rows(dataclasses.replace(cfg, experts=None)), cfg)
   if cfg.mixed:
     from jaxpost.models import mixed_attention
 
@@ -109,15 +111,12 @@ def _stacked(layers: int, shape: tuple[int, ...], axes: tuple, hf: str) -> Param
 
 
 def _mlp_rows(cfg: ModelConfig) -> dict[str, Param]:
-  if not cfg.experts:
-    return _dense_rows(cfg)
-  from jaxpost.models import moe
+  if cfg.experts:
+    from jaxpost.models import moe
 
-  return moe.param_rows(cfg)
-
-
-def _dense_rows(cfg: ModelConfig) -> dict[str, Param]:
-  d, f, stacked = cfg.hidden_size, cfg.intermediate_size, functools.partial(_stacked, cfg.num_layers)
+    return moe.param_rows(cfg)
+  d, f = cfg.hidden_size, cfg.intermediate_size
+  stacked = functools.partial(_stacked, cfg.num_layers)
   gate = {'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj')}
   return ({} if cfg.activation in layers.UNGATED else gate) | {
     'layers/up': stacked((d, f), ('embed', 'mlp'), 'mlp.up_proj'),
@@ -156,8 +155,8 @@ def flops_per_token(cfg: ModelConfig, context: float, rows: dict[str, Param] | N
 
 
 def layer(
-  p, x, table, attend: Callable, cfg: ModelConfig, compute: Compute, layout, chosen=None, absorbed=False, recur=None
-):
+  p: dict, x, table, attend, cfg: ModelConfig, compute: Compute, layout, chosen=None, absorbed=False, recur=None
+) -> tuple[jax.Array, Any, Routing | None]:
   """Applies one layer to [B, T, D].
 
   Args:
@@ -170,7 +169,6 @@ def layer(
   Returns:
     ([B, T, D], `kept` of `attend` or `recur`, `Routing` or None).
   """
-
   if cfg.mixed:
     from jaxpost.models import mixed_attention
 
@@ -218,7 +216,9 @@ def _mix(p, y, table, attend, cfg, compute, layout, absorbed, recur):
   return out, kept
 
 
-def run_layers(params, x, tables, attend, cfg, compute, constrain, chosen=None, recur=None):
+def run_layers(
+  params: dict, x, tables: list, attend, cfg: ModelConfig, compute: Compute, constrain, chosen=None, recur=None
+) -> tuple[jax.Array, list, Routing | None]:
   """Runs all layers and the final norm on embedded tokens.
 
   Args:
@@ -295,30 +295,28 @@ def _scan(block, params, x, cfg, compute, chosen):
   return x, kept and [*(first or ()), *([y[i] for y in kept] for i in range(cfg.sparse_layers))], routing
 
 
-def attention_over(segment_ids, positions, cfg: ModelConfig, compute: Compute, layout, branch_ids=None) -> Callable:
-  """Returns (q, k, v, window=, sinks=) -> out, attention inside the documents of these rows."""
-  rows = dict(segment_ids=segment_ids, branch_ids=branch_ids, positions=positions)
-  return functools.partial(layers.attention, **rows, compute=compute, cfg=cfg, layout=layout)
-
-
-def recurrence_over(segment_ids, cfg: ModelConfig, compute: Compute, layout, branch_ids=None, keep=False):
+def recurrence_over(
+  rows: PackedRows, cfg: ModelConfig, compute: Compute, layout: Callable, keep: bool = False
+) -> Callable | None:
   """Returns `recur` of `layer` for these rows, None for models without states; see `hybrid.over_rows`."""
   if not cfg.state_shapes:
     return None
   from jaxpost.models import hybrid
 
-  return hybrid.over_rows(cfg, segment_ids, compute, layout, branch_ids=branch_ids, keep=keep)
+  return hybrid.over_rows(cfg, rows, compute, layout, keep=keep)
 
 
-def embed(params, tokens, cfg, compute, constrain, noise=None):
+def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, compute: Compute, constrain: Callable) -> jax.Array:
+  """Returns the embeddings [B, T, D] of tokens [B, T] as the first layer reads them."""
   x = layers.embed(params['embed'], tokens, compute.dtype, constrain)
   if cfg.embed_scale != 1:
     x = x * jnp.asarray(cfg.embed_scale, compute.dtype)  # rounded, as in HF
-  x = x.astype(compute.residual)
-  return x if noise is None else (x + noise).astype(x.dtype)
+  return x.astype(compute.residual)
 
 
-def with_inputs(params, tokens, x, cfg, compute, layout):
+def with_inputs(
+  params: dict, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, compute: Compute, layout: Callable
+) -> dict:
   """Returns the parameters with what their layers read besides x, the embeddings of the tokens."""
   if not cfg.mixed:
     return params
@@ -327,25 +325,26 @@ def with_inputs(params, tokens, x, cfg, compute, layout):
   return mixed_attention.with_side_inputs(params, tokens, x, cfg, compute=compute, layout=layout)
 
 
-def unconstrained(x, *axes):
+def unconstrained(x: jax.Array, *axes: str | None) -> jax.Array:
+  """Takes the place of a `Layout` where there is one device: returns x."""
   del axes
   return x
 
 
 def forward(
-  params,
-  tokens,
-  positions,
-  segment_ids,
+  params: dict,
+  tokens: jax.Array,
+  positions: jax.Array,
+  segment_ids: jax.Array,
   cfg: ModelConfig,
   compute: Compute,
-  constrain=unconstrained,
-  branch_ids=None,
-  noise=None,
-  chosen=None,
-  routing=False,
-  inputs=None,
-):
+  constrain: Callable = unconstrained,
+  branch_ids: jax.Array | None = None,
+  noise: jax.Array | None = None,
+  chosen: jax.Array | None = None,
+  routing: bool = False,
+  inputs: jax.Array | None = None,
+) -> Any:
   """Packed rows [B, T] -> final hidden states [B, T, D].
 
   Args:
@@ -357,26 +356,29 @@ def forward(
     routing: also return the `Routing` [L, B, T, ...].
     inputs: [B, T, D], what the first layer reads in place of the embeddings.
   """
-  n, order = row_shards(constrain), unconstrained  # which leaves tokens where they are
+  n = row_shards(constrain)
+  order = unconstrained  # leaves tokens where they are
   if n > 1:
     from jaxpost.models import context_parallel
 
     order = functools.partial(context_parallel.stripe, n=n)
-  noise = jax.tree.map(order, noise)
-  x = embed(params, order(tokens), cfg, compute, constrain, noise=noise) if inputs is None else order(inputs)
+  x = embed(params, order(tokens), cfg, compute, constrain) if inputs is None else order(inputs)
+  if noise is not None:
+    x = (x + order(noise)).astype(x.dtype)
   x = constrain(x, 'batch', 'time', None)
   params = with_inputs(params, order(tokens), x, cfg, compute=compute, layout=constrain)
   lengths = order(rope.document_lengths(positions, segment_ids)) if rope.by_length(cfg) else None
-  attention_of = attention_over(segment_ids, positions, cfg, compute, constrain, branch_ids=branch_ids)
+  rows = PackedRows(segment_ids, positions, branch_ids)
 
   def attend(q, k, v, keep, window, sinks):
     del keep
-    return attention_of(q, k, v, window=window, sinks=sinks), None
+    options = dict(cfg=cfg, compute=compute, layout=constrain)
+    return layers.attention(q, k, v, rows=rows, window=window, sinks=sinks, **options), None
 
   if chosen is not None:
     chosen = jnp.moveaxis(order(chosen), 2, 0)
   tables = rope.tables(order(positions), lengths, cfg)
-  recur = recurrence_over(segment_ids, cfg, compute, constrain, branch_ids=branch_ids)
+  recur = recurrence_over(rows, cfg, compute, constrain)
   rest = dict(compute=compute, constrain=constrain, chosen=chosen, recur=recur)
   x, _, routes = run_layers(params, x, tables, attend, cfg, **rest)
   if n > 1:

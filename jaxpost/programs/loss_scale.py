@@ -19,7 +19,9 @@ class LossScaled(NamedTuple):
   inner: Any
 
 
-_FIRST, _LARGEST, _PATIENCE = 2.0**15, 2.0**24, 1000
+_FIRST = 2.0**15
+_LARGEST = 2.0**24
+_PATIENCE = 1000
 
 
 def scaled(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -42,11 +44,6 @@ def unmoved(state: LossScaled, finite: jax.Array) -> LossScaled:
   return state._replace(
     scale=jnp.where(finite, state.scale, jnp.maximum(state.scale / 2, 1.0)), good=jnp.where(finite, state.good, 0)
   )
-
-
-def scale_of(state: LossScaled) -> jax.Array:
-  """Returns the scale, [] float32."""
-  return state.scale
 
 
 def report(state: LossScaled, finite: jax.Array) -> dict[str, jax.Array]:

@@ -11,7 +11,22 @@ import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-  from jaxpost.types import Batch
+  from jaxpost.models.model import Model
+  from jaxpost.types import Batch, Objective
+
+# The second word of a key, so that draws for different purposes are independent.
+_NOISE = 0
+_DROPOUT = 1
+
+
+def draws(model: Model, objective: Objective, batch: Batch, step: int | jax.Array) -> dict[str, jax.Array]:
+  """Returns those arguments of `Model.forward` that are drawn: `dropout` [B, 2] uint32, `noise` [B, T, D]."""
+  found = {}
+  if model.dropout:
+    found['dropout'] = jax.random.key_data(row_keys(batch, step, _DROPOUT, objective.seed))
+  if objective.neftune_alpha:
+    found['noise'] = neftune(batch, step, model.config.hidden_size, objective.neftune_alpha, objective.seed)
+  return found
 
 
 def row_keys(batch: Batch, step: int | jax.Array, purpose: int, seed: int) -> jax.Array:
@@ -28,7 +43,7 @@ def neftune(batch: Batch, step: int | jax.Array, width: int, alpha: float, seed:
   Jain et al. 2023 (arXiv:2310.05914), algorithm 1.
   """
   draw = jax.vmap(lambda key: jax.random.uniform(key, (batch.tokens.shape[1], width), minval=-1.0))(
-    row_keys(batch, step, 0, seed)
+    row_keys(batch, step, _NOISE, seed)
   )
   same_document = batch.segment_ids[:, :, None] == batch.segment_ids[:, None]
   lengths = jnp.sum(same_document, axis=-1)

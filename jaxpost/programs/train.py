@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.losses import head as head_lib
 from jaxpost.losses import head_chunk
-from jaxpost.models import layers
 from jaxpost.models.parameters import join
 from jaxpost.programs.compile import Ledger, Program
 from jaxpost.types import Batch, Objective, Outputs, TrainState
@@ -43,21 +42,14 @@ def _sampled_by(batch: Batch) -> dict[str, jax.Array]:
 
 
 def run_model(
-  model: Model,
-  params: dict,
-  batch: Batch,
-  layout: Layout,
-  compute: Compute,
-  noise: jax.Array | None = None,
-  dropout: jax.Array | None = None,
-  routing: bool | None = None,
+  model: Model, params: dict, batch: Batch, layout: Layout, compute: Compute, options: dict[str, Any] | None = None
 ) -> Any:
-  """Returns the hidden states [B, T, D] of packed rows; with routing=True, (hidden states, routing).
+  """Returns the hidden states [B, T, D] of packed rows; with the option routing=True, (hidden states, routing).
 
-  noise: [B, T, D], added to the embeddings. dropout: [B, 2], key data of each row.
+  options: more arguments of `Model.forward`.
   """
   # Optional fields that a batch lacks are not passed, so a custom model need not take them.
-  optional = dict(branch_ids=batch.branch_ids, noise=noise, dropout=dropout, routing=routing, chosen=batch.experts)
+  optional = dict(branch_ids=batch.branch_ids, chosen=batch.experts) | (options or {})
   return model.forward(
     params,
     batch.tokens,
@@ -124,22 +116,21 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
 
   def loss(params, batch, step=0, frozen=None, scale=1.0, tokens=None):
     params = join((frozen or {}).get('params', {}), params)
-    if model.head and model.config.tie_embeddings:
-      params |= {'embed': layers.tie_embeddings(params['embed'], batch.tokens, compute.dtype, layout)}
-    noise = dropout = None
-    if model.dropout or objective.neftune_alpha:
-      from jaxpost.programs import noise as draws
+    if model.head and model.config.tie_embeddings and layout.mesh.size > 1:
+      from jaxpost.models import tied_embedding
 
-      if model.dropout:
-        dropout = jax.random.key_data(draws.row_keys(batch, step, 1, objective.seed))
-      if objective.neftune_alpha:
-        noise = draws.neftune(batch, step, model.config.hidden_size, objective.neftune_alpha, objective.seed)
+      params |= {'embed': tied_embedding.tie(params['embed'], batch.tokens, compute.dtype, layout)}
+    draws = {}
+    if model.dropout or objective.neftune_alpha:
+      from jaxpost.programs import noise
+
+      draws = noise.draws(model, objective, batch, step)
     if not model.config.experts:
-      hidden = run_model(model, params, batch, layout, compute, noise=noise, dropout=dropout)
+      hidden = run_model(model, params, batch, layout, compute, draws)
       return head_loss(params, batch, hidden, frozen, scale)
     from jaxpost.models import routing as routing_lib
 
-    hidden, routing = run_model(model, params, batch, layout, compute, noise=noise, dropout=dropout, routing=True)
+    hidden, routing = run_model(model, params, batch, layout, compute, options=draws | {'routing': True})
     sums = routing_lib.totals(routing, batch.segment_ids > 0)
     value, metrics = head_loss(params, batch, hidden, frozen, scale)
     if any(objective.router):
@@ -214,7 +205,7 @@ def make_update(
     from jaxpost.programs import loss_scale as scaling
 
   def update(state: TrainState, batch: Batch, frozen: dict):
-    scale = scaling.scale_of(state.opt_state) if scaling else 1.0
+    scale = state.opt_state.scale if scaling else 1.0
     fixed = dict(step=state.step, frozen=frozen, scale=scale, tokens=jnp.sum(batch.segment_ids > 0))
     (loss, metrics), grads = accumulate(functools.partial(loss_fn, **fixed), state.params, batch)
     loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
