@@ -129,8 +129,8 @@ class Rollout:
     finished      [True False True True]
     logprobs      [[-0.1 -0.7 -0.2 0] ...]    0 where there is no token
 
-  In conversations a completion holds the turns of the model and the answers of
-  tools between them; `mask` tells which tokens the policy sampled.
+  In conversations a completion holds the turns of the model and the answers of tools between them; `mask` tells which
+  tokens the policy sampled.
 
   Attributes:
     logprobs: under the distribution with temperature, before truncation.
@@ -236,8 +236,7 @@ class Credit:
 
   Attributes:
     arrays: per token, for `Batch.arrays` of the update.
-    mask: weights of the trained tokens, usually 1; sequences whose row is all
-      0 are not trained on.
+    mask: weights of the trained tokens, usually 1; sequences whose row is all 0 are not trained on.
     metrics: for the row of the step.
     memory: `Experience.memory` of the next step.
   """

@@ -15,12 +15,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxpost import stages
-from jaxpost.algorithms import distill, distill_text
+from jaxpost.algorithms import distill, distill_text, teacher_text
 from jaxpost.data import text_alignment, tokenizer
 from jaxpost.data.examples import Example
 from jaxpost.errors import InputError
 from jaxpost.losses import divergences
-from jaxpost.stage import prepare, teacher_text
+from jaxpost.stage import prepare, weight_sources
 from jaxpost.types import Batch, Outputs
 
 LETTERS = bytes_to_unicode()
@@ -292,6 +292,7 @@ def test_a_teacher_reads_the_template_with_the_variables_of_the_run(tmp_path):
     algorithm=types.SimpleNamespace(render=lambda rows, own, config: seen.append(own)),
     config=types.SimpleNamespace(data=types.SimpleNamespace(template_kwargs=mine.template_kwargs)),
   )
-  teacher_text.TextsOfTeacher(types.SimpleNamespace(inputs=inputs), 'teacher_0', [], None).theirs  # noqa: B018
+  stored = weight_sources.tokenizer_of(inputs.sources['teacher_0'], {})
+  teacher_text.TextsOfTeacher(types.SimpleNamespace(inputs=inputs), 'teacher_0', [], None, stored).theirs  # noqa: B018
   message = [dict(role='user', content='a')]
   assert seen[0].render_chat(message) == mine.render_chat(message) == ('a<think>', [])

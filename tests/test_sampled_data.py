@@ -15,6 +15,7 @@ import tiny
 from sampled import Case
 
 from jaxpost.algorithms import distill, sft
+from jaxpost.algorithms.teacher_text import TextsOfTeacher
 from jaxpost.data import packing, text_alignment
 from jaxpost.data.examples import Documents, Example
 from jaxpost.distributed.transfer import to_host
@@ -22,7 +23,6 @@ from jaxpost.models import model as model_lib
 from jaxpost.programs import topk
 from jaxpost.roles import Frozen, place
 from jaxpost.stage import precompute
-from jaxpost.stage.teacher_text import TextsOfTeacher
 
 pytestmark = pytest.mark.long
 ROWS, LENGTH, _ = sampled.SHAPE
@@ -226,7 +226,7 @@ def make_text(teacher, roles, config, graded):
     ids = [token for part in parts for *_, token in part]
     theirs.append(Example(np.array(ids, np.int32), np.arange(len(ids)) >= len(parts[0])))
   shape = types.SimpleNamespace(rows=ROWS, row_length=LENGTH)
-  texts = TextsOfTeacher(types.SimpleNamespace(shape=shape), 'teacher_0', examples, None)
+  texts = TextsOfTeacher(types.SimpleNamespace(shape=shape), 'teacher_0', examples, None, None)
   texts.theirs, texts.texts = theirs, (MINE, THEIRS)  # made by hand, not by chat templates and tokenizers of folders
   return filled(roles, examples, spec.arrays, texts.read(spec, runner(teacher, spec), precompute.read))
 

@@ -18,11 +18,9 @@ from jaxpost.losses import head_chunk
 from jaxpost.matmul import Compute
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
-from jaxpost.models.chunked_config import ChunkedConfig
+from jaxpost.models.attention_configs import ChunkedConfig, LatentConfig, MixedConfig
 from jaxpost.models.config import Experts, ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
-from jaxpost.models.latent_config import LatentConfig
-from jaxpost.models.mixed_config import MixedConfig
 from jaxpost.stage.config import defaults
 from jaxpost.storage import seals
 

@@ -27,12 +27,7 @@ Config = Any
 
 def _always(value: Any) -> Callable[..., Any]:
   """Returns a function that returns `value`, whatever it is given."""
-
-  def answer(*args: Any) -> Any:
-    del args
-    return value
-
-  return answer
+  return lambda *args: value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +42,13 @@ class Precompute:
     read: output of the role's program -> {name: [M, B / M, T, ...]}.
     options: config fields, besides the role's weights and the data, that decide what is computed; part of the name of
       the cache file.
+    texts: for a role that reads the rows in tokens of its own, see `teacher_text.TextsOfTeacher`.
   """
 
   arrays: Mapping[str, tuple]
   read: Callable[[Any], dict[str, jax.Array]]
   options: tuple = ()
+  texts: Callable[..., Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,13 +88,17 @@ def of_spans(logprobs: jax.Array, kind: jax.Array, span: jax.Array, beta: float)
 
 
 def precompute(config: Config) -> dict[str, Precompute]:
-  """Returns what `stage.teacher_text` makes of each teacher; `read` gives it the outputs of its program."""
+  """Returns what `teacher_text` makes of each teacher; `read` gives it the outputs of its program."""
+  from jaxpost.algorithms.teacher_text import TextsOfTeacher
+
   k = config.distill.top_k
   found = {}
   for i in range(len(config.distill.teachers)):
     ids, logprobs, kind, span = names(i)
     arrays = {ids: ((k,), np.int32), logprobs: ((k,), np.float32), kind: ((), np.int32), span: ((), np.float32)}
-    found[f'teacher_{i}'] = Precompute(arrays, lambda outputs: dict(zip(('ids', 'top', 'own'), outputs)), (k,))
+    found[f'teacher_{i}'] = Precompute(
+      arrays, lambda outputs: dict(zip(('ids', 'top', 'own'), outputs)), (k,), texts=TextsOfTeacher
+    )
   return found
 
 

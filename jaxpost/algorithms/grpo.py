@@ -66,10 +66,8 @@ def _surrogate(logp, old, arrays, rl, reducer) -> policy_gradient.LossAndMetrics
   chosen = policy_gradient.LOSSES[rl.loss]
   options = rl_fields.options(policy_gradient.SurrogateOptions, rl)
   gains = arrays['advantages']
-  if chosen.per_sequence is None:
-    loss, metrics = chosen.fn(logp, old, gains, options)
-  else:
-    loss, metrics = chosen.fn(logp, old, gains, options, reducer(chosen.per_sequence))
+  coupling = (reducer(chosen.per_sequence),) if chosen.per_sequence else ()
+  loss, metrics = chosen.fn(logp, old, gains, options, *coupling)
   if 'expert' in arrays:
     loss = jax.numpy.where(arrays['expert'] > 0, policy_gradient.expert(logp, gains, rl.expert_gamma), loss)
   return loss, metrics

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxpost.errors import InputError
 from jaxpost.formats.config_fields import check_positive, check_whole
 from jaxpost.formats.family import FULL, ORIGINAL, QUERY_SCALE
-from jaxpost.models.chunked_config import ChunkedConfig
+from jaxpost.models.attention_configs import ChunkedConfig
 from jaxpost.models.config import ModelConfig, Rope
 
 if TYPE_CHECKING:

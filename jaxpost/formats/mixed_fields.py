@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from jaxpost.errors import InputError
 from jaxpost.formats.config_fields import check_boolean, check_whole
 from jaxpost.formats.family import FULL
+from jaxpost.models.attention_configs import MixedConfig
 from jaxpost.models.config import ModelConfig
-from jaxpost.models.mixed_config import MixedConfig
 
 if TYPE_CHECKING:
   from jaxpost.formats.family import Family

@@ -156,8 +156,7 @@ def clip_metrics(ratio: jax.Array, low: jax.Array, high: jax.Array) -> dict[str,
   }
 
 
-# (logprobs, ref_logprobs) -> [B, T].
-KLEstimator = Callable[[jax.Array, jax.Array], jax.Array]
+KLEstimator = Callable[[jax.Array, jax.Array], jax.Array]  # (logprobs, ref_logprobs) -> [B, T]
 
 
 def kl_k1(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:

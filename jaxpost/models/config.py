@@ -100,10 +100,10 @@ class ModelConfig:
   lora: tuple = ()  # (rank, alpha, rslora, targets): `lora.py`
   vocab_multiple: int = 64  # the vocabulary is padded to a multiple of it
 
-  latent = False  # multi-head latent attention (`latent_config.py`)
+  latent = False  # multi-head latent attention (`attention_configs.py`)
   mixed = False  # attention layers have heads of two sizes (`mixed_attention.py`)
   gated = False  # outputs of attention have gates
-  chunked = False  # windows are chunks of a document (`chunked_config.py`)
+  chunked = False  # windows are chunks of a document (`attention_configs.py`)
 
   @property
   def padded_vocab_size(self) -> int:

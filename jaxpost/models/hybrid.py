@@ -25,10 +25,10 @@ from jaxpost.models.parameters import STACKS, Param, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
+  from jaxpost.models.attention_configs import LatentConfig
   from jaxpost.models.attention_xla import PackedRows
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.hybrid_config import HybridConfig
-  from jaxpost.models.latent_config import LatentConfig
 
 MIXERS = {'delta': delta_mixer, 'convolution': convolution, 'state_space': state_space}
 # Rows that other mixers replace.

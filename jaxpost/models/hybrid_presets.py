@@ -1,8 +1,8 @@
 """Named configs of models with other layers than a Llama's, for `presets.every`."""
 
+from jaxpost.models.attention_configs import MixedConfig
 from jaxpost.models.config import Experts, ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
-from jaxpost.models.mixed_config import MixedConfig
 
 _ROPE = dict(ropes=(Rope(1e6),), qk_norm='head')
 _DELTA = dict(norm_offset=1.0, rotary_dim=8, mixers=('delta', 'layers', 'delta'), max_position=40_960)

@@ -22,7 +22,7 @@ from jaxpost.models.parameters import STACKS, Param, unstack_layers
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
-  from jaxpost.models.mixed_config import MixedConfig
+  from jaxpost.models.attention_configs import MixedConfig
 
 _BLOCK = 'model.layers.{}.'
 _SIDE, _PAIR = 'side', 'pair'  # what a layer gets among its parameters: its embeddings; keys and values of another

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxpost.matmul import Compute, einsum
 from jaxpost.models import layers, rope
-from jaxpost.models.latent_config import LatentConfig
+from jaxpost.models.attention_configs import LatentConfig
 from jaxpost.models.parameters import Param
 
 _BLOCK = 'model.layers.{}.'

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from jaxpost.models.chunked_config import ChunkedConfig
+from jaxpost.models.attention_configs import ChunkedConfig, LatentConfig, MixedConfig
 from jaxpost.models.config import CustomConfig, Experts, ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
-from jaxpost.models.latent_config import LatentConfig
-from jaxpost.models.mixed_config import MixedConfig
 
 
 def from_json(fields: dict) -> ModelConfig | CustomConfig:

@@ -19,6 +19,7 @@ from etils import epath
 
 from jaxpost.data import packing
 from jaxpost.distributed import coordination
+from jaxpost.stage import weight_sources
 from jaxpost.storage.array_cache import load_or_make
 from jaxpost.storage.seals import fingerprint
 
@@ -77,10 +78,9 @@ def precompute(
     for documents, rows in sets:
       examples = [documents.plain(n) for n in range(len(documents))]
       theirs = None
-      if placed.config.distill.align == 'text' and name.startswith('teacher_'):
-        from jaxpost.stage.teacher_text import TextsOfTeacher
-
-        theirs = TextsOfTeacher(placed, name, examples, rows)
+      if spec.texts:
+        tokenizer = weight_sources.tokenizer_of(placed.inputs.sources[name], {})
+        theirs = spec.texts(placed, name, examples, rows, tokenizer)
       key = fingerprint(
         [
           identity(placed.inputs.sources[name]),

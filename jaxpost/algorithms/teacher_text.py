@@ -8,20 +8,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxpost.algorithms import distill_text
 from jaxpost.data import text_alignment
 from jaxpost.data import tokenizer as tokenizer_lib
-from jaxpost.stage.weight_sources import tokenizer_of
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Precompute
   from jaxpost.data.examples import Example
   from jaxpost.data.sources import Rows
-  from jaxpost.stage.place import PlacedStage
+  from jaxpost.data.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass
@@ -29,21 +28,24 @@ class TextsOfTeacher:
   """The documents of a stage as one of its teachers reads them.
 
   Attributes:
+    placed: the stage, a `stage.place.PlacedStage`.
+    teacher: name of its role.
     mine: as the student reads them; None for a row that a map drops.
     rows: of the data that they come from.
+    tokenizer: of the teacher, as it is stored with its weights.
   """
 
-  placed: PlacedStage
+  placed: Any
   teacher: str
   mine: Sequence[Example | None]
   rows: Rows
+  tokenizer: Tokenizer
 
   @functools.cached_property
   def theirs(self) -> list[Example | None]:
     """The same rows in the chat template and the tokens of the teacher."""
     inputs = self.placed.inputs
-    source = inputs.sources[self.teacher]
-    tokenizer = tokenizer_of(source, {})
+    tokenizer = self.tokenizer
     if not tokenizer.chat_template and inputs.tokenizer.chat_template:
       tokenizer = tokenizer_lib.load(tokenizer.source, inputs.tokenizer.chat_template)
     tokenizer = tokenizer.with_template_kwargs(inputs.config.data.template_kwargs)
@@ -111,9 +113,8 @@ class TextsOfTeacher:
       else:
         kind[own] = distill_text.FURTHER
         kind[first] = distill_text.FIRST
-        span[first] = outputs['own'][other].sum(
-          dtype=np.float64
-        )  # log p of the text, of several of the teacher's tokens
+        # log p of the text, of several of the teacher's tokens
+        span[first] = outputs['own'][other].sum(dtype=np.float64)
     return ids, logprobs, kind, span
 
 

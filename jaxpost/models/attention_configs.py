@@ -1,0 +1,109 @@
+"""Configuration records of decoders whose attention is not that of `ModelConfig`, or not the same in all layers."""
+
+import dataclasses
+
+from jaxpost.models.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkedConfig(ModelConfig):
+  """A decoder whose layers with a window cut documents into chunks of its size (Llama 4).
+
+  A token attends to the tokens of its own chunk. Layers without a window may be without rotary embeddings, too.
+  """
+
+  sparse: tuple[int, ...] = ()  # numbers of the layers with experts; others have a dense MLP
+
+  chunked = True
+
+  @property
+  def sparse_layers(self) -> int:
+    return len(self.sparse) if self.experts else self.num_layers
+
+  @property
+  def layer_stacks(self) -> tuple[str, ...]:
+    return tuple('layers' if i in self.sparse else 'dense' for i in range(self.num_layers))
+
+  def place_of_experts(self, layer: int) -> int | None:
+    return self.sparse.index(layer) if layer in self.sparse else None
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentConfig(ModelConfig):
+  """A decoder with multi-head latent attention in all layers (`mla.py`).
+
+  `head_dim` is the head size of queries and keys. With `index_topk`, attention is to that many keys that an indexer
+  chooses (`sparse_attention.py`).
+  """
+
+  q_rank: int = 0  # rank of the query projection; 0: a full projection
+  kv_rank: int = 0  # size of the latent of keys and values
+  rope_dim: int = 0  # rotated entries of a head, the last ones
+  v_dim: int = 0  # head size of values
+  index_topk: int = 0  # keys that a query attends to; 0: all
+  index_heads: int = 0  # of the indexer
+  index_dim: int = 0  # size of its queries and keys, whose first `rope_dim` entries are rotated
+  index_interleaved: bool = False  # rotated pairs are adjacent entries
+
+  latent = True
+
+  @property
+  def value_dim(self) -> int:
+    return self.v_dim
+
+  @property
+  def rope_size(self) -> int:
+    return self.rope_dim
+
+  @property
+  def cached(self) -> tuple[int, tuple[int, ...]]:
+    return 1, (self.kv_rank + self.rope_dim, *(self.index_dim,) * bool(self.index_topk))
+
+  @property
+  def layer_widths(self) -> tuple[int, ...]:
+    return tuple(x + self.index_heads * self.index_dim // self.num_heads for x in super().layer_widths)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedConfig(ModelConfig):
+  """A decoder with sliding-window layers and full layers whose heads differ (`mixed_attention.py`).
+
+  `head_dim` and `num_kv_heads` are those of layers with a window.
+  """
+
+  full_head_dim: int = 0  # head size of layers without a window
+  full_kv_heads: int = 0
+  values_are_keys: bool = False  # layers without a window: the values are the keys before norm and rotation
+  shared_layers: int = 0  # the last layers, which read keys and values of an earlier layer of their kind
+  wide_shared_mlp: bool = False  # the MLP of those layers is twice as wide
+  side_size: int = 0  # entries of the embedding that each layer has of a token; 0: none
+
+  mixed = True
+
+  @property
+  def layer_stacks(self) -> tuple[str, ...]:
+    own = self.num_layers - self.shared_layers
+    names = (('layers', 'local'), ('shared', 'local_shared'))
+    return tuple(names[i >= own][bool(kind.window)] for i, kind in enumerate(self.layer_kinds))
+
+  @property
+  def head_shapes(self) -> tuple[tuple[int, int, int], ...]:
+    local = (self.num_kv_heads, self.head_dim, self.head_dim)
+    return local, (self.full_kv_heads, self.full_head_dim, self.full_head_dim)
+
+  @property
+  def layer_caches(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    kinds = self.layer_kinds[: self.num_layers - self.shared_layers]
+    return tuple((heads, sizes) for heads, *sizes in (self.head_shapes[not kind.window] for kind in kinds))
+
+  @property
+  def layer_widths(self) -> tuple[int, ...]:
+    return tuple(2 * self.head_shapes[not kind.window][1] for kind in self.layer_kinds)
+
+  def place_in_cache(self, layer: int) -> int:
+    """Index of the layer whose keys and values this one reads."""
+    own = self.num_layers - self.shared_layers
+    if layer < own:
+      return layer
+    windows = [bool(kind.window) for kind in self.layer_kinds]
+    return max(i for i in range(own) if windows[i] == windows[layer])
