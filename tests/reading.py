@@ -163,7 +163,7 @@ ENTRIES = (
     '... with all that options select',
     (GRPO, 'launch.train'),
     (255, 40_910, 18),
-    (253, 40_915, 20),
+    (253, 40_930, 20),
     options=('jaxpost.algorithms',),
   ),
 )

@@ -126,9 +126,9 @@ def precompute(config: Config) -> dict[str, Precompute]:
   """Returns the top-k caches of the teachers, which then are not needed in training."""
   options = config.distill
   if options.align == 'text':
-    from jaxpost.algorithms import distill_text
+    from jaxpost.algorithms import teacher_text
 
-    return distill_text.precompute(config)
+    return teacher_text.precompute(config)
   if not options.top_k:
     return {}
   return {f'teacher_{i}': _top_k_cache(i, options) for i in range(len(options.teachers))}

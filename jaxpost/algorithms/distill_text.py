@@ -16,9 +16,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxpost.algorithms.base import Config, Precompute
+from jaxpost.algorithms.base import Config
 from jaxpost.errors import refuse
 from jaxpost.losses import divergences
 from jaxpost.types import Batch, Objective, Outputs
@@ -85,21 +84,6 @@ def of_spans(logprobs: jax.Array, kind: jax.Array, span: jax.Array, beta: float)
   # The inner `where` keeps gradients finite where there is no span.
   found = divergences.event_jsd(jnp.where(first, text, -1.0), jnp.where(first, span, -1.0), beta)
   return jnp.where(first, found, 0)
-
-
-def precompute(config: Config) -> dict[str, Precompute]:
-  """Returns what `teacher_text` makes of each teacher; `read` gives it the outputs of its program."""
-  from jaxpost.algorithms.teacher_text import TextsOfTeacher
-
-  k = config.distill.top_k
-  found = {}
-  for i in range(len(config.distill.teachers)):
-    ids, logprobs, kind, span = names(i)
-    arrays = {ids: ((k,), np.int32), logprobs: ((k,), np.float32), kind: ((), np.int32), span: ((), np.float32)}
-    found[f'teacher_{i}'] = Precompute(
-      arrays, lambda outputs: dict(zip(('ids', 'top', 'own'), outputs)), (k,), texts=TextsOfTeacher
-    )
-  return found
 
 
 def check(config: Config) -> None:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpost.algorithms import distill_text
+from jaxpost.algorithms.base import Config, Precompute
 from jaxpost.data import text_alignment
 from jaxpost.data import tokenizer as tokenizer_lib
 
 if TYPE_CHECKING:
-  from jaxpost.algorithms.base import Precompute
   from jaxpost.data.examples import Example
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
@@ -116,6 +116,19 @@ class TextsOfTeacher:
         # log p of the text, of several of the teacher's tokens
         span[first] = outputs['own'][other].sum(dtype=np.float64)
     return ids, logprobs, kind, span
+
+
+def precompute(config: Config) -> dict[str, Precompute]:
+  """Returns the specs of all teachers; `read` gives `TextsOfTeacher` the outputs of their program."""
+  k = config.distill.top_k
+  found = {}
+  for i in range(len(config.distill.teachers)):
+    ids, logprobs, kind, span = distill_text.names(i)
+    arrays = {ids: ((k,), np.int32), logprobs: ((k,), np.float32), kind: ((), np.int32), span: ((), np.float32)}
+    found[f'teacher_{i}'] = Precompute(
+      arrays, lambda outputs: dict(zip(('ids', 'top', 'own'), outputs)), (k,), texts=TextsOfTeacher
+    )
+  return found
 
 
 def _unread(values: np.ndarray, read: np.ndarray) -> np.ndarray:

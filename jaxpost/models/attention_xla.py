@@ -6,7 +6,7 @@ values. Arguments are those of `layers.attention`.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -66,14 +66,7 @@ def attend_in_chunks(
 
   def attend(low, end, q, *mine):
     """Attends to the keys from `low` to `end`."""
-    here = [x if x is None else x[:, :, None] for x in mine[:4]]
-    there = [x if x is None else x[:, None, low:end] for x in rows]
-    mask = here[0] == there[0]
-    mask &= here[3] >= jnp.arange(low, end)
-    if not isinstance(window, int) or window:
-      mask &= (here[1] - there[1] < window) | (window == 0)
-    if there[2] is not None:
-      mask &= (there[2] == 0) | (there[2] == here[2])
+    mask = _visible(mine, rows, low, end, window)
     mask = choose(mask, low, end, *mine[4:]) if choose else mask
     scores = einsum('bktgh,bksh->bktgs', q, k[:, :, low:end], compute.dtype)
     weights = softmax(
@@ -94,6 +87,19 @@ def attend_in_chunks(
     out.append(_map_chunks(run, min(compute.q_chunk, step // 4), *some) if long else run(*some))
   out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
   return out.reshape(batch, length, heads, v.shape[-1])
+
+
+def _visible(mine: Sequence, rows: PackedRows, low: int, end: int, window: int | jax.Array) -> jax.Array:
+  """Returns [B, t, end - low]: whether the queries `mine` of `attend_in_chunks` may attend to these keys."""
+  segments, positions, branches, places = (x if x is None else x[:, :, None] for x in mine[:4])
+  keys = PackedRows(*(x if x is None else x[:, None, low:end] for x in rows))
+  mask = segments == keys.segment_ids
+  mask &= places >= jnp.arange(low, end)
+  if not isinstance(window, int) or window:
+    mask &= (positions - keys.positions < window) | (window == 0)
+  if keys.branch_ids is not None:  # all branches attend to the shared part, 0
+    mask &= (keys.branch_ids == 0) | (keys.branch_ids == branches)
+  return mask
 
 
 def _map_chunks(run, step: int, q, *rest):

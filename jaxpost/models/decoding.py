@@ -95,17 +95,8 @@ def decode(
       new = to_cache_type(new.swapaxes(1, 2), compute)
       recent_entries[layer] = jax.tree.map(put, recent_entries[layer], new)
     entries = layer_entries(cache, layer, step), [ks[layer], *vs[layer : layer + 1]]
-    options = dict(compute=compute, window=window, cfg=cfg, sinks=p.get('sinks'))
-    if 'kv_a' in p:
-      from jaxpost.models import mla
-
-      q, *entries, choose = mla.from_cache(q, *entries, cfg, compute)
-      return cached_attention(q, *entries, filled, step, choose=choose, **options), None
-    if compute.decode_kernel and tokens.ndim == 1:
-      from jaxpost.models import decode_triton
-
-      return decode_triton.cached_attention(q, *entries, filled, step, layout=constrain, **options), None
-    return cached_attention(q, *entries, filled, step, **options), None
+    options = dict(filled=filled, step=step, compute=compute, window=window, cfg=cfg, sinks=p.get('sinks'))
+    return _attend_to_entries(q, *entries, constrain, tokens.ndim == 1, options, latent='kv_a' in p), None
 
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
     p = p(x) if callable(p) else p
@@ -126,6 +117,25 @@ def decode(
       experts[j] = put(experts[j], routing.chosen[:, None].astype(experts[j].dtype))
   x = layers.rms_norm(x, weights['norm'], cfg)
   return Cache(tuple(ks), tuple(vs), experts=tuple(experts), states=tuple(states)), x.reshape(*tokens.shape, -1)
+
+
+def _attend_to_entries(
+  q: jax.Array, cached: list, recent: list, layout: Any, is_one: bool, options: dict, latent: bool
+) -> jax.Array:
+  """Attends to the entries of a layer by the form that fits; `options` are those of `cached_attention`.
+
+  is_one: each slot has one query. latent: entries are those of multi-head latent attention.
+  """
+  if latent:
+    from jaxpost.models import mla
+
+    q, cached, recent, choose = mla.from_cache(q, cached, recent, options['cfg'], options['compute'])
+    return cached_attention(q, cached, recent, choose=choose, **options)
+  if options['compute'].decode_kernel and is_one:
+    from jaxpost.models import decode_triton
+
+    return decode_triton.cached_attention(q, cached, recent, layout=layout, **options)
+  return cached_attention(q, cached, recent, **options)
 
 
 def to_cache_type(x: jax.Array, compute: Compute) -> Any:

@@ -126,7 +126,7 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
 
       draws = noise.draws(model, objective, batch, step)
     if not model.config.experts:
-      hidden = run_model(model, params, batch, layout, compute, draws)
+      hidden = run_model(model, params, batch, layout, compute, options=draws)
       return head_loss(params, batch, hidden, frozen, scale)
     from jaxpost.models import routing as routing_lib
 
