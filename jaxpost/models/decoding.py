@@ -55,15 +55,7 @@ def prefill(
 
 
 def decode(
-  weights,
-  cache: Cache,
-  recent: Cache,
-  tokens,
-  filled,
-  step,
-  cfg: ModelConfig,
-  compute: Compute,
-  constrain=unconstrained,
+  weights, cache: Cache, recent, tokens, filled, step, cfg: ModelConfig, compute: Compute, constrain=unconstrained
 ) -> tuple[Cache, jax.Array]:
   """Decodes one token per slot.
 
@@ -74,7 +66,7 @@ def decode(
     weights: parameters with a list of layers (`unstack_layers`); an entry may
       also be a function of the layer's input that returns its parameters.
     cache: L x [S, K, N, h], or pages and a table; the first `filled` [S] entries are valid.
-    recent: L x [S, K, T, h], of which the first `step` are valid, and the present states.
+    recent: a Cache, too: L x [S, K, T, h], of which the first `step` are valid, and the present states.
     tokens: [S], at positions filled + step; or [S, T'], consecutive tokens.
 
   Returns:
