@@ -40,8 +40,7 @@ def tables(positions: jax.Array, lengths: jax.Array | None, cfg: ModelConfig) ->
 
   Args:
     positions: [B, T].
-    lengths: length of each token's document, [B, T] or [B, 1]; read only if
-      `by_length` is not 0.
+    lengths: length of each token's document, [B, T] or [B, 1]; read only if `by_length` is not 0.
   """
   return [_table(positions, lengths, rope, cfg) for rope in cfg.ropes]
 

@@ -348,8 +348,7 @@ def forward(
   """Packed rows [B, T] -> final hidden states [B, T, D].
 
   Args:
-    constrain: (x, *logical axes) -> x, pins the sharding of activations at layer
-      boundaries; a `Layout`.
+    constrain: (x, *logical axes) -> x, pins the sharding of activations at layer boundaries; a `Layout`.
     branch_ids: [B, T] or None, see `types.Batch`.
     noise: [B, T, D], added to the embeddings, or None.
     chosen: [B, T, L, k], experts to use, or None.

@@ -51,8 +51,7 @@ def minibatches(num_sequences: int, rl: Any, seed: int, step: int) -> Iterator[n
   """Yields the indices of the sequences of each update of a step.
 
   Args:
-    rl: `config.rl`. With more than one minibatch each epoch has an order of its
-      own, a function of (seed, step, epoch).
+    rl: `config.rl`. With more than one minibatch each epoch has an order of its own, a function of (seed, step, epoch).
   """
   for epoch in range(rl.epochs):
     order = np.arange(num_sequences)

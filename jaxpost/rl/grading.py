@@ -214,8 +214,7 @@ class GradedRollout:
   """A rollout with its rewards: host arrays, equal on every process.
 
   Attributes:
-    rewards: [N] float64, the sum over functions, environment and reward model;
-      NaN where a completion has none.
+    rewards: [N] float64, the sum over functions, environment and reward model; NaN where a completion has none.
     baseline: [P] float64 rewards of greedy answers, or None.
     verdicts: [P, G] float64, the values of the one reward that decides what is
       correct; NaN for samples without a reward.
