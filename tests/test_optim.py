@@ -111,10 +111,23 @@ def test_optimizers_by_name(name, model):
   assert np.isfinite(moved).all() and min(moved) > 0
 
 
+@pytest.mark.parametrize('name', ['lion', 'yogi', 'adan'])
+def test_an_optimizer_has_its_own_defaults(name, model):
+  """And not those of Adam: Lion's second moment decays by 0.99, the epsilon of Yogi is 1e-3."""
+  params = tiny.params(model)
+  decay = {} if name == 'yogi' else {'weight_decay': 0.0}
+  own = (vars(contrib) | vars(optax))[name](LR, **decay)
+  found = two_updates(optim.make_optimizer(OptimSection(name=name), LR, model), params)
+  for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(two_updates(own, params)), strict=True):
+    np.testing.assert_array_equal(x, y)
+  set_by_hand = optim.make_optimizer(OptimSection(name=name, b1=0.5), LR, model)
+  assert any((x != y).any() for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(two_updates(set_by_hand, params))))
+
+
 @pytest.mark.parametrize(
   'section, message',
   [
-    (OptimSection(name='muonn'), "has no optimizer 'muonn'; did you mean muon"),
+    (OptimSection(name='muonn'), "has no optimizer 'muonn'; did you mean 'muon'"),
     (OptimSection(name='momo'), 'optax.momo needs the loss in each update'),
     (OptimSection(name='schedule_free_adamw'), 'needs other weights for evaluation'),
     (OptimSection(name='dpsgd'), 'optax.dpsgd needs'),

@@ -27,7 +27,7 @@ def make_muon(
 
   Args:
     schedule: step -> learning rate.
-    options: b1, b2, eps and weight_decay of `config.optim`.
+    options: weight_decay of `config.optim`, and those of its b1, b2 and eps that are set.
     part: the model with the rows that are trained.
     decayed: logical axes of parameters -> which of them AdamW decays.
   """
@@ -40,7 +40,7 @@ def make_muon(
       sides[path] = contrib.MuonDimensionNumbers(dims[spec.stack : split], dims[split:])
       sizes[path] = 0.2 * max(math.prod(spec.shape[spec.stack : split]), math.prod(spec.shape[split:])) ** 0.5
   matrices = optax.chain(
-    contrib.scale_by_muon(eps=options['eps'], weight_dimension_numbers=lambda updates: nest(sides)),
+    contrib.scale_by_muon(eps=options.get('eps', 1e-8), weight_dimension_numbers=lambda updates: nest(sides)),
     optax.stateless(lambda updates, params: jax.tree.map(jnp.multiply, updates, nest(sizes))),
     optax.add_decayed_weights(options['weight_decay']),
     optax.scale_by_learning_rate(schedule),

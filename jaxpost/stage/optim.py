@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import jax
 import optax
 from optax import contrib
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, did_you_mean
 
 if TYPE_CHECKING:
   from jaxpost.models.model import Model
@@ -50,7 +49,8 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
 
   Weight decay is for the matrices and embeddings of `part`, the model with the rows that are trained.
   """
-  options = dict(b1=section.b1, b2=section.b2, eps=section.eps, weight_decay=section.weight_decay)
+  options = {k: v for k in ('b1', 'b2', 'eps') if (v := vars(section)[k]) != -1}  # -1: the optimizer's own
+  options['weight_decay'] = section.weight_decay
   if section.name == 'muon':
     from jaxpost.stage import muon
 
@@ -78,17 +78,15 @@ def _known() -> dict[str, Callable]:
 
 def check(section: OptimSection) -> None:
   """Raises InputError where `config.optim` names no optimizer, one that takes no decay, or a negative rate."""
-  if -1 < section.lr < 0:  # -1 is the rate of the method
-    raise InputError(f'config.optim.lr: {section.lr!r} is below 0')
+  for field, least in dict(lr=0, b1=0, b2=0, eps=1e-20).items():
+    if -1 < vars(section)[field] < least:  # -1 has a meaning of its own
+      raise InputError(f'config.optim.{field}: {vars(section)[field]!r} is below {least}')
   known, name = _known(), section.name
   if section.warmup_ratio and section.warmup_steps:
     raise InputError('config.optim.warmup_ratio: warmup_steps says how long the warm-up is, too; leave one of them 0')
   if name not in known:
-    near = difflib.get_close_matches(name, known, 3)
-    raise InputError(
-      f'config.optim.name: optax has no optimizer {name!r:.100}; '
-      + (f'did you mean {", ".join(near)}?' if near else f'known: {", ".join(sorted(known))}')
-    )
+    hint = did_you_mean(name, known) or f'known: {", ".join(sorted(known))}'
+    raise InputError(f'config.optim.name: optax has no optimizer {name!r:.100}; {hint}')
   takes = inspect.signature(known[name]).parameters
   more = [k for k, v in takes.items() if v.default is v.empty and k != 'learning_rate']
   if more or name in _NEEDS:

@@ -165,9 +165,9 @@ class OptimSection:
   )
   end_lr: float = option(0.0, 'Learning rate at the end of linear and cosine schedules.', lo=0.0)
   weight_decay: float = option(0.0, 'Weight decay of matrices and embeddings.', lo=0.0)
-  b1: float = option(0.9, 'Decay of the first moment of Adam; 1 would divide by 0.', lo=0.0, hi=0.999999)
-  b2: float = option(0.999, 'Decay of the second moment of Adam; 1 would divide by 0.', lo=0.0, hi=0.999999)
-  eps: float = option(1e-8, 'Epsilon of Adam; 0 would divide 0 by 0.', lo=1e-20)
+  b1: float = option(-1.0, "Decay of the first moment; -1: the optimizer's own, 0.9 of adamw.", lo=-1.0, hi=0.999999)
+  b2: float = option(-1.0, "Decay of the second moment; -1: the optimizer's own, 0.999 of adamw.", lo=-1.0, hi=0.999999)
+  eps: float = option(-1.0, "Is added to a denominator; -1: the optimizer's own, 1e-8 of adamw.", lo=-1.0)
   clip_norm: float = option(1.0, 'Largest global norm of the gradient.', lo=0.0)
   max_skipped: int = option(5, 'Non-finite steps that stop the run; each good step cancels a tenth of one.', lo=1)
 
