@@ -137,6 +137,17 @@ def warned(lengths, folder, **over):
   return facts['rows'], *facts['notes']
 
 
+@pytest.mark.parametrize('least, wanted', [(2, 'rows.jsonl:3: '), (550, 'the first 512 rows are all dropped by')])
+def test_inspect_of_streamed_rows_that_a_map_drops(tmp_path, least, wanted):
+  """A heading names the row that is shown below it; where none of the first is left, a line says so."""
+  (tmp_path / 'rows.jsonl').write_text(''.join(f'{{"prompt": "{n}", "completion": "b"}}\n' for n in range(600)))
+  (tmp_path / 'few.py').write_text(f"def keep(row):\n  return row if int(row['prompt']) >= {least} else None\n")
+  data = dict(path=f'{tmp_path}/rows.jsonl', map=f'{tmp_path}/few.py:keep', streaming=True)
+  (stage,) = prepare.prepare_all(SMALL | dict(data=data, train=dict(steps=2, batch_size=1, row_length=64)))
+  with contextlib.closing(stage):
+    assert any(wanted in str(line) for line in preview_stage.show_stage(stage, 1))
+
+
 def test_documents_that_are_cut_are_counted_at_the_start(tmp_path):
   most = (3, *[80] * 5)
   advice = 'raise config.train.row_length'

@@ -232,7 +232,8 @@ class _Connection:
       return None
     self._bodiless = event.method == b'HEAD'
     headers = {name.decode('latin-1'): value.decode('latin-1') for name, value in event.headers}
-    call = Call(event.method.decode('ascii'), event.target.decode('ascii'), headers, self._send_event)
+    path = event.target.decode('ascii').partition('?')[0]  # no call takes parameters in its address
+    call = Call(event.method.decode('ascii'), path, headers, self._send_event)
     self._owner.admit(call)
     _check_size(call)
     body = bytearray()

@@ -60,13 +60,16 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
 
 def _show_rows(inputs: Inputs, data: Data, count: int) -> list:
   config, tokenizer = inputs.config, inputs.tokenizer
-  found = (data.documents.plain(i) for i in range(min(max(count, _COUNTED), len(data.rows))))
-  examples = [e for e in found if e is not None]
+  read = range(min(max(count, _COUNTED), len(data.rows)))
+  found = {i: example for i in read if (example := data.documents.plain(i)) is not None}
+  if not found:  # a map drops rows while they are streamed
+    return [f'the first {len(read)} rows are all dropped by config.data.map']
+  numbers, examples = list(found), list(found.values())
   length = batch_shape.row_length(config, False)
   *shown, _ = preview.preview(examples[:count] or examples[:1], tokenizer)
   out = []
   for i, row in enumerate(shown[:count]):
-    out += [_heading(data.rows.where(i), examples[i].tokens), row]
+    out += [_heading(data.rows.where(numbers[i]), examples[i].tokens), row]
   table = preview.preview(examples, tokenizer, length)[-1]
   table.title = f'the first {len(examples)} rows'
   return [*out, table]
@@ -79,6 +82,8 @@ def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | No
   out = []
   for i in range(min(count, len(prompts))):
     prompt = prompts.prompt(i)
+    if prompt is None:  # a row that is read as it is drawn, and is left out
+      continue
     out += [
       _heading(f'prompt {i}', prompt.tokens),
       rich_text.Text(tokenizer.decode(prompt.tokens, skip_special=False), 'dim'),
