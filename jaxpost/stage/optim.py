@@ -85,8 +85,10 @@ def check(section: OptimSection) -> None:
   if section.warmup_ratio and section.warmup_steps:
     raise InputError('config.optim.warmup_ratio: warmup_steps says how long the warm-up is, too; leave one of them 0')
   if name not in known:
-    hint = did_you_mean(name, known) or f'known: {", ".join(sorted(known))}'
-    raise InputError(f'config.optim.name: optax has no optimizer {name!r:.100}; {hint}')
+    raise InputError(
+      f'config.optim.name: optax has no optimizer {name!r:.100}; {did_you_mean(name, known)}'
+      f'known: {", ".join(sorted(known))}'
+    )
   takes = inspect.signature(known[name]).parameters
   more = [k for k, v in takes.items() if v.default is v.empty and k != 'learning_rate']
   if more or name in _NEEDS:
