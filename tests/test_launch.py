@@ -15,11 +15,12 @@ import sys
 import numpy as np
 import pytest
 import rich.console
+import safetensors.numpy
 import tiny
 from absl import app, flags
 
 from jaxpost import stages
-from jaxpost.formats import hf, hf_export
+from jaxpost.formats import hf
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CLONE))  # which a plain `pytest` does not have
@@ -122,7 +123,7 @@ def elsewhere(run, folder, stage, **changes):
 
 
 def weights(folder):
-  return hf_export.safetensors.numpy.load_file(folder / 'model.safetensors')
+  return safetensors.numpy.load_file(folder / 'model.safetensors')
 
 
 # ------------------------------------------------------------------- export
