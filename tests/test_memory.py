@@ -138,8 +138,7 @@ def test_by_hand():
 
 def test_evaluation_samples_with_the_optimizer_on_the_host(monkeypatch):
   events = []
-  monkeypatch.setattr(offload, 'to_host', lambda roles: events.append('to host'))
-  monkeypatch.setattr(offload, 'to_devices', lambda roles: events.append('to devices'))
+  monkeypatch.setattr(offload, '_move', lambda roles, memory_kind: events.append(memory_kind))
 
   class Sampler:
     engine = types.SimpleNamespace(
@@ -150,8 +149,8 @@ def test_evaluation_samples_with_the_optimizer_on_the_host(monkeypatch):
       events.append('sample')
       raise LookupError
 
-  roles = types.SimpleNamespace(policy=types.SimpleNamespace(params={}))
-  for offloads, before in ((True, ['to host']), (False, [])):
+  roles = types.SimpleNamespace(policy=types.SimpleNamespace(params={}, layout=tiny.one_device()))
+  for offloads, before in ((True, ['pinned_host']), (False, [])):
     with pytest.raises(LookupError):
       evaluate.SampledEval(Sampler(), None, (), 1, 1.0, 0.0, offload=offloads)(roles, 0)
     assert events == [*before, 'load', 'sample']
