@@ -22,7 +22,8 @@ def parse_arg(arg: str | None, **options: bool | int | float | str) -> types.Sim
   for item in filter(None, (arg or '').split(',')):
     name, has_value, value = item.partition('=')
     if name not in options:
-      raise InputError(f'--config: no argument {name!r}; {did_you_mean(name, options)}known: {", ".join(options)}')
+      hint = did_you_mean(name, options).strip() or f'known: {", ".join(options)}'
+      raise InputError(f'--config: no argument {name!r}; {hint}')
     kind = type(options[name])
     if kind is bool:
       value = value if has_value else 'true'
