@@ -323,11 +323,11 @@ class Paced:
     while requests := next_requests([], True):
       (request,) = requests
       ids = np.arange(97, 100, dtype=np.int32)
-      for count in (1, 2, 3):
+      for place in range(3):
         self.may_draw.acquire()
         if request.is_cancelled():
           break
-        on_tokens(request, ids[:count])
+        on_tokens(request, ids[place : place + 1])
       next_requests([Completion(request, ids, *np.zeros([2, 3], np.float32), finished=False)], False)
     return {}
 
@@ -389,8 +389,8 @@ def test_parts_of_a_text_make_it_up(stops):
     ids = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     stream, got, at = openai_stream.TextStream(decode, stops), '', 0
     while at < len(ids):
-      at = min(len(ids), at + draw.randint(1, 5))
-      got += stream.add(ids[:at])
+      begin, at = at, at + draw.randint(1, 5)
+      got += stream.add(ids[begin:at])
       assert whole.startswith(got)
     assert got + stream.rest(whole) == whole
 

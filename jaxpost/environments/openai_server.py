@@ -249,9 +249,12 @@ class Endpoint:
       openai_format.check_supported(body, call.path == _CHAT, self._scorers.get(name))
     echo = bool(body.get('echo')) and not session
     prompts = [request.tokens for request in requests[::count]]
-    # Text is sent while it is drawn; other answers, and those to agents of a run, when they are complete.
-    whole = session or echo or body.get('tools') or body.get('logprobs') not in (None, False)
-    texts = () if whole else [TextStream(self._tokenizer.decode, r.sampling['stop_strings']) for r in requests]
+    stream = None
+    if body.get('stream'):
+      # Text is sent while it is drawn; other answers, and those to agents of a run, when they are complete.
+      whole = session or echo or body.get('tools') or body.get('logprobs') not in (None, False)
+      texts = () if whole else [TextStream(self._tokenizer.decode, r.sampling['stop_strings']) for r in requests]
+      stream = EventStream(call.path == _CHAT, name, texts)
     return _Job(
       call.path,
       body,
@@ -262,7 +265,7 @@ class Endpoint:
       session=session,
       echo=echo,
       prompts=prompts,
-      stream=EventStream(call.path == _CHAT, name, texts) if body.get('stream') else None,
+      stream=stream,
     )
 
   def _check(self, job: _Job) -> None:

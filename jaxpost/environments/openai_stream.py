@@ -22,24 +22,24 @@ class TextStream:
     stops: strings of which the first ends the text, and is no part of it.
   """
 
-  def __init__(self, decode: Callable[[np.ndarray], str], stops: Sequence[str] = ()) -> None:
+  def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
     self._decode = decode
     self._stops = stops
-    self._text = ''
+    self._text = ''  # so far, but for bytes at its end that may begin a character
     self._sent = 0  # characters of `_text`
-    self._decoded = 0  # tokens that end with a whole character
-    self._decoded_text = ''
-    self._before = 0  # where `_decoded` was before: tokenizers may drop a space at the start of what they decode
+    self._whole = ''  # the text up to the last token that ended with a whole character
+    self._before: list[int] = []  # tokens at its end: some tokenizers drop a space at the start of what they decode
+    self._open: list[int] = []  # tokens behind it
 
   def add(self, tokens: np.ndarray) -> str:
-    """Returns the text that has become certain, given all tokens so far."""
-    known = self._decode(tokens[self._before : self._decoded])
-    fresh = self._decode(tokens[self._before :])[len(known) :]
-    whole = fresh.rstrip('\ufffd')  # which may stand for the first bytes of a character
-    self._text = self._decoded_text + whole
-    if whole == fresh:
-      self._before, self._decoded = self._decoded, len(tokens)
-      self._decoded_text = self._text
+    """Returns the text that has become certain by these further tokens."""
+    self._open += tokens.tolist()
+    known = self._decode(self._before)
+    text = self._decode(self._before + self._open)[len(known) :]
+    characters = text.rstrip('\ufffd')  # which may stand for the first bytes of a character
+    self._text = self._whole + characters
+    if characters == text:
+      self._whole, self._before, self._open = self._text, self._open, []
     certain = self._text[self._sent : self._certain()]
     self._sent += len(certain)
     return certain
@@ -52,7 +52,7 @@ class TextStream:
     """Returns how many characters are before anything that is, or may become, a stop string."""
     ends = [len(self._text)]
     for stop in self._stops:
-      at = self._text.find(stop)
+      at = self._text.find(stop, self._sent)  # none begins in what was returned
       if at < 0:
         at = len(self._text) - max(n for n in range(len(stop)) if self._text.endswith(stop[:n]))
       ends.append(at)
@@ -82,7 +82,7 @@ class EventStream:
     )
 
   def part(self, index: int, tokens: np.ndarray) -> str:
-    """Returns an event with the new text of a choice, given all its tokens so far; '' if there is none."""
+    """Returns an event with the text of further tokens of a choice; '' if none has become certain."""
     text = self.texts[index].add(tokens)
     if not text:
       return ''

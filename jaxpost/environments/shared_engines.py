@@ -27,7 +27,7 @@ class Answer(concurrent.futures.Future):
   """The `Completion` of a request, once it has ended; `cancel` gives up its slot.
 
   Attributes:
-    on_tokens: called by `SharedEngines.serve` with all token ids so far, after each block that drew some.
+    on_tokens: called by `SharedEngines.serve` with the token ids of each block.
   """
 
   on_tokens: Callable[[np.ndarray], None] | None = None

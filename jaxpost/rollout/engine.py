@@ -89,7 +89,7 @@ class Engine(Protocol):
         the queue is empty: it may block until a request is ready, and returning none ends the call. It must return the
         same on every process.
       prefill_rows: prompts of a prefill; None: as many as are queued, up to the slots.
-      on_tokens: called with (request, token ids so far) after each block, before `next_requests`.
+      on_tokens: called with (request, the ids that it drew) after each block, before `next_requests`.
       reuse_cache: a request that begins with a finished sequence continues from its cache entries; False prefills it
         from its beginning.
       on_dispatch: called before each block with the number of blocks dispatched so far; it may `load` newer weights

@@ -357,7 +357,7 @@ class Scheduler:
       )
       sequence.done = bool(stop_string) or not block.active[slot]
       if self.on_tokens:
-        self.on_tokens(sequence.request, sequence.drawn())
+        self.on_tokens(sequence.request, sequence.blocks[-1].tokens)
       if sequence.done:
         finished.append(sequence.completion(stop_string, bool(stop_string) or bool(block.finished[slot])))
         if self.reuse_cache:

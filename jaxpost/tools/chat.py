@@ -165,7 +165,7 @@ def _lines(asked: TextIO, out: TextIO) -> Iterator[str]:
 
 
 def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, on_tokens: Callable[[np.ndarray], None]) -> Completion:
-  """Returns one completion; calls `on_tokens(token ids so far)` after each block."""
+  """Returns one completion; calls `on_tokens(its token ids)` after each block."""
   done = []
 
   def follow(completions, idle):
