@@ -45,7 +45,7 @@ class Reply(NamedTuple):
   kind: str = 'application/json'
 
 
-def event_of(reply: Reply) -> str:
+def _last_event(reply: Reply) -> str:
   """Returns the text of a reply that ends a stream of events; JSON of a failure becomes an event."""
   return reply.text if reply.kind == EVENTS else f'data: {reply.text}\n\n'
 
@@ -282,7 +282,7 @@ class _Connection:
   async def _send(self, reply: Reply) -> None:
     """Sends a reply, or what is left of one; TimeoutError if the client does not read it."""
     if self._streaming:
-      self._write(h11.Data(data=event_of(reply).encode()))
+      self._write(h11.Data(data=_last_event(reply).encode()))
     else:
       data = reply.text.encode()
       self._write_head(reply.status, reply.kind, ('Content-Length', str(len(data))))

@@ -291,6 +291,11 @@ def _tool_call(index: int, call: dict) -> dict:
   return dict(id=f'call_{index}', type='function', function=function)
 
 
+def head(kind: str, model: str) -> dict:
+  """Returns the fields that a response, or each event of a stream, begins with; `kind` is its `object`."""
+  return dict(id=f'cmpl-{uuid.uuid4().hex}', created=int(time.time()), model=model, object=kind)
+
+
 def response(
   is_chat: bool, model: str, choices: list[dict], prompts: list[np.ndarray], completions: list[Completion]
 ) -> dict:
@@ -298,10 +303,7 @@ def response(
   prompt_tokens = sum(map(len, prompts))
   completion_tokens = sum(len(c.tokens) for c in completions)
   return dict(
-    id=f'cmpl-{uuid.uuid4().hex}',
-    created=int(time.time()),
-    model=model,
-    object='chat.completion' if is_chat else 'text_completion',
+    **head('chat.completion' if is_chat else 'text_completion', model),
     choices=choices,
     prompt_token_ids=prompts[0].tolist(),
     usage=dict(

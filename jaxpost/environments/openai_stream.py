@@ -7,11 +7,11 @@ held back as long as they may change: half a character, and what may be the begi
 from __future__ import annotations
 
 import json
-import time
-import uuid
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
+from jaxpost.environments import openai_format
 
 
 class TextStream:
@@ -74,12 +74,7 @@ class EventStream:
     self._is_chat = is_chat
     self.texts = texts
     self._begun = set()  # indices of choices that have had an event
-    self._head = dict(
-      id=f'cmpl-{uuid.uuid4().hex}',
-      created=int(time.time()),
-      model=model,
-      object='chat.completion.chunk' if is_chat else 'text_completion',
-    )
+    self._head = openai_format.head('chat.completion.chunk' if is_chat else 'text_completion', model)
 
   def part(self, index: int, tokens: np.ndarray) -> str:
     """Returns an event with the text of further tokens of a choice; '' if none has become certain."""
