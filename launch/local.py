@@ -42,7 +42,7 @@ def start(arguments: list[str], rank: int) -> subprocess.Popen:
 
 
 def copy(rank: int, source: TextIO, target: TextIO):
-  """Copies lines, marked with their process; all are read, as a process waits where nobody does."""
+  """Copies lines, marked with their process, and reads all of them: a process blocks when its pipe is full."""
   for line in source:
     try:
       if not line.startswith('[Gloo] Rank'):  # of its connections, at each start

@@ -96,7 +96,7 @@ class SharedStream(loader.PackedStream):
   def __next__(self) -> tuple[Batch, dict[str, float]]:
     start, before = time.perf_counter(), self._channel.waited if self._thread else 0.0
     made = super().__next__()
-    # Of the time in which there was no batch, the thread has waited for other processes: their time, not this host's.
+    # What the thread waited for other processes, of the time without a batch, is their time and not this host's.
     coordination.seconds_waited(min(time.perf_counter() - start, self._channel.waited - before))
     return made
 

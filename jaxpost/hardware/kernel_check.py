@@ -189,9 +189,8 @@ def _packed_rows(count: int, length: int) -> tuple[jax.Array, jax.Array]:
     [[length // 7, length // 2 + 1, length - length // 9], [length // 3, length // 2 + length // 8, length]]
   )[:count]
   number = jnp.arange(length)
-  found = jax.vmap(lambda c: jnp.searchsorted(c, number, side='right'))(
-    cuts
-  )  # [rows, T] 0 to 3, the document of a token
+  # [rows, T] 0 to 3, the document of a token
+  found = jax.vmap(lambda c: jnp.searchsorted(c, number, side='right'))(cuts)
   starts = jnp.concatenate([jnp.zeros((count, 1), int), cuts], axis=1)
   # Segments 1, 2, 3 and, behind the last cut, 0, which is padding.
   return ((found + 1) % 4).astype(jnp.int32), number - jnp.take_along_axis(starts, found, axis=1)

@@ -72,7 +72,7 @@ def matmul_type(cache: str | os.PathLike[str] | None = None) -> tuple[str, str]:
   """
   device = jax.devices()[0]
   if device.platform != 'cpu':
-    # Of NVIDIA a number, such as 7.5; of AMD a name, such as gfx942.
+    # NVIDIA's is a number, such as 7.5, and AMD's a name, such as gfx942.
     capability = device.compute_capability if device.platform == 'gpu' else ''
     before_ampere = capability[:1].isdigit() and float(capability) < 8
     return 'float16' if before_ampere else 'bfloat16', f'of {device.device_kind}'

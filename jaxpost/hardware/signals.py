@@ -60,7 +60,7 @@ class StopSignal:
   def install(self) -> None:
     """Sets the handlers; again, after a library (jax.distributed) may have set its own."""
     if threading.current_thread() is not threading.main_thread():
-      return  # Python lets no other thread set them: a run in a thread of a server is told of no signal
+      return  # Python lets no other thread set them, so a run in another thread notices no signal
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
       old = signal.getsignal(number)
       if not (number == signal.SIGHUP and old is signal.SIG_IGN):

@@ -87,8 +87,9 @@ def decode(
       new = to_cache_type(new.swapaxes(1, 2), compute)
       recent_entries[layer] = jax.tree.map(put, recent_entries[layer], new)
     entries = layer_entries(cache, layer, step), [ks[layer], *vs[layer : layer + 1]]
-    options = dict(filled=filled, step=step, compute=compute, window=window, cfg=cfg, sinks=p.get('sinks'))
-    return _attend_to_entries(q, *entries, constrain, tokens.ndim == 1, options, latent='kv_a' in p), None
+    options = dict(filled=filled, step=step, window=window, sinks=p.get('sinks'), cfg=cfg, compute=compute)
+    shape = dict(latent='kv_a' in p, one_token=tokens.ndim == 1, layout=constrain)
+    return _attend_to_entries(q, *entries, **shape, **options), None
 
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
     p = p(x) if callable(p) else p
@@ -112,22 +113,23 @@ def decode(
 
 
 def _attend_to_entries(
-  q: jax.Array, cached: list, recent: list, layout: Any, is_one: bool, options: dict, latent: bool
+  q: jax.Array, cached: list, recent: list, *, latent: bool, one_token: bool, layout: Any, cfg, compute: Compute, **rest
 ) -> jax.Array:
-  """Attends to the entries of a layer by the form that fits; `options` are those of `cached_attention`.
+  """Attends to the entries of a layer by the form that fits; `rest` are further arguments of `cached_attention`.
 
-  is_one: each slot has one query. latent: entries are those of multi-head latent attention.
+  latent: entries are those of multi-head latent attention. one_token: each slot has one query.
   """
+  rest |= dict(cfg=cfg, compute=compute)
   if latent:
     from jaxpost.models import mla
 
-    q, cached, recent, choose = mla.from_cache(q, cached, recent, options['cfg'], options['compute'])
-    return cached_attention(q, cached, recent, choose=choose, **options)
-  if options['compute'].decode_kernel and is_one:
+    q, cached, recent, choose = mla.from_cache(q, cached, recent, cfg, compute)
+    return cached_attention(q, cached, recent, choose=choose, **rest)
+  if compute.decode_kernel and one_token:
     from jaxpost.models import decode_triton
 
-    return decode_triton.cached_attention(q, cached, recent, layout=layout, **options)
-  return cached_attention(q, cached, recent, **options)
+    return decode_triton.cached_attention(q, cached, recent, layout=layout, **rest)
+  return cached_attention(q, cached, recent, **rest)
 
 
 def to_cache_type(x: jax.Array, compute: Compute) -> Any:

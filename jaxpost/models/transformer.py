@@ -97,7 +97,7 @@ def _other_layers(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]
   if cfg.state_shapes:
     from jaxpost.models import hybrid
 
-    return hybrid.table(table, _mlp_rows(dataclasses.replace(cfg, experts=None)), cfg)
+    return hybrid.table(table, _mlp_rows(dataclasses.replace(cfg, experts=None)), cfg)  # and rows of dense MLPs
   if cfg.mixed:
     from jaxpost.models import mixed_attention
 

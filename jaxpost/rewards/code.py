@@ -102,7 +102,7 @@ class Code:
     self._check_time(size, time_limit_s)
     given = (tests, test_list, inputs, outputs, test_setup_code, test_imports, entry_point)
     tests, test_list, *others = (column or [None] * size for column in given)
-    # Where the rows of several files have both columns, each row has null in one of them.
+    # Rows of several files may have both columns, each row with null in one of them.
     tests = [own or listed for own, listed in zip(tests, test_list)]
     rows = list(zip(tests, *others))
     refused: dict[int, str] = {}  # completion -> why its row cannot be judged

@@ -115,7 +115,7 @@ class Scheduler:
       dispatched = False
       if overlap or not self.running:
         dispatched = self.dispatch()
-      # With overlap, the block just dispatched runs while the one before it is read.
+      # The block just dispatched runs while the one before it is read, if blocks overlap.
       blocks_to_leave = 1 if overlap and dispatched else 0
       finished = self.harvest() if len(self.running) > blocks_to_leave else []
 

@@ -6,7 +6,6 @@ Legend: P prompt tokens, C completion tokens, L layers, k experts per token.
 from __future__ import annotations
 
 import dataclasses
-import operator
 import os
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -84,6 +83,9 @@ class DrawnTokens(NamedTuple):
   allowed: tuple  # ([n, k],) or ()
   versions: np.ndarray  # [n], see `Completion`
 
+  def first(self, count: int) -> DrawnTokens:
+    return jax.tree.map(lambda x: x[:count], self)
+
 
 @dataclasses.dataclass(eq=False)
 class ActiveSequence:
@@ -138,7 +140,7 @@ class ActiveSequence:
     new = len(self.blocks[-1].tokens)
     # A token may be a single byte of a character of four.
     reach = 4 * max(map(len, strings)) + new
-    # As many blocks have as many tokens, at least: to join all of a long completion after each block would be slow.
+    # These blocks have enough tokens. Joining all of a long completion after each block would be slow.
     tokens = np.concatenate([block.tokens for block in self.blocks[-reach - new :]])
     whole = decode(tokens[-reach:])
     if not any(string in whole for string in strings):
@@ -155,7 +157,7 @@ class ActiveSequence:
         # something else once the rest of it follows.
         known = len(os.path.commonprefix([early, text]))
         if text.find(string, max(0, known - len(string) + 1)) >= 0:
-          self.blocks[-1] = jax.tree.map(operator.itemgetter(slice(end - before)), self.blocks[-1])
+          self.blocks[-1] = self.blocks[-1].first(end - before)
           return string
     return ''
 

@@ -142,7 +142,7 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
 
     sampler = demonstrations.ExpertSampler(sampler, tokenizer, config.rollout.max_new_tokens)
   shape, stream = placed.shape, placed.data.stream
-  observers = []  # are told how each group was graded
+  observers = []  # called with the grades of each group
   if config.rl.curriculum:
     from jaxpost.rl import curriculum
 

@@ -50,7 +50,7 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
   Weight decay is for the matrices and embeddings of `part`, the model with the rows that are trained.
   """
   options = dict(b1=section.b1, b2=section.b2, eps=section.eps, weight_decay=section.weight_decay)
-  options = {name: value for name, value in options.items() if value != -1}  # the optimizer's own
+  options = {name: value for name, value in options.items() if value != -1}  # -1: the optimizer's own
   if section.name == 'muon':
     from jaxpost.stage import muon
 

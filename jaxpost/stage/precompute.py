@@ -113,9 +113,8 @@ def read(
     examples: number -> Example or None, for 0 to `number`.
     fields: as in `Documents`.
   """
-  parts = {
-    name: [np.zeros((0, *shape), dtype)] for name, (shape, dtype) in fields.items()
-  }  # typed without examples, too
+  # Arrays have a type without examples, too.
+  parts = {name: [np.zeros((0, *shape), dtype)] for name, (shape, dtype) in fields.items()}
   for first in range(0, number, _WINDOW):
     every = map(examples, range(first, min(first + _WINDOW, number)))
     window = [example for example in every if example is not None]
