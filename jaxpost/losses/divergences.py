@@ -94,10 +94,9 @@ def partial_jsd(
   known = teacher_ids > 0
   teacher = jnp.where(known, _masked(teacher_logprobs.astype(jnp.float32)), MASKED_LOGIT)
   student = _log_probs(student_logits, temperature)
-  # Index 0 takes what is none, and is cut off.
-  wide = jnp.pad(student, [(0, 0)] * (student.ndim - 1) + [(1, 0)], constant_values=MASKED_LOGIT)
-  kept = jnp.where(known, jnp.take_along_axis(wide, teacher_ids, axis=-1), MASKED_LOGIT)
-  rest = jnp.put_along_axis(wide, teacher_ids, MASKED_LOGIT, axis=-1, inplace=False)[..., 1:]
+  ids = jnp.where(known, teacher_ids - 1, student.shape[-1])  # beyond the vocabulary nothing is written
+  kept = jnp.where(known, jnp.take_along_axis(student, ids, axis=-1, mode='clip'), MASKED_LOGIT)
+  rest = jnp.put_along_axis(student, ids, MASKED_LOGIT, axis=-1, inplace=False, mode='drop')
   rest = jnp.maximum(jax.nn.logsumexp(rest, axis=-1, keepdims=True), _FLOOR)
   tail = _log_complement(jax.nn.logsumexp(teacher, axis=-1, keepdims=True))
   return _divergence(jnp.concatenate([kept, rest], axis=-1), jnp.concatenate([teacher, tail], axis=-1), beta)
