@@ -4,11 +4,11 @@ In a clone `python -m launch.VERB [flags]` is the same; each such module has a
 `main(argv)` and its own absl flags. Nothing but the chosen one is imported.
 """
 
-import difflib
 import importlib
 import sys
 
 import jaxpost
+from jaxpost.errors import did_you_mean
 
 from .verbs import VERBS, WORDS, usage
 
@@ -24,8 +24,7 @@ def main(argv=None):
     sys.exit(0)
   verb, rest = args[0], args[1:]
   if verb not in VERBS:
-    near = difflib.get_close_matches(verb, VERBS, n=1)
-    hint = f'did you mean {near[0]!r}?' if near else f'use {", ".join(VERBS)}'
+    hint = did_you_mean(verb, VERBS).strip() or f'use {", ".join(VERBS)}'
     print(f'jaxpost: no command {verb!r}; {hint}', file=sys.stderr)
     sys.exit(2)
   # A stray `launch` elsewhere on the path must not win, so the name is taken
