@@ -4,6 +4,10 @@
 
 Nothing is executed: notebooks are shown with the outputs of docs/notebook_outputs/ (docs/make_notebook_outputs.py).
 `llms.txt` in the result lists all pages with one line each.
+
+JAXPOST_REPOSITORY=https://github.com/ORG/NAME in the environment names the public repository, and JAXPOST_REVISION a
+branch or a tag of it (`main` by default). Then pages link to their sources, the notebooks have "Open in Colab" badges,
+and the commands of getting_started.md clone that address.
 """
 
 import json
@@ -14,15 +18,23 @@ import shutil
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / 'docs')]
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
+import stamp_badges  # noqa: E402
+
 import jaxpost  # noqa: E402
+
+REPOSITORY = stamp_badges.checked(os.environ.get('JAXPOST_REPOSITORY', ''))
+REVISION = os.environ.get('JAXPOST_REVISION') or 'main'
 
 project, author, copyright = 'jaxpost', 'the jaxpost authors', 'the jaxpost authors'
 release = version = jaxpost.__version__
 extensions = ['myst_nb', 'sphinx_design', 'sphinx.ext.autodoc', 'sphinx.ext.napoleon', 'sphinx.ext.viewcode']
 html_theme, html_title = 'furo', f'jaxpost {release}'
+if REPOSITORY:
+  branch = 'main' if re.match(r'v?\d', REVISION) else REVISION  # a tag cannot be edited
+  html_theme_options = dict(source_repository=REPOSITORY, source_branch=branch, source_directory='docs/')
 
 smartquotes = False  # '' is a value
 myst_heading_anchors = 4
@@ -89,12 +101,24 @@ def copy_notebooks(app, config):
     cells = [cell for cell in book['cells'] if cell['cell_type'] == 'code']
     for cell, outputs in zip(cells, json.loads(stored.read_text('utf-8'))['outputs'], strict=True):
       cell['outputs'] = outputs
+    if REPOSITORY:
+      stamp_badges.stamp(book, stored.stem, REPOSITORY, REVISION)
     shown.write_text(json.dumps(book), 'utf-8')
 
 
 def point_into_site(app, docname, source):
-  """Links of Markdown to files above docs/ that are pages of the site."""
+  """Rewrites links between docs/ and other folders whose files are pages of the site, and the address to clone."""
   source[0] = source[0].replace('](../notebooks/', '](notebooks/').replace('](../SECURITY.md', '](security.md')
+  if docname.startswith('notebooks/'):
+    source[0] = source[0].replace('](../docs/', '](../')
+  if REPOSITORY and docname == 'getting_started':
+    source[0] = source[0].replace('git clone URL ', f'git clone {REPOSITORY} ')
+
+
+def edit_notebooks_above(app, pagename, templatename, context, doctree):
+  """Links a notebook to its source, which is not in docs/ as its copy is."""
+  if pagename.startswith('notebooks/'):
+    context['theme_source_directory'] = ''
 
 
 def write_llms_txt(app, error):
@@ -119,4 +143,5 @@ def setup(app):
   app.connect('autodoc-process-signature', short_signature)
   app.connect('config-inited', copy_notebooks)
   app.connect('source-read', point_into_site)
+  app.connect('html-page-context', edit_notebooks_above)
   app.connect('build-finished', write_llms_txt)
