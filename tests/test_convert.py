@@ -246,6 +246,12 @@ def test_a_batch_of_trl_s_rl_is_prompts(method, given, prompts, lacks):
   assert all('rollout.prompts' in s.reason for s in settings if s.name == 'gradient_accumulation_steps')
 
 
+@pytest.mark.parametrize('library, name', [('verl', 'trainer.default_local_dir'), ('trl', 'workdir')])
+def test_the_folder_of_a_run_is_a_flag(library, name):
+  config, (folder,) = convert.convert(library, {name: 'checkpoints/mine'})
+  assert folder.reason == 'is the flag --workdir of launch.train' and config == {'algorithm': 'grpo'}
+
+
 def test_a_batch_of_sft_is_ambiguous():
   _, settings = convert.convert('trl', RL, 'sft')
   assert settings[0].reason == 'may stand for train.batch_size, train.micro_batch_size; choose'

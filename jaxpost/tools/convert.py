@@ -266,6 +266,8 @@ def _setting(library: str, name: str, value: Any, method: str) -> Setting:
   fields = _fields(library, name, value, method)
   if isinstance(fields, str):
     return Setting(name, value, (), fields)
+  if fields[0].startswith('--') and len(fields) == 1:
+    return Setting(name, value, (), f'is the flag {fields[0]} of launch.train')
   both_clips = set(fields) == {'rl.clip_low', 'rl.clip_high'}
   if len(fields) > 1 and not both_clips:
     chosen = tuple(f for f in fields if f.startswith(('rl.', 'rollout.')) and _learns_from_rewards(method))
