@@ -225,6 +225,22 @@ def test_names_of_others_are_those_of_the_docs():
       assert fields & {*field_names.SYNONYMS[name]}, (name, fields, field_names.SYNONYMS[name])
 
 
+def test_the_most_common_settings_lead_to_the_fields_of_their_rows():
+  page = (CLONE / 'docs/from_trl_and_verl.md').read_text('utf-8')
+  section = page.split('## The most common settings')[1].split('\n## ')[0]
+  rows = [line.split('|')[2:5] for line in section.splitlines()[4:] if line.startswith('| ')]
+  assert len(rows) > 15
+  checked = 0
+  for trl, verl, ours in rows:
+    fields = {name for name in re.findall(r'`([\w.]+)`', ours) if name in field_names.FIELDS}
+    for name in re.findall(r'`([\w.]+)`', trl + verl):
+      last = name.rpartition('.')[2]
+      near = field_names.SYNONYMS.get(name) or field_names.SYNONYMS.get(last if len(last) > 1 else '', ())
+      assert not near or not fields or fields & {*near}, (name, near)
+      checked += bool(near)
+  assert checked > 25
+
+
 # ------------------------------------------------------------- whole commands
 
 
