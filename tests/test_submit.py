@@ -126,6 +126,19 @@ def test_colab_is_python():
   assert text.count('# %%') == 3
 
 
+@pytest.mark.parametrize(
+  'program, files, wanted', [('nvidia-smi', [], 'data,cuda'), (None, ['x'], 'data,tpu'), (None, [], 'data')]
+)
+def test_colab_installs_what_its_runtime_needs(monkeypatch, program, files, wanted):
+  """A clone without the extra for its accelerator would train on the CPU, and could not read a recipe's Parquet."""
+  cell = job('colab').split('%cd jaxpost')[1].split('# %% Train')[0]
+  monkeypatch.setattr('shutil.which', lambda name: program)
+  monkeypatch.setattr('glob.glob', lambda pattern: files)
+  found = {}
+  exec('\n'.join(line for line in cell.splitlines() if line[:1] not in '!%'), found)
+  assert found['extras'] == wanted and "%pip install -q -e '.[{extras}]'" in cell
+
+
 HOSTILE = ['x\ny', 'x\n#SBATCH --uid=0', '$(id)', '`id`', 'a b', "a'b", 'a"b', '-x', '', 'x: y', 'x\u2028y', 'a' * 80]
 
 
