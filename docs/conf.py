@@ -109,6 +109,7 @@ def copy_notebooks(app, config):
 def point_into_site(app, docname, source):
   """Rewrites links between docs/ and other folders whose files are pages of the site, and the address to clone."""
   source[0] = source[0].replace('](../notebooks/', '](notebooks/').replace('](../SECURITY.md', '](security.md')
+  source[0] = source[0].replace('](../../notebooks/', '](../notebooks/')
   if docname.startswith('notebooks/'):
     source[0] = source[0].replace('](../docs/', '](../')
   if REPOSITORY and docname == 'getting_started':

@@ -53,7 +53,7 @@ ROWS = (
   Row(
     'R1',
     '`kill -9` in steps, saves, evaluation, export and start of SFT, DPO, distillation, reward models, GRPO, PPO, GKD,'
-    ' an environment, a lag of one step and two processes; the run is resumed and compared bit for bit',
+    ' an environment, a staleness of one step and two processes; the run is resumed and compared bit for bit',
     'kills',
     (
       'test_kills.py',
