@@ -23,7 +23,7 @@ _ADAPTER = flags.DEFINE_string('adapter', '', 'PEFT adapter on the weights, as N
 _BESIDE_RUN = flags.DEFINE_string('beside_run', '', 'Folder of another run, whose newest model answers, too.')
 _BESIDE_MODEL = flags.DEFINE_string('beside_model', '', 'Another model folder, org/name or adapter that answers, too.')
 _SYSTEM = flags.DEFINE_string('system', '', 'System message of the chat.')
-_SAMPLING = sampling_flags.define(max_new_tokens=512)
+_SAMPLING = sampling_flags.define(max_new_tokens=512, several=False)
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'Device mesh, written as config.mesh.rollout.')
 
 
@@ -31,7 +31,6 @@ def main(argv):
   """Reads messages until the end."""
   del argv
   logging.getLogger().setLevel(logging.WARNING)
-  exits.refuse(('n',), 'in a chat, where each message has one answer')
   host.tune_host()
   host.use_compile_cache()
   from jaxpost.tools import chat, completions, inference

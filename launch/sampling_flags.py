@@ -1,4 +1,4 @@
-"""Flags of commands that sample completions: --n, --seed, --temperature and the like."""
+"""Flags of commands that sample completions: --seed, --temperature and the like, and --n where there can be several."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ flags.disclaim_key_flags()  # the flags belong to the command that defines them
 
 
 class SamplingFlags(NamedTuple):
-  """The flags that decide completions, besides weights and prompts."""
+  """The flags that decide completions, besides weights and prompts; without `n` in a chat."""
 
-  n: flags.FlagHolder
   seed: flags.FlagHolder
   max_new_tokens: flags.FlagHolder
   temperature: flags.FlagHolder
   top_p: flags.FlagHolder
+  n: flags.FlagHolder | None
 
   def arguments(self) -> dict[str, Any]:
     """Returns the arguments of `completions.Draws`."""
-    return {name: flag.value for name, flag in self._asdict().items()}
+    return {name: flag.value for name, flag in self._asdict().items() if flag is not None}
 
 
-def define(max_new_tokens: int) -> SamplingFlags:
-  """Defines the flags for the calling command, with its default length."""
+def define(max_new_tokens: int, several: bool = True) -> SamplingFlags:
+  """Defines the flags for the calling command, with its default length.
+
+  Args:
+    max_new_tokens: default of that flag.
+    several: whether a prompt can have several completions, which --n asks for.
+  """
   return SamplingFlags(
-    n=flags.DEFINE_integer('n', 1, 'Completions per prompt.', lower_bound=1),
+    n=flags.DEFINE_integer('n', 1, 'Completions per prompt.', lower_bound=1) if several else None,
     seed=flags.DEFINE_integer('seed', 0, 'Seed of sampling.', lower_bound=0),
     max_new_tokens=flags.DEFINE_integer(
       'max_new_tokens', max_new_tokens, 'Tokens of the longest completion.', lower_bound=1

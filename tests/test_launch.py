@@ -389,7 +389,6 @@ CPU, FITS = '--topology=cpu', ('--fits', '--model=qwen3_0_6b')
       for suite in ('mmlu', 'choices')
       for flag in ('--n=2', '--temperature=0', '--out=x')
     ),
-    ('chat', '--n=2', ('--run=x',), 'in a chat'),
     ('sample', '--top_logprobs=2', ('--run=x', '--prompt=x'), 'without --out'),
     ('sample', '--top_logprobs=2', ('--run=x', '--chat'), 'without --out'),
     ('sample', '--json', ('--run=x', '--prompt=x', '--out=x'), 'with --out'),
@@ -420,6 +419,11 @@ def test_help_has_examples(call, verb):
   code, out, _ = call(verb, '--help')
   assert code == 0 and out.count(f'python -m launch.{verb} --') >= 2
   assert '  --step' in out or verb == 'inspect'
+
+
+def test_a_chat_has_one_answer_to_a_message(call):
+  assert '--n:' not in call('chat', '--help')[1] and '--n:' in call('sample', '--help')[1]
+  refused(call('chat', '--run=x', '--n=2'), 2, '--n: there is no such flag')
 
 
 def test_usage_into_a_closed_pipe():
