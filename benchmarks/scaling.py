@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # the clone
 
@@ -40,6 +40,7 @@ _PASSED_ON = ('shape', 'steps', 'prompt', 'new', 'ragged', 'mean', 'bf16', 'top_
 # Settings that compared runs must share.
 _ALIKE = ('shape', 'bf16', 'mesh', 'prompt', 'new', 'ragged', 'mean', 'top_p', 'device', 'jax')
 _MODES = ('strong', 'weak')
+_KNOWN = ('sft', 'grpo')  # workloads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,13 @@ class Plan:
       if n > 1:
         out += [(1, self.batch // n), (n, self.batch), (n, self.batch * n)]
     return list(dict.fromkeys(out))
+
+
+def counts(texts: Sequence[str]) -> tuple[int, ...]:
+  """Parses numbers of processes; InputError unless all are whole numbers, and one is above 1."""
+  if not all(text.isdecimal() for text in texts) or max(map(int, texts), default=0) < 2:
+    raise InputError(f'--processes: {",".join(texts)}: write whole numbers, one of them above 1, as in 1,2')
+  return tuple(dict.fromkeys((1, *map(int, texts))))
 
 
 def check(plan: Plan) -> None:
@@ -222,10 +230,12 @@ def main(_):
     rows = recorded(_RECORDS.value)
   else:
     rows = []
+    if unknown := [what for what in _WORKLOADS.value if what not in _KNOWN]:
+      raise InputError(f'--workloads: there is no {unknown[0]!r}; known: {", ".join(_KNOWN)}')
     for what in _WORKLOADS.value:
       plan = Plan(
         what=what,
-        counts=tuple(map(int, _COUNTS.value)),
+        counts=counts(_COUNTS.value),
         batch=flags.FLAGS.batch,
         rounds=_ROUNDS.value,
         flags=tuple(f'--{name}={flags.FLAGS[name].value}' for name in _PASSED_ON),
@@ -238,7 +248,7 @@ def main(_):
 if __name__ == '__main__':
   workload_flags.define()
   _COUNTS = flags.DEFINE_list('processes', ['1', '2'], 'Numbers of processes to compare.')
-  _WORKLOADS = flags.DEFINE_list('workloads', ['sft', 'grpo'], 'Workloads to time.')
-  _ROUNDS = flags.DEFINE_integer('rounds', 3, 'Repetitions, of which the fastest counts.')
+  _WORKLOADS = flags.DEFINE_list('workloads', list(_KNOWN), 'Workloads to time.')
+  _ROUNDS = flags.DEFINE_integer('rounds', 3, 'Repetitions, of which the fastest counts.', lower_bound=1)
   _RECORDS = flags.DEFINE_string('records', '', 'File of printed lines to evaluate instead of timing.')
   exits.run(main)

@@ -55,6 +55,16 @@ def test_bad_settings(over, words):
     scaling.measure(plan(**over), lambda n, batch: 1.0)
 
 
+@pytest.mark.parametrize('text', ['x', '', '0', '1', '1,-2', '1,2.5'])
+def test_bad_numbers_of_processes(text):
+  with pytest.raises(InputError, match='--processes'):
+    scaling.counts(text.split(','))
+
+
+def test_one_process_is_always_timed():
+  assert scaling.counts(['4', '2', '4']) == (1, 4, 2)
+
+
 RUN = dict(
   what='sft',
   shape='xs',
