@@ -15,6 +15,16 @@ from typing import Any
 
 from jaxpost.errors import InputError, type_of
 
+_FILES: dict[str, tuple[pathlib.Path, int]] = {}  # name of the module of a file -> the file, crc32 of its text
+
+
+def forget_edited_files() -> None:
+  """Drops the modules of files that have changed since they were loaded, as between two runs in a notebook."""
+  for name, (path, crc) in list(_FILES.items()):
+    if not path.is_file() or zlib.crc32(path.read_bytes()) != crc:
+      sys.modules.pop(name, None)
+      del _FILES[name]
+
 
 def load_callable(spec: str | Callable, what: str) -> Callable[..., Any]:
   """Returns the callable that `spec` names.
@@ -79,6 +89,7 @@ def _load_file(target: str, what: str) -> ModuleType:
     raise InputError(f'{what}: {target} is no .py file')
   module = importlib.util.module_from_spec(module_spec)
   sys.modules[name] = module
+  _FILES[name] = path, zlib.crc32(path.read_bytes())
   try:
     module_spec.loader.exec_module(module)
   except ModuleNotFoundError as error:

@@ -14,7 +14,7 @@ import jax
 import rich.console
 from etils import epath
 
-from jaxpost import loop
+from jaxpost import imports, loop
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError, PeerError
 from jaxpost.hardware import signals
@@ -58,6 +58,7 @@ def run(
     InputError, NoCheckpointError, Preempted: see `jaxpost.errors`.
   """
   workdir = consistency.check_workdir(workdir)
+  imports.forget_edited_files()
   if coordination.process_index():  # process 0 prints for all
     console = rich.console.Console(quiet=True)
   with coordination.fail_together(), contextlib.ExitStack() as cleanup:
@@ -316,7 +317,7 @@ def _run_stage(
     if stage.stop_profiler:
       cleanup.callback(stage.stop_profiler)
     if coordination.process_index() == 0:
-      program_table.write(workdir / 'plan.json', plans)
+      seals.write(workdir / 'plan.json', json.dumps(plans, indent=1))
       if activity.verbose:
         activity.console.print(program_table.render(plans[-1]))
       else:

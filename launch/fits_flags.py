@@ -1,6 +1,7 @@
 """The flags of `launch.plan --fits`, and what it prints."""
 
 import importlib
+import json
 import os
 import shutil
 from typing import NamedTuple
@@ -50,8 +51,8 @@ def show(given: FitsFlags, price: str, out: str):
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')  # no device is used
   import rich.console
 
-  from jaxpost.monitor import program_table
   from jaxpost.planning import fits
+  from jaxpost.storage import object_store
 
   names = fits.devices(given.devices.value)
   prices = fits.prices(price, names)
@@ -67,7 +68,8 @@ def show(given: FitsFlags, price: str, out: str):
   # After the commands, which would scroll it away.
   console.print(fits.table(found, prices, f'{model}: by arithmetic, with what docs/fits.md assumes'))
   if out:
-    program_table.write(out, [fits.as_json(cell, weights, prices.get(cell.device)) for cell in found])
+    rows = [fits.as_json(cell, weights, prices.get(cell.device)) for cell in found]
+    object_store.write_text(out, json.dumps(rows, indent=1))
     console.print(f'wrote {out}')
 
 

@@ -12,6 +12,7 @@ common GPUs and TPU slices, with the command for each (docs/fits.md). Named mode
 weights, tokenizer or data. No device is used. docs/planning.md explains the output.
 """
 
+import json
 import logging
 import shutil
 import sys
@@ -51,13 +52,14 @@ def main(argv):
   machines.set_environment(topology)
   import rich.console
 
-  from jaxpost.monitor import program_table
   from jaxpost.planning import auto, defaults, dry_run, search, stage, tables
   from jaxpost.stage import prepare
+  from jaxpost.storage import object_store
 
   console = rich.console.Console(highlight=False, width=max(132, shutil.get_terminal_size().columns))
   raw = prepare.as_dict(_CONFIG.value)
   plans = []
+  stage.check_names(_PROGRAMS.value)
   options = stage.Options(topology, tuple(_PROGRAMS.value), price, _STAGE.value)
   if _SEARCH.value:
     exits.refuse(('programs',), 'with --search')
@@ -69,7 +71,7 @@ def main(argv):
       plans.append(auto.planned(p, options))
       tables.show(plans[-1], console)
   if _OUT.value:
-    program_table.write(_OUT.value, plans)
+    object_store.write_text(_OUT.value, json.dumps(plans, indent=1))
     console.print(f'wrote {_OUT.value}')
 
 

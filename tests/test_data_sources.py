@@ -356,6 +356,13 @@ def test_load_callable(tmp_path):
   assert imports.load_callable(f'{path}:f', 'reward')() == 3
   assert imports.load_callable('json:dumps', 'reward') is json.dumps
   assert imports.load_callable(len, 'reward') is len
+  write(tmp_path / 'mine.py', 'def f(): return 33\nx = 5\n')
+  assert imports.load_callable(f'{path}:f', 'reward')() == 3  # a run keeps what it began with
+  imports.forget_edited_files()
+  again = imports.load_callable(f'{path}:f', 'reward')
+  assert again() == 33
+  imports.forget_edited_files()
+  assert imports.load_callable(f'{path}:f', 'reward') is again
   broken = write(tmp_path / 'broken.py', 'def f(:\n')
   lacking = write(tmp_path / 'lacking.py', 'import not_there_at_all\n')
   sibling = write(tmp_path / 'sibling.py', 'import mine.part\n')

@@ -894,6 +894,7 @@ def test_a_sampler_with_more_devices_than_training(tmp_path):
     f'--out={out}',
   )
   assert done.returncode == 0, done.stderr[-2000:]
+  assert [path.name for path in tmp_path.iterdir()] == ['plan.json']
   (found,) = json.loads(out.read_text())
   assert found['devices'] == 8
   generate = [r for r in found['programs'] if r['program'] == 'generate'][-1]
@@ -929,6 +930,15 @@ def test_other_methods_are_described(algorithm):
     assert found.data.stream.lengths == [512]
   else:
     assert found.data.first_batch.tokens.shape[1] == 512
+
+
+def test_programs_that_can_be_asked_for():
+  made = [path.read_text() for room in ('programs', 'rollout') for path in (CLONE / 'jaxpost' / room).glob('*.py')]
+  names = {name for text in made for name in re.findall(r"\b(?:Program|reader)\('(\w+)'", text)}
+  assert {'update', 'init_state', 'topk'} < names and names | {'score', 'values'} == set(stage.PROGRAMS)
+  stage.check_names(['update', 'generate'])
+  with pytest.raises(InputError, match="--programs: there is no 'generat'; did you mean 'generate'"):
+    stage.check_names(['update', 'generat'])
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,5 @@ def read(path: epath.Path, stages: list[str]) -> list[dict]:
     return []
 
 
-def write(path: epath.Path, plans: list[dict]) -> None:
-  """Writes plan.json."""
-  seals.write(path, json.dumps(plans, indent=1))
-
-
 def _mib(count: int) -> str:
   return f'{count / 2**20:.1f} MiB'

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, did_you_mean
+from jaxpost.hardware import memory
 from jaxpost.models import transformer
 from jaxpost.planning import aot, roofline
 
 if TYPE_CHECKING:
   from jaxpost.planning import machines
   from jaxpost.stage.records import PreparedStage
+
+
+# Names of the programs that stages have.
+PROGRAMS = (*memory.START, *memory.SAMPLING, 'update', 'score', 'values', 'hidden', 'topk', 'evaluate', 'digest')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +33,21 @@ class Options:
   stage: str = ''
 
 
+def check_names(programs: Sequence[str]) -> None:
+  """Raises InputError, with the nearest, for a name that no program has."""
+  for name in programs:
+    if name not in PROGRAMS:
+      hint = did_you_mean(name, PROGRAMS)
+      raise InputError(f'--programs: there is no {name!r}; {hint}known: {", ".join(PROGRAMS)}')
+
+
 def plan(prepared: PreparedStage, options: Options) -> dict:
   """Compiles the programs of a stage and returns their plan; InputError if none has a wanted name."""
   topology = options.topology
   compiled = aot.compile_stage(prepared, topology, options.only)
   placed = compiled.placed
   if not compiled.rows:
-    raise InputError(f'--programs: {",".join(options.only)}: {prepared.name} has none of these')
+    raise InputError(f'--programs: {",".join(options.only)}: {prepared.name} has none of these; --stage plans another')
   rows = roofline.programs(compiled, topology)
   step = roofline.step_of(placed)
   layouts = dict(train=placed.train)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import rich.console
 from etils import epath
 
-from jaxpost import stages
+from jaxpost import imports, stages
 from jaxpost.errors import InputError
 from jaxpost.stage import assemble, place, prepare
 from jaxpost.stage import config as config_lib
@@ -25,6 +25,7 @@ def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple
   `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy algorithm the stream is a `Controller`, which
   has `sampler`, `prompts`, `pool` and the rest. Nothing is written; `stream.close()` ends workers and threads.
   """
+  imports.forget_edited_files()
   raw = stages.with_dtype(prepare.as_dict(config), epath.Path(''), rich.console.Console())
   names = list(config_lib.parse(raw))
   if len(names) > 1:
