@@ -23,6 +23,7 @@ from jaxpost.errors import InputError
 from jaxpost.models import custom
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
+from jaxpost.planning import dry_run, machines, meshes
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
 from jaxpost.stage import prepare
@@ -60,6 +61,13 @@ def test_packed_documents_do_not_see_each_other(case):
   one, two = (hidden(model, params, part) for part in (ids[:, :7], ids[:, 7:]))
   packed = hidden(model, params, ids, np.r_[:7, :5][None], np.r_[[1] * 7, [2] * 5][None])
   np.testing.assert_allclose(packed, np.concatenate([one, two], 1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_mesh_is_chosen_by_what_is_known(code):
+  (p,) = dry_run.prepare_all(dict(model=dict(preset=code), data=dict(path='none'), train=dict(row_length=32_768)))
+  assert list(meshes.every(p.inputs, machines.parse('cpu:4'), 4)) == [
+    dict(data=1, fsdp=4, expert=1, context=1, tensor=1)
+  ]
 
 
 def test_greedy_sampling_is_what_the_whole_text_says(case):

@@ -16,7 +16,8 @@ from jaxpost.hardware import memory
 from jaxpost.models import layers, scaled
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
-from jaxpost.planning import arithmetic
+from jaxpost.planning import sampling_arithmetic
+from jaxpost.planning.case import Case
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
 from jaxpost.stage import prepare
@@ -150,10 +151,10 @@ def test_plans_know_the_bytes(tmp_path, weights, cache):
   folder = tiny.folder(tmp_path / 'm', num_layers=2, num_kv_heads=2, head_dim=8)
   config = tiny.grpo_config(folder, rollout=dict(weights=weights, cache=cache, prompts=3, slots=3))
   inputs = prepare.prepare_all(config)[0].inputs
-  case = arithmetic._Case(inputs, None, None, tiny.one_device('rollout'), tiny.EXACT, None)
+  case = Case(inputs, None, None, tiny.one_device('rollout'), tiny.EXACT, None)
   engine = engine_of(inputs.model, inputs.model.init(jax.random.key(0)), weights, cache)
-  assert arithmetic._weights(case) == memory.size(engine.weights)
-  assert arithmetic._entry(case) * 3 * engine.length == engine.cache_bytes()
+  assert sampling_arithmetic.weight_bytes(case) == memory.size(engine.weights)
+  assert sampling_arithmetic.entry_bytes(case) * 3 * engine.length == engine.cache_bytes()
 
 
 def test_grpo_learns_from_an_8_bit_sampler(tmp_path):

@@ -19,7 +19,7 @@ from jaxpost.distributed.mesh import BATCH_AXES
 from jaxpost.distributed.phases import parse_mesh
 from jaxpost.hardware import memory as memory_lib
 from jaxpost.models.config import CustomConfig
-from jaxpost.planning import arithmetic, meshes, search
+from jaxpost.planning import arithmetic, meshes, sampling_arithmetic, search
 from jaxpost.planning.tables import gib
 from jaxpost.stage import batch_shape, checks
 from jaxpost.stage.records import PreparedStage, has_branches
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _FEWEST = 8  # sequences at a time, before optimizer states leave the device
 # Rates of a chip that is unknown: updates are only compared with each other, so ratios count.
-_UNKNOWN = dict(flops=312e12, bandwidth=2e12, link=1e11, network=1e10)
+_UNKNOWN: dict[str, Any] = dict(flops=312e12, bandwidth=2e12, link=1e11, network=1e10)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def room(p: PreparedStage, topology: Topology) -> Room | None:
   return Room(machine, arithmetic.USABLE * topology.memory)
 
 
-def fitted(p: PreparedStage, topology: Topology, note: Callable[[str], None] = str) -> PreparedStage:
+def fitted(p: PreparedStage, topology: Topology, note: Callable[[str], Any] = str) -> PreparedStage:
   """Returns the stage with what `choose` finds, the same on all processes."""
   found = coordination.broadcast(choose(p, topology))
   if not found:
@@ -133,7 +133,7 @@ def choose(p: PreparedStage, topology: Topology) -> dict[str, Any]:
 
 def choose_in(p: PreparedStage, limits: Room) -> dict[str, Any]:
   """Returns what `choose` does, for memory that is known."""
-  found = {}
+  found: dict[str, Any] = {}
   if checks.samples(p.config, p.inputs.algorithm) and not p.config.rollout.slots and not p.config.rollout.page_size:
     found |= _slots(p, limits)
   if p.config.model.remat != 'none':
@@ -158,7 +158,7 @@ def _slots(p: PreparedStage, limits: Room) -> dict[str, Any]:
   Where fewer than 8 fit beside the optimizer, it waits on the host meanwhile. Pages and shorter blocks are
   no way to make it fit: fewer slots always take less.
   """
-  most, _ = arithmetic.slots(p.inputs)
+  most, _ = sampling_arithmetic.slots(p.inputs)
   halves = [n for i in range(most.bit_length()) if (n := math.ceil(most / 2**i)) > 1 or most == 1]
   many = [n for n in halves if n >= _FEWEST] or halves[:1]
   few = [n for n in halves if n not in many]
@@ -191,7 +191,7 @@ def _update(p: PreparedStage, limits: Room) -> dict[str, Any]:
   choices = ('dots', 'full') if given == 'auto' else (given,)  # the first one is what the platform does by itself
   for remat in choices:
     for rows in _rows(p, limits.machine):
-      settings = {'model.remat': remat} if remat != choices[0] else {}
+      settings: dict[str, Any] = {'model.remat': remat} if remat != choices[0] else {}
       settings |= {'train.micro_batch_size': rows} if rows else {}
       needs = limits.needs(p, settings)
       tried.append(_Tried(settings, needs.updating, needs.update_s))

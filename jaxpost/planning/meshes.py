@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import WHOLE_ROW_KERNELS, compute_for
+from jaxpost.models.config import CustomConfig
 from jaxpost.planning import traffic_bound
 from jaxpost.stage import batch_shape
 
@@ -41,9 +42,16 @@ def rollout_devices(inputs: Inputs, topology: machines.Topology) -> int:
   return inputs.config.mesh.rollout_devices or train_devices(inputs, topology)
 
 
+def layout(sizes: Mapping[str, int], phase: str = 'train') -> Layout:
+  """Returns the layout of a phase on a mesh of these sizes, {axis: size}, that has no devices."""
+  return Layout(AbstractMesh(tuple(sizes[a] for a in AXES), AXES), phase)
+
+
 def tensors(inputs: Inputs, devices: int) -> list[int]:
-  """Sizes of the tensor axis that split heads and the MLP evenly."""
+  """Sizes of the tensor axis that split heads and the MLP evenly; of a custom model, whose layers are unknown, 1."""
   cfg = inputs.model.config
+  if isinstance(cfg, CustomConfig):
+    return [1]
   size = cfg.experts.size if cfg.experts else cfg.intermediate_size
   return [t for t in _TENSOR if devices % t == 0 and cfg.num_heads % t == 0 and size % t == 0]
 
@@ -84,7 +92,8 @@ def every(inputs: Inputs, topology: machines.Topology, devices: int) -> Iterator
   experts = [e for e in range(1, cfg.experts.num + 1) if cfg.experts.num % e == 0] if cfg.experts else [1]
   length = batch_shape.row_length(inputs.config, inputs.algorithm.on_policy)
   # States of a sequence are not passed on from part to part of a row.
-  splits = not cfg.state_shapes and inputs.config.model.attention not in WHOLE_ROW_KERNELS
+  splits = not (isinstance(cfg, CustomConfig) or cfg.state_shapes)
+  splits = splits and inputs.config.model.attention not in WHOLE_ROW_KERNELS
   contexts = [1, *(c for c in _CONTEXT if splits and length >= _LONG and length % c == 0)]
   for t, e, c in itertools.product(tensors(inputs, devices), experts, contexts):
     left, odd = divmod(devices, t * e * c)
@@ -103,7 +112,7 @@ def every(inputs: Inputs, topology: machines.Topology, devices: int) -> Iterator
       yield sizes | dict(data=left // wide[-1], fsdp=wide[-1])
 
 
-def spell(sizes: dict) -> str:
+def spell(sizes: Mapping[str, int]) -> str:
   """The text of a mesh; what is left is fsdp, unless data says how much."""
   given = {k: n for k, n in sizes.items() if n > 1 or k == 'fsdp'}
   if sizes['data'] == 1:
@@ -113,7 +122,8 @@ def spell(sizes: dict) -> str:
 
 def _few(found: list) -> list:
   """The best of each kind first, then the second of each."""
-  found, kinds = sorted(found, key=lambda x: x[0]), {}
+  found = sorted(found, key=lambda x: x[0])
+  kinds: dict[tuple, list] = {}
   for place, (_, sizes, shards) in enumerate(found):
     kind = sizes['expert'], sizes['context'], sizes['data'] > 1
     kinds.setdefault(kind, []).append((place, sizes, shards))
@@ -125,9 +135,9 @@ def _few(found: list) -> list:
 def _seconds_a_token(inputs: Inputs, topology: machines.Topology, sizes: dict, shape: tuple) -> float | None:
   """Seconds per token by the lower bound on the traffic of an update; None where its state does not fit."""
   m = inputs.config.model
-  layout = Layout(AbstractMesh(tuple(sizes[a] for a in AXES), AXES))
+  split = layout(sizes)
   state = sum(
-    math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape))
+    math.prod(split.sharding(x.axes, x.shape).shard_shape(x.shape))
     * (jnp.dtype(m.param_dtype).itemsize + (0 if path in inputs.model.frozen else MOMENTS))
     for path, x in inputs.model.table.items()
   )
@@ -135,7 +145,7 @@ def _seconds_a_token(inputs: Inputs, topology: machines.Topology, sizes: dict, s
     return None
   platform = 'cpu' if topology.local else 'tpu'
   compute = compute_for('gpu' if topology.gpu else platform, m.dtype, 'full')
-  sent = traffic_bound.of_pass(inputs.model, layout, shape, compute=compute, param_dtype=m.param_dtype, train=True)
+  sent = traffic_bound.of_pass(inputs.model, split, shape, compute=compute, param_dtype=m.param_dtype, train=True)
   return sum(
     size / rate(topology, sizes, name.split('+')[0]) for axes in sent.values() for name, size in axes.items()
   ) / math.prod(shape)

@@ -1,0 +1,78 @@
+"""A stage on meshes of a machine: the sizes that the arithmetic of training and of sampling share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+
+from jaxpost.models.config import CustomConfig
+from jaxpost.planning import meshes
+
+if TYPE_CHECKING:
+  from jaxpost.distributed.mesh import Layout
+  from jaxpost.matmul import Compute
+  from jaxpost.models.config import ModelConfig
+  from jaxpost.planning import machines
+  from jaxpost.stage.batch_shape import BatchShape
+  from jaxpost.stage.records import Inputs
+
+FLOAT = 4  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A stage on meshes of a machine; the rollout mesh is the training mesh where nothing is sampled."""
+
+  inputs: Inputs
+  topology: machines.Topology
+  train: Layout
+  rollout: Layout
+  compute: Compute
+  shape: BatchShape
+
+  @property
+  def cfg(self) -> ModelConfig:
+    found = self.inputs.model.config
+    assert not isinstance(found, CustomConfig)  # whose layers are unknown: `defaults.room` is None
+    return found
+
+  @functools.cached_property
+  def width(self) -> int:
+    """Bytes of an operand of products."""
+    return jnp.dtype(self.compute.dtype).itemsize
+
+  @functools.cached_property
+  def row_shards(self) -> int:
+    return self.train.batch_shards * self.train.mesh.shape['context']
+
+  @functools.cached_property
+  def tokens(self) -> int:
+    """Tokens of a device at a time in training."""
+    return self.shape.micro_rows * self.shape.row_length // self.row_shards
+
+  @functools.cached_property
+  def context(self) -> float:
+    """Mean number of tokens that a token of a row attends to."""
+    config = self.inputs.config
+    skips_branches = config.train.share_prompt and self.compute.attention != 'chunked'
+    longest = config.rollout.max_prompt_length + config.rollout.max_new_tokens
+    return (longest if skips_branches else self.shape.row_length) / 2
+
+  def seconds(self, flops: float, moved: float, sent: Mapping[str, Mapping[str, float]] | None = None) -> float:
+    """Returns the seconds of products, memory and network, one after the other.
+
+    Args:
+      flops: of a device.
+      moved: bytes through the memory of a device.
+      sent: {kind: {axis: bytes that a device receives}}.
+    """
+    chip = self.topology.chip
+    wire = 0.0
+    for axes in (sent or {}).values():
+      for name, size in axes.items():
+        wire += size / meshes.rate(self.topology, dict(self.train.mesh.shape), name.split('+')[0])
+    return flops / chip.flops + moved / chip.bandwidth + wire
