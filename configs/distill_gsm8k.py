@@ -33,7 +33,7 @@ def get_config(arg=None):
   config.train.update(steps=350, batch_size=16, row_length=2048)
   config.optim.update(lr=2e-5, schedule='cosine', warmup_steps=20)
   config.eval.data.path = DATA.format('test')
-  config.eval.update(every=50, size=256)
+  config.eval.every = 50
   config.save.every = 100
 
   if arg.runlocal:

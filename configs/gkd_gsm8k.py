@@ -26,16 +26,15 @@ def get_config(arg=None):
   config.algorithm = 'gkd'
   config.model.path = MODELS.get(arg.model, arg.model)
   config.distill.teachers = (MODELS.get(arg.teacher, arg.teacher),)
-  config.distill.update(beta=0.5, on_policy=0.5)
+  config.distill.on_policy = 0.5
   config.data.path = DATA.format('train')
   config.data.map = 'jaxpost.data.maps:gsm8k'
   config.reward = 'gsm8k'
   config.train.update(steps=200)
   config.optim.update(lr=1e-5, warmup_steps=10)
-  config.rollout.update(max_prompt_length=320, max_new_tokens=512)
-  config.rollout.update(prompts=64, group_size=1)
+  config.rollout.update(max_prompt_length=320, max_new_tokens=512, prompts=64, group_size=1)
   config.eval.data.path = DATA.format('test')
-  config.eval.update(every=50, size=256, samples=1, temperature=0.0)
+  config.eval.update(every=50, samples=1, temperature=0.0)
   config.save.every = 50
 
   if arg.runlocal:

@@ -37,10 +37,9 @@ def get_config(arg=None):
     config.reward = 'gsm8k,overlong?max=512&buffer=128'
   config.train.update(steps=200)
   config.optim.warmup_steps = 10
-  config.rollout.update(max_prompt_length=320, max_new_tokens=512)
-  config.rollout.update(prompts=32, group_size=8)
+  config.rollout.update(max_prompt_length=320, max_new_tokens=512, prompts=32, group_size=8)
   config.eval.data.path = DATA.format('test')
-  config.eval.update(every=50, size=256, samples=1, temperature=0.0)
+  config.eval.update(every=50, samples=1, temperature=0.0)
   config.save.every = 50
   if arg.lora:
     config.lora.update(rank=arg.lora, alpha=2.0 * arg.lora)

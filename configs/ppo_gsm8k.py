@@ -42,7 +42,7 @@ def get_config(arg=None):
     config.rl.update(kl_coef=0.0, lam=0.95)
     config.rollout.update(prompts=16, group_size=16)
   config.eval.data.path = DATA.format('test')
-  config.eval.update(every=50, size=256, samples=1, temperature=0.0)
+  config.eval.update(every=50, samples=1, temperature=0.0)
   config.save.every = 50
 
   if arg.runlocal:

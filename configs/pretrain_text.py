@@ -28,8 +28,7 @@ def get_config(arg=None):
   config.data.map = 'jaxpost.data.maps:text'
   config.train.update(steps=20_000, batch_size=64, row_length=2048)
   # For small models; larger ones take less.
-  config.optim.update(lr=6e-4, schedule='cosine', warmup_steps=1000, b2=0.95)
-  config.optim.update(end_lr=6e-5, weight_decay=0.1)
+  config.optim.update(lr=6e-4, end_lr=6e-5, schedule='cosine', warmup_steps=1000, b2=0.95, weight_decay=0.1)
   config.eval.data.path = STORIES.format('valid')
   config.eval.update(every=1000, size=512)
   config.save.every = 1000

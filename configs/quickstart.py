@@ -22,7 +22,6 @@ def get_config(arg=None):
   config.model.preset = 'tiny'
   config.reward = 'exact_match'
   config.eval.data.path = f'{task},split=test,size=256,correct=1'
-  config.eval.size = 256
   config.eval.samples = 4
   config.rollout.max_prompt_length = 48
   config.rollout.max_new_tokens = 8

@@ -29,7 +29,7 @@ def get_config(arg=None):
   config.reward = 'gsm8k'
   config.rollout.update(max_prompt_length=320, max_new_tokens=512)
   config.eval.data.path = DATA.format('test')
-  config.eval.update(every=50, size=256, samples=1, temperature=0.0)
+  config.eval.update(every=50, samples=1, temperature=0.0)
   config.save.every = 50
   config.sft = dict(
     algorithm='sft',

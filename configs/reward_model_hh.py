@@ -31,7 +31,7 @@ def get_config(arg=None):
   config.model.path = MODELS.get(arg.model, arg.model)
   config.data.path = DATA.format('train')
   config.data.map = 'jaxpost.data.maps:hh_rlhf'
-  config.reward_model.update(loss='bradley_terry', center_coef=0.01)
+  config.reward_model.center_coef = 0.01
   config.train.update(steps=600, batch_size=32, row_length=2048)
   config.optim.update(lr=1e-5, schedule='cosine', warmup_steps=30)
   config.eval.data.path = DATA.format('test')

@@ -33,10 +33,9 @@ def get_config(arg=None):
   config.reward = 'gsm8k'
   config.train.update(steps=200)
   config.optim.update(lr=1e-6, warmup_steps=10)
-  config.rollout.update(max_prompt_length=320, max_new_tokens=512)
-  config.rollout.update(prompts=64, group_size=8)
+  config.rollout.update(max_prompt_length=320, max_new_tokens=512, prompts=64, group_size=8)
   config.eval.data.path = DATA.format('test')
-  config.eval.update(every=50, size=256, samples=1, temperature=0.0)
+  config.eval.update(every=50, samples=1, temperature=0.0)
   config.save.every = 50
 
   if arg.runlocal:
@@ -47,7 +46,7 @@ def get_config(arg=None):
     config.reward = 'regex_match?pattern=^[0-9]'  # a random model is right now and then
     config.train.update(steps=30)
     config.optim.update(lr=2e-3, warmup_steps=4)
-    config.rollout.update(max_prompt_length=48, max_new_tokens=8, prompts=8, group_size=8)
+    config.rollout.update(max_prompt_length=48, max_new_tokens=8, prompts=8)
     config.eval.update(every=0, size=4)
     config.save.every = 0
   return config

@@ -25,8 +25,7 @@ def get_config(arg=None):
   config.data.path = STORIES.format('train')
   config.data.map = 'jaxpost.data.maps:text'
   config.train.update(steps=1000, batch_size=16, row_length=2048)
-  config.optim.update(lr=2e-5, schedule='cosine', warmup_steps=50, b2=0.95)
-  config.optim.weight_decay = 0.1
+  config.optim.update(lr=2e-5, schedule='cosine', warmup_steps=50, b2=0.95, weight_decay=0.1)
   config.eval.data.path = STORIES.format('valid')
   config.eval.update(every=200, size=512)
   config.save.every = 200

@@ -30,7 +30,7 @@ def get_config(arg=None):
   config.sft = dict(
     algorithm='sft',
     data=dict(map=f'{games}_played'),
-    train=dict(steps=240, batch_size=8, row_length=256),
+    train=dict(steps=240, row_length=256),
     optim=dict(lr=3e-3, schedule='cosine', warmup_steps=10),
   )
   config.grpo = dict(
@@ -38,7 +38,7 @@ def get_config(arg=None):
     data=dict(map=games),
     train=dict(steps=50),
     optim=dict(lr=2e-4, warmup_steps=3),
-    rollout=dict(prompts=8, group_size=8, slots=16),
+    rollout=dict(slots=16),
   )
   if arg.runlocal:
     config.sft.train.steps = 5

@@ -29,8 +29,7 @@ def get_config(arg=None):
   config.reward = 'gsm8k'  # of the last turn
   config.train.update(steps=200)
   config.optim.update(lr=1e-6, warmup_steps=10)
-  config.rollout.update(max_prompt_length=512, max_new_tokens=1024)
-  config.rollout.update(prompts=32, group_size=8)
+  config.rollout.update(max_new_tokens=1024, prompts=32, group_size=8)
   config.save.every = 50
 
   if arg.runlocal:
@@ -39,6 +38,6 @@ def get_config(arg=None):
     config.reward = 'regex_match?pattern=^[0-9]'  # a random model is right now and then
     config.train.update(steps=30)
     config.optim.update(lr=2e-3, warmup_steps=4)
-    config.rollout.update(max_prompt_length=48, max_new_tokens=16, prompts=8, group_size=8)
+    config.rollout.update(max_prompt_length=48, max_new_tokens=16, prompts=8)
     config.save.every = 0
   return config
