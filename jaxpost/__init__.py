@@ -52,7 +52,7 @@ def policy_and_stream(config) -> tuple:
 
 def choose_mesh(prepared, raw, note):
   """Resolves meshes of 'auto' by compiling for them; see `jaxpost.planning.auto`."""
-  from jaxpost.planning import auto  # a run whose meshes are given imports no planner
+  from jaxpost.planning import auto  # only here: a run on CPUs whose meshes are given imports no planner
 
   return auto.resolve(prepared, raw, note)
 

@@ -92,7 +92,8 @@ def split(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
   Overrides are written as absl accepts flags: --config.a=v, --config.a v, and
   for booleans --config.a or --noconfig.a. Words after -- are left alone.
   """
-  rest, given = [], {}
+  rest: list[str] = []
+  given: dict[str, list[str]] = {}
   left = list(argv)
   while left:
     word = left.pop(0)

@@ -31,7 +31,7 @@ _OUT = flags.DEFINE_string('out', '', 'File for the completions, .jsonl.')
 _SAMPLING = sampling_flags.define(max_new_tokens=128)
 _TOP_K = flags.DEFINE_integer('top_k', 0, 'Sample from this many most probable tokens only; 0: off.', lower_bound=0)
 _TOP_LOGPROBS = flags.DEFINE_integer(
-  'top_logprobs', 0, 'Write the log-probs of this many most probable tokens at each position to --out.'
+  'top_logprobs', 0, 'Write the log-probs of this many most probable tokens at each position to --out.', lower_bound=0
 )
 _CHAT = flags.DEFINE_bool(
   'chat', None, 'Make prompts messages of a chat; without any, start one. --nochat: use no template.'

@@ -38,7 +38,7 @@ class Activity:
     self._live = console.is_terminal and not console.is_dumb_terminal
     self._lock = threading.Lock()
     self._open: list[list] = []  # [text, start] of each activity, innermost last
-    self._status, self._thread = None, None
+    self._thread = threading.Thread()  # another for each outermost activity
     self._wake = threading.Event()
 
   @contextlib.contextmanager
@@ -79,27 +79,22 @@ class Activity:
 
   def _start(self) -> None:
     self._wake.clear()
-    if self._live:
-      self._status = self.console.status(self._text())
-      self._status.start()
     self._thread = threading.Thread(target=self._show, daemon=True, name='activity')
     self._thread.start()
 
   def _stop(self) -> None:
     self._wake.set()
     self._thread.join()
-    if self._status is not None:
-      self._status.stop()
-      self._status = None
 
   def _show(self) -> None:
     """Renews the line each second on a terminal; elsewhere prints one in each period."""
-    while not self._wake.wait(1.0 if self._live else self._period):
+    if self._live:
+      with self.console.status(self._text()) as status:
+        while not self._wake.wait(1.0):
+          status.update(self._text())
+    while not self._wake.wait(self._period):
       if text := self._text():
-        if self._status is not None:
-          self._status.update(text)
-        else:
-          self.console.out(text, highlight=False)
+        self.console.out(text, highlight=False)
 
   def _text(self) -> str:
     with self._lock:

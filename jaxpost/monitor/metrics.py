@@ -122,7 +122,8 @@ class _Board:
       )
 
   def start(self, stage: str, total: int, done: int) -> None:
-    self._stage, self._total, self._mark, self._next, self._due = stage, total, None, 0, 0.0
+    self._stage, self._total, self._next, self._due = stage, total, 0, 0.0
+    self._mark: tuple[float, int] | None = None  # time and step of the first row
     if self._bar is not None:
       self._bar.start()
       self._task = self._bar.add_task(stage, total=total, completed=done, eta='', shown='')
@@ -189,14 +190,15 @@ class MetricsWriter:
 
       self._remote, self._board_dir = remote, remote.folder()
     self._primary, self._tensorboard, self._stages = primary, tensorboard, [*stages]
-    self.alerts, self._stage, self._noted, self._said = Alerts(), '', False, set()
-    self._file = self._tb = self._trackers = None
+    self.alerts, self._stage, self._noted = Alerts(), '', False
+    self._said: set[str] = set()
+    self._file: Any = None  # of text; on an object store an io.StringIO
+    self._tb: Any = None
     if not primary:
       return
     self.workdir.mkdir(parents=True, exist_ok=True)
     self._board = _Board(console or rich.console.Console(), print_every)
-    if trackers is not None:
-      self._trackers = trackers(self.workdir)
+    self._trackers = trackers(self.workdir) if trackers is not None else None
 
   def __enter__(self):
     return self
@@ -299,8 +301,9 @@ class MetricsWriter:
     if self._remote and step % 50 == 0:
       self.flush()
     tags = {f'{self._stage}/{split}/{k}': v for k, v in values.items() if math.isfinite(v)}
-    for tag, value in tags.items() if self._tb is not None else ():
-      self._tb.add_scalar(tag, value, step)
+    if self._tb is not None:
+      for tag, value in tags.items():
+        self._tb.add_scalar(tag, value, step)
     if self._trackers is not None:
       self._trackers.log(self._stage, step, tags)
     self._board.row(step, split, values)

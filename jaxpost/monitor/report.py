@@ -49,9 +49,9 @@ def _read_json(path: epath.Path, default: Any) -> Any:
     raise InputError(f'{path}:{e.lineno}: not JSON; remove it') from e
 
 
-def _stages(rows: Sequence[Mapping]) -> dict[str, dict[str, list[dict]]]:
+def _stages(rows: Sequence[dict]) -> dict[str, dict[str, list[dict]]]:
   """{stage: {split: rows}} in the order of the run."""
-  out = {}
+  out: dict[str, dict[str, list[dict]]] = {}
   for row in rows:
     splits = out.setdefault(row['stage'], {'train': []})
     splits.setdefault(row['split'], []).append(row)
@@ -84,7 +84,8 @@ def figures(rows: Sequence[Mapping]) -> dict[str, float]:
 
   An eval key that train rows have too gets `eval_` in front: eval_loss/sft.
   """
-  out, stages = {}, _stages(rows)
+  stages = _stages(rows)
+  out: dict[str, float] = {}
   for stage, splits in stages.items():
     train, held_out = splits['train'], _held_out(splits)
     in_train = _keys(train)
@@ -104,7 +105,7 @@ def figures(rows: Sequence[Mapping]) -> dict[str, float]:
 
 
 def summary(
-  workdir: epath.PathLike, values: Mapping[str, float], warnings: Sequence[Mapping[str, Any]] = ()
+  workdir: epath.PathLike, values: Mapping[str, Any], warnings: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
   """Writes summary.json (METRIC/STAGE: number, and warnings), returns it."""
   out = metrics.plain({**values, 'warnings': warnings})
@@ -169,14 +170,15 @@ def _samples(folder: epath.Path) -> dict[str, Any]:
   files = list(metrics.sample_files(folder).items())
   titled = {f'before, step {step}': path for step, path in files[:-1][:1]}
   titled |= {f'after, step {step}': path for step, path in files[-1:]}
-  pairs, spread = {}, {}  # {prompt: {title: its first sample}}
+  pairs: dict[str, dict[str, dict]] = {}  # {prompt: {title: its first sample}}
+  spread: dict[str, dict[str, list[float]]] = {}
   for title, path in titled.items():
     rows = read_growing(path)
     spread[title] = _percentiles(rows)
     for row in rows:
       pairs.setdefault(json.dumps(row.get('prompt')), {}).setdefault(title, row)
-  rewards = [row.get('reward') for pair in pairs.values() for row in pair.values()]
-  rewards = [reward for reward in rewards if isinstance(reward, (int, float))]
+  given = [row.get('reward') for pair in pairs.values() for row in pair.values()]
+  rewards = [reward for reward in given if isinstance(reward, (int, float))]
   shown = [pair for pair in pairs.values() if len(pair) == 2][:12]
   for title in titled if not shown else ():
     shown += [pair for pair in pairs.values() if title in pair][:4]
@@ -344,5 +346,5 @@ def _template() -> jinja2.Template:
   """The page in this folder, which escapes what it shows."""
   loader = jinja2.PackageLoader('jaxpost', 'monitor')
   made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  made.filters |= {'number': number, 'duration': _seconds, 'text': _text, 'title': _title}
+  made.filters.update(number=number, duration=_seconds, text=_text, title=_title)
   return made.get_template('report.html.jinja')

@@ -21,6 +21,7 @@ from jaxpost.distributed import coordination
 from jaxpost.storage import object_store
 
 _HOST = 'host'
+_Span = tuple[str, str, float, float]  # lane, phase, begin, end
 
 
 class Timeline:
@@ -34,16 +35,20 @@ class Timeline:
 
   def __init__(self, lanes: dict[str, str]):
     self.lanes = lanes
-    self.path, self.steps = None, 0
-    self._open, self._spent = [], {}  # phases of the host, innermost last; {phase: seconds since the last `pop`}
+    self.path: epath.Path | None = None
+    self.steps = 0
+    self._open: list[str] = []  # phases of the host, innermost last
+    self._spent: dict[str, float] = {}  # {phase: seconds since the last `pop`}
     self._start = self._mark = time.perf_counter()  # the last `pop`; the last time that a phase began or ended
     self._zero = time.time() - time.perf_counter()  # of the clock used here
     self._threads: dict[str, queue.SimpleQueue] = {}  # lane -> the arrays that its thread waits for
     self._lock = threading.Lock()  # of the four that follow
-    # (lane, phase, begin, end) since the last `pop` and since the last `flush`; without these the oldest are dropped.
-    self._done, self._unwritten = collections.deque(maxlen=10_000), collections.deque(maxlen=10_000)
-    self._asked = collections.defaultdict(collections.deque)  # lane -> (phase, time) of the programs in its queue
-    self._last = collections.defaultdict(float)  # lane -> end of its last program
+    # Spans since the last `pop` and since the last `flush`; without these the oldest are dropped.
+    self._done: collections.deque[_Span] = collections.deque(maxlen=10_000)
+    self._unwritten: collections.deque[_Span] = collections.deque(maxlen=10_000)
+    # Lane -> (phase, time) of the programs in its queue.
+    self._asked: dict[str, collections.deque[tuple[str, float]]] = collections.defaultdict(collections.deque)
+    self._last: dict[str, float] = collections.defaultdict(float)  # lane -> end of its last program
     self._named = False  # lanes, in the file
 
   # -------------------------------------------------------------------- host
@@ -64,11 +69,11 @@ class Timeline:
     for phase in self._open[-1:]:
       self._spent[phase] = self._spent.get(phase, 0.0) + self._mark - before
       with self._lock:
-        self._add(_HOST, phase, before, self._mark)
+        self._add((_HOST, phase, before, self._mark))
         if phase == 'sample':  # the host harvests it block by block
-          self._add(self.lanes[phase], phase, before, self._mark)
+          self._add((self.lanes[phase], phase, before, self._mark))
 
-  def _add(self, *span: Any) -> None:
+  def _add(self, span: _Span) -> None:
     """Adds a span; the caller has the lock."""
     self._done.append(span)
     if self.path:
@@ -103,7 +108,7 @@ class Timeline:
       with self._lock:
         phase, asked = self._asked[lane].popleft()
         # Programs of a lane run one after the other: this one began when the one before it ended.
-        self._add(lane, phase, max(asked, self._last[lane]), now)
+        self._add((lane, phase, max(asked, self._last[lane]), now))
         self._last[lane] = now
 
   def pop(self) -> dict[str, float]:
@@ -123,11 +128,10 @@ class Timeline:
       ]
       self._done.clear()
     train, rollout = self.lanes['update'], self.lanes['sample']
-    found = {lane: [] for lane in (train, rollout, *self._threads)}
-    for lane, _, begin, end in spans:
-      if lane != _HOST and end > start and begin < now:
-        found[lane].append((max(begin, start), min(end, now)))
-    busy = {lane: merged(x) for lane, x in found.items()}
+    busy = {}
+    for lane in (train, rollout, *self._threads):
+      of_lane = merged([(begin, end) for other, _, begin, end in spans if other == lane])
+      busy[lane] = both(of_lane, [(start, now)])
     out |= {f'time/busy/{lane}': _total(x) for lane, x in busy.items()}
     if train != rollout:
       out['time/busy/both'] = _total(both(busy[train], busy[rollout]))
@@ -158,12 +162,12 @@ class Timeline:
     ]
     every = coordination.all_gather(mine)
     if coordination.process_index() == 0:
-      self._write(every)
+      self._write(self.path, every)
     self.steps -= 1
     if self.steps < 0:
       self.path = None
 
-  def _write(self, every: list) -> None:
+  def _write(self, path: epath.Path, every: list) -> None:
     """Appends the spans of each process; trace viewers accept a file without its closing bracket."""
     lanes = [_HOST, *dict.fromkeys(self.lanes.values())]
     events = []
@@ -174,9 +178,9 @@ class Timeline:
       events += [
         dict(ph='X', name=phase, pid=pid, tid=lanes.index(lane), ts=ts, dur=dur) for lane, phase, ts, dur in spans
       ]
-    self.path.parent.mkdir(parents=True, exist_ok=True)
-    begins = not self.path.exists()
-    with self.path.open('a') as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begins = not path.exists()
+    with path.open('a') as file:
       file.write(('[\n' if begins else '') + ''.join(json.dumps(event) + ',\n' for event in events))
     self._named = True
 
@@ -187,7 +191,7 @@ def _total(spans: list) -> float:
 
 def merged(spans: list) -> list:
   """Returns the union of spans, as spans that do not touch."""
-  out = []
+  out: list[tuple[float, float]] = []
   for begin, end in sorted(spans):
     if out and begin <= out[-1][1]:
       out[-1] = out[-1][0], max(end, out[-1][1])

@@ -110,8 +110,8 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
     return False if re.search(r'\bchoose\)*/cond$', condition) and draws_from_all(placed) else None
 
   filled = filled_entries(placed) if name == 'generate' else 0
-  totals = cost.count(compiled.as_text(), iterations, sent_share, branch, filled)
-  found = collections.Counter()
+  totals = cost.count(compiled.as_text() or '', iterations, sent_share, branch, filled)
+  found: collections.Counter[str] = collections.Counter()
   for arg in args:
     found.update(_parts(arg))
   analysis = compiled.cost_analysis()
@@ -160,6 +160,7 @@ def _blocks(placed: place.PlacedStage, layout: Layout, tokens: int) -> int:
   """
   tokens //= row_shards(layout)
   experts = placed.model.config.experts
+  assert experts is not None  # else no program has such a loop
   return -(-tokens * experts.top_k // placed.compute.group_block) + (experts.num // layout.mesh.shape['expert'])
 
 

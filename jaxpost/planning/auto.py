@@ -98,7 +98,7 @@ def _train(p: PreparedStage, topology: machines.Topology, note: Callable) -> str
       f'config.mesh.train: the update of {p.name} fits on no mesh of {topology.text}; '
       + (near or 'take more chips, shorter rows, a smaller config.train.micro_batch_size or config.model.remat=full')
     )
-  return min(times, key=times.get)
+  return min(times, key=times.__getitem__)
 
 
 def _rollout(p: PreparedStage, topology: machines.Topology) -> str:

@@ -91,7 +91,7 @@ class _Counter:
     self.branch = branch
     self.filled = filled
     self.computations, self.entry = hlo.parse(text)
-    callers = {}  # computation -> (computation, hlo.Op) that runs it
+    callers: dict[str, tuple[str, hlo.Op]] = {}  # computation -> (computation, instruction) that runs it
     for name, ops in self.computations.items():
       for op in ops.values():
         for called in self.called(op):
@@ -260,8 +260,8 @@ def _slow(given: Sequence[hlo.Array]) -> float:
 
 def _convolution(op: hlo.Op, left: hlo.Array, right: hlo.Array) -> float:
   """Returns the FLOPs of a convolution: products with elements, without padding and holes."""
-  labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', op.text)
-  inputs, kernel, result = labels[1], labels[2], labels[3]
+  # The letters of dimensions, such as b01f_01io->b01f.
+  ((inputs, kernel, result),) = re.findall(r'dim_labels=(\w+)_(\w+)->(\w+)', op.text)
   window = re.search(r'window=\{([^}]*)\}', op.text)
   fields = dict(re.findall(r'(\w+)=([\w\-]+)', window[1] if window else ''))
 
@@ -296,7 +296,7 @@ def by_axis(totals: Totals, mesh: jax.sharding.Mesh) -> dict[str, dict[str, list
   Axes such as 'fsdp' or 'data+fsdp' are those along which the members of a group differ.
   """
   shape = tuple(mesh.shape.values())
-  out = collections.defaultdict(dict)
+  out: dict[str, dict[str, list]] = collections.defaultdict(dict)
   for (kind, group), (size, number) in totals.collectives.items():
     places = np.array(np.unravel_index(group, shape))
     axes = '+'.join(name for name, row in zip(mesh.shape, places) if len(set(row)) > 1)

@@ -64,7 +64,7 @@ def find(text: str, key: str, earlier: dict, text_only: bool = False) -> Source:
 
 def prepare_all(config: Mapping, stage: str = '') -> list[PreparedStage]:
   """Prepares the stages of a config, or the one called `stage`, without reading anything."""
-  done = []
+  done: list[PreparedStage] = []
   for name, (algorithm, section) in prepare_lib.resolve_all(config).items():
     done.append(prepare(name, algorithm, section, done))
   chosen = [p for p in done if not stage or p.name == stage]
@@ -118,10 +118,10 @@ def _generated_rows(inputs: Inputs) -> Data:
   # One row at a time: grain shuffles few rows slowly, 5 minutes for a row of 32,768 tokens.
   config = dataclasses.replace(inputs.config, train=dataclasses.replace(inputs.config.train, batch_size=1))
   inputs = dataclasses.replace(inputs, config=config)
-  error = None
+  errors = []
   for kind in _ROWS:
     try:
       return prepare_lib.make_data(inputs, sources.read_sources(f'generated:arithmetic{kind}:max=99,size=4096'))
-    except InputError as e:
-      error = error or e
-  raise error
+    except InputError as error:
+      errors.append(error)
+  raise errors[0]

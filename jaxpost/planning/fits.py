@@ -89,7 +89,7 @@ def methods(names: Sequence[str]) -> list[str]:
 
 def prices(text: str, names: Sequence[str]) -> dict[str, float]:
   """Parses '1.5' (of each device) or 'h100=2.5,v5e-8=1.2'; returns USD per chip and hour of some devices."""
-  out = {}
+  out: dict[str, float] = {}
   for part in filter(None, text.replace(' ', '').split(',')):
     name, _, number = part.rpartition('=')
     out |= dict.fromkeys(devices([name]) if name else names, machines.price(number))
@@ -118,7 +118,7 @@ def _best(inputs: Inputs, machine: Topology) -> Cell:
   """
   whole = batch_shape.batch_shape(inputs.config, inputs.algorithm.on_policy, 1).rows
   for slots in _slots(inputs):
-    found = []
+    found: list[Cell] = []
     for sizes in meshes.every(inputs, machine, machine.devices):
       shards = math.prod(sizes[a] for a in BATCH_AXES)
       rows = 1  # of a shard at a time; twice as many as long as they fit and the batch has them
@@ -140,11 +140,11 @@ def _slots(inputs: Inputs) -> list[int]:
   return [n for i in range(5) if (n := most >> i)]
 
 
-def _on_mesh(inputs: Inputs, machine: Topology, sizes: Mapping[str, int], rows: int, slots: int) -> Cell:
+def _on_mesh(inputs: Inputs, machine: Topology, sizes: dict[str, int], rows: int, slots: int) -> Cell:
   """Returns the cell of a training mesh, with the sampler split as little as fits."""
   on_policy = inputs.algorithm.on_policy
   micro = rows * math.prod(sizes[a] for a in BATCH_AXES)
-  settings = {'model.dtype': 'float16'} if machine.name in _WITHOUT_BFLOAT16 else {}
+  settings: dict[str, Any] = {'model.dtype': 'float16'} if machine.name in _WITHOUT_BFLOAT16 else {}
   settings |= {'model.remat': 'full', 'mesh.train': meshes.spell(sizes), 'train.micro_batch_size': micro}
   batch = inputs.config.train.batch_size
   if not on_policy and batch % micro:

@@ -79,7 +79,9 @@ def arrays(text: str) -> tuple[Array, ...]:
 
 def parse(text: str) -> tuple[dict[str, dict[str, Op]], str]:
   """({computation: {name: Op}}, the name of the entry)."""
-  found, ops, entry = {}, None, ''
+  found: dict[str, dict[str, Op]] = {}
+  ops: dict[str, Op] | None = None  # of the computation at hand
+  entry = ''
   # Backend configs of kernels span several lines, which are joined.
   for line in re.sub(r'\n(?="|}})', ' ', text).splitlines():
     if line.endswith('{') and ' -> ' in line and ' = ' not in line[: line.find('(')]:
@@ -186,6 +188,6 @@ def _ints(text: str) -> tuple[int, ...]:
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
   """Device numbers as XLA writes them: [8,2]T(1,0), flat."""
-  shape = _ints(shape)
-  ids = np.arange(math.prod(shape)).reshape(shape)
+  sizes = _ints(shape)
+  ids = np.arange(math.prod(sizes)).reshape(sizes)
   return (ids.transpose(_ints(order)) if order else ids).ravel()

@@ -84,8 +84,8 @@ def _splash(op: hlo.Op, kind: str, given) -> tuple[float, float]:
   rows, (heads, length, size) = math.prod(q.dims[:-3]), q.dims[-3:]
   keys, values = k.dims[-2], v.dims[-1]
   block = keys // across if kind == 'dkv' else length // down
-  n, window = map(int, re.search(r'attention_stripes_(\d+)_window_(\d+)', hlo.op_name(op)).groups())
-  pairs = rows * heads * splash_blocks(length, keys, block, n, window)
+  ((n, window),) = re.findall(r'attention_stripes_(\d+)_window_(\d+)', hlo.op_name(op))
+  pairs = rows * heads * splash_blocks(length, keys, block, int(n), int(window))
   with_h, with_hv = _SPLASH[kind]
   flops = 2.0 * pairs * block**2 * (with_h * size + with_hv * values)
   moved = pairs * block * (size + values) * (q.bytes // math.prod(q.dims))

@@ -52,7 +52,7 @@ class Loops:
         first = self._initial(caller, op, index)
         step = self._step(op, index, first)
         last = self._bound(caller, op, ops, root, ends[0])
-        if None not in (first, step, last) and step > 0:
+        if first is not None and last is not None and step is not None and step > 0:
           if 'direction=LE' in ends[0].text:  # the bound itself is reached
             last += 1
           return max(0, math.ceil((last - first) / step))
@@ -60,8 +60,9 @@ class Loops:
 
   def _sources(self, ops, root: hlo.Op, end: hlo.Op) -> list[hlo.Op | None]:
     """Returns the operations on both sides of a comparison inside the condition of a loop."""
-    out = []
+    out: list[hlo.Op | None] = []
     for name in end.inputs:
+      source: hlo.Op | None
       if root.kind == 'fusion':
         inner = self._computations[root.attribute('calls').lstrip('%')]
         source = inner[name]

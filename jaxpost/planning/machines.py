@@ -5,6 +5,7 @@ import math
 import os
 import pathlib
 import re
+from typing import Any
 
 from jaxpost.errors import InputError, did_you_mean
 from jaxpost.hardware import host
@@ -237,7 +238,7 @@ def devices(topology: Topology) -> list:
       _describe_gpu()
       target = _TARGET.read_text().format(kind=chip.kind, memory=int(chip.memory), bandwidth=int(chip.bandwidth))
       return topologies.get_topology_desc(topology.name, 'cuda', topology=size, target_config=target).devices
-    more = {'num_slices': topology.slices} if topology.slices > 1 else {}
+    more: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
     if topology.name == 'v4':  # both cores of a chip as one device
       more['chip_config_name'] = 'megacore'
     return topologies.get_topology_desc(f'{topology.name}:{size}', 'tpu', **more).devices

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _SLOTS = {'rollout.slots': 0}
 _ROWS = {'train.micro_batch_size': 0}
 _REMAT = {'model.remat': 'auto'}
+_OPENED: tuple[dict[str, Any], ...]
 _OPENED = ({}, _SLOTS, _ROWS, _REMAT, _ROWS | _REMAT, _SLOTS | _ROWS, _SLOTS | _REMAT, _SLOTS | _ROWS | _REMAT)
 _OPEN = _OPENED[-1]
 _LORA = {'lora.rank': 16}

@@ -292,7 +292,7 @@ def step_seconds(rows: list[dict], name: str, staleness: int) -> float:
     staleness: as in config.rollout.
   """
   alone = 0.0
-  phases = collections.Counter()
+  phases: dict[str, float] = collections.defaultdict(float)
   for r in rows:
     took = r['calls'] * r['seconds'][name]
     scores_wait = staleness == 1 and r['program'] in _SCORING

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import rich.console
 import rich.table
 
@@ -121,7 +123,9 @@ def by_axis(row: dict) -> dict:
   Axes along which next to nothing moves (64 KiB) are left out.
   """
   kinds = [*row['collective_bytes'].values(), *row['collective_minimum'].values()]
-  out = {axis: dict(sent=0.0, bound=0.0, kinds={}, far=False) for axes in kinds for axis in axes}
+  out: dict[str, dict[str, Any]] = {
+    axis: dict(sent=0.0, bound=0.0, kinds={}, far=False) for axes in kinds for axis in axes
+  }
   for kind, sent in row['collective_bytes'].items():
     for axis, found in sent.items():
       out[axis]['sent'] += found['bytes']

@@ -31,6 +31,8 @@ from jaxpost.programs.generate import DecodeState
 from jaxpost.types import Batch
 
 if TYPE_CHECKING:
+  from jax.sharding import PartitionSpec
+
   from jaxpost.distributed.mesh import Layout
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
@@ -56,7 +58,7 @@ def of_program(
     block = min(placed.decode_block, placed.config.rollout.max_new_tokens)
     return bound((block, second.positions.shape[0], 1), train=False)
   if name == 'prefill':
-    return bound((1, *second.shape), train=False)
+    return bound((1, *args[1].shape), train=False)
   if name == 'reshard':
     bridge = make_bridge(placed.train, placed.rollout, 'config.mesh.rollout')
     return of_reshard(
@@ -87,7 +89,7 @@ def of_pass(
     wide=jnp.dtype(compute.dtype).itemsize,
     full=jnp.dtype(param_dtype).itemsize,
   )
-  out = collections.defaultdict(collections.Counter)
+  out: dict[str, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
   if parts > 1:  # the last layer's outputs go from stripes to the order of the head
     out['all-to-all']['context'] += micro * (1 + train) * one.activation * (parts - 1) / parts
   for path, param in model.table.items():
@@ -140,14 +142,15 @@ class _Pass:
     """Yields what moves activations and their gradients because of a matrix."""
     sizes = self.layout.mesh.shape
     train, remat = self.train, self.compute.remat
-    experts, parts, tensor = sizes['expert'], sizes['context'], sizes['tensor']
-    if path.endswith('/router') and experts > 1:
+    shards, parts, tensor = sizes['expert'], sizes['context'], sizes['tensor']
+    experts = self.model.config.experts
+    if experts and shards > 1 and path.endswith('/router'):
       # Dispatch and combine, both again for gradients, and dispatch where the backward pass recomputes a layer.
       exchanges = 2
       if train:
         exchanges += 3 if remat == 'full' else 2
-      share = self.model.config.experts.share(experts)
-      yield 'ragged-all-to-all', 'expert', exchanges * share * param.shape[0] * self.activation * (experts - 1)
+      share = experts.share(shards)
+      yield 'ragged-all-to-all', 'expert', exchanges * share * param.shape[0] * self.activation * (shards - 1)
     if path in ('layers/k', 'layers/v', 'mtp/k', 'mtp/v') and parts > 1:
       # The keys or values of a device's tokens, in all layers: a matrix is [layers, hidden, heads, head size].
       own = param.shape[0] * self.tokens * self.wide * math.prod(self.shard(param)[2:])
@@ -160,7 +163,7 @@ class _Pass:
       yield 'all-reduce', 'tensor', count * self.activation * 2 * (tensor - 1) / tensor
 
 
-def _gathered(spec: Sequence, param: Param) -> Iterator[Sequence[str]]:
+def _gathered(spec: PartitionSpec, param: Param) -> Iterator[Sequence[str]]:
   """Yields the mesh axes of each dimension that is gathered when the parameter is used."""
   for part, axis in zip(spec, param.axes):
     names = (part,) if isinstance(part, str) else part or ()
@@ -168,7 +171,7 @@ def _gathered(spec: Sequence, param: Param) -> Iterator[Sequence[str]]:
       yield names
 
 
-def _sums(path: str, param: Param, spec, train: bool, remat: str, tied: bool) -> int:
+def _sums(path: str, param: Param, spec: PartitionSpec, train: bool, remat: str, tied: bool) -> int:
   """Returns how often the activations are summed over tensor because of a matrix."""
   if 'tensor' not in spec:
     return 0
@@ -193,7 +196,7 @@ def of_reshard(
     rollout: layout that they get.
     dtype: of the sampler's weights.
   """
-  moved = collections.Counter()
+  moved: dict[str, float] = collections.defaultdict(float)
   devices = list(train.mesh.devices.flat)
   some = devices[:: max(1, len(devices) // _SAMPLED)]
   for path, param in model.table.items():
@@ -205,11 +208,13 @@ def of_reshard(
     have, want = (x.devices_indices_map(shape) for x in (old, new))
     lacking = 0.0
     for d in some:
-      whole, both = 1, 1
-      for a, b, n in zip(have[d], want[d], shape):
-        a, b = a.indices(n), b.indices(n)
-        whole *= b[1] - b[0]
-        both *= max(0, min(a[1], b[1]) - max(a[0], b[0]))
+      whole = 1  # elements that the device is to have
+      both = 1  # those of them that it has
+      for had, wanted, n in zip(have[d], want[d], shape):
+        first, end, _ = had.indices(n)
+        wanted_first, wanted_end, _ = wanted.indices(n)
+        whole *= wanted_end - wanted_first
+        both *= max(0, min(end, wanted_end) - max(first, wanted_first))
       lacking += (whole - both) / len(some)
     names = [part for part in old.spec if part and part not in new.spec]
     count = param.shape[0] if param.stacked else 1

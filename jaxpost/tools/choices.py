@@ -76,7 +76,9 @@ def measure(weights: Weights, questions: Sequence[Question]) -> dict[str, Any]:
   tokenizer = weights.inputs.tokenizer
   examples = [example for q in questions for example in _examples(q, tokenizer)]
   sums = (s.logprobs.sum(dtype=np.float64) for s in scoring.Scorer(weights)(examples, '--suite'))
-  plain, normed, subjects = [], [], {}
+  plain = []  # of each question, 1.0 where the most probable answer is right
+  normed = []
+  subjects: dict[str, list[float]] = {}
   for q in questions:
     found = np.array([next(sums) for _ in q.answers])
     sizes = np.array([len(answer.encode()) for answer in q.answers])

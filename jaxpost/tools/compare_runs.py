@@ -73,7 +73,7 @@ class Comparison:
   Figures that others of their run repeat are left out.
   """
 
-  names: tuple[str, str]
+  names: tuple[str, ...]
   fields: dict[str, tuple]
   figures: dict[str, tuple]
   paired: list[Paired]
@@ -97,7 +97,8 @@ def compare(first: epath.PathLike, second: epath.PathLike) -> Comparison:
   ]
   stages = list(dict.fromkeys(key.rpartition('/')[2] for key in keys))
   keys.sort(key=lambda key: stages.index(key.rpartition('/')[2]))
-  paired, parting = [], None
+  paired: list[Paired] = []
+  parting = None
   for stage, step, rows in _shared_samples(*runs):
     paired += _pairs(stage, step, rows)
     parting = parting or _first_difference(stage, step, rows)

@@ -61,7 +61,7 @@ def make_prompts(
     tell: gets a line about how text is read, where as_chat is None and the tokenizer has a chat template.
   """
   ambiguous = as_chat is None and weights.inputs.tokenizer.chat_template
-  prompts = prompts_of(weights, sources.read(file), bool(as_chat)) if file else []
+  prompts = prompts_of(weights, read_whole(file), bool(as_chat)) if file else []
   if ambiguous and any(isinstance(p.prompt, str) and p.columns.get('prompt_ids') is None for p in prompts):
     tell(f'{file}: its plain text is continued as it is; --chat makes each text a message')
   if not texts:
@@ -73,6 +73,13 @@ def make_prompts(
     tell('--prompt: is continued as plain text, like the data of the run; --chat makes it a message')
   rows = sources.read('--prompt', fake_rows=[{'prompt': text} for text in texts])
   return prompts + prompts_of(weights, rows, typed, len(prompts))
+
+
+def read_whole(path: str, columns: str = '', map_fn: str = '') -> sources.Rows:
+  """Returns the rows of a data file, all of them read; the arguments are those of `sources.read`."""
+  rows = sources.read(path, columns, map_fn or None)
+  assert isinstance(rows, sources.Rows)  # which all are that are not streamed
+  return rows
 
 
 def typed_as_chat(weights: Weights) -> bool:
@@ -87,16 +94,19 @@ def typed_as_chat(weights: Weights) -> bool:
 
 def _is_plain(data: schema.DataSection) -> bool:
   """Returns whether the first row of `config.data` is plain text; False if it cannot be read without a download."""
-  path, columns, map_fn = (
-    next(iter(sources.split(option or '')), '') for option in (data.path, data.columns, data.map)
-  )
+
+  def first(option: Any) -> str:
+    """Returns the option of the first source."""
+    return next(iter(sources.split(option or '')), '')
+
+  path = first(data.path)
   here = [p for p in (path, path.rpartition(':')[0]) if p and epath.Path(p).expanduser().exists()]
   if not (here or path.startswith('generated:')):
     return False
   for streaming in (True, False):  # all formats can be read whole, and large files need not be
     try:
-      rows = sources.read(path, columns, map_fn or None, streaming=streaming)
-      row = next((row for row in itertools.islice(rows, _LOOKED_AT) if row is not None), {})
+      rows = sources.read(path, first(data.columns), first(data.map) or None, streaming=streaming)
+      row: dict[str, Any] = next((row for row in itertools.islice(rows, _LOOKED_AT) if row is not None), {})
     except InputError:
       continue
     return isinstance(next((row[k] for k in _ASKING if row.get(k) is not None), None), str)
@@ -106,7 +116,7 @@ def _is_plain(data: schema.DataSection) -> bool:
 def prompts_of(weights: Weights, rows: sources.Rows, as_chat: bool = False, start: int = 0) -> list[Prompt]:
   """Returns the prompts of rows, numbered from `start`; `as_chat` makes a text a user's message."""
   tokenizer = weights.inputs.tokenizer
-  prompts = []
+  prompts: list[Prompt] = []
   for i in range(len(rows)):
     row, where = rows[i], rows.where(i)
     columns = row

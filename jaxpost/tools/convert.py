@@ -68,7 +68,7 @@ def read(path: str) -> dict[str, Any]:
 def _flat(value: Any, prefix: str = '') -> dict[str, Any]:
   if not isinstance(value, dict):
     return {prefix[:-1]: value} if prefix else {}
-  out = {}
+  out: dict[str, Any] = {}
   for key, inner in value.items():
     out |= _flat(inner, f'{prefix}{key}.')
   return out

@@ -210,6 +210,8 @@ def find_step(
   if step is None:
     with _checkpoints(run, name) as checkpointer:
       step = checkpointer.latest()
+    if step is None:  # a run that goes on keeps few
+      raise NoCheckpointError(f'{folder}: its checkpoints have been removed meanwhile')
     if step != there[0]:
       warn(f'checkpoint: using step {step} of {folder}; {there[0]} is damaged')
   elif step not in there:
@@ -315,6 +317,7 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
         raise InputError('config.reward: a reward model grades in training only; name a reward function')
     placed = place.place_stage(PreparedStage(inputs, Data(rows, held_out=held_out), Workers(rewards, environment)))
     evaluator = assemble.make_evaluator(placed, on_policy.make_engine(placed) if samples else None)
+    assert evaluator is not None  # as there is held-out data
     metrics, _ = evaluator(Roles(_policy(weights, placed)), weights.step)
   return dict(data=config.eval.data.path, rows=min(len(rows), config.eval.size), **metrics)
 

@@ -28,22 +28,25 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
   data = stage.data
   config = stage.config
   tokenizer = inputs.tokenizer
+  read = data.rows
+  assert read is not None  # as the stage trains
   per_epoch = epochs.steps_of(inputs, data)
-  count = transformer.num_params(inputs.model.config)
+  parameters = transformer.num_params(inputs.model.config)
   passes = f'{short_number(config.train.steps / per_epoch)} epochs'
   passes += f' of {short_number(per_epoch)} steps' if per_epoch >= 1 else ''
+  of_data = f'data: {len(read)} row{"s" * (len(read) > 1)} of {config.data.path}'
+  if read.dropped:
+    of_data += f', {read.dropped} more dropped by config.data.map'
   out = [
     rich_text.Text(f'{stage.name}: {config.algorithm}, {config.train.steps} steps, {passes}', 'bold'),
-    f'model: {config.model.path or config.model.preset}, {count:,} '
+    f'model: {config.model.path or config.model.preset}, {parameters:,} '
     f'parameters, {tokenizer.vocab_size} tokens of {tokenizer.source}',
-    f'data: {len(data.rows)} row{"s" * (len(data.rows) > 1)} of {config.data.path}',
+    of_data,
   ]
-  if data.rows.dropped:
-    out[-1] += f', {data.rows.dropped} more dropped by config.data.map'
   out += [f'warning: {text}' for text in epochs.warnings(inputs, data)]
   if data.held_out:
-    read = data.held_out.rows
-    out.append(f'held out: {min(len(read), config.eval.size)} of {len(read)} rows of {config.eval.data.path}')
+    count = len(data.held_out.rows)
+    out.append(f'held out: {min(count, config.eval.size)} of {count} rows of {config.eval.data.path}')
   if of_method := inputs.algorithm.defaults.get('rl', ()):
     out.append('method: ' + ', '.join(f'rl.{name} {vars(config.rl)[name]}' for name in of_method))
   tools = None
@@ -52,7 +55,7 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
     by_name = tools if isinstance(tools, dict) else {config.environment: tools}
     out += [f'tool: {tool["function"]["name"]} of {name}' for name, some in by_name.items() for tool in some]
   on_policy = inputs.algorithm.on_policy
-  out += _show_prompts(inputs, data.rows, rows, tools) if on_policy else _show_rows(inputs, data, rows)
+  out += _show_prompts(inputs, read, rows, tools) if on_policy else _show_rows(inputs, data, rows)
   if stage.workers.rewards:
     out += _show_rewards(inputs, stage.workers.rewards)
   return out
@@ -78,8 +81,8 @@ def _show_rows(inputs: Inputs, data: Data, count: int) -> list:
 def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | None) -> list:
   config = inputs.config
   tokenizer = inputs.tokenizer
+  out: list[rich_text.Text | str] = []
   prompts = sampling_inputs.prompt_stream(inputs, data, shuffle=False, tools=tools)
-  out = []
   for i in range(min(count, len(prompts))):
     prompt = prompts.prompt(i)
     if prompt is None:  # a row that is read as it is drawn, and is left out

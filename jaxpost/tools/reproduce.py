@@ -101,6 +101,7 @@ def restore(run: epath.Path, name: str, most: int, roles: Roles, stream: Control
 
 def compare(run: epath.Path, name: str, step: int, row: int, item: Item) -> bool | None:
   """Returns True if the sample equals the one that the run has stored; None if it has stored none."""
+  assert item.experience is not None and item.samples is not None  # as the step samples
   ours = item.experience.rollout
   length = ours.lengths[row]
   path = run / 'rollouts' / name / f'{step}.npz'
@@ -125,6 +126,7 @@ def explain(placed: place.PlacedStage, roles: Roles, controller: Controller, ite
   """Returns prompt, tokens, rewards, advantage and loss of a sample."""
   experience = item.experience
   credit = item.credit
+  assert experience is not None and credit is not None and item.samples is not None  # as the step samples
   rollout = experience.rollout
   length = rollout.lengths[row]
   shown = item.samples()[row]

@@ -115,7 +115,7 @@ class Viewer:
     n = places[0] * size + short['sample']
     length = int(rollout.lengths[n])
     ids = rollout.completions[n, :length].tolist()
-    out = {'text': [self.tokenizer.decode([i], skip_special=False) for i in ids]}
+    out: dict[str, Any] = {'text': [self.tokenizer.decode([i], skip_special=False) for i in ids]}
     out['logprob'] = rollout.logprobs[n, :length]
     for name, array in arrays.items():
       kind, _, measured = name.partition('/')

@@ -40,7 +40,7 @@ _MAPS = {('question', 'answer'): 'jaxpost.data.maps:gsm8k', ('problem', 'answer'
 def read(path: str, columns: str = '', map_fn: str = '', size: int = 0) -> sources.Rows:
   """Returns the rows of a data file, or the first `size` of them; GSM8K and MATH are recognized by their columns."""
   if not map_fn:
-    row = sources.read(path, columns, streaming=False)[0]
+    row = completions.read_whole(path, columns)[0]
     map_fn = next((fn for names, fn in _MAPS.items() if set(names) <= set(row) and 'prompt' not in row), '')
     if map_fn:
       column = 'question' if 'question' in row else 'problem'
@@ -48,7 +48,7 @@ def read(path: str, columns: str = '', map_fn: str = '', size: int = 0) -> sourc
         f'{path}: read by {map_fn}, which adds to each question how to answer; --columns=prompt={column} asks as it is',
         file=sys.stderr,
       )
-  rows = sources.read(path, columns, map_fn or None)
+  rows = completions.read_whole(path, columns, map_fn)
   return rows[:size] if size else rows
 
 

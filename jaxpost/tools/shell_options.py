@@ -34,12 +34,17 @@ _OPERATORS = {
 }
 
 
-class _Lines(io.StringIO):
+class _Lines:
   """A script whose comments, which shlex reads as lines, leave the end of the line, where a command ends."""
 
-  def readline(self, size: int = -1, /) -> str:
-    line = super().readline(size)
-    self.seek(self.tell() - line.endswith('\n'))
+  def __init__(self, script: str) -> None:
+    self._text = io.StringIO(script)
+    self.read = self._text.read
+    self.close = self._text.close
+
+  def readline(self) -> str:
+    line = self._text.readline()
+    self._text.seek(self._text.tell() - line.endswith('\n'))
     return line
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxpost.data import sources
 from jaxpost.errors import InputError, did_you_mean
-from jaxpost.tools import choices, score_dataset
+from jaxpost.tools import choices, completions, score_dataset
 
 if TYPE_CHECKING:
   from jaxpost.tools.completions import Draws
@@ -67,7 +66,7 @@ def measure(
   """
   suite = find(name)
   _check_columns(name, suite, data)
-  rows = sources.read(data, '', suite.map or None)
+  rows = completions.read_whole(data, map_fn=suite.map)
   count = min(size or len(rows), len(rows))
   if suite.reward:
     found = score_dataset.measure(weights, rows[:count], suite.reward, out, draws, mesh=mesh, source=source)
@@ -78,7 +77,7 @@ def measure(
 
 def _check_columns(name: str, suite: Suite, data: str) -> None:
   """Raises InputError if the first row lacks a column."""
-  first = sources.read(data, '', None)[0]
+  first = completions.read_whole(data)[0]
   mapped = name in ('gsm8k', 'math500') and 'prompt' in first  # as training data may be
   lacking = [column for column in suite.columns if column not in first and not mapped]
   if lacking:

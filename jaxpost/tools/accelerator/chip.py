@@ -91,14 +91,16 @@ def kernels(kernel_length: int) -> dict[str, Any]:
   name = compute.attention
   if name not in attention_kernels.REFUSALS:
     return dict(kernel=name, errors={}, note='XLA computes attention on this platform; there is no kernel to check')
-  todo = {}
+  todo: dict[tuple[str, Any], str] = {}  # (kernel, shape) -> its name in the result
   for preset, cfg in presets.every().items():
     todo.setdefault((name, attention_kernels.attention_shape(cfg, kernel_length, 1)), preset)
     for shape in kernel_check.decoded_shapes(compute, cfg):
       todo.setdefault((kernel_check.DECODE, shape), f'{preset} decode')
-    for shape in grouped_check.matrices(cfg) if compute.grouped_kernel else ():
-      todo.setdefault((grouped_check.GROUPED, shape), f'{preset} experts {shape.inputs} x {shape.outputs}')
-  errors, refused, left = {}, {}, dict(todo)
+    for matrix in grouped_check.matrices(cfg) if compute.grouped_kernel else ():
+      todo.setdefault((grouped_check.GROUPED, matrix), f'{preset} experts {matrix.inputs} x {matrix.outputs}')
+  errors: dict[str, Any] = {}
+  refused: dict[str, str] = {}
+  left = dict(todo)
   with contextlib.suppress(TimeoutError):  # the limit of this row
     for (kernel, shape), label in todo.items():
       if kernel == grouped_check.GROUPED:

@@ -89,6 +89,7 @@ def _updates(stage: Stage, watch: workload.Watch, steps: int) -> tuple[list[Item
 
 def model_flops(stage: Stage, tokens_per_s: float, context: float) -> dict[str, Any]:
   """Returns the FLOP/s of the model at a rate of tokens, and their share of the data sheet and of measured products."""
+  assert stage.update_flops is not None  # as the model is a preset
   rate = stage.update_flops(context) * tokens_per_s
   known = chips.of_kind(jax.devices()[0].device_kind)
   size = 0 if known else 512  # a device without a data sheet is measured briefly
@@ -133,7 +134,8 @@ def on_policy(
   with workload.stage(cfg, config, ('prompts', lengths)) as running:
     stage = running.assembled()
     compiled_s = watch.lap()
-    times, first = [], {}
+    times = []
+    first: dict[str, float] = {}
     stage.timer.pop()
     for _ in range(steps + 1):
       with stage.timer('data'):

@@ -27,6 +27,7 @@ _MARGIN = 5.0  # seconds before the end of the budget, in which a row reports wh
 
 # Errors of measurements, of JAX (JaxRuntimeError is a RuntimeError) and of limits. Another ends the process, and is
 # the row's error as well.
+_FAILURES: tuple[type[Exception], ...]
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError)
 _FAILURES += (RuntimeError, TypeError, ValueError, errors.InputError)
 

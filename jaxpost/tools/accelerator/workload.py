@@ -121,8 +121,9 @@ def stage(
   with tempfile.TemporaryDirectory() as workdir, contextlib.ExitStack() as undo:
     path = os.path.join(workdir, 'rows.jsonl')
     write_rows(path, *rows, cfg.vocab_size)
-    base = dict(model=dict(dtype=probe.matmul_type()[0]), log=dict(tensorboard=False, watchdog_s=0.0))
-    sections = {k: v | base.get(k, {}) if isinstance(v, dict) else v for k, v in (base | dict(config)).items()}
+    sections = dict(config)
+    sections['model'] = sections.get('model', {}) | dict(dtype=probe.matmul_type()[0])
+    sections['log'] = dict(tensorboard=False, watchdog_s=0.0)
     sections['data'] = dict(path=path, train_on='all')
     ((name, parsed),) = config_lib.parse(sections).items()
     algorithm, parsed = prepare.resolve(parsed)
