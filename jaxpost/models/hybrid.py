@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxpost.distributed.mesh import row_shards
 from jaxpost.errors import InputError
-from jaxpost.models import convolution, delta_mixer, state_space
+from jaxpost.models import convolution, delta_mixer, layers, state_space
 from jaxpost.models.parameters import STACKS, Param, unstack_layers
 
 if TYPE_CHECKING:
@@ -158,14 +158,8 @@ def scan_periods(
 
   def one(x, xs):
     stacks, chosen = xs
-    kept = []
-    for i, p in enumerate(unstack_layers(stacks, cfg.layer_stacks[:period])['layers']):
-      place = cfg.place_of_experts(i)
-      x, kept_l = alike(order[i][1])(p, x, None if chosen is None or place is None else chosen[place])
-      kept.append(kept_l)
-    kept, routing = zip(*kept)
-    routing = [y for y in routing if y is not None]
-    return x, (kept, jax.tree.map(lambda *y: jnp.stack(y), *routing) if routing else None)
+    x, *found = layers.in_a_row(alike, unstack_layers(stacks, cfg.layer_stacks[:period])['layers'], x, cfg, chosen)
+    return x, found
 
   def split_layers(x):
     return x.reshape(count // period, -1, *x.shape[1:])

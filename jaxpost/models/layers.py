@@ -7,8 +7,8 @@ Legend: B rows, T tokens, D hidden size, F MLP size, N or H heads, K kv heads, h
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxpost.models.attention_xla import PackedRows, attend_in_chunks
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
   'silu': jax.nn.silu,
   'gelu': functools.partial(jax.nn.gelu, approximate=False),
   'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
@@ -156,7 +156,7 @@ def attention(
   if cfg.chunked and window:  # as if each chunk were a document
     chunk_ids = rows.segment_ids * (1 + q.shape[1] // window) + rows.positions // window
     rows = rows._replace(segment_ids=chunk_ids)
-  rest = dict(window=window, cfg=cfg, compute=compute, sinks=sinks)
+  rest: dict[str, Any] = dict(window=window, cfg=cfg, compute=compute, sinks=sinks)
   parts = row_shards(layout)
   if isinstance(q, tuple):
     from jaxpost.models import sparse_attention
@@ -189,6 +189,22 @@ def add(x: jax.Array, out: jax.Array, cfg: ModelConfig) -> jax.Array:
   if cfg.residual_scale != 1:
     out = out * cfg.residual_scale
   return x + out.astype(x.dtype)
+
+
+def in_a_row(
+  alike: Callable, each: Sequence[dict], x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None
+) -> tuple[jax.Array, list, Any]:
+  """Runs layers as straight code, all of the model or the first ones, whose parameters are `each`.
+
+  Other arguments and the result are those of `hybrid.scan_periods`.
+  """
+  kept, routing = [], []
+  for i, (p, kind) in enumerate(zip(each, cfg.layer_kinds)):
+    place = cfg.place_of_experts(i)
+    x, (kept_l, routing_l) = alike(kind)(p, x, None if chosen is None or place is None else chosen[place])
+    kept.append(kept_l)
+    routing += [] if routing_l is None else [routing_l]
+  return x, kept, jax.tree.map(lambda *y: jnp.stack(y), *routing) if routing else None
 
 
 _POLICIES = {'full': None, 'dots': jax.checkpoint_policies.save_only_these_names('dots')}

@@ -133,11 +133,11 @@ def in_a_row(
   alike: Callable, params: dict, x: jax.Array, cfg: MixedConfig, chosen: jax.Array | None
 ) -> tuple[jax.Array, list, Any]:
   """Runs all layers as straight code, and hands the keys and values of some to others; see `hybrid.scan_periods`."""
-  if not isinstance(params['layers'], list):
-    params = unstack_layers(params, cfg.layer_stacks)
-  kept, routing, pairs = [], [], []
+  kept: list = []
+  pairs: list = []
+  routing: list = []
   own = cfg.num_layers - cfg.shared_layers
-  for i, (p, kind) in enumerate(zip(params['layers'], cfg.layer_kinds)):
+  for i, (p, kind) in enumerate(zip(unstack_layers(params, cfg.layer_stacks)['layers'], cfg.layer_kinds)):
     if i >= own:
       p = p | {_PAIR: pairs[cfg.place_in_cache(i)]}
     x, ((kept_l, pair), routing_l) = alike(kind)(p, x, None if chosen is None else chosen[i])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from flax import traverse_util
 
 from jaxpost.errors import InputError
 
@@ -85,22 +86,12 @@ def match_paths(paths: Iterable[str], pattern: str, key: str, expression: str = 
 
 def nest(flat: dict) -> dict:
   """Makes nested dicts of paths: {'layers/q': x} -> {'layers': {'q': x}}."""
-  tree = {}
-  for path, value in flat.items():
-    *parents, leaf = path.split('/')
-    node = tree
-    for name in parents:
-      node = node.setdefault(name, {})
-    node[leaf] = value
-  return tree
+  return traverse_util.unflatten_dict(flat, sep='/')
 
 
-def flatten(tree: dict, prefix: str = '') -> dict:
+def flatten(tree: dict) -> dict:
   """Makes paths of nested dicts: {'layers': {'q': x}} -> {'layers/q': x}."""
-  flat = {}
-  for name, value in tree.items():
-    flat |= flatten(value, f'{prefix}{name}/') if isinstance(value, dict) else {prefix + name: value}
-  return flat
+  return traverse_util.flatten_dict(tree, sep='/')
 
 
 def leaf(tree: dict, path: str) -> Any:
@@ -126,10 +117,12 @@ _unstack.defvjp(lambda x: (tuple(x), None), lambda _, g: (jnp.stack(g),))
 
 
 def unstack_layers(params: dict, stacks: Sequence[str]) -> dict:
-  """Returns the parameters with a list of layers instead of the stacked dicts.
+  """Returns the parameters with a list of layers instead of the stacked dicts, if they do not have it already.
 
   stacks: name of the stack of each layer (`ModelConfig.layer_stacks`).
   """
+  if isinstance(params.get('layers'), list):  # of a sampler
+    return params
   rows = {}
   for name in STACKS:
     if name in params:

@@ -155,7 +155,16 @@ def flops_per_token(cfg: ModelConfig, context: float, rows: dict[str, Param] | N
 
 
 def layer(
-  p: dict, x, table, attend, cfg: ModelConfig, compute: Compute, layout, chosen=None, absorbed=False, recur=None
+  p: dict,
+  x: jax.Array,
+  table: tuple | None,
+  attend: Callable,
+  cfg: ModelConfig,
+  compute: Compute,
+  layout: Callable,
+  chosen: jax.Array | None = None,
+  absorbed: bool = False,
+  recur: Callable | None = None,
 ) -> tuple[jax.Array, Any, Routing | None]:
   """Applies one layer to [B, T, D].
 
@@ -179,8 +188,8 @@ def layer(
 
   kept, routing = None, None
   if 'o' in p:
-    rest = dict(compute=compute, layout=layout, absorbed=absorbed, recur=recur)
-    out, kept = _mix(p, norm(x, 'attention_norm'), table, attend, cfg, **rest)
+    y = norm(x, 'attention_norm')
+    out, kept = _mix(p, y, table, attend, cfg, compute=compute, layout=layout, absorbed=absorbed, recur=recur)
     out = layers.project('btnh,nhd->btd', out, p, 'o', compute, layout=layout)
     x = layers.add(x, norm(out, 'attention_post_norm'), cfg)
   if 'down' not in p:
@@ -217,7 +226,15 @@ def _mix(p, y, table, attend, cfg, compute, layout, absorbed, recur):
 
 
 def run_layers(
-  params: dict, x, tables: list, attend, cfg: ModelConfig, compute: Compute, constrain, chosen=None, recur=None
+  params: dict,
+  x: jax.Array,
+  tables: list,
+  attend: Callable,
+  cfg: ModelConfig,
+  compute: Compute,
+  constrain: Callable,
+  chosen: jax.Array | None = None,
+  recur: Callable | None = None,
 ) -> tuple[jax.Array, list, Routing | None]:
   """Runs all layers and the final norm on embedded tokens.
 
@@ -234,8 +251,7 @@ def run_layers(
   def block(p, x, chosen, kind):
     table = rope.pick(tables, kind.rope)
     attend_layer = functools.partial(attend, window=kind.window, sinks=p.get('sinks'))
-    rest = dict(compute=compute, layout=constrain, chosen=chosen, recur=recur)
-    x, *kept = layer(p, x, table, attend_layer, cfg, **rest)
+    x, *kept = layer(p, x, table, attend_layer, cfg, compute=compute, layout=constrain, chosen=chosen, recur=recur)
     return constrain(x, 'batch', 'time', None), kept
 
   @functools.cache  # a checkpoint is traced once for each kind
@@ -247,7 +263,8 @@ def run_layers(
 
     x, kept, routing = mixed_attention.in_a_row(alike, params, x, cfg, chosen)
   elif compute.unroll or isinstance(params['layers'], list):  # a sampler's weights are a list
-    x, kept, routing = _in_a_row(alike, params, x, cfg, chosen)
+    each = unstack_layers(params, cfg.layer_stacks)['layers']
+    x, kept, routing = layers.in_a_row(alike, each, x, cfg, chosen)
   elif cfg.state_shapes or cfg.mixed or cfg.chunked:
     from jaxpost.models import hybrid
 
@@ -257,30 +274,13 @@ def run_layers(
   return layers.rms_norm(x, params['norm'], cfg), kept, routing
 
 
-def _in_a_row(alike, params, x, cfg, chosen):
-  """`run_layers` as straight code."""
-  if not isinstance(params['layers'], list):
-    params = unstack_layers(params, cfg.layer_stacks)
-  kept = []
-  for i, (p, kind) in enumerate(zip(params['layers'], cfg.layer_kinds)):
-    place = cfg.place_of_experts(i)
-    x, kept_l = alike(kind)(p, x, None if chosen is None or place is None else chosen[place])
-    kept.append(kept_l)
-  kept, routing = zip(*kept)
-  routing = [y for y in routing if y is not None]
-  return x, kept, jax.tree.map(lambda *y: jnp.stack(y), *routing) if routing else None
-
-
 def _scan(block, params, x, cfg, compute, chosen):
   """`run_layers` under a scan over stacked parameters."""
   kinds = cfg.layer_kinds
   sparse = cfg.num_layers - cfg.sparse_layers  # the first layer with experts
   # Values that all layers share stay static: attention specializes on them.
-  varied = {
-    name: jnp.array([getattr(k, name) for k in kinds])
-    for name in kinds[0]._fields
-    if len({getattr(k, name) for k in kinds}) > 1
-  }
+  values = {name: [getattr(k, name) for k in kinds] for name in kinds[0]._fields}
+  varied = {name: jnp.array(x) for name, x in values.items() if len(set(x)) > 1}
 
   def same(p, x, chosen, varied):
     return block(p, x, chosen, kinds[0]._replace(**varied))
@@ -371,8 +371,7 @@ def forward(
 
   def attend(q, k, v, keep, window, sinks):
     del keep
-    options = dict(cfg=cfg, compute=compute, layout=constrain)
-    return layers.attention(q, k, v, rows=rows, window=window, sinks=sinks, **options), None
+    return layers.attention(q, k, v, rows, window, cfg=cfg, compute=compute, sinks=sinks, layout=constrain), None
 
   if chosen is not None:
     chosen = jnp.moveaxis(order(chosen), 2, 0)
