@@ -4,29 +4,29 @@ from jaxpost.models.attention_configs import MixedConfig
 from jaxpost.models.config import Experts, ModelConfig, Rope
 from jaxpost.models.hybrid_config import HybridConfig
 
-_ROPE = dict(ropes=(Rope(1e6),), qk_norm='head')
-_DELTA = dict(norm_offset=1.0, rotary_dim=8, mixers=('delta', 'layers', 'delta'), max_position=40_960)
+# Vocabulary, hidden size, MLP size, layers, heads, kv heads, head size: the first fields of a config after the family.
+Sizes = tuple[int, int, int, int, int, int, int]
 
 
-def _lfm2(sizes: tuple[int, ...], attention: tuple[int, ...]) -> HybridConfig:
-  """Returns a config.
+def _lfm2(sizes: Sizes, attention: tuple[int, ...]) -> HybridConfig:
+  """Returns a config of an LFM2; `attention` has the numbers of the layers with attention."""
+  return HybridConfig(
+    'lfm2',
+    *sizes,
+    ropes=(Rope(1e6),),
+    qk_norm='head',
+    mixers=tuple('layers' if i in attention else 'convolution' for i in range(sizes[3])),
+    norm_eps=1e-5,
+    max_position=128_000,
+    taps=3,
+    gated=False,
+  )
 
-  Args:
-    sizes: vocabulary, hidden size, MLP size, layers, heads, kv heads, head size.
-    attention: the numbers of the layers with attention.
-  """
-  mixers = tuple('layers' if i in attention else 'convolution' for i in range(sizes[3]))
-  return HybridConfig('lfm2', *sizes, **_ROPE, mixers=mixers, norm_eps=1e-5, max_position=128_000, taps=3, gated=False)
 
-
-def _qwen3_5(
-  sizes: tuple[int, ...], heads: tuple[int, int], experts: Experts | None = None, tied: bool = False
-) -> HybridConfig:
+def _qwen3_5(sizes: Sizes, heads: tuple[int, int], experts: Experts | None = None, tied: bool = False) -> HybridConfig:
   """Returns a config of a Qwen 3.5, with attention in every fourth layer and the gated delta rule in the others.
 
-  Args:
-    sizes: vocabulary, hidden size, MLP size, layers, heads, kv heads, head size.
-    heads: those of keys and of values of the gated delta rule.
+  heads: those of keys and of values of the gated delta rule.
   """
   return HybridConfig(
     'qwen3_5_moe_text' if experts else 'qwen3_5_text',
@@ -47,7 +47,7 @@ def _qwen3_5(
   )
 
 
-def _gemma4(sizes: tuple[int, ...], period: int, full_size: int, shared: int, side: int, window: int) -> MixedConfig:
+def _gemma4(sizes: Sizes, period: int, full_size: int, shared: int, side: int, window: int) -> MixedConfig:
   """Returns a config of a Gemma 4 whose layers each have an embedding, with full attention in every `period`-th."""
   _, hidden, _, layers, _, kv_heads, size = sizes
   local = [(i + 1) % period > 0 for i in range(layers)]
@@ -72,12 +72,10 @@ def _gemma4(sizes: tuple[int, ...], period: int, full_size: int, shared: int, si
   )
 
 
-def _glm_moe(sizes: tuple[int, ...], experts: tuple[int, int, int]) -> ModelConfig:
+def _glm_moe(sizes: Sizes, experts: tuple[int, int, int]) -> ModelConfig:
   """Returns a config of a GLM-4.5 whose first layer is dense, and whose other layers have one shared expert.
 
-  Args:
-    sizes: vocabulary, hidden size, MLP size, layers, heads, kv heads, head size.
-    experts: their number, those of a token, and their size.
+  experts: their number, those of a token, and their size.
   """
   return ModelConfig(
     'glm4_moe',
@@ -92,12 +90,16 @@ def _glm_moe(sizes: tuple[int, ...], experts: tuple[int, int, int]) -> ModelConf
   )
 
 
-PRESETS = {
+PRESETS: dict[str, ModelConfig] = {
   'tiny_hybrid': HybridConfig(
     'qwen3_5_text',
     *(259, 128, 384, 3, 4, 2, 32),
-    **_ROPE,
-    **_DELTA,
+    ropes=(Rope(1e6),),
+    rotary_dim=8,
+    norm_offset=1.0,
+    qk_norm='head',
+    max_position=40_960,
+    mixers=('delta', 'layers', 'delta'),
     key_heads=4,
     value_heads=8,
     key_size=16,

@@ -5,26 +5,14 @@ import dataclasses
 from jaxpost.models.config import Experts, ModelConfig, Rope
 
 
-def _model(family: str, sizes: tuple[int, ...], **fields) -> ModelConfig:
-  """Returns a config.
-
-  Args:
-    sizes: vocabulary, hidden size, MLP size, layers, heads, kv heads, head size.
-  """
-  vocab, hidden, mlp, layers, heads, kv_heads, head_dim = sizes
-  return ModelConfig(
-    family, vocab, hidden, mlp, layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, **fields
-  )
-
-
 def _qwen3(hidden, mlp, layers, heads, kv_heads, head_dim=128, vocab=151_936, tied=True) -> ModelConfig:
   sizes = vocab, hidden, mlp, layers, heads, kv_heads, head_dim
-  return _model('qwen3', sizes, ropes=(Rope(1e6),), tie_embeddings=tied, qk_norm='head', max_position=40_960)
+  return ModelConfig('qwen3', *sizes, ropes=(Rope(1e6),), tie_embeddings=tied, qk_norm='head', max_position=40_960)
 
 
-def _with_experts(dense: ModelConfig, *sizes: int) -> ModelConfig:
-  """Returns the Qwen3 with `Experts(*sizes)` in place of its MLP."""
-  return dataclasses.replace(dense, family='qwen3_moe', experts=Experts(*sizes))
+def _with_experts(dense: ModelConfig, num: int, top_k: int, size: int) -> ModelConfig:
+  """Returns the Qwen3 with experts in place of its MLP."""
+  return dataclasses.replace(dense, family='qwen3_moe', experts=Experts(num, top_k, size))
 
 
 def _gpt_oss(layers, experts) -> ModelConfig:
@@ -36,9 +24,9 @@ def _gpt_oss(layers, experts) -> ModelConfig:
     ('original_max_position_embeddings', 4096),
     ('truncate', False),
   )
-  return _model(
+  return ModelConfig(
     'gpt_oss',
-    (201_088, 2880, 2880, layers, 64, 8, 64),
+    *(201_088, 2880, 2880, layers, 64, 8, 64),
     ropes=(Rope(150_000.0, yarn),),
     layer_windows=(128, 0) * (layers // 2),
     norm_eps=1e-5,
@@ -57,9 +45,9 @@ def _llama3(hidden, mlp, layers, heads, head_dim, factor=0.0, tied=False) -> Mod
     ('low_freq_factor', 1.0),
     ('original_max_position_embeddings', 8192),
   )
-  return _model(
+  return ModelConfig(
     'llama',
-    (128_256, hidden, mlp, layers, heads, 8, head_dim),
+    *(128_256, hidden, mlp, layers, heads, 8, head_dim),
     ropes=(Rope(5e5, scaling if factor else ()),),
     norm_eps=1e-5,
     tie_embeddings=tied,
@@ -69,14 +57,14 @@ def _llama3(hidden, mlp, layers, heads, head_dim, factor=0.0, tied=False) -> Mod
 
 def _qwen2(hidden, mlp, layers, heads, kv_heads, vocab=151_936, tied=True) -> ModelConfig:
   sizes = vocab, hidden, mlp, layers, heads, kv_heads, hidden // heads
-  return _model('qwen2', sizes, ropes=(Rope(1e6),), tie_embeddings=tied, biases=('q', 'k', 'v'))
+  return ModelConfig('qwen2', *sizes, ropes=(Rope(1e6),), tie_embeddings=tied, biases=('q', 'k', 'v'))
 
 
 def _gemma3(hidden, mlp, layers, heads, kv_heads, window, vocab, scaling=()) -> ModelConfig:
   local = [(i + 1) % 6 > 0 for i in range(layers)]
-  return _model(
+  return ModelConfig(
     'gemma3_text',
-    (vocab, hidden, mlp, layers, heads, kv_heads, 256),
+    *(vocab, hidden, mlp, layers, heads, kv_heads, 256),
     ropes=(Rope(1e6, scaling), Rope(1e4)),
     layer_ropes=tuple(map(int, local)),
     layer_windows=tuple(window * x for x in local),
@@ -105,9 +93,9 @@ PRESETS = {
   'tiny_moe': _with_experts(_TINY, 8, 2, 96),
   'qwen3_30b_a3b': _with_experts(_qwen3(2048, 6144, 48, 32, 4, tied=False), 128, 8, 768),
   'qwen3_235b_a22b': _with_experts(_qwen3(4096, 12_288, 94, 64, 4, tied=False), 128, 8, 1536),
-  'mixtral_8x7b': _model(
+  'mixtral_8x7b': ModelConfig(
     'mixtral',
-    (32_000, 4096, 14_336, 32, 32, 8, 128),
+    *(32_000, 4096, 14_336, 32, 32, 8, 128),
     ropes=(Rope(1e6),),
     norm_eps=1e-5,
     tie_embeddings=False,
@@ -130,9 +118,9 @@ PRESETS = {
     _gemma3(2560, 10_240, 34, 8, 4, window=1024, vocab=262_208, scaling=(('rope_type', 'linear'), ('factor', 8.0))),
     max_position=131_072,
   ),
-  'olmo2_7b': _model(
+  'olmo2_7b': ModelConfig(
     'olmo2',
-    (100_352, 4096, 11_008, 32, 32, 32, 128),
+    *(100_352, 4096, 11_008, 32, 32, 32, 128),
     ropes=(Rope(5e5),),
     norms='post',
     norm_eps=1e-6,
@@ -140,15 +128,15 @@ PRESETS = {
     tie_embeddings=False,
     max_position=4096,
   ),
-  'smollm3_3b': _model(
+  'smollm3_3b': ModelConfig(
     'smollm3',
-    (128_256, 2048, 11_008, 36, 16, 4, 128),
+    *(128_256, 2048, 11_008, 36, 16, 4, 128),
     ropes=(Rope(5e6),),
     layer_ropes=(0, 0, 0, -1) * 9,
     max_position=65_536,
   ),
-  'mistral_7b': _model(
-    'mistral', (32_000, 4096, 14_336, 32, 32, 8, 128), layer_windows=(4096,) * 32, norm_eps=1e-5, tie_embeddings=False
+  'mistral_7b': ModelConfig(
+    'mistral', *(32_000, 4096, 14_336, 32, 32, 8, 128), layer_windows=(4096,) * 32, norm_eps=1e-5, tie_embeddings=False
   ),
 }
 
