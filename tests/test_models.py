@@ -72,13 +72,13 @@ def test_extend_writes_what_is_new_and_nothing_else(one_by_one):
   recent, filled = Cache((new(2, 3, 5, 7),), (new(2, 3, 5, 7),)), np.array([9, 2], np.int32)
   rows = Cache((new(3, 3, 16, 7),), (new(3, 3, 16, 7),))
   table = np.array([[4, 1, 6, 8], [3, 2, 0, 0]], np.int32)
-  pool = Cache((new(9, 3, 4, 7),), (new(9, 3, 4, 7),), table)
+  pool = Cache((new(9, 3, 4, 7),), (new(9, 3, 4, 7),))
   out = jax.jit(cache_storage.extend, static_argnums=3)(rows, recent, filled, one_by_one)
   expected = np.array(rows.k[0])
   for s, n in enumerate(filled):
     expected[s, :, n : n + 5] = recent.k[0][s]
   np.testing.assert_array_equal(out.k[0], expected)
-  out = jax.jit(pages.extend, static_argnums=3)(pool, recent, filled, one_by_one)
+  out = jax.jit(pages.extend, static_argnums=4)(pool, table, recent, filled, one_by_one)
   expected = np.array(pool.v[0])
   for s, n in enumerate(filled):
     for t in range(n, n + 5):

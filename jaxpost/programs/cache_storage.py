@@ -53,15 +53,16 @@ def first_entries(cache: Cache, rows: int, read: int) -> Cache:
   return view(jax.tree.map(lambda x: x[:rows, :, :read], cache) if read else cache)
 
 
-def append(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
-  """Returns the cache, maybe of pages with a table, with the entries of a block and its last states; see `extend`."""
+def append(cache: Cache, table: jax.Array | None, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
+  """Returns the cache, of pages if there is a table, with the entries of a block and its last states; see `extend`."""
   entries, states = stored(recent.replace(experts=(), states=())), cache.states
-  write = extend
-  if cache.table is not None:
+  cache = cache.replace(states=())
+  if table is None:
+    cache = extend(cache, entries, filled, one_by_one)
+  else:
     from jaxpost.programs import pages
 
-    write = pages.extend
-  cache = write(cache.replace(states=()), entries, filled, one_by_one)
+    cache = pages.extend(cache, table, entries, filled, one_by_one)
   return cache.replace(states=replace_first(states, recent.states))
 
 

@@ -337,8 +337,7 @@ def with_first_slots(
   """Returns the state with the first slots replaced by `live`, and `recent` appended to their caches."""
   all_slots = cache_storage.replace_first(state.replace(cache=None), live)
   filled, by_slot = state.positions[: len(live.positions)], compute.platform != 'gpu'
-  cache = cache_storage.append(state.cache.replace(table=table), recent, filled, by_slot)
-  return all_slots.replace(cache=cache.replace(table=None))
+  return all_slots.replace(cache=cache_storage.append(state.cache, table, recent, filled, by_slot))
 
 
 def draw(
@@ -360,6 +359,7 @@ def advance(state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, jax.Arr
 
 def head_logits(model: Model, weights: dict, hidden: jax.Array, compute: Compute) -> jax.Array:
   """Returns logits [S, V] float32 of hidden states [S, D]; rows of the padded vocabulary are masked."""
+  assert model.head, 'a scalar head has no logits'
   head = model.head(weights)
   logits = head_chunk.logits(hidden, head, model.config.logit_form, compute.dtype)
   if model.config.vocab_size < head.shape[0]:

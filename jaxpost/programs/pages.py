@@ -29,23 +29,23 @@ def put(pool: Cache, rows: Cache, copies: jax.Array) -> Cache:
   return jax.lax.fori_loop(0, jnp.sum(copies[:, 0] >= 0), write, pool)
 
 
-def extend(pool: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
+def extend(pool: Cache, table: jax.Array, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
   """Appends `recent` to the filled part of slots, in place; entries past the end go to the last page of their slot.
 
   Args:
-    pool: L x [pages, K, p, h], and a table [S, n].
+    pool: L x [pages, K, p, h].
+    table: [S, n], pages of each slot.
     recent: L x [S, K, T, h].
     filled: [S], valid entries.
     one_by_one: write entry by entry instead of by a scatter, see `cache_storage.extend`.
   """
   rows, _, steps, _ = recent.k[0].shape
-  size, table = pool.k[0].shape[2], pool.table
+  size = pool.k[0].shape[2]
   at = filled[:, None] + jnp.arange(steps)
   page = table[jnp.arange(rows)[:, None], jnp.minimum(at // size, table.shape[1] - 1)]
-  at, pool = at % size, pool.replace(table=None)
+  at = at % size
   if not one_by_one:
-    pool = jax.tree.map(lambda old, new: old.at[page, :, at].set(new.swapaxes(1, 2), mode='drop'), pool, recent)
-    return pool.replace(table=table)
+    return jax.tree.map(lambda old, new: old.at[page, :, at].set(new.swapaxes(1, 2), mode='drop'), pool, recent)
 
   def write(i, pool):
     s, t = i // steps, i % steps
@@ -57,4 +57,4 @@ def extend(pool: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> C
       recent,
     )
 
-  return jax.lax.fori_loop(0, rows * steps, write, pool).replace(table=table)
+  return jax.lax.fori_loop(0, rows * steps, write, pool)
