@@ -75,10 +75,7 @@ def reader(name: str, rows: Callable, model: Model, layout: Layout, ledger: Ledg
   """Makes a program that stacks rows(params, micro-batch); empty micro-batches at the end are not run."""
 
   def read(params, batch):
-    run = functools.partial(rows, params)
-    if batch.tokens.shape[0] == 1:
-      return jax.tree.map(lambda x: x[None], run(train.micro_batch(batch, 0)))
-    return train.fold_micro_batches(run, batch, stack=True)
+    return train.fold_micro_batches(functools.partial(rows, params), batch, stack=True)
 
   def flops(params, batch):
     del params

@@ -152,8 +152,6 @@ def accumulate(loss: Callable, params: dict, batch: Batch) -> tuple[tuple[jax.Ar
     found, grads = jax.value_and_grad(loss, has_aux=True)(params, micro)
     return found, in_float32(grads)
 
-  if batch.tokens.shape[0] == 1:
-    return grad(micro_batch(batch, 0))
   return fold_micro_batches(grad, batch)
 
 
@@ -164,6 +162,9 @@ def micro_batch(batch: Batch, i: int | jax.Array) -> Batch:
 
 def fold_micro_batches(fn: Callable, batch: Batch, stack: bool = False, count: int | None = None) -> Any:
   """Adds, or stacks along a new first axis, fn(micro-batch [B, T]) over the first `count` of [M, B, T]."""
+  if len(batch.tokens) == 1:
+    found = fn(micro_batch(batch, 0))
+    return jax.tree.map(lambda x: x[None], found) if stack else found
   if count is None:  # without the empty ones at the end: a batch of rollouts has one shape and costs what it holds
     count = jnp.sum(jnp.any(batch.segment_ids > 0, axis=(1, 2)))
   leading = batch.tokens.shape[:1] if stack else ()
