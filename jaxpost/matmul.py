@@ -137,8 +137,7 @@ def _forward(spec, x, w, dtype, out, layout):
 def _backward(spec, dtype, result, layout, residuals, g):
   del result
   (x, w), (x_kind, w_kind) = residuals
-  inputs, out = spec.split('->')
-  x_term, w_term = inputs.split(',')
+  x_term, w_term, out = spec.replace('->', ',').split(',')
   g = g.astype(dtype)
   # Batch letters stay separate dimensions: XLA:CPU contracts [b, t] pairs at
   # full speed but not a flattened one.
@@ -153,8 +152,7 @@ _DIMENSIONS = {'d': 'embed', 'n': 'heads', 'f': 'mlp'}
 
 def matrix_gradient(spec: str, x: jax.Array, g: jax.Array, dtype: str, layout: Any) -> jax.Array:
   """Returns the gradient of the w of `einsum(spec, x, w)`, from that of its result; `layout`: see `einsum`."""
-  inputs, out = spec.split('->')
-  x_term, w_term = inputs.split(',')
+  x_term, w_term, out = spec.replace('->', ',').split(',')
 
   def product(x, g):
     return einsum(f'{x_term},{out}->{w_term}', x, g, dtype)

@@ -96,6 +96,7 @@ class Policy(Trainable):
 
   def export(self, folder: epath.PathLike) -> None:
     """Writes the weights as a Hugging Face folder."""
+    assert self.export_fn, 'only a policy that is trained is exported'
     self.export_fn(folder, self.params)
 
 

@@ -107,8 +107,8 @@ def event_jsd(student_logprob: jax.Array, teacher_logprob: jax.Array, beta: floa
 
   A lower bound of the divergence of distributions in which the event is one outcome or several.
   """
-  pair = [jnp.stack([x, _log_complement(x)], axis=-1) for x in (student_logprob, teacher_logprob)]
-  return _divergence(*pair, beta)
+  student, teacher = (jnp.stack([x, _log_complement(x)], axis=-1) for x in (student_logprob, teacher_logprob))
+  return _divergence(student, teacher, beta)
 
 
 def _log_probs(logits: jax.Array, temperature: float) -> jax.Array:

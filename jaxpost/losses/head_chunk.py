@@ -148,7 +148,8 @@ def chunk_loss(
     return jnp.sum(weights * loss), {k: jnp.sum(weights * v) for k, v in metrics.items()}
 
   if not gradients:
-    return HeadResult(*weighted(outputs), outputs, gradients=())
+    loss, metrics = weighted(outputs)
+    return HeadResult(loss, metrics, outputs, gradients=())
   (loss, metrics), slopes = jax.value_and_grad(weighted, has_aux=True)(outputs)
   d_logits = _logits_gradient(config, softmax, found, slopes)
   if pull_divergence:

@@ -76,7 +76,7 @@ def visible(
   rows, columns: places of queries and keys. first_key: [q]. query_ids, key_ids: (branch, position) of each, or None.
   """
   seen = (columns[None] >= first_key[:, None]) & (columns[None] <= rows[:, None])
-  if query_ids is None:
+  if query_ids is None or key_ids is None:
     return seen
   seen &= (key_ids[0][None] == 0) | (key_ids[0][None] == query_ids[0][:, None])
   return seen & (query_ids[1][:, None] - key_ids[1][None] < window) if window else seen

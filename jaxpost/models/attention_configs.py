@@ -94,7 +94,8 @@ class MixedConfig(ModelConfig):
   @property
   def layer_caches(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
     kinds = self.layer_kinds[: self.num_layers - self.shared_layers]
-    return tuple((heads, sizes) for heads, *sizes in (self.head_shapes[not kind.window] for kind in kinds))
+    shapes = (self.head_shapes[not kind.window] for kind in kinds)
+    return tuple((heads, (size, values)) for heads, size, values in shapes)
 
   @property
   def layer_widths(self) -> tuple[int, ...]:

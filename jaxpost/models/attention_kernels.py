@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,9 @@ class AttentionShape(NamedTuple):
   sinks: bool
   branches: bool = False  # of a shared prompt
 
-  chunked = False  # chunks are checked as windows
+  @property
+  def chunked(self) -> bool:
+    return False  # chunks are checked as windows
 
 
 # fn(h, hv, dtype) -> what the kernel does not support, or ''. All support segments, windows, grouped heads, soft caps
@@ -72,7 +75,9 @@ BRANCHES = ('triton',)  # kernels that do branches of a shared prompt
 PLATFORMS = {'splash': ('tpu',), 'triton': ('gpu', 'cuda')}  # where they run
 
 
-def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, parts: int) -> bool:
+def kernel_fits(
+  q: jax.Array, v: jax.Array, branch_ids: jax.Array | None, compute: Compute, cfg: ModelConfig, parts: int
+) -> bool:
   """True if the kernel is to be used; InputError if it is required and cannot be.
 
   With `compute.attention` = auto, kernels are skipped for short rows, and for
@@ -97,7 +102,16 @@ def kernel_fits(q, v, branch_ids, compute: Compute, cfg: ModelConfig, parts: int
 
 
 def attend(
-  q, k, v, rows: PackedRows, window, cfg: ModelConfig, compute: Compute, sinks, layout, parts: int
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  rows: PackedRows,
+  window: int | jax.Array,
+  cfg: ModelConfig,
+  compute: Compute,
+  sinks: jax.Array | None,
+  layout: Callable | None,
+  parts: int,
 ) -> jax.Array:
   """Computes `layers.attention` by the kernel, on each device's rows and heads.
 
@@ -126,7 +140,7 @@ def _local(q, k, v, rows: PackedRows, number, sinks, *, windows, cfg, compute, p
   """Runs on one device; with `groups` > 0 all kv heads are here, for `groups` queries each."""
   q = attention_xla.scale_queries(q, cfg)
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
-  more = {} if rows.branch_ids is None else dict(branch_ids=rows.branch_ids)
+  more: dict[str, Any] = {} if rows.branch_ids is None else dict(branch_ids=rows.branch_ids)
   if parts > 1:
     k, v = map(context_parallel.gather_stripes, (k, v))
     more |= dict(stripe=(jax.lax.axis_index('context'), parts))
@@ -200,10 +214,10 @@ def splash(
   mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
   mask.q_sequence = mask.q_sequence * n + n - 1  # it is part of its hash
   blocks = [f.name for f in dataclasses.fields(lib.BlockSizes) if f.name.startswith('block')]
-  sizes = lib.BlockSizes(**dict.fromkeys(blocks, block))
+  same: dict[str, Any] = dict.fromkeys(blocks, block)
   kernel = lib.make_splash_mha(
     masks.MultiHeadMask([mask] * q.shape[2]),
-    block_sizes=sizes,
+    block_sizes=lib.BlockSizes(**same),
     head_shards=1,
     q_seq_shards=1,
     interpret=interpret,
@@ -227,7 +241,17 @@ def _behind(x, part, n: int, fill):
 
 
 def triton(
-  q, k, v, segment_ids, positions, sinks, branch_ids=None, *, window: int, cfg: ModelConfig, compute: Compute
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segment_ids: jax.Array,
+  positions: jax.Array,
+  sinks: jax.Array | None,
+  branch_ids: jax.Array | None = None,
+  *,
+  window: int,
+  cfg: ModelConfig,
+  compute: Compute,
 ) -> jax.Array:
   """Runs `attention_triton.attend` on rows of any length."""
   del compute
@@ -243,7 +267,7 @@ def triton(
   return attention_triton.attend(q, k, v, *rows, window=window, cfg=cfg)[:, :length]
 
 
-KERNELS = {'splash': splash, 'triton': triton}
+KERNELS: dict[str, Callable[..., jax.Array]] = {'splash': splash, 'triton': triton}
 
 
 # ------------------------------------------------------------- which kernel

@@ -69,13 +69,11 @@ def attend_in_chunks(
     mask = _visible(mine, rows, low, end, window)
     mask = choose(mask, low, end, *mine[4:]) if choose else mask
     scores = einsum('bktgh,bksh->bktgs', q, k[:, :, low:end], compute.dtype)
-    weights = softmax(
-      jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT),
-      sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1),
-    )
+    scores = jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT)
+    weights = softmax(scores, sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
     return einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end], compute.dtype)
 
-  out, step = [], min(compute.q_chunk, length)
+  parts, step = [], min(compute.q_chunk, length)
   if long := n * length > _LONG:
     step = -(-length // 4)
     if isinstance(window, int) and window:
@@ -84,21 +82,21 @@ def attend_in_chunks(
     end = min(start + step, length)
     run = functools.partial(attend, first_key(n * start, window, rows.branch_ids), n * end)
     some = q[:, :, start:end], *(x if x is None else x[:, start:end] for x in mine)
-    out.append(_map_chunks(run, min(compute.q_chunk, step // 4), *some) if long else run(*some))
-  out = jnp.concatenate(out, axis=2).swapaxes(1, 2)
+    parts.append(_map_chunks(run, min(compute.q_chunk, step // 4), *some) if long else run(*some))
+  out = jnp.concatenate(parts, axis=2).swapaxes(1, 2)
   return out.reshape(batch, length, heads, v.shape[-1])
 
 
 def _visible(mine: Sequence, rows: PackedRows, low: int, end: int, window: int | jax.Array) -> jax.Array:
   """Returns [B, t, end - low]: whether the queries `mine` of `attend_in_chunks` may attend to these keys."""
-  segments, positions, branches, places = (x if x is None else x[:, :, None] for x in mine[:4])
-  keys = PackedRows(*(x if x is None else x[:, None, low:end] for x in rows))
-  mask = segments == keys.segment_ids
-  mask &= places >= jnp.arange(low, end)
+  segments, positions, branches, places = mine[:4]
+  mask = segments[:, :, None] == rows.segment_ids[:, None, low:end]
+  mask &= places[:, :, None] >= jnp.arange(low, end)
   if not isinstance(window, int) or window:
-    mask &= (positions - keys.positions < window) | (window == 0)
-  if keys.branch_ids is not None:  # all branches attend to the shared part, 0
-    mask &= (keys.branch_ids == 0) | (keys.branch_ids == branches)
+    mask &= (positions[:, :, None] - rows.positions[:, None, low:end] < window) | (window == 0)
+  if rows.branch_ids is not None:  # all branches attend to the shared part, 0
+    branch_ids = rows.branch_ids[:, None, low:end]
+    mask &= (branch_ids == 0) | (branch_ids == branches[:, :, None])
   return mask
 
 

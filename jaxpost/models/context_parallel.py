@@ -63,7 +63,16 @@ def shard_map_axes(layout: Layout, split: PartitionSpec) -> dict:
 
 
 def attend(
-  q, k, v, rows: PackedRows, window, cfg: ModelConfig, compute: Compute, sinks, layout: Layout, n: int
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  rows: PackedRows,
+  window: int | jax.Array,
+  cfg: ModelConfig,
+  compute: Compute,
+  sinks: jax.Array | None,
+  layout: Layout,
+  n: int,
 ) -> jax.Array:
   """Computes `layers.attention` of rows in n parts: q, k and v are striped, `rows` are in order.
 
@@ -77,15 +86,17 @@ def attend(
   split = layout.spec(('batch', 'time', 'kv_heads'), k.shape)
   of_mine = *(PartitionSpec(*split[:2]),) * 3, PartitionSpec(None, split[1])
 
-  def local(q, k, v, mine, rows, window, sinks):
-    k, v = map(gather_stripes, (k, v))
-    return attend_in_chunks(q, k, v, rows, window, cfg=cfg, compute=compute, sinks=sinks, mine=mine, n=n)
-
   # An int is static; in a scan over layers the window is traced.
-  number = isinstance(window, int)
+  traced = None if isinstance(window, int) else window
+
+  def local(q, k, v, mine, rows, traced, sinks):
+    k, v = map(gather_stripes, (k, v))
+    here = window if traced is None else traced
+    return attend_in_chunks(q, k, v, rows, here, cfg=cfg, compute=compute, sinks=sinks, mine=mine, n=n)
+
   return jax.shard_map(
-    lambda *given: local(*given[:5], window if number else given[5], given[6]),
+    local,
     **shard_map_axes(layout, split),
     in_specs=(split, split, split, of_mine, PartitionSpec(split[0]), PartitionSpec(), PartitionSpec(split[2])),
     out_specs=split,
-  )(q, k, v, mine, rows, None if number else window, sinks)
+  )(q, k, v, mine, rows, traced, sinks)

@@ -48,7 +48,7 @@ def convolve(x: jax.Array, weight: jax.Array, runs: jax.Array, tail: jax.Array |
   length, taps = x.shape[1], weight.shape[-1]
   x = with_tail(x, tail, taps)
   runs = jnp.pad(runs, ((0, 0), (taps - 1, 0)))
-  out = 0.0
+  out = jnp.zeros(())
   for i in range(taps):
     same = runs[:, i : i + length] == runs[:, taps - 1 :]
     out += jnp.where(same[..., None, None], x[:, i : i + length], 0) * weight[..., i]

@@ -67,7 +67,8 @@ def nnx(make_module: Callable, *, vocab_size: int, head: str, axes: Sequence[tup
   """
   from flax import nnx as lib
 
-  graph, abstract, rest = lib.split(lib.eval_shape(lambda: make_module(lib.Rngs(0))), lib.Param, ...)
+  graph, *states = lib.split(lib.eval_shape(lambda: make_module(lib.Rngs(0))), lib.Param, ...)
+  abstract, rest = states
   _refuse(bool(jax.tree.leaves(rest)), 'has state that is no nnx.Param')
 
   def init(key):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -43,7 +44,17 @@ def supports(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
 
 
 def cached_attention(
-  q, cache, recent, filled, step, *, compute: Compute, window: int, cfg: ModelConfig, sinks=None, layout=None
+  q: jax.Array,
+  cache: Sequence[jax.Array],
+  recent: Sequence[jax.Array],
+  filled: jax.Array,
+  step: int | jax.Array,
+  *,
+  compute: Compute,
+  window: int,
+  cfg: ModelConfig,
+  sinks: jax.Array | None = None,
+  layout: Callable | None = None,
 ) -> jax.Array:
   """Computes `decoding.cached_attention` of one token per slot, on each device's slots and heads."""
   shape, kv_heads = q.shape, cache[0].shape[1]

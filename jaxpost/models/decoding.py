@@ -6,6 +6,7 @@ Both passes run the layers of `transformer.py`; `decode` attends over the cache.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,12 @@ from jaxpost.types import MASKED_LOGIT, Cache
 
 
 def prefill(
-  params: dict, tokens, lengths, cfg: ModelConfig, compute: Compute, constrain=unconstrained
+  params: dict,
+  tokens: jax.Array,
+  lengths: jax.Array,
+  cfg: ModelConfig,
+  compute: Compute,
+  constrain: Callable = unconstrained,
 ) -> tuple[Cache, jax.Array]:
   """Right-padded prompts [B, T] -> (Cache of length T, last hidden [B, D])."""
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -33,8 +39,7 @@ def prefill(
   def attend(q, k, v, keep, window, sinks):
     if jnp.dtype(compute.cache).itemsize == 1:  # what a token attends to does not depend on where its prompt ends
       k, v = (to_cache_type(y, compute).dense(y.dtype) for y in (k, v))
-    options = dict(cfg=cfg, compute=compute, layout=constrain)
-    out = layers.attention(q, k, v, rows=rows, window=window, sinks=sinks, **options)
+    out = layers.attention(q, k, v, rows, window, cfg=cfg, compute=compute, sinks=sinks, layout=constrain)
     return out, [to_cache_type(y.swapaxes(1, 2), compute) for y in keep]
 
   tables = rope.tables(positions, lengths[:, None], cfg)
@@ -43,7 +48,7 @@ def prefill(
     params, x, tables, attend, cfg, compute=compute, constrain=constrain, recur=recur
   )
   last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-  experts = ()
+  experts: tuple = ()
   if routes is not None:
     from jaxpost.models import routing_replay
 
@@ -55,7 +60,15 @@ def prefill(
 
 
 def decode(
-  weights, cache: Cache, recent, tokens, filled, step, cfg: ModelConfig, compute: Compute, constrain=unconstrained
+  weights: dict,
+  cache: Cache,
+  recent: Cache,
+  tokens: jax.Array,
+  filled: jax.Array,
+  step: int | jax.Array,
+  cfg: ModelConfig,
+  compute: Compute,
+  constrain: Callable = unconstrained,
 ) -> tuple[Cache, jax.Array]:
   """Decodes one token per slot.
 
@@ -105,8 +118,8 @@ def decode(
       p, x, table, attend_layer, cfg, compute=compute, layout=constrain, absorbed=True, recur=recur
     )
     x = constrain(x, 'batch', None, None)
-    if experts and routing:
-      j = cfg.place_of_experts(i)
+    j = cfg.place_of_experts(i)
+    if experts and routing and j is not None:
       experts[j] = put(experts[j], routing.chosen[:, None].astype(experts[j].dtype))
   x = layers.rms_norm(x, weights['norm'], cfg)
   return Cache(tuple(ks), tuple(vs), experts=tuple(experts), states=tuple(states)), x.reshape(*tokens.shape, -1)
@@ -161,7 +174,16 @@ def layer_entries(cache: Cache, layer: int, step: int | jax.Array) -> list[jax.A
 
 
 def cached_attention(
-  q, cache, recent, filled, step, compute: Compute, window: int, cfg: ModelConfig, sinks=None, choose=None
+  q: jax.Array,
+  cache: Sequence,
+  recent: Sequence,
+  filled: jax.Array,
+  step: int | jax.Array,
+  compute: Compute,
+  window: int,
+  cfg: ModelConfig,
+  sinks: jax.Array | None = None,
+  choose: Callable | None = None,
 ) -> jax.Array:
   """Attends from new tokens to the filled part of the KV cache.
 
@@ -188,27 +210,19 @@ def cached_attention(
   flat, scores = scores.shape, scores.reshape(slots, kv_heads, count, -1, scores.shape[-1])
   entry, new = jnp.arange(room), jnp.arange(recent[0].shape[2])
   query_offset = step + jnp.arange(count)[:, None]  # in `recent`
-  mask = jnp.concatenate(
-    [
-      jnp.broadcast_to(entry < filled[:, None, None], (slots, count, room)),
-      jnp.broadcast_to(new <= query_offset, (slots, count, len(new))),
-    ],
-    axis=-1,
-  )
+  is_filled = jnp.broadcast_to(entry < filled[:, None, None], (slots, count, room))
+  is_before = jnp.broadcast_to(new <= query_offset, (slots, count, len(new)))
+  mask = jnp.concatenate([is_filled, is_before], axis=-1)
   if window:
     key_position = jnp.concatenate([jnp.broadcast_to(entry, (slots, room)), filled[:, None] + new], -1)
     query_position = filled[:, None, None] + query_offset
     before = query_position - query_position % window - 1 if cfg.chunked else query_position - window
     mask &= key_position[:, None] > before
   mask = choose(mask) if choose else mask
-  weights = softmax(
-    jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT),
-    sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1),
-  )
-  weights = weights.reshape(flat).astype(compute.dtype)
-  out = sum(
-    einsum('bkgs,bksh->bkgh', part, v, operand_dtype)
-    for part, v in zip(jnp.split(weights, [room], axis=-1), (cache[1], recent[1]))
-  )
+  scores = jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT)
+  weights = softmax(scores, sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
+  of_cache, of_recent = jnp.split(weights.reshape(flat).astype(compute.dtype), [room], axis=-1)
+  out = einsum('bkgs,bksh->bkgh', of_cache, cache[1], operand_dtype)
+  out += einsum('bkgs,bksh->bkgh', of_recent, recent[1], operand_dtype)
   out = out.reshape(slots, kv_heads, count, -1, out.shape[-1]).swapaxes(1, 2)
   return out.reshape(slots, count, heads, -1)

@@ -197,10 +197,10 @@ def _below(start: Any, size: int, end: Any) -> jax.Array | None:
 
 
 def _mask(shape: tuple[int, int], down: jax.Array | None, across: jax.Array | None) -> jax.Array | None:
-  if down is None and across is None:
-    return None
-  down = True if down is None else down[:, None]
-  return jnp.broadcast_to(down if across is None else down & across[None], shape)
+  mask = None if down is None else down[:, None]
+  if across is not None:
+    mask = across[None] if mask is None else mask & across[None]
+  return None if mask is None else jnp.broadcast_to(mask, shape)
 
 
 def _load(ref: Any, down: jax.Array | None, across: jax.Array | None) -> jax.Array:

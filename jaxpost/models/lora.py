@@ -207,8 +207,7 @@ class Adapted:
 
   def product(self, spec: str, x: jax.Array, dtype: str) -> jax.Array:
     """Computes x W + scale (dropout(x) A) B, where `spec` is the einsum of x and W."""
-    inputs, out = spec.split('->')
-    left, right = inputs.split(',')
+    left, right, out = spec.replace('->', ',').split(',')
     # The letter z is the rank: x A is '{left},{into}z->{low}'.
     into = ''.join(c for c in right if c in left)
     onto = ''.join(c for c in right if c in out)

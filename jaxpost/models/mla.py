@@ -10,7 +10,10 @@ queries into the latent space instead ("absorbed" matrices).
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import Compute, einsum
@@ -57,7 +60,16 @@ def table(plain: dict, cfg: LatentConfig) -> dict[str, Param]:
   }
 
 
-def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed: bool, layout) -> tuple:
+def attend(
+  p: dict,
+  y: jax.Array,
+  table: tuple,
+  attend_to: Callable,
+  cfg: LatentConfig,
+  compute: Compute,
+  absorbed: bool,
+  layout: Callable,
+) -> tuple[jax.Array, Any]:
   """Computes the attention of a layer, without the output projection.
 
   Args:
@@ -111,7 +123,7 @@ def attend(p, y, table, attend_to, cfg: LatentConfig, compute: Compute, absorbed
   return attend_to(q, k, both[..., plain:], keep)
 
 
-def from_cache(q, old: list, new: list, cfg: LatentConfig, compute: Compute) -> tuple:
+def from_cache(q: Any, old: list, new: list, cfg: LatentConfig, compute: Compute) -> tuple:
   """Returns the first arguments of `decoding.cached_attention`, and its `choose`.
 
   q: queries in the latent space, or `sparse_attention.Queries`.

@@ -88,8 +88,8 @@ def trained_part(model: Model) -> Model:
 
 def split(params: dict, model: Model) -> tuple[dict, dict]:
   """Splits parameters into (trained, frozen); `parameters.join` merges them."""
-  flat = {p: leaf(params, p) for p in model.table}
-  return tuple(nest({p: x for p, x in flat.items() if (p in model.frozen) == side}) for side in (False, True))
+  trained = {p: leaf(params, p) for p in model.table if p not in model.frozen}
+  return nest(trained), nest({p: leaf(params, p) for p in model.table if p in model.frozen})
 
 
 def adopt(params: dict, theirs: Model, model: Model, layout: Layout, dtype: Any, seed: int = 0) -> dict:

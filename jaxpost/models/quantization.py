@@ -100,12 +100,10 @@ def _forward(spec, x, w, dtype):
 
 def _backward(spec, dtype, residuals, g):
   w, kind = residuals
-  inputs, out = spec.split('->')
-  x_term, w_term = inputs.split(',')
+  x_term, w_term, out = spec.replace('->', ',').split(',')
   g = g.astype(dtype)
-  return einsum(f'{out},{w_term}->{x_term}', g, _materialize_after(g, w).dense(dtype), dtype, kind.dtype.name).astype(
-    kind.dtype
-  ), None
+  dx = einsum(f'{out},{w_term}->{x_term}', g, _materialize_after(g, w).dense(dtype), dtype, kind.dtype.name)
+  return dx.astype(kind.dtype), None
 
 
 _product.defvjp(_forward, _backward)

@@ -21,13 +21,14 @@ A row has runs of tokens (`convolution.runs_of`); a new run starts from an empty
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jaxpost.matmul import einsum
 
+Terms = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]  # q, k, v, log_decay and beta, see `chunked`
 CHUNK = 64  # tokens whose states are never materialized
 BLOCK = 1024  # tokens whose terms are in memory at a time
 _EXACT = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -74,25 +75,25 @@ def chunked(
   groups, width = v.shape[2] // heads, v.shape[3]
   chunk = chunk or min(CHUNK, 1 << (length - 1).bit_length())
   shape = rows, heads, groups, size, width
-  state = jnp.zeros(shape, jnp.float32) if state is None else state.astype(jnp.float32).reshape(shape)
-  carry = state, jnp.zeros_like(runs[:, 0])
+  first = jnp.zeros(shape, jnp.float32) if state is None else state.astype(jnp.float32).reshape(shape)
+  carry = first, jnp.zeros_like(runs[:, 0])
   one = functools.partial(_block, product=functools.partial(einsum, dtype=dtype), corrected=corrected, chunk=chunk)
   terms = q, k, v, log_decay, beta
   count = -(-length // max(block, chunk))
   if count == 1:
-    (state, _), out = one(carry, (*terms, runs))
+    (last, _), out = one(carry, (*terms, runs))
   else:
     each = chunk * -(-length // (count * chunk))
     padding = each * count - length
 
-    def split(x):
+    def split(x, mode='constant'):
+      x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)), mode=mode)
       return x.reshape(rows, count, each, *x.shape[2:]).swapaxes(0, 1)
 
-    terms = (jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))) for x in terms)
-    blocks = (*map(split, terms), split(jnp.pad(runs, ((0, 0), (0, padding)), mode='edge')))
-    (state, _), out = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), carry, blocks)
+    blocks = (*map(split, terms), split(runs, mode='edge'))
+    (last, _), out = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), carry, blocks)
     out = out.swapaxes(0, 1).reshape(rows, -1, *out.shape[3:])[:, :length]
-  return out, state.reshape(rows, heads * groups, size, width)
+  return out, last.reshape(rows, heads * groups, size, width)
 
 
 def _block(carry: tuple, terms: tuple, product: Callable, corrected: bool, chunk: int) -> tuple[tuple, jax.Array]:
@@ -159,16 +160,17 @@ def step(
 
 
 def over_row(
-  terms: Sequence[jax.Array], runs: jax.Array, *, dtype: str, corrected: bool, state: jax.Array | None
+  terms: Terms, runs: jax.Array, *, dtype: str, corrected: bool, state: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
   """Computes a recurrence over rows, or the next token of sequences whose state is given.
 
   Args:
-    terms: q, k, v, log_decay and beta; like the others and the result, see `chunked`.
+    terms: like the others and the result, see `chunked`.
   """
   if state is None or terms[0].shape[1] > 1:
     return chunked(*terms, runs=runs, dtype=dtype, corrected=corrected, state=state)
-  out, state = step(*(term[:, 0] for term in terms), state, corrected=corrected)
+  q, k, v, log_decay, beta = (term[:, 0] for term in terms)
+  out, state = step(q, k, v, log_decay, beta, state=state, corrected=corrected)
   return out[:, None], state
 
 

@@ -26,13 +26,13 @@ def frequencies(
     lengths: length of each token's document, [B, T] or [B, 1], for the types of `rope.BY_LENGTH`.
   """
   kind = p['rope_type']
+  if kind in _SCALINGS or lengths is None:
+    return _SCALINGS[kind](theta, dim, p, periods)
   if kind == 'longrope':
     long, scale = _longrope(theta, dim, p, 'long_factor', periods)
     short, _ = _longrope(theta, dim, p, 'short_factor', periods)
     return jnp.where(lengths[..., None] > p['original_max_position_embeddings'], long, short), scale
-  if kind == 'dynamic':
-    return _dynamic(theta, dim, p, lengths[..., None], periods), 1.0
-  return _SCALINGS[kind](theta, dim, p, periods)
+  return _dynamic(theta, dim, p, lengths[..., None], periods), 1.0
 
 
 def query_factors(positions: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, ...]:

@@ -16,22 +16,25 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from jaxpost.models.config import ModelConfig
+
 if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.models.routing import Routing
 
 
 def record(routing: Routing | None, cfg: ModelConfig) -> tuple[jax.Array, ...]:
   """Returns `Cache.experts` of a prefill, L x [S, 1, T, k]; () if not recorded."""
-  if not cfg.experts or not cfg.experts.record:
+  if routing is None or not cfg.experts or not cfg.experts.record:
     return ()
   return tuple(y[:, None].astype(jnp.uint16) for y in routing.chosen)
 
 
 def recording(model: Model) -> Model:
   """Returns the model for a sampler whose caches record the experts of its tokens."""
-  cfg = dataclasses.replace(model.config, experts=dataclasses.replace(model.config.experts, record=True))
+  cfg = model.config
+  assert isinstance(cfg, ModelConfig) and cfg.experts, 'only experts are recorded'
+  cfg = dataclasses.replace(cfg, experts=dataclasses.replace(cfg.experts, record=True))
 
   def bind(fn):
     return functools.partial(fn.func, **fn.keywords | {'cfg': cfg})

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpost.errors import refuse
 from jaxpost.matmul import einsum
 from jaxpost.models.config import CustomConfig
+from jaxpost.models.layers import FUSED
 from jaxpost.models.parameters import input_dims
 from jaxpost.models.quantization import block_axes
 
@@ -137,10 +138,10 @@ def _layer_encoder(model: Model, kind: str) -> Callable[[dict], dict]:
   The matrices are those that `quantization` takes, after `layers.fuse`; embedding, head, norms and biases stay.
   """
   axes, code = input_axes(model), KINDS[kind][0]
-  axes |= {'qkv': axes.get('q'), 'gate_up': axes.get('gate')}
+  axes |= {name: axes[first] for name, (first, *_) in FUSED.items() if first in axes}
 
   def encode_layer(p: dict) -> dict:
-    return {name: of(x, axes[name]) if axes.get(name) else x for name, x in p.items()}
+    return {name: of(x, axes[name]) if name in axes else x for name, x in p.items()}
 
   def of(x: Any, along: tuple[int, ...]) -> Scaled:
     if not isinstance(x, NamedSharding):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,15 @@ def choose(
 
 
 def attend(
-  q: Queries, k: Keys, v, rows: attention_xla.PackedRows, window, cfg: LatentConfig, compute: Compute, sinks, parts: int
+  q: Queries,
+  k: Keys,
+  v: jax.Array,
+  rows: attention_xla.PackedRows,
+  window: int | jax.Array,
+  cfg: LatentConfig,
+  compute: Compute,
+  sinks: jax.Array | None,
+  parts: int,
 ) -> jax.Array:
   """Attention over packed rows that are longer than `index_topk`; see `layers.attention`.
 
@@ -138,7 +146,7 @@ def attend(
     return choose(mask, queries, weights, k.index[:, low:end, 0], cfg, compute=compute)
 
   mine = (*rows, np.arange(v.shape[1])[None], q.index, q.weights)
-  rest = dict(window=window, cfg=cfg, compute=compute, sinks=sinks, mine=mine, choose=chosen)
+  rest: dict[str, Any] = dict(window=window, cfg=cfg, compute=compute, sinks=sinks, mine=mine, choose=chosen)
   out = attention_xla.attend_in_chunks(q.heads, k.heads, v, rows, **rest)
   return checkpoint_name(out.astype(compute.residual), 'dots')
 

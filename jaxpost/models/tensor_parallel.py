@@ -29,8 +29,7 @@ def _gathered(spec, ws, dtype, mesh):
 
   Constraints that are equal each time let XLA gather once where a layer is recomputed and differentiated.
   """
-  inputs, _ = spec.split('->')
-  x_term, w_term = inputs.split(',')
+  x_term, w_term, _ = spec.replace('->', ',').split(',')
   return [
     jax.lax.with_sharding_constraint(w.astype(dtype), NamedSharding(mesh, _cut(w_term, x_term, w_term, w.shape, mesh)))
     for w in ws
@@ -54,8 +53,7 @@ def _backward(spec, dtype, result, layout, residuals, gs):
   del result
   (x, ws), (x_kind, w_kinds) = residuals
   mesh = layout.mesh
-  inputs, out = spec.split('->')
-  x_term, w_term = inputs.split(',')
+  x_term, w_term, out = spec.replace('->', ',').split(',')
   gs = [g.astype(dtype) for g in gs]
   dws = tuple(matrix_gradient(spec, x, g, dtype, layout).astype(k.dtype) for g, k in zip(gs, w_kinds))
   back = f'{out},{w_term}->{x_term}'

@@ -112,7 +112,7 @@ class Program:
     self.name, self._calls_per_step, self._read = name, calls_per_step, read
     self._fn, self._donate, self._out = fn, donate, out_shardings
     self._ledger, self._flops = ledger, flops
-    self._compiled = {}
+    self._compiled: dict[Any, Callable] = {}
 
   def __call__(self, *args):
     return self.compile(*args)(*args)

@@ -60,6 +60,7 @@ def loss(
     head: the head of the model.
     states: [B, T, D], hidden states of the model.
   """
+  assert model.head, 'a scalar head predicts no tokens'
   rows = batch.tokens, batch.positions, batch.segment_ids
   ahead = hidden(params, states, *rows, cfg=model.config, compute=head.compute, layout=head.layout)
   labels, positions, weights = (jnp.roll(x, -2, axis=1) for x in (batch.tokens, batch.positions, batch.loss_weights))

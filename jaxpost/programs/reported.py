@@ -30,7 +30,9 @@ def most_probable(
 
 
 def pairs(rollout: Rollout, n: int) -> list[list[tuple[int, float]]]:
-  """Returns [length, k] pairs of token id and log-prob of completion n, for files that people read."""
+  """Returns [length, k] pairs of token id and log-prob of completion n, for files that people read; [] without them."""
+  if rollout.top_ids is None or rollout.top_logprobs is None:
+    return []
   length = rollout.lengths[n]
   logprobs = rollout.top_logprobs[n, :length].astype(np.float64).round(6).tolist()
   return [list(zip(*at)) for at in zip(rollout.top_ids[n, :length].tolist(), logprobs)]

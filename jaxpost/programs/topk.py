@@ -86,4 +86,5 @@ def top_tokens(
   longest = jnp.max(jnp.sum(mask != 0, axis=1))
   found = jax.lax.fori_loop(0, -(-longest // chunk), body, found)
   back = head_lib.inverse(order[:, :length])
-  return tuple(jnp.where((mask != 0)[..., None], head_lib.reorder(x[:, :length], back), 0) for x in found)
+  ids, logprobs = (jnp.where((mask != 0)[..., None], head_lib.reorder(x[:, :length], back), 0) for x in found)
+  return ids, logprobs
