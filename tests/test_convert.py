@@ -257,6 +257,91 @@ def test_a_batch_of_sft_is_ambiguous():
   assert settings[0].reason == 'may stand for train.batch_size, train.micro_batch_size; choose'
 
 
+UPDATES = {'max_steps': 100, 'warmup_steps': 10, 'save_steps': 7, 'num_iterations': 2}
+
+
+@pytest.mark.parametrize(
+  'library, method, given, steps, warmup',
+  [
+    ('trl', 'grpo', UPDATES, 50, 5),
+    ('trl', 'rloo', UPDATES | {'steps_per_generation': 10, 'gradient_accumulation_steps': 2}, 10, 1),
+    ('trl', 'dpo', UPDATES, 100, 10),
+    (
+      'tunix',
+      'grpo',
+      {f'grpo_config.{k}': v for k, v in UPDATES.items()} | {'mini_batch_size': 4, 'batch_size': 8},
+      25,
+      None,
+    ),
+  ],
+)
+def test_steps_of_those_that_count_updates_become_rollouts(library, method, given, steps, warmup):
+  config, settings = convert.convert(library, given, method)
+  assert config['train']['steps'] == steps and config.get('optim', {}).get('warmup_steps') == warmup
+  saves = settings[2]
+  assert (
+    config.get('save') == ({'every': 7} if method == 'dpo' else None) and 'updates' in saves.reason or method == 'dpo'
+  )
+
+
+def test_rollouts_of_verl_are_steps_already():
+  given = {'trainer.total_training_steps': 100, 'actor.ppo_epochs': 2, 'actor.ppo_mini_batch_size': 64}
+  config, _ = convert.convert('verl', given | {'data.train_batch_size': 256})
+  assert config['train']['steps'] == 100 and config['rl'] == {'epochs': 2, 'minibatches': 4}
+
+
+def test_the_bound_of_cispo_is_one_above_1():
+  cispo = {'loss_type': 'cispo', 'epsilon': 0.2, 'epsilon_high': 5.0}
+  config, settings = convert.convert('trl', cispo)
+  assert config['rl'] == {'loss': 'cispo', 'clip_high': 4.0} and 'at least 1' in settings[1].reason
+
+
+@pytest.mark.parametrize(
+  'library, method, given, section, ours',
+  [
+    (
+      'trl',
+      'dpo',
+      {'loss_type': 'ipo', 'loss_weights': [0.5]},
+      'preference',
+      {'losses': ['ipo'], 'loss_weights': [0.5]},
+    ),
+    (
+      'trl',
+      'dpo',
+      {'loss_type': ['sigmoid', 'sft'], 'label_smoothing': 0.1},
+      'preference',
+      {'losses': ['sigmoid', 'sft'], 'label_smoothing': 0.1},
+    ),
+    ('trl', 'simpo', {'alpha': 0.2, 'cpo_alpha': 0.0}, 'preference', {'simpo_alpha': 0.2, 'nll_coef': 0.0}),
+    ('trl', 'cpo', {'loss_type': 'sigmoid'}, 'preference', None),  # the loss of this name reads a reference
+    ('trl', 'sft', {'loss_type': 'dft', 'assistant_only_loss': True}, 'nll', {'kind': 'dft'}),
+    ('trl', 'sft', {'dataset_text_field': 'text'}, 'data', None),
+    ('trl', 'grpo', {'importance_sampling_level': 'sequence'}, 'rl', {'loss': 'gspo'}),
+    ('trl', 'gkd', {'teacher_model_name_or_path': 'a'}, 'distill', {'teachers': ['a']}),
+    ('verl', '', {'algorithm.adv_estimator': 'grpo_passk'}, 'rl', {'advantage': 'best_minus_second'}),
+    ('verl', '', {'rollout_correction.rollout_is': 'token'}, 'rl', {'importance': ['token_truncated']}),
+    (
+      'verl',
+      '',
+      {'use_kl_in_reward': True, 'kl_ctrl.kl_coef': 0.1, 'kl_penalty': 'low_var_kl'},
+      'rl',
+      {'kl_in': 'reward', 'kl_coef': 0.1},
+    ),
+  ],
+)
+def test_a_name_has_the_meaning_of_its_method(library, method, given, section, ours):
+  config, settings = convert.convert(library, given, method)
+  assert config.get(section) == ours
+  assert all(s.fields or s.reason for s in settings)
+  prepare.resolve_all(config)  # what the method would refuse is left out
+
+
+def test_a_method_of_the_command_line_is_not_that_of_the_file():
+  config, (setting,) = convert.convert('verl', {'algorithm.adv_estimator': 'rloo'}, 'dapo')
+  assert config == {'algorithm': 'dapo'} and not setting.fields and 'dapo' in setting.reason
+
+
 MICRO = 'actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu'
 
 

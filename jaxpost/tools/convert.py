@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import tomllib
@@ -27,8 +28,16 @@ LIBRARIES = tuple(_TABLES)
 # Another setting, as the value of one.
 _OTHER = re.compile(r'\$\{(?:oc\.select:)?(?P<name>\.?[A-Za-z_][\w.]*)(?:,(?P<default>[^{}]*))?\}')
 _MOST_OTHERS = 9  # of one another; more are a circle
-_IGNORED = re.compile(r'config\.([\w.]+): .* would ignore it')
+_REFUSED = re.compile(r'config\.([\w.]+): ')
 _APART = {'val_kwargs': 'the evaluation', 'critic': 'the critic', 'reward_model': 'the reward model'}
+# The sizes that divide another, or are divided by it, into the updates of a pass over a rollout.
+_WHOLE_OF = {
+  'ppo_mini_batch_size': 'train_batch_size',
+  'mini_batch_size': 'batch_size',
+  'steps_per_generation': 'gradient_accumulation_steps',
+}
+_COUNT_UPDATES = ('trl', 'tunix')  # their steps are updates; those of verl and MaxText are rollouts, as here
+_IN_STEPS = [(field,) for field in ('train.steps', 'optim.warmup_steps', 'eval.every', 'save.every', 'log.every')]
 NOT_NEEDED = 'is not needed here'  # the reason of a setting that asks for what is done anyway
 
 
@@ -100,8 +109,12 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
   settings = []
   method = algorithm or _method(library, given)
   for name, value in given.items():
-    settings.append(_setting(library, name, value, method))
+    found = _setting(library, name, value, method)
+    other = found.fields == ('algorithm',) and _ours(name, 'algorithm', value) != method
+    settings.append(Setting(name, value, (), f'gives way to the algorithm {method}') if other else found)
   settings = [_computed(setting, given) for setting in _without_epochs(settings)]
+  if library in _COUNT_UPDATES and _learns_from_rewards(method):
+    settings = [_in_rollouts(setting, _updates_of_a_rollout(settings)) for setting in settings]
   if library == 'verl':
     settings = [_with_its_switch(setting, given) for setting in settings]
   return _read_by(method, settings)
@@ -119,27 +132,27 @@ def looks_like(library: str, given: dict[str, Any]) -> str:
 
 
 def _read_by(method: str, settings: list[Setting]) -> tuple[dict[str, Any], list[Setting]]:
-  """Returns the config of the settings, without those that the method would ignore, and the settings."""
+  """Returns the config of the settings, without those that it would be refused for, and the settings."""
   while True:
     config: dict[str, Any] = {'algorithm': method}
     for setting in sorted(settings, key=lambda s: -len(s.fields)):  # one clip range for both sides gives way to its own
       for field in setting.fields:
         _put(config, field, _ours(setting.name, field, setting.value))
     config['algorithm'] = method
-    unread, why = _unread(config)
-    if not any(unread in s.fields for s in settings):
+    refused, why = _refused(config)
+    if not any(refused in s.fields for s in settings):
       return config, settings
-    settings = [Setting(s.name, s.value, (), why) if unread in s.fields else s for s in settings]
+    settings = [Setting(s.name, s.value, (), why) if refused in s.fields else s for s in settings]
 
 
-def _unread(config: dict[str, Any]) -> tuple[str, str]:
-  """A field that the method of the config would ignore, and the words of the refusal; '' where there is none."""
+def _refused(config: dict[str, Any]) -> tuple[str, str]:
+  """The field that the config is refused for, and the words of the refusal; '' where there is none."""
   from jaxpost.stage import prepare
 
   try:
     prepare.resolve_all(config)
   except InputError as error:
-    match = _IGNORED.match(str(error))
+    match = _REFUSED.match(str(error))
     return (match[1], str(error).removeprefix('config.')) if match else ('', '')
   return '', ''
 
@@ -170,15 +183,43 @@ def _computed(setting: Setting, given: dict[str, Any]) -> Setting:
     return Setting(setting.name, setting.value, (), 'has no effect without enable and enable_train')
   if not _APART.keys().isdisjoint(setting.name.split('.')):
     return setting
-  if last == 'ppo_mini_batch_size':  # in prompts
-    whole, part = _integer(given, 'train_batch_size'), setting.value
+  if last in _WHOLE_OF:
+    counts = last == 'steps_per_generation'  # micro-batches; the others are sizes in prompts
+    sizes = setting.value, _integer(given, _WHOLE_OF[last], int(counts))
+    whole, part = sizes if counts else sizes[::-1]
     fits = whole and isinstance(part, int) and part > 0 and whole % part == 0
     return Setting(setting.name, whole // part, ('rl.minibatches',)) if fits else setting
+  if last in ('epsilon', 'epsilon_high') and _named(given, 'loss_type') == 'cispo' and setting.fields:
+    return _bound_of_cispo(setting)
   if setting.fields == ('train.micro_batch_size',) and last.endswith('_per_gpu'):
     return _of_all_gpus(setting, given)
   if setting.fields == ('rollout.prompts',) and last in ('per_device_train_batch_size', 'generation_batch_size'):
     return _in_prompts(setting, given, last == 'generation_batch_size')
   return setting
+
+
+def _bound_of_cispo(setting: Setting) -> Setting:
+  """Maps TRL's bound of the ratio to one above 1; it has none below."""
+  if setting.fields == ('rl.clip_high',) and isinstance(setting.value, (int, float)) and setting.value >= 1:
+    return Setting(setting.name, setting.value - 1, setting.fields)
+  return Setting(setting.name, setting.value, (), 'cispo has the bound epsilon_high alone, which is at least 1')
+
+
+def _updates_of_a_rollout(settings: list[Setting]) -> int:
+  """Returns the optimizer updates that these settings make of a rollout."""
+  counts = [_ours(s.name, *s.fields, s.value) for s in settings if s.fields in (('rl.epochs',), ('rl.minibatches',))]
+  return math.prod(counts)
+
+
+def _in_rollouts(setting: Setting, updates: int) -> Setting:
+  """Maps a number of updates to one of rollouts, which are the steps of an on-policy run here."""
+  if updates == 1 or setting.fields not in _IN_STEPS:
+    return setting
+  number = _ours(setting.name, setting.fields[0], setting.value)
+  if isinstance(number, int) and number % updates == 0:
+    return Setting(setting.name, number // updates, setting.fields)
+  why = f'counts updates, of which a step has {updates} here; {setting.fields[0]} counts steps'
+  return Setting(setting.name, setting.value, (), why)
 
 
 def _of_all_gpus(setting: Setting, given: dict[str, Any]) -> Setting:
@@ -295,12 +336,14 @@ def _ours(name: str, field: str, value: Any) -> Any:
   """A value as our field has it: other words for it, text for numbers, one path for a list of one."""
   words = _VALUES.get(field, {}) | _VALUES.get(name.rpartition('.')[2], {})
   if _spelled(value) in words:
-    return words[_spelled(value)]
+    value = words[_spelled(value)]
   if field == 'log.trackers':
     return _trackers(value)
+  kind = field_names.FIELDS[field]
+  if kind is tuple:
+    return value if isinstance(value, list) else [value]
   if isinstance(value, list) and len(value) == 1:
     value = value[0]
-  kind = field_names.FIELDS[field]
   if kind in (int, float) and isinstance(value, (str, float)):
     try:
       number = float(value)
