@@ -375,7 +375,12 @@ def as_yaml(library: str, source: str, config: dict[str, Any], settings: list[Se
   """Returns a YAML config that names, in comments, what each line was and what was not mapped."""
   mapped = [s for s in settings if s.fields]
   lines = [f'# From {source} of {library}: {len(mapped)} of {len(settings)} settings. Definitions may differ:']
-  lines += ['# docs/from_trl_and_verl.md says how.', yaml.safe_dump(config, sort_keys=False).rstrip(), '', '# Mapped:']
+  lines += [
+    '# docs/from_trl_and_verl.md says how, and which defaults differ of what the file does not set.',
+    yaml.safe_dump(config, sort_keys=False).rstrip(),
+    '',
+    '# Mapped:',
+  ]
   lines += [f'#   {s.name} -> {", ".join(s.fields)}' for s in mapped]
   lines += ['# Not mapped:', *(f'#   {s.name} = {_one_line(s.value)}: {s.reason}' for s in settings if not s.fields)]
   return '\n'.join(lines) + '\n'
