@@ -374,9 +374,10 @@ def _put(config: dict, field: str, value: Any) -> None:
 def as_yaml(library: str, source: str, config: dict[str, Any], settings: list[Setting]) -> str:
   """Returns a YAML config that names, in comments, what each line was and what was not mapped."""
   mapped = [s for s in settings if s.fields]
+  page = 'from_tunix_and_maxtext' if library in ('tunix', 'maxtext') else 'from_trl_and_verl'
   lines = [f'# From {source} of {library}: {len(mapped)} of {len(settings)} settings. Definitions may differ:']
   lines += [
-    '# docs/from_trl_and_verl.md says how, and which defaults differ of what the file does not set.',
+    f'# docs/{page}.md says how, and which defaults differ of what the file does not set.',
     yaml.safe_dump(config, sort_keys=False).rstrip(),
     '',
     '# Mapped:',
