@@ -11,6 +11,7 @@ import tiny
 import jaxpost
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
+from jaxpost.stage import algorithms
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'examples'
 LIMITS = {'reinforce.py': 60, 'actor_critic.py': 150}
@@ -29,6 +30,22 @@ def run(config, workdir):
 @pytest.mark.parametrize('name', LIMITS)
 def test_it_is_short(name):
   assert len((EXAMPLES / name).read_text().splitlines()) <= LIMITS[name]
+
+
+@pytest.mark.parametrize(
+  'fields, words',
+  [
+    ('on_policy=True', 'on_policy without `credit`'),
+    ('', 'neither on_policy nor a `render`'),
+    ("on_policy=True, credit=f, scores=('ref_logprobs',)", r"`scores` is \('ref_logprobs',\) and must be a function"),
+    ("on_policy=True, credit=f, needs='reference'", "`needs` is 'reference' and must be a function"),
+  ],
+)
+def test_an_algorithm_that_is_incomplete_is_refused(tmp_path, fields, words):
+  file = tmp_path / 'mine.py'
+  file.write_text(f'import jaxpost\nf = lambda *arguments: None\nALGORITHM = jaxpost.Algorithm(f, {fields})\n')
+  with pytest.raises(InputError, match=words):
+    algorithms.load_algorithm(str(file))
 
 
 def test_reinforce_raises_its_reward(model, tmp_path):

@@ -1,50 +1,29 @@
 """The table of algorithms by name, and how a config's algorithm is found."""
 
+import dataclasses
 import importlib
 
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.errors import InputError, did_you_mean
 
-# Name -> module:attribute of its `Algorithm`, in jaxpost/algorithms/.
-ALGORITHMS = {
-  'sft': 'sft:SFT',
-  'dpo': 'preference:DPO',
-  'orpo': 'preference:ORPO',
-  'cpo': 'preference:CPO',
-  'simpo': 'preference:SIMPO',
-  'ld_dpo': 'preference:LD_DPO',
-  'wpo': 'preference:WPO',
-  'kto': 'kto:KTO',
-  'reward_model': 'reward_model:REWARD_MODEL',
-  'distill': 'distill:DISTILL',
-  'gkd': 'distill:GKD',
-  'opd': 'opd:OPD',
-  'grpo': 'grpo:GRPO',
-  'dr_grpo': 'grpo:DR_GRPO',
-  'dapo': 'grpo:DAPO',
-  'gspo': 'grpo:GSPO',
-  'cispo': 'grpo:CISPO',
-  'sapo': 'grpo:SAPO',
-  'gmpo': 'grpo:GMPO',
-  'luspo': 'grpo:LUSPO',
-  'vespo': 'grpo:VESPO',
-  'dro': 'grpo:DRO',
-  'dppo': 'grpo:DPPO',
-  'gpg': 'grpo:GPG',
-  'opo': 'grpo:OPO',
-  'maxrl': 'grpo:MAXRL',
-  'pass_at_k': 'grpo:PASS_AT_K',
-  'mt_grpo': 'grpo:MT_GRPO',
-  'gigpo': 'grpo:GIGPO',
-  'rloo': 'grpo:RLOO',
-  'reinforce_pp': 'grpo:REINFORCE_PP',
-  'reinforce_pp_baseline': 'grpo:REINFORCE_PP_BASELINE',
-  'remax': 'grpo:REMAX',
-  'rft': 'rft:RFT',
-  'ppo': 'ppo:PPO',
-  'vapo': 'ppo:VAPO',
-  'online_dpo': 'online_dpo:ONLINE_DPO',
+# Module in jaxpost/algorithms/ -> its algorithms by name; the module calls them the same in capitals.
+_OF_MODULES = {
+  'sft': ('sft',),
+  'preference': ('dpo', 'orpo', 'cpo', 'simpo', 'ld_dpo', 'wpo'),
+  'kto': ('kto',),
+  'reward_model': ('reward_model',),
+  'distill': ('distill', 'gkd'),
+  'opd': ('opd',),
+  'grpo': (
+    *('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'gmpo', 'luspo', 'vespo', 'dro', 'dppo', 'gpg', 'opo'),
+    *('maxrl', 'pass_at_k', 'mt_grpo', 'gigpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'remax'),
+  ),
+  'rft': ('rft',),
+  'ppo': ('ppo', 'vapo'),
+  'online_dpo': ('online_dpo',),
 }
+# Name -> module:attribute of its `Algorithm`.
+ALGORITHMS = {name: f'{module}:{name.upper()}' for module, names in _OF_MODULES.items() for name in names}
 
 
 def load_algorithm(name: str) -> Algorithm:
@@ -74,9 +53,23 @@ def load_algorithm(name: str) -> Algorithm:
     raise InputError(
       f'config.algorithm: {target} has no {attribute} = jaxpost.Algorithm(...); docs/your_algorithm.md shows one'
     )
+  _check_complete(found, target)
+  return found
+
+
+def _check_complete(found: Algorithm, target: str) -> None:
+  """Raises InputError where an algorithm lacks a function, or has something else in its place."""
+  for field in dataclasses.fields(found):
+    value = vars(found)[field.name]
+    if (field.name == 'objective' or callable(field.default)) and not callable(value):
+      raise InputError(
+        f'config.algorithm: {target}: `{field.name}` is {value!r:.60} and must be a function; the docstring of '
+        'jaxpost.Algorithm has its arguments'
+      )
+  if found.on_policy and found.credit is None:
+    raise InputError(f'config.algorithm: {target}: on_policy without `credit`; that of jaxpost.algorithms.grpo is one')
   if not found.on_policy and found.render is None:
     raise InputError(
       f'config.algorithm: {target}: neither on_policy nor a `render` for '
       'data; jaxpost.algorithms.sft.render_text is that of SFT'
     )
-  return found
