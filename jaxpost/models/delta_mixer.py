@@ -36,9 +36,8 @@ def rows(cfg: HybridConfig) -> dict[str, Param]:
   d, h, e, taps = cfg.hidden_size, cfg.value_heads, cfg.value_size, cfg.taps
 
   def matrix(hf, *shape):
-    return Param(
-      (1, d, *shape), ('layers', 'embed', 'heads', None)[: 2 + len(shape)], f'{_BLOCK}{hf}.weight', matrix=True
-    )
+    axes = ('layers', 'embed', 'heads', None)[: 2 + len(shape)]
+    return Param((1, d, *shape), axes, f'{_BLOCK}{hf}.weight', matrix=True)
 
   def of_heads(hf, init, count=h):
     return Param((1, count), ('layers', 'heads'), f'{_BLOCK}{hf}', init, exact=True)
@@ -63,16 +62,13 @@ def rows(cfg: HybridConfig) -> dict[str, Param]:
   decay = of_heads('A_log', 'zeros')
   if cfg.gate_rank:
     decay = dataclasses.replace(decay, shape=(1, 1, 1, h, 1), axes=('layers', None, None, 'heads', None))
-  return (
-    inputs
-    | taken
-    | {
-      'log_decay': decay,
-      'decay_bias': of_heads('dt_bias', 'ones', h * cfg.key_size if cfg.gate_rank else h),
-      'out_norm': Param((1, e), ('layers', None), f'{_BLOCK}norm.weight', 'ones', exact=True),
-      'o': Param((1, h, e, d), ('layers', 'heads', None, 'embed'), f'{_BLOCK}out_proj.weight', matrix=True),
-    }
-  )
+  rest = {
+    'log_decay': decay,
+    'decay_bias': of_heads('dt_bias', 'ones', h * cfg.key_size if cfg.gate_rank else h),
+    'out_norm': Param((1, e), ('layers', None), f'{_BLOCK}norm.weight', 'ones', exact=True),
+    'o': Param((1, h, e, d), ('layers', 'heads', None, 'embed'), f'{_BLOCK}out_proj.weight', matrix=True),
+  }
+  return inputs | taken | rest
 
 
 def _low_rank(cfg: HybridConfig) -> dict[str, Param]:

@@ -42,9 +42,8 @@ def with_adapters(plain: Model, cfg: ModelConfig, dropout: float = 0.0) -> Model
     raise InputError('config.lora.dropout: is not for adapters of experts; set it to 0')
 
   def init(key, dtype=jnp.float32):
-    return plain.init(key, dtype=dtype) | nest(
-      {path: fresh(i, spec, key) for i, (path, spec) in enumerate(rows.items())}
-    )
+    adapters = {path: fresh(i, spec, key) for i, (path, spec) in enumerate(rows.items())}
+    return plain.init(key, dtype=dtype) | nest(adapters)
 
   return dataclasses.replace(
     plain,
@@ -87,24 +86,12 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
         f'config.lora.rank: {rank} is larger than {path}, whose rank is at most {full_rank(spec)}; lower it'
       )
     hf = f'base_model.model.{spec.hf.removesuffix("weight")}lora_'
-    rows[f'{ADAPTER_ROOT}/{path}/a'] = Param(
-      (*spec.shape[:cut], rank),
-      (*spec.axes[:cut], None),
-      f'{hf}A.weight',
-      'uniform',
-      matrix=True,
-      dtype='float32',
-      numbers=spec.numbers,
-    )
-    rows[f'{ADAPTER_ROOT}/{path}/b'] = Param(
-      (*spec.shape[: spec.stack], rank, *spec.shape[cut:]),
-      (*spec.axes[: spec.stack], 'rank', *spec.axes[cut:]),
-      f'{hf}B.weight',
-      'zeros',
-      matrix=True,
-      dtype='float32',
-      numbers=spec.numbers,
-    )
+    adapter = functools.partial(Param, matrix=True, dtype='float32', numbers=spec.numbers)
+    shape, axes = (*spec.shape[:cut], rank), (*spec.axes[:cut], None)
+    rows[f'{ADAPTER_ROOT}/{path}/a'] = adapter(shape, axes, f'{hf}A.weight', 'uniform')
+    shape = (*spec.shape[: spec.stack], rank, *spec.shape[cut:])
+    axes = (*spec.axes[: spec.stack], 'rank', *spec.axes[cut:])
+    rows[f'{ADAPTER_ROOT}/{path}/b'] = adapter(shape, axes, f'{hf}B.weight', 'zeros')
   return rows
 
 
@@ -220,22 +207,7 @@ class Adapted:
     return einsum(spec, x, self.w, dtype) + einsum(f'{low},z{onto}->{out}', y, self.b, dtype)
 
 
-def _forward(
-  forward,
-  cfg,
-  rate,
-  params,
-  tokens,
-  positions,
-  segment_ids,
-  compute,
-  constrain=None,
-  branch_ids=None,
-  noise=None,
-  dropout=None,
-  chosen=None,
-  routing=None,
-):
+def _forward(forward, cfg, rate, params, *rows, dropout=None, **options):
   """Runs `forward` of the model without adapters on adapted matrices.
 
   dropout: [B, 2] uint32, dropout keys of the rows; None: no dropout.
@@ -248,15 +220,7 @@ def _forward(
       keys = jax.vmap(lambda i: jax.vmap(lambda k: jax.random.fold_in(k, i))(dropout))(layers)
     return Adapted(w, a, b, keys, scale(cfg), rate=rate)
 
-  given = dict(constrain=constrain, branch_ids=branch_ids, noise=noise, chosen=chosen, routing=routing)
-  return forward(
-    _over_targets(params, pair),
-    tokens,
-    positions,
-    segment_ids,
-    compute=compute,
-    **{k: v for k, v in given.items() if v is not None},
-  )
+  return forward(_over_targets(params, pair), *rows, **options)
 
 
 def adapted(params: dict, cfg: ModelConfig) -> dict:
