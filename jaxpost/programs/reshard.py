@@ -6,6 +6,7 @@ parameter outside the layers that has the sampler's type and sharding already is
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -78,6 +79,7 @@ class Reshard:
     # One program makes every group, so layers that differ are in one group.
     self.group = self.layers if len(self._stacks) > 1 else group_of(self.layers, most, nbytes)
     self._rest = Program('reshard', self._cast, ledger, lambda weights: {k: self._shardings[k] for k in weights})
+    self._start = jax.ShapeDtypeStruct((), np.int32, sharding=layout.sharding())  # the first layer of a group
     calls = self.layers // max(1, self.group)
     kept = [self._store(layer) for layer in shardings[: self.group]]
     self._some = Program('reshard', self._cast_layers, ledger, kept, calls_per_step=calls)
@@ -100,18 +102,15 @@ class Reshard:
     if rest:
       self._rest.compile(rest)
     if self.layers:
-      self._some.compile(stacked, self._start())
+      self._some.compile(stacked, self._start)
 
   def outputs(self, params: dict) -> dict:
     """Returns the weights as `jax.ShapeDtypeStruct`s."""
     weights, rest, stacked = self._split(params)
     weights |= self._rest.outputs(rest) if rest else {}
     if self.layers:
-      weights['layers'] = self._some.outputs(stacked, self._start()) * (self.layers // self.group)
+      weights['layers'] = self._some.outputs(stacked, self._start) * (self.layers // self.group)
     return weights
-
-  def _start(self):
-    return jax.ShapeDtypeStruct((), np.int32, sharding=self._layout.sharding())
 
   def _split(self, params) -> tuple[dict, dict, dict]:
     """Returns (weights that share a parameter's buffers, parameters to copy by name of the weight, layers)."""
@@ -140,7 +139,8 @@ class Reshard:
   def _cast_layers(self, stacked, start):
     """Makes the weights of `group` layers from layer `start` on."""
     if self.group < self.layers:
-      stacked = jax.tree.map(lambda x: _rows(x, start, self.group), stacked)
+      cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=self.group)
+      stacked = jax.tree.map(functools.partial(on_bits, cut), stacked)
     some = self._merged(stacked)
     cast = {
       name: jax.tree.map(lambda x, p: narrow(x, p, self._compute), some[name], self._table[name])
@@ -193,7 +193,3 @@ def group_of(layers: int, most: int, each: int) -> int:
   """Returns the largest divisor of `layers` so that a group of as many, of `each` bytes, fits `most` bytes."""
   fitting = max(1, min(layers, most // max(each, 1)))
   return next((n for n in range(fitting, 1, -1) if layers % n == 0), 1)
-
-
-def _rows(x, start, count: int):
-  return on_bits(lambda bits: jax.lax.dynamic_slice_in_dim(bits, start, count), x)
