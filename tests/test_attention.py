@@ -115,17 +115,7 @@ def interpreted(rest, n=1):
     return jnp.stack(
       [
         attention_kernels.splash(
-          q[:, i::n],
-          k,
-          v,
-          rest['rows'].segment_ids,
-          None,
-          sinks=sinks,
-          window=rest['window'],
-          cfg=rest['cfg'],
-          compute=tiny.EXACT,
-          stripe=(i, n),
-          interpret=True,
+          q[:, i::n], k, v, rest['rows'], sinks, window=rest['window'], cfg=rest['cfg'], stripe=(i, n), interpret=True
         )
         for i in range(n)
       ],
@@ -296,12 +286,10 @@ def in_triton(rest):
 
   def run(q, k, v, sinks):
     q = attention_xla.scale_queries(q, rest['cfg'])
-    segments, positions, branches = rest['rows']
-    given = segments, positions, sinks, branches
     with pytest.MonkeyPatch.context() as patch:
       small = functools.partial(attention_triton.attend, tiles=TILES, interpret=True)
       patch.setattr(attention_triton, 'attend', small)
-      return attention_kernels.triton(q, k, v, *given, window=rest['window'], cfg=rest['cfg'], compute=tiny.EXACT)
+      return attention_kernels.triton(q, k, v, rest['rows'], sinks, window=rest['window'], cfg=rest['cfg'])
 
   return run
 
@@ -474,10 +462,10 @@ def test_a_kernel_of_another_platform_is_refused(platform, name, words):
 # ----------------------------------------------------------------------- check
 
 
-def one_document(q, k, v, segments, positions, sinks, **rest):
+def one_document(q, k, v, rows, sinks, **rest):
   """Wrong: documents see each other."""
-  del positions
-  return attention_kernels.splash(q, k, v, jnp.ones_like(segments), None, sinks=sinks, **rest, interpret=True)
+  rows = rows._replace(segment_ids=jnp.ones_like(rows.segment_ids))
+  return attention_kernels.splash(q, k, v, rows, sinks, **rest, interpret=True)
 
 
 def no_gradient(q, k, v, *rest, **more):
@@ -958,17 +946,10 @@ def test_plans_count_the_blocks_of_splash(monkeypatch, tokens, n, window):
   given = [jax.ShapeDtypeStruct((1, t, 1, 8), jnp.float32) for t in (tokens // n, tokens, tokens)]
   jax.eval_shape(
     functools.partial(
-      attention_kernels.splash,
-      positions=None,
-      sinks=None,
-      window=window,
-      cfg=tiny.config(),
-      compute=tiny.EXACT,
-      stripe=(0, n),
-      interpret=True,
+      attention_kernels.splash, sinks=None, window=window, cfg=tiny.config(), stripe=(0, n), interpret=True
     ),
     *given,
-    segment_ids=jax.ShapeDtypeStruct((1, tokens), jnp.int32),
+    rows=attention_xla.PackedRows(*(jax.ShapeDtypeStruct((1, tokens), jnp.int32),) * 2),
   )
   ((*sizes, blocks),) = set(made)  # forward, and for dq
   assert kernels.splash_blocks(*sizes, n, window) == blocks

@@ -240,19 +240,17 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   segments, positions = _packed_rows(rows, length)
   positions, branches = _branches(work, positions)
   exactly = Compute('float32', q_chunk=max(16, min(length, _SCORES // (heads * length))))
-  compute = Compute(dtype, attention=name)
+  packed = attention_xla.PackedRows(segments, positions, **branches)
 
   def exact(q, k, v, sinks=None):
-    packed = attention_xla.PackedRows(segments, positions, **branches)
     return attention_xla.attend_in_chunks(q, k, v, packed, window, cfg=work, compute=exactly, sinks=sinks)
 
   def fast(q, k, v, sinks=None):
     q, k, v = (x.astype(dtype) for x in (attention_xla.scale_queries(q, work), k, v))
 
     def run(q, **stripe):
-      return attention_kernels.KERNELS[name](
-        q, k, v, segments, positions, sinks, window=window, cfg=work, compute=compute, **stripe, **branches
-      ).astype(jnp.float32)
+      kernel = attention_kernels.KERNELS[name]
+      return kernel(q, k, v, packed, sinks, window=window, cfg=work, **stripe).astype(jnp.float32)
 
     n = work.parts  # stripe i has the tokens i, i + n, ...; stacked, they are [rows, T / n, n, H, hv]
     if n == 1:

@@ -5,10 +5,13 @@ Legend: B rows, T tokens.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+if TYPE_CHECKING:
+  from jaxpost.models.attention_xla import PackedRows
 
 
 class Bounds(NamedTuple):
@@ -24,8 +27,9 @@ class Bounds(NamedTuple):
   ids: jax.Array | None = None  # [B, 2, T]: branch and position
 
 
-def of_rows(segment_ids: jax.Array, positions: jax.Array, branch_ids: jax.Array | None, window: int) -> Bounds:
+def of_rows(rows: PackedRows, window: int) -> Bounds:
   """Returns the bounds of rows; `window` is that of `layers.attention`."""
+  segment_ids, positions, branch_ids = rows
   index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
   starts_document = _starts(segment_ids).at[:, 0].set(True)
   first_key, last_query = _spans(starts_document)

@@ -91,14 +91,11 @@ def kernel_fits(
     raise InputError(
       f'config.model.attention: {compute.attention} cannot do {why}; auto takes another one where it must'
     )
-  return not why and (
-    compute.forced
-    or (
-      q.shape[1] >= SHORT * parts
-      and attention_shape(cfg, q.shape[1], parts, (v.shape[2], q.shape[3], v.shape[3]), branch_ids is not None)
-      not in compute.rejected_shapes
-    )
-  )
+  if why or compute.forced:
+    return not why
+  heads = v.shape[2], q.shape[3], v.shape[3]
+  shape = attention_shape(cfg, q.shape[1], parts, heads, branches=branch_ids is not None)
+  return q.shape[1] >= SHORT * parts and shape not in compute.rejected_shapes
 
 
 def attend(
@@ -140,18 +137,16 @@ def _local(q, k, v, rows: PackedRows, number, sinks, *, windows, cfg, compute, p
   """Runs on one device; with `groups` > 0 all kv heads are here, for `groups` queries each."""
   q = attention_xla.scale_queries(q, cfg)
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
-  more: dict[str, Any] = {} if rows.branch_ids is None else dict(branch_ids=rows.branch_ids)
+  more: dict[str, Any] = {}
   if parts > 1:
     k, v = map(context_parallel.gather_stripes, (k, v))
-    more |= dict(stripe=(jax.lax.axis_index('context'), parts))
+    more = dict(stripe=(jax.lax.axis_index('context'), parts))
   if groups:
     first = jax.lax.axis_index('tensor') * q.shape[2]
     asked = (first + jnp.arange(q.shape[2])) // groups
     k, v = (jnp.take(x, asked, axis=2) for x in (k, v))
-  of_window = [
-    functools.partial(KERNELS[compute.attention], window=w, cfg=cfg, compute=compute, **more) for w in windows
-  ]
-  given = q, k, v, rows.segment_ids, rows.positions, sinks
+  of_window = [functools.partial(KERNELS[compute.attention], window=w, cfg=cfg, **more) for w in windows]
+  given = q, k, v, rows, sinks
   return of_window[0](*given) if len(windows) == 1 else jax.lax.switch(number, of_window, *given)
 
 
@@ -173,13 +168,11 @@ def splash(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
-  segment_ids: jax.Array,
-  positions: jax.Array,
+  rows: PackedRows,
   sinks: jax.Array | None,
   *,
   window: int,
   cfg: ModelConfig,
-  compute: Compute,
   stripe: tuple[int | jax.Array, int] = (0, 1),
   interpret: bool = False,
 ) -> jax.Array:
@@ -196,12 +189,11 @@ def splash(
   Returns:
     [B, t, H, hv].
   """
-  del positions, compute
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as lib
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
   part, n = stripe
-  length = q.shape[1]
+  length, segment_ids = q.shape[1], rows.segment_ids
   multiple = _LANES if length <= 512 else 2 * _LANES if length <= 2048 else 512
   mine, q = _padded(multiple, segment_ids.reshape(len(q), length, n)[..., part], q)
   block = next(b for b in (512, 384, 256, _LANES) if q.shape[1] % b == 0)
@@ -241,30 +233,19 @@ def _behind(x, part, n: int, fill):
 
 
 def triton(
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  segment_ids: jax.Array,
-  positions: jax.Array,
-  sinks: jax.Array | None,
-  branch_ids: jax.Array | None = None,
-  *,
-  window: int,
-  cfg: ModelConfig,
-  compute: Compute,
+  q: jax.Array, k: jax.Array, v: jax.Array, rows: PackedRows, sinks: jax.Array | None, *, window: int, cfg: ModelConfig
 ) -> jax.Array:
   """Runs `attention_triton.attend` on rows of any length."""
-  del compute
   from jaxpost.models import attention_triton
 
   length = q.shape[1]
-  segment_ids, q, k, v = _padded(_LANES, segment_ids, q, k, v)
+  segment_ids, q, k, v = _padded(_LANES, rows.segment_ids, q, k, v)
 
   def pad(x):
     return x if x is None else jnp.pad(x, ((0, 0), (0, q.shape[1] - length)))
 
-  rows = segment_ids, pad(positions), sinks, pad(branch_ids)
-  return attention_triton.attend(q, k, v, *rows, window=window, cfg=cfg)[:, :length]
+  rows = PackedRows(segment_ids, pad(rows.positions), pad(rows.branch_ids))
+  return attention_triton.attend(q, k, v, rows, sinks, window=window, cfg=cfg)[:, :length]
 
 
 KERNELS: dict[str, Callable[..., jax.Array]] = {'splash': splash, 'triton': triton}

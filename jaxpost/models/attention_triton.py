@@ -25,6 +25,7 @@ from jaxpost.models.attention_bounds import extremes, visible
 from jaxpost.types import MASKED_LOGIT
 
 if TYPE_CHECKING:
+  from jaxpost.models.attention_xla import PackedRows
   from jaxpost.models.config import ModelConfig
 
 LOG2_E = math.log2(math.e)
@@ -54,10 +55,8 @@ def attend(
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
-  segment_ids: jax.Array,
-  positions: jax.Array,
+  rows: PackedRows,
   sinks: jax.Array | None,
-  branch_ids: jax.Array | None = None,
   *,
   window: int,
   cfg: ModelConfig,
@@ -76,7 +75,7 @@ def attend(
   """
   sinks = sinks if sinks is None else sinks.astype(jnp.float32)
   static = _Static(window, cfg.attention_softcap, tiles or _tiles(q.shape[3], v.shape[3]), interpret)
-  bounds = attention_bounds.of_rows(segment_ids, positions, branch_ids, window)
+  bounds = attention_bounds.of_rows(rows, window)
   return _attend(static, (q, k, v), sinks, bounds)
 
 
