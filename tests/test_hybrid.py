@@ -515,6 +515,6 @@ def test_the_sum_of_chosen_sigmoids_is_kept_from_zero():
   cfg = tiny.hybrid('lfm2_moe')
   assert config_json.from_hf(LFM2_MOE, 'here')[0].experts.epsilon == cfg.experts.epsilon == 1e-6
   router = np.full((2, 5), -6.0, np.float32)
-  weights, _ = routing.route({'router': router}, np.ones((1, 1, 2), np.float32), cfg)
+  weights, _ = routing.route({'router': router}, np.ones((1, 1, 2), np.float32), cfg.experts)
   one = 1 / (1 + np.exp(12.0))
   np.testing.assert_allclose(weights[0, 0], 1.7 * one / (2 * one + 1e-6), rtol=1e-5)

@@ -163,7 +163,7 @@ def _mlp_on_device(
   sharding: _Sharding | None = None,
 ) -> tuple[jax.Array, Routing]:
   """`mlp` of the tokens [B, T, D] and the experts of one device of a mesh."""
-  weights, routing = route(p, x if seen is None else seen, cfg, chosen)
+  weights, routing = route(p, x if seen is None else seen, cfg.experts, chosen)
   rows = _flatten_tokens(x), _flatten_tokens(weights), _flatten_tokens(routing.chosen)
   if sharding is None:
     out = expert_mlp.apply_experts(p, *rows, first=0, cfg=cfg, compute=compute).astype(compute.residual)

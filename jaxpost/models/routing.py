@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 
 if TYPE_CHECKING:
-  from jaxpost.models.config import Experts, ModelConfig
+  from jaxpost.models.config import Experts
 
 
 @struct.dataclass
@@ -23,7 +23,7 @@ class Routing:
   logits: jax.Array  # [B, T, E] float32
 
 
-def route(p: dict, x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None = None) -> tuple[jax.Array, Routing]:
+def route(p: dict, x: jax.Array, e: Experts, chosen: jax.Array | None = None) -> tuple[jax.Array, Routing]:
   """Chooses k experts for each token, and their weights.
 
   In float32 from unrounded weights: a token at the edge between two experts
@@ -39,7 +39,6 @@ def route(p: dict, x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None = No
   """
   logits = jnp.einsum('btd,de->bte', x.astype(jnp.float32), p['router'], precision=jax.lax.Precision.HIGHEST)
   logits = logits + p.get('router_bias', 0)
-  e = cfg.experts
   if e.sigmoid:
     scores = jax.nn.sigmoid(logits)
     logits = jax.nn.log_sigmoid(logits)
