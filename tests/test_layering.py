@@ -67,8 +67,8 @@ JITS = ('jaxpost/programs/', 'jaxpost/hardware/')
 
 # Rooms whose public functions are all typed; none leaves this list.
 TYPED = ('algorithms', 'data', 'distributed', 'environments', 'formats', 'hardware', 'imports', 'loop', 'losses')
-TYPED += ('matmul', 'monitor', 'planning', 'programs', 'rewards', 'rl', 'roles', 'rollout', 'stage', 'stages')
-TYPED += ('storage', 'testing', 'tools', 'types', 'workers')
+TYPED += ('matmul', 'models', 'monitor', 'planning', 'programs', 'rewards', 'rl', 'roles', 'rollout', 'stage')
+TYPED += ('stages', 'storage', 'testing', 'tools', 'types', 'workers')
 
 MAX_FILE, MAX_FUNCTION, MAX_MAIN, MAX_FIELDS = 400, 60, 80, 32
 SHORT = {'jaxpost/loop.py': 200, 'jaxpost/rl/controller.py': 200}

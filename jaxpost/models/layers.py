@@ -194,10 +194,7 @@ def add(x: jax.Array, out: jax.Array, cfg: ModelConfig) -> jax.Array:
 def in_a_row(
   alike: Callable, each: Sequence[dict], x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None
 ) -> tuple[jax.Array, list, Any]:
-  """Runs layers as straight code, all of the model or the first ones, whose parameters are `each`.
-
-  Other arguments and the result are those of `hybrid.scan_periods`.
-  """
+  """Runs the first layers, whose parameters are `each`, as straight code; see `hybrid.scan_periods`."""
   kept, routing = [], []
   for i, (p, kind) in enumerate(zip(each, cfg.layer_kinds)):
     place = cfg.place_of_experts(i)

@@ -133,18 +133,15 @@ def in_a_row(
   alike: Callable, params: dict, x: jax.Array, cfg: MixedConfig, chosen: jax.Array | None
 ) -> tuple[jax.Array, list, Any]:
   """Runs all layers as straight code, and hands the keys and values of some to others; see `hybrid.scan_periods`."""
-  kept: list = []
-  pairs: list = []
-  routing: list = []
+  found: list[tuple] = []  # (kept, pair, routing) of each layer
   own = cfg.num_layers - cfg.shared_layers
   for i, (p, kind) in enumerate(zip(unstack_layers(params, cfg.layer_stacks)['layers'], cfg.layer_kinds)):
     if i >= own:
-      p = p | {_PAIR: pairs[cfg.place_in_cache(i)]}
-    x, ((kept_l, pair), routing_l) = alike(kind)(p, x, None if chosen is None else chosen[i])
-    kept.append(kept_l)
-    pairs.append(pair)
-    routing.append(routing_l)
-  return x, kept, jax.tree.map(lambda *y: jnp.stack(y), *routing)
+      p = p | {_PAIR: found[cfg.place_in_cache(i)][1]}
+    x, (with_pair, routing) = alike(kind)(p, x, None if chosen is None else chosen[i])
+    found.append((*with_pair, routing))
+  kept, _, routings = zip(*found)
+  return x, list(kept), jax.tree.map(lambda *y: jnp.stack(y), *routings)
 
 
 def layer(

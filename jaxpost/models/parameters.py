@@ -123,16 +123,15 @@ def unstack_layers(params: dict, stacks: Sequence[str]) -> dict:
   """
   if isinstance(params.get('layers'), list):  # of a sampler
     return params
-  rows = {}
+  rows: dict[str, list] = {}
   for name in STACKS:
     if name in params:
       leaves, tree = jax.tree.flatten(params[name])
       rows[name] = [tree.unflatten(row) for row in zip(*map(_unstack, leaves), strict=True)]
   assert {name: len(x) for name, x in rows.items()} == dict(collections.Counter(stacks))
   each = {name: iter(x) for name, x in rows.items()}
-  out = [next(each[name]) for name in stacks]
   rest = {k: v for k, v in params.items() if k not in STACKS}
-  return {**rest, 'layers': out}
+  return rest | {'layers': [next(each[name]) for name in stacks]}
 
 
 def narrow(x: jax.Array, param: Param, compute: Compute) -> jax.Array:

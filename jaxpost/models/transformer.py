@@ -59,7 +59,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     'layers/attention_post_norm': norm('post_attention'),
     'layers/mlp_post_norm': norm('post_feedforward'),
   }
-  gone = {'pre': 'post_norm', 'post': ('attention_norm', 'mlp_norm'), 'both': ()}
+  gone = {'pre': ('post_norm',), 'post': ('attention_norm', 'mlp_norm'), 'both': ()}
   table = {k: v for k, v in table.items() if not k.endswith(gone[cfg.norms])}
   for name, heads in (('q', h), ('k', k)) if cfg.qk_norm not in ('', 'unscaled') else ():
     width = size * (heads if cfg.qk_norm == 'wide' else 1)
