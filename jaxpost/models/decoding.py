@@ -76,8 +76,7 @@ def decode(
   are in `recent` until the block ends (`programs.cache_storage.append`).
 
   Args:
-    weights: parameters with a list of layers (`unstack_layers`); an entry may
-      also be a function of the layer's input that returns its parameters.
+    weights: with a list of layers (`unstack_layers`): their parameters, or functions of their inputs that return these.
     cache: L x [S, K, N, h], or pages and a table; the first `filled` [S] entries are valid.
     recent: a Cache, too: L x [S, K, T, h], of which the first `step` are valid, and the present states.
     tokens: [S], at positions filled + step; or [S, T'], consecutive tokens.
@@ -97,16 +96,15 @@ def decode(
     """Adds the entries of a layer to `ks` and `vs`, and attends to them and to the cache."""
     del k, v
     for recent_entries, new in zip((ks, vs), keep):
-      new = to_cache_type(new.swapaxes(1, 2), compute)
-      recent_entries[layer] = jax.tree.map(put, recent_entries[layer], new)
+      recent_entries[layer] = jax.tree.map(put, recent_entries[layer], to_cache_type(new.swapaxes(1, 2), compute))
     entries = layer_entries(cache, layer, step), [ks[layer], *vs[layer : layer + 1]]
     options = dict(filled=filled, step=step, window=window, sinks=p.get('sinks'), cfg=cfg, compute=compute)
     shape = dict(latent='kv_a' in p, one_token=tokens.ndim == 1, layout=constrain)
     return _attend_to_entries(q, *entries, **shape, **options), None
 
+  run = functools.partial(transformer.layer, cfg=cfg, compute=compute, layout=constrain, absorbed=True)
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
     p = p(x) if callable(p) else p
-    table = rope.pick(tables, kind.rope)
     place = cfg.place_in_cache(i)
     attend_layer = functools.partial(attend, layer=place, window=kind.window, p=p)
     recur = None
@@ -114,9 +112,7 @@ def decode(
       from jaxpost.models import hybrid
 
       recur = hybrid.over_state(cfg, states, place, compute, constrain)
-    x, _, routing = transformer.layer(
-      p, x, table, attend_layer, cfg, compute=compute, layout=constrain, absorbed=True, recur=recur
-    )
+    x, _, routing = run(p, x, rope.pick(tables, kind.rope), attend_layer, recur=recur)
     x = constrain(x, 'batch', None, None)
     j = cfg.place_of_experts(i)
     if experts and routing and j is not None:

@@ -100,16 +100,14 @@ def attend(
   latent = norm(low[..., : cfg.kv_rank], 'kv_a_norm')[:, :, None]
   rotated = rope.rotate(low[:, :, None, cfg.kv_rank :], table, cfg)
   q_rotated = rope.rotate(q[..., plain:], table, cfg)
-  keep = (jnp.concatenate([latent, rotated.astype(latent.dtype)], -1),)
+  keep: tuple = (jnp.concatenate([latent, rotated.astype(latent.dtype)], -1),)
   if cfg.index_topk:
     from jaxpost.models import sparse_attention
 
     *index_q, index_k = sparse_attention.index(p, y, low_q, table, cfg, compute=compute)
     keep = (*keep, index_k)
   if absorbed:
-    w = p['kv_b']
-    if hasattr(w, 'dense'):  # with an adapter, or in codes
-      w = w.dense(compute.dtype)
+    w = p['kv_b'].dense(compute.dtype) if hasattr(p['kv_b'], 'dense') else p['kv_b']  # with an adapter, or in codes
     up, down = w[..., :plain], w[..., plain:]
     q = einsum('btnh,rnh->btnr', q[..., :plain], up, compute.dtype)
     q = jnp.concatenate([q, q_rotated.astype(q.dtype)], axis=-1)
