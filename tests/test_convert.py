@@ -179,6 +179,8 @@ def test_a_schedule_of_trl_with_a_smallest_rate():
   assert config['optim'] == {'schedule': 'cosine'} and 'fraction of the peak' in rate.reason
   config, _ = convert.convert('trl', given | {'lr_scheduler_kwargs.min_lr': 1e-7})
   assert config['optim'] == {'schedule': 'cosine', 'end_lr': 1e-7}
+  config, _ = convert.convert('trl', given | {'learning_rate': 1e-6, 'warmup_steps': 0.1})
+  assert config['optim'] == {'schedule': 'cosine', 'end_lr': pytest.approx(1e-7), 'lr': 1e-6, 'warmup_ratio': 0.1}
 
 
 def test_a_script_of_python_is_refused_in_words(tmp_path):

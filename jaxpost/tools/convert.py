@@ -9,45 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import pathlib
 import re
-import tomllib
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from jaxpost.errors import InputError
 from jaxpost.stage import algorithms, field_names
 from jaxpost.stage import config as config_lib
-from jaxpost.tools import shell_options
+from jaxpost.tools import converted_sizes, converted_value, shell_options
+from jaxpost.tools.converted_value import Setting, named, ours, spelled, trackers
 
-_TABLES = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
-_VALUES, _EVERY, _NEEDS = (_TABLES.pop(name) for name in ('values', 'every', 'needs'))
+_TABLES = {name: table for name, table in converted_value.TABLES.items() if name != 'values'}
+_EVERY, _NEEDS = (_TABLES.pop(name) for name in ('every', 'needs'))
 LIBRARIES = tuple(_TABLES)
+_COUNT_UPDATES = ('trl', 'tunix')  # their steps are updates; those of verl and MaxText are rollouts, as here
 # Another setting, as the value of one.
 _OTHER = re.compile(r'\$\{(?:oc\.select:)?(?P<name>\.?[A-Za-z_][\w.]*)(?:,(?P<default>[^{}]*))?\}')
 _MOST_OTHERS = 9  # of one another; more are a circle
 _REFUSED = re.compile(r'config\.([\w.]+): ')
-_APART = {'val_kwargs': 'the evaluation', 'critic': 'the critic', 'reward_model': 'the reward model'}
-# The sizes that divide another, or are divided by it, into the updates of a pass over a rollout.
-_WHOLE_OF = {
-  'ppo_mini_batch_size': 'train_batch_size',
-  'mini_batch_size': 'batch_size',
-  'steps_per_generation': 'gradient_accumulation_steps',
-}
-_COUNT_UPDATES = ('trl', 'tunix')  # their steps are updates; those of verl and MaxText are rollouts, as here
-_IN_STEPS = [(field,) for field in ('train.steps', 'optim.warmup_steps', 'eval.every', 'save.every', 'log.every')]
 NOT_NEEDED = 'is not needed here'  # the reason of a setting that asks for what is done anyway
-
-
-class Setting(NamedTuple):
-  """A setting of another library: its fields here, or why there are none."""
-
-  name: str
-  value: Any
-  fields: tuple[str, ...]
-  reason: str = ''
 
 
 def read(path: str) -> dict[str, Any]:
@@ -110,11 +92,15 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
   method = algorithm or _method(library, given)
   for name, value in given.items():
     found = _setting(library, name, value, method)
-    other = found.fields == ('algorithm',) and _ours(name, 'algorithm', value) != method
+    other = found.fields == ('algorithm',) and ours(name, 'algorithm', value) != method
     settings.append(Setting(name, value, (), f'gives way to the algorithm {method}') if other else found)
-  settings = [_computed(setting, given) for setting in _without_epochs(settings)]
+  settings = [converted_sizes.computed(setting, given) for setting in _without_epochs(settings)]
+  peak = next((ours(s.name, 'optim.lr', s.value) for s in settings if s.fields == ('optim.lr',)), 0)
+  settings = [converted_sizes.end_of_schedule(setting, peak) for setting in settings]
   if library in _COUNT_UPDATES and _learns_from_rewards(method):
-    settings = [_in_rollouts(setting, _updates_of_a_rollout(settings)) for setting in settings]
+    settings = [
+      converted_sizes.in_rollouts(setting, converted_sizes.updates_of_a_rollout(settings)) for setting in settings
+    ]
   if library == 'verl':
     settings = [_with_its_switch(setting, given) for setting in settings]
   return _read_by(method, settings)
@@ -137,7 +123,7 @@ def _read_by(method: str, settings: list[Setting]) -> tuple[dict[str, Any], list
     config: dict[str, Any] = {'algorithm': method}
     for setting in sorted(settings, key=lambda s: -len(s.fields)):  # one clip range for both sides gives way to its own
       for field in setting.fields:
-        _put(config, field, _ours(setting.name, field, setting.value))
+        _put(config, field, ours(setting.name, field, setting.value))
     config['algorithm'] = method
     refused, why = _refused(config)
     if not any(refused in s.fields for s in settings):
@@ -162,7 +148,7 @@ def _with_its_switch(setting: Setting, given: dict[str, Any]) -> Setting:
   for name, switch in _NEEDS.items():
     if setting.fields and f'.{setting.name}'.endswith(f'.{name}'):
       needed, _, on = switch.partition('=')
-      if _spelled(_named(given, needed)) != on:
+      if spelled(named(given, needed)) != on:
         return Setting(setting.name, setting.value, (), f'has no effect without {switch}')
   return setting
 
@@ -175,99 +161,10 @@ def _without_epochs(settings: list[Setting]) -> list[Setting]:
   return [Setting(s.name, s.value, (), why) if s.fields == ('train.epochs',) else s for s in settings]
 
 
-def _computed(setting: Setting, given: dict[str, Any]) -> Setting:
-  """Maps sizes that are ours only together with other settings; some weights need a switch."""
-  block, _, last = setting.name.rpartition('.')
-  trains = given.get(f'{block}.enable_train') and given.get(f'{block}.enable', True)
-  if setting.fields == ('nll.mtp_weight',) and not trains:
-    return Setting(setting.name, setting.value, (), 'has no effect without enable and enable_train')
-  if not _APART.keys().isdisjoint(setting.name.split('.')):
-    return setting
-  if last in _WHOLE_OF:
-    counts = last == 'steps_per_generation'  # micro-batches; the others are sizes in prompts
-    sizes = setting.value, _integer(given, _WHOLE_OF[last], int(counts))
-    whole, part = sizes if counts else sizes[::-1]
-    fits = whole and isinstance(part, int) and part > 0 and whole % part == 0
-    return Setting(setting.name, whole // part, ('rl.minibatches',)) if fits else setting
-  if last in ('epsilon', 'epsilon_high') and _named(given, 'loss_type') == 'cispo' and setting.fields:
-    return _bound_of_cispo(setting)
-  if setting.fields == ('train.micro_batch_size',) and last.endswith('_per_gpu'):
-    return _of_all_gpus(setting, given)
-  if setting.fields == ('rollout.prompts',) and last in ('per_device_train_batch_size', 'generation_batch_size'):
-    return _in_prompts(setting, given, last == 'generation_batch_size')
-  return setting
-
-
-def _bound_of_cispo(setting: Setting) -> Setting:
-  """Maps TRL's bound of the ratio to one above 1; it has none below."""
-  if setting.fields == ('rl.clip_high',) and isinstance(setting.value, (int, float)) and setting.value >= 1:
-    return Setting(setting.name, setting.value - 1, setting.fields)
-  return Setting(setting.name, setting.value, (), 'cispo has the bound epsilon_high alone, which is at least 1')
-
-
-def _updates_of_a_rollout(settings: list[Setting]) -> int:
-  """Returns the optimizer updates that these settings make of a rollout."""
-  counts = [_ours(s.name, *s.fields, s.value) for s in settings if s.fields in (('rl.epochs',), ('rl.minibatches',))]
-  return math.prod(counts)
-
-
-def _in_rollouts(setting: Setting, updates: int) -> Setting:
-  """Maps a number of updates to one of rollouts, which are the steps of an on-policy run here."""
-  if updates == 1 or setting.fields not in _IN_STEPS:
-    return setting
-  number = _ours(setting.name, setting.fields[0], setting.value)
-  if isinstance(number, int) and number % updates == 0:
-    return Setting(setting.name, number // updates, setting.fields)
-  why = f'counts updates, of which a step has {updates} here; {setting.fields[0]} counts steps'
-  return Setting(setting.name, setting.value, (), why)
-
-
-def _of_all_gpus(setting: Setting, given: dict[str, Any]) -> Setting:
-  """Maps verl's rows of a GPU at a time to those of all GPUs."""
-  gpus, nodes = _integer(given, 'n_gpus_per_node'), _integer(given, 'nnodes', 1)
-  if _named(given, f'{setting.name.rpartition(".")[0]}.use_dynamic_bsz') is True:
-    return Setting(setting.name, setting.value, (), 'has no effect with use_dynamic_bsz')
-  if not (gpus and nodes):
-    return Setting(setting.name, setting.value, (), 'is of one GPU; train.micro_batch_size counts the rows of all')
-  return Setting(setting.name, _ours(setting.name, setting.fields[0], setting.value) * gpus * nodes, setting.fields)
-
-
-def _in_prompts(setting: Setting, given: dict[str, Any], whole: bool) -> Setting:
-  """Maps TRL's completions of a generation, `whole` or of a micro-batch of a device, to prompts."""
-  group = _integer(given, 'num_generations')
-  factors = {'num_generations': group}
-  completions = _ours(setting.name, setting.fields[0], setting.value)
-  if not whole:
-    # TRL generates once for each update, unless steps_per_generation says how many micro-batches it is for.
-    steps = _integer(given, 'steps_per_generation', _integer(given, 'gradient_accumulation_steps', 1))
-    processes = _integer(given, 'num_processes')
-    factors |= {'gradient_accumulation_steps': steps, 'the number of processes': processes}
-    completions *= (steps or 1) * (processes or 1)
-  unknown = [name for name, value in factors.items() if not value]
-  if not unknown and completions % group == 0:
-    return Setting(setting.name, completions // group, setting.fields)
-  of = 'itself' if whole else 'x gradient_accumulation_steps x processes'
-  why = f'the file lacks {" and ".join(unknown)}' if unknown else 'which is no whole number here'
-  return Setting(setting.name, setting.value, (), f'rollout.prompts is this {of} / num_generations; {why}')
-
-
-def _named(given: dict[str, Any], name: str) -> Any:
-  """Returns the value of the setting whose name ends like this; None without one."""
-  return next((value for other, value in given.items() if f'.{other}'.endswith(f'.{name}')), None)
-
-
-def _integer(given: dict[str, Any], name: str, default: int = 0) -> int:
-  """Returns a setting that is a whole number above 0, `default` where it is not given, and 0 for another value."""
-  value = _named(given, name)
-  if value is None:
-    return default
-  return value if isinstance(value, int) and value > 0 else 0
-
-
 def _method(library: str, given: dict[str, Any]) -> str:
   for name, value in given.items():
     if _fields(library, name, value, '') == ('algorithm',):
-      return str(_ours(name, 'algorithm', value))
+      return str(ours(name, 'algorithm', value))
   return 'grpo'
 
 
@@ -278,18 +175,18 @@ def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...]
   parts = name.replace('/', '.').split('.')
   table = _EVERY | _TABLES[library]
   # A setting of another model, or of the evaluation, is none of the policy's: the part that says so is never cut off.
-  apart = max((i for i, part in enumerate(parts) if part in _APART), default=len(parts) - 1)
+  apart = max((i for i, part in enumerate(parts) if part in converted_sizes.APART), default=len(parts) - 1)
   tails = ['.'.join(parts[i:]) for i in range(apart + 1)]
   for tail in tails:
     kinds = [f'{tail}@{method}', *[f'{tail}@RL'] * _learns_from_rewards(method)]
-    for key in (f'{tail}={_spelled(value)}', *kinds, tail):
+    for key in (f'{tail}={spelled(value)}', *kinds, tail):
       if key in table:
         return table[key][1:] if table[key].startswith('!') else tuple(table[key].split()) or NOT_NEEDED
   for tail in tails:
     if tail in field_names.SYNONYMS:
       return field_names.SYNONYMS[tail]
-  if parts[apart] in _APART:
-    return f'is of {_APART[parts[apart]]}, for which nothing here has this name'
+  if parts[apart] in converted_sizes.APART:
+    return f'is of {converted_sizes.APART[parts[apart]]}, for which nothing here has this name'
   same = [
     field
     for field, kind in field_names.FIELDS.items()
@@ -320,48 +217,16 @@ def _setting(library: str, name: str, value: Any, method: str) -> Setting:
       'has no value in this file' if value is None else 'holds a variable that this file does not set; write its value'
     )
     return Setting(name, value, (), f'is {fields[0]}, but {why}')
-  if fields == ('log.trackers',) and not _trackers(value):
+  if fields == ('log.trackers',) and not trackers(value):
     return Setting(name, value, (), NOT_NEEDED)
   for field in fields:
     try:
       nested: dict[str, Any] = {}
-      _put(nested, field, _ours(name, field, value))
+      _put(nested, field, ours(name, field, value))
       config_lib.parse(nested)
     except InputError as error:
       return Setting(name, value, (), str(error).removeprefix('config.'))
   return Setting(name, value, fields)
-
-
-def _ours(name: str, field: str, value: Any) -> Any:
-  """A value as our field has it: other words for it, text for numbers, one path for a list of one."""
-  words = _VALUES.get(field, {}) | _VALUES.get(name.rpartition('.')[2], {})
-  if _spelled(value) in words:
-    value = words[_spelled(value)]
-  if field == 'log.trackers':
-    return _trackers(value)
-  kind = field_names.FIELDS[field]
-  if kind is tuple:
-    return value if isinstance(value, list) else [value]
-  if isinstance(value, list) and len(value) == 1:
-    value = value[0]
-  if kind in (int, float) and isinstance(value, (str, float)):
-    try:
-      number = float(value)
-    except ValueError:
-      return value
-    return int(number) if kind is int and number == int(number) else number
-  if kind is str and isinstance(value, list):
-    return '|'.join(map(str, value))
-  return value
-
-
-def _trackers(value: Any) -> list:
-  """Returns trackers as a list, without what every run writes: lines on the console, and TensorBoard's files."""
-  return [v for v in (value if isinstance(value, list) else [value]) if v not in ('console', 'tensorboard', 'none')]
-
-
-def _spelled(value: Any) -> str:
-  return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _put(config: dict, field: str, value: Any) -> None:
