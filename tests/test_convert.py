@@ -268,6 +268,7 @@ UPDATES = {'max_steps': 100, 'warmup_steps': 10, 'save_steps': 7, 'num_iteration
     ('trl', 'grpo', UPDATES, 50, 5),
     ('trl', 'rloo', UPDATES | {'steps_per_generation': 10, 'gradient_accumulation_steps': 2}, 10, 1),
     ('trl', 'dpo', UPDATES, 100, 10),
+    ('trl', 'ppo', {'max_steps': 100, 'warmup_steps': 10, 'save_steps': 7, 'num_ppo_epochs': 2}, 100, 10),
     (
       'tunix',
       'grpo',
@@ -280,10 +281,10 @@ UPDATES = {'max_steps': 100, 'warmup_steps': 10, 'save_steps': 7, 'num_iteration
 def test_steps_of_those_that_count_updates_become_rollouts(library, method, given, steps, warmup):
   config, settings = convert.convert(library, given, method)
   assert config['train']['steps'] == steps and config.get('optim', {}).get('warmup_steps') == warmup
-  saves = settings[2]
-  assert (
-    config.get('save') == ({'every': 7} if method == 'dpo' else None) and 'updates' in saves.reason or method == 'dpo'
-  )
+  if steps == 100:
+    assert config['save'] == {'every': 7}
+  else:
+    assert 'save' not in config and 'counts updates' in settings[2].reason
 
 
 def test_rollouts_of_verl_are_steps_already():

@@ -97,7 +97,8 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
   settings = [converted_sizes.computed(setting, given) for setting in _without_epochs(settings)]
   peak = next((ours(s.name, 'optim.lr', s.value) for s in settings if s.fields == ('optim.lr',)), 0)
   settings = [converted_sizes.end_of_schedule(setting, peak) for setting in settings]
-  if library in _COUNT_UPDATES and _learns_from_rewards(method):
+  counts_updates = library in _COUNT_UPDATES and (library, method) != ('trl', 'ppo')  # which TRL has no longer
+  if counts_updates and _learns_from_rewards(method):
     settings = [
       converted_sizes.in_rollouts(setting, converted_sizes.updates_of_a_rollout(settings)) for setting in settings
     ]
