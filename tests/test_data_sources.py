@@ -299,7 +299,7 @@ def test_map_fn_maps_drops_and_counts(tmp_path):
   assert list(rows) == [{'n': 1}, {'n': 3}]
   assert rows.dropped == 3 and rows.where(1) == 'x[3]'
   for map_fn, message in [
-    (lambda row: None, 'x: map_fn dropped all 5 rows'),
+    (lambda row: None, 'x: map_fn dropped all 5 rows: it returned None for each'),
     (lambda row: 5, r'x\[0\]: map_fn returned an int'),
     (lambda row: row['y'], r"x\[0\]: map_fn raised KeyError: 'y'; .*n, x"),
     (lambda row: 1 / 0, r'x\[0\]: map_fn raised ZeroDivisionError'),

@@ -191,7 +191,7 @@ def _read_all(path: Any, found: Iterable[tuple[str, NumberedRows]], prepare: Cal
       rows.append(row)
       places.append((prefix, number))
   if not rows and dropped:
-    raise InputError(f'{path}: map_fn dropped all {dropped} rows')
+    raise InputError(f'{path}: map_fn dropped all {dropped} rows: it returned None for each, and not a row')
   if not rows:
     raise InputError(f'{path}: holds no rows')
   return Rows(str(path), rows, places, dropped)

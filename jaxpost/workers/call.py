@@ -66,7 +66,7 @@ def load(name: str, fn: Callable) -> Reward:
   if positional or not (rest or any(p.name in user_code.STANDARD for p in named)):
     raise InputError(
       f'{what} ({file}): wrong signature {signature}; arguments'
-      ' come by name: f(prompts, completions, completion_ids, **columns)'
+      ' come by name: f(prompts, completions, completion_ids, **columns); one of verl is verl:./file.py:function'
     )
   needs = tuple(p.name for p in named if p.default is p.empty)
   if hasattr(fn, 'needs_columns'):  # a builtin whose columns depend on its options
