@@ -51,7 +51,7 @@ def get_config(arg=None):
     config.train.update(batch_size=4, row_length=256)
     config.train.steps = 30
     config.optim.update(lr=3e-3, warmup_steps=4)
-    config.rollout.update(max_prompt_length=48, max_new_tokens=8)
+    config.rollout.update(max_prompt_length=48, max_new_tokens=8, prompts=8)
     config.eval.update(every=0, size=64)
     config.save.every = 0
   return config

@@ -165,9 +165,12 @@ def _one_line(error: Exception, argv: list[str]) -> str:
 def _missing_flags(names: list[str], argv: list[str]) -> str:
   """The line for required flags that were not given."""
   named = ' and '.join(f'--{name}' for name in names)
-  files = [word for word in argv[1:] if not word.startswith('-') and word.endswith(('.py', '.yaml', '.yml'))]
-  if 'config' in names and files:
-    return f'{files[0]!r} is no flag; write --config={files[0]}'
+  words = [word for word in argv[1:] if not word.startswith('-')]
+  files = [word for word in words if word.endswith(('.py', '.yaml', '.yml'))]
+  folders = [word for word in words if os.path.isdir(word)]
+  for name, found in (('config', files), ('run', folders)):
+    if name in names and found:
+      return f'{found[0]!r} is no flag; write --{name}={found[0]}'
   what = '; '.join(f'--{name} is the {_first_lower(flags.FLAGS[name].help)}' for name in names)
   return f'needs {named}: {what}'
 

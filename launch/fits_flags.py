@@ -51,9 +51,10 @@ def show(given: FitsFlags, price: str, out: str):
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')  # no device is used
   import rich.console
 
-  from jaxpost.planning import fits
+  from jaxpost.planning import dry_run, fits
   from jaxpost.storage import object_store
 
+  dry_run.shape_of(model, '--model')  # an unknown name is an error of that flag
   names = fits.devices(given.devices.value)
   prices = fits.prices(price, names)
   methods, configs = fits.methods(given.methods.value), recipes(model)
@@ -63,7 +64,7 @@ def show(given: FitsFlags, price: str, out: str):
   for cell in found:
     if cell.fits:
       console.print(f'{cell.method} on {cell.device}: {fits.command(cell, weights)}', soft_wrap=True)
-  if weights != model:
+  if weights != model and any(cell.fits for cell in found):
     console.print(f'FOLDER: where the weights of {model} are, or their name on the hub')
   # After the commands, which would scroll it away.
   console.print(fits.table(found, prices, f'{model}: by arithmetic, with what docs/fits.md assumes'))

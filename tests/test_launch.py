@@ -421,6 +421,17 @@ def test_help_has_examples(call, verb):
   assert '  --step' in out or verb == 'inspect'
 
 
+def test_what_fits_names_its_own_flag_and_no_folder_in_vain(call):
+  refused(call('plan', '--fits', '--model=qwen3_80b'), 2, "--model: no shape is called 'qwen3_80b'; did you mean")
+  code, out, _ = call('plan', '--fits', '--model=qwen3_8b', '--devices=T4', '--methods=sft')
+  assert code == 0 and 'NO' in out and 'FOLDER' not in out
+
+
+def test_a_folder_without_its_flag(call, tmp_path):
+  refused(call('report', tmp_path), 2, f"'{tmp_path}' is no flag; write --run={tmp_path}")
+  refused(call('report', tmp_path / 'no'), 2, '--run is the folder of a run')
+
+
 def test_a_chat_has_one_answer_to_a_message(call):
   assert '--n:' not in call('chat', '--help')[1] and '--n:' in call('sample', '--help')[1]
   refused(call('chat', '--run=x', '--n=2'), 2, '--n: there is no such flag')
