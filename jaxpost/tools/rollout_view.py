@@ -178,8 +178,8 @@ def write_file(run: epath.PathLike, out: epath.PathLike, most: int) -> int:
   return len(chosen)
 
 
-def make_server(run: epath.PathLike, port: int, host: str = '127.0.0.1') -> http.server.ThreadingHTTPServer:
-  """Returns a server of the page and its requests, which `serve_forever` runs; InputError if the port is taken."""
+def make_server(run: epath.PathLike, port: int) -> http.server.ThreadingHTTPServer:
+  """Returns a server of the page, for this machine, which `serve_forever` runs; InputError if the port is taken."""
   viewer = Viewer(run)
 
   class Handler(http.server.BaseHTTPRequestHandler):
@@ -188,7 +188,7 @@ def make_server(run: epath.PathLike, port: int, host: str = '127.0.0.1') -> http
     def do_GET(self) -> None:
       # A page of another site that has bound its name to this address gets nothing.
       named = self.headers.get('Host', '').rpartition(':')[0] or self.headers.get('Host', '')
-      if host == '127.0.0.1' and named not in _LOCAL:
+      if named not in _LOCAL:
         return self._send(403, 'text/plain', b'open this page as localhost')
       url = urllib.parse.urlsplit(self.path)
       if url.path == '/':
@@ -211,6 +211,6 @@ def make_server(run: epath.PathLike, port: int, host: str = '127.0.0.1') -> http
       """Requests are not logged."""
 
   try:
-    return http.server.ThreadingHTTPServer((host, port), Handler)
+    return http.server.ThreadingHTTPServer(('127.0.0.1', port), Handler)
   except OSError as error:
     raise InputError(f'--port={port}: {error.strerror}; choose another, or 0 for any') from None

@@ -59,18 +59,14 @@ def _share(seconds: float, count: float) -> dict[str, float]:
   return dict(bytes_read=count, share_of_copy=count / seconds / chip.measured(size)['copy_bytes_per_s'])
 
 
-def decode(
-  preset: str, layers: int, slots: int, length: int, block: int, top_p: float = 1.0, kind: str = ''
-) -> dict[str, Any]:
+def decode(preset: str, layers: int, slots: int, length: int, block: int, top_p: float = 1.0) -> dict[str, Any]:
   """Times a block of decoding in full slots, whose caches are filled to about `length` entries.
 
   Args:
     slots: sequences decoded at a time.
     block: tokens of a dispatch.
     top_p: nucleus of sampling; 1: off.
-    kind: 'moe' for a model with experts.
   """
-  del kind
   cfg = workload.shape_of(preset, layers)
   blocks = _ROUNDS + 2
   prompt = np.arange(3, 3 + max(1, length - blocks * block), dtype=np.int32) % (cfg.vocab_size - 3) + 3

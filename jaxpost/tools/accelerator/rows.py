@@ -14,18 +14,21 @@ class Row:
   measure: 'module:function' in this package.
   seconds: after which it is given up.
   given: arguments of the function. `tiny` replaces those that TINY names.
+  tiny_preset: in place of the argument `preset` at tiny sizes.
   """
 
   measure: str
   seconds: float
   given: dict[str, Any] = dataclasses.field(default_factory=dict)
+  tiny_preset: str = 'tiny'
 
   def run(self, tiny: bool) -> dict[str, Any]:
     """Returns the figures of this row."""
     module, _, function = self.measure.partition(':')
-    given = self.given | ({k: v for k, v in TINY.items() if k in self.given} if tiny else {})
-    if tiny and 'preset' in given:
-      given['preset'] = 'tiny_moe' if 'moe' in self.given.get('kind', '') else 'tiny'
+    given = self.given
+    if tiny:
+      smaller = TINY | {'preset': self.tiny_preset}
+      given = {k: smaller.get(k, v) for k, v in given.items()}
     return getattr(importlib.import_module(f'.{module}', __package__), function)(**given)
 
 
@@ -51,13 +54,14 @@ TINY = dict(
 )
 
 
-def _sft(preset: str, seconds: float = 240, **given: Any) -> Row:
-  return Row('training:sft', seconds, dict(preset=preset, layers=0, rows=8, row_length=4096, steps=8) | given)
+def _sft(preset: str, seconds: float = 240, tiny_preset: str = 'tiny', **given: Any) -> Row:
+  sizes = dict(preset=preset, layers=0, rows=8, row_length=4096, steps=8)
+  return Row('training:sft', seconds, sizes | given, tiny_preset)
 
 
-def _decode(slots: int, length: int, preset: str = 'qwen3_1_7b', **given: Any) -> Row:
-  given = dict(preset=preset, layers=0, slots=slots, length=length, block=32) | given
-  return Row('decoding:decode', 150, given)
+def _decode(slots: int, length: int, preset: str = 'qwen3_1_7b', tiny_preset: str = 'tiny', **given: Any) -> Row:
+  sizes = dict(preset=preset, layers=0, slots=slots, length=length, block=32)
+  return Row('decoding:decode', 150, sizes | given, tiny_preset)
 
 
 def _on_policy(algorithm: str, seconds: float, **given: Any) -> Row:
@@ -97,8 +101,8 @@ ROWS = {
   'decode/qwen3_1_7b/1x8192': _decode(1, 8192),
   'decode/qwen3_1_7b/32x512/top_p': _decode(32, 512, top_p=0.95),
   'decode/qwen3_1_7b/32x512/block=8': _decode(32, 512, block=8),
-  'moe/qwen3_30b_a3b/4_layers': _sft('qwen3_30b_a3b', kind='moe', layers=4, rows=2),
-  'moe_decode/qwen3_30b_a3b/4_layers': _decode(32, 512, 'qwen3_30b_a3b', layers=4, kind='moe'),
+  'moe/qwen3_30b_a3b/4_layers': _sft('qwen3_30b_a3b', tiny_preset='tiny_moe', layers=4, rows=2),
+  'moe_decode/qwen3_30b_a3b/4_layers': _decode(32, 512, 'qwen3_30b_a3b', 'tiny_moe', layers=4),
   'dpo/qwen3_1_7b': _sft(_BIG, algorithm='dpo', rows=4, row_length=4096, seconds=300),
   'grpo/qwen3_1_7b/slots=256': _on_policy('grpo', 420, slots=256),
   'grpo/qwen3_1_7b/micro=44': _on_policy('grpo', 420, micro=44),

@@ -30,7 +30,6 @@ def sft(
   remat: str = 'auto',
   attention: str = 'auto',
   head_elements: int = 0,
-  kind: str = '',
 ) -> dict[str, Any]:
   """Times updates of a method that learns from data.
 
@@ -39,9 +38,7 @@ def sft(
     documents: mean tokens of a document; 0: as an instruction set has them.
     rank: of adapters on bfloat16 weights; 0: all weights are trained, in float32.
     head_elements: logits that exist at a time; 0: the default.
-    kind: 'moe' for a model with experts.
   """
-  del kind
   cfg = workload.shape_of(preset, layers)
   config = dict(
     algorithm=algorithm,
