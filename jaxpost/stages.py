@@ -14,7 +14,7 @@ import jax
 import rich.console
 from etils import epath
 
-from jaxpost import imports, loop
+from jaxpost import loop
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError, PeerError
 from jaxpost.hardware import signals
@@ -58,6 +58,8 @@ def run(
     InputError, NoCheckpointError, Preempted: see `jaxpost.errors`.
   """
   workdir = consistency.check_workdir(workdir)
+  from jaxpost import imports  # no process of SFT needs it before
+
   imports.forget_edited_files()
   if coordination.process_index():  # process 0 prints for all
     console = rich.console.Console(quiet=True)

@@ -26,22 +26,6 @@ from jaxpost.storage import object_store
 
 from . import config_flag
 
-# Exceptions of reading a config file.
-CONFIG_ERRORS = (
-  flags.Error,
-  ArithmeticError,
-  AssertionError,
-  AttributeError,
-  ImportError,
-  LookupError,
-  MemoryError,
-  NameError,
-  OSError,
-  RuntimeError,
-  SyntaxError,
-  TypeError,
-  ValueError,
-)
 # Matches the text that absl and ml_collections write before an InputError of a config file.
 _BEFORE_MESSAGE = re.compile(
   r'^flag --config=.*?: Error whilst parsing config file: jaxpost\.errors\.InputError: ', re.DOTALL
@@ -113,14 +97,14 @@ def parse(argv: list[str], words: int = 0) -> list[str]:
   """Parses flags as absl does; InputError if they, or the config file, are wrong."""
   try:
     rest = config_flag.parse(argv)
-  except (errors.InputError, BrokenPipeError):
+  except (*errors.KNOWN, BrokenPipeError, KeyboardInterrupt):
     raise
   except SystemExit as end:
     if where := _line_of_config(end, argv):
       raise errors.InputError(f'{where}the config file ends the process ({end!r}); return a config instead') from end
     end_if_unread()
     sys.exit(0)  # of --help, which absl ends with 1
-  except CONFIG_ERRORS as error:
+  except BaseException as error:  # a config file may raise anything
     raise errors.InputError(_one_line(error, argv)) from error
   if len(rest) > 1 + words:
     raise errors.InputError(f'{rest[1 + words]!r} is no flag; flags are written --name=value')
@@ -144,7 +128,7 @@ def refuse(names: Iterable[str], when: str):
       raise errors.InputError(f'--{name} does nothing {when}; leave it out')
 
 
-def _one_line(error: Exception, argv: list[str]) -> str:
+def _one_line(error: BaseException, argv: list[str]) -> str:
   """Returns what is wrong with the flags or the config file, with its line there."""
   text = str(error)
   if '\\n' in text:  # ml_collections gives the repr of its message

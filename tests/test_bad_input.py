@@ -709,7 +709,7 @@ LAUNCHES = {
   'workdir below a file': ((CONFIG[0], '--workdir=train.jsonl/run'), 'train.jsonl is a file'),
   'workdir with a long name': ((CONFIG[0], '--workdir=' + 'a' * 300), 'File name too long'),
   'process of no cluster': ((*CONFIG, '--process_id=1'), '--process_id does nothing without --coordinator'),
-  'config that raises': (('--config=raises.py', '--workdir=run'), 'raises.py:2: NameError'),
+  'config that raises': (('--config=raises.py', '--workdir=run'), 'raises.py:5: Wrong: no such split'),
 }
 
 
@@ -719,7 +719,9 @@ def test_launcher(case, model, place):
   (place / 'syntax.py').write_text('def get_config(:\n  return {}\n')
   (place / 'exits.py').write_text('def get_config():\n  raise SystemExit(0)\n')
   (place / 'recurses.py').write_text('def get_config():\n  return get_config()\n')
-  (place / 'raises.py').write_text('def get_config():\n  return confg\n')
+  (place / 'raises.py').write_text(
+    'class Wrong(Exception):\n  "Of a config."\n\ndef get_config():\n  raise Wrong("no such split")\n'
+  )
   arguments, wanted = LAUNCHES[case]
   code, err = launch(place, *arguments)
   assert code == 2, err
