@@ -2,10 +2,10 @@
 
 python -m launch.train --config=configs/tools_gsm8k.py --workdir=runs/tools
 
-Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
-metrics are those of grpo_gsm8k.py, and `tools/*` and `episodes/*`. No published figure is known for this recipe. An
-environment of your own: --config.environment=./env.py:Class, as in
-docs/environments.md. `:model=NAME` takes a hub id or a folder.
+Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. Nothing is held
+out: the metrics are `reward`, `tools/*` and `episodes/*` of training; --config.eval.data.path=FILE and
+--config.eval.samples=1 add pass@1. No published figure is known for this recipe. An environment of your own:
+--config.environment=./env.py:Class, as in docs/environments.md. `:model=NAME` takes a hub id or a folder.
 `:runlocal` needs no network: a tiny random model is rewarded for an answer that begins with a digit, and calls no
 tool. `reward` goes from 0.03 to 0.55 in 30 steps.
 """
