@@ -149,9 +149,8 @@ def _one_line(error: BaseException, argv: list[str]) -> str:
 def _missing_flags(names: list[str], argv: list[str]) -> str:
   """The line for required flags that were not given."""
   named = ' and '.join(f'--{name}' for name in names)
-  words = [word for word in argv[1:] if not word.startswith('-')]
-  files = [word for word in words if word.endswith(('.py', '.yaml', '.yml'))]
-  folders = [word for word in words if os.path.isdir(word)]
+  files = [word for word in argv[1:] if not word.startswith('-') and word.endswith(('.py', '.yaml', '.yml'))]
+  folders = [word for word in argv[1:] if os.path.isdir(word)]
   for name, found in (('config', files), ('run', folders)):
     if name in names and found:
       return f'{found[0]!r} is no flag; write --{name}={found[0]}'

@@ -151,7 +151,7 @@ def test_plans_know_the_bytes(tmp_path, weights, cache):
   folder = tiny.folder(tmp_path / 'm', num_layers=2, num_kv_heads=2, head_dim=8)
   config = tiny.grpo_config(folder, rollout=dict(weights=weights, cache=cache, prompts=3, slots=3))
   inputs = prepare.prepare_all(config)[0].inputs
-  case = Case(inputs, None, None, tiny.one_device('rollout'), tiny.EXACT, None)
+  case = Case(inputs, None, None, tiny.one_device('rollout'), tiny.EXACT, shape=None)
   engine = engine_of(inputs.model, inputs.model.init(jax.random.key(0)), weights, cache)
   assert sampling_arithmetic.weight_bytes(case) == memory.size(engine.weights)
   assert sampling_arithmetic.entry_bytes(case) * 3 * engine.length == engine.cache_bytes()

@@ -96,7 +96,7 @@ def estimate(
     compute = compute if compute.attention in BRANCHES else dataclasses.replace(compute, attention='chunked')
   on_policy = inputs.algorithm.on_policy
   shape = batch_shape.batch_shape(inputs.config, on_policy, train_layout.batch_shards, tokens=compute.micro_tokens)
-  case = Case(inputs, topology, train_layout, meshes.layout(rollout, 'rollout'), compute, shape)
+  case = Case(inputs, topology, train_layout, meshes.layout(rollout, 'rollout'), compute, shape=shape)
   held = _held(case)
   updating = held | _activations(case)
   passes = shape.filled * inputs.config.rl.epochs if on_policy else shape.filled
