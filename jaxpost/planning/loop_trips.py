@@ -58,7 +58,7 @@ class Loops:
           return max(0, math.ceil((last - first) / step))
     return self._iterations(hlo.op_name(op))
 
-  def _sources(self, ops, root: hlo.Op, end: hlo.Op) -> list[hlo.Op | None]:
+  def _sources(self, ops: dict[str, hlo.Op], root: hlo.Op, end: hlo.Op) -> list[hlo.Op | None]:
     """Returns the operations on both sides of a comparison inside the condition of a loop."""
     out: list[hlo.Op | None] = []
     for name in end.inputs:
@@ -75,13 +75,15 @@ class Loops:
       out.append(source)
     return out
 
-  def _counter(self, ops, root: hlo.Op, end: hlo.Op) -> int | None:
+  def _counter(self, ops: dict[str, hlo.Op], root: hlo.Op, end: hlo.Op) -> int | None:
+    """Returns the place of the counter in the loop's tuple; None where the left side is no field of it."""
     left = self._sources(ops, root, end)[0]
     if left is None or left.kind != 'get-tuple-element':
       return None
     return int(left.attribute('index'))
 
-  def _bound(self, caller, loop: hlo.Op, ops, root: hlo.Op, end: hlo.Op) -> int | None:
+  def _bound(self, caller: str, loop: hlo.Op, ops: dict[str, hlo.Op], root: hlo.Op, end: hlo.Op) -> int | None:
+    """Returns the number that the counter is compared with; None where only the run decides it."""
     right = self._sources(ops, root, end)[1]
     if right is None:
       return None
@@ -92,6 +94,7 @@ class Loops:
     return None
 
   def _initial(self, caller: str, loop: hlo.Op, index: int) -> int | None:
+    """Returns the value that a field of the loop's tuple has before the first turn."""
     return self._field(caller, loop.inputs[0], index)
 
   def _field(self, name: str, value: str, index: int) -> int | None:
@@ -120,7 +123,7 @@ class Loops:
     after = self._number(body, root.inputs[index], {index: first})
     return None if after is None else after - first
 
-  def _number(self, name: str, value: str, state: dict) -> int | None:
+  def _number(self, name: str, value: str, state: dict[int, int]) -> int | None:
     """Evaluates a scalar that depends on constants and `state`, the fields of the loop's tuple; None if it cannot."""
     ops = self._computations[name]
     op = ops.get(value)
@@ -143,26 +146,32 @@ class Loops:
         return self._field(name, source.name, index)
       return self._field(name, op.inputs[0], index)
     if op.kind in ('add', 'subtract'):
-      left = operand(0)
-      right = operand(1)
-      if left is None or right is None:
-        return None
-      return left + right if op.kind == 'add' else left - right
+      return _sum(op.kind, operand(0), operand(1))
     if op.kind == 'fusion':
       return self._fused_number(name, op, state)
     return None
 
-  def _fused_number(self, name, op: hlo.Op, state) -> int | None:
+  def _fused_number(self, name: str, op: hlo.Op, state: dict[int, int]) -> int | None:
+    """Evaluates a fusion of sums, as `_number` does."""
     inner = self._computations[op.attribute('calls').lstrip('%')]
 
-    def value(o: hlo.Op):
+    def value(o: hlo.Op) -> int | None:
       if o.kind == 'parameter':
         return self._number(name, op.inputs[int(o.inner)], state)
       if o.kind == 'constant':
         return hlo.constant(o)
-      given = [value(inner[i]) for i in o.inputs]
-      if None in given or o.kind not in ('add', 'subtract', 'copy', 'bitcast'):
-        return None
-      return {'add': sum(given), 'subtract': given[0] - given[-1]}.get(o.kind, given[0])
+      if o.kind in ('copy', 'bitcast'):
+        return value(inner[o.inputs[0]])
+      if o.kind in ('add', 'subtract'):
+        left, right = (value(inner[name]) for name in o.inputs)
+        return _sum(o.kind, left, right)
+      return None
 
     return value(next(o for o in inner.values() if o.root))
+
+
+def _sum(kind: str, left: int | None, right: int | None) -> int | None:
+  """Returns the result of an 'add' or 'subtract'; None where one of its operands is unknown."""
+  if left is None or right is None:
+    return None
+  return left + right if kind == 'add' else left - right
