@@ -370,8 +370,7 @@ def blocks(sampler: str, size: int = SIZE, top_k: int = 0, right: bool = False) 
   found = []
   for step in range(BLOCKS):
     pending = controller.sample(step)
-    device_scores = controller.scorer.start(pending.rollout)
-    scores = controller.scorer.fetch(pending.rollout, device_scores)
+    scores = controller.scorer.fetch(controller.scorer.start(pending.rollout))
     found.append((controller.grade(pending, scores), scores))
   return found
 
@@ -480,7 +479,7 @@ def gradients(cases: dict[str, Case], make: Callable | None = None) -> dict[str,
         if critic:
           set_params(critic, 'before')
         if critic or has_values:
-          scores = controller.scorer.fetch(graded.rollout, controller.scorer.start(graded.rollout))
+          scores = controller.scorer.fetch(controller.scorer.start(graded.rollout))
         experience = controller.make_experience(graded, scores)
         credit = case.algorithm.credit(experience, case.config)
         batch = next(u.batch for u in controller.make_batches(experience, credit) if u.role == case.role)

@@ -11,7 +11,7 @@ import jaxpost
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.losses import head_chunk
-from jaxpost.rl import privileged
+from jaxpost.rl import teachers
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Prompt, Rollout
@@ -31,16 +31,20 @@ def stream_of(folder, tmp_path, hint, **over):
   return jaxpost.policy_and_stream(tiny.merged(config, over))
 
 
-def test_the_teacher_scores_the_same_tokens_after_its_own_prompt(folder, tmp_path):
+def test_the_teacher_scores_the_same_tokens_after_its_own_prompt(folder, tmp_path, monkeypatch):
+  made = []
+  privileged_rollout = teachers.privileged_rollout
+  monkeypatch.setattr(teachers, 'privileged_rollout', lambda *args: made.append(args) or privileged_rollout(*args))
   policy, stream = stream_of(folder, tmp_path, lambda x: f'It is {eval(x[:-1])}. {x}')
   try:
     experience = next(stream).experience
   finally:
     stream.close()
+  assert len(made) == 1  # its prompts are tokenized once a step
   rollout, tokenizer = experience.rollout, tokenizer_lib.load('bytes')
   size = len(rollout.lengths) // len(rollout.prompts)
   for n in (0, size, len(rollout.lengths) - 1):
-    prompt = privileged.prompts_lib.encode_prompt(tokenizer, rollout.prompts[n // size].columns['hint'], {}, '')
+    prompt = teachers.prompts_lib.encode_prompt(tokenizer, rollout.prompts[n // size].columns['hint'], {}, '')
     answer = rollout.completions[n, : rollout.lengths[n]]
     row = np.concatenate([prompt, answer])[None]
     hidden = tiny.hidden(policy.model, policy.params, row)[:, len(prompt) - 1 : -1]
@@ -80,7 +84,7 @@ def config_of(**over):
 def test_prompts_that_are_missing_or_too_long(columns, message):
   config = config_of(rollout=dict(max_prompt_length=20))
   with pytest.raises(InputError, match=f'config.rl.privileged: .*{message}'):
-    privileged.rollout_of_teacher(rollout_with(**columns), config, tokenizer_lib.load('bytes'))
+    teachers.privileged_rollout(rollout_with(**columns), config, tokenizer_lib.load('bytes'))
 
 
 @pytest.mark.parametrize(

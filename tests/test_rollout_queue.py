@@ -175,7 +175,7 @@ def by_hand(given):
     stream.engine.unload()
     drawn.append(rollout.completions)
     pending = stream.grader.submit(rollout)
-    scores = stream.scorer.fetch(rollout, stream.scorer.start(rollout))
+    scores = stream.scorer.fetch(stream.scorer.start(rollout))
     experience = stream.make_experience(stream.grade(pending, scores), scores)
     updates = stream.make_batches(experience, stream.algorithm.credit(experience, config_))
     jax.block_until_ready([policy.update(batch) for _, batch in updates])

@@ -78,10 +78,10 @@ class Controller:
     if self.replay:
       with self.timer('reward'):
         pending = self.replay.mix(sampled, self.step)
-    device_scores = self.scorer.start(pending.rollout)
+    pending_scores = self.scorer.start(pending.rollout)
     # While the devices score and the workers grade, later steps are sampled.
     self.rollouts.prefetch(self.step)
-    scores = self.scorer.fetch(pending.rollout, device_scores)
+    scores = self.scorer.fetch(pending_scores)
     graded = self.grade(pending, scores)
     self.grader.observe(sampled, self.replay.drawn if self.replay else graded)
     experience = self.make_experience(graded, scores)

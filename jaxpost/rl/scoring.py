@@ -21,6 +21,18 @@ if typing.TYPE_CHECKING:  # passed in
   from jaxpost.roles import Roles
 
 
+class PendingScores(typing.NamedTuple):
+  """Scores of a rollout that the devices are computing.
+
+  scores: [M, B / M, T] each, on the devices.
+  seen_by_teacher: the rollout as the teacher reads it, after the prompts of `config.rl.privileged` where these are set.
+  """
+
+  scores: Scores
+  rollout: Rollout
+  seen_by_teacher: Rollout
+
+
 @dataclasses.dataclass
 class Scorer:
   """Runs the programs of the roles that an algorithm needs on whole rollouts.
@@ -37,14 +49,19 @@ class Scorer:
   shape: RowShape
   tokenizer: Tokenizer
 
-  def start(self, rollout: Rollout) -> Scores:
-    """Dispatches the programs, and does not wait: scores [M, B / M, T] on the devices."""
+  def start(self, rollout: Rollout) -> PendingScores:
+    """Dispatches the programs, and does not wait for them."""
     roles, wanted = self.roles, self.algorithm.scores(self.config)
+    seen_by_teacher = rollout
     if not wanted and not roles.reward_model:
-      return Scores()
+      return PendingScores(Scores(), rollout, seen_by_teacher)
     with self.timer('pack'):
-      batch = self._placed(rollout)
-      of_teacher = self._placed(self.seen_by_teacher(rollout)) if self.config.rl.privileged else batch
+      batch = of_teacher = self._placed(rollout)
+      if self.config.rl.privileged:
+        from jaxpost.rl import teachers
+
+        seen_by_teacher = teachers.privileged_rollout(rollout, self.config, self.tokenizer)
+        of_teacher = self._placed(seen_by_teacher)
     found = {}
     with self.timer('score'):
       if {'old_logprobs', 'entropy'} & {*wanted} or ('values' in wanted and not roles.critic):
@@ -52,8 +69,10 @@ class Scorer:
         found = {'old_logprobs': outputs.logprobs, 'entropy': outputs.entropy, 'values': outputs.values}
         saved = ('entropy',) if self.config.log.rollouts_every else ()  # the program has it, and launch.view shows it
         found = {name: x for name, x in found.items() if name in (*wanted, *saved)}
-      if 'ref_logprobs' in wanted:  # for the KL term
-        found['ref_logprobs'] = [t(of_teacher).logprobs for t in roles.teachers] or roles.reference(of_teacher).logprobs
+      if 'ref_logprobs' in wanted and roles.teachers:
+        found['ref_logprobs'] = [teacher(of_teacher).logprobs for teacher in roles.teachers]
+      elif 'ref_logprobs' in wanted and roles.reference:  # for the KL term
+        found['ref_logprobs'] = roles.reference(of_teacher).logprobs
       if 'values' in wanted:
         values = roles.critic.score(batch).values if roles.critic else found['values']
         # The state before a token ends with the token to its left.
@@ -61,29 +80,23 @@ class Scorer:
       if roles.reward_model:
         found['reward_model'] = roles.reward_model(batch).values
     self.timer.watch('score', found)
-    return Scores(**found)
+    return PendingScores(Scores(**found), rollout, seen_by_teacher)
 
-  def fetch(self, rollout: Rollout, scores: Scores) -> Scores:
+  def fetch(self, pending: PendingScores) -> Scores:
     """Waits for the scores: rows on the devices -> [N, C] on the host."""
-    if arrays := scores.computed():
+    if arrays := pending.scores.computed():
       with self.timer('score'):
         arrays = to_host(arrays)
-    seen = self.seen_by_teacher(rollout) if self.config.rl.privileged and 'ref_logprobs' in arrays else rollout
 
     def unpack(name, x):
       if isinstance(x, list):
         from jaxpost.rl import teachers
 
-        return teachers.combine([unpack(name, one) for one in x], rollout, self.config)
-      return batching.from_rows(seen if name == 'ref_logprobs' else rollout, x, *self.shape)
+        return teachers.combine([unpack(name, one) for one in x], pending.rollout, self.config)
+      packed = pending.seen_by_teacher if name == 'ref_logprobs' else pending.rollout
+      return batching.from_rows(packed, x, *self.shape)
 
     return Scores(**{name: unpack(name, x) for name, x in arrays.items()})
-
-  def seen_by_teacher(self, rollout: Rollout) -> Rollout:
-    """The completions after the prompts of `config.rl.privileged`."""
-    from jaxpost.rl import privileged
-
-    return privileged.rollout_of_teacher(rollout, self.config, self.tokenizer)
 
   def _placed(self, rollout: Rollout) -> Batch:
     """The whole rollout on the devices of the policy."""
