@@ -321,6 +321,8 @@ HEALTHY = {
     ('length', {'completions/mean_length': 130.0}, 10),
     ('flat', {'frac_reward_zero_std': 0.95}, 10),
     ('mismatch', {'sampler_mismatch': 1.06}, 1),
+    ('mismatch', {'sampler_mismatch': math.inf}, 1),
+    ('mismatch', {'sampler_mismatch': None}, 1),  # what a resume reads of it
     ('values', {'critic/vf_clipfrac': 0.55}, 10),
     ('nonfinite', {'loss': math.nan}, 1),
     ('nonfinite', {'grad_norm': math.inf}, 1),

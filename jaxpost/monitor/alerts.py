@@ -178,8 +178,11 @@ class Alerts:
     found['all_failed'] = self._failed[stage]
     left = (found[key] for key in ('importance_weight', 'off_policy_kept', 'vespo/phi'))
     found['weight'] = min(left, key=lambda x: (math.isnan(x), x))
-    # Replayed samples are those of an older policy.
-    found['mismatch'] = math.nan if row.get('replay/used') else found['sampler_mismatch']
+    mismatch = row.get('sampler_mismatch', math.nan)
+    # Written as null, and so read by a resume, where it is not finite: it is the mean of exp of a difference.
+    found['mismatch'] = math.inf if mismatch is None or math.isinf(mismatch) else mismatch
+    if row.get('replay/used'):  # samples of an older policy
+      found['mismatch'] = math.nan
     found['has_reward'] = 'reward' in row
     # An overflow of the loss scale lowers it, and is no cause for alarm.
     watched = () if row.get('overflowed_updates') else ('loss', 'grad_norm')
