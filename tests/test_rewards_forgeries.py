@@ -202,6 +202,8 @@ HONEST = [
     'def f(x):\n  if x < 0: raise ValueError("no")\n  return x',
     'import pytest\ndef test_it():\n  with pytest.raises(ValueError):\n    f(-1)\n  assert f(1) == 1',
   ),
+  # The test itself raises in the `with` block, as in Python.
+  ('def f(x): return {1: x}', 'import pytest\nwith pytest.raises(KeyError):\n  f(2)[3]\nassert f(2) == {1: 2}'),
   ('def f(x): raise KeyError', 'try:\n  f(1)\n  assert False\nexcept LookupError:\n  pass'),
   ('def f(x): return x ** 2', 'for x, y in [(1, 1), (3, 9)]:\n  assert f(x) == y'),
   ('def f(x): return x ** 2', 'assert all(f(i) == i * i for i in range(5))\nassert [f(i) for i in (1, 2)] == [1, 4]'),

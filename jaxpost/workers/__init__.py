@@ -3,7 +3,7 @@
 `process` starts and kills worker processes, `call` loads and calls a reward function inside one, `user_code` says what
 went wrong there, and `reaper` ends the workers if their owner dies. `sandbox` runs programs written by a model;
 `supervisor`, `jail`, `namespaces`, `seccomp` and `runner` are its inner side. `dialog` judges them by tests that
-`checks` has read, on plain `values`, outside of the sandbox.
+`checks` has read, on plain `values` that it asks the `solution` for, outside of the sandbox.
 
 rewards/ and environments/ import from here. This room imports the standard library and jaxpost.errors. It never imports
 JAX or any package that does: a worker must start in milliseconds and must not touch a device. What is graded or

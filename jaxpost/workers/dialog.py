@@ -1,8 +1,7 @@
 """Judges a solution from outside: evaluates a test, asks the solution's process for values, and compares them here.
 
-The evaluator walks the tree that checks.py has read. It executes neither the test nor anything that the solution
-sends: an answer is JSON, `runner.decode` makes plain values of it, and an object of another kind stays in the
-solution's process and is a `values.Handle` here, whose attributes and results are asked for in turn.
+The evaluator walks the tree that checks.py has read, and asks `solution.Solution` for what the test does not hold. It
+executes neither the test nor anything that the solution sends.
 
 Everything is bounded: the length and depth of an answer, the steps and the time of a test, the size of what it makes.
 """
@@ -12,13 +11,13 @@ from __future__ import annotations
 import ast
 import collections
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxpost.workers import checks, runner, values
+from jaxpost.workers.solution import Solution
 
 _STEPS = 1_000_000  # nodes that one test evaluates
 _MODULES = {'math': math, 'collections': collections}
@@ -66,38 +65,19 @@ def passed(test: checks.Test, ask: Callable[[str], str | None], deadline: float)
     evaluator.block(test.tree.body, collections.ChainMap())
   except (values.Ended, values.TooLarge, *values.ERRORS):
     return False
-  return not evaluator.ended
+  return not evaluator.solution.ended  # a `finally` that returns hides the exception
 
 
 class _Evaluator:
   """Evaluates one test; a method for each kind of node, named as the node is."""
 
   def __init__(self, test: checks.Test, ask: Callable[[str], str | None], deadline: float) -> None:
-    self._own, self._exact = test.own, test.exact
-    self._ask_line, self._deadline = ask, deadline
+    self._own = test.own
+    self._exact = test.exact
+    self.solution = Solution(ask, deadline)
+    self.ask = self.solution.ask
+    self._deadline = deadline
     self._steps = 0
-    self.ended = False  # the solution's process; a `finally` that returns hides the exception
-
-  def ask(self, what: str, *parts) -> Any:
-    """Asks the solution for one thing; `Ended` if no plain answer comes, `Raised` if it raised."""
-    if time.monotonic() > self._deadline:
-      raise values.Ended
-    try:
-      line = json.dumps([runner.encode(part, _number) for part in (what, *parts)])
-    except ValueError:  # It is deeper than the limit.
-      raise values.Ended from None
-    answer = self._ask_line(line)
-    if answer is None or len(answer) > runner.REPLY_BYTES:
-      self.ended = True
-      raise values.Ended
-    try:
-      data = json.loads(answer)
-      if isinstance(data, dict) and list(data) == ['value']:
-        return runner.decode(data['value'], values.Handle)
-      names = [str(name)[:100] for name in data['raised'][:20]]
-    except (ValueError, TypeError, LookupError, RecursionError):
-      raise values.Ended from None
-    raise values.Raised(names)
 
   # --------------------------------------------------------------- statements
 
@@ -184,9 +164,8 @@ class _Evaluator:
     try:
       self.block(node.body, scope)
     except values.ERRORS as error:
-      names = error.names if isinstance(error, values.Raised) else [kind.__name__ for kind in type(error).__mro__]
       for handler in node.handlers:
-        if handler.type is None or _classes(handler.type) & set(names):
+        if handler.type is None or _classes(handler.type) & _names_of(error):
           self.block(handler.body, scope)
           break
       else:
@@ -200,8 +179,8 @@ class _Evaluator:
     """`with pytest.raises(NAME):`, the only one that checks.py lets pass."""
     try:
       self.block(node.body, scope)
-    except values.Raised as error:
-      if _classes(node.items[0].context_expr.args[0]) & set(error.names):
+    except values.ERRORS as error:
+      if _classes(node.items[0].context_expr.args[0]) & _names_of(error):
         return
       raise
     raise AssertionError('nothing was raised')
@@ -261,7 +240,7 @@ class _Evaluator:
     return self.apply(function, arguments, named)
 
   def _arguments(self, node, scope) -> tuple[list, dict]:
-    named = {}
+    named: dict[str, Any] = {}
     for keyword in node.keywords:
       value = self._value(keyword.value, scope)
       named.update(value if keyword.arg is None else {keyword.arg: value})
@@ -348,7 +327,7 @@ class _Evaluator:
     return runner.distinct(set, self._elements(node.elts, scope))
 
   def _Dict(self, node, scope) -> dict:
-    out = {}
+    out: dict[Any, Any] = {}
     for key, part in zip(node.keys, node.values):
       value = self._value(part, scope)
       out.update(value if key is None else {self._value(key, scope): value})
@@ -386,13 +365,12 @@ class _Evaluator:
         yield from self._rows(rest, inner, element)
 
 
-def _number(value: Any) -> int:
-  """Returns the number of an object of the solution; UnreadableTest for what else has no plain form."""
-  if isinstance(value, values.Handle):
-    return value.number
-  raise checks.UnreadableTest('it gives the solution a function; give it plain values')
-
-
 def _classes(node: ast.expr) -> set[str]:
   """Returns the names of the exceptions that a handler catches."""
-  return {getattr(part, 'attr', getattr(part, 'id', None)) for part in ast.walk(node)} - {None}
+  attributes = {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+  return attributes | {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _names_of(error: Exception) -> set[str]:
+  """Returns the names of the class of an error and its bases, whether the solution or the test has raised it."""
+  return set(error.names) if isinstance(error, values.Raised) else {kind.__name__ for kind in type(error).__mro__}

@@ -39,7 +39,11 @@ _BINARY = {
   ast.BitOr: operator.or_,
   ast.BitXor: operator.xor,
 }
-UNARY = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert}
+UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+  ast.USub: operator.neg,
+  ast.UAdd: operator.pos,
+  ast.Invert: operator.invert,
+}
 _ORDER = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge}
 _KINDS = {name: getattr(builtins, name) for name in checks.KINDS}
 # Functions of one iterable, the first argument, which is made a list first.
@@ -65,8 +69,18 @@ class Raised(Exception):
 
 
 # Errors that the same test would raise in Python: the test fails, unless it catches them.
-ERRORS = (Raised, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, RecursionError)
-ERRORS += (StopIteration, TypeError, ValueError)
+ERRORS = (
+  Raised,
+  ArithmeticError,
+  AssertionError,
+  AttributeError,
+  LookupError,
+  MemoryError,
+  RecursionError,
+  StopIteration,
+  TypeError,
+  ValueError,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,10 +100,12 @@ class Builtin:
 
 
 class Evaluator(Protocol):
-  """The part of dialog.py that the functions of this module call."""
+  """The part of dialog.py that the functions of this module call.
 
-  def ask(self, what: str, *parts) -> Any:
-    """Asks the solution for one thing."""
+  ask: asks the solution for one thing, see `solution.Solution.ask`.
+  """
+
+  ask: Callable[..., Any]
 
   def apply(self, function: Any, arguments: list, named: dict) -> Any:
     """Calls any function that a test can name."""
@@ -188,7 +204,7 @@ def call_builtin(builtin: Builtin, arguments: list, named: dict, outer: Evaluato
   name = builtin.name
   first = arguments[0] if arguments else None
   if builtin.function:
-    return _call_math(builtin, arguments, named)
+    return _call_math(name, builtin.function, arguments, named)
   if name in ('map', 'filter', 'zip', 'dict', 'Counter'):
     return _call_lazy(name, arguments, named, outer)
   if isinstance(first, Handle) and name in _OF_OBJECTS:
@@ -273,10 +289,10 @@ _BOUNDED: dict[str, Callable] = {
 }
 
 
-def _call_math(builtin: Builtin, arguments: list, named: dict) -> Any:
-  if builtin.name in ('factorial', 'comb', 'perm'):
+def _call_math(name: str, function: Callable, arguments: list, named: dict) -> Any:
+  if name in ('factorial', 'comb', 'perm'):
     _limit(max((abs(v) for v in arguments), default=0), 5000)
-  return builtin.function(*arguments, **named)
+  return function(*arguments, **named)
 
 
 def _call_lazy(name: str, arguments: list, named: dict, outer: Evaluator) -> Any:
