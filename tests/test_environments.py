@@ -141,7 +141,7 @@ def test_schema_of_all_kinds_of_hints():
 def test_a_class_that_is_no_environment(tmp_path, body, words):
   (tmp_path / 'env.py').write_text(f'class E:\n  {body}\n')
   with pytest.raises(InputError, match=words):
-    pool_lib.EnvironmentPool(f'{tmp_path}/env.py:E', workers=1).check()
+    pool_lib.EnvironmentPool(f'{tmp_path}/env.py:E', workers=1)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_reset_that_does_not_take_the_columns(tmp_path, signature, words):
   path = tmp_path / 'env.py'
   path.write_text(f'class E:\n  def reset({signature}): return None\n  def go(self):\n    """Goes."""\n')
   rows = sources.read('rows', fake_rows=[{'prompt': [{'role': 'user', 'content': 'x'}], 'answer': '1'}])
-  pool = pool_lib.EnvironmentPool(f'{path}:E', workers=1).check()
+  pool = pool_lib.EnvironmentPool(f'{path}:E', workers=1)
   try:
     answer = pool.all[0].submit(verb='reset', row=rows[0]).result()
     if not words:
@@ -187,7 +187,7 @@ def test_a_run_refuses_such_a_reset_before_it_compiles(tmp_path):
 def pool(tmp_path_factory):
   path = tmp_path_factory.mktemp('env') / 'env.py'
   path.write_text(TROUBLE)
-  made = pool_lib.EnvironmentPool(f'{path}:Trouble', workers=2, timeout_s=3.0, max_characters=1000).check()
+  made = pool_lib.EnvironmentPool(f'{path}:Trouble', workers=2, timeout_s=3.0, max_characters=1000)
   yield made
   made.close()
 
@@ -246,7 +246,7 @@ class Slow:
 
 def test_methods_may_be_coroutines(tmp_path):
   (tmp_path / 'env.py').write_text(ASYNC)
-  pool = pool_lib.EnvironmentPool(f'{tmp_path}/env.py:Slow', workers=1).check()
+  pool = pool_lib.EnvironmentPool(f'{tmp_path}/env.py:Slow', workers=1)
   try:
     ask = pool.all[0].submit
     assert ask(verb='reset', row={}).result() == pool_lib.Answer('begin')

@@ -328,7 +328,7 @@ class Paced:
         if request.is_cancelled():
           break
         on_tokens(request, ids[place : place + 1])
-      next_requests([Completion(request, ids, *np.zeros([2, 3], np.float32), finished=False)], False)
+      next_requests([Completion(request, ids, *np.zeros([2, 3], np.float32), finished=False, versions=ids)], False)
     return {}
 
 
@@ -371,10 +371,10 @@ def test_a_stream_that_is_cut_off(paced, ends):
     while b'"text": "a"' not in got:
       got += connection.recv(1 << 14)
     if ends == 'server':
-      endpoint.cancel_open()
+      endpoint.shared.cancel_open()
       while b'}\n\n' not in got.partition(b'"error"')[2]:
         got += connection.recv(1 << 14)
-  wait_for(lambda: not endpoint._shared.open)
+  wait_for(lambda: not endpoint.shared.open)
   assert endpoint.counts == dict(answered=0, refused=int(ends == 'server'), cancelled=int(ends == 'client'))
 
 
@@ -589,9 +589,9 @@ def test_a_client_that_leaves_gives_up_its_slots(server):
   for _ in range(2):
     with connect(server) as connection:
       connection.sendall(LOCAL + b'Content-Length: %d\r\n\r\n' % len(body) + body)
-      wait_for(lambda: endpoint._shared.open)
+      wait_for(lambda: endpoint.shared.open)
   assert ask(server, 'completions', prompt='a', max_tokens=1)
-  assert endpoint.counts['cancelled'] == cancelled + 2 and not endpoint._shared.open
+  assert endpoint.counts['cancelled'] == cancelled + 2 and not endpoint.shared.open
   assert len(seen) == recorded + 1
 
 
@@ -875,7 +875,7 @@ def test_a_failure_of_one_ends_all(weights):
       asked.set()
 
     def serve(self, *args, next_requests, **kwargs):
-      while next_requests((), False) is not None and not endpoint._shared.stopped:
+      while next_requests((), False) is not None and not endpoint.shared.stopped:
         time.sleep(0.01)
 
   endpoint = Endpoint(Waiting(), weights.inputs.tokenizer, name='nano', other_engines={'other': Broken()})

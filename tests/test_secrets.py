@@ -93,7 +93,7 @@ def test_rewards(file):
 
 @pytest.mark.parametrize('env_vars, found', [((), 'nothing'), (('MY_VALUE',), CANARY)])
 def test_environments(env_vars, found, file):
-  pool = EnvironmentPool(f'{file}:Env', workers=1, env_vars=env_vars).check()
+  pool = EnvironmentPool(f'{file}:Env', workers=1, env_vars=env_vars)
   try:
     (one,) = pool.all
     one.submit(verb='reset', row={}).result()

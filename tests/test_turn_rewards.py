@@ -148,7 +148,7 @@ def config(folder, environment='env.py', **over):
 def test_a_call_answers_with_its_reward(folder):
   environment = folder / 'bad.py'
   environment.write_text(ENVIRONMENT.replace('(n + 1) / 8', "(n + 1) / 8 if n < 9 else float('nan')"))
-  pool = pool_lib.EnvironmentPool(f'{environment}:Env', workers=1).check()
+  pool = pool_lib.EnvironmentPool(f'{environment}:Env', workers=1)
   try:
 
     def ask(**request):

@@ -159,9 +159,10 @@ class Agents(Episodes):
     episodes = [Episode(n * group_size + i, prompt, i) for n, prompt in enumerate(prompts) for i in range(group_size)]
     scheduler = AgentScheduler(self, episodes, sampling)
     cancelled = self.endpoint.counts['cancelled']
-    figures = self.endpoint.serve_until(scheduler.advance, self.run_key, step, on_dispatch)
+    shared = self.endpoint.shared
+    figures = shared.serve_until(self.endpoint.name, scheduler.advance, self.run_key, step, on_dispatch)
     self.check_failures(episodes)
-    self.endpoint.cancel_open()  # requests of agents that have just been killed
+    shared.cancel_open()  # requests of agents that have just been killed
     figures['episodes/cancelled'] = self.endpoint.counts['cancelled'] - cancelled
     figures['episodes/begun_again'] = sum(max(0, s.begun - 1) for s in scheduler.sessions.values())
     return self.rollout(episodes, prompts, group_size, step, figures)

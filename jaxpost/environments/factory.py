@@ -48,7 +48,7 @@ def start_environments(
     )
   specs = by_source.specs(config.environment)
   if len(specs) == 1 and not any('environment=' in entry for entry in config.rl.sources):
-    pool = _start(*specs.values(), config, algorithm)
+    pool = _start(next(iter(specs.values())), config, algorithm)
     for rows in data:
       pool.check_rows(rows)
     return pool
@@ -79,7 +79,7 @@ def _start(spec: str, config: Any, algorithm: Any) -> EnvironmentPool:
     timeout_s=tools.timeout_s,
     env_vars=tools.env_vars,
     max_characters=max(rollout.max_prompt_length, tools.max_result_tokens) * _CHARACTERS,
-  ).check()
+  )
   if pool.agent and coordination.process_count() > 1:
     pool.close()
     raise InputError(

@@ -27,7 +27,7 @@ from jaxpost.environments import http_connections, openai_format
 from jaxpost.environments.http_connections import EVENTS, Call, HttpError, Reply
 from jaxpost.environments.openai_stream import EventStream, TextStream
 from jaxpost.environments.shared_engines import Answer, SharedEngines
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.rollout.sequence import Completion, Request
 
 if TYPE_CHECKING:
@@ -77,11 +77,12 @@ class _Refused(Exception):
 
 
 class Endpoint:
-  """The server. It listens from the start; requests are answered while `serve` or `serve_until` runs.
+  """The server. It listens from the start; requests are answered while `serve`, or `shared.serve_until`, runs.
 
   Attributes:
     url: address of the API, up to and including /v1.
     sessions: API key -> `Session` of an agent whose requests form an episode of a training run.
+    shared: the engines, and the requests that wait for them.
     counts: requests so far by outcome: answered, refused, and cancelled because their client left.
 
   Args:
@@ -120,7 +121,7 @@ class Endpoint:
     self._record = record or (lambda entry: None)
     self._tokenizer = tokenizer
     self._translator = openai_format.Translator(tokenizer, engine.config.room)
-    self._shared = SharedEngines(self.engines)
+    self.shared = SharedEngines(self.engines)
     self._numbers = itertools.count()
     self._threads = concurrent.futures.ThreadPoolExecutor(_THREADS)
     self._scoring = concurrent.futures.ThreadPoolExecutor(1)  # so that long lists of prompts delay no other client
@@ -136,31 +137,21 @@ class Endpoint:
   def serve(self, run_key: Any, step: int = 0) -> dict[str, dict]:
     """Answers requests until `stop` is called from any thread, then closes; returns the figures of each engine."""
     try:
-      return self._shared.serve(run_key, step)
+      return self.shared.serve(run_key, step)
     finally:
       self.close()
 
-  def serve_until(
-    self, ended: Callable[[], bool], run_key: Any, step: int, on_dispatch: Callable | None = None
-  ) -> dict:
-    """Answers requests until `ended()`, see `SharedEngines.serve_until`."""
-    return self._shared.serve_until(self.name, ended, run_key, step, on_dispatch)
-
   def stop(self) -> None:
     """Ends `serve` after the sequences in flight."""
-    self._shared.stop()
+    self.shared.stop()
 
   def close(self) -> None:
     """Stops listening and refuses the requests that are left."""
     self.stop()
-    self.cancel_open()
+    self.shared.cancel_open()
     self._http.close()
     self._threads.shutdown(wait=False)
     self._scoring.shutdown(wait=False)
-
-  def cancel_open(self) -> None:
-    """Refuses the requests that are not answered, queued or in a slot that is gone."""
-    self._shared.cancel_open()
 
   # --------------------------------------------------------------- answering
 
@@ -229,8 +220,7 @@ class Endpoint:
   def _prepare(self, call: Call) -> _Job:
     """Reads a body; InputError if it is invalid, _Refused if it names no model."""
     body = json.loads(call.body)
-    if not isinstance(body, dict):
-      raise InputError('the body must be a JSON object')
+    refuse(not isinstance(body, dict), 'the body must be a JSON object')
     name = body.get('model')
     if len(self.engines) == 1:
       name = self.name
@@ -270,8 +260,7 @@ class Endpoint:
 
   def _check(self, job: _Job) -> None:
     """Raises InputError if a request cannot be served; in the engine's thread, the error would end the run."""
-    if not all(map(len, job.prompts)):
-      raise InputError('prompt: is empty; a sequence begins with at least one token')
+    refuse(not all(map(len, job.prompts)), 'prompt: is empty; a sequence begins with at least one token')
     for request in job.requests if job.draws else ():
       self.engines[job.model].check(request)
 
@@ -280,8 +269,8 @@ class Endpoint:
     chunks = self._scorers[job.model].chunks([Example(p, np.ones(len(p), bool)) for p in job.prompts])
     out: list[Any] = []
     while len(out) < len(job.prompts):
-      with self._shared.between_blocks():
-        if call.left or self._shared.stopped:
+      with self.shared.between_blocks():
+        if call.left or self.shared.stopped:
           return None
         out += next(chunks)
     return out
@@ -303,8 +292,8 @@ class Endpoint:
     if job.stream and job.stream.texts:
       for i, answer in enumerate(answers):
         answer.on_tokens = functools.partial(pass_on, i)
-    with self._shared.submitted(job.model, job.requests, answers):
-      if call.left or self._shared.stopped:  # No engine may be running.
+    with self.shared.submitted(job.model, job.requests, answers):
+      if call.left or self.shared.stopped:  # No engine may be running.
         call.cancel()
       ended = asyncio.gather(*map(asyncio.wrap_future, answers), return_exceptions=True)
       ended.add_done_callback(lambda _: arrived.put_nowait(None))
@@ -340,8 +329,7 @@ class Endpoint:
     contexts = [self._translator.chat_prompt(body)] if is_chat else self._translator.text_prompts(body)
     number = next(self._numbers) if body.get('seed') is None else 0
     most = openai_format.MAX_ANSWERS // len(contexts)
-    if not 1 <= count <= most:
-      raise InputError(f'n: {count} is not between 1 and {most}, for {len(contexts)} prompts')
+    refuse(not 1 <= count <= most, f'n: {count} is not between 1 and {most}, for {len(contexts)} prompts')
     return [
       Request(ids, number, i * count + n, self._translator.sampling(body, len(ids)))
       for i, ids in enumerate(contexts)
@@ -351,8 +339,7 @@ class Endpoint:
 
 def _session_request(session: Session, body: dict, requests: list[Request], engine: Any) -> Request:
   """Returns the request of an agent in a training run; its session decides about tokens and sampling."""
-  if len(requests) != 1:
-    raise InputError('n, prompt: an episode of a run asks for one answer')
+  refuse(len(requests) != 1, 'n, prompt: an episode of a run asks for one answer')
   sampling = requests[0].sampling
   request = session.request(body, lambda: requests[0].tokens, sampling['max_tokens'])
   if sampling['stop_strings']:  # in addition to those of the run

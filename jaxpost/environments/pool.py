@@ -99,11 +99,10 @@ class EnvironmentPool:
 
   Attributes:
     all: the environments.
-    tools: JSON schemas of the tools, for the chat template; set by `check`.
-    gives_reward: True if the class has get_reward; set by `check`.
-    gives_turn_rewards: True if it has an attribute turn_reward; set by `check`.
-    agent: True if the class has a method play(base_url, api_key), an agent that uses the policy over HTTP; set by
-      `check`.
+    tools: JSON schemas of the tools, for the chat template.
+    gives_reward: True if the class has get_reward.
+    gives_turn_rewards: True if it has an attribute turn_reward.
+    agent: True if the class has a method play(base_url, api_key), an agent that uses the policy over HTTP.
 
   Args:
     spec: './env.py:Class' or 'pkg.module:Class'.
@@ -121,6 +120,7 @@ class EnvironmentPool:
     max_characters: int = 1 << 16,
     env_vars: Sequence[str] = (),
   ) -> None:
+    """Starts one process and reads the tools; InputError if the environment cannot be imported."""
     setup = {
       'path': process.search_path(),
       'environment': spec,
@@ -137,27 +137,22 @@ class EnvironmentPool:
       return Environment(worker, timeout_s)
 
     self.all = [make() for _ in range(workers)]
-    self.tools = None
-    self.gives_reward = self.gives_turn_rewards = None
-    self.agent = False
     self._closed = False
     atexit.register(self.close)
-
-  def check(self) -> EnvironmentPool:
-    """Starts one process and reads the tools; returns the pool. InputError if the environment cannot be imported."""
     try:
       ready = self.all[0].describe()
     except BaseException:
       self.close()
       raise
     self.agent = PLAY in ready['tools']
-    self.tools = [] if self.agent else list(ready['tools'].values())  # An agent defines the tools of its own requests.
-    self.gives_reward, self.gives_turn_rewards = ready['gives_reward'], ready['gives_turn_rewards']
-    return self
+    # An agent defines the tools of its own requests.
+    self.tools: list[dict] = [] if self.agent else list(ready['tools'].values())
+    self.gives_reward: bool = ready['gives_reward']
+    self.gives_turn_rewards: bool = ready['gives_turn_rewards']
 
   def check_rows(self, rows: Rows) -> None:
     """Raises InputError if `reset` cannot be called with the first row."""
-    row = next((row for row in rows if row is not None), {})
+    row: dict = next((row for row in rows if row is not None), {})
     if error := self.all[0].submit(verb='check', row={**dict.fromkeys(row), 'prompt': None}).result().error:
       self.close()
       raise InputError(f'environment {self._spec}: {error}')
