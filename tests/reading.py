@@ -30,6 +30,7 @@ OPTIONS = {
   'jaxpost.data.maps': 'data.map',
   'jaxpost.data.row_views': 'data.max_samples',
   'jaxpost.environments': 'environment',
+  'jaxpost.imports': 'algorithm',  # of files and modules of one's own
   'jaxpost.distributed.bridge': 'mesh.rollout_devices',
   'jaxpost.formats.chunked_fields': 'model.path',
   'jaxpost.formats.fp8': 'model.path',
@@ -101,7 +102,7 @@ OPTIONS = {
   'jaxpost.rl.dynamic_sampling': 'rl.dynamic_sampling',
   'jaxpost.rl.merging': 'rl.dynamic_sampling',
   'jaxpost.rl.offload': 'rollout.offload',
-  'jaxpost.rl.privileged': 'rl.privileged',
+  'jaxpost.rl.queue_state': 'rollout.staleness',
   'jaxpost.rl.shared_prompts': 'train.share_prompt',
   'jaxpost.rl.process_rewards': 'reward_model.per_step',
   'jaxpost.rl.replay': 'rl.replay',

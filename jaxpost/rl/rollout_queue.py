@@ -159,7 +159,9 @@ class RolloutQueue:
     if steps_done < self.config.train.steps:
       until = min(steps_done + self.config.rollout.staleness, self.config.train.steps)
       self._sample_until(until, next_step=steps_done, steps_done=steps_done)
-    return {'queue': [_to_json(pending) for pending in self.rollouts]}
+    from jaxpost.rl import queue_state
+
+    return {'queue': [queue_state.to_json(pending) for pending in self.rollouts]}
 
   def restore(self, state: dict, steps_done: int) -> None:
     """Continues from `state`; the policy has its weights of then again."""
@@ -168,29 +170,6 @@ class RolloutQueue:
       return
     self.version = None
     self._load_weights(self._updates(steps_done))
-    for saved in state['queue']:
-      self.rollouts.append(_from_json(saved, self.grader))
+    from jaxpost.rl import queue_state
 
-
-def _to_json(pending: PendingRollout) -> dict:
-  from jaxpost.rollout import rollout_codec
-
-  return {
-    'info': pending.info,
-    'chosen': pending.selected,
-    'rollouts': [rollout_codec.to_text(r.rollout) for r in pending.rounds],
-    'kept': [r.from_earlier_step for r in pending.rounds],
-  }
-
-
-def _from_json(saved: dict, grader: Grader) -> PendingRollout:
-  """Grades again: rewards were being computed when the checkpoint was written."""
-  from jaxpost.rollout import rollout_codec
-
-  rounds = [grader.submit(rollout_codec.from_text(text)) for text in saved['rollouts']]
-  pending = functools.reduce(PendingRollout.join, rounds)
-  pending.selected = saved['chosen']
-  for one, kept in zip(pending.rounds, saved['kept'], strict=True):
-    one.from_earlier_step = kept
-  pending.info = saved['info']
-  return pending
+    self.rollouts.extend(queue_state.from_json(saved, self.grader) for saved in state['queue'])

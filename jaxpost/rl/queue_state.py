@@ -1,0 +1,24 @@
+"""Rollouts that wait in the queue (`config.rollout.staleness`) as JSON values, for checkpoints."""
+
+from __future__ import annotations
+
+from jaxpost.rl.grading import Grader, PendingRollout
+from jaxpost.rollout import rollout_codec
+
+
+def to_json(pending: PendingRollout) -> dict:
+  """Returns a rollout as JSON values, without its rewards: they may still be being computed."""
+  return {
+    'info': pending.info,
+    'chosen': pending.selected,
+    'rollouts': [rollout_codec.to_text(r.rollout) for r in pending.rounds],
+    'kept': [r.from_earlier_step for r in pending.rounds],
+  }
+
+
+def from_json(saved: dict, grader: Grader) -> PendingRollout:
+  """Returns the rollout that `to_json` saved, and starts to grade it again."""
+  rounds = [grader.submit(rollout_codec.from_text(text)).rounds[0] for text in saved['rollouts']]
+  for one, kept in zip(rounds, saved['kept'], strict=True):
+    one.from_earlier_step = kept
+  return PendingRollout(grader, rounds, saved['info'], saved['chosen'])
