@@ -76,16 +76,16 @@ class TrainState:
 class Outputs:
   """Outputs of a model per token of a batch, the input of objectives.
 
-  Fields that the objective does not read are None.
+  Fields that the objective does not read (`Objective.reads`) are None.
   """
 
-  logprobs: Array | None = None  # [B, T] float32, log_softmax(logits / T)
-  entropy: Array | None = None  # [B, T] float32, nats
-  lse: Array | None = None  # [B, T] float32, log-sum-exp of the logits
-  mean_logprob: Array | None = None  # [B, T], over the vocabulary
-  collision: Array | None = None  # [B, T], log of the sum of p^2 over the vocabulary; without gradient
-  divergence: Array | None = None  # [B, T], from the teachers' distributions
-  values: Array | None = None  # [B, T], of the text up to and including a token
+  logprobs: Array = None  # [B, T] float32, log_softmax(logits / T)
+  entropy: Array = None  # [B, T] float32, nats
+  lse: Array = None  # [B, T] float32, log-sum-exp of the logits
+  mean_logprob: Array = None  # [B, T], over the vocabulary
+  collision: Array = None  # [B, T], log of the sum of p^2 over the vocabulary; without gradient
+  divergence: Array = None  # [B, T], from the teachers' distributions
+  values: Array = None  # [B, T], of the text up to and including a token
 
 
 @struct.dataclass

@@ -28,7 +28,8 @@ NONE, PAIR, FIRST, FURTHER = range(4)
 
 def names(teacher: int) -> tuple[str, str, str, str]:
   """Names in `Batch.arrays`: 1 + ids and log-probs [B, T, k] at pairs, kind and log-prob of the span [B, T]."""
-  return tuple(f'teacher_{teacher}_{name}' for name in ('ids', 'logprobs', 'kind', 'span'))
+  prefix = f'teacher_{teacher}_'
+  return prefix + 'ids', prefix + 'logprobs', prefix + 'kind', prefix + 'span'
 
 
 def objective(config: Config, shares: Sequence[float]) -> Objective:

@@ -78,11 +78,12 @@ def _reads_mismatched(config: Config) -> bool:
 def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
   """Adds the log-probs of the reference and z, repeated for every token."""
   # Also the mismatched completions are scored, whose loss weights are 0.
-  scored = batch.replace(loss_weights=(batch.sequence_ids > 0).astype(jnp.float32))
+  ids = jnp.asarray(batch.sequence_ids)  # `render` numbers the sequences of every example
+  scored = batch.replace(loss_weights=(ids > 0).astype(jnp.float32))
   arrays = {**preference.prepare(scored, roles, config).arrays}
   if _reads_mismatched(config):
     log_ratios = roles.policy.score(scored).logprobs - arrays['ref_logprobs']
-    z = mismatch(log_ratios, arrays['kl_mask'], batch.sequence_ids)
+    z = mismatch(log_ratios, arrays['kl_mask'], ids)
     arrays['kl'] = jnp.full_like(batch.loss_weights, z)
   return batch.replace(arrays=arrays)
 

@@ -183,4 +183,4 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
 
   by_loss = {f: functools.partial(of_loss, field=f) for f in ('aggregate', 'clip_low', 'clip_high', 'old_policy')}
   by_rule = dict(scale_rewards=scale_rewards) | (dict(turn_gamma=turn_gamma) if 'turn_gamma' in choices else {})
-  return dict(importance=importance, kl_estimator=kl_estimator) | choices | by_loss | by_rule
+  return {'importance': importance, 'kl_estimator': kl_estimator, **choices, **by_loss, **by_rule}

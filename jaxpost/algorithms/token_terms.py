@@ -30,18 +30,19 @@ def apply(
     mask: the trained tokens, bool.
   """
   rl = config.rl
-  metrics, memory = {}, {}
+  metrics: dict[str, float] = {}
+  memory: dict[str, float] = {}
   if not mask.any():
     # The surrogate reads the arrays of an empty update, too.
     out |= {name: np.zeros(mask.shape, np.float32) for name in arrays(rl)}
-    return metrics, {
-      'entropy_coef': experience.memory.get('entropy_coef', rl.entropy_coef)
-    } if rl.entropy_target else {}
+    if rl.entropy_target:
+      memory['entropy_coef'] = experience.memory.get('entropy_coef', rl.entropy_coef)
+    return metrics, memory
   if rl.clip_cov or rl.kl_cov:
     cov = entropy_control.covariance(out['sampler_logprobs'], out['advantages'], mask)
     metrics |= {'entropy_cov/mean': float(cov[mask].mean()), 'entropy_cov/max': float(cov[mask].max())}
     if rl.kl_cov:
-      out['kl_cov'] = np.float32(entropy_control.kl_cov(cov, mask, fraction=rl.kl_cov))
+      out['kl_cov'] = np.asarray(entropy_control.kl_cov(cov, mask, fraction=rl.kl_cov), np.float32)
     if rl.clip_cov:
       random = np.random.default_rng((config.seed, experience.step, 0xC0F))
       limits = dict(fraction=rl.clip_cov, low=rl.cov_low, high=rl.cov_high)
@@ -55,14 +56,15 @@ def apply(
     metrics['top_entropy/threshold'] = float(entropy[kept].min())
   if rl.entropy_target:
     # -log p of what was sampled has the entropy as its mean, without another pass.
-    entropy = float(-out['sampler_logprobs'][mask].mean())
+    mean_entropy = float(-out['sampler_logprobs'][mask].mean())
     before = experience.memory.get('entropy_coef', rl.entropy_coef)
-    weight, after = entropy_control.adaptive_coef(before, entropy, rl.entropy_target, rl.entropy_step)
+    weight, after = entropy_control.adaptive_coef(before, mean_entropy, rl.entropy_target, rl.entropy_step)
     out['entropy_coef'] = np.full(mask.shape, weight, np.float32)
     memory['entropy_coef'] = after
     metrics['entropy_coef'] = weight
-  if rl.expert:
-    out['expert'] = np.float32(mask & experience.rollout.expert[:, None])
+  expert = experience.rollout.expert
+  if rl.expert and expert is not None:
+    out['expert'] = np.asarray(mask & expert[:, None], np.float32)
   if rl.correct_nll_coef:
     right = mask & (experience.verdicts >= rl.keep_reward)[:, None]
     # The loss divides by tokens, by sequences, or by sequences of the longest length; the term is a mean of its own.
@@ -73,7 +75,7 @@ def apply(
       'constant': (sequences * config.rollout.max_new_tokens, right),
     }[rl.aggregate]
     scale = rl.correct_nll_coef * divided / max(int(kept.sum()), 1)
-    out['nll_weights'] = np.float32(scale * right)
+    out['nll_weights'] = np.asarray(scale * right, np.float32)
   return metrics, memory
 
 

@@ -55,9 +55,11 @@ class EpisodeScheduler:
     self.owner = owner
     self.episodes = episodes
     self.sampling = sampling
-    self.waiting = collections.deque(e for e in episodes if owner.pool.of(e.prompt))
+    pools = {e.number: owner.pool.of(e.prompt) for e in episodes}
+    self.pools = {number: pool for number, pool in pools.items() if pool}  # of the episodes that have an environment
+    self.waiting = collections.deque(e for e in episodes if e.number in self.pools)
     # Prompts of sources without an environment have one turn and no tool.
-    self.single = [self.begin(e, None) for e in episodes if not owner.pool.of(e.prompt)]
+    self.single = [self.begin(e, None) for e in episodes if e.number not in self.pools]
     # The environments of each pool that are free.
     self.free = {pool: list(range(len(pool.all) * coordination.process_count())) for pool in owner.pool.each()}
     self.pending: list[PendingAnswers] = []
@@ -93,7 +95,7 @@ class EpisodeScheduler:
     left = []  # those whose environments are all taken
     while self.waiting and any(self.free.values()):
       episode = self.waiting.popleft()
-      free = self.free[self.owner.pool.of(episode.prompt)]
+      free = self.free[self.pools[episode.number]]
       if not free:
         left.append(episode)
         continue
@@ -107,7 +109,7 @@ class EpisodeScheduler:
     index, process = divmod(episode.slot, coordination.process_count())
     futures = []
     if process == coordination.process_index():
-      environment = self.owner.pool.of(episode.prompt).all[index]
+      environment = self.pools[episode.number].all[index]
       futures = [environment.submit(verb=verb, **request) for request in requests]
     self.pending.append(PendingAnswers(episode, verb, futures, self.block))
 
@@ -139,7 +141,7 @@ class EpisodeScheduler:
     e.turns += 1
     stopped = completion.finished and not completion.stop_string
     text = owner.tokenizer.decode(ids[:-1] if stopped else ids, False)
-    calls = turns.parse(text) if stopped and owner.pool.of(e.prompt) else []
+    calls = turns.parse(text) if stopped and e.number in self.pools else []
     if calls and ids[-1] != owner.turns.end_id:
       calls = None  # Another stop token ended the turn, after which the template has no tool answer.
     if calls is None:
@@ -158,7 +160,7 @@ class EpisodeScheduler:
 
   def end(self, episode: Episode) -> None:
     """Requests the reward after the last turn, if there is one."""
-    pool = self.owner.pool.of(episode.prompt)
+    pool = self.pools.get(episode.number)
     if pool and pool.gives_reward:
       self.send(episode, 'reward', {})
     else:
@@ -166,7 +168,7 @@ class EpisodeScheduler:
 
   def release(self, episode: Episode) -> None:
     """Frees the environment of an episode that is over."""
-    if pool := self.owner.pool.of(episode.prompt):
+    if pool := self.pools.get(episode.number):
       self.free[pool].append(episode.slot)
       self.free[pool].sort()
 
@@ -195,7 +197,7 @@ class EpisodeScheduler:
     if observation:
       messages = [dict(m) for m in e.prompt.prompt]
       messages[-1]['content'] += owner.turns.break_special_tokens(observation)
-      shown = {**e.prompt.columns, 'tools': owner.pool.of(e.prompt).tools}
+      shown = {**e.prompt.columns, 'tools': self.pools[e.number].tools}
       e.context = prompts_lib.encode_prompt(owner.tokenizer, messages, shown, f'prompt {e.prompt.index}')
     if len(e.context) > owner.limits.prompt:
       e.error = (

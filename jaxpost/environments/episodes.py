@@ -48,7 +48,7 @@ class Episodes:
     self.tokenizer = tokenizer
     self.limits = limits
     self.turns = turns.Turns(tokenizer)
-    self.recent = collections.deque(maxlen=_WINDOW)  # the error of each episode, or None
+    self.recent: collections.deque[str | None] = collections.deque(maxlen=_WINDOW)  # the error of each episode, or None
     if not self.turns.matches_template():
       logging.info(
         'the chat template renders earlier turns differently from how they were sampled; '

@@ -8,13 +8,13 @@ import ast
 import operator
 import re
 import zlib
+from collections.abc import Callable
 
-_OPERATORS = {
+_BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
   ast.Add: operator.add,
   ast.Sub: operator.sub,
   ast.Mult: operator.mul,
   ast.Div: operator.truediv,
-  ast.USub: operator.neg,
 }
 _CALL = '<tool_call>\n{"name": "move", "arguments": {"direction": "%s"}}\n</tool_call>'
 
@@ -42,12 +42,12 @@ class Calculator:
 
 def _value(node: ast.AST) -> float:
   """Evaluates a syntax tree of arithmetic."""
-  if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+  if isinstance(node, ast.Constant) and (type(node.value) is int or type(node.value) is float):
     return node.value
-  if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-    return _OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-  if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
-    return _OPERATORS[type(node.op)](_value(node.operand))
+  if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+    return _BINARY[type(node.op)](_value(node.left), _value(node.right))
+  if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+    return -_value(node.operand)
   raise ValueError('only numbers, + - * / and parentheses')
 
 

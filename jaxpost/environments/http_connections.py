@@ -228,7 +228,7 @@ class _Connection:
   async def _read(self) -> Call | None:
     """Returns the next request; None if the client has closed the connection instead."""
     event = await self._next()
-    if isinstance(event, h11.ConnectionClosed):
+    if not isinstance(event, h11.Request):  # the end of the connection
       return None
     self._bodiless = event.method == b'HEAD'
     headers = {name.decode('latin-1'): value.decode('latin-1') for name, value in event.headers}
@@ -237,7 +237,7 @@ class _Connection:
     self._owner.admit(call)
     _check_size(call)
     body = bytearray()
-    while not isinstance(event := await self._next(), h11.EndOfMessage):
+    while isinstance(event := await self._next(), h11.Data):
       self._hold(len(event.data))  # not what the headers announce: a client that never sends it would keep others out
       if self._owner.held > _MAX_BODIES:
         raise HttpError(503, f'the server holds requests of more than {_MAX_BODIES} bytes; try again later')
@@ -245,8 +245,8 @@ class _Connection:
     call.body = bytes(body)
     return call
 
-  async def _next(self) -> h11.Event:
-    """Returns the next event of the protocol."""
+  async def _next(self) -> object:
+    """Returns the next `h11.Event`: a request, a part or the end of its body, or the end of the connection."""
     while (event := self._protocol.next_event()) is h11.NEED_DATA:
       if self._protocol.they_are_waiting_for_100_continue:
         self._write(h11.InformationalResponse(status_code=100, headers=[]))

@@ -16,7 +16,7 @@ import numpy as np
 from jaxpost.data import messages as messages_lib
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.environments import turns
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.rollout.sequence import Completion, Request
 
 if TYPE_CHECKING:
@@ -72,10 +72,8 @@ class Translator:
     is_ids = bool(prompt) and isinstance(prompt, list) and isinstance(prompt[0], int)
     if isinstance(prompt, str) or is_ids:
       prompt = [prompt]
-    if not isinstance(prompt, list) or not prompt:
-      raise InputError('prompt: must be a text, token ids, or a list of either')
-    if len(prompt) > MAX_ANSWERS:
-      raise InputError(f'prompt: {len(prompt)} prompts are more than {MAX_ANSWERS}')
+    refuse(not isinstance(prompt, list) or not prompt, 'prompt: must be a text, token ids, or a list of either')
+    refuse(len(prompt) > MAX_ANSWERS, f'prompt: {len(prompt)} prompts are more than {MAX_ANSWERS}')
     return [np.asarray(self._ids(p), np.int32) for p in prompt]
 
   def _ids(self, prompt: Any) -> list[int]:
@@ -97,8 +95,7 @@ class Translator:
       hint = '; with echo, 0 scores the prompt alone' if max_tokens == 0 else ''
       raise InputError(f'max_tokens: {max_tokens} is less than 1{hint}')
     stop = body.get('stop') or ()
-    if not isinstance(stop, (str, list, tuple)):
-      raise InputError(f'stop: {stop!r} is no text or list of texts')
+    refuse(not isinstance(stop, (str, list, tuple)), f'stop: {stop!r} is no text or list of texts')
     stops = [stop] if isinstance(stop, str) else stop
     if len(stops) > _MAX_STOPS or any(isinstance(text, str) and len(text) > _MAX_STOP for text in stops):
       raise InputError(f'stop: at most {_MAX_STOPS} texts of {_MAX_STOP} characters')
@@ -140,10 +137,12 @@ class Translator:
     """Returns an entry per token with its log-prob and the top-k tokens at its position."""
     entries = []
     for at, (token, logprob) in enumerate(zip(completion.tokens, completion.logprobs)):
-      # An agent of a run may ask for the most probable tokens, but its sampler reports none.
-      top = () if completion.top_ids is None else zip(completion.top_ids[at], completion.top_logprobs[at])
       entry = self._logprob_entry(token, logprob)
-      entry['top_logprobs'] = [self._logprob_entry(*one) for one in top]
+      entry['top_logprobs'] = []
+      # An agent of a run may ask for the most probable tokens, but its sampler reports none.
+      if completion.top_ids is not None and completion.top_logprobs is not None:
+        top = zip(completion.top_ids[at], completion.top_logprobs[at])
+        entry['top_logprobs'] = [self._logprob_entry(*one) for one in top]
       entries.append(entry)
     return entries
 
@@ -235,8 +234,7 @@ def check_supported(body: dict, is_chat: bool, scorer: Any) -> None:
 
 
 def _check_echo(body: dict, is_chat: bool, scorer: Any) -> None:
-  if is_chat:
-    raise InputError('echo: chats have none; /v1/completions has')
+  refuse(is_chat, 'echo: chats have none; /v1/completions has')
   if body.get('logprobs') is None:
     return
   if scorer is None:
@@ -252,8 +250,7 @@ def number(body: dict, name: str, kind: type, default: Any) -> Any:
   if value is None:
     return default
   is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
-  if not is_number or (kind is int and value != value // 1):
-    raise InputError(f'{name}: {value!r} is not {_KINDS[kind]}')
+  refuse(not is_number or (kind is int and value != value // 1), f'{name}: {value!r} is not {_KINDS[kind]}')
   return kind(value)
 
 
@@ -316,4 +313,4 @@ def nothing_drawn(request: Request) -> Completion:
   """Returns the completion of a request for no tokens."""
   none = np.zeros(0, np.float32)
   ids = none.astype(np.int32)
-  return Completion(request, ids, none, none, finished=False, top_ids=ids[:, None], top_logprobs=none[:, None])
+  return Completion(request, ids, none, none, False, versions=ids, top_ids=ids[:, None], top_logprobs=none[:, None])

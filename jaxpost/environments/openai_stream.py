@@ -73,7 +73,7 @@ class EventStream:
   def __init__(self, is_chat: bool, model: str, texts: Sequence[TextStream] = ()) -> None:
     self._is_chat = is_chat
     self.texts = texts
-    self._begun = set()  # indices of choices that have had an event
+    self._begun: set[int] = set()  # indices of choices that have had an event
     self._head = openai_format.head('chat.completion.chunk' if is_chat else 'text_completion', model)
 
   def part(self, index: int, tokens: np.ndarray) -> str:

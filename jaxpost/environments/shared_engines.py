@@ -43,7 +43,7 @@ class SharedEngines:
   def __init__(self, engines: Mapping[str, Any]) -> None:
     self.open: set[Answer] = set()
     self._engines = engines
-    self._queues = {name: queue.SimpleQueue() for name in engines}
+    self._queues: dict[str, queue.SimpleQueue[Request]] = {name: queue.SimpleQueue() for name in engines}
     self._lock = FairLock()
     self._stop = threading.Event()
     self._ended = self._stop.is_set
@@ -127,7 +127,7 @@ class SharedEngines:
 
   def _next_requests(self, waiting: queue.SimpleQueue, idle: bool) -> list[Request]:
     """Returns the queued requests; an idle engine waits until there is one or the end."""
-    ready = []
+    ready: list[Request] = []
     while True:
       try:
         request = waiting.get(block=idle and not ready, timeout=self._tick_s)
@@ -150,7 +150,8 @@ class FairLock:
   """
 
   def __init__(self) -> None:
-    self._queue = collections.deque()  # a locked lock per thread; the first one holds the `FairLock`
+    # A locked lock per thread; the first one holds the `FairLock`.
+    self._queue: collections.deque[threading.Lock] = collections.deque()
     self._mutex = threading.Lock()
 
   def acquire(self) -> None:

@@ -40,7 +40,7 @@ def parse(text: str) -> list[dict] | None:
     json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
   except (ValueError, RecursionError):
     return None
-  return None if None in calls else calls
+  return calls
 
 
 def _marked(text: str) -> list[str]:
@@ -73,14 +73,16 @@ def _between(text: str, opening: str, closing: str) -> Iterator[str]:
     start = text.find(opening, end)
 
 
-def _call(call: Any) -> dict | None:
-  """Returns {'name', 'arguments'} of a parsed JSON value; None if it is no call."""
+def _call(call: Any) -> dict:
+  """Returns {'name', 'arguments'} of a parsed JSON value; ValueError if it is no call."""
   if not isinstance(call, dict) or not isinstance(call.get('name'), str):
-    return None
+    raise ValueError('no call')
   arguments = call.get('arguments', call.get('parameters', {}))
   if isinstance(arguments, str):
     arguments = _value(arguments)
-  return dict(name=call['name'], arguments=arguments) if isinstance(arguments, dict) else None
+  if not isinstance(arguments, dict):
+    raise ValueError('arguments without names')
+  return dict(name=call['name'], arguments=arguments)
 
 
 def _value(text: str) -> Any:
@@ -103,8 +105,7 @@ class Turns:
 
   def __init__(self, tokenizer: Tokenizer) -> None:
     self._tokenizer = tokenizer
-    self._call = {}
-    self.end_id = None
+    self._call: dict[str, list] = {}
     try:
       rest = self._after([_result('tool', 'x')])
     except InputError:  # Some templates render an answer only after the call that it answers.

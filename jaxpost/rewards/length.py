@@ -80,7 +80,7 @@ class Repetition:
     return self._penalty * (1 - len(set(grams)) / len(grams))
 
 
-_BY = {
+_BY: dict[str, Callable[[], Callable[..., list]]] = {
   'exact_match': lambda: answers.exact_match,
   'numeric_match': lambda: answers.numeric_match,
   'gsm8k': lambda: answers.gsm8k,

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.rewards import builtin
 from jaxpost.rewards.groups import Graded, Group, stats_of
 from jaxpost.workers import process, user_code
@@ -33,6 +33,7 @@ _WINDOW = 100  # groups over which the fraction of failures is computed
 _MIN_GROUPS = 20  # groups before that fraction is checked
 _TAKE_S = 10.0  # seconds for a worker to accept a group
 _SHOWN = 2000  # characters of printed output to log for each group
+_Job = tuple[concurrent.futures.Future[Graded], str, Group]  # a group, and the line that a worker reads
 
 
 class _Reply(NamedTuple):
@@ -77,10 +78,11 @@ class RewardPool:
   ) -> None:
     if isinstance(rewards, str) or callable(rewards):
       rewards = (rewards,)
+    weights = weights or [1.0] * len(rewards)
     _check_settings(rewards, weights, workers, timeout_s, max_failed)
     self.names = builtin.short_names(rewards)
     self.stats = stats_of([])  # of the last batch
-    self.weights = dict(zip(self.names, weights or [1.0] * len(rewards)))
+    self.weights = dict(zip(self.names, weights))
     self._max_failed = max_failed
     self._timeout_s = timeout_s
     self._start_timeout_s = start_timeout_s
@@ -99,12 +101,14 @@ class RewardPool:
     self._remote = [(n, builtin.locate(r)) for n, r in named if not callable(r)]
     self._console = process.Printed([name for name, _ in self._remote]) if show_printed else None
     self._needs: list[tuple[str, str, Sequence[str]]] = []  # name, file and needed columns of each function
-    self._recent = collections.deque(maxlen=_WINDOW)  # the error of each group, or None
-    self._jobs = queue.SimpleQueue()
+    self._recent: collections.deque[str | None] = collections.deque(maxlen=_WINDOW)  # the error of each group, or None
+    self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None ends a thread
     self._size = workers
     self._owner = os.getpid()
-    self._reaper = None
-    self._workers, self._threads, self._ready = [], [], []
+    self._reaper: process.Reaper | None = None
+    self._workers: list[process.Worker] = []
+    self._threads: list[threading.Thread] = []
+    self._ready: list[concurrent.futures.Future[list[dict]]] = []
     self._closed = False
 
   def check_rows(self, rows: Any, names: Sequence[str] | None = None) -> None:
@@ -141,7 +145,7 @@ class RewardPool:
       names: of the functions to check so; None: all.
     """
     self._start()
-    needs = [(r.name, r.file, r.needs) for r in self._local]
+    needs: list[tuple[str, str, Sequence[str]]] = [(r.name, r.file, r.needs) for r in self._local]
     for ready in self._ready:
       functions = ready.result()
     needs += [(name, found['file'], found['needs']) for (name, _), found in zip(self._remote, functions)]
@@ -164,11 +168,9 @@ class RewardPool:
     """
     lines = [_request(group, step) for group in groups]
     self._start()
-    futures = []
-    for line, group in zip(lines, groups):
-      future = concurrent.futures.Future()
-      self._jobs.put((future, line, group))
-      futures.append(future)
+    futures: list[concurrent.futures.Future[Graded]] = [concurrent.futures.Future() for _ in groups]
+    for job in zip(futures, lines, groups, strict=True):
+      self._jobs.put(job)
     return futures
 
   def grade(self, groups: Sequence[Group], step: int | None = None) -> list[Graded]:
@@ -185,7 +187,8 @@ class RewardPool:
     atexit.unregister(self.close)
     with contextlib.suppress(queue.Empty):  # threads take jobs meanwhile
       while True:
-        self._jobs.get_nowait()[0].cancel()
+        if job := self._jobs.get_nowait():
+          job[0].cancel()
     for _ in self._threads:
       self._jobs.put(None)
     for thread in self._threads:
@@ -220,15 +223,16 @@ class RewardPool:
         'timeout_s': self._timeout_s,
         'start_timeout_s': self._start_timeout_s,
       }
-      self._reaper = process.Reaper()
+      self._reaper = reaper = process.Reaper()
       what = 'reward ' + ', '.join(name for name, _ in self._remote)
       self._workers = [
-        process.Worker('jaxpost.rewards.worker', setup, variables, self._reaper, what) for _ in range(self._size)
+        process.Worker('jaxpost.rewards.worker', setup, variables, reaper, what) for _ in range(self._size)
       ]
-    for worker in self._workers or [None]:
+    workers: list[process.Worker | None] = [*self._workers] or [None]  # None: functions of this process alone
+    for worker in workers:
       # The thread also starts the worker's process: PR_SET_PDEATHSIG kills a process when the thread that started it
       # ends.
-      ready = concurrent.futures.Future()
+      ready: concurrent.futures.Future[list[dict]] = concurrent.futures.Future()
       thread = threading.Thread(target=self._serve, args=(worker, ready), daemon=True)
       self._ready.append(ready)
       self._threads.append(thread)
@@ -249,7 +253,7 @@ class RewardPool:
     size = len(group.completions)
     names = group.graded_by
     asked = [name for name, _ in self._remote if names is None or name in names]
-    reply = self._ask(worker, line, logged, asked) if asked else _Reply({})
+    reply = self._ask(worker, line, logged, asked) if worker and asked else _Reply({})
     if reply.error is None and self._local:
       reply = self._call_local(reply.values, line, logged, names)
     components = {name: reply.values.get(name, [None] * size) for name in self.names}
@@ -276,7 +280,7 @@ class RewardPool:
     """Has a worker grade one group; retries once if the worker was dead before the group reached it."""
     worker.start()
     worker.send(line)
-    values = {}
+    values: dict[str, list] = {}
     started = False
     try:
       for name in names:
@@ -342,7 +346,11 @@ def _settle(future: concurrent.futures.Future, function: Callable, *arguments) -
 
 def _request(group: Group, step: int | None) -> str:
   """Returns the JSON line for a worker; InputError for a column that JSON cannot represent."""
-  fields = {'prompts': group.prompts, 'completions': group.completions, 'completion_ids': group.completion_ids}
+  fields: dict[str, list] = {
+    'prompts': group.prompts,
+    'completions': group.completions,
+    'completion_ids': group.completion_ids,
+  }
   for name in group.columns:
     if name in user_code.GIVEN:
       raise InputError(
@@ -372,16 +380,10 @@ def _check_json(name: str, values: Any) -> None:
 
 def _check_settings(rewards, weights, workers: int, timeout_s: float, max_failed: float) -> None:
   """Raises InputError for arguments of `RewardPool` that cannot work."""
-  if not rewards:
-    raise InputError('reward: none is given')
-  if weights and len(weights) != len(rewards):
-    raise InputError(f'reward_weights: {len(weights)} weights for {len(rewards)} rewards')
-  for weight in weights or ():
-    if not math.isfinite(weight):
-      raise InputError(f'reward_weights: {weight} is not finite')
-  if workers < 1:
-    raise InputError(f'reward workers: {workers} is less than 1')
-  if not (timeout_s > 0 and math.isfinite(timeout_s)):
-    raise InputError(f'reward timeout_s: {timeout_s} is not a time in seconds')
-  if not 0 <= max_failed <= 1:
-    raise InputError(f'reward max_failed: {max_failed} is not within 0 and 1')
+  refuse(not rewards, 'reward: none is given')
+  refuse(len(weights) != len(rewards), f'reward_weights: {len(weights)} weights for {len(rewards)} rewards')
+  for weight in weights:
+    refuse(not math.isfinite(weight), f'reward_weights: {weight} is not finite')
+  refuse(workers < 1, f'reward workers: {workers} is less than 1')
+  refuse(not (timeout_s > 0 and math.isfinite(timeout_s)), f'reward timeout_s: {timeout_s} is not a time in seconds')
+  refuse(not 0 <= max_failed <= 1, f'reward max_failed: {max_failed} is not within 0 and 1')

@@ -141,7 +141,7 @@ def _grade(rewards: list[call.Reward], line: bytes, reply: Callable[[dict], None
     try:
       # Parsed anew for each function, because a function may modify its arguments in place.
       group = json.loads(line)
-      logged = []
+      logged: list[tuple[str, float]] = []
       values = call.call(reward, group['arguments'], logged, group['step'], timeout_s)
     except call.RewardError as error:
       reply({'error': str(error)})

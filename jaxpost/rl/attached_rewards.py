@@ -28,16 +28,17 @@ def add_attached(groups: Sequence[Graded], rollout: Rollout) -> list[Graded]:
       prompts whose source (`rl.sources`) has no environment.
   """
   size = len(groups[0].rewards)
+  attached = rollout.rewards or {}
   results = []
   for i, (group, prompt) in enumerate(zip(groups, rollout.prompts, strict=True)):
     if prompt.source.get('environment') == '':
-      none = dict.fromkeys(rollout.rewards, [None] * size)
+      none: dict[str, list[float | None]] = {name: [None] * size for name in attached}
       by = group.graded_by if group.graded_by is not None else list(group.components)
       results.append(dataclasses.replace(group, components={**group.components, **none}, graded_by=by))
       continue
     components = {
       name: [None if np.isnan(reward) else float(reward) for reward in values[i * size : (i + 1) * size]]
-      for name, values in rollout.rewards.items()
+      for name, values in attached.items()
     }
     # Functions that have no verdict on any completion of a group are left out of its rewards.
     left_out = group.error is None and all(reward is None for reward in group.rewards)

@@ -147,9 +147,8 @@ def to_batch(
     own = np.repeat([p.source['sampling']['temperature'] for p in rollout.prompts], group_size(rollout))
     arrays = {**arrays, 'temperature': np.broadcast_to(own[:, None], rollout.logprobs.shape)}
   packed = {name: np.zeros(shape, np.float32) for name in arrays}
-  experts, allowed = (
-    None if x is None else np.zeros((*shape, *x.shape[2:]), x.dtype) for x in (rollout.experts, rollout.allowed)
-  )
+  recorded = {name: x for name, x in (('experts', rollout.experts), ('allowed', rollout.allowed)) if x is not None}
+  optional = {name: np.zeros((*shape, *x.shape[2:]), x.dtype) for name, x in recorded.items()}
   size = group_size(rollout)
   for n, row, segment, branch, start, first, end in places(
     rollout, members, num_rows, row_length, share_prompt=share_prompt
@@ -166,12 +165,14 @@ def to_batch(
     loss_weights[row, first:end] = weights[n, :length]
     for name, values in arrays.items():
       packed[name][row, first:end] = values[n, :length]
-    if experts is not None:
-      experts[row, start:end] = rollout.experts[n, skipped : len(text)]
-    if allowed is not None:
-      allowed[row, first:end] = rollout.allowed[n, :length]
-  optional = dict(experts=experts, allowed=allowed, temperature=packed.pop('temperature', None))
-  optional |= dict(branch_ids=branch_ids) if share_prompt else {}
+    if 'experts' in recorded:  # of the prompt, too
+      optional['experts'][row, start:end] = recorded['experts'][n, skipped : len(text)]
+    if 'allowed' in recorded:
+      optional['allowed'][row, first:end] = recorded['allowed'][n, :length]
+  if 'temperature' in packed:
+    optional['temperature'] = packed.pop('temperature')
+  if share_prompt:
+    optional['branch_ids'] = branch_ids
   return Batch(tokens, positions, segment_ids, loss_weights, sequence_ids=sequence_ids, arrays=packed, **optional)
 
 

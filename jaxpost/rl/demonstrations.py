@@ -100,9 +100,9 @@ class ExpertSampler:
     return drawn.replace(expert=expert, **{name: joined(x, vars(given)[name]) for name, x in arrays_of(drawn).items()})
 
 
-def without_experts(rollout: Rollout, *grades: list[Graded] | None) -> tuple:
+def without_experts(rollout: Rollout, expert: np.ndarray, *grades: list[Graded] | None) -> tuple:
   """Returns (a rollout with the lengths of samples alone, *the grades of groups without those of their last ones)."""
-  own = ~rollout.expert
+  own = ~expert
   samples = rollout.replace(lengths=rollout.lengths[own], finished=rollout.finished[own])
   return samples, *(groups and [_without_last(group) for group in groups] for groups in grades)  # None: there are none
 

@@ -89,11 +89,9 @@ class PendingGroups:
   def results(self) -> list[Graded]:
     """Waits for the rewards of all groups: in order, equal on every process."""
     shards = coordination.all_gather([vars(graded) for graded in (future.result() for future in self.local)])
-    found = [None] * self.num_groups
-    for i, shard in enumerate(shards):
-      found[i :: len(shards)] = [Graded(**fields) for fields in shard]
-    self.pool.count(found)
-    return found
+    graded = [Graded(**shards[i % len(shards)][i // len(shards)]) for i in range(self.num_groups)]
+    self.pool.count(graded)
+    return graded
 
 
 @dataclasses.dataclass
@@ -242,7 +240,7 @@ class GradedRollout:
     if rollout.expert is not None:
       from jaxpost.rl import demonstrations
 
-      rollout, results, sampled = demonstrations.without_experts(rollout, results, sampled)
+      rollout, results, sampled = demonstrations.without_experts(rollout, rollout.expert, results, sampled)
       table = table[:, :-1]
     out = reward_metrics.length_metrics(rollout)
     if self.rollout.from_data or not self.results[0].components:
@@ -276,7 +274,7 @@ def to_groups(rollout: Rollout, tokenizer: Tokenizer, indices: Sequence[int] | N
   for i in range(len(rollout.prompts)) if indices is None else indices:
     prompt = rollout.prompts[i]
     ids = [rollout.completions[n, : rollout.lengths[n]].tolist() for n in range(i * size, (i + 1) * size)]
-    texts = [tokenizer.decode(x) for x in ids]
+    texts: list[str | list[dict]] = [tokenizer.decode(x) for x in ids]
     if rollout.messages:
       texts = list(rollout.messages[i * size : (i + 1) * size])
     elif not isinstance(prompt.prompt, str):

@@ -35,11 +35,11 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]], measured
     return np.concatenate([_pad_to(vars(rollout)[name][members], width) for rollout, members in parts])
 
   def join_rewards(name: str) -> np.ndarray:
-    return np.concatenate([rollout.rewards[name][members] for rollout, members in parts])
+    return np.concatenate([(rollout.rewards or {})[name][members] for rollout, members in parts])
 
   prompts = tuple(rollout.prompts[g] for rollout, indices in zip(rollouts, groups) for g in indices)
   rewards = first.rewards and {name: join_rewards(name) for name in first.rewards}
-  messages = first.messages and tuple(rollout.messages[n] for rollout, members in parts for n in members)
+  messages = first.messages and tuple((rollout.messages or ())[n] for rollout, members in parts for n in members)
   measured = measured or rollouts
   figures = {}
   for name in first.figures:

@@ -59,7 +59,8 @@ def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out
   Raises:
     InputError: an entry is wrong, or does not go with another field.
   """
-  found, environments = [], {}
+  found: list[dict] = []
+  environments = {}
   if config.environment:
     from jaxpost.environments import by_source
 
@@ -225,7 +226,7 @@ def _spans(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
   return [0, *stops[:-1]], stops
 
 
-class _Part(collections.abc.Sequence):
+class _Part:
   """The rows of one source of several."""
 
   def __init__(self, rows: Rows | Chain, start: int, stop: int):

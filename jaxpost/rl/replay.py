@@ -115,5 +115,6 @@ def _replaced(rollout: Rollout, used: Mapping[int, Rollout]) -> Rollout:
     n = (g + 1) * size - 1
     for name, x in arrays.items():
       x[n] = 0
-      x[(n, *map(slice, vars(one)[name].shape[1:]))] = vars(one)[name][0]
+      stored = vars(one)[name]  # [1, ...]
+      x[n : n + 1][tuple(slice(size) for size in stored.shape)] = stored
   return rollout.replace(**arrays)

@@ -138,6 +138,8 @@ def correctness_metrics(experience: Experience, passes: float) -> dict:
   A completion is right if its verdict is at least `passes`; those without a verdict do not count.
   """
   verdicts_ = experience.verdicts
+  if verdicts_ is None:
+    return {}
   graded = np.isfinite(verdicts_)
   right = graded & (verdicts_ >= passes)
   count = graded.reshape(experience.groups, -1).sum(axis=1)
@@ -164,7 +166,7 @@ def sample_rows(
   for n, length in enumerate(rollout.lengths):
     group, result = groups[n // size], results[n // size]
     i = n % size
-    row = {
+    row: dict[str, typing.Any] = {
       'prompt': _text(group.prompts[i]),
       'completion': _text(group.completions[i]),
       'reward': float(rewards[n]) if np.isfinite(rewards[n]) else None,

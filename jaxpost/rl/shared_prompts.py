@@ -79,7 +79,8 @@ def documents(
     prompts, completions: [N] tokens of each sequence.
   """
   for _, group in itertools.groupby(sorted(members), lambda n: n // group_size):
-    document, used = [], 0
+    document: list[int] = []
+    used = 0
     for n in group:
       if document and (used + 1 + completions[n] > row_length or not prompts[n]):
         yield document

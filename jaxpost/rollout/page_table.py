@@ -6,7 +6,7 @@ its own, and takes more as it grows. Page 0 is reserved: free slots write there.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 import numpy as np
 
@@ -103,7 +103,7 @@ class PageTable:
     if prompt not in self.prompts.values():
       self.shared.pop(prompt, None)
 
-  def table(self, holders: dict[int, Hashable], rows: int, entries: int) -> np.ndarray:
+  def table(self, holders: Mapping[int, Hashable], rows: int, entries: int) -> np.ndarray:
     """[rows, pages] int32: the pages of the first `entries` of each slot.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.rollout.rollout_codec import arrays_of, decode, encode, prompts_from_json, prompts_to_json
 from jaxpost.storage import object_store
 from jaxpost.types import Credit, Experience, Prompt, Rollout
@@ -34,7 +34,9 @@ def save(path: epath.PathLike, experience: Experience, credit: Credit, temperatu
   """Writes a rollout, its rewards, advantages and scores as arrays and JSON; no pickle."""
   rollout = experience.rollout
   arrays = {name: x for name, x in arrays_of(rollout).items() if name not in _LEFT_OUT}
-  arrays |= {'rewards': experience.rewards, 'verdicts': experience.verdicts, 'trained': credit.mask}
+  arrays |= {'rewards': experience.rewards, 'trained': credit.mask}
+  if experience.verdicts is not None:
+    arrays['verdicts'] = experience.verdicts
   arrays |= {'temperature': np.array([temperature]), 'sampling_mask': np.array([rollout.allowed is not None])}
   arrays |= {f'credit/{name}': x for name, x in credit.arrays.items()}
   scores = {name: x for name, x in experience.arrays.items() if name not in {'sampler_logprobs', *credit.arrays}}
@@ -120,8 +122,7 @@ class RecordedSampler:
   ) -> Rollout:
     """Returns the recorded rollout of a step; checks that it has as many prompts."""
     del on_dispatch  # nothing is sampled
-    if sampling:
-      raise InputError(f'config.train_on_rollouts: the stored rollouts cannot be sampled with {sampling}')
+    refuse(bool(sampling), f'config.train_on_rollouts: the stored rollouts cannot be sampled with {sampling}')
     path = self.folder / f'{step + 1}.npz'
     rollout, arrays = load(path)
     if self.temperature is not None:

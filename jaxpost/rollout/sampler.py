@@ -43,7 +43,7 @@ def to_rollout(
     return np.stack([np.pad(x, ((0, length - len(x)), *((0, 0),) * (x.ndim - 1))) for x in arrays])
 
   length = config.max_new_tokens
-  optional = {}
+  optional: dict[str, typing.Any] = {}
   if config.top_logprobs:
     optional |= {name: stack(name, length) for name in ('top_ids', 'top_logprobs')}
   if completions[0].experts is not None:  # [N, P + C, L, k] by position
@@ -102,8 +102,6 @@ class Sampler:
       sampling=sampling,
       on_dispatch=on_dispatch,
     )
-    if coordination.process_count() == 1:
-      return draw()
     sampling_processes = coordination.owners(self.engine.layout.mesh.devices.flat)
     if len(sampling_processes) == coordination.process_count():
       return draw()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
 from jaxpost.hardware import memory
 from jaxpost.models import rope
 from jaxpost.programs.sampling import Sampling
@@ -91,8 +91,7 @@ def _check_pages(config: SamplerConfig, shards: int):
 
 def check_top_logprobs(most: int, vocab_size: int) -> None:
   """Raises InputError if `top_logprobs` exceeds the vocabulary."""
-  if most > vocab_size:
-    raise InputError(f'config.rollout.top_logprobs: {most} of a vocabulary of {vocab_size}; lower it')
+  refuse(most > vocab_size, f'config.rollout.top_logprobs: {most} of a vocabulary of {vocab_size}; lower it')
 
 
 def check(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
@@ -119,8 +118,7 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
       f'config.rl.sampling_mask: the ids of config.rollout.top_k tokens are kept for each one drawn; set it from 1 to '
       f'{cfg.vocab_size}'
     )
-  if '' in config.stop_strings:
-    raise InputError('config.rollout.stop_strings: "" is in every text; leave it out')
+  refuse('' in config.stop_strings, 'config.rollout.stop_strings: "" is in every text; leave it out')
   for name in 'stop_ids', 'forbidden_ids':
     check_ids(vars(config)[name], cfg.vocab_size, f'config.rollout.{name}')
 
@@ -165,8 +163,7 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> N
   size = len(request.tokens)
   given = request.sampling
   name = f'prompt {request.prompt}'
-  if not size:
-    raise InputError(f'{name}: is empty; a sequence begins with at least one token')
+  refuse(not size, f'{name}: is empty; a sequence begins with at least one token')
   most = given.get('max_tokens', config.max_new_tokens)
   if most < 1 or size + most > config.room:
     raise InputError(
@@ -180,8 +177,7 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> N
   if (more := given.get('top_logprobs', 0)) > config.top_logprobs:
     raise InputError(f'top_logprobs: {more} are more than config.rollout.top_logprobs={config.top_logprobs} ({name})')
   for string in given.get('stop_strings', ()):
-    if not isinstance(string, str) or not string:
-      raise InputError(f'stop: {string!r} must be a text, not empty ({name})')
+    refuse(not isinstance(string, str) or not string, f'stop: {string!r} must be a text, not empty ({name})')
   for key, width in widths(config).items():
     ids = given.get(key, ())
     if len(ids) > width:

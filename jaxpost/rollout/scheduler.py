@@ -186,8 +186,7 @@ class Scheduler:
     suffixes = {}
     for sequence in list(self.queue):
       cached = self.prefix_cache.longest_match(sequence.key) if free else None
-      slot = self.claim_cached_slot(cached, sequence, free) if cached else None
-      if slot is None:
+      if cached is None or (slot := self.claim_cached_slot(cached, sequence, free)) is None:
         continue
       free.remove(slot)
       # The last token is always computed: its output decides the next one.

@@ -52,11 +52,11 @@ class Completion:
     logprobs: [C] float32 under the distribution with temperature, before top-k, top-p and min-p.
     behavior_logprobs: [C] float32 under the truncated distribution that the tokens were drawn from.
     finished: ended by a stop id or a stop string, not by max_tokens.
+    versions: [C] int32, number of optimizer updates that produced the weights of each token (0: the initial ones).
     stop_string: that ended it, or ''; the last token completes it.
     top_ids, top_logprobs: [C, n] int32 and float32, most probable first.
     allowed: [C, k] int32, see `Rollout`.
     experts: [P + C, L, k] uint16 chosen by the router, for the whole text.
-    versions: [C] int32, number of optimizer updates that produced the weights of each token (0: the initial ones).
   """
 
   request: Request
@@ -64,11 +64,11 @@ class Completion:
   logprobs: np.ndarray
   behavior_logprobs: np.ndarray
   finished: bool
+  versions: np.ndarray
   stop_string: str = ''
   top_ids: np.ndarray | None = None
   top_logprobs: np.ndarray | None = None
   experts: np.ndarray | None = None
-  versions: np.ndarray | None = None
   allowed: np.ndarray | None = None
 
 
@@ -124,11 +124,10 @@ class ActiveSequence:
   def append(self, block: Block, slot: int, version: int) -> int:
     """Appends what a block drew in a slot; returns the number of tokens."""
     drawn = block.drawn[:, slot]
-    tokens, logprobs, behavior = (x[drawn, slot] for x in (block.tokens, block.logprobs, block.behavior_logprobs))
-    some = (tuple(x[drawn, slot] for x in arrays) for arrays in (block.experts, block.top, block.allowed))
-    versions = np.full(len(tokens), version, np.int32)
-    self.blocks.append(DrawnTokens(tokens, logprobs, behavior, *some, versions=versions))
-    return len(tokens)
+    fields = (block.tokens, block.logprobs, block.behavior_logprobs, block.experts, block.top, block.allowed)
+    versions = np.full(drawn.sum(), version, np.int32)
+    self.blocks.append(DrawnTokens._make([*jax.tree.map(lambda x: x[drawn, slot], fields), versions]))
+    return len(versions)
 
   def cut_at_stop_string(self, strings: Collection[str], decode: Callable, min_tokens: int = 0) -> str:
     """Drops the tokens after the one that completes a stop string; returns that string, or ''.
@@ -166,7 +165,18 @@ class ActiveSequence:
     drawn = jax.tree.map(lambda *x: np.concatenate(x), *self.blocks)
     new = len(self.tokens) - len(self.request.tokens)  # drawn before it was prefilled again
     most = self.request.sampling.get('top_logprobs')
-    top = [x[:, :most] for x in drawn.top] or (None, None)
+    top_ids, top_logprobs = [x[:, :most] for x in drawn.top] or (None, None)
     experts = np.concatenate([self.experts[0], drawn.experts[0][new:]]) if drawn.experts else None
-    allowed = drawn.allowed[0] if drawn.allowed else None
-    return Completion(self.request, *drawn[:3], finished, stop_string, *top, experts, drawn.versions, allowed)
+    return Completion(
+      self.request,
+      drawn.tokens,
+      drawn.logprobs,
+      drawn.behavior_logprobs,
+      finished,
+      drawn.versions,
+      stop_string,
+      top_ids=top_ids,
+      top_logprobs=top_logprobs,
+      experts=experts,
+      allowed=drawn.allowed[0] if drawn.allowed else None,
+    )

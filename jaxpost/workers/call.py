@@ -86,7 +86,7 @@ def file_of(fn: Callable, name: object) -> str:
 
 def call(
   reward: Reward,
-  arguments: dict[str, list],
+  group: dict[str, list],
   logged: list[tuple[str, float]],
   step: int | None = None,
   time_limit_s: float | None = None,
@@ -94,7 +94,7 @@ def call(
   """Calls a reward function on one group of completions.
 
   Args:
-    arguments: lists by name, as in the docstring of this module.
+    group: lists by name, as in the docstring of this module.
     logged: receives a (name, value) pair for each call of `log_metric`.
     step: passed on as TRL's `trainer_state.global_step`.
     time_limit_s: passed on to functions that name it.
@@ -105,20 +105,20 @@ def call(
   Raises:
     RewardError: if the function raised, or did not return such a list.
   """
-  missing = user_code.missing_of(reward.needs, (*user_code.GIVEN, *arguments))
+  missing = user_code.missing_of(reward.needs, (*user_code.GIVEN, *group))
   if missing:
-    raise RewardError(user_code.missing_column(missing[0], arguments))
-  size = len(arguments['completions'])
-  arguments = arguments | {  # as TRL passes them
+    raise RewardError(user_code.missing_column(missing[0], group))
+  size = len(group['completions'])
+  arguments = group | {  # as TRL passes them
     'trainer_state': types.SimpleNamespace(global_step=step),
     'log_metric': lambda name, value: logged.append((str(name), float(value))),
     'log_extra': lambda name, values: None,
     'time_limit_s': time_limit_s,
   }
   # **columns must not receive bound options a second time, nor the time limit.
-  bound = ('time_limit_s',)
+  bound = {'time_limit_s'}
   if isinstance(reward.fn, functools.partial):
-    bound += tuple(reward.fn.keywords)
+    bound |= set(reward.fn.keywords)
   arguments = {k: v for k, v in arguments.items() if k in reward.takes or reward.rest and k not in bound}
   try:
     values = finished(reward.fn(**arguments))
@@ -163,11 +163,12 @@ def _number(i: int, value: Any) -> float | None:
     value = value.item()
   if not isinstance(value, numbers.Real):  # a bool is one: 0 or 1
     raise RewardError(f'returned {_shown(value)} at {i}, not a number')
+  number = value if isinstance(value, int) else float(value)  # a large int has no float
   # Advantages are computed in float32. Written this way, the comparison also fails for NaN.
-  if not abs(value) <= _FLOAT32_MAX:
+  if not abs(number) <= _FLOAT32_MAX:
     shown = value if isinstance(value, float) else 'a number beyond float32'
     raise RewardError(f'returned {shown} at {i}; None says that there is no reward')
-  return float(value)
+  return float(number)
 
 
 def _shown(value: Any) -> str:

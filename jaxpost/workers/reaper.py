@@ -12,7 +12,7 @@ import sys
 
 def main() -> None:
   """Tracks the process groups on stdin; kills those that are left at its end."""
-  groups = set()
+  groups: set[int] = set()
   for line in sys.stdin:
     change = groups.add if line[0] == '+' else groups.discard
     change(int(line[1:]))

@@ -30,7 +30,16 @@ DEPTH = 100  # of nested values
 BITS = 1 << 16  # of an integer
 REPLY_BYTES = 1 << 21  # of one answer
 _TAGS = {'l': list, 't': tuple, 's': set, 'f': frozenset}
-APPLY = {'len': len, 'str': str, 'repr': repr, 'list': list, 'next': next, 'int': int, 'float': float, 'abs': abs}
+APPLY: dict[str, Callable[[Any], Any]] = {
+  'len': len,
+  'str': str,
+  'repr': repr,
+  'list': list,
+  'next': next,
+  'int': int,
+  'float': float,
+  'abs': abs,
+}
 
 
 def encode(value: Any, keep: Callable[[Any], int], depth: int = 0) -> Any:

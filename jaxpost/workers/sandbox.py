@@ -324,7 +324,7 @@ def _binds(packages: bool) -> list[str]:
   }
   if packages:
     wanted.update(_packages())
-  out = []
+  out: list[str] = []
   for path in sorted(wanted):
     inside = (*out, '/usr', '/nix/store', '/gnu/store')
     if not path.startswith(tuple(f'{folder}/' for folder in inside)):
