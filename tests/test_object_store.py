@@ -209,6 +209,10 @@ def test_a_damaged_step_is_passed_over(objects):
   said = []
   template = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
   again = Checkpointer('gs://bucket/run')
+  arrays = (objects.root / 'bucket/run/2/state').rename(objects.root / 'away')
+  assert again.restore_meta() == {'at': 2}  # it needs no arrays
+  assert again.leaves() == {'w': [[8], 'float32']}
+  arrays.rename(objects.root / 'bucket/run/2/state')
   step, state, meta = again.restore(template, warn=said.append)
   again.close()
   assert step == 1 and meta == {'at': 1} and len(said) == 1

@@ -116,7 +116,8 @@ def test_what_differs_is_told(run, tmp_path):
   path.write_bytes(rollout_files._sealed(path.read_bytes()))
   assert reproduce.reproduce(copy, 2, 3)['identical'] is False
   shutil.rmtree(copy / 'rollouts')
-  assert reproduce.reproduce(copy, 2, 3)['identical'] is True  # of samples/
+  (copy / 'checkpoints/grpo/2/meta/metadata').write_text('{}')  # damaged: the steps before 3 are made from the start
+  assert reproduce.reproduce(copy, 3, 3)['identical'] is True  # of samples/
   (copy / 'samples/grpo/2.jsonl').unlink()
   before = sorted(copy.rglob('*'))
   assert reproduce.reproduce(copy, 2, 3)['identical'] is None

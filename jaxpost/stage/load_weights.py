@@ -145,4 +145,4 @@ def saved_meta(stage: str, workdir: epath.PathLike) -> dict | None:
   if not finished_steps(folder):
     return None
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
-    return checkpointer.restore_meta(warn=None)
+    return checkpointer.restore_meta()

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: saved in the background, verified before every use.
+"""Checkpoints of a run: saved in the background; files are verified each time before they are read.
 
 A step is a folder written by Orbax, and finished by its manifest (manifest.py):
 
@@ -37,6 +37,8 @@ from jaxpost import errors
 from jaxpost.distributed import coordination
 from jaxpost.storage import manifest as manifests
 from jaxpost.storage import object_store
+
+_ARRAYS = 'state/'  # where they are in the folder of a step
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
@@ -207,13 +209,13 @@ class Checkpointer:
     self._saved = set()
     return step, state, meta
 
-  def restore_meta(self, step: int | None = None, *, warn: Callable[[str], None] | None = print) -> dict:
-    """Reads only what was saved as `meta`."""
-    return self._read_meta(self._choose(step, warn))
+  def restore_meta(self, step: int | None = None) -> dict:
+    """Reads only what was saved as `meta`, and verifies no arrays."""
+    return self._read_meta(self._choose(step, None, arrays=False))
 
   def leaves(self, step: int | None = None) -> dict[str, list]:
-    """Returns {name ('params/embed'): [shape, type]} of the leaves of a step."""
-    return manifests.read(self._folder, self._choose(step, None)).leaves
+    """Returns {name ('params/embed'): [shape, type]} of the leaves of a step, and verifies no arrays."""
+    return manifests.read(self._folder, self._choose(step, None, arrays=False)).leaves
 
   def restore_params(self, template: Any, step: int | None = None, *, at: str = 'params') -> Any:
     """Reads only the subtree `at` ('params', 'policy/params') of the state."""
@@ -293,34 +295,36 @@ class Checkpointer:
 
   # Reading.
 
-  def _read_from(self, step: int) -> epath.Path:
-    """Returns a folder with the files of a step, a local copy of those on an object store."""
+  def _read_from(self, step: int, arrays: bool = True) -> epath.Path:
+    """Returns a folder with the files of a step, with or without its arrays; a local copy of those on an object store."""
     if not self._spool:
       return self._folder / str(step)
-    copy = self._spool / f'read-{step}'
+    copy = self._spool / f'read-{step}{"" if arrays else "-meta"}'
     if not copy.exists():
       from jaxpost.storage import remote
 
-      remote.download(self._folder / str(step), copy)
+      remote.download(self._folder / str(step), copy, leave_out='' if arrays else _ARRAYS)
     return copy
 
-  def _damage(self, step: int) -> str:
-    """Describes what is wrong with a step, naming the file; '' if it is good."""
+  def _damage(self, step: int, arrays: bool) -> str:
+    """Describes what is wrong with a step, or with its files besides the arrays, naming the file; '' if it is good."""
     try:
       manifest = manifests.read(self._folder, step)
-      manifests.verify(manifest, self._read_from(step))
+      if not arrays:
+        manifest = manifest._replace(files={k: v for k, v in manifest.files.items() if not k.startswith(_ARRAYS)})
+      manifests.verify(manifest, self._read_from(step, arrays))
     except manifests.DamagedError as error:
       return str(error)
     return ''
 
-  def _choose(self, step: int | None, warn: Callable[[str], None] | None) -> int:
-    """Returns the step to read, on all processes: `step`, or the newest good one."""
+  def _choose(self, step: int | None, warn: Callable[[str], None] | None, arrays: bool = True) -> int:
+    """Returns the step to read, on all processes: `step`, or the newest good one; `arrays`: whether those are read."""
     self.wait()
     chosen, problems = -1, []
     if jax.process_index() == 0:
       steps = manifests.steps(self._folder)
       for candidate in steps if step is None else [step]:
-        problem = 'not there' if candidate not in steps else self._damage(candidate)
+        problem = 'not there' if candidate not in steps else self._damage(candidate, arrays)
         if not problem:
           chosen = candidate
           break
@@ -335,7 +339,7 @@ class Checkpointer:
 
   def _read_meta(self, step: int) -> dict:
     args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-    return self._orbax.restore(self._read_from(step), args=args)['meta']
+    return self._orbax.restore(self._read_from(step, arrays=False), args=args)['meta']
 
   def _read(self, step: int, template: Any, prefix: str) -> Any:
     """Reads the leaves below `prefix` into the shape of `template`."""

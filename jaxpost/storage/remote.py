@@ -38,10 +38,11 @@ def upload(source: epath.PathLike, target: epath.PathLike, last: str = '') -> No
     _copy(epath.Path(source) / name, epath.Path(target) / name)
 
 
-def download(source: epath.PathLike, target: epath.PathLike) -> None:
-  """Copies all files below a folder of an object store to a local one."""
+def download(source: epath.PathLike, target: epath.PathLike, leave_out: str = '') -> None:
+  """Copies the files below a folder of an object store to a local one, but for those whose names begin so."""
   for name in object_store.files(source):
-    _copy(epath.Path(source) / name, epath.Path(target) / name)
+    if not (leave_out and name.startswith(leave_out)):
+      _copy(epath.Path(source) / name, epath.Path(target) / name)
 
 
 def _copy(source: epath.Path, target: epath.Path | pathlib.Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from etils import epath
 
 from jaxpost import stages
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, NoCheckpointError
 from jaxpost.monitor.metrics import read_growing
 from jaxpost.programs import score
 from jaxpost.rl import batching
@@ -82,21 +83,25 @@ def reproduce(
 
 
 def restore(run: epath.Path, name: str, most: int, roles: Roles, stream: Controller) -> int:
-  """Restores the newest checkpoint of at most `most` steps; returns its step, or 0 if there is none."""
+  """Restores the newest good checkpoint of at most `most` steps; returns its step, or 0 if there is none."""
   folder = run / 'checkpoints' / name
   steps = [s for s in finished_steps(folder) if s <= most]
-  if not steps:
-    return 0
   template = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
     {k: role.state for k, role in roles.trainable.items()},
   )
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
-    step, states, meta = checkpointer.restore(template, steps[0])
-  for key, role in roles.trainable.items():
-    role.state = states[key]
-  stream.restore(meta['stream'])
-  return step
+    for step in steps:
+      try:
+        _, states, meta = checkpointer.restore(template, step)
+      except NoCheckpointError as error:  # damaged: an older one leads to the same step
+        logging.warning('%s', error)
+        continue
+      for key, role in roles.trainable.items():
+        role.state = states[key]
+      stream.restore(meta['stream'])
+      return step
+  return 0
 
 
 def compare(run: epath.Path, name: str, step: int, row: int, item: Item) -> bool | None:
