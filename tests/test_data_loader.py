@@ -13,7 +13,7 @@ import pytest
 
 from jaxpost.data import chat, few_rows, generated, loader, packing, preview, prompts, shared_rows, sources
 from jaxpost.data import tokenizer as tokenizer_lib
-from jaxpost.distributed import coordination
+from jaxpost.distributed.channel import seconds_waited
 from jaxpost.errors import InputError
 from jaxpost.stage import held_out_loss
 
@@ -266,13 +266,13 @@ def test_what_others_render_is_not_time_of_this_host(monkeypatch):
   channel.join = join
   monkeypatch.setattr(shared_rows, 'Channel', lambda: channel)
   stream._start()
-  before = coordination.seconds_waited()
+  before = seconds_waited()
   next(stream)
-  assert coordination.seconds_waited() - before == pytest.approx(0.3)
+  assert seconds_waited() - before == pytest.approx(0.3)
   channel.waited += 100  # while this process did other things
-  before = coordination.seconds_waited()
+  before = seconds_waited()
   next(stream)
-  assert coordination.seconds_waited() - before < 0.6
+  assert seconds_waited() - before < 0.6
   stream.close()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxpost.data import loader, packing
 from jaxpost.distributed import coordination
-from jaxpost.distributed.channel import Channel
+from jaxpost.distributed.channel import Channel, seconds_waited
 from jaxpost.errors import InputError
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class SharedStream(loader.PackedStream):
     start, before = time.perf_counter(), self._channel.waited if self._thread else 0.0
     made = super().__next__()
     # What the thread waited for other processes, of the time without a batch, is their time and not this host's.
-    coordination.seconds_waited(min(time.perf_counter() - start, self._channel.waited - before))
+    seconds_waited(min(time.perf_counter() - start, self._channel.waited - before))
     return made
 
   def close(self) -> None:

@@ -16,7 +16,7 @@ import jax
 from jax._src import distributed  # the service has no public name
 
 from jaxpost import errors
-from jaxpost.distributed import coordination, peers
+from jaxpost.distributed import channel, peers
 
 _TRANSFER_TIMEOUT_S = 3600  # weights wait for a process that still samples
 
@@ -65,9 +65,9 @@ def connect(
       '--coordinator=HOST:PORT, --num_processes and --process_id'
     ) from e
   state = distributed.global_state
-  others = peers.Peers(state.client, state.process_id, state.num_processes, heartbeat_s, coordination.failed_process)
+  others = peers.Peers(state.client, state.process_id, state.num_processes, heartbeat_s, channel.failed_process)
   others.watch()
-  coordination.on_connected(others.who_is_gone)
+  channel.on_connected(others.who_is_gone)
   atexit.register(others.leave)  # registered last, so it runs first
 
 

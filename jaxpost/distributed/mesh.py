@@ -53,8 +53,13 @@ class TiedWeight(NamedTuple):
   value: jax.Array
   sums: jax.Array
 
-  shape = property(lambda self: self.sums.shape[1:])
-  dtype = property(lambda self: self.sums.dtype)
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return self.sums.shape[1:]
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    return self.sums.dtype
 
   def astype(self, dtype: Any) -> jax.Array:
     del dtype  # `value` is in the compute type already

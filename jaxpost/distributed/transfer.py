@@ -30,7 +30,8 @@ def to_host(tree: Any, share: bool = True) -> Any:
   processes that have some of them.
   """
   leaves, treedef = jax.tree.flatten(tree)
-  found, few = list(leaves), {}  # few: {a process: places of leaves that it has and some others lack}
+  found = list(leaves)
+  few: dict[int, list[int]] = {}  # {a process: places of leaves that it has and some others lack}
   for i, x in enumerate(leaves):
     if not isinstance(x, jax.Array):
       found[i] = np.asarray(x)
@@ -41,10 +42,12 @@ def to_host(tree: Any, share: bool = True) -> Any:
     if coordination.process_index() in mine or not share:
       found[i] = _fetch(x)
   for owner, which in few.items():
+    from jaxpost.distributed import channel  # for several processes
+
     sent = None
     if coordination.process_index() == owner:
       sent = b''.join(np.ascontiguousarray(found[i]).tobytes() for i in which)
-    sent, at = memoryview(coordination.broadcast_bytes(owner, sent)), 0
+    sent, at = memoryview(channel.broadcast_bytes(owner, sent)), 0
     for i in which:
       x = leaves[i]
       found[i] = np.frombuffer(sent, x.dtype, x.size, at).reshape(x.shape) if x.size else (np.zeros(x.shape, x.dtype))

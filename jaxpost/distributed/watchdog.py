@@ -33,7 +33,7 @@ _LIBRARIES = (
 )
 # Modules in which this library waits for other processes and for devices.
 _WAITING = (
-  f'{_HERE}distributed{os.sep}coordination.py',
+  f'{_HERE}distributed{os.sep}channel.py',
   f'{_HERE}distributed{os.sep}transfer.py',
   f'{_HERE}distributed{os.sep}mesh.py',
 )

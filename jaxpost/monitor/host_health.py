@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxpost.distributed import coordination
+from jaxpost.distributed.channel import seconds_waited
 from jaxpost.distributed.transfer import to_host
 from jaxpost.programs import replicas
 
@@ -68,7 +69,7 @@ class HostHealth:
     Raises:
       RuntimeError: replicas differ; names parameter, device and process.
     """
-    waited = coordination.seconds_waited() - self._waited_s
+    waited = seconds_waited() - self._waited_s
     self._host_s += max(0.0, times['time/step'] - waited - sum(times.get(f'time/{phase}', 0.0) for phase in _DEVICES))
     self._step_s += times['time/step']
     self._steps += 1

@@ -105,9 +105,10 @@ class Sampler:
     sampling_processes = coordination.owners(self.engine.layout.mesh.devices.flat)
     if len(sampling_processes) == coordination.process_count():
       return draw()
+    from jaxpost.distributed import channel
     from jaxpost.rollout import rollout_codec
 
     # Drawn on the processes that have sampling devices, and sent to the others.
     text = rollout_codec.to_text(draw()) if coordination.process_index() in sampling_processes else ''
-    data = coordination.broadcast_bytes(sampling_processes[0], text.encode())
+    data = channel.broadcast_bytes(sampling_processes[0], text.encode())
     return rollout_codec.from_text(data.decode()).replace(prompts=tuple(prompts))
