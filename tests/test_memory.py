@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import types
 
 import jax
@@ -23,6 +24,30 @@ from jaxpost.stage import evaluate
 @pytest.fixture(scope='module')
 def model(tmp_path_factory):
   return tiny.folder(tmp_path_factory.mktemp('memory') / 'nano', num_layers=2, hidden_size=64, intermediate_size=256)
+
+
+def test_what_a_container_leaves(tmp_path):
+  def write(path, text):
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text(text)
+
+  def free():
+    return memory.free_on_host(str(tmp_path)) / 2**30
+
+  assert free() == math.inf
+  write('proc/meminfo', f'MemTotal: 1 kB\nMemAvailable: {2**30} kB\n')
+  assert free() == 1024
+  write('proc/self/cgroup', '0::/pod/box\n')  # version 2: a container without a limit, in a group that has one
+  write('sys/fs/cgroup/pod/box/memory.max', 'max\n')
+  write('sys/fs/cgroup/pod/box/memory.current', '5\n')
+  write('sys/fs/cgroup/pod/memory.max', f'{16 * 2**30}\n')
+  write('sys/fs/cgroup/pod/memory.current', f'{6 * 2**30}\n')
+  write('sys/fs/cgroup/pod/memory.stat', f'anon 3\ninactive_file {2 * 2**30}\n')
+  assert free() == 12
+  write('proc/self/cgroup', '4:cpu,cpuacct:/docker/7\n3:memory:/docker/7\n0::/\n')  # version 1, seen from inside
+  write('sys/fs/cgroup/memory/memory.limit_in_bytes', f'{8 * 2**30}\n')
+  write('sys/fs/cgroup/memory/memory.usage_in_bytes', f'{3 * 2**30}\n')
+  assert free() == 5
 
 
 def watched(model, folder, monkeypatch, **over):

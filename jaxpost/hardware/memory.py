@@ -6,7 +6,7 @@ All bytes are of one device, except those of `free_on_host`.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -16,6 +16,12 @@ from jaxpost.types import Batch
 # Programs that run while the sampler's weights and cache are there.
 SAMPLING = ('reshard', 'init_state', 'prefill', 'insert', 'extend', 'generate', 'verify', 'move')
 START = ('init', 'copy', 'random')  # when not everything is there yet
+# Controller of a control group, '' in version 2: its files of the limit and of what is used, and the figure of its
+# cache of files in memory.stat, which is freed when needed.
+_GROUPS = {
+  '': ('memory.max', 'memory.current', 'inactive_file'),
+  'memory': ('memory.limit_in_bytes', 'memory.usage_in_bytes', 'total_inactive_file'),
+}
 
 
 def size(tree: Any, device: jax.Device | None = None) -> int:
@@ -58,7 +64,7 @@ def predict(
   prefix = max((r['output_bytes'] for r in rows if r['program'] == 'prefill'), default=0)
   # All weights wait here for their transfer if the sampler has other devices.
   moved = 0 if sampler else sum(r['output_bytes'] * r['calls_per_step'] for r in rows if r['program'] == 'reshard')
-  out = {}
+  out: dict[str, int] = {}
   for row in rows:
     name = row['program']
     more = row['temp_bytes']
@@ -102,16 +108,40 @@ def peak() -> dict[str, int]:
   return {} if most is None else {'memory/peak_bytes': most}
 
 
-def free_on_host() -> float:
-  """Returns the free memory of this host in bytes; inf where the system does not tell."""
-  free = _of_proc('meminfo', 'MemAvailable')
-  return math.inf if free is None else free
+def free_on_host(root: str = '/') -> float:
+  """Returns the bytes that this process can still get: what the host has free, or what a limit of its container leaves.
+
+  inf where the system, whose /proc and /sys are below `root`, does not tell.
+  """
+  free = _of_proc('meminfo', 'MemAvailable', root)
+  return min([math.inf if free is None else free, *_left_in_groups(pathlib.Path(root))])
 
 
-def _of_proc(file: str, name: str) -> int | None:
+def _left_in_groups(root: pathlib.Path) -> Iterator[float]:
+  """Yields what the control groups of this process, and those around them, leave of their limits, in bytes."""
+  for line in _lines(root / 'proc/self/cgroup'):
+    _, controller, name = line.split(':', 2)  # 'N:memory:/docker/ID' of version 1, '0::/ID' of version 2
+    if controller not in _GROUPS:
+      continue
+    top, (limit_file, used_file, cache) = root / 'sys/fs/cgroup' / controller, _GROUPS[controller]
+    # A container sees its own group at `top`, often under a name that only the host knows.
+    group = top / name.lstrip('/')
+    for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):
+      limit = ''.join(_lines(folder / limit_file))
+      used = ''.join(_lines(folder / used_file))
+      if limit.isdigit() and used.isdigit():  # not 'max', and not the group of all, which has no such files
+        figures = dict(line.split() for line in _lines(folder / 'memory.stat'))
+        yield max(0, int(limit) - int(used) + int(figures.get(cache, 0)))
+
+
+def _of_proc(file: str, name: str, root: str = '/') -> int | None:
   """Returns a figure of a file in /proc in bytes; None where there is no such file or figure."""
-  try:
-    lines = pathlib.Path('/proc', file).read_text('ascii').splitlines()
-  except OSError:
-    return None
+  lines = _lines(pathlib.Path(root, 'proc', file))
   return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f'{name}:')), None)
+
+
+def _lines(path: pathlib.Path) -> list[str]:
+  try:
+    return path.read_text('utf-8', 'replace').splitlines()
+  except OSError:
+    return []
