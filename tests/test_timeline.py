@@ -21,7 +21,7 @@ def test_a_run_leaves_a_trace(tmp_path):
   assert len(traces) == 1 and traces[0].stat().st_size > 1000
 
 
-def test_steps_of_a_trace(monkeypatch, tmp_path):
+def test_steps_of_a_trace(monkeypatch, tmp_path, caplog):
   said = []
   monkeypatch.setattr(timeline.jax.profiler, 'start_trace', lambda folder: said.append('start'))
   monkeypatch.setattr(timeline.jax.profiler, 'stop_trace', lambda: said.append('stop'))
@@ -41,6 +41,7 @@ def test_steps_of_a_trace(monkeypatch, tmp_path):
       if said:
         (found[step],) = said
     assert found == expected, (first, last, begun)
+    assert bool(caplog.messages) == (begun > first > 0 and not expected), (first, last, begun)
 
 
 def test_an_error_leaves_no_trace_open(monkeypatch, tmp_path):

@@ -1,5 +1,7 @@
 """A profile of some steps, recorded with `jax.profiler` (`config.log.profile_from`)."""
 
+import logging
+
 import jax
 from etils import epath
 
@@ -14,11 +16,13 @@ class Trace:
     """`first` = 0 traces nothing; `last`, which an evaluation follows, is left out where another step is traced."""
     self._folder, self._first = folder, first
     self._after = max(first + 1, min(first + number, last)) if first else 0
-    self._open = False
+    self._open: bool | None = None  # None before the first step
 
   def at(self, step: int) -> None:
     """Starts or ends the trace; called before each step."""
     if step >= self._after:
+      if self._open is None and self._first:
+        logging.warning('config.log.profile_from=%d traces nothing, as this start begins at step %d', self._first, step)
       self.close()
     # A run that was resumed inside these steps traces the rest of them.
     elif not self._open and self._first <= step < self._after:
@@ -30,4 +34,4 @@ class Trace:
     """Ends a trace that is under way; JAX has one at a time."""
     if self._open:
       jax.profiler.stop_trace()
-      self._open = False
+    self._open = False

@@ -75,6 +75,8 @@ def warnings(inputs: Inputs, data: Data) -> list[str]:
     out.append(f'nothing is saved before step {steps}, so a crash loses all of them: config.save.every=N saves every N')
   if inputs.algorithm.on_policy and config.train.batch_size != type(config.train).batch_size:
     out.append('config.train.batch_size changes nothing, rollout.prompts and rollout.group_size are the batch')
+  if config.log.profile_from > steps:
+    out.append(f'config.log.profile_from={config.log.profile_from} traces nothing, as there are {steps} steps')
   if config.eval.every and not config.eval.data.path:
     out.append('config.eval.every changes nothing, as config.eval.data.path is empty')
   return [text for text in out if text]
