@@ -1,7 +1,8 @@
 """The loop of all algorithms: next item, update, log, evaluate, save.
 
 The order inside a step is a contract: metrics of a step are written before its checkpoint, so that a checkpoint always
-has its metrics (a resume drops later rows), and the stream is read only after the step before it was dispatched.
+has its metrics (a resume drops later rows), and the stream is read only after the step before it was dispatched. A run
+that is told to stop saves at once; the evaluation of that step, if it has one, is the first thing that a resume makes.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class Stage:
   update_flops: Callable[[float], float] | None = None  # (mean context) -> FLOPs of an update per token
   peak_flops: float = 0.0  # of all devices; 0: unknown
 
+  def evaluates(self, step: int) -> bool:
+    """Returns whether there is an evaluation after `step` updates; 0: before the first one."""
+    periodic = self.eval_every > 0 and step % self.eval_every == 0
+    return self.evaluate is not None and (periodic or step in (0, self.steps))
+
 
 def resume(stage: Stage) -> int:
   """Restores the newest good checkpoint, if there is one, and returns the steps done."""
@@ -80,8 +86,8 @@ def run_stage(stage: Stage, start: int, stop: StopSignal) -> None:
   """Runs the steps after `start`, the number of steps done; raises Preempted after a save if a stop signal arrived."""
   run = _Progress(stage)
   stage.timer.pop()  # compilation is no step's time
-  if start == 0:
-    run.evaluate(0)
+  if stage.evaluates(start) and not (start and stage.checkpointer.metrics(start)):
+    run.evaluate(start)
   for step in range(start + 1, stage.steps + 1):
     stage.on_step_begin(step)
     with stage.timer('data'):
@@ -102,10 +108,9 @@ def run_stage(stage: Stage, start: int, stop: StopSignal) -> None:
     if step == start + 1:
       stage.forbid_compiles()
     preempted = stop.reached()
-    last = step == stage.steps
-    if last or (stage.eval_every and step % stage.eval_every == 0):
+    if stage.evaluates(step) and not preempted:
       run.evaluate(step)
-    if last or preempted or (stage.save_every and step % stage.save_every == 0):
+    if step == stage.steps or preempted or (stage.save_every and step % stage.save_every == 0):
       run.save(step)
     stage.checkpointer.check()
     if preempted:
@@ -133,7 +138,6 @@ class _Progress:
     self.skipped = 0.0  # bad steps, less a tenth of one for each good step since
     self.in_doubt = False
     self.evaluated: dict[int, dict] = {}  # the step evaluated last: its finite metrics
-    self.sample_step, self.sample_rows = -1, []
 
   def log_pending(self) -> None:
     """Writes the metrics, samples and rollout of the step dispatched last."""
@@ -150,11 +154,11 @@ class _Progress:
     if stage.host_health:
       row |= stage.host_health.finish(pending.replica_check, times)
     row['tokens_per_s'] = item.info['tokens'] / times['time/step']
-    if stage.peak_flops:
+    if stage.peak_flops and stage.update_flops:
       row['mfu'] = stage.update_flops(row['mean_context']) * row['tokens_per_s'] / stage.peak_flops
     stage.writer.write(step, 'train', row, item.error)
     if item.samples and (step % stage.samples_every == 0 or step in (1, stage.steps)):
-      self.write_samples(step, 'train', item.samples())
+      stage.writer.samples(step, [{'split': 'train', **row} for row in item.samples()])
     if item.experience and stage.save_rollout:
       stage.save_rollout(step, item.experience, item.credit)
     if self.skipped >= stage.max_skipped:
@@ -165,9 +169,8 @@ class _Progress:
       )
 
   def evaluate(self, step: int) -> None:
-    """Writes the metrics and samples of an evaluation after `step` updates, if there is one."""
-    if self.stage.evaluate is None:
-      return
+    """Writes the metrics and samples of an evaluation after `step` updates."""
+    assert self.stage.evaluate, 'see `Stage.evaluates`'
     self.log_pending()
     with self.stage.timer('eval'):
       metrics, samples = self.stage.evaluate(self.stage.roles, step)
@@ -177,14 +180,8 @@ class _Progress:
     self.stage.writer.write(step, 'eval', metrics)
     self.evaluated = {step: {name: value for name, value in metrics.items() if math.isfinite(value)}}
     if samples:
-      self.write_samples(step, 'eval', samples)
-
-  def write_samples(self, step: int, split: str, rows: list[dict]) -> None:
-    """Rewrites the samples file of a step with the rows of both splits."""
-    if step != self.sample_step:
-      self.sample_step, self.sample_rows = step, []
-    self.sample_rows += [{'split': split, **row} for row in rows]
-    self.stage.writer.samples(step, self.sample_rows)
+      self.stage.writer.samples(step, [{'split': 'eval', **row} for row in samples])
+    self.stage.checkpointer.add_metrics(step, self.evaluated[step])
 
   def save(self, step: int) -> None:
     """Saves a checkpoint, with the metrics of this step's evaluation."""

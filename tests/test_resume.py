@@ -15,6 +15,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -357,7 +358,11 @@ def same_rows(a, b):
 @pytest.fixture(scope='module')
 def sft(model, tmp_path_factory):
   """(config, folder) of an SFT run that keeps all its steps."""
-  config = tiny.run_config(model, save=dict(every=2, keep=9, export=False))
+  config = tiny.run_config(
+    model,
+    save=dict(every=2, keep=9, export=False),
+    eval=dict(every=2, size=4, data=dict(path=f'{TASK},split=test,size=4,correct=1')),
+  )
   workdir = tmp_path_factory.mktemp('sft') / 'run'
   run(config, workdir)
   assert finished_steps(workdir / 'checkpoints' / 'sft') == [6, 4, 2]
@@ -365,8 +370,6 @@ def sft(model, tmp_path_factory):
 
 
 def copy(workdir, target):
-  import shutil
-
   shutil.copytree(workdir, target)
   (target / 'summary.json').unlink()
   return target
@@ -394,7 +397,8 @@ def test_more_steps_continue_a_finished_run(sft, model, tmp_path, monkeypatch):
     patched.setattr(Checkpointer, 'restore', restore)
     patched.setattr(manifest, 'verify', lambda *given: verified.append(given) or verify(*given))
     assert run(config, tmp_path / 'run')['steps/sft'] == 6
-  assert len(verified) == 2  # for what is compared with the config, and for the state: each reads all of a checkpoint
+  # For what is compared with the config, which needs no arrays, and for the state.
+  assert [any(name.startswith('state/') for name in what.files) for what, _ in verified] == [False, True]
   same_rows(tmp_path / 'run', sft[1])
   assert state(tmp_path / 'run', 'sft') == state(sft[1], 'sft')
   assert json.loads((tmp_path / 'run/config.json').read_text())['train']['steps'] == 6
@@ -455,6 +459,30 @@ def test_signal_in_the_last_step_is_not_lost(sft, tmp_path):
     signal.signal(signal.SIGTERM, old)
   run(config, workdir)
   same_rows(workdir, expected)
+
+
+def test_a_run_told_to_stop_saves_before_it_evaluates(sft, tmp_path, monkeypatch):
+  config, expected = sft
+  workdir = copy(expected, tmp_path / 'run')
+  shutil.rmtree(workdir / 'checkpoints/sft/6')
+  begin = stages.assemble.begin_step
+
+  def stop_in_the_last(placed, trace, step):
+    begin(placed, trace, step)
+    if step == 6:
+      signal.raise_signal(signal.SIGTERM)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(stages.assemble, 'begin_step', stop_in_the_last)
+    with pytest.raises(Preempted, match='saved at step 6'):
+      run(config, workdir)
+  assert [r['split'] for r in metrics.read_rows(workdir / 'metrics.jsonl') if r['step'] == 6] == ['train']
+  assert seal(workdir / 'checkpoints/sft')['metrics'] == {}
+  run(config, workdir)
+  same_rows(workdir, expected)
+  found, wanted = (seal(folder / 'checkpoints/sft')['metrics'] for folder in (workdir, expected))
+  assert found.keys() == wanted.keys() and found['loss'] == wanted['loss']  # `save.keep_best` reads them
+  assert state(workdir, 'sft') == state(expected, 'sft')
 
 
 def test_init_from_starts_from_those_weights(sft, model, tmp_path):

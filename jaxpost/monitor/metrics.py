@@ -319,13 +319,14 @@ class MetricsWriter:
       self._board.line('note: a loss near 0 is expected, as advantages of a group sum to 0: watch reward and kl')
 
   def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """samples/STAGE/STEP.jsonl: prompt, completion, reward, components, ..."""
+    """Adds rows to samples/STAGE/STEP.jsonl: prompt, completion, reward, components, ..."""
     if self._primary:
-      text = ''.join(json.dumps(plain(row), ensure_ascii=False) + '\n' for row in rows)
       name = f'samples/{self._stage}/{step}.jsonl'
+      rows = [*read_growing(self.workdir / name), *map(plain, rows)]
+      text = ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows)
       object_store.write_text(self.workdir / name, text)
       if self._tb is not None and rows:
-        shown = json.dumps([plain(row) for row in rows[-8:]], ensure_ascii=False, indent=1).replace('\\n', '\n')
+        shown = json.dumps(rows[-8:], ensure_ascii=False, indent=1).replace('\\n', '\n')
         self._tb.add_text(f'{self._stage}/samples', '    ' + shown.replace('\n', '\n    '), step)
       if self._trackers is not None:
         self._trackers.samples(self._stage, step, rows, name)

@@ -102,7 +102,7 @@ class Checkpointer:
     self._thread = futures.ThreadPoolExecutor(1, 'checkpoint')
     self._pending = None  # (step, future) of the save in progress
     self._restored = None  # step this run continues from
-    self._saved = set()  # steps finished since then
+    self._saved: set[int] = set()  # steps finished since then
     self._last = None  # step of the state on disk, as far as known
 
   def save(self, step: int, state: Any, meta: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
@@ -142,6 +142,15 @@ class Checkpointer:
     )
     self._orbax.save(self._written_to(step), args=args, force=True)
     self._pending = step, self._thread.submit(self._finish, manifest)
+
+  def metrics(self, step: int) -> dict[str, float]:
+    """Returns the metrics that were saved with a step, on all processes; {} if it was not evaluated."""
+    return coordination.broadcast({} if jax.process_index() else manifests.read(self._folder, step).metrics)
+
+  def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Gives metrics to the step saved or restored last, where it is this one, which was saved before its evaluation."""
+    if step == self._last and not jax.process_index():
+      manifests.write(self._folder / str(step), manifests.read(self._folder, step)._replace(metrics=dict(metrics)))
 
   def check_metrics(self, metrics: Iterable[str]) -> None:
     """Raises InputError if `keep_best` is none of these metrics of an evaluation."""
@@ -363,7 +372,7 @@ class Checkpointer:
     """Reads arrays by name; those of which this process holds no shard are not read."""
     held = {k: x for k, x in stored.items() if x.sharding.addressable_devices}
     # All processes take part in a restore: one that holds nothing reads the smallest array.
-    item = held or {min(stored, key=lambda k: stored[k].size): np.zeros(())}
+    item: dict[str, Any] = held or {min(stored, key=lambda k: stored[k].size): np.zeros(())}
     args = ocp.args.PyTreeRestore(
       item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
     )
