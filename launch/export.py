@@ -37,8 +37,7 @@ def main(argv):
   host.use_compile_cache()
   from jaxpost.formats import hf_export
   from jaxpost.stage import export
-  from jaxpost.storage import hub
-  from jaxpost.tools import inference
+  from jaxpost.tools import inference, push
 
   hf_export.check_target(_OUT.value)  # before minutes of reading
   weights = inference.load(**_WEIGHTS.arguments())
@@ -48,7 +47,7 @@ def main(argv):
   if _WEIGHTS.run.value:
     export.write_card(_OUT.value, _WEIGHTS.run.value, name, weights.step)
   if _PUSH.value:
-    hub.push(_OUT.value, _PUSH.value, _PUBLIC.value, inference.to_stderr)
+    push.push(_OUT.value, _PUSH.value, _PUBLIC.value, inference.to_stderr)
   inference.to_stderr(f'step {weights.step} of stage {weights.inputs.name}')
   print(_OUT.value)
 

@@ -52,7 +52,6 @@ OPTIONS = {
   'jaxpost.models.decode_triton': 'model.attention',
   'jaxpost.models.grouped_triton': 'model.path',
   'jaxpost.hardware.grouped_check': 'model.path',
-  'jaxpost.stage.positions': 'train.row_length',
   'jaxpost.data.shared_rows': 'mesh.train',  # of several processes
   'jaxpost.distributed.channel': 'mesh.train',  # of several processes
   'jaxpost.distributed.cluster': 'mesh.train',  # of several processes
@@ -112,7 +111,7 @@ OPTIONS = {
   'jaxpost.rollout.rollout_codec': 'rollout.staleness',
   'jaxpost.rollout.rollout_files': 'log.rollouts_every',
   'jaxpost.stage.agreement': 'mesh.train',  # of several processes
-  'jaxpost.stage.custom_model': 'model.preset',
+  'jaxpost.stage.model_limits': 'train.row_length',
   'jaxpost.stage.frozen_roles': 'rl.reference',
   'jaxpost.stage.critic_weights': 'algorithm',
   'jaxpost.stage.kernel_uses': 'model.attention',

@@ -9,6 +9,7 @@ from jaxpost.errors import InputError
 from jaxpost.stage import export
 from jaxpost.stage.config import defaults
 from jaxpost.storage import hub
+from jaxpost.tools import push
 
 
 @pytest.fixture
@@ -84,10 +85,10 @@ def test_push_without_a_token_sends_nothing(tmp_path, monkeypatch):
   monkeypatch.setattr(hub, 'has_token', lambda: False)
   monkeypatch.setattr(hub, 'upload', lambda *args, **kwargs: pytest.fail('sent'))
   said = []
-  hub.push(str(tmp_path), 'org/name', False, said.append)
+  push.push(str(tmp_path), 'org/name', False, said.append)
   assert said[0] == 'would send config.json, 2 bytes' and 'nothing was sent' in said[1]
   with pytest.raises(InputError, match='ORG/NAME'):
-    hub.push(str(tmp_path), 'name', False, said.append)
+    push.push(str(tmp_path), 'name', False, said.append)
 
 
 def test_push_with_a_token(tmp_path, monkeypatch):
@@ -107,11 +108,11 @@ def test_push_with_a_token(tmp_path, monkeypatch):
   monkeypatch.setattr(hub, 'has_token', lambda: True)
   monkeypatch.setattr(huggingface_hub, 'HfApi', Api)
   said = []
-  hub.push(str(tmp_path), 'org/name', False, said.append)
+  push.push(str(tmp_path), 'org/name', False, said.append)
   assert calls == [
     ('org/name', {'private': True, 'exist_ok': True}),
     {'repo_id': 'org/name', 'folder_path': str(tmp_path)},
   ]
   assert said == ['https://huggingface.co/org/name']
   with pytest.raises(InputError, match='no way'):
-    hub.push(str(tmp_path), 'org/refused', True, said.append)
+    push.push(str(tmp_path), 'org/refused', True, said.append)

@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 from jaxpost.models.config import Rope
-from jaxpost.stage import positions, prepare
+from jaxpost.stage import model_limits, prepare
 
 
 def yarn(**more):
@@ -24,7 +24,7 @@ def yarn(**more):
   ],
 )
 def test_scaling_of_positions_counts(rope, longest):
-  assert positions.longest(tiny.config(max_position=64, ropes=(rope,))) == longest
+  assert model_limits.longest(tiny.config(max_position=64, ropes=(rope,))) == longest
 
 
 def grpo(row_length, max_new_tokens):

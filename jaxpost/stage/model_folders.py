@@ -44,9 +44,10 @@ def local_folder(text: str, key: str) -> epath.Path:
   """Returns the local folder of a Hugging Face model, downloading org/name; InputError if there is none."""
   folder = epath.Path(text).expanduser()
   if not folder.exists():
-    if not hub.parse(text):
+    on_hub = hub.parse(text)
+    if not on_hub:
       raise InputError(f'{key}: {text} does not exist')
-    repo, revision, file = hub.parse(text)
+    repo, revision, file = on_hub
     folder = epath.Path(hub.download(repo, 'model', revision, file))
   if folder.is_dir() and not (folder / 'config.json').exists():
     raise InputError(f'{key}: {text} is neither the folder of a run nor a Hugging Face folder; it has no config.json')
@@ -77,7 +78,7 @@ def origin(section: ModelSection, cfg: ModelConfig) -> multimodal.Origin | None:
 def source_with_module(source: Source, config: Config, objective: Objective) -> Source:
   """Returns the source with its module for multi-token prediction, which `config.nll.mtp_weight` asks for."""
   key = 'config.nll.mtp_weight'
-  if isinstance(source.config, CustomConfig):  # refused by `custom_model.check`
+  if isinstance(source.config, CustomConfig):  # refused by `model_limits.check_custom`
     return source
   if not objective.mtp_weight:
     raise InputError(f'{key}: {config.algorithm} does not train the module for multi-token prediction; set it to 0')

@@ -1,14 +1,16 @@
-"""Says where a run may reach positions that the model has not learned."""
+"""What models lack: positions that a run may reach and they have not learned, and what one of your own cannot do."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
+from jaxpost.errors import InputError
 from jaxpost.stage.batch_shape import row_length
 
 if TYPE_CHECKING:
-  from jaxpost.models.config import ModelConfig
+  from jaxpost.algorithms.base import Algorithm
+  from jaxpost.models.config import CustomConfig, ModelConfig
   from jaxpost.stage.config import Config
 
 _ORIGINAL = 'original_max_position_embeddings'
@@ -39,3 +41,22 @@ def warn(cfg: ModelConfig, config: Config, on_policy: bool) -> None:
       length,
       most,
     )
+
+
+def check_custom(config: Config, algorithm: Algorithm, cfg: CustomConfig) -> None:
+  """Raises InputError for options that need more than such a model has."""
+  branches = algorithm.per in ('pair', 'label') or algorithm.pack is not None
+  asked = {
+    'preference.share_prompt=False': branches and config.preference.share_prompt,
+    'train.share_prompt=False': config.train.share_prompt,
+    'nll.neftune_alpha=0': config.nll.neftune_alpha,
+    'nll.mtp_weight=0': config.nll.mtp_weight,
+    'rollout.page_size=0': config.rollout.page_size,
+    'rollout.share_base=False': config.rollout.share_base,
+  }
+  for fix, wrong in asked.items():
+    if wrong:
+      raise InputError(
+        f'config.{fix.partition("=")[0]}: {cfg.code}, a model of your own, '
+        f'is called with parameters, tokens, positions and segments only, and samples from a copy; set config.{fix}'
+      )
