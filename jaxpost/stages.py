@@ -120,7 +120,7 @@ def _run(
     lock.acquire(console.print)
   with contextlib.ExitStack() as cleanup:
     with activity('reading data and the headers of weights'):
-      prepared = prepare.prepare_all(raw)
+      prepared = prepare.prepare_all(raw, activity.note)
     for stage in prepared:
       cleanup.callback(stage.close)
     raw = epochs.with_steps(raw, {p.name: p.config.train.steps for p in prepared if p.config.train.epochs})
@@ -214,7 +214,8 @@ def _finish(
   if coordination.process_index() == 0:
     wall_s = round(time.perf_counter() - start, 1)
     rows = metrics.read_rows(workdir / 'metrics.jsonl')
-    summary = report.summary(workdir, {**report.figures(rows), 'wall_s': wall_s, 'paths': paths}, warnings)
+    found: dict[str, Any] = {**report.figures(rows), 'wall_s': wall_s, 'paths': paths}
+    summary = report.summary(workdir, found, warnings)
     report.write_report(workdir, rows)
     samples = [f'samples/{name}' for name in object_store.files(workdir / 'samples')]
     seals.add(workdir, ['metrics.jsonl', *samples])
@@ -342,7 +343,7 @@ def _watch(doing: str, *configs: config_lib.Config) -> None:
 
 
 def stages_done(placed: Sequence[PlacedStage], workdir: epath.Path) -> int:
-  """Returns how many of the stages, from the first on, have made all their steps."""
+  """Returns how many of the stages, from the first on, have made all their steps and evaluations."""
   for i, stage in reversed(list(enumerate(placed))):
     folder = workdir / 'checkpoints' / stage.name
     steps = finished_steps(folder)
@@ -351,7 +352,10 @@ def stages_done(placed: Sequence[PlacedStage], workdir: epath.Path) -> int:
     if steps[0] < stage.config.train.steps:
       return i
     with contextlib.closing(Checkpointer(folder)) as checkpointer:
-      is_done = checkpointer.latest() >= stage.config.train.steps  # if the newest is damaged, steps are made again
+      newest = checkpointer.latest() or 0
+      is_done = newest >= stage.config.train.steps  # if the newest is damaged, steps are made again
+      if stage.data.held_out and not checkpointer.metrics(newest):  # a stop signal came before the last evaluation
+        is_done = False
       return i + 1 if is_done else i
   return 0
 

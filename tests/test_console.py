@@ -39,13 +39,15 @@ def test_no_silence_while_something_lasts():
   shown = activity.Activity(rich.console.Console(file=out), period_s=0.1)
   with shown('loading'):
     time.sleep(0.35)
+    shown.note('loading: 2 of 3')
+    time.sleep(0.15)
     shown.compiling('update', 3, 10)
     time.sleep(0.25)
   after = out.getvalue()
   time.sleep(0.3)
   assert out.getvalue() == after, 'lines go on after the end'
   lines = after.splitlines()
-  assert lines.count('loading') >= 2 and 'compiling 3/10: update' in lines
+  assert lines.count('loading') >= 2 and 'compiling 3/10: update' in lines and 'loading: 2 of 3' in lines
   assert activity.PERIOD_S < 5
 
 
@@ -210,9 +212,11 @@ def test_settings_that_change_nothing_here_are_named_at_the_start(tmp_path):
   """They are not refused: recipes are run without their held-out data, and stages share a section."""
   rollout = dict(prompts=1, max_prompt_length=40, max_new_tokens=8)
   grpo = dict(algorithm='grpo', reward='exact_match', rollout=rollout)
-  assert warned((3, 4), tmp_path, **grpo, train=dict(steps=2, batch_size=4), eval=dict(every=5)) == (
+  over = dict(train=dict(steps=2, batch_size=4), eval=dict(every=5), log=dict(profile_from=3))
+  assert warned((3, 4), tmp_path, **grpo, **over) == (
     2,
     'warning: config.train.batch_size changes nothing, rollout.prompts and rollout.group_size are the batch',
+    'warning: config.log.profile_from=3 traces nothing, as there are 2 steps',
     'warning: config.eval.every changes nothing, as config.eval.data.path is empty',
   )
   assert warned((3, 4), tmp_path, **grpo, train=dict(steps=2)) == (2,)

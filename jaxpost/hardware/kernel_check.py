@@ -224,7 +224,8 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   are packed; long ones are checked with fewer heads. Stripes of a split row are computed one after the other.
   """
   if name == DECODE:
-    return _decode_errors(work, dtype, window)
+    # Of few slots, over whose entries blocks of the device are split, and of many, with more in the cache than decoded.
+    return dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
   length, size, values = work.length, work.head_dim, work.value_dim
   rows, kv_heads = _sizes(work)
   heads = kv_heads * (work.heads // work.kv_heads)
@@ -267,16 +268,11 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   return dict(zip(('out', 'q', 'k', 'v', 'sinks'), map(float, measured(given, g))))
 
 
-def _decode_errors(work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
-  """Returns {'out'}: how far the kernel for single tokens is from XLA in float32.
-
-  Of few slots, over whose entries blocks of the device are split, and of many, with more in the cache than are decoded.
-  """
-  return dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
-
-
 def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, held: int, room: int, block: int) -> float:
-  """Compares `slots` of `held` slots, with `room` entries in the cache and `block` tokens drawn since."""
+  """Returns how far the kernel for single tokens is from XLA in float32.
+
+  Of `slots` of `held` slots, with `room` entries in the cache and `block` tokens drawn since.
+  """
   from jaxpost.models import decode_triton, decoding
 
   filled = jnp.resize(jnp.array([0, 33, room // 2 + 1, room, 1, room - 1]), slots)

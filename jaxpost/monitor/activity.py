@@ -57,6 +57,12 @@ class Activity:
       if last:
         self._stop()
 
+  def note(self, text: str) -> None:
+    """Replaces the text of the work that goes on, such as by how much of it is done."""
+    with self._lock:
+      if self._open:
+        self._open[-1][0] = text
+
   def compiling(self, name: str, number: int, planned: int) -> None:
     """Says that compiling program `number` (from 1) of `planned` (0: unknown) begins; for `Ledger.announce`."""
     with self._lock:

@@ -55,6 +55,7 @@ def check_inputs(prepared: Sequence[PreparedStage]) -> None:
   values = {}
   for p in prepared:
     inputs, data = p.inputs, p.data
+    assert data.rows is not None  # as in all runs that train
     rows, held_out = p.config.data.path, p.config.eval.data.path
     values[f'config.data.path of {p.name}: what is in {rows}'] = digest(data.rows)
     if data.held_out is not None:

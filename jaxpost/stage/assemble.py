@@ -20,7 +20,7 @@ from jaxpost.loop import Stage
 from jaxpost.models import partition
 from jaxpost.monitor import program_table
 from jaxpost.programs import train as programs
-from jaxpost.roles import Policy, Roles, Trainable
+from jaxpost.roles import Frozen, Policy, Roles, Trainable
 from jaxpost.stage import checks, load_weights, optim, precompile
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.types import Item, Update
@@ -174,7 +174,7 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
   found = placed.inputs.sources
   follows = ('reference',) if placed.config.reference.every else ()  # in the state of the policy
   others = [name for name in found if name not in ('policy', 'critic', *precomputed, *follows)]
-  frozen = {}  # made before the policy, whose update takes over the buffers of `params`
+  frozen: dict[str, Frozen] = {}  # made before the policy, whose update takes over the buffers of `params`
   if others:
     from jaxpost.stage import frozen_roles
 

@@ -89,9 +89,8 @@ def resolve(config: Config, defaults: Mapping) -> Config:
   Args:
     defaults: {section: {field: value, or a function of the config}}.
   """
-  for section, block in vars(config).items():
-    if not dataclasses.is_dataclass(block):
-      continue
+  sections: dict[str, Any] = {name: x for name, x in vars(config).items() if dataclasses.is_dataclass(x)}
+  for section, block in sections.items():
     given = defaults.get(section, {})
     new = {}
     for field in dataclasses.fields(block):
@@ -157,7 +156,7 @@ def _build(kind: type, values: Mapping, where: str, path: str = '') -> Any:
   return kind(**out)
 
 
-def _check(name: str, value: Any, kind: type, meta: Mapping) -> Any:
+def _check(name: str, value: Any, kind: Any, meta: Mapping) -> Any:
   """Returns the value as the type of its field; InputError if it is out of range."""
   if isinstance(value, str):
     _check_text(name, value)

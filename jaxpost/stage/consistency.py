@@ -84,7 +84,8 @@ def check_resumed_config(workdir: epath.Path, configs: dict, console: rich.conso
       if key != 'stages':
         console.out(f'config.{key} of {name}: {was!r} in {path}, now {now!r}', highlight=False)
     for key in changes if name in begun else ():
-      _refuse(workdir, name, key, *changes[key], name == begun[-1], done[name][0])
+      was, now = changes[key]
+      _refuse(workdir, name, key, was, now, newest=name == begun[-1], done=done[name][0])
 
 
 def _refuse(workdir, stage, key, was, now, newest: bool, done: int):
@@ -166,7 +167,7 @@ def changes(raw: dict) -> dict[str, dict]:
 def difference(old: Any, new: Any, prefix: str = '') -> dict[str, tuple]:
   """Returns {dotted key: (old, new)} of the leaves that differ."""
   if isinstance(old, dict) and isinstance(new, dict):
-    out = {}
+    out: dict[str, tuple] = {}
     for key in sorted({*old, *new}):
       out |= difference(old.get(key), new.get(key), f'{prefix}{key}.')
     return out

@@ -116,7 +116,8 @@ class Evaluator:
 
   def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
     """(metrics, sample rows)."""
-    metrics, rows = {}, []
+    metrics: dict[str, float] = {}
+    rows: list[dict] = []
     if self.sampled is not None:
       metrics, rows = self.sampled(roles, step)
     if self.held_out is not None:

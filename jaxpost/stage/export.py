@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from etils import epath
@@ -68,16 +69,18 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
     from jaxpost.stage import model_folders
 
     origin = model_folders.origin(section, model.config)
-  save_beside = save
+  save_beside: Callable[[epath.Path], None] = save
   # The tensors of a multimodal base have other names than an adapter of the text model would ask for.
   if model.config.lora and not (origin and origin.renames):
     from jaxpost.formats import peft
 
     save_adapter = peft.writer(model, params, adapter_base(inputs))
 
-    def save_beside(path: epath.Path) -> None:
+    def save_with_adapter(path: epath.Path) -> None:
       save(path)
       save_adapter(path / 'adapter')
+
+    save_beside = save_with_adapter
 
   with origin or contextlib.nullcontext():
     hf_export.save(

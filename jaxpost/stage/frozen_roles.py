@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpost.distributed.transfer import to_host
+from jaxpost.errors import InputError
 from jaxpost.models import partition
 from jaxpost.models.parameters import join
 from jaxpost.programs import score, write_pieces
@@ -51,14 +52,14 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
   """Makes a role that is not trained, in the type that products round weights to."""
   config, policy, ledger = placed.config, placed.model, placed.ledger
   source, layout = placed.inputs.sources[name], placed.score
-  shared = {}  # leaves that training does not change, used in place
+  shared: dict[str, Any] = {}  # leaves that training does not change, used in place
   part = model = partition.build(source.config)
   if name == 'reference' and not config.rl.reference:
     part = model = policy  # the policy as it is now
     if layout == placed.train:
       part = partition.trained_part(model)
       params, shared = partition.split(params, model)
-    params = load_weights.move(params, part.shardings(layout))
+    params = _move(params, part.shardings(layout))
   elif layout == placed.train and _shares_frozen_base(source, placed.inputs):
     _, shared = partition.split(params, policy)
     model = partition.frozen_base_model(source.config, policy.quantized)
@@ -131,7 +132,18 @@ def teacher_heads(placed: PlacedStage, teachers: Sequence[Frozen]) -> tuple[jax.
   """Returns the output embeddings of teachers in the layout of training, padded for the student."""
   heads = tuple(teacher_head(teacher, placed.model.config) for teacher in teachers)
   shardings = tuple(placed.train.sharding(('vocab', 'embed'), x.shape) for x in heads)
-  return load_weights.move(heads, shardings)
+  return _move(heads, shardings)
+
+
+def _move(tree: Any, shardings: Any) -> Any:
+  """Moves device arrays to `shardings`; for a plan, their descriptions."""
+
+  def place_one(x, sharding):
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)
+
+  return jax.tree.map(place_one, tree, shardings)
 
 
 def teacher_head(teacher: Frozen, student: ModelConfig) -> jax.Array:
@@ -140,6 +152,8 @@ def teacher_head(teacher: Frozen, student: ModelConfig) -> jax.Array:
   Some families pad the vocabulary of larger models further. A teacher with a smaller vocabulary than the student's
   keeps only the rows of its own tokens: their number tells which tokens it lacks.
   """
+  if teacher.model.head is None:
+    raise InputError('config.distill.teachers: a model of your own has no output embedding; name a model folder')
   size = teacher.model.config.vocab_size
   head = teacher.model.head(teacher.params)
   rows = student.padded_vocab_size if size >= student.vocab_size else size

@@ -37,7 +37,8 @@ class HeldOut:
 
   def __call__(self, roles: Roles) -> dict:
     """Means over all the documents, however they fall into batches."""
-    policy, totals = roles.policy, {}
+    policy = roles.policy
+    totals: dict[str, float] = {}
     for batch in self.batches:
       placed = self.prepare(policy.place(batch), roles)
       found = to_host(self.program(policy.state.params, placed, policy.state.step, policy.frozen))
@@ -52,7 +53,9 @@ class HeldOut:
 
 def make(placed: PlacedStage) -> HeldOut:
   """Makes the evaluation of the documents that a stage holds out."""
-  config, algorithm, documents = placed.config, placed.algorithm, placed.data.held_out.documents
+  config, algorithm, held_out = placed.config, placed.algorithm, placed.data.held_out
+  assert held_out is not None and held_out.documents is not None, 'see `assemble.make_evaluator`'
+  documents = held_out.documents
   examples = [documents[n] for n in range(len(documents))]
   return HeldOut(
     batches=eval_batches(examples, placed.shape.rows, placed.shape.row_length, per=algorithm.mean_per(config)),

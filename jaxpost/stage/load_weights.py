@@ -93,17 +93,6 @@ def described(model: Model, layout: Layout, dtype: str, keep: Collection[str] | 
   return nest(found)
 
 
-def move(tree: Any, shardings: Any) -> Any:
-  """Moves device arrays to `shardings`; for a plan, their descriptions."""
-
-  def place(x, sharding):
-    if isinstance(x, jax.ShapeDtypeStruct):
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.device_put(x, sharding)
-
-  return jax.tree.map(place, tree, shardings)
-
-
 def read_checkpoint(
   folder: epath.Path, step: int | None, model: Model, layout: Layout, dtype: str, partial: bool = False
 ) -> dict:

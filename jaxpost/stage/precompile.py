@@ -47,13 +47,15 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None, ev
   ahead = placed.config.rollout.staleness > 0  # the sampler runs while the policy is updated
   preserved = memory.distinct(engine.described(roles.policy.params)[0]) if engine and ahead and evaluates else {}
   own = {k: x for k, x in sampler.items() if k not in held}  # `rollout.share_base`: the rest is the policy's
-  out = {}  # per program, of the device that needs most
+  out: dict[str, int] = {}  # per program, of the device that needs most
   for mesh in dict.fromkeys(x.mesh for x in (placed.train, placed.rollout, placed.score)):
     device = mesh.devices.flat[0]
     ids = {d.id for d in mesh.devices.flat}
     found = memory.predict(
       [r for r in placed.ledger.rows if r['device'] in ids],
-      *(memory.size(x, device) for x in (held, offloaded, own)),
+      held=memory.size(held, device),
+      offloaded=memory.size(offloaded, device),
+      sampler=memory.size(own, device),
       overlap=ahead,
       preserved=memory.size(preserved, device),
     )
@@ -69,9 +71,10 @@ def compile_all(
   """Compiles every program before step 0, two at a time; returns the memory that they need."""
   algorithm, policy = placed.algorithm, roles.policy
   update, update_rows, step_rows = _batches(placed, roles)
-  jobs = [functools.partial(r.update_program.compile, r.state, update, r.frozen) for r in roles.trainable.values()]
+  jobs: list[Callable[[], Any]] = []
+  jobs += [functools.partial(r.update_program.compile, r.state, update, r.frozen) for r in roles.trainable.values()]
   jobs += _score_jobs(placed, roles, update_rows, step_rows)
-  later = []  # shares programs with what is in `jobs`
+  later: list[Callable[[], Any]] = []  # shares programs with what is in `jobs`
   if evaluator and evaluator.held_out:
     program = evaluator.held_out.program
     later.append(functools.partial(program.compile, policy.state.params, update, policy.state.step, policy.frozen))
@@ -126,7 +129,7 @@ def _score_jobs(placed: PlacedStage, roles: Roles, update_rows: Batch, step_rows
   """Lists what compiles the scores of frozen roles, of the policy and of the critic."""
   # Teachers whose logits the loss reads run on the rows of each update, others score the rollouts of a step.
   of_update, of_step = (roles.teachers, ()) if placed.distills else ((), roles.teachers)
-  jobs = [functools.partial(x.compile, step_rows) for x in (roles.reward_model, *of_step) if x]
+  jobs: list[Callable[[], Any]] = [functools.partial(x.compile, step_rows) for x in (roles.reward_model, *of_step) if x]
   if roles.reference:  # the pairs of an update have log-probs of their own
     rows = update_rows if placed.algorithm.pack else step_rows
     jobs.append(functools.partial(roles.reference.compile, rows))

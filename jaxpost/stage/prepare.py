@@ -29,6 +29,7 @@ from jaxpost.stage.config import Config
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Source, Workers
 
 if TYPE_CHECKING:
+  from jaxpost.data.row_views import Chain
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.models.model import Model
@@ -45,25 +46,28 @@ def as_dict(config: Any) -> dict:
   return dict(config)
 
 
-def prepare_all(config: Mapping) -> list[PreparedStage]:
-  """Prepares all stages of a config; on an error ends the workers of those before.
+Note = Callable[[str], object]  # gets a line about the share of the rows that is read
+_NOTE_EVERY = 256  # rows between two such lines
 
-  Args:
-    config: nested dicts.
+
+def prepare_all(config: Mapping, note: Note = str) -> list[PreparedStage]:
+  """Prepares all stages of a config, given as nested dicts; on an error ends the workers of those before.
 
   Raises:
     InputError: a stage could not run.
   """
-  prepared = []
+  prepared: list[PreparedStage] = []
   with contextlib.ExitStack() as undo:
     for name, (algorithm, section) in resolve_all(config).items():
-      prepared.append(prepare(name, algorithm, section, prepared))
+      prepared.append(prepare(name, algorithm, section, prepared, note))
       undo.callback(prepared[-1].close)
     undo.pop_all()  # every stage is good: its workers stay
   return prepared
 
 
-def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage]) -> PreparedStage:
+def prepare(
+  name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage], note: Note
+) -> PreparedStage:
   """Prepares one stage, see `resolve`; `before` are the stages that run first."""
   checks.check_config(config, algorithm)
   if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
@@ -86,7 +90,7 @@ def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[Pr
     from jaxpost.stage import sampling_inputs
 
     return sampling_inputs.prepare(inputs, rows, held_out_rows, before, make_data)
-  data = make_data(inputs, rows, held_out_rows)
+  data = make_data(inputs, rows, held_out_rows, note=note)
   return PreparedStage(epochs.count_steps(inputs, data), data, Workers())
 
 
@@ -94,13 +98,13 @@ def _check_weights(config: Config, algorithm: Algorithm, found: Mapping[str, Sou
   """Refuses options that the weights of the roles, {role: Source}, do not allow; warns of positions not learned."""
   cfg = found['policy'].config
   if isinstance(cfg, CustomConfig):
-    from jaxpost.stage import custom_model
+    from jaxpost.stage import model_limits
 
-    custom_model.check(config, algorithm, cfg)
+    model_limits.check_custom(config, algorithm, cfg)
   elif row_length(config, algorithm.on_policy) > cfg.max_position:
-    from jaxpost.stage import positions
+    from jaxpost.stage import model_limits
 
-    positions.warn(cfg, config, algorithm.on_policy)
+    model_limits.warn(cfg, config, algorithm.on_policy)
   checks.check_stored(config, algorithm, found)
   if config.train.share_prompt:
     from jaxpost.rl import shared_prompts
@@ -136,7 +140,9 @@ def make_inputs(
   return Inputs(name, config, algorithm, found, model, tokenizer=tokenizer)
 
 
-def make_data(inputs: Inputs, rows: Rows, held_out_rows: Rows | None = None, tools: list[dict] | None = None) -> Data:
+def make_data(
+  inputs: Inputs, rows: Rows, held_out_rows: Rows | None = None, tools: list[dict] | None = None, note: Note = str
+) -> Data:
   """Makes the stream of a stage from its rows, and what it is evaluated on.
 
   Args:
@@ -147,7 +153,7 @@ def make_data(inputs: Inputs, rows: Rows, held_out_rows: Rows | None = None, too
     InputError: rows are not what the algorithm learns from.
   """
   config, algorithm = inputs.config, inputs.algorithm
-  fields = {}
+  fields: dict[str, Any] = {}
   for computed in algorithm.precompute(config).values():
     fields |= computed.arrays
   documents = first_batch = None
@@ -156,7 +162,7 @@ def make_data(inputs: Inputs, rows: Rows, held_out_rows: Rows | None = None, too
 
     stream = sampling_inputs.prompt_stream(inputs, rows, tools=tools)
   else:
-    documents = read_documents(inputs, rows, fields)
+    documents = read_documents(inputs, rows, fields, note)
     stream, first_batch = row_stream(inputs, rows, documents)
   held_out = None
   if held_out_rows is not None:
@@ -303,7 +309,7 @@ def read_rows(config: Config) -> Rows:
   return sources.first(rows, data.max_samples or len(rows))
 
 
-def read_held_out_rows(config: Config) -> Rows | None:
+def read_held_out_rows(config: Config) -> Rows | Chain | None:
   """Reads the data of `config.eval`; None where nothing is evaluated."""
   held_out = config.eval.data
   if not held_out.path:
@@ -321,15 +327,20 @@ def _first(option: str | Sequence[str]) -> str:
   return next(iter(sources.split(option)), '')
 
 
-def read_documents(inputs: Inputs, rows: Rows, fields: Mapping) -> Documents:
+def read_documents(inputs: Inputs, rows: Rows, fields: Mapping, note: Note = str) -> Documents:
   """Renders the rows as Examples; up to 20,000 of them now, so that mistakes show.
 
   Args:
     fields: of arrays that frozen models compute, see `Documents`.
   """
+  assert inputs.algorithm.render, 'all methods on data have one'
   render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)
   checked = 0 if inputs.config.data.streaming else min(len(rows), checks.READ_FIRST)
-  ready = [render(i) for i in range(checked)]  # kept, so that no epoch renders them again
+  ready = []  # kept, so that no epoch renders them again
+  for i in range(checked):
+    if i and i % _NOTE_EVERY == 0:
+      note(f'reading data: {i:,} of {checked:,} documents are tokenized')
+    ready.append(render(i))
   if not inputs.algorithm.scalar_head:  # which writes no text
     warn_without_stop(ready, inputs.tokenizer)
     warn_unseen(ready)
@@ -376,7 +387,7 @@ def make_held_out(
   count = min(len(rows), section.size)
   evaluated = sources.first(rows, count)
   documents, prompts = None, ()
-  if not inputs.algorithm.on_policy:
+  if inputs.algorithm.render and not inputs.algorithm.on_policy:
     render = inputs.algorithm.render(evaluated, inputs.tokenizer, inputs.config)
     examples = tuple(render(i) for i in range(count))
     documents = Documents(examples.__getitem__, count, fields)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
   from jaxpost.data.prompts import PromptStream
   from jaxpost.data.sources import Rows
   from jaxpost.data.tokenizer import Tokenizer
+  from jaxpost.environments.by_source import PoolsBySource
   from jaxpost.environments.pool import EnvironmentPool
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
@@ -145,7 +146,7 @@ class Workers:
   """Processes that run the user's functions; None where the stage has none."""
 
   rewards: RewardPool | None = None
-  environment: EnvironmentPool | None = None
+  environment: EnvironmentPool | PoolsBySource | None = None
 
   def close(self) -> None:
     """Ends the processes."""

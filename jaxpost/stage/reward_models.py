@@ -109,6 +109,7 @@ def scores(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShap
   Args:
     max_sequences: how many sequences fit into a batch of `shape`.
   """
+  assert roles.reward_model
   group_size = batching.group_size(rollout)
   out = []
   for start in range(0, len(rollout.lengths), max_sequences):

@@ -20,6 +20,7 @@ from jaxpost.stage.records import PreparedStage, Workers
 if TYPE_CHECKING:
   from jaxpost.data.prompts import PromptStream
   from jaxpost.data.sources import Rows
+  from jaxpost.environments.by_source import PoolsBySource
   from jaxpost.environments.pool import EnvironmentPool
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
@@ -124,7 +125,7 @@ def prompt_stream(
   )
 
 
-def start_environment(inputs: Inputs, *data: Rows | None) -> EnvironmentPool:
+def start_environment(inputs: Inputs, *data: Rows | None) -> EnvironmentPool | PoolsBySource:
   """Starts the processes of `config.environment`, which play with the rows of `data`."""
   from jaxpost.environments import factory
 

@@ -128,7 +128,8 @@ def add_line(path: epath.PathLike, line: str) -> None:
 
 def files(folder: epath.PathLike, parent: str = '') -> list[str]:
   """Returns the names of all files below a folder, sorted; none where there is no folder."""
-  names, folder = [], epath.Path(folder)  # `parent` is a folder below it, in the names that are returned
+  names: list[str] = []
+  folder = epath.Path(folder)  # `parent` is a folder below it, in the names that are returned
   for path in (folder / parent).iterdir() if folder.exists() else ():
     name = f'{parent}/{path.name}' if parent else path.name
     names += files(folder, name) if path.is_dir() else [name]

@@ -51,7 +51,7 @@ class RunLock:
     self._released = threading.Event()
     self._beating = threading.Lock()
     self._thread: threading.Thread | None = None
-    self._mine = {
+    self._mine: dict[str, Any] = {
       'host': socket.gethostname(),
       'pid': os.getpid(),
       'machine': _machine(),
