@@ -110,6 +110,7 @@ def run_stage(stage: Stage, start: int, stop: StopSignal) -> None:
     preempted = stop.reached()
     if stage.evaluates(step) and not preempted:
       run.evaluate(step)
+      preempted = stop.reached()  # it may have taken minutes
     if step == stage.steps or preempted or (stage.save_every and step % stage.save_every == 0):
       run.save(step)
     stage.checkpointer.check()

@@ -109,10 +109,12 @@ def two_sources(folder):
 
 def test_held_out_rows_are_of_each_source(tmp_path):
   held_out = dict(data=dict(path=two_sources(tmp_path)), size=4)
-  (stage,) = prepare.prepare_all(SMALL | dict(eval=held_out))
+  said = []
+  (stage,) = prepare.prepare_all(SMALL | dict(eval=held_out), said.append)
   documents = stage.data.held_out.documents
   lengths = [len(documents[n].tokens) for n in range(len(documents))]
   assert lengths[0] == lengths[1] < lengths[2] == lengths[3]
+  assert said == [f'reading data: {n} of 600 documents are tokenized' for n in (256, 512)]
 
 
 @pytest.mark.parametrize('over', [dict(overlong='drop'), dict(weights=(9.0, 1.0))])
