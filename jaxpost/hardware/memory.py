@@ -123,7 +123,8 @@ def _left_in_groups(root: pathlib.Path) -> Iterator[float]:
     _, controller, name = line.split(':', 2)  # 'N:memory:/docker/ID' of version 1, '0::/ID' of version 2
     if controller not in _GROUPS:
       continue
-    top, (limit_file, used_file, cache) = root / 'sys/fs/cgroup' / controller, _GROUPS[controller]
+    top = root / 'sys/fs/cgroup' / controller
+    limit_file, used_file, cache = _GROUPS[controller]
     # A container sees its own group at `top`, often under a name that only the host knows.
     group = top / name.lstrip('/')
     for folder in (group, *group.parents[: len(group.parts) - len(top.parts)]):

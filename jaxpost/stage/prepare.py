@@ -36,6 +36,9 @@ if TYPE_CHECKING:
   from jaxpost.stage.schema import ModelSection
   from jaxpost.types import Batch
 
+Note = Callable[[str], object]  # gets a line about the share of the rows that is read
+_NOTE_EVERY = 256  # rows between two such lines
+
 
 def as_dict(config: Any) -> dict:
   """Returns a ConfigDict, a dict or a Config as nested dicts."""
@@ -44,10 +47,6 @@ def as_dict(config: Any) -> dict:
   if dataclasses.is_dataclass(config):
     return dataclasses.asdict(config)
   return dict(config)
-
-
-Note = Callable[[str], object]  # gets a line about the share of the rows that is read
-_NOTE_EVERY = 256  # rows between two such lines
 
 
 def prepare_all(config: Mapping, note: Note = str) -> list[PreparedStage]:
