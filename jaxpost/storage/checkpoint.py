@@ -305,7 +305,7 @@ class Checkpointer:
   # Reading.
 
   def _read_from(self, step: int, arrays: bool = True) -> epath.Path:
-    """Returns a folder with the files of a step, with or without its arrays; a local copy of those on an object store."""
+    """Returns a folder with the files of a step, or with all but its arrays; a local copy of those on a store."""
     if not self._spool:
       return self._folder / str(step)
     copy = self._spool / f'read-{step}{"" if arrays else "-meta"}'
