@@ -17,7 +17,6 @@ import jax
 import numpy as np
 
 from jaxpost.data import loader, packing
-from jaxpost.distributed import coordination
 from jaxpost.distributed.channel import Channel, seconds_waited
 from jaxpost.errors import InputError
 
