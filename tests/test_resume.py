@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import numpy as np
@@ -375,6 +376,17 @@ def copy(workdir, target):
   return target
 
 
+def leave_out_evaluation(workdir, step):
+  """Makes a run look as if it had been told to stop in this step, whose evaluation the resume has to make."""
+  path = workdir / 'metrics.jsonl'
+  lines = path.read_text().splitlines(keepends=True)
+  kept = [line for line in lines if (json.loads(line)['split'], json.loads(line)['step']) != ('eval', step)]
+  assert len(kept) == len(lines) - 1
+  path.write_text(''.join(kept))
+  folder = workdir / 'checkpoints/sft'
+  manifest.write(folder / str(step), manifest.read(folder, step)._replace(metrics={}))
+
+
 def live_bytes():
   gc.collect()
   return sum(x.nbytes for x in jax.live_arrays())
@@ -385,6 +397,7 @@ def test_more_steps_continue_a_finished_run(sft, model, tmp_path, monkeypatch):
   config, _ = sft
   short = tiny.merged(config, dict(train=dict(steps=4)))
   run(short, tmp_path / 'run')
+  leave_out_evaluation(tmp_path / 'run', 4)
   read, before = Checkpointer.restore, live_bytes()
 
   def restore(checkpointer, template):
@@ -401,7 +414,14 @@ def test_more_steps_continue_a_finished_run(sft, model, tmp_path, monkeypatch):
   assert [any(name.startswith('state/') for name in what.files) for what, _ in verified] == [False, True]
   same_rows(tmp_path / 'run', sft[1])
   assert state(tmp_path / 'run', 'sft') == state(sft[1], 'sft')
+  scores, theirs = (seal(folder / 'checkpoints/sft', 4)['metrics']['loss'] for folder in (tmp_path / 'run', sft[1]))
+  assert scores == theirs  # for `save.keep_best`
   assert json.loads((tmp_path / 'run/config.json').read_text())['train']['steps'] == 6
+  given = types.SimpleNamespace(train=types.SimpleNamespace(steps=6))
+  stage = types.SimpleNamespace(name='sft', config=given, data=types.SimpleNamespace(held_out=True))
+  assert stages.stages_done([stage], tmp_path / 'run') == 1
+  leave_out_evaluation(tmp_path / 'run', 6)
+  assert stages.stages_done([stage], tmp_path / 'run') == 0  # all its steps, and not the evaluation after them
   with pytest.raises(InputError, match='train.steps: 4 of sft.* its step 6'):
     run(short, tmp_path / 'run')
 
@@ -459,30 +479,6 @@ def test_signal_in_the_last_step_is_not_lost(sft, tmp_path):
     signal.signal(signal.SIGTERM, old)
   run(config, workdir)
   same_rows(workdir, expected)
-
-
-def test_a_run_told_to_stop_saves_before_it_evaluates(sft, tmp_path, monkeypatch):
-  config, expected = sft
-  workdir = copy(expected, tmp_path / 'run')
-  shutil.rmtree(workdir / 'checkpoints/sft/6')
-  begin = stages.assemble.begin_step
-
-  def stop_in_the_last(placed, trace, step):
-    begin(placed, trace, step)
-    if step == 6:
-      signal.raise_signal(signal.SIGTERM)
-
-  with monkeypatch.context() as patched:
-    patched.setattr(stages.assemble, 'begin_step', stop_in_the_last)
-    with pytest.raises(Preempted, match='saved at step 6'):
-      run(config, workdir)
-  assert [r['split'] for r in metrics.read_rows(workdir / 'metrics.jsonl') if r['step'] == 6] == ['train']
-  assert seal(workdir / 'checkpoints/sft')['metrics'] == {}
-  run(config, workdir)
-  same_rows(workdir, expected)
-  found, wanted = (seal(folder / 'checkpoints/sft')['metrics'] for folder in (workdir, expected))
-  assert found.keys() == wanted.keys() and found['loss'] == wanted['loss']  # `save.keep_best` reads them
-  assert state(workdir, 'sft') == state(expected, 'sft')
 
 
 def test_init_from_starts_from_those_weights(sft, model, tmp_path):

@@ -1,5 +1,6 @@
 """The time of each step, and a trace of the steps that were asked for and of no others."""
 
+import contextlib
 import itertools
 import json
 import types
@@ -9,6 +10,7 @@ import pytest
 import tiny
 
 from jaxpost import loop, stages
+from jaxpost.errors import Preempted
 from jaxpost.monitor import profile, timeline
 from jaxpost.types import Item
 
@@ -136,7 +138,7 @@ def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
     roles=types.SimpleNamespace(trainable={'policy': devices}),
     stream=itertools.repeat(Item([('policy', None)], {'tokens': 11})),
     evaluate=evaluate,
-    checkpointer=types.SimpleNamespace(check=list, check_metrics=sorted),
+    checkpointer=types.SimpleNamespace(check=list, check_metrics=sorted, add_metrics=lambda step, metrics: None),
     writer=types.SimpleNamespace(write=lambda *row: rows.append(row)),
     timer=timeline.Timeline({'update': 'devices', 'sample': 'devices'}),
     meta={},
@@ -153,3 +155,48 @@ def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
   found = [(split, step, row['time/step']) for step, split, row, *_ in rows]
   assert [took for split, _, took in found if split == 'eval'] == [5, 5, 5, 5]
   assert all(10 <= took <= 12 for split, _, took in found if split == 'train'), found
+
+
+@pytest.mark.parametrize(
+  'start, told_in, metrics, expected',
+  [
+    (0, 9, {}, 'eval 0, eval 2, save 2, eval 4, save 4, eval 5, save 5'),
+    (0, 2, {}, 'eval 0, save 2'),  # told to stop in the step, and there may be no time for an evaluation
+    (2, 9, {}, 'eval 2, eval 4, save 4, eval 5, save 5'),
+    (2, 9, {'loss': 1.0}, 'eval 4, save 4, eval 5, save 5'),
+    (2, 5, {'loss': 1.0}, 'eval 4, save 4, save 5'),
+    (5, 9, {}, 'eval 5'),  # told to stop in the last step
+  ],
+)
+def test_a_run_told_to_stop_saves_before_it_evaluates(start, told_in, metrics, expected, monkeypatch):
+  done, step = [], [start]
+  monkeypatch.setattr(loop._Progress, 'evaluate', lambda self, step: done.append(f'eval {step}'))
+  monkeypatch.setattr(loop._Progress, 'save', lambda self, step: done.append(f'save {step}'))
+  monkeypatch.setattr(loop._Progress, 'log_pending', lambda self: None)
+  stage = loop.Stage(
+    name='x',
+    steps=5,
+    roles=types.SimpleNamespace(trainable={'policy': types.SimpleNamespace(update=lambda batch: {})}),
+    stream=itertools.repeat(Item([('policy', None)], {'tokens': 11})),
+    evaluate=max,
+    checkpointer=types.SimpleNamespace(check=list, wait=list, metrics=lambda step: metrics),
+    writer=None,
+    timer=timeline.Timeline({'update': 'devices'}),
+    meta={},
+    on_step_begin=lambda n: step.append(n),
+    forbid_compiles=list,
+    check_first_step=id,
+    stop_profiler=None,
+    wait_for_update=False,
+    eval_every=2,
+    save_every=2,
+  )
+  stage.timer.watch = lambda phase, done: None
+
+  def leave(name, saved):
+    raise Preempted(saved)
+
+  stop = types.SimpleNamespace(reached=lambda: step[-1] >= told_in, leave=leave)
+  with pytest.raises(Preempted) if told_in <= 5 else contextlib.nullcontext():
+    loop.run_stage(stage, start, stop)
+  assert ', '.join(done) == expected
