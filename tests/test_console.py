@@ -109,12 +109,10 @@ def two_sources(folder):
 
 def test_held_out_rows_are_of_each_source(tmp_path):
   held_out = dict(data=dict(path=two_sources(tmp_path)), size=4)
-  said = []
-  (stage,) = prepare.prepare_all(SMALL | dict(eval=held_out), said.append)
+  (stage,) = prepare.prepare_all(SMALL | dict(eval=held_out))
   documents = stage.data.held_out.documents
   lengths = [len(documents[n].tokens) for n in range(len(documents))]
   assert lengths[0] == lengths[1] < lengths[2] == lengths[3]
-  assert said == [f'reading data: {n} of 600 documents are tokenized' for n in (256, 512)]
 
 
 @pytest.mark.parametrize('over', [dict(overlong='drop'), dict(weights=(9.0, 1.0))])
@@ -122,7 +120,9 @@ def test_epochs_count_what_the_stream_packs(tmp_path, over):
   """Neither rows that are dropped for their length, nor sources by their size where they have weights."""
   length = 40 if 'overlong' in over else 64
   data = dict(path=two_sources(tmp_path), **over)
-  (stage,) = prepare.prepare_all(SMALL | dict(data=data, train=dict(epochs=2.0, batch_size=2, row_length=length)))
+  train, said = dict(epochs=2.0, batch_size=2, row_length=length), []
+  (stage,) = prepare.prepare_all(SMALL | dict(data=data, train=train), said.append)
+  assert said == [f'reading data: {n} of 600 documents are tokenized' for n in (256, 512)]
   used = [info['epochs'] for _, info in (next(stage.data.stream) for _ in range(stage.config.train.steps))]
   stage.data.stream.close()
   assert used[-1] == pytest.approx(2, rel=0.1)

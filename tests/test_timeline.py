@@ -181,7 +181,7 @@ def test_a_run_told_to_stop_saves_before_it_evaluates(start, told_in, metrics, e
     evaluate=max,
     checkpointer=types.SimpleNamespace(check=list, wait=list, metrics=lambda step: metrics),
     writer=None,
-    timer=timeline.Timeline({'update': 'devices'}),
+    timer=timeline.Timeline({'update': 'devices', 'sample': 'devices'}),
     meta={},
     on_step_begin=lambda n: step.append(n),
     forbid_compiles=list,
