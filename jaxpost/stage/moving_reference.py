@@ -85,6 +85,10 @@ class MovingReference(Frozen):
     state = state.inner if isinstance(state, loss_scale.LossScaled) else state
     return join(self.policy.frozen.get('params', {}), state.reference)
 
+  @params.setter
+  def params(self, value: dict) -> None:
+    raise AttributeError('these weights are in the state of the policy')
+
 
 def check(config: Config, algorithm: Algorithm) -> None:
   """Raises InputError where the reference cannot follow the policy."""
