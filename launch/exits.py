@@ -111,6 +111,16 @@ def parse(argv: list[str], words: int = 0) -> list[str]:
   return rest
 
 
+def worst(codes: list[int]) -> int:
+  """Returns the exit code of the run: 2 to 5 first, 42 only if nothing else went wrong."""
+  for code in 2, 3, 4, 5:
+    if code in codes:
+      return code
+  if any(code not in (0, 42) for code in codes):
+    return 1
+  return 42 if 42 in codes else 0
+
+
 def refuse(names: Iterable[str], when: str):
   """InputError if one of these flags was given, which have no effect `when`."""
   for name in names:

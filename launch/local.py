@@ -51,16 +51,6 @@ def copy(rank: int, source: TextIO, target: TextIO):
       os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
 
 
-def worst(codes: list[int]) -> int:
-  """Returns the exit code of the run: 2 to 5 first, 42 only if nothing else went wrong."""
-  for code in 2, 3, 4, 5:
-    if code in codes:
-      return code
-  if any(code not in (0, 42) for code in codes):
-    return 1
-  return 42 if 42 in codes else 0
-
-
 def main(argv):
   """Starts the processes and waits for all of them."""
   if not argv[1:]:
@@ -83,7 +73,7 @@ def main(argv):
     for p in running if failed and time.monotonic() - failed > GRACE_S else ():
       p.kill()
     time.sleep(0.05)
-  sys.exit(worst([p.returncode for p in running]))
+  sys.exit(exits.worst([p.returncode for p in running]))
 
 
 if __name__ == '__main__':

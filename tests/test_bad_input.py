@@ -792,9 +792,7 @@ def test_exit_codes(error, capsys):
 
 @pytest.mark.parametrize('codes, worst', [([0, 4], 4), ([5, 42], 5), ([2, 5], 2), ([0, 42], 42), ([42, 1], 1)])
 def test_the_worst_code(codes, worst):
-  from launch import local
-
-  assert local.worst(codes) == worst
+  assert exits.worst(codes) == worst
 
 
 def test_closed_streams(tmp_path):
