@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -151,8 +151,8 @@ def _span(
   if sentinel not in changed:
     why = f'the chat template leaves out message {n}, so its tokens cannot be told apart'
     raise InputError(f'{where}: {why}; train on text, or give another template')
-  start = len(os.path.commonprefix([text, changed]))
-  end = len(text) - len(os.path.commonprefix([text[start:][::-1], changed[start:][::-1]]))
+  start = common_length(text, changed)
+  end = len(text) - common_length(text[start:][::-1], changed[start:][::-1])
   start = _begin(header, text, start)[0]
   if end < start:
     why = f'the chat template renders message {n} otherwise than its generation prompt'
@@ -162,6 +162,14 @@ def _span(
     if tail.startswith(special):
       return start, end + len(special)
   return start, end
+
+
+def common_length(a: str, b: str) -> int:
+  """Returns how many characters two texts begin with alike, which `os.path.commonprefix` compares in Python."""
+  size = min(len(a), len(b))
+  codes = [np.frombuffer(x[:size].encode('utf-32-le', 'surrogatepass'), np.uint32) for x in (a, b)]
+  differ = np.flatnonzero(codes[0] != codes[1])
+  return int(differ[0]) if len(differ) else size
 
 
 def _begin(header: str, text: str, start: int) -> tuple[int, str]:
@@ -220,7 +228,7 @@ def _check_reasoning(message: Message, rendered: str, where: str) -> str:
 
 def _encode_spans(
   tokenizer: Tokenizer, text: str, spans: Sequence[Span], weights: Sequence[float], where: str
-) -> tuple[list[int], list[float]]:
+) -> tuple[list[int], Sequence[float] | np.ndarray]:
   """Returns the token ids of `text`, and for each the weight of its span, or 0."""
   cuts = sorted({0, len(text), *(c for span in spans for c in span)})
   starts = {start for start, _ in spans}
@@ -230,12 +238,10 @@ def _encode_spans(
     return next(found, 0)
 
   if not tokenizer.adds_space:
-    ids, mask = [], []
-    for a, b in zip(cuts, cuts[1:]):
-      part = tokenizer.encode(text[a:b])
-      ids += part
-      mask += [weight(a, b)] * len(part)
-    return ids, mask
+    parts = list(zip(cuts, cuts[1:]))
+    encoded = tokenizer.encode_all([text[a:b] for a, b in parts])
+    mask = np.repeat([weight(a, b) for a, b in parts], np.fromiter(map(len, encoded), int))
+    return list(itertools.chain.from_iterable(encoded)), mask
   # This tokenizer would add a space at each cut, so all is encoded at once.
   ids, offsets = tokenizer.offsets(text)
   mask = [weight(a, b) if b > a else 0 for a, b in offsets]
@@ -246,7 +252,7 @@ def _encode_spans(
   return ids, mask
 
 
-def _example(ids: Sequence[int], mask: Sequence[float]) -> Example:
-  mask = np.asarray(mask, np.float32)
-  whole = ((mask == 0) | (mask == 1)).all()
+def _example(ids: Sequence[int], weights: Sequence[float] | np.ndarray) -> Example:
+  mask = np.asarray(weights, np.float32)
+  whole = np.isin(mask, (0, 1)).all()
   return Example(np.asarray(ids, np.int32), mask.astype(bool) if whole else mask)

@@ -10,7 +10,6 @@ tokens that `chat.make_example` gives it, up to the last trained one.
 from __future__ import annotations
 
 import dataclasses
-import os
 import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -200,14 +199,13 @@ def pair_of(row: Row, where: str) -> tuple[Answer, Answer, Answer]:
 def _shared(chosen: Answer, rejected: Answer, where: str) -> tuple[Answer, Answer, Answer]:
   """Splits two whole conversations into (shared prompt, chosen, rejected)."""
   if isinstance(chosen, str):
-    same = os.path.commonprefix([chosen, rejected])
-    cut = same.rfind(_ASKED) + len(_ASKED)
+    cut = chosen.rfind(_ASKED, 0, chat.common_length(chosen, rejected)) + len(_ASKED)
     if cut < len(_ASKED):
       raise InputError(
         f'{where}: needs the column prompt: chosen and rejected are texts that share no {_ASKED!r}'
         ' (rename with config.data.columns, e.g. prompt=question)'
       )
-    return same[:cut], chosen[cut:], rejected[cut:]
+    return chosen[:cut], chosen[cut:], rejected[cut:]
   size = min(len(chosen), len(rejected))
   cut = next((n for n in range(size) if chosen[n] != rejected[n]), size)
   if not cut:

@@ -148,7 +148,8 @@ def _size(value: Any) -> int:
 
 
 def _sized(value: Any) -> Any:
-  _spend(_size(value) // 1000)
+  if not isinstance(value, str) or len(value) >= 1000:  # a short text, as most values are, takes no step
+    _spend(_size(value) // 1000)
   return value
 
 

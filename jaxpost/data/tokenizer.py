@@ -39,7 +39,6 @@ _TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, R
 _SWITCHES = {'enable_thinking': False}  # template_kwargs that are passed where nothing else is set
 # Tokens that end a turn: a template that writes one means the sampler stops.
 _TURN_ENDS = ('<|im_end|>', '<|eot_id|>', '<|eom_id|>', '<end_of_turn>', '<|end|>', '<|eot|>', '<turn|>')
-_LONG = 1 << 15  # characters
 _FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -77,11 +76,14 @@ class Tokenizer:
 
   def encode(self, text: str) -> list[int]:
     """Returns the token ids of `text`; nothing is added, special tokens are parsed."""
-    # The wrapper's own encode sets options on the shared tokenizer, which
-    # fails when two threads encode at once.
-    if len(text) > _LONG:  # encode() would hold Python's lock, and stop a server, for seconds
-      return self.hf.backend_tokenizer.encode_batch([text], add_special_tokens=False)[0].ids
-    return self.hf.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return self.encode_all([text])[0]
+
+  def encode_all(self, texts: list[str]) -> list[list[int]]:
+    """Returns the token ids of each text, see `encode`; the texts are encoded in parallel."""
+    # The wrapper's own encode sets options on the shared tokenizer, which fails when two threads encode at once. That
+    # of a single text holds Python's lock, which would stop a server for seconds, and computes offsets.
+    found = self.hf.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in found]
 
   def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
     """Returns the text of token ids, with or without special tokens."""
