@@ -154,7 +154,7 @@ class Documents:
     self.plain = plain
     self.fields = dict(fields or {})
     self._size = size
-    self._starts: np.ndarray | None = None  # [N + 1]: where the tokens of a document begin in `_values`
+    self._starts = np.zeros(0, np.int64)  # [N + 1] once filled: where the tokens of a document begin in `_values`
     self._values: dict[str, np.ndarray] = {}  # name -> [S, ...]
 
   def __len__(self) -> int:

@@ -7,7 +7,7 @@ the same ones, and train and test never share a problem.
 import operator
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxpost.errors import InputError
@@ -44,14 +44,14 @@ def rows(name: str, options: str = '') -> list[Row]:
   if name not in makers:
     raise InputError(f'generated:{name}: there is no such data; there is {", ".join(makers)}')
   maker, defaults = makers[name]
-  options = _options(name, options, defaults)
-  largest = _check(name, options)
+  chosen = _options(name, options, defaults)
+  largest = _check(name, chosen)
   # Bytes, not hash(): equal in every process.
-  draw = random.Random(zlib.crc32(repr(sorted(options.items())).encode()))
-  problems = _problems(largest, options['ops'], options['split'], options['size'], draw)
-  made = [maker(*problem, options, draw) for problem in problems]
+  draw = random.Random(zlib.crc32(repr(sorted(chosen.items())).encode()))
+  problems = _problems(largest, chosen['ops'], chosen['split'], chosen['size'], draw)
+  made = [maker(*problem, chosen, draw) for problem in problems]
   if not made:
-    raise InputError(f'generated:{name}: no {options["split"]} problems with operands up to {largest}')
+    raise InputError(f'generated:{name}: no {chosen["split"]} problems with operands up to {largest}')
   return made
 
 
@@ -158,6 +158,7 @@ def _places(number: int) -> list[int]:
 def _problems(top: int, ops: str, split: str, size: int, draw: random.Random) -> Iterator[tuple[int, str, int]]:
   """Yields up to `size` distinct problems (a, op, b) of a split, in a random order."""
   total = (top + 1) ** 2 * len(ops)
+  numbers: Iterable[int]
   if total <= max(20 * size, 1 << 16):
     numbers = draw.sample(range(total), total)
   else:

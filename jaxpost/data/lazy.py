@@ -59,7 +59,7 @@ class _LeastRecent:
   def __init__(self, size: int):
     self.lock = threading.RLock()
     self._size = size
-    self._made = collections.OrderedDict()
+    self._made: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
   def get(self, key: Any, make: Callable[[], Any]) -> Any:
     with self.lock:
@@ -172,7 +172,7 @@ class Lines(RandomAccess):
       raise InputError(f'{name}: unreadable: {error.strerror or error}') from error
     self._starts = np.append(starts, size)
     self._numbers = None  # line of each row; None: row i is line i + 1
-    blank = [i for i in np.flatnonzero(np.isin(firsts, _SPACE)) if not self._line(i)]
+    blank = [i for i in np.flatnonzero(np.isin(firsts, _SPACE)).tolist() if not self._line(i)]
     if blank:
       kept = np.setdiff1d(np.arange(len(starts)), blank)
       self._numbers = kept + 1

@@ -207,12 +207,13 @@ class PackedStream:
       return min(self._num_rows, 256)
     found = (self._examples_fn(self._order[i]) for i in range(min(64, self._num_rows)))
     some = [len(example.tokens) for example in found if example]
-    mean = min(max(np.mean(some), 1), self._row_length) if some else 1
+    mean = float(np.clip(np.mean(some), 1, self._row_length)) if some else 1.0
     return int(np.clip(64 * self._row_length / mean, 64, 1 << 16))
 
   def _batches(self, window: int, row: int) -> Iterator[tuple[Batch, dict, tuple[int, int]]]:
     """Yields (batch, info, position after it) from a position on."""
-    rows, counts = [], {'truncated': 0, 'dropped': 0}
+    rows: list[PackedRow] = []
+    counts = {'truncated': 0, 'dropped': 0}
     barren = 0  # documents read since a row came out
     while True:
       packed, in_window = self._packed_window(window)

@@ -186,7 +186,7 @@ def _dialogue(text: str, name: str) -> list[dict[str, str]]:
   _, *parts = re.split(r'(?:\A|\n\n)(Human|Assistant):', text)
   if not parts or parts[0] != 'Human':
     raise ValueError(f"{name} does not begin with '\\n\\nHuman:'")
-  turns = []
+  turns: list[dict[str, str]] = []
   for speaker, said in zip(parts[::2], parts[1::2]):
     role = 'user' if speaker == 'Human' else 'assistant'
     if turns and turns[-1]['role'] == role:

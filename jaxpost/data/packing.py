@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,8 +35,8 @@ def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
     A list of rows, each a list of indices into `lengths`.
   """
   order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-  rows = []
-  free = []  # (room left, row), ascending
+  rows: list[list[int]] = []
+  free: list[tuple[int, int]] = []  # (room left, row), ascending
   for i in order:
     if lengths[i] > row_length:
       raise ValueError(f'Example {i}: {lengths[i]} tokens; a row takes {row_length}')
@@ -80,7 +80,7 @@ def to_batch(
   shape = num_rows, row_length
   examples = [example for row in rows for example in row]
   optional = [n for n in ('branch_ids', 'sequence_ids') if any(vars(e)[n] is not None for e in examples)]
-  fields = {n: np.zeros(shape, np.int32) for n in ('tokens', 'positions', 'segment_ids', *optional)}
+  fields: dict[str, Any] = {n: np.zeros(shape, np.int32) for n in ('tokens', 'positions', 'segment_ids', *optional)}
   mask = np.zeros(shape, np.float32)
   arrays = _empty_arrays(examples, shape)
   # [B, T] the sequence that a token counts for, numbered over the whole batch, or -1.
@@ -119,12 +119,12 @@ def _fill(fields: dict[str, np.ndarray], place: Place, example: Example) -> None
   fields['segment_ids'][place] = fields['segment_ids'][row].max() + ids
   if example.branch_ids is not None:
     fields['branch_ids'][place] = example.branch_ids
-  ids = example.sequence_ids
-  if ids is not None:
+  sequences = example.sequence_ids
+  if sequences is not None:
     taken = fields['sequence_ids'][row].max()
     # The chosen sequence of a pair is odd, so a pair starts after an even number.
-    taken += taken % 2 if ids.max(initial=0) > 1 else 0
-    fields['sequence_ids'][place] = np.where(ids > 0, taken + ids, 0)
+    taken += taken % 2 if sequences.max(initial=0) > 1 else 0
+    fields['sequence_ids'][place] = np.where(sequences > 0, taken + sequences, 0)
 
 
 def _owners(example: Example, taken: int) -> tuple[np.ndarray, int]:

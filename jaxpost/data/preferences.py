@@ -159,8 +159,7 @@ def make_steps_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
   given = np.zeros(len(tokens), np.float32)
   given[list(marks)] = list(marks.values())
   scored = np.arange(len(tokens)) >= len(head)
-  tokens = np.asarray(tokens, np.int32)
-  return _join([_Side(tokens, loss, scored, {'label': given})], False)
+  return _join([_Side(np.asarray(tokens, np.int32), loss, scored, {'label': given})], False)
 
 
 def make_scored_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
@@ -181,24 +180,24 @@ def make_scored_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
 def pair_of(row: Row, where: str) -> tuple[Answer, Answer, Answer]:
   """Returns (prompt, chosen, rejected) of a row: all text, or all checked messages."""
   _needs(row, ('chosen', 'rejected'), where)
-  sides = [_checked(row[name], f'{where}: {name}') for name in ('chosen', 'rejected')]
-  if isinstance(sides[0], str) != isinstance(sides[1], str):
+  chosen, rejected = (_checked(row[name], f'{where}: {name}') for name in ('chosen', 'rejected'))
+  if isinstance(chosen, str) != isinstance(rejected, str):
     raise InputError(f'{where}: of chosen and rejected one is text and one a list of messages; both the same')
-  if sides[0] == sides[1]:
+  if chosen == rejected:
     raise InputError(f'{where}: rejected: equals chosen, so there is nothing to prefer')
   if 'prompt' in row:
     _needs(row, ('prompt',), where)
-    prompt = _prompt(row['prompt'], sides[0], 'chosen', where)
+    prompt = _prompt(row['prompt'], chosen, 'chosen', where)
   else:
-    prompt, *sides = _shared(*sides, where)
-  for name, side in zip(('chosen', 'rejected'), sides):
-    _not_empty(side, f'{where}: {name}')
-  return prompt, *sides
+    prompt, chosen, rejected = _shared(chosen, rejected, where)
+  _not_empty(chosen, f'{where}: chosen')
+  _not_empty(rejected, f'{where}: rejected')
+  return prompt, chosen, rejected
 
 
 def _shared(chosen: Answer, rejected: Answer, where: str) -> tuple[Answer, Answer, Answer]:
   """Splits two whole conversations into (shared prompt, chosen, rejected)."""
-  if isinstance(chosen, str):
+  if isinstance(chosen, str) and isinstance(rejected, str):
     cut = chosen.rfind(_ASKED, 0, chat.common_length(chosen, rejected)) + len(_ASKED)
     if cut < len(_ASKED):
       raise InputError(
@@ -223,7 +222,8 @@ def _answer_of(row: Row, where: str) -> tuple[Answer, Answer]:
     turns = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
     if not turns or not turns[-1]:
       raise InputError(f'{where}: messages: needs a prompt and then a turn of the assistant')
-    prompt, completion = messages[: turns[-1]], messages[turns[-1] :]
+    prompt: Answer = messages[: turns[-1]]
+    completion: Answer = messages[turns[-1] :]
   else:
     _needs(row, ('prompt', 'completion'), where)
     completion = _checked(row['completion'], f'{where}: completion')
@@ -235,7 +235,7 @@ def _answer_of(row: Row, where: str) -> tuple[Answer, Answer]:
 def _prompt(prompt: Any, answer: Answer, name: str, where: str) -> Answer:
   if isinstance(prompt, str) != isinstance(answer, str):
     kinds = f'prompt is {type_of(prompt)} and {name} {type_of(answer)}'
-    held = isinstance(prompt, str) and prompt == answer[0]['content']
+    held = not isinstance(answer, str) and prompt == answer[0]['content']
     hint = f'; {name} has the prompt, so rename it: config.data.columns=asked=prompt' if held else ''
     raise InputError(f'{where}: {kinds}; both text or both lists of messages{hint}')
   return _checked(prompt, f'{where}: prompt')
@@ -248,11 +248,9 @@ def _checked(answer: Any, where: str) -> Answer:
 
 
 def _not_empty(answer: Answer, where: str) -> None:
-  text = answer
   if not isinstance(answer, str):
-    turns = [m for m in answer if m['role'] == 'assistant']
-    text = ''.join(m['content'] + str(m.get('tool_calls', '')) for m in turns)
-  if not text.strip():
+    answer = ''.join(m['content'] + str(m.get('tool_calls', '')) for m in answer if m['role'] == 'assistant')
+  if not answer.strip():
     raise InputError(f'{where}: is empty')
 
 

@@ -50,7 +50,7 @@ def _colored(example: Example, tokenizer: Tokenizer) -> text.Text:
     if a and parts[a] != parts[a - 1]:
       out.append(f'\n[answer {parts[a]}] ', 'bold')
     if a < b:
-      part = tokenizer.decode(tokens[a:b], skip_special=False)
+      part = tokenizer.decode(tokens[a:b].tolist(), skip_special=False)
       out.append(part, _STYLES[styles[a]])
   if length > _MAX_TOKENS:
     out.append(f' ... {length - _MAX_TOKENS} more tokens', 'italic')

@@ -147,11 +147,11 @@ class PromptStream:
     self._tools = tools
     self._sources = sources
     self.skipped = 0
-    # Without streaming: the prompts of all rows that fit, by number.
-    self._prompts, sizes = None, rows.sizes
+    self._prompts: list[_Read] | None = None  # without streaming: those of all rows that fit, by number
+    self._num_prompts, sizes = len(rows), rows.sizes
     if not rows.streaming:
       self._prompts, sizes = self._read_all()
-    self._num_prompts = len(rows) if rows.streaming else len(self._prompts)
+      self._num_prompts = len(self._prompts)
     self._order = loader.order(self._num_prompts, seed, shuffle, sizes, rows.weights)
     self._stops = list(itertools.accumulate(sizes))
     self._per_step = per_step
@@ -173,6 +173,7 @@ class PromptStream:
     stops = list(itertools.accumulate(rows.sizes))
     for n in range(len(rows)):
       read = self._read(n)
+      assert read is not None  # only lazily read rows are dropped
       longest = max(longest, len(read.tokens))
       if len(read.tokens) > self._longest:
         self.skipped += 1
@@ -222,7 +223,7 @@ class PromptStream:
     return self
 
   def __next__(self) -> tuple[tuple[types.Prompt, ...], dict[str, float]]:
-    prompts = []
+    prompts: list[types.Prompt] = []
     barren = 0  # rows skipped since the last prompt
     while len(prompts) < self._per_step:
       index = self._index

@@ -4,7 +4,6 @@ They have the attributes of `sources.Rows`.
 """
 
 import bisect
-import collections.abc
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from jaxpost.errors import InputError
 Row = dict[str, Any]
 
 
-class Chain(collections.abc.Sequence):
+class Chain:
   """Sources one after the other."""
 
   def __init__(self, name: str, parts: Sequence[Any], weights: Iterable[float] = (), streaming: bool = False):
@@ -57,7 +56,7 @@ class Lazy(Chain):
     return self._prepare(super().__getitem__(i), self.where(i))
 
 
-class First(collections.abc.Sequence):
+class First:
   """The first rows of a source, or of a mixture; of each of its sources the first in proportion."""
 
   def __init__(self, rows: Any, count: int):

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -146,8 +146,8 @@ class SharedStream(loader.PackedStream):
 
   def _again(self, number: int, length: int) -> Example:
     example = self.fitted(number, self._made.get(number) or self._examples_fn(number))
-    here = len(example.tokens) if example is not None else 0
-    if here != length:
+    if example is None or len(example.tokens) != length:
+      here = len(example.tokens) if example is not None else 0
       raise InputError(
         f'{self._where(number)}: has {here} tokens here and {length} on another process; give all processes the same '
         'files'
@@ -156,7 +156,7 @@ class SharedStream(loader.PackedStream):
 
   def _divided(self, batch: Batch, totals: np.ndarray) -> Batch:
     """Returns the batch with all fields of the others, and its masks divided by the totals of all rows."""
-    fields = {n: np.zeros_like(x) for n, x in vars(self._like).items() if isinstance(x, np.ndarray)}
+    fields: dict[str, Any] = {n: np.zeros_like(x) for n, x in vars(self._like).items() if isinstance(x, np.ndarray)}
     arrays = {n: np.zeros_like(x) for n, x in self._like.arrays.items()}
     mine = {n: x for n, x in vars(batch).items() if isinstance(x, np.ndarray)}
     new = sorted((set(mine) - set(fields)) | (set(batch.arrays) - set(arrays)))

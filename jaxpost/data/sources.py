@@ -159,7 +159,7 @@ def read(
     return row if row is None else _recognize(row, where)
 
   if fake_rows is not None:
-    found = [(f'{path}[', enumerate(fake_rows))]
+    found: list[tuple[str, NumberedRows]] = [(f'{path}[', enumerate(fake_rows))]
   elif str(path).startswith('generated:'):
     from jaxpost.data import generated
 

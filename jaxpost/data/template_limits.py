@@ -34,7 +34,7 @@ _BUDGET = _Budget()
 @functools.cache
 def install(utils: types.ModuleType) -> None:
   """Has `transformers.utils.chat_template_utils` compile chat templates with the limits."""
-  plain = getattr(utils, '_compile_jinja_template', None)  # it has no public name
+  plain: Any = getattr(utils, '_compile_jinja_template', None)  # it has no public name
   if not hasattr(plain, '__wrapped__'):
     logging.warning('this version of transformers compiles chat templates elsewhere: they run without limits')
     return
@@ -113,7 +113,7 @@ class _Counted(visitor.NodeTransformer):
     return _hook('limited_value', node) if node.ctx == 'load' else node
 
 
-def _hook(name: str, *args: nodes.Expr) -> nodes.Call:
+def _hook(name: str, *args: nodes.Node) -> nodes.Call:
   return nodes.Call(nodes.EnvironmentAttribute(name), list(args), [], None, None)
 
 

@@ -143,7 +143,7 @@ def _span(pair: Sequence[tuple[int, int]], begin: tuple[int, int], end: tuple[in
   return Span(*((first + a, first + b) for (first, _), a, b in zip(pair, begin, end)))
 
 
-def _drop_leading_space(whole: list[list[bytes]]) -> None:
+def _drop_leading_space(whole: Sequence[list[bytes]]) -> None:
   """Drops the space that SentencePiece puts before a text, where the other has none."""
   leads = [b''.join(pieces).startswith(b' ') for pieces in whole]
   for pieces, lead, other in zip(whole, leads, reversed(leads)):

@@ -158,7 +158,7 @@ class Tokenizer:
     variables |= messages_lib.template_kwargs_of(row or {}, where)
     tools = messages_lib.tools_of(row or {}, where)
     try:
-      texts, spans = chat_template_utils.render_jinja_template(
+      rendered: Any = chat_template_utils.render_jinja_template(  # which is annotated as a str
         [messages],
         tools=tools,
         chat_template=self.chat_template,
@@ -170,6 +170,7 @@ class Tokenizer:
       what = error if isinstance(error, jinja2.TemplateError) else f'{type(error).__name__}: {error}'
       what = ' '.join(str(what).split())  # a template may say several lines
       raise InputError(f'{where}: the chat template of {self.source} refuses it: {what:.300}') from error
+    texts, spans = rendered
     return texts[0], list(spans[0]) if self.has_markers else []
 
   def save(self, folder: str | pathlib.Path) -> None:
@@ -179,7 +180,7 @@ class Tokenizer:
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    added = {}
+    added: dict[str, Any] = {}
     if self.source == 'bytes':
       self.hf.save_pretrained(folder)
       added['tokenizer_class'] = 'PreTrainedTokenizerFast'  # every release of transformers knows it
@@ -189,7 +190,7 @@ class Tokenizer:
           shutil.copyfile(path, folder / path.name)
     if self.chat_template:
       (folder / 'chat_template.jinja').write_text(self.chat_template, encoding='utf-8')
-    if used := {k: v for k, v in (_SWITCHES | self.template_kwargs).items() if _reads(self.chat_template, k)}:
+    if used := {k: v for k, v in {**_SWITCHES, **self.template_kwargs}.items() if _reads(self.chat_template, k)}:
       added['chat_template_kwargs'] = used
     if added:
       path = folder / 'tokenizer_config.json'
@@ -301,7 +302,7 @@ def _from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast:
   files = [n for n in _FILES if (folder / n).is_file()]
   if 'tokenizer.json' in files:
     # Not AutoTokenizer: it imports torch where torch is installed.
-    cls = transformers.PreTrainedTokenizerFast
+    cls: Any = transformers.PreTrainedTokenizerFast
   elif {'vocab.json', 'tokenizer.model', 'vocab.txt'} & set(files):
     cls = transformers.AutoTokenizer
   else:

@@ -6,12 +6,12 @@
 from typing import Any
 
 from jaxpost.errors import InputError
-from jaxpost.formats.family import ACTIVATIONS, BIASES, SCALARS, Family
+from jaxpost.formats.family import ACTIVATIONS, BIASES, SCALARS, ExpertFields, Family
 from jaxpost.models.config import Experts
 
 _MAY_BE_OFF = ('attn_logit_softcapping', 'final_logit_softcapping')
 # Values that change nothing. Any other is refused for families that do not read the field.
-_NEUTRAL = {
+_NEUTRAL: dict[str, tuple] = {
   'attention_bias': (False, None),
   'mlp_bias': (False, None),
   'use_bias': (False, None),
@@ -176,7 +176,7 @@ def check(raw: dict[str, Any], family: Family, where: str) -> None:
 
 def activation(raw: dict[str, Any], family: Family, where: str) -> str:
   """Returns `ModelConfig.activation`."""
-  known = ACTIVATIONS | dict(family.activations)
+  known = ACTIVATIONS | family.activations
   field = family.activation_field
   value = raw[field] or family.defaults.get(field, 'silu')
   if value not in known:
@@ -193,7 +193,7 @@ def biases(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
   return tuple(found)
 
 
-def scalars(raw: dict[str, Any], family: Family) -> dict[str, float]:
+def scalars(raw: dict[str, Any], family: Family) -> dict[str, Any]:
   """Returns the fields of ModelConfig that are one number in config.json, too."""
   return {SCALARS[f].name: SCALARS[f].read(raw[f]) for f in family.fields if f in SCALARS}
 
@@ -209,7 +209,7 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
     return None
   if fields.optional and not raw[fields.num]:
     return None
-  _check_experts(raw, family, where)
+  _check_experts(fields, raw, family, where)
   optional: dict[str, Any] = {}
   if fields.limit:
     optional |= dict(limit=float(raw[fields.limit]), alpha=float(raw[fields.alpha]))
@@ -219,7 +219,7 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
     num=raw[fields.num],
     top_k=raw['num_experts_per_tok'],
     size=raw[fields.size],
-    normalize=raw.get('norm_topk_prob') if fields.normalize is None else fields.normalize,
+    normalize=raw['norm_topk_prob'] if fields.normalize is None else fields.normalize,
     shared=raw[fields.shared] if fields.shared else 0,
     first_dense=raw[fields.first_dense] if fields.first_dense else 0,
     sigmoid=fields.sigmoid,
@@ -228,12 +228,11 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
     scale=float(raw['routed_scaling_factor']) if fields.scaled else 1.0,
     **optional,
   )
-  _check_combinations(found, raw, family, where)
+  _check_combinations(found, fields, raw, where)
   return found
 
 
-def _check_experts(raw: dict[str, Any], family: Family, where: str) -> None:
-  fields = family.experts
+def _check_experts(fields: ExpertFields, raw: dict[str, Any], family: Family, where: str) -> None:
   groups = ('n_group', 'topk_group') if fields.grouped else ()
   for name in (fields.num, fields.size, 'num_experts_per_tok', *groups):
     check_whole(raw[name], name, where)
@@ -247,9 +246,8 @@ def _check_experts(raw: dict[str, Any], family: Family, where: str) -> None:
     raise InputError(f'{where}: moe_layer_end_index={end!r} is not supported (only the last layer, {last})')
 
 
-def _check_combinations(found: Experts, raw: dict[str, Any], family: Family, where: str) -> None:
+def _check_combinations(found: Experts, fields: ExpertFields, raw: dict[str, Any], where: str) -> None:
   """Raises InputError for sizes that do not fit each other, the first that is found."""
-  fields = family.experts
   size = found.num // found.groups
   layers = raw['num_hidden_layers']
   if found.limit and raw['hidden_act'] != 'silu':

@@ -35,7 +35,7 @@ def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[M
     from jaxpost.formats import multimodal
 
     raw = multimodal.text_config(raw)
-  name = raw.get('model_type')
+  name: Any = raw.get('model_type')
   family = families.find(name, where)
   raw = {family.aliases.get(k, k): v for k, v in raw.items()}
   try:

@@ -7,8 +7,8 @@ what is here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 FULL, LOCAL = 'full_attention', 'sliding_attention'  # of `layer_types`
 ORIGINAL = 'original_max_position_embeddings'
@@ -125,21 +125,21 @@ class Family:
 
   # config.json -> ModelConfig.
   reads: tuple[str, ...] = ()  # fields that Llama lacks, besides those of `experts`; see `fields`
-  defaults: Mapping[str, Any] = _mapping()  # values of fields that config.json may leave out
-  fixed: Mapping[str, Any] = _mapping()  # fields of `ModelConfig` (models/config.py) alike in all its models
-  aliases: Mapping[str, str] = _mapping()  # other spelling of a field -> the one that is read
-  only: Mapping[str, Any] = _mapping()  # fields of which one value is supported
+  defaults: dict[str, Any] = _mapping()  # values of fields that config.json may leave out
+  fixed: dict[str, Any] = _mapping()  # fields of `ModelConfig` (models/config.py) alike in all its models
+  aliases: dict[str, str] = _mapping()  # other spelling of a field -> the one that is read
+  only: dict[str, Any] = _mapping()  # fields of which one value is supported
   ignored: tuple[str, ...] = ()  # fields without effect
   reported: tuple[str, ...] = ()  # fields without effect on the model, named in a warning where they are set
   activation_field: str = 'hidden_act'
-  activations: Mapping[str, str] = _mapping()  # value of that field -> ModelConfig.activation
-  biases: Mapping[str, tuple[str, ...]] = _mapping()  # projections of a field, where `BIASES` has others
+  activations: dict[str, str] = _mapping()  # value of that field -> ModelConfig.activation
+  biases: dict[str, tuple[str, ...]] = _mapping()  # projections of a field, where `BIASES` has others
   experts: ExpertFields | None = None
   latent: bool = False  # multi-head latent attention (models/mla.py, latent_fields.py)
   # The mixer that some layers have instead of attention: 'delta', 'convolution' or 'state_space' (models/hybrid.py,
   # hybrid_fields.py), and fields of `HybridConfig` alike in all models.
   hybrid: str = ''
-  mixer: Mapping[str, Any] = _mapping()
+  mixer: dict[str, Any] = _mapping()
   single: bool = False  # a layer is attention, another mixer, an MLP or experts
   mixed: bool = False  # attention layers of two sizes (models/mixed_attention.py, mixed_fields.py)
   chunked: bool = False  # attention in chunks, and dense layers among those with experts (chunked_fields.py)
@@ -147,26 +147,26 @@ class Family:
   # Layers that differ. `window` is the rule for the layers that see `sliding_window`
   # tokens where no `layer_types` is given: 'all', 'upper' (from `max_window_layers`
   # on), 'no_rope' (those without rotary embeddings), or n: all but every n-th.
-  window: str | int | None = None
+  window: Literal['all', 'upper', 'no_rope'] | int | None = None
   local_rope: str = ''  # field with the rope base of sliding-window layers, which is never scaled
-  rope_types: Mapping[str, str] = _mapping()  # other names of rope types
+  rope_types: dict[str, str] = _mapping()  # other names of rope types
   rope_optional: bool = False  # a rope_theta of null turns rotary embeddings off
   interleaved: bool = False  # rotated pairs are adjacent entries, where `rope_interleave` does not say
 
   # Tensors.
   prefix: str = 'model'  # how the names of all but the head begin
-  spellings: Mapping[str, str] = _mapping()  # other spelling of a part of a name -> the one that is read
-  names: Mapping[str, str] = _mapping()  # Llama's module -> the family's; parameters of one name are its rows
+  spellings: dict[str, str] = _mapping()  # other spelling of a part of a name -> the one that is read
+  names: dict[str, str] = _mapping()  # Llama's module -> the family's; parameters of one name are its rows
   # Parameter -> (tensor with all experts, order of its parameters): 'joined' one behind the other along the outputs of
   # [experts, inputs, outputs], 'interleaved' entry by entry there, or 'transposed': joined in [experts, out, in].
-  fused: Mapping[str, tuple[str, str]] = _mapping()
+  fused: dict[str, tuple[str, str]] = _mapping()
   rows: tuple[str, ...] = ()  # parameters that are matrices of one row in a folder
   quantized: str = ''  # a `quant_method` that can be read, besides 'fp8'
   unused: str = ''  # regular expression of tensors that folders may hold and that have no effect
   lost_adapters: str = ''  # regular expression of adapters that `peft` 0.21 drops or refuses
   extra_layers: bool = False  # folders may hold layers for multi-token prediction behind the last
   # Beginnings of names in that layer -> those of the family; None: such a module cannot be trained.
-  predictor: Mapping[str, str] | None = None
+  predictor: dict[str, str] | None = None
 
   @property
   def fields(self) -> tuple[str, ...]:
@@ -176,4 +176,4 @@ class Family:
   @property
   def bias_fields(self) -> dict[str, tuple[str, ...]]:
     """The projections that have biases, by the field that says so."""
-    return BIASES | dict(self.biases)
+    return BIASES | self.biases

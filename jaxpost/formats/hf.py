@@ -74,9 +74,10 @@ def load_params(
     write: see `tensor_reader.write`; one that does not take over the buffers of its first
       argument has a parameter in memory twice.
   """
-  out, folder = {}, model_folder.opened(folder)
+  folder = model_folder.opened(folder)
   if jax.process_index() == 0 and not object_store.is_remote(folder):  # stores verify what they hold
     seals.check(folder, [path.name for path in model_folder.weight_files(folder)[0]])
+  out: dict[str, Any] = {}
   with contextlib.ExitStack() as stack:
     table = tensor_layout.table(model.config, model.table)
     tensors = _open(folder, table, model.config, stack)
@@ -147,6 +148,8 @@ def is_predictor(name: str, cfg: ModelConfig, count: int) -> bool:
   family = families.of_model(cfg.family)
   if family.hybrid and name.startswith('mtp.'):
     return True
-  found = family.extra_layers and re.match(r'model\.layers\.(\d+)\.', name)
-  behind = bool(found) and 0 <= int(found[1]) - cfg.num_layers < count
-  return behind or family.extra_layers and bool(count) and name.startswith('model.mtp_')
+  if not family.extra_layers:
+    return False
+  if found := re.match(r'model\.layers\.(\d+)\.', name):
+    return 0 <= int(found[1]) - cfg.num_layers < count
+  return bool(count) and name.startswith('model.mtp_')

@@ -27,7 +27,7 @@ from jaxpost.storage import object_store, seals
 if TYPE_CHECKING:
   from jaxpost.formats.multimodal import Origin
   from jaxpost.formats.tensor_layout import Stored
-  from jaxpost.models.config import ModelConfig
+  from jaxpost.models.config import CustomConfig, ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.models.parameters import Param
 
@@ -78,7 +78,7 @@ def save(
   dtype = np.dtype(jnp.result_type(*(leaf(made, p).dtype for p, spec in model.table.items() if not spec.dtype)))
   with _staging(folder) if writes else contextlib.nullcontext() as staged:
     _write_weights(staged, model, params, dtype, max_shard_bytes, merge=merge, origin=origin)
-    if writes:
+    if staged is not None:
       config = config_export.to_hf(model.config, stop_ids, bos_id, pad_id)
       _write_configs(staged, config, dtype, generation or {}, origin)
       _write_card(staged, pathlib.PurePath(str(folder)).name, model.config)
@@ -238,7 +238,7 @@ def _write_configs(
   object_store.write_json(staged / _GENERATION, generation | ids)
 
 
-def _write_card(staged: pathlib.Path, name: str, cfg: ModelConfig) -> None:
+def _write_card(staged: pathlib.Path, name: str, cfg: ModelConfig | CustomConfig) -> None:
   task = 'text-classification' if cfg.num_labels else 'text-generation'
   (staged / _CARD).write_text(
     f'---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- {cfg.family}\n{_MARK}\n---\n\n# {name}\n',

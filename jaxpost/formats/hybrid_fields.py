@@ -121,12 +121,13 @@ def _kimi_types(raw: dict[str, Any], nested: dict[str, Any], where: str) -> list
   full, linear = nested.get('full_attn_layers'), nested.get('kda_layers')  # numbers from 1 on
   types = None
   if full is not None or linear is not None:
-    if not all(isinstance(x, list) for x in (full, linear)) or sorted([*full, *linear]) != [*range(1, count + 1)]:
+    numbers = [*range(1, count + 1)]
+    if not (isinstance(full, list) and isinstance(linear, list)) or sorted(full + linear) != numbers:
       raise InputError(
         f'{where}: linear_attn_config with full_attn_layers={full!r} and kda_layers={linear!r} must name each of the '
         f'{count} layers once'
       )
-    types = [FULL if number in full else _TYPES['delta'] for number in range(1, count + 1)]
+    types = [FULL if number in full else _TYPES['delta'] for number in numbers]
   types = _agreed(raw, 'layer_types', types, 'linear_attn_config', where)
   return types or [FULL if i and i % 4 == 0 else _TYPES['delta'] for i in range(count)]
 
@@ -155,7 +156,7 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> M
   own = readers[family.hybrid](raw, cfg, where)
   if not own['mixers']:
     return dataclasses.replace(cfg, **{k: own[k] for k in own.keys() & vars(cfg)})
-  return HybridConfig(**vars(cfg) | own | dict(family.mixer))
+  return HybridConfig(**vars(cfg) | own | family.mixer)
 
 
 def _delta(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
@@ -182,7 +183,7 @@ def _latent_delta(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str
   """Reads what models have with latent attention, without rotation, beside the gated delta rule of Kimi Linear."""
   mixers = _mixers(raw['layer_types'], 'delta', cfg, where)
   _check_sparse(mixers, cfg, 'first_k_dense_replace', where)
-  unrotated = dict(ropes=(Rope(),), layer_ropes=(-1,) * cfg.num_layers)
+  unrotated: dict[str, Any] = dict(ropes=(Rope(),), layer_ropes=(-1,) * cfg.num_layers)
   sizes = _sizes(raw, 'latent', where)
   # Queries, keys and values have as many heads, and all are of one size, which is the rank of the gates, too.
   sizes |= dict(key_heads=sizes['value_heads'], value_size=sizes['key_size'], gate_rank=sizes['key_size'])
@@ -275,6 +276,7 @@ def _single(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]
   experts = None
   if 'moe' in mixers:
     check_whole(raw['n_routed_experts'], 'n_routed_experts', where)
+    assert cfg.experts  # as their number is not 0
     experts = dataclasses.replace(cfg.experts, shared=1, shared_size=shared_size, latent=latent or 0)
   own = dict(mixers=mixers, experts=experts, step_min=float(least), layer_ropes=(-1,) * cfg.num_layers)
   return own | _sizes(raw, 'state_space', where)
@@ -323,6 +325,7 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     if 'block_auto_adjust_ff_dim' in family.fields:  # the size of an MLP is written as it is
       out['block_auto_adjust_ff_dim'] = False
   if family.single:
+    assert isinstance(cfg, HybridConfig)  # `_single` reads no other
     out |= dict(layers_block_type=out['layer_types'], layer_norm_epsilon=cfg.norm_eps, time_step_min=cfg.step_min)
     out |= {theirs: out[ours] for theirs, ours in family.aliases.items() if ours in out}
     if cfg.experts:

@@ -44,7 +44,7 @@ def ropes(
   whole = family.latent or main.get('rope_type') == 'proportional'
   dim = head_dim if whole else _rotary_dim(main, raw, family, head_dim, where)
   first, unknown = _rope(main, raw['rope_theta'], raw, family, dim, where=where)
-  tables = (first,)
+  tables: tuple[Rope, ...] = (first,)
   by_layer = (-1,) * layers if off else ()
   if 'no_rope_layers' in family.fields:
     by_layer = _no_rope(raw, layers, where)
@@ -197,7 +197,7 @@ def layer_types(raw: dict[str, Any], family: Family, layers: int, layer_ropes: S
     if LOCAL in types and (family.window != 'all' or set(types) != {LOCAL}):
       raise InputError(f'{where}: layer_types {sorted(set(types))} not supported')
   rule = family.window
-  if _window(raw, family) is None:
+  if rule is None or _window(raw, family) is None:
     return [FULL] * layers
   if rule == 'all':
     return [LOCAL] * layers

@@ -48,7 +48,7 @@ def open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, safetensors_
     if object_store.is_remote(file):
       from jaxpost.storage import remote
 
-      return safetensors_file.tensors(remote.exactly(handle), file.stat().length, file)
+      return safetensors_file.tensors(remote.exactly(handle), epath.Path(file).stat().length, file)
     mapped = stack.enter_context(mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ))
     return safetensors_file.tensors(mapped, len(mapped), file)
   except (OSError, ValueError) as e:

@@ -60,7 +60,7 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
   nested = raw.get('text_config')
   others = config_fields.other_parts(raw)
   text = dict(nested) if isinstance(nested, dict) else {k: v for k, v in raw.items() if k not in others}
-  kind = text.get('model_type') or raw.get('model_type')
+  kind: Any = text.get('model_type') or raw.get('model_type')
   text['model_type'] = _FAMILIES.get(kind, kind)
   # transformers ties by the field of the folder, where it has one.
   if 'tie_word_embeddings' in raw:

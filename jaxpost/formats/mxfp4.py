@@ -9,6 +9,7 @@ and `NAME_scales` [E, F, D / 32] exponents plus 127.
 """
 
 import dataclasses
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -22,8 +23,8 @@ _VALUES = np.concatenate([_VALUES, -_VALUES])
 class Matrices:
   """Both tensors as one slice of a safetensors file, of shape [E, D, F]."""
 
-  blocks: object
-  scales: object
+  blocks: Any
+  scales: Any
 
   def get_shape(self) -> list[int]:
     experts, outputs, runs, _ = self.blocks.get_shape()

@@ -62,7 +62,9 @@ def split(
   parameters = _target_parameters(folder / peft_layout.CONFIG, raw, cfg)
   if not parameters:
     return tensors
-  experts, rank = cfg.experts.num, raw['r']
+  assert cfg.experts  # else `_target_parameters` refuses
+  experts, size = cfg.experts.num, cfg.experts.size
+  rank = raw['r']
   own_ranks = bool(raw.get('rank_pattern'))  # gate and up each have their own
   out = dict(tensors)
 
@@ -70,7 +72,7 @@ def split(
   def read(name: str, check: bool) -> Any:
     value = tensors[name][:]
     if check:
-      size, half = cfg.experts.size, rank * experts
+      half = rank * experts
       if value[size:, :half].any() or value[:size, half:].any():
         raise peft_layout.other_model(folder, f'tensor {name} mixes gate and up')
     return value
@@ -99,7 +101,7 @@ def split(
         index = slice(start, start + rank), slice(None)
       else:
         columns = slice(expert + first_rank * experts, (first_rank + rank) * experts, experts)
-        index = _output_rows(matrix, cfg.experts.size), columns
+        index = _output_rows(matrix, size), columns
       out.pop(name, None)
       out[own_name] = ExpertTensor(functools.partial(read, name, side == 'b' and own_ranks_here), shape, index)
   return out

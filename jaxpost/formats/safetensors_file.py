@@ -101,7 +101,8 @@ def header(tensors: dict[str, tuple]) -> bytes:
   Their bytes follow in order.
   """
   names = {np.dtype(v): k for k, v in _DTYPES.items()}
-  out, end = {'__metadata__': {'format': 'pt'}}, 0
+  out: dict[str, dict[str, typing.Any]] = {'__metadata__': {'format': 'pt'}}
+  end = 0
   for key, (kind, shape, *size) in tensors.items():
     start, end = end, end + (size[0] if size else math.prod(shape) * kind.itemsize)
     out[key] = dict(dtype=kind if size else names[kind], shape=list(shape), data_offsets=[start, end])
@@ -110,7 +111,7 @@ def header(tensors: dict[str, tuple]) -> bytes:
   return len(text).to_bytes(8, 'little') + text
 
 
-def tensors(file: typing.BinaryIO, size: int, path: object = 'weights') -> dict[str, Tensor]:
+def tensors(file: typing.BinaryIO | mmap.mmap, size: int, path: object = 'weights') -> dict[str, Tensor]:
   """Name -> tensor of an open file; ValueError where it is none, or cut. `path` is for errors."""
   length = int.from_bytes(file.read(8), 'little')
   if not 2 <= length <= min(_HEADER, size):

@@ -44,7 +44,8 @@ class Stored:
 def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, Stored]:
   """Returns path -> place, for `rows` or the whole parameter table."""
   family = families.of_model(cfg.family)
-  out, ends = {}, {}
+  out: dict[str, Stored] = {}
+  ends: dict[tuple[str, ...], int] = {}  # tensors -> rows, or entries, that they have so far
   for path, spec in (rows or transformer.param_table(cfg)).items():
     inside = f'layers/{path.partition("/")[2]}'
     if 'expert' in spec.axes and inside in family.fused:
@@ -100,7 +101,7 @@ def _names(name: str, spec: Param) -> tuple[str, ...]:
 
 def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:
   """Groups the rows of a table that share tensors."""
-  out = {}
+  out: dict[str, dict[str, Stored]] = {}
   for path, stored in table.items():
     out.setdefault(stored.names[0], {})[path] = stored
   return list(out.values())

@@ -42,6 +42,7 @@ def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
   """
   row, parts = _row(spec), [axes_of(part) for part in to.spec]
   parts += [()] * (len(spec.shape) - len(parts))
+  moves: list[tuple[int | None, tuple[str, ...]]]
   moves = [(i, axes) for i, axes in enumerate(parts) if axes and i >= spec.stack and i != row]
   used = {a for axes in parts for a in axes}
   moves += [(None, (a,)) for a in to.mesh.shape if a not in used]
@@ -130,8 +131,8 @@ def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.d
   head = 1 if spec.shape == whole else math.prod(whole[row + 1 :])
   size = _piece(spec, local, _PIECE // dtype.itemsize // copies, head // math.gcd(head, split))
   out = None
-  for at in np.ndindex(*(n // s for n, s in zip(local, size))):
-    at = np.multiply(at, size)
+  for number in np.ndindex(*(n // s for n, s in zip(local, size))):
+    at = np.multiply(number, size)
     at[row] *= split
     piece = _place(stored, tensors, sharding, size, split, dtype=dtype, at=at)
     start = np.zeros(len(whole), np.int32)
@@ -196,7 +197,8 @@ def _place(
 
   split: the number of devices that read a piece of a shard's rows together, a part each.
   """
-  shape, row, holders = stored.spec.shape, _row(stored.spec), {}
+  shape, row = stored.spec.shape, _row(stored.spec)
+  holders: dict[tuple[int, ...], list[jax.Device]] = {}
   for device, index in sharding.addressable_devices_indices_map(shape).items():
     starts = tuple(s.indices(n)[0] for s, n in zip(index, shape))
     holders.setdefault(starts, []).append(device)  # replicas are read once
