@@ -44,6 +44,9 @@ def test_shared_tokenizers_load_and_save(shared_data, tmp_path, name, eos, stop_
   again = tokenizer_lib.load(tmp_path)
   text = 'One day, a girl.\n  12'
   assert again.encode(text) == tokenizer.encode(text)
+  texts = [text, '', 'Zwölf 日本<|im_end|>']
+  one_by_one = [tokenizer.hf.backend_tokenizer.encode(x, add_special_tokens=False).ids for x in texts]
+  assert tokenizer.encode_all(texts) == one_by_one
   assert again.chat_template == tokenizer.chat_template
 
 

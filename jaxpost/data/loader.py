@@ -114,8 +114,7 @@ class PackedStream:
     """Sets the stream to its begin.
 
     Args:
-      examples_fn: row number -> Example, or None if there is none to be had
-        (counted as dropped); pure, called in the thread.
+      examples_fn: row number -> Example, or None for one that is dropped and counted; pure, called in the thread.
       seed: decides the order.
       shuffle: False keeps the documents in file order.
       window: W documents packed together; 0 chooses about 64 full rows.

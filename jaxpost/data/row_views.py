@@ -5,7 +5,7 @@ They have the attributes of `sources.Rows`.
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxpost.errors import InputError
@@ -27,6 +27,9 @@ class Chain:
 
   def __len__(self) -> int:
     return self._starts[-1]
+
+  def __iter__(self) -> Iterator[Row | None]:
+    return map(self.__getitem__, range(len(self)))
 
   def __getitem__(self, i: int) -> Row | None:
     part, n = self._find(i)

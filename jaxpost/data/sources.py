@@ -72,8 +72,7 @@ def read_sources(
   Args:
     path: see `read`; several as a tuple or with ' + ' between.
     columns, map_fn: see `read`; one for all sources or one each.
-    weights: share of each source in the documents of a run, in any unit; ()
-      gives each the share of its size.
+    weights: share of each source in the documents of a run, in any unit; () gives each the share of its size.
     streaming: see `read`.
   """
   paths = split(path)

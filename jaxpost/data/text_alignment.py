@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from jaxpost.data import chat
+
 if TYPE_CHECKING:
   from jaxpost.data.examples import Example
   from jaxpost.data.tokenizer import Tokenizer
@@ -118,7 +120,7 @@ def spans(mine: Example, theirs: Example, texts: tuple[Bytes, Bytes]) -> Iterato
     sides = zip(pair, (mine, theirs), texts)
     pieces, stopped = zip(*(_pieces(example.tokens[slice(*run)].tolist(), known) for run, example, known in sides))
     _drop_leading_space(pieces)
-    common = _common_length(*(b''.join(some) for some in pieces))
+    common = chat.common_length(*(b''.join(some).decode('latin-1') for some in pieces))  # a character for each byte
     # {length of the text so far: number of tokens}, for the student and for the teacher.
     ends = [dict(zip(itertools.accumulate(map(len, some)), range(1, len(some) + 1))) for some in pieces]
     begin = (0, 0)
@@ -150,10 +152,3 @@ def _drop_leading_space(whole: Sequence[list[bytes]]) -> None:
     if lead and not other:
       first = next(n for n, piece in enumerate(pieces) if piece)
       pieces[first] = pieces[first][1:]
-
-
-def _common_length(a: bytes, b: bytes) -> int:
-  """Returns how many bytes two texts begin with alike."""
-  size = min(len(a), len(b))
-  differ = np.flatnonzero(np.frombuffer(a[:size], np.uint8) != np.frombuffer(b[:size], np.uint8))
-  return int(differ[0]) if len(differ) else size

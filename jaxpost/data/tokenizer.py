@@ -79,9 +79,8 @@ class Tokenizer:
     return self.encode_all([text])[0]
 
   def encode_all(self, texts: list[str]) -> list[list[int]]:
-    """Returns the token ids of each text, see `encode`; the texts are encoded in parallel."""
-    # The wrapper's own encode sets options on the shared tokenizer, which fails when two threads encode at once. That
-    # of a single text holds Python's lock, which would stop a server for seconds, and computes offsets.
+    """Returns the token ids of each text, see `encode`: in parallel, and without Python's lock, which servers need."""
+    # The wrapper's own encode sets options on the shared tokenizer, which fails when two threads encode at once.
     found = self.hf.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     return [encoding.ids for encoding in found]
 
@@ -204,12 +203,11 @@ def load(
   """Loads the tokenizer of a Hugging Face folder or hub name, or 'bytes'.
 
   Args:
-    path: a folder with tokenizer.json, 'org/name', or 'bytes': one token for
-      each byte and <|endoftext|> 256, <|im_start|> 257, <|im_end|> 258.
+    path: a folder with tokenizer.json, 'org/name', or 'bytes': one token for each byte, and <|endoftext|> 256,
+      <|im_start|> 257, <|im_end|> 258.
     chat_template: replaces the tokenizer's own template: a name in data/templates, a .jinja file, or its text.
-    template_kwargs: passed to the chat template wherever this tokenizer renders a
-      chat: prompts, training rows and turns of an environment alike. They override
-      the `chat_template_kwargs` of tokenizer_config.json, which `save` writes.
+    template_kwargs: passed to the chat template wherever this tokenizer renders a chat: prompts, training rows and
+      turns of an environment. They override `chat_template_kwargs` of tokenizer_config.json, which `save` writes.
   """
   if path == 'bytes':
     hf, source, config = _bytes(), 'bytes', {}

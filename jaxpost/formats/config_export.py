@@ -119,10 +119,8 @@ def _rope_parameters(rope: Rope, cfg: ModelConfig, family: Family) -> dict[str, 
 def _expert_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   """Returns the fields that describe a mixture of experts."""
   experts, fields = cfg.experts, family.experts
-  if fields is None:
-    return {}
-  if not experts:
-    return {fields.num: 0, 'num_experts_per_tok': 0}
+  if not experts or fields is None:
+    return {fields.num: 0, 'num_experts_per_tok': 0} if fields else {}
   out = {
     fields.num: experts.num,
     fields.size: experts.size,

@@ -144,9 +144,8 @@ class Family:
   mixed: bool = False  # attention layers of two sizes (models/mixed_attention.py, mixed_fields.py)
   chunked: bool = False  # attention in chunks, and dense layers among those with experts (chunked_fields.py)
 
-  # Layers that differ. `window` is the rule for the layers that see `sliding_window`
-  # tokens where no `layer_types` is given: 'all', 'upper' (from `max_window_layers`
-  # on), 'no_rope' (those without rotary embeddings), or n: all but every n-th.
+  # Layers that differ. `window` is the rule for the layers that see `sliding_window` tokens where no `layer_types` is
+  # given: 'all', 'upper' (from `max_window_layers` on), 'no_rope' (without rotary embeddings), or n: all but each n-th.
   window: Literal['all', 'upper', 'no_rope'] | int | None = None
   local_rope: str = ''  # field with the rope base of sliding-window layers, which is never scaled
   rope_types: dict[str, str] = _mapping()  # other names of rope types

@@ -148,8 +148,6 @@ def is_predictor(name: str, cfg: ModelConfig, count: int) -> bool:
   family = families.of_model(cfg.family)
   if family.hybrid and name.startswith('mtp.'):
     return True
-  if not family.extra_layers:
-    return False
-  if found := re.match(r'model\.layers\.(\d+)\.', name):
-    return 0 <= int(found[1]) - cfg.num_layers < count
-  return bool(count) and name.startswith('model.mtp_')
+  found = re.match(r'model\.layers\.(\d+)\.', name)
+  behind = found is not None and 0 <= int(found[1]) - cfg.num_layers < count
+  return family.extra_layers and (behind or bool(count) and name.startswith('model.mtp_'))

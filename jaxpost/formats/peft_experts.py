@@ -72,8 +72,7 @@ def split(
   def read(name: str, check: bool) -> Any:
     value = tensors[name][:]
     if check:
-      half = rank * experts
-      if value[size:, :half].any() or value[:size, half:].any():
+      if value[size:, : rank * experts].any() or value[:size, rank * experts :].any():
         raise peft_layout.other_model(folder, f'tensor {name} mixes gate and up')
     return value
 

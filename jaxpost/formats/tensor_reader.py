@@ -42,8 +42,7 @@ def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
   """
   row, parts = _row(spec), [axes_of(part) for part in to.spec]
   parts += [()] * (len(spec.shape) - len(parts))
-  moves: list[tuple[int | None, tuple[str, ...]]]
-  moves = [(i, axes) for i, axes in enumerate(parts) if axes and i >= spec.stack and i != row]
+  moves: list[tuple] = [(i, axes) for i, axes in enumerate(parts) if axes and i >= spec.stack and i != row]
   used = {a for axes in parts for a in axes}
   moves += [(None, (a,)) for a in to.mesh.shape if a not in used]
   rows, out = to.shard_shape(spec.shape)[row], []
@@ -68,9 +67,8 @@ def _flat(spec: Param, to: NamedSharding) -> tuple[Param, NamedSharding]:
   if not spec.matrix or any(parts[row + 1 :]):
     return spec, to
   shape = *spec.shape[:row], math.prod(spec.shape[row:])
-  return dataclasses.replace(spec, shape=shape, axes=spec.axes[: row + 1]), NamedSharding(
-    to.mesh, PartitionSpec(*parts[: row + 1])
-  )
+  flat = dataclasses.replace(spec, shape=shape, axes=spec.axes[: row + 1])
+  return flat, NamedSharding(to.mesh, PartitionSpec(*parts[: row + 1]))
 
 
 def _piece(spec: Param, shape: Sequence[int], limit: int, unit: int = 1) -> tuple[int, ...]:
@@ -170,11 +168,10 @@ def write(
       x = jnp.zeros(sharding.shard_shape(shape), piece.dtype)
     dtype, piece = piece.dtype, bits(piece, jnp.uint16)
     for dimension, axes in reversed(moves):
-      piece = (
-        jax.lax.all_gather(piece, axes, axis=row, tiled=True)
-        if (dimension is None)
-        else jax.lax.all_to_all(piece, axes, dimension, row, tiled=True)
-      )
+      if dimension is None:
+        piece = jax.lax.all_gather(piece, axes, axis=row, tiled=True)
+      else:
+        piece = jax.lax.all_to_all(piece, axes, dimension, row, tiled=True)
     piece = piece.reshape(*piece.shape[:row], -1, *shape[row + 1 :]) if (piece.ndim < len(shape)) else piece
     return bits(jax.lax.dynamic_update_slice(bits(x, jnp.uint16), piece, list(at)), dtype)
 
@@ -210,9 +207,8 @@ def _place(
     part = read(stored, tensors, list(zip(begin, begin + size)), dtype)
     arrays += [jax.device_put(part, device) for device in devices]
     jax.block_until_ready(arrays)  # the host keeps one, not all
-  return jax.make_array_from_single_device_arrays(
-    tuple(n // m * s for n, m, s in zip(shape, local, size)), sharding, arrays, dtype=dtype
-  )
+  whole = tuple(n // m * s for n, m, s in zip(shape, local, size))
+  return jax.make_array_from_single_device_arrays(whole, sharding, arrays, dtype=dtype)
 
 
 def _read(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
