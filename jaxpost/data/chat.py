@@ -240,8 +240,8 @@ def _encode_spans(
   if not tokenizer.adds_space:
     parts = list(zip(cuts, cuts[1:]))
     encoded = tokenizer.encode_all([text[a:b] for a, b in parts])
-    mask = np.repeat([weight(a, b) for a, b in parts], np.fromiter(map(len, encoded), int))
-    return list(itertools.chain.from_iterable(encoded)), mask
+    counts = np.fromiter(map(len, encoded), int)
+    return list(itertools.chain.from_iterable(encoded)), np.repeat([weight(a, b) for a, b in parts], counts)
   # This tokenizer would add a space at each cut, so all is encoded at once.
   ids, offsets = tokenizer.offsets(text)
   mask = [weight(a, b) if b > a else 0 for a, b in offsets]
