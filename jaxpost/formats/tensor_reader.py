@@ -188,7 +188,7 @@ def _place(
   size: Sequence[int],
   split: int,
   dtype: Any,
-  at: Sequence[int],
+  at: Sequence[int] | np.ndarray,
 ) -> jax.Array:
   """Reads the piece that begins at `at` in each shard, `size` of it on each device.
 
