@@ -97,6 +97,7 @@ setuptools.setup(
   package_data={
     'jaxpost': [
       'data/templates/*.jinja',
+      'models/presets.toml',
       'planning/gpu_target.pbtxt',
       'monitor/report.css',
       'monitor/curves.toml',

@@ -62,7 +62,7 @@ OPTIONS = {
   'jaxpost.models.convolution': 'model.path',
   'jaxpost.models.delta_mixer': 'model.path',
   'jaxpost.models.hybrid': 'model.path',
-  'jaxpost.models.hybrid_presets': 'model.preset',
+  'jaxpost.models.hybrid_config': 'model.preset',
   'jaxpost.models.rope_scalings': 'model.path',
   'jaxpost.models.saved_config': 'init_from',
   'jaxpost.models.lora': 'lora.rank',

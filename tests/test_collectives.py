@@ -24,8 +24,9 @@ DRIVER = '''
 import dataclasses, json, math, sys
 from jaxpost.models import presets
 for name in 'wide', 'tied':
-  presets.PRESETS[name] = presets._qwen3(
-      256, 768, 2, 8, 8, 32, vocab=4096, tied=name == 'tied')
+  presets.PRESETS[name] = dataclasses.replace(
+      presets.PRESETS['xs'], vocab_size=4096, num_layers=2, num_heads=8,
+      num_kv_heads=8, head_dim=32, tie_embeddings=name == 'tied')
 presets.PRESETS['moe'] = dataclasses.replace(
     presets.PRESETS['wide'], family='qwen3_moe',
     experts=presets.Experts(8, 2, 256))

@@ -110,7 +110,7 @@ class Algorithm:
   from_data: Callable[[Config], float] = _always(0.0)
   scores: Callable[[Config], Collection[str]] = _always(())
   greedy_baseline: Callable[[Config], bool] = _always(False)
-  credit: Callable[[Experience, Config], Credit] | None = None
+  credit: Callable[[Experience, Config], Credit] = _always(None)
   pack: Callable[..., Batch] | None = None
 
   def mean_per(self, config: Config) -> str:

@@ -66,7 +66,7 @@ def _check_complete(found: Algorithm, target: str) -> None:
         f'config.algorithm: {target}: `{field.name}` is {value!r:.60} and must be a function; the docstring of '
         'jaxpost.Algorithm has its arguments'
       )
-  if found.on_policy and found.credit is None:
+  if found.on_policy and found.credit is Algorithm.credit:
     raise InputError(f'config.algorithm: {target}: on_policy without `credit`; that of jaxpost.algorithms.grpo is one')
   if not found.on_policy and found.render is None:
     raise InputError(

@@ -18,7 +18,7 @@ class ModelSection:
 
   path: str = option('', "Hugging Face folder or org/name[@revision]; '': random weights of the shape `preset`.")
   preset: str = option(
-    'tiny', 'Shape of a model with random weights (models/presets.py), or ./file.py:function of a custom model.'
+    'tiny', 'Shape of a model with random weights (models/presets.toml), or ./file.py:function of a custom model.'
   )
   text_only: bool = option(False, 'Take the text model of a multimodal folder; an export copies the other parts.')
   tokenizer: str = option('', "Folder of a tokenizer or 'bytes'; '': that of `path`, or 'bytes' for a random model.")
