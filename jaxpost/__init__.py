@@ -38,8 +38,9 @@ def run(config, workdir='runs/latest', console=None, verbose=False) -> dict:
 
   `verbose` prints the table of compiled programs. A mesh of 'auto' is chosen by compiling for the devices of this run.
   """
-  from jaxpost import stages
+  from jaxpost import imports, stages
 
+  imports.forget_edited_files()  # since the last run of this session
   return stages.run(config, workdir, console, choose_mesh, verbose=verbose)
 
 

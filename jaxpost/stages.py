@@ -58,9 +58,6 @@ def run(
     InputError, NoCheckpointError, Preempted: see `jaxpost.errors`.
   """
   workdir = consistency.check_workdir(workdir)
-  from jaxpost import imports  # no process of SFT needs it before
-
-  imports.forget_edited_files()
   if coordination.process_index():  # process 0 prints for all
     console = rich.console.Console(quiet=True)
   with coordination.fail_together(), contextlib.ExitStack() as cleanup:
@@ -352,11 +349,9 @@ def stages_done(placed: Sequence[PlacedStage], workdir: epath.Path) -> int:
     if steps[0] < stage.config.train.steps:
       return i
     with contextlib.closing(Checkpointer(folder)) as checkpointer:
-      newest = checkpointer.latest() or 0
-      is_done = newest >= stage.config.train.steps  # if the newest is damaged, steps are made again
-      if stage.data.held_out and not checkpointer.metrics(newest):  # a stop signal came before the last evaluation
-        is_done = False
-      return i + 1 if is_done else i
+      newest = checkpointer.latest() or 0  # if the newest is damaged, steps are made again
+      evaluated = not stage.data.held_out or checkpointer.metrics(newest)  # not if a stop signal came before
+      return i + 1 if evaluated and newest >= stage.config.train.steps else i
   return 0
 
 
