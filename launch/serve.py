@@ -7,8 +7,8 @@
 Answers /v1/chat/completions and /v1/completions (`echo` with `logprobs`: log-probs of prompts) until Ctrl-C.
 The first answers wait for compilation, once for each power of two of tokens. Responses have `token_ids` and
 `prompt_token_ids`, too; --record appends the token ids and log-probs of each to a file. Requests share the decoding
-slots; a client that disconnects gives up its own. Adapters share the base but have their own slots; `model` in a request
-names one. Prints the URL, a curl command to try, and at the end how many requests were answered, refused and cancelled.
+slots; a client that disconnects gives up its own. Adapters share the base but have their own slots; `model` in a
+request names one. Prints the URL, a curl command, and at the end the requests answered, refused and cancelled.
 """
 
 import logging
