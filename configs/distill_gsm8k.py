@@ -4,7 +4,7 @@ python -m launch.train --config=configs/distill_gsm8k.py --workdir=runs/distill
 
 Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
 metric is the divergence from the teacher on test questions (split `eval`).
-No published figure is known for this recipe.
+Figures of similar runs: docs/defaults.md.
 `:model=NAME` and `:teacher=NAME` take a name below, a hub id or a folder.
 `:top_k=32` first caches the teacher's 32 most probable tokens on disk, so that
 training needs no teacher in memory. To use custom data, set

@@ -3,7 +3,7 @@
 python -m launch.train --config=configs/dpo_hh.py --workdir=runs/dpo_hh
 
 Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
-metric is rewards/accuracies on held-out pairs (split `eval`). No published figure is known for this recipe.
+metric is rewards/accuracies on held-out pairs (split `eval`). Figures of similar runs: docs/defaults.md.
 `:method=NAME` is dpo, orpo, cpo or simpo; `:loss=NAME` selects another pair loss
 (ipo, hinge, robust, apo_zero, ...: docs/config.md). `:model=NAME` takes a name
 below, a hub id or a folder; data of your own: --config.data.path=FILE with

@@ -4,7 +4,7 @@ python -m launch.train --config=configs/sft_alpaca.py --workdir=runs/sft_alpaca
 
 Meant for one accelerator of 80 GB; time and quality have not been measured yet. Rows are packed;
 only the answers are trained on. The data set has no held-out split; set one with
---config.eval.data.path=FILE. No published figure is known for this recipe. `:model=NAME` takes a
+--config.eval.data.path=FILE. Figures of similar runs: docs/defaults.md. `:model=NAME` takes a
 name below, a hub id or a folder; data of your own: --config.data.path=FILE with instruction, input
 and output.
 `:runlocal` needs no network: a tiny random model learns generated sums. On those it trains on, the loss goes from

@@ -5,7 +5,7 @@ python -m launch.train --config=configs/sft_rm_ppo.py --workdir=runs/sft_rm_ppo
 Three stages of one run (arXiv:2203.02155) on UltraFeedback: `sft` trains
 on the chosen answers, `judge` trains a reward model from those weights on the pairs,
 and `ppo` trains the SFT model against that reward model. Meant for one accelerator of 80 GB; time
-and accuracy: not measured yet. No published figure is known for this recipe. The metrics are
+and accuracy: not measured yet. Figures of similar runs: docs/defaults.md. The metrics are
 rewards/accuracies of `judge` and rewards/reward_model/mean of `ppo`, both on held-out prompts.
 `:model=NAME` is a hub id or a folder.
 `:runlocal` needs no network: a tiny random model takes all stages on sums. In stage `ppo`, `reward` goes from 0.58 to

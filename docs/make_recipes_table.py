@@ -85,7 +85,7 @@ def said(figure: dict) -> str:
 def published(name: str) -> str:
   """Returns the figures of others for a recipe, of docs/defaults.md."""
   page = (ROOT / 'docs' / 'defaults.md').read_text('utf-8')
-  rows = re.findall(r'^\| `(?:configs/)?(\w+)\.py\S* .*?\| (Qwen[^|]*?|gemma[^|]*?) \| (.*?) \| (\w+)', page, re.M)
+  rows = re.findall(r'^\| `(?:configs/)?(\w+)\.py\S* .*?\| ([^|]*?) \| (.*?) \| ([\w-]+)', page, re.M)
   return '; '.join(f'{model}: {figure} ({source})' for recipe, model, figure, source in rows if recipe == name)
 
 
