@@ -225,6 +225,66 @@ def test_math_verify():
   assert graded.rewards == list(rewards)
 
 
+BARE = [
+  # answer of a row, boxes that are right, boxes that are wrong
+  (r'3\sqrt{13}', [r'\sqrt{117}'], ['3', '13']),
+  ('6 - 5i', ['-5i + 6'], ['5', '6 + 5i']),
+  (r'\pi', [], ['3']),
+  ('2pi', [r'2\pi'], ['2']),
+  (r'\frac34', ['0.75', '3/4'], ['3', '4']),
+  ('x=5', ['5'], ['6', 'y=5']),
+  ('y = 2x + 3', ['2x+3'], ['3']),
+  ('[0,5)', [r'\left[0, 5\right)'], ['[0,5]', '5']),
+  (r'(-\infty, 2]', [], ['2']),
+  ('1,2,3', ['3, 2, 1', r'\{1,2,3\}'], ['1.2', '3']),
+  ('2 or 3', [r'3 \text{ or } 2'], ['3']),
+  (r'50\%', ['50', '0.5'], ['5']),
+  ('50%', ['0.5'], ['5']),
+  (r'\$18.90', ['18.9', r'\$18.9'], ['1890', '18']),
+  ('$18.90', ['18.9'], ['18']),
+  (r'90^\circ', ['90', r'90^{\circ}'], ['9']),
+  ('45\u00b0', ['45'], ['4']),
+  (r'18\text{ cm}.', ['18'], ['81']),
+  ('18 dollars', ['18', r'18\text{ dollars}'], ['19']),
+  ('1,234', ['1234', r'1{,}234'], ['1', '234']),
+  (r'10\,000', ['10000'], ['0', '10']),
+  ('10 000', ['10000'], ['0', '10']),
+  ('1.6e-19', [r'1.6 \times 10^{-19}'], ['1.6']),
+  ('-7', [], ['7']),
+  ('42.', ['42'], ['4']),
+  ('1/2', [r'\frac{1}{2}', '.5'], ['1', '2']),
+  ('Evelyn', [r'\text{Evelyn}'], [r'\text{Navin}', 'Navin']),
+  (r'\text{east}', ['east'], [r'\text{seat}']),
+  (r'\text{(C)}', ['C', r'\text{C}'], ['D']),
+  ('C', ['(C)'], ['(D)']),
+]
+
+
+def test_math_verify_reads_answers_without_delimiters():
+  """The row's own answer is right, too; a sentence has its number; what is neither LaTeX nor a word has no verdict."""
+  pytest.importorskip('math_verify')
+  reward = math_rewards.MathVerify()
+  for answer, right, wrong in BARE:
+    boxes = [f'\\boxed{{{text}}}' for text in (answer, *right, *wrong)]
+    assert reward(boxes, [answer] * len(boxes)) == [1.0] * (1 + len(right)) + [0.0] * len(wrong), answer
+  for answer in ('The answer is 42.', 'so 6*7 = 42\n#### 42', '**42**'):
+    assert reward([r'\boxed{42}', r'\boxed{6}'], [answer] * 2) == [1.0, 0.0]
+  for answer in ('no solution', r'\frac{1', '?', '12:30 p.m.'):
+    assert reward([r'\boxed{1}'], [answer]) == [None]
+
+
+def test_math_500_own_answers(shared_data):
+  """A sample of those that are no plain integers; each is right in a box, and the next one is wrong."""
+  pytest.importorskip('math_verify')
+  answers = [row['answer'] for row in json.loads((shared_data('math') / 'math500.json').read_text())]
+  answers = sorted({a for a in answers if not a.lstrip('-').isdigit()})[::8]
+  assert len(answers) > 20
+  boxes = [f'so \\boxed{{{a}}}' for a in answers]
+  reward = math_rewards.MathVerify()
+  assert reward(boxes, answers) == [1.0] * len(answers)
+  assert reward(boxes[1:] + boxes[:1], answers) == [0.0] * len(answers)
+
+
 def test_math_verify_that_is_not_installed(monkeypatch):
   monkeypatch.setitem(sys.modules, 'math_verify', None)
   with pytest.raises(InputError, match=r"'math_verify', .*'.\[math\]'"):
@@ -244,6 +304,7 @@ def test_gsm8k_own_answers(shared_data):
     answers = [json.loads(line)['answer'] for line in text.splitlines()]
     assert len(answers) == rows
     assert math_rewards.gsm8k(answers, answers) == [1.0] * rows
+    assert [math_rewards.delimited(a) for a in answers] == answers  # for math_verify, too, they are no bare LaTeX
     # The number of the row, read without our code.
     golds = [a.split('#### ')[1].replace(',', '') for a in answers]
     assert [str(math_rewards.final_number(a)) for a in answers] == golds

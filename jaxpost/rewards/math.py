@@ -49,6 +49,18 @@ _BESIDE = (
 )
 _TIMES = re.compile(r'\\times|\\cdot|[*\u00d7]')
 _MARKED = re.compile(r'####\s*(?=[-+$.]*\d)')
+# An answer that says where its LaTeX is. A dollar sign before a price is no such mark.
+_DELIMITED = re.compile(r'(?<!\\)\$.*(?<!\\)\$|\\boxed\b|(?<!\\)\\[(\[]', re.DOTALL)
+# What math-verify reads best without a box: a number such as 10 000; a text with marks (#### 18, **18**), or with a
+# word before anything that only LaTeX and formulas have (18 dollars, The answer is 42).
+_NUMBER_ALONE = re.compile(r'[-+]?[$\u20ac\u00a3\u00a5]?\s?(?:\d{1,3}(?:[ ,]\d{3})+|\d+)?(?:\.\d+)?\s*[%\u00b0]?')
+_PROSE = re.compile(r'.*(?:####|\*\*)|[^\\{}^_=*/<>]*(?<!\S)(?!and\b)[A-Za-z]{3,}(?=[\s.,:;!?]|$)', re.DOTALL)
+_FOR_BOX = (
+  (re.compile(r'(?<=[\d)}\]])[.,]$'), ''),  # the end of a sentence
+  (re.compile(r'(?<=\d)\\,(?=\d{3}(?!\d))'), ''),  # 10\,000
+  (re.compile(r'^([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d{1,3})$'), r'\1 \\times 10^{\2}'),
+  (re.compile(r'(?<![A-Za-z\\])pi(?![A-Za-z])'), r'\\pi'),
+)
 _LONG = 200  # characters; a longer number is compared as text, because arithmetic on it would be slow
 _MAX_BITS = 8192  # of a power or product in a box; Python refuses to print an integer of more than 4,300 digits
 
@@ -81,10 +93,10 @@ def gsm8k(completions: list, answer: list, **columns) -> list[float | None]:
 class MathVerify:
   """1 if the math-verify library finds the completion equal to the answer, else 0.
 
-  The completion's answer must be LaTeX; a box takes precedence. None if the row's answer cannot be parsed. The settings
-  are those of TRL's accuracy_reward. math-verify's own timeouts are off, because their signals cannot interrupt C code:
-  a completion such as 9^{9^{9}} is read in a process that can be killed, gets 0 and counts in `math_verify_late`. If it
-  is the row's answer that takes so long, the rewards are None.
+  The completion's answer must be LaTeX; a box takes precedence. The row's answer may lack delimiters, as in MATH; see
+  `delimited`. None if it cannot be parsed. The settings are those of TRL's accuracy_reward. math-verify's own timeouts
+  are off, because their signals cannot interrupt C code: a completion such as 9^{9^{9}} is read in a process that can
+  be killed, gets 0 and counts in `math_verify_late`. If the row's answer takes so long, the rewards are None.
   """
 
   def __init__(self) -> None:
@@ -134,13 +146,33 @@ class MathVerify:
     return rewards
 
   def _reward(self, text: str, answer) -> float | None:
-    gold = [] if answer is None else self._library.parse(str(answer), parsing_timeout=None)
-    if not gold:
+    bare = '' if answer is None else str(answer).strip()
+    marked = delimited(bare)
+    gold = self._library.parse(marked, parsing_timeout=None)
+    if not gold or (marked != bare and isinstance(gold[0], str)):  # A string is what it could not parse.
       return None
+    gold.append(bare)  # equals a box with the same text that cannot be parsed, such as 18 dollars
     found = self._library.parse(
       text, extraction_config=[self._latex], extraction_mode='first_match', parsing_timeout=None
     )
     return float(self._library.verify(gold, found, timeout_seconds=None))
+
+
+def delimited(answer: str) -> str:
+  r"""Returns the answer of a row such that math-verify finds its LaTeX: in a box if it has no delimiters.
+
+  Without them, the library reads 3\sqrt{13} as 3, and \pi not at all. Numbers and sentences remain as they are, because
+  it finds their numbers; so a sentence without a number has no verdict. A single word of three letters or more is text.
+  """
+  if _DELIMITED.search(answer) or _NUMBER_ALONE.fullmatch(answer):
+    return answer
+  if answer.isalpha() and len(answer) > 2:
+    return f'\\boxed{{\\text{{{answer}}}}}'
+  if _PROSE.match(answer):
+    return answer
+  for pattern, replacement in _FOR_BOX:
+    answer = pattern.sub(replacement, answer)
+  return f'\\boxed{{{answer}}}'
 
 
 def final_number(text: str) -> Number | None:
