@@ -25,6 +25,7 @@ class Fake(types.ModuleType):
     super().__init__(name)
     self.calls, self.fails = [], fails
     self.info = types.SimpleNamespace(run_id='r1')
+    self.experiments = []  # of MLflow
 
   def __getattr__(self, name):
     if name.startswith('__'):
@@ -34,7 +35,9 @@ class Fake(types.ModuleType):
       if name in self.fails:
         raise ConnectionError('no route to host')
       self.calls.append((name, args, options))
-      return self
+      if name == 'create_experiment':
+        self.experiments.append(args[0])
+      return None if name == 'get_experiment_by_name' and args[0] not in self.experiments else self
 
     return call
 
@@ -96,8 +99,13 @@ def test_mlflow(tmp_path, monkeypatch):
   assert fake.of('start_run')[0][1] == {'run_id': None, 'run_name': 'first', 'tags': None}
   assert fake.of('log_metrics')[1] == (({'sft/eval/pass_at_1': 0.5, 'sft/step': 2},), {'step': 2})
   assert [args[1] for args, _ in fake.of('log_artifact')] == ['samples/sft', 'samples/grpo', None]
+  files = (tmp_path / 'mine/mlruns').as_uri()  # not in the folder from which the run was started
+  assert fake.of('create_experiment') == [(('jaxpost',), {'artifact_location': files})]
+  run(tmp_path, monkeypatch, fake, offline=True)
+  assert len(fake.of('create_experiment')) == 1  # MLflow refuses a name that exists
   (again,) = run(tmp_path, monkeypatch, Fake('mlflow'))
-  assert again.of('start_run')[0][1]['run_id'] == 'r1' and not again.of('set_tracking_uri')
+  assert again.of('start_run')[0][1]['run_id'] == 'r1'
+  assert not again.of('set_tracking_uri') and not again.of('create_experiment')  # the server chooses the place
 
 
 def test_tensorboard_has_texts(tmp_path):

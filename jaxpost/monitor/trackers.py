@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import logging
 import os
+import pathlib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -96,9 +97,12 @@ def _trackio(options: Options, folder: str) -> Client:
 def _mlflow(options: Options, folder: str) -> Client:
   import mlflow
 
+  experiment = options.project or 'jaxpost'
   if options.offline:
     mlflow.set_tracking_uri(f'sqlite:///{folder}/mlflow.db')
-  mlflow.set_experiment(options.project or 'jaxpost')
+    if mlflow.get_experiment_by_name(experiment) is None:  # Its default place for files is ./mlruns.
+      mlflow.create_experiment(experiment, artifact_location=pathlib.Path(folder, 'mlruns').as_uri())
+  mlflow.set_experiment(experiment)
   kept = epath.Path(folder) / 'mlflow_run.txt'  # the same folder continues the same run
   run = mlflow.start_run(
     run_id=kept.read_text() if kept.exists() else None,
