@@ -248,7 +248,7 @@ class LogSection:
   entity: str = option('', "User or team in wandb; '': your default.")
   run_name: str = option('', "Name of the run in the trackers; '': that of its folder, in wandb one that it chooses.")
   tags: tuple = option((), 'Tags of the run in the trackers; in trackio the first is its group.', each=str)
-  offline: bool = option(False, 'Trackers keep the run on this machine: wandb/ and mlflow.db in WORKDIR.')
+  offline: bool = option(False, 'Trackers keep the run on this machine: wandb/, mlflow.db, mlruns/ in WORKDIR.')
   watchdog_s: float = option(
     1800.0,
     'Seconds after which a step counts as stuck: all processes end with their stack traces, and the stuck '
