@@ -85,10 +85,12 @@ def states(stage: Stage) -> dict[str, TrainState]:
 def run_stage(stage: Stage, start: int, stop: StopSignal) -> None:
   """Runs the steps after `start`, the number of steps done; raises Preempted after a save if a stop signal arrived."""
   run = _Progress(stage)
+  stage.timer.place = f'{stage.name} {start}/{stage.steps}'
   stage.timer.pop()  # compilation is no step's time
   if stage.evaluates(start) and not (start and stage.checkpointer.metrics(start)):
     run.evaluate(start)
   for step in range(start + 1, stage.steps + 1):
+    stage.timer.place = f'{stage.name} {step}/{stage.steps}'
     stage.on_step_begin(step)
     with stage.timer('data'):
       item = next(stage.stream)
@@ -188,6 +190,7 @@ class _Progress:
     """Saves a checkpoint, with the metrics of this step's evaluation."""
     self.log_pending()
     stage = self.stage
+    stage.timer.place = f'{stage.name} {step}/{stage.steps}: saving'
     if self.in_doubt:
       nonfinite.check_states(states(stage), f'{stage.name}: at step {step}')
     stage.writer.flush()  # the rows of a step must be on disk before its checkpoint

@@ -74,6 +74,7 @@ def run(
 
     stop.end = end
     activity = activity_lib.Activity(console or activity_lib.Console(), verbose)
+    cleanup.enter_context(activity.following(watchdog.operation))  # where nothing inside says more
     return _run(prepare.as_dict(config), workdir, activity, choose_mesh, stop, lock=lock)
 
 
@@ -208,8 +209,8 @@ def _finish(
   if exported:
     paths['export'] = str(workdir / 'export')
   summary = None
-  if coordination.process_index() == 0:
     wall_s = round(time.perf_counter() - start, 1)
+  if coordination.process_index() == 0:
     rows = metrics.read_rows(workdir / 'metrics.jsonl')
     found: dict[str, Any] = {**report.figures(rows), 'wall_s': wall_s, 'paths': paths}
     summary = report.summary(workdir, found, warnings)
@@ -322,8 +323,6 @@ def _run_stage(
         activity.console.print(program_table.render(plans[-1]))
       else:
         activity.console.out(program_table.one_line(plans[-1]), highlight=False)
-    if stage.evaluate:
-      stage.evaluate = activity.during(f'evaluating {stage.name}', stage.evaluate)
     with activity(f'resuming {stage.name}'):
       done = loop.resume(stage)
     stage.writer.start_stage(stage.name, stage.steps, done)

@@ -14,6 +14,7 @@ import sys
 from absl import flags
 
 from jaxpost.hardware import host, signals
+from jaxpost.monitor import activity
 
 from . import cluster_flags, config_flag
 
@@ -31,11 +32,12 @@ def main(argv):
   with signals.StopSignal(exit_after_s=5.0) as stop:
     host.tune_host()
     host.use_compile_cache()
-    import jaxpost
-    from jaxpost import stages
-    from jaxpost.distributed import coordination
+    with activity.Activity(activity.Console(quiet=bool(flags.FLAGS.process_id))).following(lambda: 'starting'):
+      import jaxpost
+      from jaxpost import stages
+      from jaxpost.distributed import coordination
 
-    cluster_flags.connect()
+      cluster_flags.connect()
     summary = stages.run(
       _CONFIG.value, _WORKDIR.value, choose_mesh=jaxpost.choose_mesh, stop=stop, verbose=_VERBOSE.value
     )

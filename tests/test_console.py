@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import pathlib
+import random
 import re
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import jaxpost
 from jaxpost.data import sources
 from jaxpost.errors import InputError
 from jaxpost.models import lora, partition
-from jaxpost.monitor import activity, metrics, start, timeline
+from jaxpost.monitor import activity, metrics, start, timeline, titles
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import consistency, epochs, json_schema, optim, prepare
 from jaxpost.stage.schema import OptimSection
@@ -51,24 +53,88 @@ def test_no_silence_while_something_lasts():
   assert activity.PERIOD_S < 5
 
 
-def test_a_long_phase_of_a_step_is_named():
-  """Only one that has gone on for seconds; an evaluation inside of the steps says what it is."""
-  out, doing = io.StringIO(), ['']
-  shown = activity.Activity(rich.console.Console(file=out), period_s=0.05)
-  with shown.following(lambda: doing[0]):
-    time.sleep(0.2)
-    assert not out.getvalue()
-    doing[0] = 'sample (9 s)'
-    shown.compiling('prefill', 12, 11)  # a new shape
-    time.sleep(0.2)
-    shown.during('evaluating', time.sleep)(0.2)
-  assert set(out.getvalue().splitlines()) == {'sample (9 s)', 'evaluating'}
+def test_each_phase_of_a_step_is_named():
   timer = timeline.Timeline({'sample': 'devices'})
-  with timer('sample'):
-    assert not timer.doing()
-    timer._mark -= 9
-    assert timer.doing() == 'sample (9 s)'
-  assert not timer.doing()
+  timer.place = 'grpo 3/40'
+  assert timer.doing() == 'grpo 3/40 (0 s)'
+  with timer('data'):
+    assert timer.doing() == 'grpo 3/40: reading data (0 s)'
+    with timer('sample'):
+      timer._mark -= 9
+      assert timer.doing() == 'grpo 3/40: sampling (9 s)'
+  assert all(titles.title(f'time/{phase}').startswith('Seconds ') for phase in metrics.PHASES)
+
+
+class Clock(io.StringIO):
+  """A stream that keeps when each line came, and a clock that a scenario moves: (seconds, what happens then) of each.
+
+  In place of the event that `Activity` waits for, and of the clock of all.
+  """
+
+  def __init__(self, scenario):
+    super().__init__()
+    self.now, self.next, self.lines, self.scenario = 100.0, 100.0, [(100.0, 'start')], scenario
+
+  def write(self, text):
+    self.lines += [(self.now, line) for line in text.splitlines()]
+    return len(text)
+
+  def clear(self):
+    pass
+
+  set = clear
+
+  def wait(self, seconds):
+    """Lets time pass; True once the scenario has ended."""
+    end = self.now + max(seconds, 1e-3)
+    while self.next <= end:
+      self.now = self.next
+      took = next(self.scenario, None)
+      if took is None:
+        return True
+      self.next += took
+    self.now = end
+    return False
+
+
+@pytest.mark.parametrize('seed', range(4))
+def test_a_run_is_never_silent_for_five_seconds(seed, tmp_path, monkeypatch):
+  """Whatever its phases take, off a terminal: a line with the step and its phase comes only after a silence."""
+  draw = random.Random(seed)
+  longest = (0.3, 1.5, 4.0, 12.0)[seed]  # seconds of a phase
+  timer = timeline.Timeline({'sample': 'devices'})
+
+  def run():
+    begun = clock.now
+    for step in range(1, 31):
+      timer.place = f'grpo {step}/30'
+      for phase in ('data', 'sample', 'score', 'update'):
+        with timer(phase):
+          yield draw.random() * longest
+      writer.write(step, 'train', {'loss': 1.0, 'time/step': clock.now - begun})
+      begun = clock.now
+      yield draw.random() * longest  # in no phase
+
+  clock = Clock(run())
+  monkeypatch.setattr('time.perf_counter', lambda: clock.now)
+  monkeypatch.setattr('time.monotonic', lambda: clock.now)
+  timer._settle()
+  console = rich.console.Console(file=clock, width=200)
+  shown = activity.Activity(console)
+  monkeypatch.setattr(shown, '_wake', clock)
+  with metrics.MetricsWriter(tmp_path, tensorboard=False, console=console, print_every=1000) as writer:
+    writer.start_stage('grpo', 30)
+    with shown.following(timer.doing):
+      shown.compiling('prefill', 12, 11)  # a new shape: the phase goes on after it
+      shown._thread.join()
+  assert not console._render_hooks
+  gaps = [after[0] - before[0] for before, after in itertools.pairwise(clock.lines)]
+  assert max(gaps) <= 4.6 and clock.now - clock.lines[-1][0] <= 4.6
+  said = [(line, gap) for (_, line), gap in zip(clock.lines[1:], gaps) if ' loss ' not in line]
+  assert all(gap >= 4.499 for _, gap in said) and len(said) < len(clock.lines) - 1
+  named = r'grpo \d+/30(: (reading data|sampling|scoring|updating))? \(\d+ s\)'
+  assert all(re.fullmatch(named, line) for line, _ in said), said
+  assert bool(said) == (longest > 1)
 
 
 def test_an_activity_ends_with_an_error():

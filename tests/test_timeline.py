@@ -155,6 +155,7 @@ def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
   found = [(split, step, row['time/step']) for step, split, row, *_ in rows]
   assert [took for split, _, took in found if split == 'eval'] == [5, 5, 5, 5]
   assert all(10 <= took <= 12 for split, _, took in found if split == 'train'), found
+  assert stage.timer.doing() == 'x 7/7 (0 s)'
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,19 @@
-"""Shows on the console which work a run does before and between its steps.
+"""Shows on the console which work a run does.
 
-On a terminal the last line of the screen says what is being done and for how long. Elsewhere a line is printed when
-work begins that is known to take time, and every five seconds while it lasts. Imports no JAX.
+On a terminal the last line of the screen says what is being done before and between the steps, and for how long.
+Elsewhere a line says so whenever nothing has been printed for almost five seconds. Imports no JAX.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import rich.console
 
-PERIOD_S = 4.5  # between two lines about the same work: no more than five seconds pass in silence
+PERIOD_S = 4.5  # of silence, after which a line says what is being done: no more than five seconds pass without one
 
 
 class Console(rich.console.Console):
@@ -26,7 +24,7 @@ class Console(rich.console.Console):
       super().on_broken_pipe()
 
 
-class Activity:
+class Activity(rich.console.RenderHook):
   """Shows what is being done: `with activity('reading data'): ...`.
 
   One activity is shown at a time; another inside it replaces its text until it ends.
@@ -38,24 +36,30 @@ class Activity:
     self._live = console.is_terminal and not console.is_dumb_terminal
     self._lock = threading.Lock()
     self._open: list[list] = []  # [text, start] of each activity, innermost last
+    self._printed = 0.0  # when anything was printed last
     self._thread = threading.Thread()  # another for each outermost activity
     self._wake = threading.Event()
 
   @contextlib.contextmanager
   def __call__(self, text: str | Callable[[], str]) -> Iterator[None]:
     with self._lock:
-      self._open.append([text, time.monotonic()])
-      first = len(self._open) == 1
-    if first:
-      self._start()
+      outermost = not self._open
+      self._open.append([text, time.perf_counter()])
+    if outermost:
+      self._wake.clear()
+      self._printed = time.perf_counter()
+      self.console.push_render_hook(self)
+      self._thread = threading.Thread(target=self._show, daemon=True, name='activity')
+      self._thread.start()
     try:
       yield
     finally:
       with self._lock:
         self._open.pop()
-        last = not self._open
-      if last:
-        self._stop()
+      if outermost:
+        self._wake.set()
+        self._thread.join()
+        self.console.pop_render_hook()
 
   def note(self, text: str) -> None:
     """Replaces the text of the work that goes on, such as by how much of it is done."""
@@ -67,39 +71,25 @@ class Activity:
     """Says that compiling program `number` (from 1) of `planned` (0: unknown) begins; for `Ledger.announce`."""
     with self._lock:
       if self._open and not callable(self._open[-1][0]):  # the steps of a stage go on after a compilation
-        self._open[-1][:] = f'compiling {f"{number}/{planned}: " if planned else ""}{name}', time.monotonic()
-
-  def during(self, text: str, fn: Callable) -> Callable:
-    """Returns a function that shows `text` while it calls `fn`; on a terminal `fn` itself, as a bar is shown there."""
-
-    @functools.wraps(fn)
-    def shown(*args: Any) -> Any:
-      with self(text):
-        return fn(*args)
-
-    return fn if self._live else shown
+        self._open[-1][:] = f'compiling {f"{number}/{planned}: " if planned else ""}{name}', time.perf_counter()
 
   def following(self, doing: Callable[[], str]) -> contextlib.AbstractContextManager:
-    """Prints what `doing` returns, '' for nothing, in each period; on a terminal nothing, as a bar is shown there."""
+    """Prints what `doing` returns after each silence; on a terminal nothing, as a bar is shown there."""
     return contextlib.nullcontext() if self._live else self(doing)
 
-  def _start(self) -> None:
-    self._wake.clear()
-    self._thread = threading.Thread(target=self._show, daemon=True, name='activity')
-    self._thread.start()
-
-  def _stop(self) -> None:
-    self._wake.set()
-    self._thread.join()
+  def process_renderables(self, renderables: list) -> list:
+    """Notes that something is printed; the console calls it."""
+    self._printed = time.perf_counter()
+    return renderables
 
   def _show(self) -> None:
-    """Renews the line each second on a terminal; elsewhere prints one in each period."""
+    """Renews the line each second on a terminal; elsewhere prints one after each silence."""
     if self._live:
       with self.console.status(self._text()) as status:
         while not self._wake.wait(1.0):
           status.update(self._text())
-    while not self._wake.wait(self._period):
-      if text := self._text():
+    while not self._wake.wait(self._printed + self._period - time.perf_counter()):
+      if time.perf_counter() - self._printed >= self._period and (text := self._text()):
         self.console.out(text, highlight=False)
 
   def _text(self) -> str:
@@ -109,5 +99,5 @@ class Activity:
       text, start = self._open[-1]
       if callable(text):
         return text()
-    seconds = time.monotonic() - start
+    seconds = time.perf_counter() - start
     return f'{text} ({seconds:.0f} s)' if seconds >= 1 else text

@@ -147,8 +147,8 @@ class _Board:
       self.line(f'{self._stage} {step} {split}  {shown}', 'bold')
     elif self._bar is not None:
       self._bar.update(self._task, completed=step, eta=self._eta(step), shown=shown)
-    elif step >= min(self._next, self._total) or time.monotonic() > self._due:
-      self._next, self._due = step + self._every, time.monotonic() + 4.5  # five seconds of silence are long
+    elif step >= min(self._next, self._total) or time.monotonic() + values.get('time/step', 0) > self._due:
+      self._next, self._due = step + self._every, time.monotonic() + 4.5  # the row after this one would come too late
       self.line(f'{self._stage} {step}/{self._total}  {shown}  {self._eta(step)}'.rstrip())
 
   def line(self, text: str, style: str | None = None) -> None:

@@ -30,11 +30,13 @@ class Timeline:
   A phase inside another is not counted twice.
 
   lanes: {phase: name of the devices that run it}.
+  place: what the phases are parts of, such as 'grpo 3/40'.
   path: file of trace events; None writes none. steps: number of steps in it.
   """
 
   def __init__(self, lanes: dict[str, str]):
     self.lanes = lanes
+    self.place = ''
     self.path: epath.Path | None = None
     self.steps = 0
     self._open: list[str] = []  # phases of the host, innermost last
@@ -80,9 +82,11 @@ class Timeline:
       self._unwritten.append(span)
 
   def doing(self) -> str:
-    """The phase that has gone on for seconds, such as 'sample (9 s)'; '' for none. Called by another thread."""
-    seconds = time.perf_counter() - self._mark
-    return next((f'{phase} ({seconds:.0f} s)' for phase in self._open[-1:] if seconds > 4), '')
+    """Returns what the host does now, such as 'grpo 3/40: sampling (5 s)'; called by another thread."""
+    from jaxpost.monitor import titles
+
+    phases = [titles.title(f'time/{phase}').removeprefix('Seconds ') for phase in self._open[-1:]]
+    return f'{": ".join([self.place, *phases])} ({time.perf_counter() - self._mark:.0f} s)'
 
   # ----------------------------------------------------------------- devices
 
