@@ -109,13 +109,14 @@ def _run(
     for name in seals.damaged(workdir):
       console.out(f'{workdir / name}: differs from its checksum: it was damaged or changed', highlight=False)
     return object_store.read_json(workdir / 'summary.json')
-  names = list(configs.values())[-1].log.trackers
-  if names and coordination.process_index() == 0:
-    from jaxpost.monitor import trackers
+  if coordination.process_index() == 0:
+    if names := list(configs.values())[-1].log.trackers:
+      from jaxpost.monitor import trackers
 
-    trackers.check_installed(names)
-  if coordination.process_index() == 0 and workdir.exists():
-    lock.acquire(console.print)
+      trackers.check_installed(names)
+    console.out(start_lib.opening(next(iter(configs.values())).seed, str(workdir)), highlight=False)
+    if workdir.exists():
+      lock.acquire(console.print)
   with contextlib.ExitStack() as cleanup:
     with activity('reading data and the headers of weights'):
       prepared = prepare.prepare_all(raw, activity.note)
@@ -156,7 +157,7 @@ def _begin(
     facts['files'] = start_lib.code_files(facts['changes'])
     changed = consistency.changed_code(workdir, facts['files'])
     start_lib.keep(workdir, facts)
-    for line in [*start_lib.lines(facts, str(workdir)), *changed]:
+    for line in [*start_lib.lines(facts), *changed]:
       console.out(line, highlight=False)
 
 
@@ -209,10 +210,9 @@ def _finish(
   if exported:
     paths['export'] = str(workdir / 'export')
   summary = None
-    wall_s = round(time.perf_counter() - start, 1)
   if coordination.process_index() == 0:
     rows = metrics.read_rows(workdir / 'metrics.jsonl')
-    found: dict[str, Any] = {**report.figures(rows), 'wall_s': wall_s, 'paths': paths}
+    found: dict[str, Any] = {**report.figures(rows), 'wall_s': round(time.perf_counter() - start, 1), 'paths': paths}
     summary = report.summary(workdir, found, warnings)
     report.write_report(workdir, rows)
     samples = [f'samples/{name}' for name in object_store.files(workdir / 'samples')]

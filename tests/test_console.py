@@ -12,11 +12,13 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 import rich.console
 import tiny
 
 import jaxpost
+from jaxpost import stages
 from jaxpost.data import sources
 from jaxpost.errors import InputError
 from jaxpost.models import lora, partition
@@ -237,7 +239,7 @@ def test_prompts_that_are_left_out_are_counted_at_the_start(tmp_path):
     'warning: 5 of 6 prompts (83%) are longer than 40 tokens and are left out: raise config.rollout.max_prompt_length',
   )
   stage = dict(steps=9, rows=1, tokens_per_epoch=0, batch='1 prompt', epochs=9.0, notes=found[1:])
-  assert start.lines(start.describe() | {'seed': 3, 'stages': {'rl': stage}}, 'x')[2] == f'rl: {found[1]}'
+  assert start.lines(start.describe() | {'stages': {'rl': stage}})[2] == f'rl: {found[1]}'
 
 
 @pytest.mark.parametrize(
@@ -368,12 +370,12 @@ def test_what_a_run_starts_with(tmp_path):
   start.keep(tmp_path, facts)
   assert [row['seed'] for row in metrics.read_growing(tmp_path / start.FILE)] == [3, 3]
   many = facts | {'stages': {'dpo': facts['stages']['sft'] | {'epochs': 6400.0}}}
-  assert start.lines(many, 'x')[1].endswith(', 6400 epochs (config.train.epochs sets it)')
+  assert start.lines(many)[1].endswith(', 6400 epochs (config.train.epochs sets it)')
   few = facts | {'stages': {'sft': facts['stages']['sft'] | dict(steps=1, rows=3, epochs=8.0)}}
   said = 'sft: 1 step of 2 rows, 3 rows (less than a batch, which repeats them), about 50k tokens an epoch, 8 epochs'
-  assert start.lines(few, 'x')[1] == said
-  text = '\n'.join(start.lines(facts, 'runs/x'))
-  assert 'repeats' not in text
+  assert start.lines(few)[1] == said
+  text = '\n'.join([start.opening(3, 'runs/x'), *start.lines(facts)])
+  assert 'repeats' not in text and f'\ndevices: {jax.device_count()} x ' in text
   for part in (
     jaxpost.__version__,
     'JAX ',
@@ -385,6 +387,21 @@ def test_what_a_run_starts_with(tmp_path):
     '1.5 ep',
   ):
     assert part in text, part
+
+
+def test_a_run_says_what_it_is_before_it_reads_data(tmp_path, monkeypatch):
+  def read(*_):
+    (line,) = out.getvalue().splitlines()
+    assert line.startswith(f'jaxpost {jaxpost.__version__}') and line.endswith(f', seed 5, workdir {tmp_path}/run')
+    assert console._render_hooks
+    raise InputError('no data')
+
+  out = io.StringIO()
+  console = rich.console.Console(file=out, width=400)
+  monkeypatch.setattr('jaxpost.stages.prepare.prepare_all', read)
+  with pytest.raises(InputError, match='no data'):
+    stages.run(tiny.merged(SMALL, dict(seed=5, model=dict(dtype='float32'))), tmp_path / 'run', console)
+  assert not console._render_hooks and not (tmp_path / 'run').exists()
 
 
 def test_max_samples_of_a_mixture():

@@ -62,10 +62,9 @@ def commit() -> str:
     return ''
   command = ['git', '-C', str(root), 'describe', '--always', '--dirty', '--abbrev=12', '--exclude=*']
   try:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-  except (OSError, subprocess.TimeoutExpired):  # no git on this machine
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+  except (OSError, subprocess.SubprocessError):  # no git on this machine, or not for this folder
     return ''
-  return done.stdout.strip() if done.returncode == 0 else ''
 
 
 def code_files(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -83,18 +82,21 @@ def code_files(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
   return out
 
 
-def lines(facts: Mapping[str, Any], workdir: str) -> list[str]:
-  """Returns the banner: one line about the software and machine, and one for each stage.
+def opening(seed: int, workdir: str) -> str:
+  """Returns the line that a run begins with, before anything is read: software, seed and folder."""
+  found = versions()
+  place = f' ({at})' if (at := commit()) else ''
+  return f'jaxpost {found["jaxpost"]}{place}, JAX {found["jax"]}, seed {seed}, workdir {workdir}'
+
+
+def lines(facts: Mapping[str, Any]) -> list[str]:
+  """Returns a line about the machine, and one for each stage.
 
   Args:
-    facts: of `describe`, with `seed` and `stages` ({name: {'rows', 'tokens_per_epoch', 'batch', 'steps'}}).
-    workdir: folder of the run.
+    facts: of `describe`, with `stages` ({name: {'rows', 'tokens_per_epoch', 'batch', 'steps'}}).
   """
-  v = facts['versions']
-  code = f'jaxpost {v["jaxpost"]}' + (f' ({facts["commit"]})' if facts['commit'] else '')
   several = f' on {facts["processes"]} processes' if facts['processes'] > 1 else ''
-  machine = f'{facts["devices"]} x {facts["device_kind"]}{several}'
-  out = [f'{code}, JAX {v["jax"]}, {machine}, seed {facts["seed"]}, workdir {workdir}']
+  out = [f'devices: {facts["devices"]} x {facts["device_kind"]}{several}']
   for name, stage in facts['stages'].items():
     text = f'{name}: {stage["steps"]} step{"s" * (stage["steps"] != 1)} of {stage["batch"]}, {stage["rows"]:,} rows'
     text += ' (less than a batch, which repeats them)' * (stage['epochs'] > stage['steps'])
