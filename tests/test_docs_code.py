@@ -1,8 +1,8 @@
-"""Code of the documentation runs: its Python blocks, its commands, and the fields of the config that it names.
+"""Each Python block of the documentation runs.
 
-A Python block is executed as it is printed, with what a reader has there: the files, the folder, a finished run. What
-takes minutes or another machine is a stand-in that checks what it is called with. A block that is only a part of a file
-has a comment before it, `<!-- a part: ... -->`, which pages do not show and which says what it is a part of.
+A block is executed as it is printed, with what a reader has there: the files, the folder, a finished run. What takes
+minutes or another machine is a stand-in that checks what it is called with. A block that is only a part of a file has a
+comment before it, `<!-- a part: ... -->`, which the site does not show and which says what it is a part of.
 """
 
 import ast
@@ -11,29 +11,23 @@ import importlib
 import json
 import pathlib
 import re
-import shlex
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
 import pytest
-from absl import flags
-from test_launch import own_flags
 
 import jaxpost
 from configs import quickstart
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.environments.pool import EnvironmentPool
-from jaxpost.errors import InputError
-from jaxpost.stage import algorithms, field_names
+from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
 from jaxpost.tools import completions, inference
 from jaxpost.types import Objective, Outputs, Prompt, Rollout
-from launch import exits
-from launch.verbs import VERBS, WORDS
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {
@@ -90,15 +84,15 @@ def run_of_a_config(code: str, monkeypatch) -> dict:
   return config.to_dict()
 
 
-def first_run(code, monkeypatch, tmp_path):
+def first_run(code, monkeypatch):
   assert run_of_a_config(code, monkeypatch)['stages'] == ('sft', 'grpo')
 
 
-def notebook(code, monkeypatch, tmp_path):
+def notebook(code, monkeypatch):
   assert run_of_a_config(code, monkeypatch)['model']['path'] == 'Qwen/Qwen3-1.7B'
 
 
-def sampling(code, monkeypatch, tmp_path, capsys):
+def sampling(code, monkeypatch, capsys):
   """There are no weights, and tokens are given; prompts are read as those of the quickstart."""
   config = config_lib.parse(quickstart.get_config('short').to_dict())['grpo']
   policy = types.SimpleNamespace(checkpoints=['1'])
@@ -135,7 +129,7 @@ def watching(code, monkeypatch, tmp_path, capsys):
   assert capsys.readouterr().out == 'sft 1 0.5\n'
 
 
-def your_loss(code, monkeypatch, tmp_path):
+def your_loss(code):
   """It is what `Objective` takes, and gives a loss and an entropy for each token."""
   fn = Objective(executed(code)['loss'], reads=('entropy',), arrays=('advantages',)).fn
   outputs = Outputs(logprobs=np.array([[-1.0, -2.0]]), entropy=np.array([[0.1, 0.2]]))
@@ -143,14 +137,14 @@ def your_loss(code, monkeypatch, tmp_path):
   assert loss.tolist() == [[3.0, -2.0]] and figures == {'entropy': outputs.entropy}
 
 
-def your_reward(code, monkeypatch, tmp_path):
+def your_reward(code):
   """A function of messages; the reward pool calls it in tests/test_docs.py."""
   said = [[{'role': 'assistant', 'content': text}] for text in ('4', '5', '?', '4')]
   found = executed(code)['right_sum'](completions=said, answer=['4', '4', '4', None], prompts=[''] * 4)
   assert found == [1.0, pytest.approx(0.1), 0.0, None]
 
 
-def your_model(code, monkeypatch, tmp_path):
+def your_model(code, monkeypatch):
   """It is the call of docs/examples/linen_decoder.py, with two of its three rules for parameters."""
   monkeypatch.syspath_prepend(str(CLONE / 'docs/examples'))
   example = importlib.import_module('linen_decoder')
@@ -161,14 +155,14 @@ def your_model(code, monkeypatch, tmp_path):
   assert len(outs) == 2 and set(outs) == {('heads', None, 'embed')}
 
 
-def entry_of_a_family(code, monkeypatch, tmp_path):
+def entry_of_a_family(code):
   """An entry of a table; tests/test_new_family.py adds it."""
   module = importlib.import_module('jaxpost.formats.families')
   (family,) = executed(f'entry = {{{code}}}', **vars(module))['entry'].values()
   assert isinstance(family, module.Family)
 
 
-def case_of_a_family(code, monkeypatch, tmp_path):
+def case_of_a_family(code):
   """Another one, of tests/test_families.py."""
   (case,) = executed(f'case = {{{code}}}', LOCAL='local', FULL='full')['case'].values()
   assert len(case) == 2
@@ -233,7 +227,7 @@ def guessing(code, monkeypatch, tmp_path):
     pool.close()
 
 
-def guessing_at_a_price(code, monkeypatch, tmp_path):
+def guessing_at_a_price(code, tmp_path):
   """The second one is the first with two lines more, by which each call has a reward of its own."""
   whole = BLOCKS['environments', 0].code
   (attribute,) = re.findall(r'^  turn_reward = .*\n', code, re.M)
@@ -251,7 +245,7 @@ def guessing_at_a_price(code, monkeypatch, tmp_path):
     pool.close()
 
 
-def agent(code, monkeypatch, tmp_path):
+def agent(code, monkeypatch):
   """It uses the address and the key that it is given, and repeats the conversation with each request."""
   made, asked = [], []
 
@@ -320,102 +314,3 @@ def test_a_block_that_is_a_part_says_so():
     assert is_whole(block.code) == (not block.part), where
   assert BLOCKS.keys() == EXECUTE.keys()
   assert sum(text.count('```python') for text in PAGES.values()) == len(BLOCKS)
-
-
-# ----------------------------------------------------------------- commands
-
-
-class Command(NamedTuple):
-  """A command `python -m launch.VERB WORDS` of a page.
-
-  Attributes:
-    inline: it stands in a sentence or a table, so that required flags may be missing.
-    refused: what it prints instead of running, as the page says; '' for all others.
-  """
-
-  verb: str
-  words: tuple[str, ...]
-  inline: bool
-  refused: str
-
-
-def commands(text: str) -> Iterator[Command]:
-  """Yields the commands of a page; lines that end in a backslash go on."""
-  text = re.sub(r' *\\\n\s*', ' ', text)
-  for found in re.finditer(
-    r'(?P<tick>`?)\bpython -m launch\.(?P<verb>\w+)(?P<rest>[^\n]*)(?P<said>\n +jaxpost: .*)?', text
-  ):
-    rest = found['rest'].partition('`')[0] if found['tick'] else found['rest']
-    words = shlex.split(re.sub(r'\[(--\w+)\]', r'\1', rest), comments=True)
-    if '>>' in words:
-      words = words[: words.index('>>')]
-    said = (found['said'] or '').strip()
-    if found['verb'] != 'NAME':
-      yield Command(found['verb'], tuple(words), bool(found['tick']) or '...' in words, said.removeprefix('jaxpost: '))
-
-
-def check_command(verb: str, words: list[str], inline: bool = False):
-  """Parses the words of a command by its own flags, and makes the checks of a launch of its config.
-
-  A config file that the page only speaks of is replaced by the quickstart, and what stands behind `--` is for
-  `launch.train`.
-
-  Args:
-    verb: name of the command.
-    words: the flags and arguments.
-    inline: only the names of the flags and of the fields of the config are checked.
-
-  Raises:
-    InputError: as the command would.
-  """
-  mine, behind = words, []
-  if '--' in words:
-    mine, behind = words[: words.index('--')], words[words.index('--') + 1 :]
-  sys.modules.pop(f'launch.{verb}', None)  # defines its flags anew
-  with own_flags():
-    importlib.import_module(f'launch.{verb}')
-    if inline:
-      for name in re.findall(r'--([\w.]+)', ' '.join(mine)):
-        section, _, field = name.partition('.')
-        known = {name, name.removeprefix('no')} & set(flags.FLAGS)
-        assert known or (section == 'config' and field_names.field_type(field)), f'launch.{verb}: no flag --{name}'
-    else:
-      exits.parse([verb, *map(with_a_config, mine)], words=WORDS.get(verb, 0))
-      if 'config' in flags.FLAGS and flags.FLAGS['config'].value is not None:
-        check_stages(flags.FLAGS['config'].value.to_dict())
-  if behind:
-    check_command('train', behind, inline or '...' in behind)
-
-
-def with_a_config(word: str) -> str:
-  """Returns a word of a command, with a config that is there."""
-  path = re.fullmatch(r'--config=([^:]*)(:.*)?', word)
-  return word if not path or (CLONE / path[1]).is_file() else '--config=configs/quickstart.py'
-
-
-@pytest.mark.parametrize('page', [page for page in PAGES if 'python -m launch.' in PAGES[page]])
-def test_commands_of_a_page_are_accepted(page, monkeypatch):
-  """Those of docs/fits.md have their test in test_fits.py, too; here it is one of each kind."""
-  monkeypatch.chdir(CLONE)
-  found = dict.fromkeys(commands(PAGES[page]))
-  if page == 'docs/fits.md':
-    found = {(c.verb, *(w for w in c.words if not w.startswith('--config.'))): c for c in found}.values()
-  for command in found:
-    assert command.verb in VERBS
-    try:
-      check_command(command.verb, list(command.words), command.inline)
-      said = ''
-    except InputError as error:
-      said = str(error)
-    assert said == command.refused, ' '.join(command.words)
-
-
-def test_fields_that_pages_name_are_there():
-  """`config.a.b` is a field, also behind the name of a stage of the quickstart."""
-  files = {'json', 'md', 'py', 'yaml'}
-  for page, text in PAGES.items():
-    named = set(re.findall(r'(?<![\w./])(?:--)?(?:no)?config\.([a-z_]\w*(?:\.[a-z_]\w*)*)', text))
-    # A method of a ConfigDict, the form of a flag, and a name of Hugging Face.
-    for path in named - files - {'ignore_type', 'a.b', 'learning_rate'}:
-      field = re.sub(r'^(?:sft|grpo)\.', '', path)
-      assert field in ('sft', 'grpo') or field_names.field_type(field), f'{page}: config.{path}'
