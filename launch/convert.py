@@ -40,11 +40,9 @@ def main(argv):
     object_store.write_text(_OUT.value, text)
   else:
     print(text, end='')
-  if not _ALGORITHM.value and not any('algorithm' in s.fields for s in settings):
-    print(
-      f'{argv[2]} names no method, so this is a config of {config["algorithm"]}; --algorithm chooses another',
-      file=sys.stderr,
-    )
+  named = any('algorithm' in s.fields for s in settings) or config['algorithm'] != 'grpo'
+  if not _ALGORITHM.value and not named:
+    print(f'{argv[2]} names no method, so this is a config of grpo; --algorithm chooses another', file=sys.stderr)
   missing = [s.name for s in settings if not s.fields and s.reason != convert.NOT_NEEDED]
   counts = f'{sum(bool(s.fields) for s in settings)} of {len(settings)} settings mapped'
   print(f'{counts}; not mapped: {", ".join(missing) or "none"}', file=sys.stderr)

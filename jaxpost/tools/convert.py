@@ -18,13 +18,14 @@ import yaml
 from jaxpost.errors import InputError
 from jaxpost.stage import algorithms, field_names
 from jaxpost.stage import config as config_lib
-from jaxpost.tools import converted_sizes, converted_value, shell_options
+from jaxpost.tools import converted_names, converted_sizes, converted_value, shell_options
 from jaxpost.tools.converted_value import Setting, named, ours, spelled, trackers
 
 _TABLES = {name: table for name, table in converted_value.TABLES.items() if name != 'values'}
 _EVERY, _NEEDS = (_TABLES.pop(name) for name in ('every', 'needs'))
 LIBRARIES = tuple(_TABLES)
-_COUNT_UPDATES = ('trl', 'tunix')  # their steps are updates; those of verl and MaxText are rollouts, as here
+# Their steps are updates, but num_batches of MaxText; those of verl are rollouts, as here.
+_COUNT_UPDATES = ('trl', 'tunix', 'maxtext')
 # Another setting, as the value of one.
 _OTHER = re.compile(r'\$\{(?:oc\.select:)?(?P<name>\.?[A-Za-z_][\w.]*)(?:,(?P<default>[^{}]*))?\}')
 _MOST_OTHERS = 9  # of one another; more are a circle
@@ -94,16 +95,16 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
     found = _setting(library, name, value, method)
     other = found.fields == ('algorithm',) and ours(name, 'algorithm', value) != method
     settings.append(Setting(name, value, (), f'gives way to the algorithm {method}') if other else found)
+  settings = [converted_names.known_here(library, setting, given) for setting in settings]
   settings = [converted_sizes.computed(setting, given) for setting in _without_epochs(settings)]
+  settings = converted_sizes.without_overridden(library, settings, given)
   peak = next((ours(s.name, 'optim.lr', s.value) for s in settings if s.fields == ('optim.lr',)), 0)
   settings = [converted_sizes.end_of_schedule(setting, peak) for setting in settings]
   counts_updates = library in _COUNT_UPDATES and (library, method) != ('trl', 'ppo')  # which TRL has no longer
   if counts_updates and _learns_from_rewards(method):
-    settings = [
-      converted_sizes.in_rollouts(setting, converted_sizes.updates_of_a_rollout(settings)) for setting in settings
-    ]
-  if library == 'verl':
-    settings = [_with_its_switch(setting, given) for setting in settings]
+    updates = converted_sizes.updates_of_a_rollout(settings)
+    settings = [s if s.name == 'num_batches' else converted_sizes.in_rollouts(s, updates) for s in settings]
+  settings = [_with_its_switch(setting, given, _NEEDS.get(library, {})) for setting in settings]
   return _read_by(method, settings)
 
 
@@ -144,9 +145,9 @@ def _refused(config: dict[str, Any]) -> tuple[str, str]:
   return '', ''
 
 
-def _with_its_switch(setting: Setting, given: dict[str, Any]) -> Setting:
-  """Leaves out a setting of verl that has no effect, as what switches it on is off."""
-  for name, switch in _NEEDS.items():
+def _with_its_switch(setting: Setting, given: dict[str, Any], needs: dict[str, str]) -> Setting:
+  """Leaves out a setting that has no effect, as what switches it on is off."""
+  for name, switch in needs.items():
     if setting.fields and f'.{setting.name}'.endswith(f'.{name}'):
       needed, _, on = switch.partition('=')
       if spelled(named(given, needed)) != on:
@@ -166,7 +167,8 @@ def _method(library: str, given: dict[str, Any]) -> str:
   for name, value in given.items():
     if _fields(library, name, value, '') == ('algorithm',):
       return str(ours(name, 'algorithm', value))
-  return 'grpo'
+  sections = {name.partition('.')[0] for name in given}
+  return 'ppo' if 'ppo_config' in sections and 'grpo_config' not in sections else 'grpo'
 
 
 def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...] | str:
@@ -186,6 +188,9 @@ def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...]
   for tail in tails:
     if tail in field_names.SYNONYMS:
       return field_names.SYNONYMS[tail]
+  for section in parts[:-1]:
+    if f'{section}.*' in table:
+      return table[f'{section}.*'].removeprefix('!') or NOT_NEEDED
   if parts[apart] in converted_sizes.APART:
     return f'is of {converted_sizes.APART[parts[apart]]}, for which nothing here has this name'
   same = [

@@ -11,12 +11,26 @@ from typing import Any
 from jaxpost.tools.converted_value import Setting, integer, named, ours
 
 # Parts of a name that say that a setting is not of the policy.
-APART = {'val_kwargs': 'the evaluation', 'critic': 'the critic', 'reward_model': 'the reward model'}
+APART = {
+  'val_kwargs': 'the evaluation',
+  'critic': 'the critic',
+  'critic_model_config': 'the critic',
+  'critic_optimizer_config': 'the critic',
+  'reference_model_config': 'the reference',
+  'reward_model': 'the reward model',
+  'rollout_model_config': 'the sampler',
+}
 # The sizes that divide another, or are divided by it, into the updates of a pass over a rollout.
 _WHOLE_OF = {
   'ppo_mini_batch_size': 'train_batch_size',
   'mini_batch_size': 'batch_size',
   'steps_per_generation': 'gradient_accumulation_steps',
+}
+# Numbers of batches, and what they are times to be our field; 1 where a file does not have a factor with a default.
+_PRODUCTS = {
+  ('num_batches', 'train.steps'): {'num_epoch': 1, 'train_fraction': 1},
+  ('num_batches', 'data.max_samples'): {'batch_size': None, 'train_fraction': 1},
+  ('num_test_batches', 'eval.size'): {'eval_batch_size': None},
 }
 _IN_STEPS = [(field,) for field in ('train.steps', 'optim.warmup_steps', 'eval.every', 'save.every', 'log.every')]
 
@@ -29,6 +43,11 @@ def computed(setting: Setting, given: dict[str, Any]) -> Setting:
     return Setting(setting.name, setting.value, (), 'has no effect without enable and enable_train')
   if not APART.keys().isdisjoint(setting.name.split('.')):
     return setting
+  for field in setting.fields:
+    if (last, field) in _PRODUCTS:
+      return _product(setting, given, _PRODUCTS[last, field])
+  if last == 'max_target_length' and setting.fields == ('rollout.max_new_tokens',):
+    return _without_the_prompt(setting, given)
   if last in _WHOLE_OF:
     counts = last == 'steps_per_generation'  # micro-batches; the others are sizes in prompts
     sizes = setting.value, integer(given, _WHOLE_OF[last], int(counts))
@@ -44,6 +63,46 @@ def computed(setting: Setting, given: dict[str, Any]) -> Setting:
   if setting.fields == ('rollout.prompts',) and last in ('per_device_train_batch_size', 'generation_batch_size'):
     return _in_prompts(setting, given, last == 'generation_batch_size')
   return setting
+
+
+def _product(setting: Setting, given: dict[str, Any], factors: dict[str, int | None]) -> Setting:
+  """Maps a number of batches to its product with `factors`: settings and their defaults, None where there is none."""
+  (field,) = setting.fields
+  values = {name: default if named(given, name) is None else named(given, name) for name, default in factors.items()}
+  numbers = [setting.value, *values.values()]
+  if not all(isinstance(number, (int, float)) for number in numbers):
+    missing = ' and '.join(name for name, value in values.items() if value is None)
+    why = f'the file lacks {missing}' if missing else 'which are no numbers here'
+    return Setting(setting.name, setting.value, (), f'{field} is this times {" and ".join(factors)}; {why}')
+  return Setting(setting.name, int(math.prod(numbers)), setting.fields)
+
+
+def _without_the_prompt(setting: Setting, given: dict[str, Any]) -> Setting:
+  """Maps MaxText's tokens of a prompt and a completion to those of a completion."""
+  prompt = integer(given, 'max_prefill_predict_length')
+  if prompt and isinstance(setting.value, int) and setting.value > prompt:
+    return Setting(setting.name, setting.value - prompt, setting.fields)
+  why = 'rollout.max_new_tokens is this less max_prefill_predict_length, which the file lacks or which is not below it'
+  return Setting(setting.name, setting.value, (), why)
+
+
+def without_overridden(library: str, settings: list[Setting], given: dict[str, Any]) -> list[Setting]:
+  """Leaves out settings that the library does not read where another one is in the file.
+
+  A number of warm-up steps decides over a fraction, in all of these libraries; 0 of them only in verl. A rate of Tunix
+  is `peak_value` where the same section has a schedule, and `learning_rate` where it has none.
+  """
+  steps = [s for s in settings if s.fields == ('optim.warmup_steps',)]
+  warm = next((s.name for s in steps if library == 'verl' or ours(s.name, *s.fields, s.value)), '')
+  out = []
+  for setting in settings:
+    section, _, last = setting.name.rpartition('.')
+    wins = warm if setting.fields == ('optim.warmup_ratio',) else ''
+    if library == 'tunix' and last in ('learning_rate', 'peak_value') and setting.fields:
+      rate = 'peak_value' if given.get(f'{section}.schedule_type') else 'learning_rate'
+      wins = f'{section}.{rate}' if rate != last and f'{section}.{rate}' in given else ''
+    out.append(Setting(setting.name, setting.value, (), f'gives way to {wins} in {library}') if wins else setting)
+  return out
 
 
 def end_of_schedule(setting: Setting, peak: float) -> Setting:
