@@ -21,6 +21,7 @@ from jaxpost.errors import InputError
 from jaxpost.rl import reward_metrics
 from jaxpost.rollout import rollout_files
 from jaxpost.stage.config import defaults
+from jaxpost.storage import object_store
 from jaxpost.tools import rollout_index, rollout_view
 from jaxpost.types import Credit, Prompt, Rollout
 
@@ -98,6 +99,47 @@ def test_trouble_comes_first(run):
 )
 def test_filters(run, query, count):
   assert len(rollout_index.Index(run).find(rollout_index.Query(**query))) == count
+
+
+def test_a_text_is_found_as_if_each_line_were_folded(tmp_path):
+  """Files are searched as bytes. Letters whose case folding is longer, or in ASCII, must not make a difference."""
+  random = np.random.default_rng(0)
+  letters = [*'kKsSiIfFlL n"\\\n', *'ßẞſKİıŉǰﬁﬄﬆÖöΣςσᾼᾳДдꭰᏠ数🙂', '\u2028', '\x01', '\ud800', '\ufffd']
+  texts = [''.join(random.choice(letters, 12)) for _ in range(300)]
+  for step in range(6):
+    path = tmp_path / f'samples/grpo/{step}.jsonl'
+    metrics = [row(step, 0, s, completion=text) for s, text in enumerate(texts[50 * step : 50 * step + 50])]
+    object_store.write_text(path, ''.join(json.dumps(m, ensure_ascii=step == 5) + '\n' for m in metrics))
+  with (tmp_path / 'samples/grpo/3.jsonl').open('rb+') as file:
+    file.truncate(3000)  # ends in a torn line
+  with (tmp_path / 'samples/grpo/4.jsonl').open('rb+') as file:
+    file.write(b'\xff')  # the first line is no UTF-8
+  index = rollout_index.Index(tmp_path)
+  lines = {e['id']: index._line(e['id']).decode('utf-8', 'replace').casefold() for e in index.episodes}
+  assert 200 < len(lines) < 299
+  places = random.integers(0, 10, 300)
+  asked = [texts[n % 300][at : at + 1 + n % 3] for n, at in enumerate(places)]
+  counts = set()
+  for text in [*asked, *map(str.upper, asked), 'strasse', 'completion', 'said']:
+    wanted = json.dumps(text, ensure_ascii=False)[1:-1].casefold()
+    found = index.find(rollout_index.Query(text=text, sort='oldest'))
+    assert found == [n for n, line in lines.items() if wanted in line], text
+    counts.add(len(found))
+  assert {0, 1, len(lines)} < counts
+
+
+def test_a_search_reads_each_file_once_and_its_next_page_none(run, monkeypatch):
+  viewer = rollout_view.Viewer(run)
+  read = []
+  monkeypatch.setattr(rollout_index, '_folded', lambda *of, was=rollout_index._folded: (read.append(of), was(*of))[1])
+  pages = [viewer.answer('/api/episodes', {'text': 'SAID', 'size': '5', 'page': str(n)}) for n in range(4)]
+  assert len(read) == 2 and [page['total'] for page in pages] == [16] * 4
+  assert len({e['id'] for page in pages for e in page['episodes']}) == 16
+  viewer.answer('/api/episodes', {'text': 'said', 'step': '1'})
+  assert len(read) == 3  # only the file of that step
+  write(run, 3, [row(3, 0, 0)])
+  viewer.answer('/api/overview', {})
+  assert viewer.answer('/api/episodes', {'text': 'SAID', 'size': '5'})['total'] == 17
 
 
 def test_orders(run):

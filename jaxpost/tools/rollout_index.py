@@ -2,25 +2,31 @@
 
 Only the short fields of an episode are kept in memory; its texts are read from the file when
 they are shown or searched. `refresh` reads files that are new or were written again, and forgets those
-that a resume has removed, so that an index can follow a run that goes on.
+that a resume has removed, so that an index can follow a run that goes on. A search for a text reads each file
+once and parses nothing; the answers to the last few queries are kept, so that their next pages cost nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 
 _SHORT = 160  # characters of a prompt and a completion in a list
+_KEPT = 16  # queries whose answers are kept; 0.8 MB each where all of 100,000 episodes are found
+_ASCII = bytes(range(128))
 PAGE = 50
 SORTS = ('trouble', 'newest', 'oldest', 'reward', '-reward', 'length', '-length')
 ONLY = ('', 'failed', 'truncated', 'right', 'wrong')
@@ -48,6 +54,23 @@ class Query:
   sort: str = 'trouble'
 
 
+@dataclasses.dataclass(frozen=True)
+class _File:
+  """A file of samples as it was read.
+
+  size: in bytes.
+  time: when it was written, in seconds since 1970.
+  lines: id of the episode in each line; -1 for a line that is no row, such as a torn one.
+  folding: its characters outside of ASCII that case folding changes, such as `Ö`. Few files have any, and a search
+    that knows them need not fold all characters of a file, which takes longer than to read it.
+  """
+
+  size: int
+  time: int
+  lines: list[int]
+  folding: frozenset[str]
+
+
 class Index:
   """The episodes of a run, in the order of its files.
 
@@ -68,7 +91,10 @@ class Index:
     if not any((self.run / name).exists() for name in ('config.json', 'samples')):
       raise InputError(f'--run: {run}: not the folder of a run; name the folder that training was given as --workdir')
     self.episodes: list[dict[str, Any]] = []
-    self._files: dict[str, tuple[int, int, list[int]]] = {}  # path -> (bytes, time, ids)
+    self._files: dict[str, _File] = {}
+    self._changes = 0  # of files; what is kept was computed at one of these numbers
+    self._found = functools.lru_cache(_KEPT)(self._find)
+    self._ordered = functools.lru_cache(len(SORTS))(self._sort)
     self._refreshing = threading.Lock()  # requests of a page come in threads of their own
     self._places: list[tuple[str, int, int]] = []  # of an episode: file, begin and bytes of its line
     self.refresh()
@@ -82,12 +108,14 @@ class Index:
         for path in metrics.sample_files(folder).values():
           with contextlib.suppress(FileNotFoundError):  # removed after it was listed
             stat = path.stat()
-            key = (int(stat.length), int(stat.mtime))
-            if self._files.get(str(path), ())[:2] != key:
+            name, size, time = str(path), int(stat.length), int(stat.mtime)
+            known = self._files.get(name)
+            if known is None or (known.size, known.time) != (size, time):
               changed = True
-              self._forget(str(path))
-              self._files[str(path)] = (*key, list(self._read(path)))
-            there.add(str(path))
+              self._forget(name)
+              self._files[name] = self._read(path, size, time)
+              self._changes += 1
+            there.add(name)
       for name in self._files.keys() - there:
         changed = True
         self._forget(name)
@@ -95,22 +123,29 @@ class Index:
 
   def _forget(self, name: str) -> None:
     """Marks the episodes of a file, if it is known, as gone."""
-    for number in self._files.pop(name, (0, 0, []))[2]:
-      self.episodes[number]['gone'] = True
+    if known := self._files.pop(name, None):
+      for number in known.lines:
+        if number >= 0:
+          self.episodes[number]['gone'] = True
+      self._changes += 1
 
-  def _read(self, path: epath.Path) -> Iterator[int]:
-    """Adds the episodes of a file and yields their ids; a torn last line is left out."""
-    begin = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-      place, begin = begin, begin + len(line)
+  def _read(self, path: epath.Path, size: int, time: int) -> _File:
+    """Adds the episodes of a file of this size and time; a torn last line is left out."""
+    name, stage, step = str(path), path.parent.name, int(path.stem)
+    data = path.read_bytes()
+    ends = 0
+    lines = []
+    for line in data.split(b'\n'):
+      begin, ends = ends, ends + len(line) + 1
       try:
         row = json.loads(line)
       except ValueError:
-        continue  # still being written
-      number = len(self.episodes)
-      self._places.append((str(path), place, len(line)))
-      self.episodes.append(_short(number, path.parent.name, int(path.stem), row))
-      yield number
+        lines.append(-1)  # still being written, or the nothing after the last line
+        continue
+      lines.append(len(self.episodes))
+      self._places.append((name, begin, len(line)))
+      self.episodes.append(_short(lines[-1], stage, step, row))
+    return _File(size, time, lines, _folding(data))
 
   def full(self, number: int) -> dict[str, Any]:
     """Returns an episode with its texts, as the run wrote it, and the fields of `episodes`.
@@ -141,21 +176,43 @@ class Index:
     """Returns the ids of the episodes that a query asks for, in its order."""
     if query.sort not in SORTS or query.only not in ONLY:
       raise InputError(f'sort: one of {", ".join(SORTS)}; only: one of {", ".join(ONLY[1:])}')
-    best = max((e['reward'] for e in self.episodes if e['reward'] is not None), default=0.0)
-    found = [e['id'] for e in self.episodes if _fits(e, query, best)]
-    if query.text:
-      found = self._with_text(found, query.text)
-    return sorted(found, key=lambda number: _order(self.episodes[number], query.sort))
+    return list(self._found(query, self._changes))
 
-  def _with_text(self, numbers: Iterable[int], text: str) -> list[int]:
+  def _find(self, query: Query, changes: int) -> list[int]:
+    """Returns what `find` does, after so many changes of files."""
+    best = max((e['reward'] for e in self.episodes if e['reward'] is not None), default=0.0)
+    found = [n for n in self._ordered(query.sort, changes) if _fits(self.episodes[n], query, best)]
+    if query.text:
+      with_text = self._with_text({self._places[n][0] for n in found}, query.text)
+      found = [n for n in found if n in with_text]
+    return found
+
+  def _sort(self, sort: str, changes: int) -> list[int]:
+    """Returns the ids of all episodes in an order, after so many changes of files."""
+    del changes  # which tells the answers that are kept apart
+    return [e['id'] for e in sorted(self.episodes, key=lambda e: _order(e, sort))]
+
+  def _with_text(self, names: Iterable[str], text: str) -> set[int]:
+    """Returns the ids of the episodes in these files whose lines have a text, in any case."""
     wanted = json.dumps(text, ensure_ascii=False)[1:-1].casefold()  # as it stands in the files
-    return [n for n in numbers if wanted in self._line(n).decode('utf-8', 'replace').casefold()]
+    found: set[int] = set()
+    for name in names:
+      file = self._files.get(name)
+      try:
+        data = epath.Path(name).read_bytes()
+      except FileNotFoundError:  # since the last refresh
+        continue
+      if file is not None:  # a refresh may have forgotten it meanwhile
+        hits = _lines_with(_folded(data, file.folding, wanted), wanted.encode('utf-8', 'surrogatepass'))
+        found.update(file.lines[line] for line in hits if line < len(file.lines))
+    return found
 
   def group(self, number: int) -> list[int]:
     """Returns the ids of the samples of one prompt in one step, this one among them."""
     own = self.episodes[number]
-    same = ('stage', 'split', 'step', 'prompt', 'index')
-    return [e['id'] for e in self.episodes if 'gone' not in e and all(e[k] == own[k] for k in same)]
+    same = ('stage', 'split', 'prompt', 'index')
+    of_step = (e for e in self.episodes if e['step'] == own['step'] and 'gone' not in e)
+    return [e['id'] for e in of_step if all(e[k] == own[k] for k in same)]
 
   def history(self, number: int) -> list[int]:
     """Returns the ids of all samples of the same prompt over training, oldest first."""
@@ -176,6 +233,38 @@ class Index:
       truncated=sum(e['finished'] is False for e in alive),
       stages={name: {k: list(v) for k, v in stage.items()} for name, stage in stages.items()},
     )
+
+
+def _folding(data: bytes) -> frozenset[str]:
+  """Returns the characters of a text outside of ASCII that case folding changes."""
+  if data.isascii():
+    return frozenset()
+  others = data.translate(None, _ASCII).decode('utf-8', 'replace')
+  there = np.zeros(sys.maxunicode + 1, bool)  # an array, as a set of them takes as long as to parse the file
+  there[np.frombuffer(others.encode('utf-32-le'), np.uint32)] = True
+  return frozenset(c for c in map(chr, np.flatnonzero(there).tolist()) if c.casefold() != c)
+
+
+def _folded(data: bytes, folding: Iterable[str], wanted: str) -> bytes:
+  """Returns the bytes of a file with all folded that may be a part of a folded text, and the same lines.
+
+  A character that is not in `folding`, or whose folded form shares none with `wanted`, cannot become a part of it.
+  """
+  for letter in folding:
+    if set(letter.casefold()) & set(wanted):
+      data = data.replace(letter.encode(), letter.casefold().encode())
+  return data.lower()  # of bytes: the letters of ASCII
+
+
+def _lines_with(data: bytes, wanted: bytes) -> Iterator[int]:
+  """Yields the number of each line that has some bytes, in order."""
+  line = begin = 0
+  while (place := data.find(wanted, begin)) >= 0:
+    line += data.count(b'\n', begin, place)
+    yield line
+    begin = data.find(b'\n', place)  # of this line, so that it is counted when the next is found
+    if begin < 0:
+      return
 
 
 def _short(number: int, stage: str, step: int, row: dict) -> dict[str, Any]:
