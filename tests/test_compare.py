@@ -9,9 +9,10 @@ import statistics
 import subprocess
 import sys
 
+import browser
 import pytest
 import scipy.stats
-from test_report import make_run
+from test_report import Page, make_run
 from test_view import row, write
 
 from jaxpost.errors import InputError
@@ -118,6 +119,28 @@ def test_the_page_needs_nothing_else(runs, tmp_path):
   parser = html.parser.HTMLParser()
   parser.feed(text)
   assert text.count('<path fill="none"') >= 4 and 'said' in text
+
+
+def test_the_page_in_a_browser(runs, tmp_path):
+  """A browser reads the markup as it is written, whatever a run's samples and name say."""
+  hostile = runs[1].rename(tmp_path / '<b>"& run')
+  said = '</pre></table></div><script>document.title = "gone"</script>'
+  write(hostile, 1, [row(1, p, s, completion=said) for p in range(3) for s in range(4)])
+  path = tmp_path / 'c.html'
+  compare_runs.write_page([runs[0], hostile], path)
+  written, seen = Page(path.read_text('utf-8')), Page(browser.rendered(path.as_uri(), tmp_path / 'profile'))
+  assert [tag for tag in seen.tags if tag != 'tbody'] == written.tags and seen.tags.count('svg') >= 4
+  assert seen.text.split() == written.text.split()
+  assert '<b>"& run' in seen.text and 'grpo.optim.lr' in seen.text and 'document.title = "gone"' in seen.text
+
+
+def test_a_missing_browser_fails_where_ci_promises_one(tmp_path, monkeypatch):
+  monkeypatch.setattr(browser.shutil, 'which', lambda name: None)
+  monkeypatch.setenv('CI', 'true')
+  for promised, outcome in (('0', pytest.skip.Exception), ('1', pytest.fail.Exception)):
+    monkeypatch.setenv('JAXPOST_CI_BROWSER', promised)
+    with pytest.raises(outcome, match='none of chromium, .* apt-get install chromium'):
+      browser.rendered('about:blank', tmp_path)
 
 
 def test_the_command(runs, tmp_path):
