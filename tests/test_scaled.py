@@ -109,9 +109,9 @@ def test_the_sampler_computes_what_the_scorer_would_of_the_same_codes(model, par
     tiny._forward.cache_clear()
     plain = layers.attention
 
-    def rounding(q, k, v, **rest):
+    def rounding(q, k, v, *args, **rest):
       pair = (scaled.encode(x, scaled.KINDS[cache][0], (-1,), jnp.float32).dense(x.dtype) for x in (k, v))
-      return plain(q, *pair, **rest)
+      return plain(q, *pair, *args, **rest)
 
     monkeypatch.setattr(layers, 'attention', rounding)
   proofs.check_slots(model, exact, engine)

@@ -93,7 +93,7 @@ def without_overridden(library: str, settings: list[Setting], given: dict[str, A
   is `peak_value` where the same section has a schedule, and `learning_rate` where it has none.
   """
   steps = [s for s in settings if s.fields == ('optim.warmup_steps',)]
-  warm = next((s.name for s in steps if library == 'verl' or ours(s.name, *s.fields, s.value)), '')
+  warm = next((s.name for s in steps if library == 'verl' or ours(s.name, s.fields[0], s.value)), '')
   out = []
   for setting in settings:
     section, _, last = setting.name.rpartition('.')
@@ -121,7 +121,7 @@ def _bound_of_cispo(setting: Setting) -> Setting:
 
 def updates_of_a_rollout(settings: list[Setting]) -> int:
   """Returns the optimizer updates that these settings make of a rollout."""
-  counts = [ours(s.name, *s.fields, s.value) for s in settings if s.fields in (('rl.epochs',), ('rl.minibatches',))]
+  counts = [ours(s.name, s.fields[0], s.value) for s in settings if s.fields in (('rl.epochs',), ('rl.minibatches',))]
   return math.prod(counts)
 
 
