@@ -4,7 +4,7 @@ python -m launch.train --config=configs/grpo_gsm8k.py --workdir=runs/grpo_gsm8k
 
 Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
 metric is pass@1 of the greedy answers to test questions (split `eval`);
-docs/defaults.md has what others report, such as MaxText 0.81 with Qwen3-1.7B.
+docs/defaults.md has what others report: MaxText 0.81 for GRPO of Qwen3-1.7B, verl 0.52 for SFT of gemma-2-2b.
 `:method=NAME` takes dapo, dr_grpo, gspo, rloo and the rest of docs/methods.md.
 `:model=NAME` takes a name below, a hub id or a folder; data of your own:
 --config.data.path=FILE with question and answer, or prompt and answer.
