@@ -161,7 +161,7 @@ def test_rows_of_one_source_with_a_temperature_are_checked():
 def test_a_step_without_stored_samples_cannot_be_compared(tmp_path):
   (tmp_path / 'samples/grpo').mkdir(parents=True)
   (tmp_path / 'samples/grpo/25.jsonl').write_text('{"split": "eval"}\n')
-  item = types.SimpleNamespace(experience=types.SimpleNamespace(rollout=rollout(2)))
+  item = types.SimpleNamespace(experience=types.SimpleNamespace(rollout=rollout(2)), samples=list)
   assert reproduce.compare(tmp_path, 'grpo', 25, 0, item) is None
 
 
