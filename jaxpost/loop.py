@@ -1,8 +1,8 @@
 """The loop of all algorithms: next item, update, log, evaluate, save.
 
 The order inside a step is a contract: metrics of a step are written before its checkpoint, so that a checkpoint always
-has its metrics (a resume drops later rows), and the stream is read only after the step before it was dispatched. A run
-that is told to stop saves at once; the evaluation of that step, if it has one, is the first thing that a resume makes.
+has its metrics (a resume drops later rows), and the stream is read only after the step before it was dispatched. After
+a stop signal, a run saves at once; the evaluation of that step, if it has one, is the first thing that a resume makes.
 """
 
 from __future__ import annotations
@@ -89,6 +89,9 @@ def run_stage(stage: Stage, start: int, stop: StopSignal) -> None:
   stage.timer.pop()  # compilation is no step's time
   if stage.evaluates(start) and not (start and stage.checkpointer.metrics(start)):
     run.evaluate(start)
+    if start:  # its checkpoint was saved before; the rows of a step must be on disk before it has these metrics
+      stage.writer.flush()
+      stage.checkpointer.add_metrics(start, run.evaluated[start])
   for step in range(start + 1, stage.steps + 1):
     stage.timer.place = f'{stage.name} {step}/{stage.steps}'
     stage.on_step_begin(step)
@@ -184,7 +187,6 @@ class _Progress:
     self.evaluated = {step: {name: value for name, value in metrics.items() if math.isfinite(value)}}
     if samples:
       self.stage.writer.samples(step, [{'split': 'eval', **row} for row in samples])
-    self.stage.checkpointer.add_metrics(step, self.evaluated[step])
 
   def save(self, step: int) -> None:
     """Saves a checkpoint, with the metrics of this step's evaluation."""

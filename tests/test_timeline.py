@@ -138,7 +138,7 @@ def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
     roles=types.SimpleNamespace(trainable={'policy': devices}),
     stream=itertools.repeat(Item([('policy', None)], {'tokens': 11})),
     evaluate=evaluate,
-    checkpointer=types.SimpleNamespace(check=list, check_metrics=sorted, add_metrics=lambda step, metrics: None),
+    checkpointer=types.SimpleNamespace(check=list, check_metrics=sorted),
     writer=types.SimpleNamespace(write=lambda *row: rows.append(row)),
     timer=timeline.Timeline({'update': 'devices', 'sample': 'devices'}),
     meta={},
@@ -163,15 +163,20 @@ def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
   [
     (0, 9, {}, 'eval 0, eval 2, save 2, eval 4, save 4, eval 5, save 5'),
     (0, 2, {}, 'eval 0, save 2'),  # told to stop in the step, and there may be no time for an evaluation
-    (2, 9, {}, 'eval 2, eval 4, save 4, eval 5, save 5'),
+    (2, 9, {}, 'eval 2, rows on disk, metrics of 2, eval 4, save 4, eval 5, save 5'),
     (2, 9, {'loss': 1.0}, 'eval 4, save 4, eval 5, save 5'),
     (2, 5, {'loss': 1.0}, 'eval 4, save 4, save 5'),
-    (5, 9, {}, 'eval 5'),  # told to stop in the last step
+    (5, 9, {}, 'eval 5, rows on disk, metrics of 5'),  # told to stop in the last step
   ],
 )
 def test_a_run_told_to_stop_saves_before_it_evaluates(start, told_in, metrics, expected, monkeypatch):
   done, step = [], [start]
-  monkeypatch.setattr(loop._Progress, 'evaluate', lambda self, step: done.append(f'eval {step}'))
+
+  def evaluate(run, step):
+    done.append(f'eval {step}')
+    run.evaluated = {step: {'loss': 2.0}}
+
+  monkeypatch.setattr(loop._Progress, 'evaluate', evaluate)
   monkeypatch.setattr(loop._Progress, 'save', lambda self, step: done.append(f'save {step}'))
   monkeypatch.setattr(loop._Progress, 'log_pending', lambda self: None)
   stage = loop.Stage(
@@ -180,8 +185,13 @@ def test_a_run_told_to_stop_saves_before_it_evaluates(start, told_in, metrics, e
     roles=types.SimpleNamespace(trainable={'policy': types.SimpleNamespace(update=lambda batch: {})}),
     stream=itertools.repeat(Item([('policy', None)], {'tokens': 11})),
     evaluate=max,
-    checkpointer=types.SimpleNamespace(check=list, wait=list, metrics=lambda step: metrics),
-    writer=None,
+    checkpointer=types.SimpleNamespace(
+      check=list,
+      wait=list,
+      metrics=lambda step: metrics,
+      add_metrics=lambda step, added: done.append(f'metrics of {step}' if added == {'loss': 2.0} else added),
+    ),
+    writer=types.SimpleNamespace(flush=lambda: done.append('rows on disk')),
     timer=timeline.Timeline({'update': 'devices', 'sample': 'devices'}),
     meta={},
     on_step_begin=lambda n: step.append(n),

@@ -148,8 +148,8 @@ class Checkpointer:
     return coordination.broadcast({} if jax.process_index() else manifests.read(self._folder, step).metrics)
 
   def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Gives metrics to the step saved or restored last, where it is this one, which was saved before its evaluation."""
-    if step == self._last and not jax.process_index():
+    """Gives metrics to a step that was saved before its evaluation."""
+    if not jax.process_index():
       manifests.write(self._folder / str(step), manifests.read(self._folder, step)._replace(metrics=dict(metrics)))
 
   def check_metrics(self, metrics: Iterable[str]) -> None:
