@@ -138,8 +138,7 @@ def correctness_metrics(experience: Experience, passes: float) -> dict:
   A completion is right if its verdict is at least `passes`; those without a verdict do not count.
   """
   verdicts_ = experience.verdicts
-  if verdicts_ is None:
-    return {}
+  assert verdicts_ is not None, 'graded completions have verdicts'
   graded = np.isfinite(verdicts_)
   right = graded & (verdicts_ >= passes)
   count = graded.reshape(experience.groups, -1).sum(axis=1)

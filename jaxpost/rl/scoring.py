@@ -69,10 +69,11 @@ class Scorer:
         found = {'old_logprobs': outputs.logprobs, 'entropy': outputs.entropy, 'values': outputs.values}
         saved = ('entropy',) if self.config.log.rollouts_every else ()  # the program has it, and launch.view shows it
         found = {name: x for name, x in found.items() if name in (*wanted, *saved)}
-      if 'ref_logprobs' in wanted and roles.teachers:
+      if 'ref_logprobs' in wanted:  # for the KL term
         found['ref_logprobs'] = [teacher(of_teacher).logprobs for teacher in roles.teachers]
-      elif 'ref_logprobs' in wanted and roles.reference:  # for the KL term
-        found['ref_logprobs'] = roles.reference(of_teacher).logprobs
+        if not roles.teachers:
+          assert roles.reference, 'see `Algorithm.needs`'
+          found['ref_logprobs'] = roles.reference(of_teacher).logprobs
       if 'values' in wanted:
         values = roles.critic.score(batch).values if roles.critic else found['values']
         # The state before a token ends with the token to its left.
