@@ -26,8 +26,9 @@ def frequencies(
     lengths: length of each token's document, [B, T] or [B, 1], for the types of `rope.BY_LENGTH`.
   """
   kind = p['rope_type']
-  if kind in _SCALINGS or lengths is None:
+  if kind in _SCALINGS:
     return _SCALINGS[kind](theta, dim, p, periods)
+  assert kind in ('dynamic', 'longrope') and lengths is not None, kind
   if kind == 'longrope':
     long, scale = _longrope(theta, dim, p, 'long_factor', periods)
     short, _ = _longrope(theta, dim, p, 'short_factor', periods)
