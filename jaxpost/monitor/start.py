@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -55,6 +56,7 @@ def versions() -> dict[str, str]:
   return found
 
 
+@functools.cache  # the opening line of a run and its record have it
 def commit() -> str:
   """Returns the git commit of this clone, with '-dirty' if files differ from it; '' outside of a clone."""
   root = pathlib.Path(__file__).parents[2]
