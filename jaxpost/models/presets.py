@@ -1,5 +1,6 @@
 """Named model configs, for `config.model.preset`: models without a folder of weights; presets.toml has their shapes."""
 
+import functools
 import itertools
 import pathlib
 import tomllib
@@ -14,25 +15,22 @@ def _config(record: type[ModelConfig], fields: dict[str, Any]) -> ModelConfig:
   """Returns the config that these fields of presets.toml describe."""
   layers = fields['sizes'][3]
   given = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-  given |= {
-    name: tuple(itertools.islice(itertools.cycle(fields[name]), layers))
-    for name in ('layer_ropes', 'layer_windows', 'mixers')
-    if name in fields
-  }
+  for name in fields.keys() & {'layer_ropes', 'layer_windows', 'mixers'}:
+    given[name] = tuple(itertools.islice(itertools.cycle(fields[name]), layers))
   given['ropes'] = tuple(Rope(**rope | {'scaling': tuple(rope.get('scaling', {}).items())}) for rope in given['ropes'])
   if 'experts' in given:
     given['experts'] = Experts(**given['experts'])
   return record(given.pop('family'), *given.pop('sizes'), **given)
 
 
+@functools.cache
 def _configs(record: type[ModelConfig]) -> dict[str, ModelConfig]:
   """Returns the configs of this class, by name."""
-  tables = [dict(table) for table in _TABLES.values() if table.get('record', 'ModelConfig') == record.__name__]
   found = {}
-  for table in tables:
-    table.pop('record', None)
-    for name, shape in table.pop('shapes').items():
-      found[name] = _config(record, table | shape)
+  for table in _TABLES.values():
+    if table.get('record', 'ModelConfig') == record.__name__:
+      shared = {name: value for name, value in table.items() if name not in ('record', 'shapes')}
+      found |= {name: _config(record, shared | shape) for name, shape in table['shapes'].items()}
   return found
 
 

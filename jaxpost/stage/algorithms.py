@@ -6,24 +6,22 @@ import importlib
 from jaxpost.algorithms.base import Algorithm
 from jaxpost.errors import InputError, did_you_mean
 
-# Module in jaxpost/algorithms/ -> its algorithms by name; the module calls them the same in capitals.
+# Module in jaxpost/algorithms/ -> the names of its algorithms; the module calls them the same in capitals.
 _OF_MODULES = {
-  'sft': ('sft',),
-  'preference': ('dpo', 'orpo', 'cpo', 'simpo', 'ld_dpo', 'wpo'),
-  'kto': ('kto',),
-  'reward_model': ('reward_model',),
-  'distill': ('distill', 'gkd'),
-  'opd': ('opd',),
-  'grpo': (
-    *('grpo', 'dr_grpo', 'dapo', 'gspo', 'cispo', 'sapo', 'gmpo', 'luspo', 'vespo', 'dro', 'dppo', 'gpg', 'opo'),
-    *('maxrl', 'pass_at_k', 'mt_grpo', 'gigpo', 'rloo', 'reinforce_pp', 'reinforce_pp_baseline', 'remax'),
-  ),
-  'rft': ('rft',),
-  'ppo': ('ppo', 'vapo'),
-  'online_dpo': ('online_dpo',),
+  'sft': 'sft',
+  'preference': 'dpo orpo cpo simpo ld_dpo wpo',
+  'kto': 'kto',
+  'reward_model': 'reward_model',
+  'distill': 'distill gkd',
+  'opd': 'opd',
+  'grpo': 'grpo dr_grpo dapo gspo cispo sapo gmpo luspo vespo dro dppo gpg opo maxrl pass_at_k mt_grpo gigpo rloo '
+  'reinforce_pp reinforce_pp_baseline remax',
+  'rft': 'rft',
+  'ppo': 'ppo vapo',
+  'online_dpo': 'online_dpo',
 }
 # Name -> module:attribute of its `Algorithm`.
-ALGORITHMS = {name: f'{module}:{name.upper()}' for module, names in _OF_MODULES.items() for name in names}
+ALGORITHMS = {name: f'{module}:{name.upper()}' for module, names in _OF_MODULES.items() for name in names.split()}
 
 
 def load_algorithm(name: str) -> Algorithm:
