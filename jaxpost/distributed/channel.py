@@ -1,4 +1,4 @@
-"""What connected processes tell each other, by JAX's coordination service; only runs of several processes read this.
+"""Connected processes exchange values and errors by JAX's coordination service; runs of one process never import this.
 
 Main threads exchange small values, which wait for no program: a process that waits for one that has failed gets its
 error. They call these functions in the same order (`coordination.py`). A `Channel` joins bytes of other threads.

@@ -1,7 +1,7 @@
-"""What the processes of a run do together: gather, broadcast, agree and fail.
+"""The processes of a run gather, broadcast, agree and fail together.
 
 Every process calls these functions from its main thread and in the same order. With one process they return at once;
-`channel.py` has what several processes tell each other.
+`channel.py` has the exchange between several processes.
 """
 
 import contextlib

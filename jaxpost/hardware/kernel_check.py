@@ -224,7 +224,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   are packed; long ones are checked with fewer heads. Stripes of a split row are computed one after the other.
   """
   if name == DECODE:
-    # Of few slots, over whose entries blocks of the device are split, and of many, with more in the cache than decoded.
+    # Few slots, over whose entries blocks of the device are split, and many, with more in the cache than decoded.
     return dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
   length, size, values = work.length, work.head_dim, work.value_dim
   rows, kv_heads = _sizes(work)

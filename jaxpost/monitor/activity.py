@@ -88,6 +88,7 @@ class Activity(rich.console.RenderHook):
       with self.console.status(self._text()) as status:
         while not self._wake.wait(1.0):
           status.update(self._text())
+      return
     while not self._wake.wait(max(0.1, self._printed + self._period - time.perf_counter())):  # a text may be empty
       if time.perf_counter() - self._printed >= self._period and (text := self._text()):
         self.console.out(text, highlight=False)

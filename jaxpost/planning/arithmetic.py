@@ -174,7 +174,7 @@ def _saved_width(case: Case) -> float:
   split = _attention_width(cfg) + 2 * _mlp_width(cfg)
   if case.compute.attention == 'triton':  # a float32 statistic of each head
     split += 2 * cfg.num_heads
-  # With the input, and the results of both projections to its width.
+  # The input is kept, too, and the results of both projections to its width.
   return split / case.train.mesh.shape['tensor'] + 3 * cfg.hidden_size
 
 

@@ -51,8 +51,8 @@ _TIMES = re.compile(r'\\times|\\cdot|[*\u00d7]')
 _MARKED = re.compile(r'####\s*(?=[-+$.]*\d)')
 # An answer that says where its LaTeX is. A dollar sign before a price is no such mark.
 _DELIMITED = re.compile(r'(?<!\\)\$.*(?<!\\)\$|\\boxed\b|(?<!\\)\\[(\[]', re.DOTALL)
-# What math-verify reads best without a box: a number such as 10 000; a text with marks (#### 18, **18**), or with a
-# word before anything that only LaTeX and formulas have (18 dollars, The answer is 42).
+# Answers that math-verify reads best without a box: a number such as 10 000; a text with marks (#### 18, **18**), or
+# with a word before anything that only LaTeX and formulas have (18 dollars, The answer is 42).
 _NUMBER_ALONE = re.compile(r'[-+]?[$\u20ac\u00a3\u00a5]?\s?(?:\d{1,3}(?:[ ,]\d{3})+|\d+)?(?:\.\d+)?\s*[%\u00b0]?')
 _PROSE = re.compile(r'.*(?:####|\*\*)|[^\\{}^_=*/<>]*(?<!\S)(?!and\b)[A-Za-z]{3,}(?=[\s.,:;!?]|$)', re.DOTALL)
 _FOR_BOX = (
