@@ -26,7 +26,7 @@ def _config(record: type[ModelConfig], fields: dict[str, Any]) -> ModelConfig:
 @functools.cache
 def _configs(record: type[ModelConfig]) -> dict[str, ModelConfig]:
   """Returns the configs of this class, by name."""
-  found = {}
+  found: dict[str, ModelConfig] = {}
   for table in _TABLES.values():
     if table.get('record', 'ModelConfig') == record.__name__:
       shared = {name: value for name, value in table.items() if name not in ('record', 'shapes')}
