@@ -87,8 +87,8 @@ WANTED = {
 FIGURES = {
   '01_sft_then_grpo': 2,
   '02_your_algorithm': 3,
-  '03_every_method': 0,
-  '04_your_model': 0,
+  '03_every_method': 1,
+  '04_your_model': 1,
   '05_lora_your_reward': 1,
 }
 # Trained tokens of a preview are green.
