@@ -342,8 +342,7 @@ def stages_done(placed: Sequence[PlacedStage], workdir: epath.Path) -> int:
   """Returns how many of the stages, from the first on, have made all their steps and evaluations."""
   for i, stage in reversed(list(enumerate(placed))):
     folder = workdir / 'checkpoints' / stage.name
-    steps = finished_steps(folder)
-    if not steps:
+    if not (steps := finished_steps(folder)):
       continue
     if steps[0] < stage.config.train.steps:
       return i

@@ -7,11 +7,11 @@ row), small and independent of batch size, processes and mesh. `shared_rows.py` 
 
 from __future__ import annotations
 
+import collections
 import functools
-import queue
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import TYPE_CHECKING, Any
 
 import grain
@@ -148,22 +148,19 @@ class PackedStream:
     self._stops = np.cumsum(sizes) if len(sizes) > 1 else ()
     self._window = window or self._choose_window()
     self._seed = seed
-    self._identity = self._make_identity(shuffle, sizes, weights)
-    self._position = (0, 0)
-    self._queue = self._thread = self._stopped = None
-
-  def _make_identity(self, shuffle: bool, sizes: Sequence[int], weights: Sequence[float]) -> dict[str, int]:
-    """Returns all that a position (window, row) depends on; a state of another stream is refused."""
-    return {
-      'num_rows': self._num_rows,
-      'row_length': self._row_length,
-      'seed': self._seed,
+    # All that a position (window, row) depends on: a state of another stream is refused.
+    self._identity = {
+      'num_rows': num_rows,
+      'row_length': row_length,
+      'seed': seed,
       'shuffle': int(shuffle),
-      'packing': int(self._packing),
-      'overlong': _OVERLONG.index(self._overlong),
+      'packing': int(packing),
+      'overlong': _OVERLONG.index(overlong),
       'window_size': self._window,
       **identity_of_mixture(sizes, weights),
     }
+    self._position = (0, 0)
+    self._thread: futures.ThreadPoolExecutor | None = None
 
   def __iter__(self) -> PackedStream:
     return self
@@ -171,11 +168,12 @@ class PackedStream:
   def __next__(self) -> tuple[Batch, dict[str, float]]:
     if self._thread is None:
       self._start()
-    made = self._queue.get()
-    if isinstance(made, BaseException):
+    try:
+      batch, info, self._position = self._ahead.popleft().result()
+    except BaseException:  # the data is at fault, or this thread is interrupted
       self.close()
-      raise made
-    batch, info, self._position = made
+      raise
+    self._ahead.append(self._thread.submit(next, self._source))
     return batch, info
 
   def state(self) -> dict[str, int]:
@@ -191,21 +189,18 @@ class PackedStream:
 
   def close(self) -> None:
     """Stops the thread; the next batch starts it again."""
-    if self._thread is None:
-      return
-    self._stopped.set()
-    self._thread.join()  # soon: where it waits for room in the queue, it looks at the event
-    self._queue = self._thread = self._stopped = None
+    if self._thread is not None:
+      self._thread.shutdown(cancel_futures=True)
+    self._thread = None
 
   def peek(self) -> Batch:
     """Returns the batch that comes next, and stays there."""
     return next(self._batches(*self._position))[0]
 
   def _start(self) -> None:
-    self._queue, self._stopped = queue.Queue(_AHEAD), threading.Event()
-    given = self._batches(*self._position), self._queue, self._stopped
-    self._thread = threading.Thread(target=_fill, daemon=True, name='data', args=given)
-    self._thread.start()
+    self._source = self._batches(*self._position)
+    self._thread = futures.ThreadPoolExecutor(1, 'data')
+    self._ahead = collections.deque(self._thread.submit(next, self._source) for _ in range(_AHEAD))
 
   def _choose_window(self) -> int:
     """Returns W for about 64 full rows, by the lengths of the first documents."""
@@ -238,8 +233,7 @@ class PackedStream:
         if len(rows) == self._batch_size:
           # The end of a window is the begin of the next.
           position = (window, row) if row < len(packed) else (window + 1, 0)
-          share = row / len(packed)
-          documents = (window + share) * self._window
+          documents = (window + row / len(packed)) * self._window
           yield self._finish(rows, counts, documents) + (position,)
           rows, counts = [], {'truncated': 0, 'dropped': 0}
       window, row = window + 1, 0
@@ -301,24 +295,3 @@ class PackedStream:
         )
       example = example.cut(self._row_length) if self._overlong == 'truncate' else None
     return example if example is not None and example.trained.any() else None
-
-
-def _fill(batches: Iterator[Any], out: queue.Queue, stopped: threading.Event) -> None:
-  """Puts batches into the queue until the event is set; runs in the thread."""
-  try:
-    for made in batches:
-      if not _put(out, made, stopped):
-        return
-  except BaseException as error:  # re-raised where the batch is awaited
-    _put(out, error, stopped)
-
-
-def _put(out: queue.Queue, item: Any, stopped: threading.Event) -> bool:
-  """Waits for room in the queue; returns False if the event is set first."""
-  while not stopped.is_set():
-    try:
-      out.put(item, timeout=0.05)
-      return True
-    except queue.Full:
-      pass
-  return False

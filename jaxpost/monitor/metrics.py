@@ -190,7 +190,7 @@ class MetricsWriter:
 
       self._remote, self._board_dir = remote, remote.folder()
     self._primary, self._tensorboard, self._stages = primary, tensorboard, [*stages]
-    self.alerts, self._stage, self._noted = Alerts(), '', False
+    self.alerts, self._stage = Alerts(), ''
     self._said: set[str] = set()
     self._file: Any = None  # of text; on an object store an io.StringIO
     self._tb: Any = None
@@ -314,9 +314,8 @@ class MetricsWriter:
     """Prints what is wrong, and once what only looks wrong, by the metrics of a train step."""
     for text in self.alerts.check(self._stage, step, values, error):
       self._board.warn(step, text)
-    if not self._noted and 'frac_reward_zero_std' in values and abs(values.get('loss', 1)) < 0.01:
-      self._noted = True
-      self._board.line('note: a loss near 0 is expected, as advantages of a group sum to 0: watch reward and kl')
+    if 'frac_reward_zero_std' in values and abs(values.get('loss', 1)) < 0.01:
+      self.note('a loss near 0 is expected, as advantages of a group sum to 0: watch reward and kl')
 
   def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Adds rows to samples/STAGE/STEP.jsonl: prompt, completion, reward, components, ..."""

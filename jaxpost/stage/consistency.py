@@ -135,10 +135,10 @@ def changed_code(workdir: epath.Path, files: Mapping[str, str]) -> list[str]:
   """Returns a line for each of the `start.code_files` that has changed since the last start, if the run goes on."""
   starts = read_growing(workdir / start.FILE) if any(workdir.glob('checkpoints/*/*')) else []
   was = starts[-1].get('files', {}) if starts else {}
-  changed = [path for path, digest in files.items() if was.get(path, digest) != digest]
   return [
     f'warning: {path}: has changed since this run was started last; the steps so far used it as it was'
-    for path in changed
+    for path, digest in files.items()
+    if was.get(path, digest) != digest
   ]
 
 
