@@ -220,6 +220,11 @@ FIELDS = {
   'weight of text': ('grpo', dict(reward_weights=('1',)), "config.reward_weights.0.: want float, got '1'"),
   'reward of a number': ('grpo', dict(reward=3), 'reward: 3 is an int'),
   'reward unknown': ('grpo', dict(reward='exact_mach'), 'exact_mach.*exact_match'),
+  'reward of a file alone': (
+    'grpo',
+    dict(reward='./rewards.py'),
+    r'rewards.py is a file; name its function, too: ./rewards.py:FUNCTION',
+  ),
   'reward without module': ('grpo', dict(reward='my_rewards:fn'), "no module 'my_rewards'"),
   'reward without file': ('grpo', dict(reward='./reward.py:fine'), 'no file ./reward.py'),
   'reward without function': ('grpo', dict(reward='./rewards.py:fin'), "rewards.py has no 'fin'; it has fine"),

@@ -46,6 +46,8 @@ def locate(spec: str) -> str:
   base, mark, options = spec.partition('?')
   if ':' in base:
     return spec
+  if base.endswith('.py'):
+    raise InputError(f'reward: {base} is a file; name its function, too: {base}:FUNCTION')
   if base not in BUILTIN:
     hint = did_you_mean(base, BUILTIN)
     if '=' in base:
