@@ -26,7 +26,7 @@ _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0:
 _PORT = flags.DEFINE_integer('port', 8000, 'Port to listen on; 0: any free port.', lower_bound=0, upper_bound=65_535)
 _KEY = flags.DEFINE_string('api_key_file', '', 'File with the API key that clients must send; "": none is asked for.')
 _SLOTS = flags.DEFINE_integer('slots', 8, 'Sequences decoded at the same time.', lower_bound=1)
-_CONTEXT = flags.DEFINE_integer('max_context', 4096, 'Tokens of the longest prompt and its completion.', lower_bound=2)
+_CONTEXT = flags.DEFINE_integer('max_context', None, 'Tokens of a chat; 4,096 if the model has them.', lower_bound=2)
 _RECORD = flags.DEFINE_string('record', '', 'File to which requests and completions are appended, .jsonl.')
 _SEED = flags.DEFINE_integer('seed', 0, 'Seed of sampling.', lower_bound=0)
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'Device mesh, written as config.mesh.rollout.')
@@ -39,23 +39,23 @@ def main(argv):
   host.tune_host()
   host.use_compile_cache()
   from jaxpost.environments import http_connections, openai_server
-  from jaxpost.stage import on_policy
+  from jaxpost.stage import model_limits, on_policy
   from jaxpost.tools import completions, inference, scoring, server_files
 
   key, record = server_files.read_key(_KEY.value), server_files.recorder(_RECORD.value)
   weights = inference.load(**_WEIGHTS.arguments())
   name = server_files.public_name(_WEIGHTS.name)
+  context = _CONTEXT.value or min(4096, model_limits.longest(weights.inputs.model.config))
   models = completions.share_base(weights, name, _ADAPTER.value, _MESH.value)
   top = min(20, weights.inputs.model.config.vocab_size)
   engines = completions.make_engines(
     models,
     slots=_SLOTS.value,
-    max_prompt=_CONTEXT.value - _CONTEXT.value // 2,
-    max_new_tokens=_CONTEXT.value // 2,
+    max_prompt=context - context // 2,
+    max_new_tokens=context // 2,
     mesh=_MESH.value,
     top_logprobs=top,
   )
-
   http_connections.raise_file_limit()
   endpoint = openai_server.Endpoint(
     engines.pop(name),
@@ -66,7 +66,7 @@ def main(argv):
     record=record,
     api_key=key,
     other_engines=engines,
-    scorers={name: scoring.Scorer(model, top, _CONTEXT.value) for name, model in models.items()},
+    scorers={name: scoring.Scorer(model, top, context) for name, model in models.items()},
   )
   for sign in signal.SIGINT, signal.SIGTERM:
     signal.signal(sign, lambda *_: endpoint.stop())

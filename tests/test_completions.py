@@ -233,10 +233,24 @@ def test_chat_streams_answers_and_remembers(weights, monkeypatch):
   assert answer and out.getvalue().startswith(answer)
 
 
+def test_a_chat_ends_where_the_positions_of_the_model_do(weights, monkeypatch):
+  model = dataclasses.replace(
+    weights.inputs.model, config=dataclasses.replace(weights.inputs.model.config, max_position=60)
+  )
+  short = dataclasses.replace(weights, inputs=dataclasses.replace(weights.inputs, model=model))
+  monkeypatch.setattr(chat, 'make_engine', lambda *_, max_prompt, **options: max_prompt)
+  for draws, room in ((20, 40), (80, 1)):
+    out = io.StringIO()
+    speaker = chat._speaker('', short, completions.Draws(max_new_tokens=draws), 'data=-1')
+    assert speaker.engine == speaker.room == room
+    chat._reply(speaker, 'a' * 60, 0, completions.Draws(), out)
+    assert f'tokens are more than the {room} of a chat' in out.getvalue() and not speaker.messages
+
+
 def test_a_line_that_is_no_text_is_refused_and_the_chat_goes_on(weights, monkeypatch):
   asked = []
   monkeypatch.setattr(chat, '_reply', lambda speaker, text, *_: asked.append(text))
-  monkeypatch.setattr(chat, '_speaker', lambda *_: chat.Speaker('', None, None, []))
+  monkeypatch.setattr(chat, '_speaker', lambda *_: chat.Speaker('', None, 9, None, []))
   given = io.TextIOWrapper(io.BytesIO(b'\xff\n/system \xff\nhello\n'), 'utf-8', errors='strict')
   out = io.StringIO()
   chat.chat_loop({'nano': weights}, completions.Draws(), 'data=-1', ['gr\udcfc\udcdf'], given, out=out)

@@ -17,6 +17,7 @@ import tiny
 from flax import nnx
 
 import jaxpost
+from jaxpost.data import chat
 from jaxpost.distributed.phases import make_layout
 from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import InputError
@@ -26,8 +27,9 @@ from jaxpost.monitor import metrics
 from jaxpost.planning import dry_run, machines, meshes
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
-from jaxpost.stage import prepare
+from jaxpost.stage import model_limits, prepare
 from jaxpost.stage.config import parse
+from jaxpost.tools import inference, scoring
 from jaxpost.types import Prompt
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'examples'
@@ -93,6 +95,10 @@ def test_greedy_sampling_is_what_the_whole_text_says(case):
     np.testing.assert_allclose(np.max(logp, -1), rollout.logprobs[i], atol=1e-5)
 
 
+def test_texts_are_served_and_scored_up_to_any_length(case):
+  assert model_limits.longest(case[0].config) >= 1 << 20
+
+
 def test_sft_then_grpo_and_back_from_the_export(code, tmp_path):
   """GRPO's first step checks the sampler's log-probs against the trainer's."""
   task = 'generated:arithmetic:max=5,ops=+,split=train,correct=1'
@@ -123,6 +129,10 @@ def test_sft_then_grpo_and_back_from_the_export(code, tmp_path):
   assert source.folder is not None
   with pytest.raises(InputError, match="'custom'.*config.model.preset"):
     prepare.source_of_model(dataclasses.replace(section, preset='tiny'))
+  # What launch.serve and launch.evaluate --suite compute.
+  example = chat.Example(np.arange(40, 52, dtype=np.int32), np.arange(12) > 0)
+  (scored,) = scoring.Scorer(inference.from_run(tmp_path / 'run'))([example])
+  assert scored.logprobs[0] == 0 and (scored.logprobs[1:] < 0).all()
 
 
 # The part of a parameter of about [64, 259] that a device holds in each layout.

@@ -207,7 +207,8 @@ class CustomConfig:
   ropes: tuple = ()
   lora: tuple = ()
 
-  cached = (0, ())  # unknown, as what follows
+  max_position = 1 << 30  # unknown, as what follows
+  cached = (0, ())
   layer_stacks = ()
   state_shapes = ()
 

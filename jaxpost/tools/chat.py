@@ -16,7 +16,7 @@ from jaxpost.environments.openai_stream import TextStream
 from jaxpost.errors import InputError
 from jaxpost.rollout.native import NativeEngine
 from jaxpost.rollout.sequence import Completion, Request
-from jaxpost.stage import on_policy
+from jaxpost.stage import model_limits, on_policy
 from jaxpost.tools.completions import Draws, make_engine, sampling_of
 from jaxpost.tools.inference import Weights
 from jaxpost.types import Prompt
@@ -24,7 +24,7 @@ from jaxpost.types import Prompt
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
-_CONTEXT = 4096  # tokens of a chat at most
+_CONTEXT = 4096  # tokens of a chat at most, where the model has positions for them
 
 
 @dataclasses.dataclass
@@ -32,10 +32,12 @@ class Speaker:
   """A model that answers, with its own side of the chat.
 
   name: shown before its answers; '' where it is the only one.
+  room: most tokens of a chat before an answer.
   """
 
   name: str
   engine: NativeEngine
+  room: int
   tokenizer: Tokenizer
   messages: list[dict]
 
@@ -86,15 +88,12 @@ def chat_loop(
 
 
 def _speaker(name: str, weights: Weights, draws: Draws, mesh: str) -> Speaker:
+  positions = model_limits.longest(weights.inputs.model.config)
+  room = min(_CONTEXT, max(1, positions - draws.max_new_tokens))
   engine = make_engine(
-    weights,
-    slots=1,
-    max_prompt=_CONTEXT,
-    max_new_tokens=draws.max_new_tokens,
-    mesh=mesh,
-    top_logprobs=draws.top_logprobs,
+    weights, slots=1, max_prompt=room, max_new_tokens=draws.max_new_tokens, mesh=mesh, top_logprobs=draws.top_logprobs
   )
-  return Speaker(name, engine, weights.inputs.tokenizer, begin(weights.inputs.config.data.system_prompt))
+  return Speaker(name, engine, room, weights.inputs.tokenizer, begin(weights.inputs.config.data.system_prompt))
 
 
 def _reply(speaker: Speaker, text: str, turn: int, draws: Draws, out: TextIO) -> None:
@@ -102,9 +101,9 @@ def _reply(speaker: Speaker, text: str, turn: int, draws: Draws, out: TextIO) ->
   messages, prefix = speaker.messages, f'{speaker.name}: ' if speaker.name else ''
   messages.append({'role': 'user', 'content': text})
   ids = prompts_lib.encode_prompt(speaker.tokenizer, messages, {}, '--chat')
-  if len(ids) > _CONTEXT:
+  if len(ids) > speaker.room:
     messages.pop()
-    out.write(f'{prefix}{len(ids)} tokens are more than the {_CONTEXT} of a chat; /reset begins a new one\n')
+    out.write(f'{prefix}{len(ids)} tokens are more than the {speaker.room} of a chat; /reset begins a new one\n')
     return
   out.write(prefix)
   answer = _answer(speaker.engine, speaker.tokenizer, Prompt(turn, ids, messages, {}), draws, out)

@@ -20,8 +20,8 @@ from jaxpost.programs import score, topk
 from jaxpost.programs.compile import Program
 from jaxpost.roles import place
 from jaxpost.rollout.buckets import bucket
+from jaxpost.stage import model_limits, schema
 from jaxpost.stage import place as place_lib
-from jaxpost.stage import schema
 from jaxpost.stage.records import PreparedStage
 from jaxpost.tools.inference import Weights
 
@@ -48,7 +48,7 @@ class Scorer:
 
   def __init__(self, weights: Weights, top: int = 0, room: int = 0) -> None:
     self.top = top
-    limit = weights.inputs.model.config.max_position
+    limit = model_limits.longest(weights.inputs.model.config)
     self.room = min(room or limit, limit)
     self._weights = weights
     self._programs: dict[tuple[int, int], tuple[Layout, Program]] = {}
