@@ -106,6 +106,7 @@ setuptools.setup(
       'stage/field_names.toml',
       'tools/compare.html.jinja',
       'tools/convert.toml',
+      'tools/convert_defaults.toml',
       'tools/view.html',
     ],
     'jaxpost.launch': ['templates/*'],

@@ -6,7 +6,8 @@
   python -m launch.convert maxtext rl.yml
 
 Reads .yaml and .json files, and the options of a command in a shell script. The result is a YAML config,
-which names in comments each setting that was mapped, and each that was not, with the reason.
+which names in comments each setting that was mapped, each that was not, with the reason, and the defaults of the
+other library that differ from ours, which the config has, too.
 """
 
 import sys
@@ -23,19 +24,19 @@ def main(argv):
   """Converts the file."""
   from jaxpost.stage.algorithms import ALGORITHMS
   from jaxpost.storage import object_store
-  from jaxpost.tools import convert
+  from jaxpost.tools import convert, converted_defaults
 
   if len(argv) != 3 or argv[1] not in convert.LIBRARIES:
     raise InputError(f'write launch.convert LIBRARY FILE, with one of {", ".join(convert.LIBRARIES)}')
   given = convert.read(argv[2])
   if other := convert.looks_like(argv[1], given):
     print(f'{argv[2]} looks like settings of {other}: write launch.convert {other} {argv[2]}', file=sys.stderr)
-  config, settings = convert.convert(argv[1], given, _ALGORITHM.value)
+  config, settings, defaults = converted_defaults.convert_with_defaults(argv[1], given, _ALGORITHM.value)
   if config['algorithm'] not in ALGORITHMS:
     raise InputError(
       f'{config["algorithm"]}: no method has this name; give --algorithm, one of {", ".join(ALGORITHMS)}'
     )
-  text = convert.as_yaml(argv[1], argv[2], config, settings)
+  text = convert.as_yaml(argv[1], argv[2], config, settings, defaults)
   if _OUT.value:
     object_store.write_text(_OUT.value, text)
   else:

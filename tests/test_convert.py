@@ -1,5 +1,7 @@
 """Settings of other libraries become a config that can be read, and none is lost."""
 
+import json
+import operator
 import subprocess
 import sys
 
@@ -10,7 +12,7 @@ from test_console import CLONE
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import field_names, prepare
-from jaxpost.tools import convert
+from jaxpost.tools import convert, converted_defaults
 from launch import yaml_config
 
 FILES = {
@@ -628,3 +630,73 @@ def test_names_that_are_ours(method):
 def test_a_section_is_no_field():
   _, settings = convert.convert('trl', {'model': 'a/b', 'x.seed': 3})
   assert [s.reason for s in settings] == ['nothing here has this name'] * 2
+
+
+# Defaults of the other library, which its files leave out.
+
+
+@pytest.mark.parametrize('library', converted_defaults.DEFAULTS)
+def test_every_default_has_a_field(library):
+  for kind, table in converted_defaults.DEFAULTS[library].items():
+    method = {'every': 'grpo', 'RL': 'grpo'}.get(kind, kind)
+    _, settings = convert.convert(library, table, method)
+    left = {s.name for s in settings if not s.fields and 'gives way' not in s.reason}
+    assert left <= {'actor_rollout_ref.rollout.n'}  # 1, of verl's PPO
+
+
+@pytest.mark.parametrize(
+  'library, given, method, added',
+  [
+    (
+      'trl',
+      {'learning_rate': 1e-5},
+      'grpo',
+      {'optim.schedule': 'linear', 'train.epochs': 3, 'rollout.max_new_tokens': 512, 'rollout.group_size': 8},
+    ),
+    (
+      'trl',
+      {'max_steps': 9, 'lr_scheduler_type': 'cosine', 'max_completion_length': 9},
+      'rloo',
+      {'rl.kl_coef': 0.05, 'rollout.group_size': 2},
+    ),
+    (
+      'trl',
+      {'num_train_epochs': 1, 'lr_scheduler_type': 'constant'},
+      'reward_model',
+      {'optim.lr': 1e-4, 'train.row_length': 2048},
+    ),
+    (
+      'verl',
+      {
+        'trainer.total_epochs': 2,
+        'data.train_batch_size': 512,
+        'data.max_response_length': 99,
+        'data.max_prompt_length': 99,
+      },
+      '',  # verl's own default is PPO
+      {
+        'rl.dual_clip': 3.0,
+        'rl.lam': 1.0,
+        'rl.minibatches': 2,
+        'rollout.group_size': 1,
+        'critic.value_clip': 0.5,
+        'optim.weight_decay': 0.01,
+        'optim.lr': 1e-6,
+        'critic.lr': 1e-5,
+      },
+    ),
+    ('maxtext', {'learning_rate': 1e-5}, 'sft', {}),
+  ],
+)
+def test_defaults_that_differ_are_written(library, given, method, added):
+  config, settings, defaults = converted_defaults.convert_with_defaults(library, given, method)
+  assert [s.name for s in settings] == list(given)
+  fields = {field: convert.ours(s.name, field, s.value) for s in defaults for field in s.fields}
+  plain = convert.plain(config['algorithm'])
+  for field, value in added.items():
+    same = operator.attrgetter(field)(plain) == value
+    assert fields.pop(field, None) == (None if same else value), field
+  assert not fields
+  text = convert.as_yaml(library, 'a.yaml', config, settings, defaults)
+  assert text.count('# Not in the file') == bool(defaults)
+  assert yaml.safe_load(text) == json.loads(json.dumps(config))

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
@@ -90,7 +91,7 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
     algorithm: our name of the method; '' for the one that the settings name, else grpo.
   """
   settings = []
-  method = algorithm or _method(library, given)
+  method = algorithm or method_of(library, given)
   for name, value in given.items():
     found = _setting(library, name, value, method)
     other = found.fields == ('algorithm',) and ours(name, 'algorithm', value) != method
@@ -101,11 +102,12 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
   peak = next((ours(s.name, 'optim.lr', s.value) for s in settings if s.fields == ('optim.lr',)), 0)
   settings = [converted_sizes.end_of_schedule(setting, peak) for setting in settings]
   counts_updates = library in _COUNT_UPDATES and (library, method) != ('trl', 'ppo')  # which TRL has no longer
-  if counts_updates and _learns_from_rewards(method):
+  if counts_updates and learns_from_rewards(method):
     updates = converted_sizes.updates_of_a_rollout(settings)
     settings = [s if s.name == 'num_batches' else converted_sizes.in_rollouts(s, updates) for s in settings]
+  settings = [_of_a_pair(setting, method) for setting in settings]
   settings = [_with_its_switch(setting, given, _NEEDS.get(library, {})) for setting in settings]
-  return _read_by(method, settings)
+  return read_by(method, settings)
 
 
 def looks_like(library: str, given: dict[str, Any]) -> str:
@@ -119,7 +121,7 @@ def looks_like(library: str, given: dict[str, Any]) -> str:
   return other if known(other) > 2 * known(library) + 2 else ''
 
 
-def _read_by(method: str, settings: list[Setting]) -> tuple[dict[str, Any], list[Setting]]:
+def read_by(method: str, settings: list[Setting]) -> tuple[dict[str, Any], list[Setting]]:
   """Returns the config of the settings, without those that it would be refused for, and the settings."""
   while True:
     config: dict[str, Any] = {'algorithm': method}
@@ -155,6 +157,20 @@ def _with_its_switch(setting: Setting, given: dict[str, Any], needs: dict[str, s
   return setting
 
 
+def _of_a_pair(setting: Setting, method: str) -> Setting:
+  """Doubles TRL's longest sequence where a row has to hold the two of a pair."""
+  if setting.name != 'max_length' or not isinstance(setting.value, int) or method not in algorithms.ALGORITHMS:
+    return setting
+  in_pairs = algorithms.load_algorithm(method).mean_per(plain(method)) == 'pair'
+  return setting._replace(value=2 * setting.value) if in_pairs else setting
+
+
+def plain(method: str) -> config_lib.Config:
+  """Returns the config that sets nothing but one of our methods, with its defaults."""
+  (config,) = config_lib.parse({'algorithm': method}).values()
+  return config_lib.resolve(config, algorithms.load_algorithm(method).defaults)
+
+
 def _without_epochs(settings: list[Setting]) -> list[Setting]:
   """Leaves out the epochs where there is a number of steps, too, which ends a run in all of these libraries."""
   if not any('train.steps' in s.fields for s in settings):
@@ -163,7 +179,8 @@ def _without_epochs(settings: list[Setting]) -> list[Setting]:
   return [Setting(s.name, s.value, (), why) if s.fields == ('train.epochs',) else s for s in settings]
 
 
-def _method(library: str, given: dict[str, Any]) -> str:
+def method_of(library: str, given: dict[str, Any]) -> str:
+  """Returns our name of the method that the settings name, else grpo, or ppo where they have a section of it."""
   for name, value in given.items():
     if _fields(library, name, value, '') == ('algorithm',):
       return str(ours(name, 'algorithm', value))
@@ -181,7 +198,7 @@ def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...]
   apart = max((i for i, part in enumerate(parts) if part in converted_sizes.APART), default=len(parts) - 1)
   tails = ['.'.join(parts[i:]) for i in range(apart + 1)]
   for tail in tails:
-    kinds = [f'{tail}@{method}', *[f'{tail}@RL'] * _learns_from_rewards(method)]
+    kinds = [f'{tail}@{method}', *[f'{tail}@RL'] * learns_from_rewards(method)]
     for key in (f'{tail}={spelled(value)}', *kinds, tail):
       if key in table:
         return table[key][1:] if table[key].startswith('!') else tuple(table[key].split()) or NOT_NEEDED
@@ -201,7 +218,8 @@ def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...]
   return tuple(same) or 'nothing here has this name'
 
 
-def _learns_from_rewards(method: str) -> bool:
+def learns_from_rewards(method: str) -> bool:
+  """Returns whether this is a method of ours that samples and is given rewards."""
   found = algorithms.load_algorithm(method) if method in algorithms.ALGORITHMS else None
   return found is not None and found.on_policy and found.rewards
 
@@ -214,7 +232,7 @@ def _setting(library: str, name: str, value: Any, method: str) -> Setting:
     return Setting(name, value, (), f'is the flag {fields[0]} of launch.train')
   both_clips = set(fields) == {'rl.clip_low', 'rl.clip_high'}
   if len(fields) > 1 and not both_clips:
-    chosen = tuple(f for f in fields if f.startswith(('rl.', 'rollout.')) and _learns_from_rewards(method))
+    chosen = tuple(f for f in fields if f.startswith(('rl.', 'rollout.')) and learns_from_rewards(method))
     if len(chosen) != 1:
       return Setting(name, value, (), f'may stand for {", ".join(fields)}; choose')
     fields = chosen
@@ -242,18 +260,21 @@ def _put(config: dict, field: str, value: Any) -> None:
   config[name] = value
 
 
-def as_yaml(library: str, source: str, config: dict[str, Any], settings: list[Setting]) -> str:
-  """Returns a YAML config that names, in comments, what each line was and what was not mapped."""
+def as_yaml(
+  library: str, source: str, config: dict[str, Any], settings: list[Setting], defaults: Sequence[Setting] = ()
+) -> str:
+  """Returns a YAML config that names, in comments, what each line was and what was not mapped.
+
+  Args:
+    defaults: of the library, which the config has although the file does not.
+  """
   mapped = [s for s in settings if s.fields]
   page = 'from_tunix_and_maxtext' if library in ('tunix', 'maxtext') else 'from_trl_and_verl'
   lines = [f'# From {source} of {library}: {len(mapped)} of {len(settings)} settings. Definitions may differ:']
-  lines += [
-    f'# docs/{page}.md says how, and which defaults differ of what the file does not set.',
-    yaml.safe_dump(config, sort_keys=False).rstrip(),
-    '',
-    '# Mapped:',
-  ]
+  lines += [f'# docs/{page}.md says how.', yaml.safe_dump(config, sort_keys=False).rstrip(), '', '# Mapped:']
   lines += [f'#   {s.name} -> {", ".join(s.fields)}' for s in mapped]
+  lines += [f'# Not in the file, defaults of {library} that differ from ours:'] * bool(defaults)
+  lines += [f'#   {s.name} = {_one_line(s.value)} -> {", ".join(s.fields)}' for s in defaults]
   lines += ['# Not mapped:', *(f'#   {s.name} = {_one_line(s.value)}: {s.reason}' for s in settings if not s.fields)]
   return '\n'.join(lines) + '\n'
 

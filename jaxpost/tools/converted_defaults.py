@@ -1,0 +1,41 @@
+"""What another library does where a file says nothing, by convert_defaults.toml, if it differs from our default."""
+
+from __future__ import annotations
+
+import operator
+import pathlib
+import tomllib
+from typing import Any
+
+from jaxpost.stage import algorithms
+from jaxpost.tools import convert
+from jaxpost.tools.converted_value import Setting, ours
+
+DEFAULTS = tomllib.loads(pathlib.Path(__file__).with_name('convert_defaults.toml').read_text('utf-8'))
+
+
+def convert_with_defaults(
+  library: str, given: dict[str, Any], algorithm: str = ''
+) -> tuple[dict[str, Any], list[Setting], list[Setting]]:
+  """Returns (config, settings, defaults): as `convert.convert`, and the defaults of the library that the config has.
+
+  A default gives way to a setting of the file for the same field, and is left out where ours is equal.
+  """
+  tables = DEFAULTS.get(library, {})
+  method = algorithm or convert.method_of(library, tables.get('RL', {}) | given)
+  if method not in algorithms.ALGORITHMS:
+    return *convert.convert(library, given, algorithm), []
+  kinds = ('every', *['RL'] * convert.learns_from_rewards(method), method)
+  defaults = {name: value for kind in kinds for name, value in tables.get(kind, {}).items() if name not in given}
+  _, settings = convert.convert(library, defaults | given, method)
+  taken = {field for s in settings if s.name in given for field in s.fields}
+  config, left = convert.read_by(
+    method, [s for s in settings if s.name in given or (not taken.intersection(s.fields) and _differs(s, method))]
+  )
+  return config, [s for s in left if s.name in given], [s for s in left if s.name in defaults and s.fields]
+
+
+def _differs(setting: Setting, method: str) -> bool:
+  """Returns whether a field that a default stands for has another value here, where a config does not set it."""
+  config = convert.plain(method)
+  return any(ours(setting.name, f, setting.value) != operator.attrgetter(f)(config) for f in setting.fields)
