@@ -203,6 +203,16 @@ def test_samples_that_a_resume_removes_are_forgotten(run):
     viewer.answer('/api/group', {'id': '9' * 400})  # more than a float holds
 
 
+def test_the_best_reward_is_of_samples_that_are_there(run):
+  write(run, 3, [row(3, 0, 0) | {'reward': 7.0}])
+  index = rollout_index.Index(run)
+  assert len(index.find(rollout_index.Query(only='right'))) == 1
+  (run / 'samples/grpo/3.jsonl').unlink()
+  assert index.refresh()
+  right = index.find(rollout_index.Query(only='right'))
+  assert right and all(index.episodes[n]['reward'] == 1 for n in right)
+
+
 def test_a_folder_of_no_run_is_refused(tmp_path):
   with pytest.raises(InputError, match='not the folder of a run'):
     rollout_view.Viewer(tmp_path)

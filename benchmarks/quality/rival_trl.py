@@ -173,6 +173,8 @@ def measure(folder):
   torch.set_num_threads(1)  # single rows: more threads wait for each other
   for name, metric in METRICS.items():
     at = folder / SETTINGS[name]['start'] / 'export'
+    if not list(folder.glob(f'*/{name}/*/export')):  # not trained here
+      continue
     start = AutoModelForCausalLM.from_pretrained(at, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(at)
     found = [('start', '', at)]

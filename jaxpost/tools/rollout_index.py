@@ -180,7 +180,7 @@ class Index:
 
   def _find(self, query: Query, changes: int) -> list[int]:
     """Returns what `find` does, after so many changes of files."""
-    best = max((e['reward'] for e in self.episodes if e['reward'] is not None), default=0.0)
+    best = max((e['reward'] for e in self.episodes if e['reward'] is not None and 'gone' not in e), default=0.0)
     found = [n for n in self._ordered(query.sort, changes) if _fits(self.episodes[n], query, best)]
     if query.text:
       with_text = self._with_text({self._places[n][0] for n in found}, query.text)
