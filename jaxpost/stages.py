@@ -323,7 +323,7 @@ def _run_stage(
         activity.console.print(program_table.render(plans[-1]))
       else:
         activity.console.out(program_table.one_line(plans[-1]), highlight=False)
-    with activity(f'resuming {stage.name}'):
+    with activity(f'looking for checkpoints of {stage.name}'):
       done = loop.resume(stage)
     stage.writer.start_stage(stage.name, stage.steps, done)
     with activity.following(placed.timer.doing):

@@ -51,6 +51,20 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
     raise
   except errors.KNOWN as error:
     sys.exit(watchdog.print_reason(str(error), error.exit_code, sys.stderr))
+  except RuntimeError as error:  # jax.errors.JaxRuntimeError among them
+    if 'RESOURCE_EXHAUSTED' not in str(error):
+      raise
+    sys.exit(watchdog.print_reason(_out_of_memory(error), errors.InputError.exit_code, sys.stderr))
+
+
+def _out_of_memory(error: RuntimeError) -> str:
+  """Returns what to change where a device, or this host in its place, has too little memory."""
+  said = str(error).splitlines()[0].rstrip('.')
+  return (
+    f'{said:.200}: a program needs more memory than there is; lower '
+    'config.train.micro_batch_size, config.rollout.slots or config.train.row_length, or set config.model.remat=full; '
+    'all but row_length may change when a run goes on from its last checkpoint'
+  )
 
 
 def silence_orbax() -> None:

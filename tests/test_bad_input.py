@@ -15,6 +15,8 @@ import subprocess
 import sys
 
 import children
+import jax
+import jax.numpy as jnp
 import pytest
 import safetensors.numpy
 import tiny
@@ -793,6 +795,19 @@ def test_exit_codes(error, capsys):
   err = capsys.readouterr().err
   assert err.startswith('jaxpost: ') and err.count('\n') == 1
   assert {2, 3, 4, 5, 42, 1} == {kind.exit_code for kind in errors.KNOWN}
+
+
+def test_too_little_memory_is_one_line(capsys):
+  """XLA's error names neither a program nor a field."""
+
+  def main(argv):
+    jax.block_until_ready(jax.jit(lambda: jnp.ones((1 << 42,)) + argv.index('train') + 1)())
+
+  with pytest.raises(SystemExit) as ended:
+    exits.run(main, ['train'])
+  err = capsys.readouterr().err
+  assert ended.value.code == 2 and err.count('\n') == 1
+  assert re.match('jaxpost: RESOURCE_EXHAUSTED: .*config.train.micro_batch_size', err), err
 
 
 @pytest.mark.parametrize('codes, worst', [([0, 4], 4), ([5, 42], 5), ([2, 5], 2), ([0, 42], 42), ([42, 1], 1)])

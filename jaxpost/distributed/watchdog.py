@@ -178,7 +178,8 @@ def print_reason(message: str, code: int, stream: TextIO | None = None) -> int:
   """
   if not _printed:
     if stream is None:
-      os.write(2, f'jaxpost: {message}\n'.encode())
+      begin = '\r\x1b[K\x1b[?25h' if os.isatty(2) else ''  # in place of a status line, which hides the cursor
+      os.write(2, f'{begin}jaxpost: {message}\n'.encode())
     else:
       print(f'jaxpost: {message}', file=stream, flush=True)
     _printed.append(code)

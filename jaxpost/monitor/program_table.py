@@ -81,7 +81,7 @@ def one_line(plan: dict) -> str:
   count, seconds = len(plan['programs']), sum(row['compile_s'] for row in plan['programs'])
   return (
     f'{plan["stage"]}: {metrics.short_number(plan["parameters"])} parameters, compiled {count} programs '
-    f'({seconds:.0f} s); mesh: {mesh_text(plan["mesh"])}; at most {_mib(plan["memory"]["peak"])} a device '
+    f'({seconds:.0f} s, added up); mesh: {mesh_text(plan["mesh"])}; at most {_mib(plan["memory"]["peak"])} a device '
     f'(plan.json has each; --verbose prints them); {", ".join(f"{k} {v}" for k, v in plan["choices"].items())}'
   )
 

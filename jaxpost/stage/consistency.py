@@ -75,8 +75,8 @@ def check_resumed_config(workdir: epath.Path, configs: dict, console: rich.conso
   begun = [name for name, steps in done.items() if steps]
   if begun != list(configs)[: len(begun)]:
     raise InputError(
-      f'config.stages: {", ".join(begun)} of {workdir} have begun and must '
-      f'stay the first, not {", ".join(configs)}; set them back or choose another --workdir'
+      f'config.stages: {workdir} holds another run, of which {", ".join(begun)} has begun, and this one has '
+      f'{", ".join(configs)}: choose another --workdir for a new run, or set the stages back'
     )
   for name, config in configs.items():
     changes = difference(spelled(vars(old[name])), spelled(vars(config))) if name in old else {}

@@ -153,7 +153,7 @@ def facts(prepared: Sequence[PreparedStage]) -> dict[str, dict[str, Any]]:
       rows=len(p.data.stream) if p.inputs.algorithm.on_policy else len(p.data.rows),
       notes=[f'warning: {text}' for text in warnings(p.inputs, p.data)],
       tokens_per_epoch=round(tokens_of(p.inputs, p.data)),
-      batch=batch,
+      batch=f'{batch} at a learning rate of {config.optim.lr:.3g}',
       epochs=config.train.steps / per_epoch if per_epoch else 0.0,
     )
   return out

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from etils import epath
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, did_you_mean
 from jaxpost.formats import config_fields, families, hf, model_folder, multimodal, peft, predictors, tensor_layout
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import CustomConfig, ModelConfig
@@ -44,11 +44,16 @@ def local_folder(text: str, key: str) -> epath.Path:
   """Returns the local folder of a Hugging Face model, downloading org/name; InputError if there is none."""
   folder = epath.Path(text).expanduser()
   if not folder.exists():
+    beside = [str(path) for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    hint = did_you_mean(str(folder), beside)
     on_hub = hub.parse(text)
     if not on_hub:
-      raise InputError(f'{key}: {text} does not exist')
+      raise InputError(f'{key}: {text} does not exist; {hint}name a folder, a run or org/name of the hub')
     repo, revision, file = on_hub
-    folder = epath.Path(hub.download(repo, 'model', revision, file))
+    try:
+      folder = epath.Path(hub.download(repo, 'model', revision, file))
+    except InputError as error:
+      raise InputError(f'{key}: {hint}{error}') from error
   if folder.is_dir() and not (folder / 'config.json').exists():
     raise InputError(f'{key}: {text} is neither the folder of a run nor a Hugging Face folder; it has no config.json')
   return folder

@@ -84,7 +84,7 @@ class PlacedStage(PreparedStage):
         out['model.attention'] += ', decoding by XLA'
     if self.model.config.experts:
       out['experts'] = f'{"kernel" if compute.grouped_kernel else "XLA"} ({compute.platform})'
-    out |= {f'rl.{name}': str(vars(config.rl)[name]) for name in self.algorithm.defaults.get('rl', ())}
+    out |= {f'rl.{k}': str(vars(config.rl)[k]).replace('()', 'none') for k in self.algorithm.defaults.get('rl', ())}
     return {'model.dtype': compute.dtype} | out
 
 

@@ -17,7 +17,7 @@ from jaxpost.algorithms.base import Algorithm
 from jaxpost.data import loader, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.data.examples import Documents, warn_unseen, warn_without_stop
-from jaxpost.errors import InputError, refuse
+from jaxpost.errors import InputError, did_you_mean, refuse
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition
 from jaxpost.models.config import CustomConfig, ModelConfig
@@ -220,11 +220,10 @@ def source_of_model(section: ModelSection) -> Source:
     return weight_sources.find(path, 'config.model.path', {}, section.text_only)
   from jaxpost.models import presets
 
-  refuse(
-    preset not in presets.every(),
-    f'config.model.preset: no shape is called {preset!r}; known: {", ".join(presets.every())}',
-  )
-  return Source(presets.every()[preset])
+  known = presets.every()
+  if preset not in known:
+    raise InputError(f'config.model.preset: no {preset!r}; {did_you_mean(preset, known)}known: {", ".join(known)}')
+  return Source(known[preset])
 
 
 def find_weights(
