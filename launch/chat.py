@@ -32,8 +32,9 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
-  host.use_compile_cache()
-  from jaxpost.tools import chat, completions, inference
+  with exits.starting():
+    host.use_compile_cache()
+    from jaxpost.tools import chat, completions, inference
 
   each = inference.adapters(inference.load(**_WEIGHTS.arguments()), [_ADAPTER.value] if _ADAPTER.value else [])
   weights = completions.only(each, '--adapter')

@@ -45,7 +45,8 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
-  host.use_compile_cache()
+  with exits.starting():
+    host.use_compile_cache()
   if _SUITE.value or _REWARD.value:
     named = 'suite' if _SUITE.value else 'reward'
     if not _DATA.value:
@@ -58,7 +59,8 @@ def main(argv):
     if _WEIGHTS.model.value and _CONFIG.value is None:
       raise InputError('--model needs --data and --reward or --suite, or --config=FILE')
     exits.refuse((*_ONLY_WITH_REWARD, *_ONLY_WITH_SAMPLES), 'without --reward or --suite')
-    from jaxpost.tools import inference
+    with exits.starting():
+      from jaxpost.tools import inference
 
     given = dict(config=_CONFIG.value, mesh=_MESH.value, data=_DATA.value, size=_SIZE.value, samples=_SAMPLES.value)
     metrics = inference.evaluate_as(**_WEIGHTS.arguments(), **given)

@@ -34,10 +34,11 @@ def main(argv):
   if not _PUSH.value:
     exits.refuse(('public',), 'without --push')
   host.tune_host()
-  host.use_compile_cache()
-  from jaxpost.formats import hf_export
-  from jaxpost.stage import export
-  from jaxpost.tools import inference, push
+  with exits.starting():
+    host.use_compile_cache()
+    from jaxpost.formats import hf_export
+    from jaxpost.stage import export
+    from jaxpost.tools import inference, push
 
   hf_export.check_target(_OUT.value)  # before minutes of reading
   weights = inference.load(**_WEIGHTS.arguments())

@@ -11,7 +11,8 @@ from . import exits, model_flags, sampling_flags
 
 def measure(given: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlags) -> dict[str, Any]:
   """Returns the figures of a suite, or pass@k and the like of samples graded by --reward."""
-  from jaxpost.tools import completions, inference, score_dataset, suites
+  with exits.starting():
+    from jaxpost.tools import completions, inference, score_dataset, suites
 
   value = flags.FLAGS
   if value.suite and not suites.find(value.suite).reward:  # before weights are read

@@ -54,8 +54,9 @@ def main(argv):
   else:
     exits.refuse(('top_logprobs',), 'without --out')
   host.tune_host()
-  host.use_compile_cache()
-  from jaxpost.tools import chat, completion_files, completions, inference
+  with exits.starting():
+    host.use_compile_cache()
+    from jaxpost.tools import chat, completion_files, completions, inference
 
   each = inference.adapters(inference.load(**_WEIGHTS.arguments()), _ADAPTER.value)
   draws = completions.Draws(**_SAMPLING.arguments(), top_k=_TOP_K.value, top_logprobs=_TOP_LOGPROBS.value)

@@ -1,6 +1,7 @@
 """The console and the config as a new user meets them: start, activities, epochs, YAML, names of other libraries."""
 
 import contextlib
+import functools
 import io
 import itertools
 import json
@@ -10,7 +11,9 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
+import types
 
 import jax
 import pytest
@@ -19,15 +22,16 @@ import tiny
 
 import jaxpost
 from jaxpost import stages
-from jaxpost.data import sources
+from jaxpost.data import sources, tokenizer
 from jaxpost.errors import InputError
 from jaxpost.models import lora, partition
 from jaxpost.monitor import activity, metrics, start, timeline, titles
+from jaxpost.programs import compile as compile_lib
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import consistency, epochs, json_schema, optim, prepare
 from jaxpost.stage.schema import OptimSection
 from jaxpost.storage import manifest
-from jaxpost.tools import preview_stage
+from jaxpost.tools import chat, completions, inference, preview_stage, shown_ledger, working
 from launch import yaml_config
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -137,6 +141,58 @@ def test_a_run_is_never_silent_for_five_seconds(seed, tmp_path, monkeypatch):
   named = r'grpo \d+/30(: (reading data|sampling|scoring|updating))? \(\d+ s\)'
   assert all(re.fullmatch(named, line) for line, _ in said), said
   assert bool(said) == (longest > 1)
+
+
+def test_a_command_is_never_silent_for_five_seconds(monkeypatch):
+  """It says on stderr what it does; a compilation is named while it lasts, and what goes on after it again."""
+  ledger = shown_ledger.ShownLedger()
+  monkeypatch.setattr(compile_lib.Ledger, 'add', lambda self: None)
+
+  def command():
+    yield 12.0
+    ledger.begin('prefill')
+    yield 2.0
+    ledger.add()
+    ledger.begin('generate')
+    yield 21.0
+    ledger.add()
+    yield 30.0
+
+  clock = Clock(command())
+  monkeypatch.setattr('time.perf_counter', lambda: clock.now)
+  monkeypatch.setattr(sys, 'stderr', clock)
+  made = types.SimpleNamespace(Event=lambda: clock, Lock=threading.Lock, Thread=threading.Thread)
+  monkeypatch.setattr(activity, 'threading', made)
+  with working.working('sampling 64 completions'):
+    for thread in threading.enumerate():
+      if thread.name == 'activity':
+        thread.join()
+  gaps = [after[0] - before[0] for before, after in itertools.pairwise(clock.lines)]
+  assert max(gaps) <= 4.6 and clock.now - clock.lines[-1][0] <= 4.6
+  said = [re.sub(r' \(\d+ s\)$', '', line) for _, line in clock.lines[1:]]
+  assert [name for name, _ in itertools.groupby(said)] == [
+    'sampling 64 completions',
+    'compiling program 1: prefill',
+    'compiling program 2: generate',
+    'sampling 64 completions',
+  ]
+  assert clock.lines[-1][1].endswith(' (63 s)') and working.line() == ''
+
+
+def test_a_chat_and_an_evaluation_say_what_they_compile(tmp_path, monkeypatch, capsys):
+  """Of real programs, with a line after each tenth of a second without one; stdout has the answer alone."""
+  tokenizer.load('bytes').save(tiny.folder(tmp_path / 'nano'))
+  monkeypatch.setattr(activity.Activity, '__init__', functools.partialmethod(activity.Activity.__init__, period_s=0.1))
+  weights = inference.load(model=str(tmp_path / 'nano'))
+  data = dict(path='generated:arithmetic:max=9,size=60')
+  inference.evaluate_as(model=str(tmp_path / 'nano'), config=dict(data=data, eval=dict(data=data, size=4)))
+  said = capsys.readouterr()
+  assert said.out == '' and re.search(r'^compiling program 1: evaluate', said.err, re.MULTILINE)
+  out = io.StringIO()
+  chat.chat_loop({'nano': weights}, completions.Draws(max_new_tokens=4), 'data=-1', [], io.StringIO('hello\n'), out=out)
+  said = capsys.readouterr()
+  assert said.out == '' and re.search(r'^compiling program \d: generate', said.err, re.MULTILINE)
+  assert 'compiling' not in out.getvalue()
 
 
 def test_an_activity_ends_with_an_error():

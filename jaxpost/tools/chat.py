@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -19,6 +20,7 @@ from jaxpost.rollout.sequence import Completion, Request
 from jaxpost.stage import model_limits, on_policy
 from jaxpost.tools.completions import Draws, make_engine, sampling_of
 from jaxpost.tools.inference import Weights
+from jaxpost.tools.working import working
 from jaxpost.types import Prompt
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ def chat_loop(
     prompts_lib.encode_prompt(weights.inputs.tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
   if isinstance(asked, io.TextIOWrapper):
     asked.reconfigure(errors='surrogateescape')  # or a byte that is no UTF-8 would end the chat in some locales
-  speakers = [_speaker(name if len(models) > 1 else '', weights, draws, mesh) for name, weights in models.items()]
+  with working('preparing to sample'):
+    speakers = [_speaker(name if len(models) > 1 else '', weights, draws, mesh) for name, weights in models.items()]
   for turn, text in enumerate(itertools.chain(first, _lines(asked, out))):
     try:
       check_text(text, 'this message')
@@ -105,8 +108,7 @@ def _reply(speaker: Speaker, text: str, turn: int, draws: Draws, out: TextIO) ->
     messages.pop()
     out.write(f'{prefix}{len(ids)} tokens are more than the {speaker.room} of a chat; /reset begins a new one\n')
     return
-  out.write(prefix)
-  answer = _answer(speaker.engine, speaker.tokenizer, Prompt(turn, ids, messages, {}), draws, out)
+  answer = _answer(speaker.engine, speaker.tokenizer, Prompt(turn, ids, messages, {}), draws, prefix, out)
   messages.append({'role': 'assistant', 'content': answer})
 
 
@@ -137,15 +139,20 @@ def command(text: str, messages: list[dict], out: TextIO) -> list[dict] | None:
   return messages
 
 
-def _answer(engine: NativeEngine, tokenizer: Tokenizer, prompt: Prompt, draws: Draws, out: TextIO) -> str:
-  """Writes an answer as it is decoded, and returns it."""
+def _answer(engine: NativeEngine, tokenizer: Tokenizer, prompt: Prompt, draws: Draws, prefix: str, out: TextIO) -> str:
+  """Writes `prefix` and an answer as it is decoded, and returns the answer."""
   parts = TextStream(tokenizer.decode)
 
-  def write(tokens: np.ndarray) -> None:
-    out.write(parts.add(tokens))
-    out.flush()
+  with contextlib.ExitStack() as silent:  # until the first tokens, which wait for compilations
+    silent.callback(out.write, prefix)
+    silent.enter_context(working('sampling'))
 
-  text = tokenizer.decode(stream(engine, prompt, draws, write).tokens)
+    def write(tokens: np.ndarray) -> None:
+      silent.close()
+      out.write(parts.add(tokens))
+      out.flush()
+
+    text = tokenizer.decode(stream(engine, prompt, draws, write).tokens)
   out.write(parts.rest(text) + '\n')
   return text
 

@@ -19,6 +19,7 @@ from jaxpost.stage import weight_sources
 from jaxpost.storage import object_store, seals
 from jaxpost.tools.completions import Draws, complete, completion_rows, draw, engine_for, only, text_after
 from jaxpost.tools.inference import Weights, to_stderr
+from jaxpost.tools.working import line, working
 from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -64,12 +65,21 @@ def complete_file(
   done = _keep_finished_rows(out, about, together, len(prompts))
   if done == len(prompts):
     return 0
-  engine = engine_for(weights, prompts, draws, mesh)
+  with working('preparing to sample'):
+    engine = engine_for(weights, prompts, draws, mesh)
   tokenizer = weights.inputs.tokenizer
   bar = progress.Progress(
-    *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(), console=rich.console.Console(stderr=True)
+    *progress.Progress.get_default_columns(),
+    progress.MofNCompleteColumn(),
+    _Line(),
+    console=rich.console.Console(stderr=True),
   )
-  with open(out, 'a', encoding='utf-8') as file, bar:
+  at = done
+
+  def doing() -> str:
+    return f'sampling: {at} of {len(prompts)} prompts are done'
+
+  with open(out, 'a', encoding='utf-8') as file, bar, working(doing, bar=True):
     task = bar.add_task('prompts', total=len(prompts), completed=done)
     for start in range(done, len(prompts), together):
       part = prompts[start : start + together]
@@ -77,7 +87,15 @@ def complete_file(
       file.write(''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows))
       file.flush()
       bar.advance(task, len(part))
+      at += len(part)
   return len(prompts) - done
+
+
+class _Line(progress.ProgressColumn):
+  """What is being done, at the end of the bar."""
+
+  def render(self, task: progress.Task) -> rich.text.Text:
+    return rich.text.Text('' if task.finished else line())
 
 
 def _rows_of(rollout: Rollout, tokenizer: Tokenizer) -> list[dict]:

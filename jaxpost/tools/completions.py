@@ -24,12 +24,13 @@ from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
 from jaxpost.models import shared_weights
-from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import sampler_config
 from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.stage import on_policy
 from jaxpost.tools.inference import Weights, adapters, merged
+from jaxpost.tools.shown_ledger import ShownLedger
+from jaxpost.tools.working import working
 from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -163,7 +164,8 @@ class Draws:
 
 def complete(weights: Weights, prompts: Sequence[Prompt], draws: Draws = Draws(), mesh: str = 'data=-1') -> Rollout:
   """Samples `draws.n` completions of each prompt."""
-  return draw(engine_for(weights, prompts, draws, mesh), prompts, draws)
+  with working(f'sampling {len(prompts) * draws.n} completions'):
+    return draw(engine_for(weights, prompts, draws, mesh), prompts, draws)
 
 
 def engine_for(weights: Weights, prompts: Sequence[Prompt], draws: Draws, mesh: str) -> NativeEngine:
@@ -252,7 +254,7 @@ def make_engine(
     ),
     layout,
     compute,
-    Ledger(),
+    ShownLedger(),
     decode=functools.partial(inputs.tokenizer.decode, skip_special=False),
     reshard=reshard,
   )

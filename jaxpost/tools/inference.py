@@ -44,6 +44,8 @@ from jaxpost.stage.records import Data, Inputs, PreparedStage, Source, Workers
 from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
+from jaxpost.tools.shown_ledger import ShownLedger
+from jaxpost.tools.working import working
 from jaxpost.types import TrainState
 
 if TYPE_CHECKING:
@@ -86,12 +88,10 @@ def load(
   """
   if bool(run) == bool(model):
     raise InputError('give one of --run=DIR and --model=FOLDER')
-  if run:
-    weights = from_run(run, stage, step, warn)
-  elif step is not None:
+  if model and step is not None:
     raise InputError('--step: a model folder has no steps; it goes with --run')
-  else:
-    weights = from_folder(model, config, stage or 'model')
+  with working(f'loading weights of {run or model}'):
+    weights = from_run(run, stage, step, warn) if run else from_folder(model, config, stage or 'model')
   if not template_kwargs:
     return weights
   tokenizer = with_template_kwargs(weights.inputs.tokenizer, template_kwargs)
@@ -241,7 +241,8 @@ def prepare_model(name: str, config: config_lib.Config, made: Source | None = No
 
 def export(weights: Weights, folder: epath.PathLike) -> None:
   """Writes a Hugging Face folder that `transformers` loads."""
-  export_lib.export(weights.inputs, folder, weights.params)
+  with working(f'writing {folder}'):
+    export_lib.export(weights.inputs, folder, weights.params)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -287,7 +288,9 @@ def evaluate_as(
   if samples is not None:
     held_out = dataclasses.replace(held_out, samples=samples)
   wanted = dataclasses.replace(wanted, eval=held_out)
-  return dict(weights=run or model, stage=name, step=weights.step, **evaluate(weights, wanted, mesh))
+  with working('evaluating'):
+    metrics = evaluate(weights, wanted, mesh)
+  return dict(weights=run or model, stage=name, step=weights.step, **metrics)
 
 
 def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1') -> dict[str, Any]:
@@ -315,7 +318,9 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
         cleanup.callback(rewards.close)
       elif not environment:
         raise InputError('config.reward: a reward model grades in training only; name a reward function')
-    placed = place.place_stage(PreparedStage(inputs, Data(rows, held_out=held_out), Workers(rewards, environment)))
+    placed = place.place_stage(
+      PreparedStage(inputs, Data(rows, held_out=held_out), Workers(rewards, environment)), ledger=ShownLedger()
+    )
     evaluator = assemble.make_evaluator(placed, on_policy.make_engine(placed) if samples else None)
     assert evaluator is not None  # as there is held-out data
     metrics, _ = evaluator(Roles(_policy(weights, placed)), weights.step)

@@ -26,6 +26,7 @@ from jaxpost.rl.reward_metrics import reward_table, verdicts
 from jaxpost.stage.evaluate import pass_metrics
 from jaxpost.storage import object_store
 from jaxpost.tools import completion_files, completions
+from jaxpost.tools.working import working
 
 if TYPE_CHECKING:
   from jaxpost.tools.completions import Draws
@@ -93,13 +94,15 @@ def measure(
     folder = pathlib.Path(out or scratch)
     correct_by = builtin.pick(pool.names, correct_by, '--correct_by')
     names = [k for k in prompts[0].columns if k != 'prompt']
-    pool.check(['prompt', *names])  # before anything is sampled
+    with working('starting the reward functions'):
+      pool.check(['prompt', *names])  # before anything is sampled
     completion_files.complete_file(weights, prompts, folder / 'completions.jsonl', draws, mesh, source=source)
     done = read_growing(folder / 'completions.jsonl')
     graded = []
     groups = [_group(p, row) for p, row in zip(prompts, done, strict=True)]
-    for start in range(0, len(groups), _TOGETHER):
-      graded += pool.grade(groups[start : start + _TOGETHER])
+    with working(f'grading the completions of {len(groups)} prompts'):
+      for start in range(0, len(groups), _TOGETHER):
+        graded += pool.grade(groups[start : start + _TOGETHER])
     object_store.write_text(
       folder / 'graded.jsonl',
       ''.join(json.dumps(dict(rewards=g.rewards, components=g.components, error=g.error)) + '\n' for g in graded),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxpost.errors import InputError, did_you_mean
 from jaxpost.tools import choices, completions, score_dataset
+from jaxpost.tools.working import working
 
 if TYPE_CHECKING:
   from jaxpost.tools.completions import Draws
@@ -66,12 +67,15 @@ def measure(
   """
   suite = find(name)
   _check_columns(name, suite, data)
-  rows = completions.read_whole(data, map_fn=suite.map)
+  with working(f'reading {data}'):
+    rows = completions.read_whole(data, map_fn=suite.map)
   count = min(size or len(rows), len(rows))
   if suite.reward:
     found = score_dataset.measure(weights, rows[:count], suite.reward, out, draws, mesh=mesh, source=source)
   else:
-    found = choices.measure(weights, [choices.question(rows[i], rows.where(i), suite.letters) for i in range(count)])
+    questions = [choices.question(rows[i], rows.where(i), suite.letters) for i in range(count)]
+    with working(f'scoring the choices of {count} questions'):
+      found = choices.measure(weights, questions)
   return dict(suite=name, data=data, **found)
 
 
