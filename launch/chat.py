@@ -47,8 +47,8 @@ def main(argv):
     other = inference.load(run=_BESIDE_RUN.value, model=_BESIDE_MODEL.value, template_kwargs=kwargs)
     models[beside if beside not in models else f'{beside} (beside)'] = other
   chat.check_templates(models)
-  print(f'{_WEIGHTS.name}, step {weights.step}. {chat.HELP}', file=sys.stderr)
   draws = completions.Draws(**_SAMPLING.arguments())
+  inference.to_stderr(chat.opening(_WEIGHTS.name, weights.step if _WEIGHTS.run.value else None, draws))
   first = [f'/system {_SYSTEM.value}'] if _SYSTEM.value else []
   chat.chat_loop(models, draws, _MESH.value, first, sys.stdin, out=sys.stdout)
 

@@ -48,7 +48,7 @@ def main(argv):
         f'difference {report.number(p.difference)} (95 %: {report.number(p.low)} to {report.number(p.high)}; '
         f'{p.prompts} shared prompts, {p.samples} pairs)'
       )
-    if not found.paired:
+    if found.sampled and not found.paired:
       console.out('reward: no prompt was sampled in the same step of both')
     if part := found.parting:
       console.out(f'they part in {part.stage} {part.split} step {part.step}, sample {part.sample} of {part.prompt!r}')

@@ -66,13 +66,7 @@ def main(argv):
   weights = next(iter(each.values()))
   prompts = completions.make_prompts(weights, _PROMPT.value, _FILE.value, _CHAT.value, tell=inference.to_stderr)
   completion_files.finish(
-    each,
-    prompts,
-    draws,
-    _MESH.value,
-    _OUT.value,
-    source=_WEIGHTS.name,
-    show=completions.show_json if _JSON.value else completions.show,
+    each, prompts, draws, _MESH.value, _OUT.value, source=_WEIGHTS.name, show=completions.printer(draws.n, _JSON.value)
   )
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import pathlib
+import shutil
 import statistics
 import subprocess
 import sys
@@ -50,6 +51,20 @@ def test_a_stage_that_only_one_has_is_one_line(runs):
   (runs[1] / 'config.json').write_text(json.dumps(config | {'stages': ['sft', 'grpo'], 'sft': {}, 'grpo': {}}))
   assert compare_runs.compare(*runs).fields['stages'] == (['grpo'], ['sft', 'grpo'])
   assert len(compare_runs.compare(*runs).fields) == 2
+
+
+def test_stages_of_other_names_are_compared_by_position(runs):
+  """The last with the last, each with the values that its method uses; what only one of them reads says nothing."""
+  config = json.loads((runs[1] / 'config.json').read_text())
+  config['optim']['lr'] = -1.0
+  (runs[1] / 'config.json').write_text(json.dumps(config))
+  config |= {'algorithm': 'sft', 'data': config['data'] | {'path': 'other.jsonl'}}
+  (runs[0] / 'config.json').write_text(json.dumps(config | {'stages': ['warm', 'sft'], 'warm': {}, 'sft': {}}))
+  fields = compare_runs.compare(*runs).fields
+  assert fields['stages'] == (['warm', 'sft'], ['grpo'])
+  assert fields['sft/grpo.optim.lr'] == (1e-5, 1e-6) and fields['sft/grpo.data.path'][0] == 'other.jsonl'
+  assert fields['sft/grpo.algorithm'] == ('sft', 'grpo')
+  assert not any(key.startswith(('warm', 'sft/grpo.rl.', 'sft/grpo.rollout.')) for key in fields), fields
 
 
 def test_figures_are_said_once_stage_by_stage(tmp_path):
@@ -151,6 +166,9 @@ def test_the_command(runs, tmp_path):
   done = call(*runs, f'--out={tmp_path / "c.html"}')
   assert done.returncode == 0, done.stderr
   assert 'difference 0.3333' in done.stdout and 'they part in grpo train step 2, sample 2' in done.stdout
+  shutil.rmtree(runs[1] / 'samples')
+  page = tmp_path / 'without.html'
+  assert 'no prompt was sampled' not in call(*runs, f'--out={page}').stdout and 'shared prompts' not in page.read_text()
   assert call(runs[0]).returncode == 2
   done = call(runs[0], tmp_path)
   assert done.returncode == 2 and 'config.json' in done.stderr

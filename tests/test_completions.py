@@ -267,6 +267,21 @@ def test_a_chat_without_a_template_is_refused_before_it_begins(tmp_path):
   assert 'chat_template.jinja' in done.stderr and done.stderr.count('\n') == 1
 
 
+def test_a_chat_opens_with_what_is_known():
+  draws = completions.Draws(temperature=0.7)
+  assert chat.opening('exports/capitals', None, draws) == f'exports/capitals, temperature 0.7. {chat.HELP}'
+  assert chat.opening('runs/capitals', 12, draws).startswith('runs/capitals, step 12, temperature 0.7. ')
+
+
+def test_a_prompt_is_printed_once_above_its_completions(capsys):
+  for prompt in ('17+25=', [{'role': 'user', 'content': '17+25='}]):
+    for sample in range(3):
+      completions.printer(3, False)(dict(prompt=prompt, sample=sample, completion=f'4{sample}'))
+    assert capsys.readouterr().out == '17+25=\n1: 40\n2: 41\n3: 42\n'
+  completions.printer(1, False)(dict(prompt='17+25=', sample=0, completion='42'))
+  assert capsys.readouterr().out == '17+25=42\n'
+
+
 def test_two_models_answer_side_by_side(weights):
   """Each has its own chat; a command holds for both, and is answered once."""
   other = dataclasses.replace(weights, params=jax.tree.map(lambda x: -x, weights.params))

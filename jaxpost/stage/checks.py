@@ -22,7 +22,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.records import Source
 
 READ_FIRST = 20_000  # documents that are tokenized, and so checked, before step 0
-_OF_METHODS = dict(  # section of a method: its fields that sampling reads, whatever the method
+OF_METHODS = dict(  # section of a method: its fields that sampling reads, whatever the method
   nll=(), preference=(), reward_model=('path', 'per_step'), distill=(), rl=('correct_by', 'sources'), critic=()
 )
 _HOST_BYTES = 24  # of a token of a batch on the host: ids, positions, segments, weights and masks
@@ -56,13 +56,13 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
 
 def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
   """Refuses fields in the section of a method that no stage of a run reads."""
-  unread = [name for name in _OF_METHODS if not any(a.sections is None or name in a.sections for a, _ in stages)]
+  unread = [name for name in OF_METHODS if not any(a.sections is None or name in a.sections for a, _ in stages)]
   adapters = any(config.lora.rank or config.lora.path for _, config in stages)
   for algorithm, config in stages:
     if not adapters:  # an earlier run may have some, which have a dropout
       refuse_unread(config.lora, ('dropout',), 'a run with lora.rank=0', 'lora')
     for name in unread:
-      read = _OF_METHODS[name] if samples(config, algorithm) else ()
+      read = OF_METHODS[name] if samples(config, algorithm) else ()
       refuse_unread(vars(config)[name], (*read, *algorithm.needs(config)), config.algorithm, name)
 
 

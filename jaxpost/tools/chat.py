@@ -115,6 +115,12 @@ def _reply(speaker: Speaker, text: str, turn: int, draws: Draws, out: TextIO) ->
 HELP = '/reset: begin anew; /system TEXT: begin anew with this system message; /exit or Ctrl-D: end'
 
 
+def opening(name: str, step: int | None, draws: Draws) -> str:
+  """Returns the first line of a chat: the model, its step if it is known, the temperature, and `HELP`."""
+  at = '' if step is None else f', step {step}'
+  return f'{name}{at}, temperature {draws.temperature:g}. {HELP}'
+
+
 def begin(system: str) -> list[dict]:
   """Returns the messages of a new chat; `system` may be ''."""
   return [{'role': 'system', 'content': system}] if system else []

@@ -21,8 +21,8 @@ from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.monitor import curves, metrics, report, titles
+from jaxpost.stage import algorithms, checks, consistency
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import consistency
 from jaxpost.storage import object_store
 
 _LEVEL = 0.95
@@ -70,13 +70,14 @@ class Parting:
 class Comparison:
   """Two runs side by side; `fields` is {stage.field: (first, second)}, `figures` {METRIC/STAGE: (first, second)}.
 
-  Figures that others of their run repeat are left out.
+  Figures that others of their run repeat are left out. `sampled`: both runs have samples.
   """
 
   names: tuple[str, ...]
   fields: dict[str, tuple]
   figures: dict[str, tuple]
   paired: list[Paired]
+  sampled: bool
   parting: Parting | None
 
 
@@ -107,6 +108,7 @@ def compare(first: epath.PathLike, second: epath.PathLike) -> Comparison:
     fields=config_difference(*runs),
     figures={k: (values[0].get(k), values[1].get(k)) for k in keys},
     paired=paired,
+    sampled=all(any(run.glob('samples/*/*.jsonl')) for run in runs),
     parting=parting,
   )
 
@@ -129,14 +131,45 @@ def _run(path: epath.PathLike) -> epath.Path:
 
 
 def config_difference(first: epath.Path, second: epath.Path) -> dict[str, tuple]:
-  """Returns {stage.field: (first, second)} of the fields that decide what two runs compute."""
+  """Returns {stage.field: (first, second)} of the fields that decide what two runs compute.
+
+  Stages of the same name are compared; of the others the last with the last, and so on backward, as 'FIRST/SECOND'.
+  Values that are left to the method are those that it uses.
+  """
   configs = [config_lib.parse_saved(run / 'config.json') for run in (first, second)]
-  plain = [{name: consistency.spelled(vars(c)) for name, c in stages.items()} for stages in configs]
-  both = [name for name in plain[0] if name in plain[1]]
-  found = consistency.difference(*({name: stages[name] for name in both} for stages in plain))
-  fields = {key: values for key, values in found.items() if not key.partition('.')[2].startswith(_IGNORED)}
   order = tuple(list(stages) for stages in configs)
-  return ({'stages': order} if order[0] != order[1] else {}) | fields
+  fields: dict[str, tuple] = {'stages': order} if order[0] != order[1] else {}
+  alone = [[name for name in mine if name not in others] for mine, others in (order, order[::-1])]
+  pairs = [(name, name) for name in order[0] if name in configs[1]]
+  pairs += reversed(list(zip(reversed(alone[0]), reversed(alone[1]))))
+  for one, two in pairs:
+    found = _stage_difference(configs[0][one], configs[1][two])
+    fields |= {f'{one if one == two else f"{one}/{two}"}.{key}': values for key, values in found.items()}
+  return fields
+
+
+def _stage_difference(*stages: config_lib.Config) -> dict[str, tuple]:
+  """Returns {field: (first, second)}; what one of two methods does not read is there only if the configs differ."""
+  written = consistency.difference(*(consistency.spelled(vars(config)) for config in stages))
+  resolved = [_resolved(config) for config in stages]
+  used = consistency.difference(*(consistency.spelled(vars(config)) for config, _ in resolved))
+  shared = {key: values for key, values in used.items() if all(key.partition('.')[0] not in x for _, x in resolved)}
+  found = {key: values for key, values in used.items() if key in written} | shared
+  return {key: found[key] for key in sorted(found) if not key.startswith(_IGNORED)}
+
+
+def _resolved(config: config_lib.Config) -> tuple[config_lib.Config, set[str]]:
+  """Returns the config as the method uses it, and the sections that the method does not read.
+
+  The config itself where a method of the user's own cannot be imported here.
+  """
+  try:
+    algorithm = algorithms.load_algorithm(config.algorithm)
+  except InputError:
+    return config, set()
+  sections = checks.OF_METHODS if algorithm.sections is None else algorithm.sections
+  unread = {*checks.OF_METHODS} - {*sections} | (set() if algorithm.on_policy else {'rollout'})
+  return config_lib.resolve(config, algorithm.defaults), unread
 
 
 def _shared_samples(first: epath.Path, second: epath.Path) -> Iterator[tuple[str, int, list[tuple[dict, dict]]]]:

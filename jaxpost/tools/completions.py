@@ -338,12 +338,27 @@ def text_after(tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: Iterable[in
   return whole[len(before) :] if whole.startswith(before) else (tokenizer.decode(ids))
 
 
-def show(row: dict) -> None:
-  """Prints a row of `completion_rows` for people: prompt and completion."""
+def printer(n: int, as_json: bool) -> Callable[[dict], None]:
+  """Returns what prints the rows of `completion_rows`, of n samples a prompt, one after the other."""
+  return show_json if as_json else functools.partial(show, numbered=n > 1)
+
+
+def show(row: dict, numbered: bool = False) -> None:
+  """Prints a row of `completion_rows` for people: prompt and completion.
+
+  Args:
+    numbered: the completion has its number, from 1, in a line below the prompt, which the first sample alone has.
+  """
+  console = rich.console.Console(highlight=False, soft_wrap=True)
   prompt = row['prompt']
   text = prompt if isinstance(prompt, str) else prompt[-1]['content'] + '\n'
-  shown = rich.text.Text.assemble((row.get('adapter', ''), 'bold'), (text, 'dim'), (row['completion'], 'green'))
-  rich.console.Console(highlight=False, soft_wrap=True).print(shown)
+  head = (row.get('adapter', ''), 'bold'), (text, 'dim')
+  if not numbered:
+    console.print(rich.text.Text.assemble(*head, (row['completion'], 'green')))
+    return
+  if row['sample'] == 0:
+    console.print(rich.text.Text.assemble(*head), end='' if text.endswith('\n') else '\n')
+  console.print(rich.text.Text.assemble((f'{row["sample"] + 1}: ', 'bold'), (row['completion'], 'green')))
 
 
 def show_json(row: dict) -> None:
