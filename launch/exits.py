@@ -171,11 +171,13 @@ def _one_line(error: BaseException, argv: list[str]) -> str:
 def _missing_flags(names: list[str], argv: list[str]) -> str:
   """The line for required flags that were not given."""
   named = ' and '.join(f'--{name}' for name in names)
-  files = [word for word in argv[1:] if not word.startswith('-') and word.endswith(('.py', '.yaml', '.yml'))]
-  folders = [word for word in argv[1:] if os.path.isdir(word)]
+  words = {name: {word: word.removeprefix(f'{name}=') for word in argv[1:]} for name in ('config', 'run')}
+  files = [(w, v) for w, v in words['config'].items() if not w.startswith('-') and v.endswith(('.py', '.yaml', '.yml'))]
+  folders = [(w, v) for w, v in words['run'].items() if os.path.isdir(v)]
   for name, found in (('config', files), ('run', folders)):
     if name in names and found:
-      return f'{found[0]!r} is no flag; write --{name}={found[0]}'
+      word, value = found[0]
+      return f'{word!r} is no flag; write --{name}={value}'
   what = '; '.join(f'--{name} is the {_first_lower(flags.FLAGS[name].help)}' for name in names)
   return f'needs {named}: {what}'
 

@@ -45,6 +45,18 @@ def test_a_reward_model_is_not_served_as_one_that_writes(run):
   assert 'logit at the line break after each step' in export.describe(run, 'reward_model', 15)
 
 
+def test_commands_name_the_folder_as_it_was_given(run, tmp_path, monkeypatch):
+  """Nothing in the card holds on one machine only."""
+  monkeypatch.chdir(tmp_path)
+  for given, named in (('exports/my model', "'exports/my model'"), (tmp_path / 'exports/my model', "'my model'")):
+    card = tmp_path / 'exports/my model/README.md'
+    card.parent.mkdir(parents=True, exist_ok=True)
+    card.write_text('---\na: b\n---\n# title\n')
+    export.write_card(given, run, 'grpo', 15)
+    text = card.read_text()
+    assert f'    vllm serve {named}\n' in text and 'FOLDER' not in text and str(tmp_path) not in text, text
+
+
 def test_never_over_another_stage(run, tmp_path):
   out = tmp_path / 'out'
   out.mkdir()

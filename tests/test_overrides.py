@@ -300,6 +300,7 @@ def test_overrides_without_a_config_are_refused():
 LINES = {
   'none': ((), 'needs --config and --workdir: --config is the config file .*; --workdir is the folder of the run: .*'),
   'a word': (('configs/quickstart.py',), "'configs/quickstart.py' is no flag; write --config=configs/quickstart.py"),
+  'two dashes': (('config=../x.yaml', 'workdir=w'), "'config=../x.yaml' is no flag; write --config=../x.yaml"),
   'near': (
     ('--config=configs/quickstart.py', '--confg.optim.lr=1'),
     '--confg.optim.lr: there is no such flag; did you mean --config.optim.lr.',

@@ -96,6 +96,20 @@ def test_unknown_topology_is_refused(text, slices, words):
   assert '\n' not in str(error.value)
 
 
+@pytest.mark.parametrize('text, package', [('8xH100', "'jax[cuda13]'"), ('v6e:2x2', "-e '.[plan]' in a clone")])
+def test_without_the_compiler_of_a_machine(text, package, monkeypatch):
+  """The error names what to install, and the command that needs no compiler."""
+
+  def lacking(*args, **kwargs):
+    raise RuntimeError('topology not implemented')
+
+  monkeypatch.setattr('jax.experimental.topologies.get_topology_desc', lacking)
+  monkeypatch.setattr(machines, '_describe_gpu', lambda: None)
+  with pytest.raises(InputError) as error:
+    machines.devices(machines.parse(text))
+  assert f'comes with pip install {package}' in str(error.value) and 'launch.plan --fits' in str(error.value)
+
+
 def test_peak_of_a_device_by_its_kind():
   """'TPU v5' is v5p, and is part of the name of v5e."""
   assert chips.of_kind('TPU v5 lite').flops == 197e12

@@ -243,13 +243,11 @@ def devices(topology: Topology) -> list:
       more['chip_config_name'] = 'megacore'
     return topologies.get_topology_desc(f'{topology.name}:{size}', 'tpu', **more).devices
   except (jax.errors.JaxRuntimeError, RuntimeError, ImportError) as e:
-    lacks = 'jax[cuda13]' if topology.gpu else 'jax[tpu]'
+    lacks = "'jax[cuda13]'" if topology.gpu else "-e '.[plan]' in a clone, or 'jax[tpu]'"
     reason = str(e).splitlines()[0]
-    hint = (
-      f'choose another size ({FORMS})'
-      if 'INVALID' in reason
-      else (f"the compiler comes with pip install '{lacks}'; it needs no device")
-    )
+    hint = f'the compiler comes with pip install {lacks}, and needs no device; launch.plan --fits answers by arithmetic'
+    if 'INVALID' in reason:
+      hint = f'choose another size ({FORMS})'
     raise InputError(f'--topology: {topology.text}: {reason}; {hint}') from e
 
 

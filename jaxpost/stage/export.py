@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -125,7 +126,8 @@ def write_card(folder: epath.PathLike, run: epath.PathLike, stage: str, step: in
   config = config_lib.parse_saved(epath.Path(run).expanduser() / 'config.json')[stage]
   header, end, title = card.read_text().partition('\n---\n')
   facts = ''.join(f'\n{name}: {value}' for name, value in _header(config.model.path).items())
-  object_store.write_text(card, header + facts + end + title.rstrip('\n') + '\n\n' + describe(run, stage, step))
+  about = describe(run, stage, step, _name(folder))
+  object_store.write_text(card, header + facts + end + title.rstrip('\n') + '\n\n' + about)
 
 
 def _header(base: str) -> dict[str, str]:
@@ -140,8 +142,17 @@ def _header(base: str) -> dict[str, str]:
   return {'license': named[1]} if named else {}
 
 
-def describe(run: epath.PathLike, stage: str, step: int) -> str:
-  """Returns the Markdown of a card: how the weights were made, and how to use them."""
+def _name(folder: epath.PathLike) -> str:
+  """Returns the folder as commands of the card have it: as it was given, or only its name if that is a place.
+
+  A path from the root or from a home folder holds on one machine only.
+  """
+  text = str(folder).rstrip('/')
+  return text.rpartition('/')[2] if text.startswith(('/', '~')) or '://' in text else text
+
+
+def describe(run: epath.PathLike, stage: str, step: int, folder: str = 'FOLDER') -> str:
+  """Returns the Markdown of a card: how the weights were made, and how to use them; `folder` is that of the card."""
   run = epath.Path(run).expanduser()
   config = config_lib.parse_saved(run / 'config.json')[stage]
   origin = {'stage': stage, 'step': step}
@@ -162,11 +173,12 @@ def describe(run: epath.PathLike, stage: str, step: int) -> str:
     lines += ['', f'| held-out metric, step {measured[0]} | |', '|---|---|']
     lines += [f'| {name} | {report.number(value)} |' for name, value in measured[1].items()]
   scores = algorithms.load_algorithm(config.algorithm).scalar_head
+  usage = _SCORES if scores else _WRITES
   lines += [
     '',
     'The licenses of the base model and the data hold for these weights, too; name them before you publish.',
     '',
-    *(_SCORES if scores else _WRITES),
+    *(line.replace('FOLDER', folder if '"FOLDER' in line else shlex.quote(folder)) for line in usage),
   ]
   if scores:
     lines += ['', _WHERE.get(config.reward_model.loss, _WHERE[''])]
