@@ -78,7 +78,8 @@ def make_prompts(
 
 def read_whole(path: str, columns: str = '', map_fn: str = '') -> sources.Rows:
   """Returns the rows of a data file, all of them read; the arguments are those of `sources.read`."""
-  rows = sources.read(path, columns, map_fn or None)
+  with working(f'reading {path}'):
+    rows = sources.read(path, columns, map_fn or None)
   assert isinstance(rows, sources.Rows)  # which all are that are not streamed
   return rows
 

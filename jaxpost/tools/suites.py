@@ -67,8 +67,7 @@ def measure(
   """
   suite = find(name)
   _check_columns(name, suite, data)
-  with working(f'reading {data}'):
-    rows = completions.read_whole(data, map_fn=suite.map)
+  rows = completions.read_whole(data, map_fn=suite.map)
   count = min(size or len(rows), len(rows))
   if suite.reward:
     found = score_dataset.measure(weights, rows[:count], suite.reward, out, draws, mesh=mesh, source=source)

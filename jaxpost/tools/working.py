@@ -1,4 +1,4 @@
-"""Says on stderr what a command does while nothing else is printed: results are what it prints on stdout.
+"""Says on stderr what a command does while it prints nothing else; its results alone are on stdout.
 
 Imports no JAX, as it is shown before JAX is imported.
 """
