@@ -163,20 +163,20 @@ def test_a_command_is_never_silent_for_five_seconds(monkeypatch):
   monkeypatch.setattr(sys, 'stderr', clock)
   made = types.SimpleNamespace(Event=lambda: clock, Lock=threading.Lock, Thread=threading.Thread)
   monkeypatch.setattr(activity, 'threading', made)
+  monkeypatch.setattr(working, '_ended', [97.0, 99.9])  # the work before was silent for almost three seconds
   with working.working('sampling 64 completions'):
     for thread in threading.enumerate():
       if thread.name == 'activity':
         thread.join()
   gaps = [after[0] - before[0] for before, after in itertools.pairwise(clock.lines)]
-  assert max(gaps) <= 4.6 and clock.now - clock.lines[-1][0] <= 4.6
+  assert max(gaps) <= 4.6 and clock.now - clock.lines[-1][0] <= 4.6 and gaps[0] <= 1.6
   said = [re.sub(r' \(\d+ s\)$', '', line) for _, line in clock.lines[1:]]
   assert [name for name, _ in itertools.groupby(said)] == [
     'sampling 64 completions',
-    'compiling program 1: prefill',
     'compiling program 2: generate',
     'sampling 64 completions',
   ]
-  assert clock.lines[-1][1].endswith(' (63 s)') and working.line() == ''
+  assert re.search(r' \(6[45] s\)$', clock.lines[-1][1]) and working.line() == ''
 
 
 def test_a_chat_and_an_evaluation_say_what_they_compile(tmp_path, monkeypatch, capsys):

@@ -36,7 +36,7 @@ class Activity(rich.console.RenderHook):
     self._live = console.is_terminal and not console.is_dumb_terminal
     self._lock = threading.Lock()
     self._open: list[list] = []  # [text, start] of each activity, innermost last
-    self._printed = 0.0  # when anything was printed last
+    self.printed = float('inf')  # when anything was printed last, by `time.perf_counter`; inf: never
     self._thread = threading.Thread()  # another for each outermost activity
     self._wake = threading.Event()
 
@@ -47,7 +47,7 @@ class Activity(rich.console.RenderHook):
       self._open.append([text, time.perf_counter()])
     if outermost:
       self._wake.clear()
-      self._printed = time.perf_counter()
+      self.printed = min(self.printed, time.perf_counter())
       self.console.push_render_hook(self)
       self._thread = threading.Thread(target=self._show, daemon=True, name='activity')
       self._thread.start()
@@ -79,7 +79,7 @@ class Activity(rich.console.RenderHook):
 
   def process_renderables(self, renderables: list) -> list:
     """Notes that something is printed; the console calls it."""
-    self._printed = time.perf_counter()
+    self.printed = time.perf_counter()
     return renderables
 
   def _show(self) -> None:
@@ -89,8 +89,8 @@ class Activity(rich.console.RenderHook):
         while not self._wake.wait(1.0):
           status.update(self._text())
       return
-    while not self._wake.wait(max(0.1, self._printed + self._period - time.perf_counter())):  # a text may be empty
-      if time.perf_counter() - self._printed >= self._period and (text := self._text()):
+    while not self._wake.wait(max(0.1, self.printed + self._period - time.perf_counter())):  # a text may be empty
+      if time.perf_counter() - self.printed >= self._period and (text := self._text()):
         self.console.out(text, highlight=False)
 
   def _text(self) -> str:

@@ -14,6 +14,9 @@ from jaxpost.monitor import activity
 _open: list[tuple[str | Callable[[], str], float]] = []  # what is being done, and since when; the innermost last
 _compiling: list[tuple[str | Callable[[], str], float]] = []  # the compilation in progress, if there is one
 
+_ended = [0.0, float('-inf')]  # when the work before printed last, and when it ended
+_PAUSE_S = 1.0  # at most, between work that a reader waits for as one
+
 
 @contextlib.contextmanager
 def working(text: str | Callable[[], str], bar: bool = False) -> Iterator[None]:
@@ -30,9 +33,13 @@ def working(text: str | Callable[[], str], bar: bool = False) -> Iterator[None]:
   _open.append((text, time.perf_counter()))
   try:
     shown = activity.Activity(activity.Console(stderr=True))
+    if time.perf_counter() - _ended[1] < _PAUSE_S:
+      shown.printed = _ended[0]  # or short work in a row would be silent for longer than five seconds
     show = shown.following if bar else shown
     with show(line) if outermost else contextlib.nullcontext():
       yield
+    if outermost:
+      _ended[:] = shown.printed, time.perf_counter()
   finally:
     _open.pop()
     _compiling.clear()
