@@ -32,7 +32,7 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
-  with exits.starting():
+  with model_flags.starting():
     host.use_compile_cache()
     from jaxpost.tools import chat, completions, inference
 

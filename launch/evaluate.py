@@ -45,7 +45,7 @@ def main(argv):
   del argv
   logging.getLogger().setLevel(logging.WARNING)
   host.tune_host()
-  with exits.starting():
+  with model_flags.starting():
     host.use_compile_cache()
   if _SUITE.value or _REWARD.value:
     named = 'suite' if _SUITE.value else 'reward'
@@ -59,7 +59,7 @@ def main(argv):
     if _WEIGHTS.model.value and _CONFIG.value is None:
       raise InputError('--model needs --data and --reward or --suite, or --config=FILE')
     exits.refuse((*_ONLY_WITH_REWARD, *_ONLY_WITH_SAMPLES), 'without --reward or --suite')
-    with exits.starting():
+    with model_flags.starting():
       from jaxpost.tools import inference
 
     given = dict(config=_CONFIG.value, mesh=_MESH.value, data=_DATA.value, size=_SIZE.value, samples=_SAMPLES.value)

@@ -7,7 +7,6 @@ stderr); 3: no usable checkpoint; 4: the run diverged; 5: no room on the disk;
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import logging
@@ -124,13 +123,6 @@ def parse(argv: list[str], words: int = 0) -> list[str]:
   if len(rest) > 1 + words:
     raise errors.InputError(f'{rest[1 + words]!r} is no flag; flags are written --name=value')
   return rest
-
-
-def starting() -> contextlib.AbstractContextManager:
-  """Says on stderr that a command starts, while its modules are imported; nothing if that is quick."""
-  from jaxpost.tools import working
-
-  return working.working('starting')
 
 
 def worst(codes: list[int]) -> int:

@@ -34,7 +34,7 @@ def main(argv):
   if not _PUSH.value:
     exits.refuse(('public',), 'without --push')
   host.tune_host()
-  with exits.starting():
+  with model_flags.starting():
     host.use_compile_cache()
     from jaxpost.formats import hf_export
     from jaxpost.stage import export

@@ -11,7 +11,7 @@ from . import exits, model_flags, sampling_flags
 
 def measure(given: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlags) -> dict[str, Any]:
   """Returns the figures of a suite, or pass@k and the like of samples graded by --reward."""
-  with exits.starting():
+  with model_flags.starting():
     from jaxpost.tools import completions, inference, score_dataset, suites
 
   value = flags.FLAGS

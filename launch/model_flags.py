@@ -1,7 +1,8 @@
-"""Flags that name the weights a command works on: --run, --model, --stage, --step and --template_kwargs."""
+"""Flags that name the weights a command works on, --run, --model, --stage, --step and --template_kwargs, and its start."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -44,3 +45,10 @@ def define() -> ModelFlags:
     ),
     step=flags.DEFINE_integer('step', None, 'Step of the checkpoint; default: the newest good one.', lower_bound=0),
   )
+
+
+def starting() -> contextlib.AbstractContextManager:
+  """Says on stderr that a command starts, while its modules are imported; nothing if that is quick."""
+  from jaxpost.tools import working
+
+  return working.working('starting')

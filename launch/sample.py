@@ -54,7 +54,7 @@ def main(argv):
   else:
     exits.refuse(('top_logprobs',), 'without --out')
   host.tune_host()
-  with exits.starting():
+  with model_flags.starting():
     host.use_compile_cache()
     from jaxpost.tools import chat, completion_files, completions, inference
 
