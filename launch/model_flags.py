@@ -1,4 +1,4 @@
-"""Flags that name the weights a command works on (--run, --model, --stage, --step, --template_kwargs), and its start."""
+"""Flags that name the weights of a command (--run, --model, --stage, --step, --template_kwargs), and its start."""
 
 from __future__ import annotations
 
