@@ -62,7 +62,7 @@ def test_stages_of_other_names_are_compared_by_position(runs):
   (runs[0] / 'config.json').write_text(json.dumps(config | {'stages': ['warm', 'sft'], 'warm': {}, 'sft': {}}))
   fields = compare_runs.compare(*runs).fields
   assert fields['stages'] == (['warm', 'sft'], ['grpo'])
-  assert fields['sft/grpo.optim.lr'] == (1e-5, 1e-6) and fields['sft/grpo.data.path'][0] == 'other.jsonl'
+  assert fields['sft/grpo.optim.lr'] == (2e-5, 1e-6) and fields['sft/grpo.data.path'][0] == 'other.jsonl'
   assert fields['sft/grpo.algorithm'] == ('sft', 'grpo')
   assert not any(key.startswith(('warm', 'sft/grpo.rl.', 'sft/grpo.rollout.')) for key in fields), fields
 

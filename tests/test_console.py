@@ -146,16 +146,17 @@ def test_a_run_is_never_silent_for_five_seconds(seed, tmp_path, monkeypatch):
 def test_a_command_is_never_silent_for_five_seconds(monkeypatch):
   """It says on stderr what it does; a compilation is named while it lasts, and what goes on after it again."""
   ledger = shown_ledger.ShownLedger()
-  monkeypatch.setattr(compile_lib.Ledger, 'add', lambda self: None)
+  monkeypatch.setattr(compile_lib.Ledger, 'add', lambda self, *args, **kwargs: None)
+  compiled = functools.partial(ledger.add, 'name', (), 0.0, None, None, calls=1, read=0)
 
   def command():
     yield 12.0
     ledger.begin('prefill')
     yield 2.0
-    ledger.add()
+    compiled()
     ledger.begin('generate')
     yield 21.0
-    ledger.add()
+    compiled()
     yield 30.0
 
   clock = Clock(command())

@@ -108,7 +108,7 @@ def _reply(speaker: Speaker, text: str, turn: int, draws: Draws, out: TextIO) ->
     messages.pop()
     out.write(f'{prefix}{len(ids)} tokens are more than the {speaker.room} of a chat; /reset begins a new one\n')
     return
-  answer = _answer(speaker.engine, speaker.tokenizer, Prompt(turn, ids, messages, {}), draws, prefix, out)
+  answer = _answer(speaker.engine, speaker.tokenizer, Prompt(turn, ids, messages, {}), draws, prefix=prefix, out=out)
   messages.append({'role': 'assistant', 'content': answer})
 
 

@@ -68,13 +68,7 @@ def complete_file(
   with working('preparing to sample'):
     engine = engine_for(weights, prompts, draws, mesh)
   tokenizer = weights.inputs.tokenizer
-  bar = progress.Progress(
-    *progress.Progress.get_default_columns(),
-    progress.MofNCompleteColumn(),
-    _Line(),
-    console=rich.console.Console(stderr=True),
-  )
-  at = done
+  bar, at = _bar(), done
 
   def doing() -> str:
     return f'sampling: {at} of {len(prompts)} prompts are done'
@@ -89,6 +83,12 @@ def complete_file(
       bar.advance(task, len(part))
       at += len(part)
   return len(prompts) - done
+
+
+def _bar() -> progress.Progress:
+  """Returns a bar of progress on stderr that ends with what is being done."""
+  columns = *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(), _Line()
+  return progress.Progress(*columns, console=rich.console.Console(stderr=True))
 
 
 class _Line(progress.ProgressColumn):

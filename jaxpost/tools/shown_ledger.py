@@ -16,7 +16,7 @@ class ShownLedger(compile_lib.Ledger):
     super().begin(name)
     working.compiling(name, len(self.begun))
 
-  def add(self, *args: Any, **kwargs: Any) -> None:
+  def add(self, name: str, args: tuple, seconds: float, compiled: Any, flops: Any, calls: int, read: int) -> None:
     """Adds the row of a program, and shows again what goes on after its compilation."""
     working.compiled()
-    super().add(*args, **kwargs)
+    super().add(name, args, seconds, compiled, flops, calls=calls, read=read)
