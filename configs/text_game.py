@@ -2,7 +2,8 @@
 
 python -m launch.train --config=configs/text_game.py --workdir=runs/text_game
 
-Two CPU cores, no download, about two and a half minutes. Fine-tuned on games with
+Two CPU cores, no download; it took about two and a half minutes, and takes
+several times longer on cores that are slow or busy. Fine-tuned on games with
 random moves, the model calls the tool `move` and finds the treasure about every
 other time. GRPO plays the game itself:
 `rewards/environment/mean` goes from 0.51 to 0.66 (docs/environments.md).
