@@ -51,6 +51,9 @@ def too_short(completions, **columns):
 def needs_more(completions, gold):
   return [1.0] * len(completions)
 
+def names_answer(completions, answer, **columns):
+  return [1.0] * len(completions)
+
 constant = 7
 """
 
@@ -541,10 +544,17 @@ def test_a_row_that_no_reward_can_grade(row, model, place, monkeypatch):
   config['eval']['data']['path'] = ''
   line = refused(config, place / 'run', monkeypatch)
   assert line == ('rows.jsonl:2: answer: is absent or null, and reward exact_match needs it; give it, or drop the row')
-  # A function of the user's may know what null means, and another may not need the column.
-  for reward in (('./rewards.py:fine',), ('exact_match', 'length?max=8')):
-    with pytest.raises(AssertionError, match='as far as compiling'):
-      stages.run(tiny.merged(config, dict(reward=reward)), place / 'run')
+  # A function of the user's may know what null means, and another may not need the column. Without a column that it
+  # names, none can be called, and the completions of its row would have no reward.
+  for reward in (('./rewards.py:fine',), ('./rewards.py:names_answer',), ('exact_match', 'length?max=8')):
+    over = tiny.merged(config, dict(reward=reward))
+    if 'null' in row or 'fine' in reward[0]:
+      with pytest.raises(AssertionError, match='as far as compiling'):
+        stages.run(over, place / 'run')
+    else:
+      text = "needs the column 'answer', this row has: prompt; give it, null where there is none, or drop the row"
+      line = refused(over, place / 'refused', monkeypatch)
+      assert re.fullmatch(rf'rows.jsonl:2: reward (exact_match|names_answer) \(.*\.py\): {text}', line), line
 
 
 # Rewards that fail for every group of the first batch.

@@ -529,7 +529,7 @@ def test_columns_that_json_cannot_carry_are_named(pool_of):
 
 def test_a_missing_column_is_named(pool_of):
   pool = pool_of('only_what_it_names')
-  with pytest.raises(InputError, match="needs the column 'answer', the data"):
+  with pytest.raises(InputError, match="needs the column 'answer', this row has: question"):
     pool.grade([group('a', question='q')])
 
 

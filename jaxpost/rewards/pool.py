@@ -112,29 +112,33 @@ class RewardPool:
     self._closed = False
 
   def check_rows(self, rows: Any, names: Sequence[str] | None = None) -> None:
-    """Like `check`; also refuses columns that JSON cannot represent, and rows with null for all built-in functions.
+    """Like `check`, of every row; also refuses values that JSON cannot represent, and null for all built-in functions.
 
     Args:
       rows: `data.sources.Rows`; of rows that are read lazily, the columns of the first are checked.
       names: of the functions that grade them; None: all.
     """
     first = next(rows[i] for i in range(len(rows)) if rows[i])
-    self.check(list(first), names)
+    self.check(first if rows.streaming else {column: None for i in range(len(rows)) for column in rows[i]}, names)
     asked = [name for name in self.names if names is None or name in names]
     for column, value in first.items() if asked else ():
       _check_json(column, value)
-    own = [spec.startswith(builtin.PACKAGE) for name, spec in self._remote if name in asked]
-    needs = [needs for name, _, needs in self._needs if name in asked]
-    if any(reward.name in asked for reward in self._local) or not all(own) or not all(needs) or rows.streaming:
-      return  # a user's function may know what null means
+    built_in = {name for name, spec in self._remote if spec.startswith(builtin.PACKAGE)}
+    functions = [found for found in self._needs if found[0] in asked]
+    if rows.streaming or not any(needs for *_, needs in functions):
+      return
     for i in range(len(rows)):
       filled = [name for name, value in rows[i].items() if value is not None]
-      missing = [user_code.missing_of(columns, (*user_code.GIVEN, *filled)) for columns in needs]
-      if all(missing):
+      missing = [user_code.missing_of(needs, (*user_code.GIVEN, *filled)) for *_, needs in functions]
+      if all(missing) and built_in.issuperset(asked):  # a user's function may know what null means
         column = missing[0][0].replace('|', ' or ')
         raise InputError(
           f'{rows.where(i)}: {column}: is absent or null, and reward {asked[0]} needs it; give it, or drop the row'
         )
+      for name, file, needs in functions if any(missing) else ():
+        for column in user_code.missing_of(needs, (*user_code.GIVEN, *rows[i])):
+          text = f'reward {name} ({file}): {user_code.missing_column(column, rows[i])}'
+          raise InputError(f'{rows.where(i)}: {text}; give it, null where there is none, or drop the row')
 
   def check(self, columns: Iterable[str] | None = None, names: Sequence[str] | None = None) -> None:
     """Starts the workers and imports every function; InputError if that fails.
@@ -157,7 +161,7 @@ class RewardPool:
       if names is not None and name not in names:
         continue
       for missing in user_code.missing_of(arguments, given):
-        raise InputError(f'reward {name} ({file}): {user_code.missing_column(missing, given)}')
+        raise InputError(f'reward {name} ({file}): {user_code.missing_column(missing, given, "the data")}')
 
   def submit(self, groups: Sequence[Group], step: int | None = None) -> list[concurrent.futures.Future[Graded]]:
     """Starts grading without waiting for it; failures are not counted before `count` is called.
