@@ -28,6 +28,7 @@ from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
 from jaxpost.tools import completions, inference
 from jaxpost.types import Objective, Outputs, Prompt, Rollout
+from launch import yaml_config
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 PAGES = {
@@ -82,6 +83,21 @@ def run_of_a_config(code: str, monkeypatch) -> dict:
   assert not others and workdir.startswith('runs/')
   check_stages(config.to_dict())
   return config.to_dict()
+
+
+def own_reward(code, monkeypatch, tmp_path):
+  """Each answer of the rows on this page has its reward, and both of its configs are accepted."""
+  files = dict(re.findall(r'`(\w+\.\w+)`[^`]*\n\n```\w+\n(.*?)^```$', PAGES['docs/getting_started.md'], re.M | re.S))
+  assert set(files) == {'colors.jsonl', 'colors.yaml', 'warm.py', 'warm.yaml'} and files['warm.py'] == code
+  for name, text in files.items():
+    (tmp_path / name).write_text(text)
+  monkeypatch.chdir(tmp_path)
+  rows = [json.loads(line) for line in files['colors.jsonl'].splitlines()]
+  assert executed(code)['warm']([row['completion'] for row in rows]) == [1, 1, 1, 0, 0]
+  sft, grpo = (yaml_config.get_config(name).to_dict() for name in ('colors.yaml', 'warm.yaml'))
+  check_stages(sft)
+  check_stages(grpo)
+  assert grpo['reward'] == './warm.py:warm' and grpo['init_from'] == 'runs/colors'
 
 
 def first_run(code, monkeypatch):
@@ -227,6 +243,24 @@ def guessing(code, monkeypatch, tmp_path):
     pool.close()
 
 
+def games(code, monkeypatch, tmp_path):
+  """The first environment plays the games to imitate, with at most two guesses; the page has their config."""
+  (tmp_path / 'guess.py').write_text(BLOCKS['environments', 0].code)
+  (config,) = re.findall(r'^```yaml\n(.*?)^```$', PAGES['docs/environments.md'], re.M | re.S)
+  (tmp_path / 'guess.yaml').write_text(config)
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.delitem(sys.modules, 'guess', raising=False)
+  executed(code)
+  monkeypatch.delitem(sys.modules, 'guess')
+  played, to_play = ([json.loads(row) for row in open(f'{name}.jsonl')] for name in ('played', 'games'))
+  assert [row['answer'] for row in to_play] == [25, 50, 75]
+  found = [any(message['content'] == 'yes' for message in row['messages']) for row in played]
+  assert (sum(found), len(found)) == (15, 27)
+  assert {len(row['messages']) for row in played} == {4, 6}
+  check_stages(yaml_config.get_config('guess.yaml').to_dict())
+
+
 def guessing_at_a_price(code, tmp_path):
   """The second one is the first with two lines more, by which each call has a reward of its own."""
   whole = BLOCKS['environments', 0].code
@@ -269,10 +303,12 @@ def agent(code, monkeypatch):
 
 EXECUTE = {
   ('environments', 0): guessing,
-  ('environments', 1): guessing_at_a_price,
-  ('environments', 2): agent,
+  ('environments', 1): games,
+  ('environments', 2): guessing_at_a_price,
+  ('environments', 3): agent,
   ('from_notebook_to_pod', 0): notebook,
-  ('getting_started', 0): first_run,
+  ('getting_started', 0): own_reward,
+  ('getting_started', 1): first_run,
   ('models', 0): entry_of_a_family,
   ('models', 1): case_of_a_family,
   ('sampling', 0): sampling,
