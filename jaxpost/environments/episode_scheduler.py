@@ -201,8 +201,8 @@ class EpisodeScheduler:
       e.context = prompts_lib.encode_prompt(owner.tokenizer, messages, shown, f'prompt {e.prompt.index}')
     if len(e.context) > owner.limits.prompt:
       e.error = (
-        f'reset: with its observation the prompt has {len(e.context)} '
-        'tokens, more than config.rollout.max_prompt_length'
+        f'reset: with its observation the prompt has {len(e.context)} tokens, '
+        f'more than config.rollout.max_prompt_length={owner.limits.prompt}'
       )
       e.context = None
       self.release(e)
