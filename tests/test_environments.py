@@ -180,7 +180,7 @@ def test_a_run_refuses_such_a_reset_before_it_compiles(tmp_path):
     prepare.prepare_all(config)
 
 
-@pytest.mark.parametrize('template', ['', tokenizer_lib.CHATML + '{{ tools }}'])
+@pytest.mark.parametrize('template', ['', tokenizer_lib.CHATML + '{% if tools %}T{% endif %}'])
 def test_a_template_without_tools_is_told_of(tmp_path, caplog, template):
   config = tiny.run_config(
     tiny.folder(tmp_path / 'model'),
