@@ -95,7 +95,7 @@ def test_no_sample_is_lost_uncounted(tmp_path, record_property):
   assert sorted(rows) == list(range(1, STEPS + 1))
   kinds, samples = set(), 0
   for file in sorted((tmp_path / 'run' / 'samples').rglob('*.jsonl')):
-    found = [json.loads(line) for line in file.read_text().splitlines()]
+    found = [json.loads(line) for line in file.read_text().rstrip('\n').split('\n')]
     assert len({(r['prompt_index'], r['sample']) for r in found}) == len(found) == PROMPTS * GROUP
     for row in found:
       want = expected(functions, row)

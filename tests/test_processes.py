@@ -227,7 +227,7 @@ def samples(folder, tag, name):
   return {
     (int(file.stem), row['split'], row['prompt_index'], row['sample']): row
     for file in (folder / tag / name / 'samples' / name).glob('*.jsonl')
-    for row in map(json.loads, file.read_text().splitlines())
+    for row in metrics.read_growing(file)  # str.splitlines would split what a byte model says, such as U+0085
   }
 
 

@@ -197,7 +197,7 @@ def _example(entry_point: str, arguments: object, expected: object) -> checks.Te
   """Returns the test that a function returns `expected`; texts that are JSON are read, one argument a line."""
   try:
     if isinstance(arguments, str):
-      arguments = [json.loads(line) for line in arguments.splitlines() if line.strip()]
+      arguments = [json.loads(line) for line in arguments.split('\n') if line.strip()]  # a text may hold U+2028
       expected = json.loads(expected) if isinstance(expected, str) else expected
   except ValueError as error:
     raise checks.UnreadableTest(
