@@ -31,6 +31,8 @@ _BEFORE_MESSAGE = re.compile(
   r'^flag --config=.*?: Error whilst parsing config file: jaxpost\.errors\.InputError: ', re.DOTALL
 )
 
+_TOO_LARGE = 'Lower config.train.micro_batch_size or config.rollout.slots, or set config.model.remat=full.'
+
 
 def run(main: Callable, argv: list[str] | None = None, words: int = 0):
   """Parses the flags, calls main(argv) and ends the process.
@@ -54,17 +56,8 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
   except RuntimeError as error:  # jax.errors.JaxRuntimeError among them
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
-    sys.exit(watchdog.print_reason(_out_of_memory(error), errors.InputError.exit_code, sys.stderr))
-
-
-def _out_of_memory(error: RuntimeError) -> str:
-  """Returns what to change where a device, or this host in its place, has too little memory."""
-  said = str(error).splitlines()[0].rstrip('.')
-  return (
-    f'{said:.200}: a program needs more memory than there is; lower '
-    'config.train.micro_batch_size, config.rollout.slots or config.train.row_length, or set config.model.remat=full; '
-    'all but row_length may change when a run goes on from its last checkpoint'
-  )
+    said = f'{str(error).splitlines()[0]:.200} {_TOO_LARGE}'
+    sys.exit(watchdog.print_reason(said, errors.InputError.exit_code, sys.stderr))
 
 
 def silence_orbax() -> None:

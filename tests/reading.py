@@ -157,13 +157,13 @@ ENTRIES = (
   Entry(
     'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (63, 12_000, 8), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (118, 22_000, 10)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (119, 22_030, 10)),
   # The methods are apart, as a run has one of them. The aim is what was there when the row was added.
   Entry(
     '... with all that options select',
     (GRPO, 'launch.train'),
     (255, 40_910, 18),
-    (250, 40_800, 20),
+    (251, 40_800, 20),
     options=('jaxpost.algorithms',),
   ),
 )

@@ -200,7 +200,7 @@ def test_a_refused_request_changes_nothing():
   )
   kept = list(e.tokens)
   assert [x.id for x in kept] == [7, 8] and [x.version for x in kept] == [3, 3]
-  with pytest.raises(InputError, match='30 tokens are more than config.rollout.max_prompt_length=9'):
+  with pytest.raises(InputError, match='30 tokens exceed config.rollout.max_prompt_length=9'):
     session.request(ask('b'), lambda: np.zeros(30, np.int32), 8)
   assert e.tokens == kept and e.context.tolist() == [5, 6]
   session.request(ask('b'), lambda: np.zeros(9, np.int32), 8)

@@ -11,7 +11,7 @@ import grain
 import numpy as np
 import pytest
 
-from jaxpost.data import chat, generated, loader, packing, preview, prompts, shared_rows, sources
+from jaxpost.data import chat, few_rows, generated, loader, packing, preview, prompts, shared_rows, sources
 from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.distributed.channel import seconds_waited
 from jaxpost.errors import InputError
@@ -322,24 +322,31 @@ def test_epochs_are_shuffled_anew_and_by_seed():
   assert [loader.order(4, 0, shuffle=False)[i] for i in range(6)] == [0, 1, 2, 3, 0, 1]
 
 
-@pytest.mark.parametrize('size', [1, 2, 3, 257, 1024])
-def test_few_rows_are_shuffled_fast(size, monkeypatch):
+@pytest.mark.parametrize('size', [2, 3, 16, 50, 257, 1024])
+def test_few_rows_have_the_order_of_grain(size):
+  for seed in (0, 5, (1 << 32) - 1):  # the last: its next epoch begins at 0 again
+    expected = grain.MapDataset.range(7, 7 + size).shuffle(seed=seed).repeat()
+    found = few_rows.endless(7, size, seed)
+    for index in (0, 1, size - 1, size, 3 * size + size // 2):
+      assert found(index) == expected[index]
+  assert sorted(map(found, range(size, 2 * size))) == list(range(7, 7 + size))
+
+
+def test_few_rows_are_shuffled_once_an_epoch(monkeypatch):
   """grain takes milliseconds for each document of few rows; a window has thousands of documents."""
+  encryption, calls = few_rows._encryption, []
+  monkeypatch.setattr(few_rows, '_encryption', lambda seed: calls.append(seed) or encryption(seed))
   monkeypatch.setattr(grain.MapDataset, 'shuffle', None)
-  order = loader.order(size, 5)
-  epochs = [[order[n * size + i] for i in range(size)] for n in (0, 1, 10**9)]
-  assert all(sorted(rows) == list(range(size)) for rows in epochs)
-  assert size < 257 or len({tuple(rows) for rows in epochs}) == 3
-  began = time.perf_counter()
-  assert sum(order[i] for i in range(20_000)) > 0 or size == 1
-  assert time.perf_counter() - began < 2
-
-
-def test_the_order_of_few_rows_stays():
-  """Results and saved positions depend on it."""
-  assert [loader.order(5, 0)[i] for i in range(15)] == [4, 2, 1, 3, 0, 3, 1, 4, 2, 0, 1, 0, 3, 2, 4]
-  mixed = loader.order(5, 0, sizes=(2, 3), weights=(1.0, 2.0))
-  assert [mixed[i] for i in range(12)] == [1, 4, 3, 0, 2, 4, 1, 3, 2, 0, 3, 4]
+  for weights in ((), (1.0, 2.0)):
+    calls.clear()
+    stream = loader.PackedStream(
+      example, 5, batch_size=2, row_length=32, seed=5, window=20, sizes=(2, 3), weights=weights
+    )
+    stream.peek()
+    next(stream._batches(0, 0))
+    # Two passes over 20 documents: 4 epochs of 5 rows, or of 2 and 3 rows by their weights.
+    assert len(calls) == len(set(calls)) and 4 <= len(calls) <= 9
+    assert [row for row in map(stream._order.__getitem__, range(20)) if not 0 <= row < 5] == []
 
 
 def long_example(row):

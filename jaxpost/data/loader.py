@@ -8,7 +8,6 @@ row), small and independent of batch size, processes and mesh. `shared_rows.py` 
 from __future__ import annotations
 
 import collections
-import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -49,22 +48,16 @@ def order(
 
 
 def _endless(start: int, stop: int, seed: int | tuple[int, int] | None) -> grain.MapDataset:
-  size, rows = stop - start, grain.MapDataset.range(start, stop)
-  if seed is None:
-    return rows.repeat()
-  # grain adds the epoch to the seed; spread, so that the second epoch of one seed is not the first of the next.
-  spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
-  if size > 1024:
-    return rows.shuffle(seed=spread).repeat()
+  rows = grain.MapDataset.range(start, stop)
+  if seed is not None:
+    # grain adds the epoch to the seed; spread, so that the second epoch of one seed is not the first of the next.
+    spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    if 1 < len(rows) <= 1024:
+      from jaxpost.data import few_rows
 
-  # grain takes up to 18 ms for a document of few rows. NumPy promises that a seed's words never change; it does not
-  # for `permutation`.
-  @functools.lru_cache(max(1, (1 << 16) // size))  # the epochs of a window, which may be read several times
-  def epoch(number: int) -> list[int]:
-    words = np.random.SeedSequence((spread, number)).generate_state(size, np.uint64)
-    return (start + words.argsort(kind='stable')).tolist()
-
-  return grain.MapDataset.range(sys.maxsize).map(lambda index: epoch(index // size)[index % size])
+      return grain.MapDataset.range(sys.maxsize).map(few_rows.endless(start, len(rows), spread))
+    rows = rows.shuffle(seed=spread)
+  return rows.repeat()
 
 
 def _shares(weights: Sequence[float]) -> np.ndarray:

@@ -96,9 +96,7 @@ class Session:
     try:
       ids, restarts = self.context(body, encode)
       if restarts and len(ids) > self.limits.prompt:
-        raise InputError(
-          f'messages: {len(ids)} tokens are more than config.rollout.max_prompt_length={self.limits.prompt}'
-        )
+        raise InputError(f'messages: {len(ids)} tokens exceed config.rollout.max_prompt_length={self.limits.prompt}')
       # The episode changes only when the request is answered: the engine may still refuse it.
       self.new_context = ids if restarts else None
       self.between = [] if restarts else ids[len(self._tokens()) :].tolist()

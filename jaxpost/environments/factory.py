@@ -6,12 +6,9 @@ Imported only if `config.environment` is set.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxpost.data import prompts
 from jaxpost.distributed import coordination
 from jaxpost.environments import by_source
 from jaxpost.environments.episode import EpisodeLimits
@@ -111,37 +108,6 @@ def _default_workers(config: Any, algorithm: Any) -> int:
     episodes = config.eval.size * config.eval.samples
   in_flight = min(episodes, rollout.slots or episodes, _MAX_WORKERS)
   return max(1, in_flight // coordination.process_count())
-
-
-def warn_of_hidden_tools(
-  tools: list[dict] | dict[str, list[dict]], tokenizer: Tokenizer, rows: Rows, system_prompt: str
-) -> None:
-  """Warns if the chat template renders a prompt with tools as it does without them.
-
-  Args:
-    tools: JSON schemas of the tools, or of those of each environment, by name.
-    rows: the first chat among the first rows of each source is rendered.
-    system_prompt: put before it as a system message.
-  """
-  shown = list(itertools.chain.from_iterable(tools.values())) if isinstance(tools, dict) else tools
-  for n in (0, *itertools.accumulate(rows.sizes[:-1])) if shown else ():
-    row, where = rows[n], rows.where(n)
-    prompt = '' if row is None else prompts.prompt_of(row, where, system_prompt)
-    if row is None or isinstance(prompt, str):
-      continue
-    given, without = (
-      tokenizer.render_chat(prompt, generation_prompt=True, row={**row, 'tools': some}, where=where)[0]
-      for some in (shown, None)
-    )
-    if given == without:
-      names = ', '.join(tool['function']['name'] for tool in shown)
-      logging.warning(
-        'config.environment: the chat template of %s does not show tools: no prompt tells the model of %s, nor how to '
-        'call; set config.data.chat_template to a template that does, unless earlier training has taught the calls',
-        tokenizer.source,
-        names,
-      )
-    return
 
 
 def make_sampler(

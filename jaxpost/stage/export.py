@@ -143,10 +143,7 @@ def _header(base: str) -> dict[str, str]:
 
 
 def _name(folder: epath.PathLike) -> str:
-  """Returns the folder as commands of the card have it: as it was given, or only its name if that is a place.
-
-  A path from the root or from a home folder holds on one machine only.
-  """
+  """Returns the folder as commands of the card have it: as it was given, or its name if the path is of one machine."""
   text = str(folder).rstrip('/')
   return text.rpartition('/')[2] if text.startswith(('/', '~')) or '://' in text else text
 

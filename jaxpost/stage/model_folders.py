@@ -44,8 +44,7 @@ def local_folder(text: str, key: str) -> epath.Path:
   """Returns the local folder of a Hugging Face model, downloading org/name; InputError if there is none."""
   folder = epath.Path(text).expanduser()
   if not folder.exists():
-    beside = [str(path) for path in folder.parent.iterdir()] if folder.parent.is_dir() else []
-    hint = did_you_mean(str(folder), beside)
+    hint = did_you_mean(str(folder), map(str, folder.parent.glob('*')))
     on_hub = hub.parse(text)
     if not on_hub:
       raise InputError(f'{key}: {text} does not exist; {hint}name a folder, a run or org/name of the hub')

@@ -43,10 +43,6 @@ def prepare(
       environment = start_environment(inputs, rows if algorithm.on_policy else None, held_out)
       undo.callback(environment.close)
     data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
-    if environment and (played := rows if algorithm.on_policy else held_out):
-      from jaxpost.environments import factory
-
-      factory.warn_of_hidden_tools(environment.tools, tokenizer, played, config.data.system_prompt)
     check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
     correct_by(config, REWARD_MODEL in found)  # refuses what is no reward
     if algorithm.from_data(config) or config.rl.expert:
