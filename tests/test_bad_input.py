@@ -600,7 +600,7 @@ CHANGES = {
   'seed': (dict(seed=5), 'config.seed of sft .*0, now 5'),
   'data': (dict(data=dict(shuffle=False)), 'config.data.shuffle'),
   'batch': (dict(train=dict(batch_size=4)), 'config.train.batch_size'),
-  'stages': (dict(stages=('a',), a={}), 'config.stages: sft of .*begun'),
+  'stages': (dict(stages=('a',), a={}), 'config.stages: .* holds another run, of which sft has begun'),
   'algorithm': (dict(algorithm='grpo', reward='length'), 'config.stages: '),
   'fewer steps': (dict(train=dict(steps=1)), 'train.steps: 1 of sft.*step 2'),
 }
