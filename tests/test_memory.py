@@ -98,7 +98,7 @@ def test_it_is_predicted_and_reported(model, tmp_path, monkeypatch):
     'model.remat': 'none (cpu)',
     'train.micro_batch_size': '32 (cpu)',
     'rollout.block': '8 (cpu)',
-    'rl.importance': '()',
+    'rl.importance': 'none',
     'rl.kl_estimator': 'k3',
     'rl.aggregate': 'token',
     'rl.clip_low': '0.2',
