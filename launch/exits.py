@@ -156,13 +156,11 @@ def _one_line(error: BaseException, argv: list[str]) -> str:
 def _missing_flags(names: list[str], argv: list[str]) -> str:
   """The line for required flags that were not given."""
   named = ' and '.join(f'--{name}' for name in names)
-  words = {name: {word: word.removeprefix(f'{name}=') for word in argv[1:]} for name in ('config', 'run')}
-  files = [(w, v) for w, v in words['config'].items() if not w.startswith('-') and v.endswith(('.py', '.yaml', '.yml'))]
-  folders = [(w, v) for w, v in words['run'].items() if os.path.isdir(v)]
-  for name, found in (('config', files), ('run', folders)):
-    if name in names and found:
-      word, value = found[0]
-      return f'{word!r} is no flag; write --{name}={value}'
+  for name, fits in (('config', lambda value: value.endswith(('.py', '.yaml', '.yml'))), ('run', os.path.isdir)):
+    for word in argv[1:] if name in names else ():
+      value = word.removeprefix(f'{name}=')
+      if not word.startswith('-') and fits(value):
+        return f'{word!r} is no flag; write --{name}={value}'
   what = '; '.join(f'--{name} is the {_first_lower(flags.FLAGS[name].help)}' for name in names)
   return f'needs {named}: {what}'
 
