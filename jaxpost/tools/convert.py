@@ -90,8 +90,13 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
     given: {dotted name: value}, of `read`.
     algorithm: our name of the method; '' for the one that the settings name, else grpo.
   """
-  settings = []
   method = algorithm or method_of(library, given)
+  return read_by(method, settings_of(library, given, method))
+
+
+def settings_of(library: str, given: dict[str, Any], method: str) -> list[Setting]:
+  """Returns every setting with its fields and value for a method of ours, or why it has none."""
+  settings = []
   for name, value in given.items():
     found = _setting(library, name, value, method)
     other = found.fields == ('algorithm',) and ours(name, 'algorithm', value) != method
@@ -106,8 +111,7 @@ def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[d
     updates = converted_sizes.updates_of_a_rollout(settings)
     settings = [s if s.name == 'num_batches' else converted_sizes.in_rollouts(s, updates) for s in settings]
   settings = [_of_a_pair(setting, method) for setting in settings]
-  settings = [_with_its_switch(setting, given, _NEEDS.get(library, {})) for setting in settings]
-  return read_by(method, settings)
+  return [_with_its_switch(setting, given, _NEEDS.get(library, {})) for setting in settings]
 
 
 def looks_like(library: str, given: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""What another library does where a file says nothing, by convert_defaults.toml, if it differs from our default."""
+"""Adds the defaults of another library to a converted config, by convert_defaults.toml, where ours differ."""
 
 from __future__ import annotations
 
@@ -27,15 +27,12 @@ def convert_with_defaults(
     return *convert.convert(library, given, algorithm), []
   kinds = ('every', *['RL'] * convert.learns_from_rewards(method), method)
   defaults = {name: value for kind in kinds for name, value in tables.get(kind, {}).items() if name not in given}
-  _, settings = convert.convert(library, defaults | given, method)
+  settings, plain = convert.settings_of(library, defaults | given, method), convert.plain(method)
   taken = {field for s in settings if s.name in given for field in s.fields}
-  config, left = convert.read_by(
-    method, [s for s in settings if s.name in given or (not taken.intersection(s.fields) and _differs(s, method))]
-  )
+
+  def stays(setting: Setting) -> bool:
+    differs = any(ours(setting.name, f, setting.value) != operator.attrgetter(f)(plain) for f in setting.fields)
+    return setting.name in given or (differs and taken.isdisjoint(setting.fields))
+
+  config, left = convert.read_by(method, [s for s in settings if stays(s)])
   return config, [s for s in left if s.name in given], [s for s in left if s.name in defaults and s.fields]
-
-
-def _differs(setting: Setting, method: str) -> bool:
-  """Returns whether a field that a default stands for has another value here, where a config does not set it."""
-  config = convert.plain(method)
-  return any(ours(setting.name, f, setting.value) != operator.attrgetter(f)(config) for f in setting.fields)
