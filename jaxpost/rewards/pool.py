@@ -125,9 +125,7 @@ class RewardPool:
       _check_json(column, value)
     built_in = {name for name, spec in self._remote if spec.startswith(builtin.PACKAGE)}
     functions = [found for found in self._needs if found[0] in asked]
-    if rows.streaming or not any(needs for *_, needs in functions):
-      return
-    for i in range(len(rows)):
+    for i in range(len(rows)) if not rows.streaming and any(needs for *_, needs in functions) else ():
       filled = [name for name, value in rows[i].items() if value is not None]
       missing = [user_code.missing_of(needs, (*user_code.GIVEN, *filled)) for *_, needs in functions]
       if all(missing) and built_in.issuperset(asked):  # a user's function may know what null means
@@ -149,15 +147,14 @@ class RewardPool:
       names: of the functions to check so; None: all.
     """
     self._start()
-    needs: list[tuple[str, str, Sequence[str]]] = [(r.name, r.file, r.needs) for r in self._local]
+    self._needs = [(r.name, r.file, r.needs) for r in self._local]
     for ready in self._ready:
       functions = ready.result()
-    needs += [(name, found['file'], found['needs']) for (name, _), found in zip(self._remote, functions)]
-    self._needs = needs
+    self._needs += [(name, found['file'], found['needs']) for (name, _), found in zip(self._remote, functions)]
     if columns is None:
       return
     given = (*user_code.GIVEN, *columns)
-    for name, file, arguments in needs:
+    for name, file, arguments in self._needs:
       if names is not None and name not in names:
         continue
       for missing in user_code.missing_of(arguments, given):

@@ -32,8 +32,7 @@ def missing_of(needs: Iterable[str], given: Iterable[str]) -> list[str]:
 def missing_column(name: str, arguments: Iterable[str], lacks: str = 'this row') -> str:
   """Returns the error text for a column that a row lacks; `lacks` is 'the data' where all rows do."""
   columns = ', '.join(k for k in arguments if k not in GIVEN) or 'none'
-  name = ' or '.join(map(repr, name.split('|')))
-  return f'needs the column {name}, {lacks} has: {columns}'
+  return f'needs the column {" or ".join(map(repr, name.split("|")))}, {lacks} has: {columns}'
 
 
 def describe(error: BaseException) -> str:
