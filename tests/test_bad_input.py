@@ -692,7 +692,7 @@ def test_first_mistakes_can_be_corrected(model, place):
 
 
 def launch(place, *arguments):
-  """(exit code, stderr) of the launcher where JAX has no device."""
+  """(exit code, stdout, stderr) of the launcher where JAX has no device."""
   done = subprocess.run(
     [sys.executable, '-m', 'launch.train', *arguments],
     cwd=place,
@@ -701,11 +701,11 @@ def launch(place, *arguments):
     capture_output=True,
     timeout=120,
   )
-  assert re.fullmatch('(jaxpost .*, workdir .*\n)?', done.stdout)  # the opening line, where the flags are right
-  return done.returncode, done.stderr
+  return done.returncode, done.stdout, done.stderr
 
 
 CONFIG = '--config=config.py', '--workdir=run'
+AFTER_OPENING = ('data', 'model', 'algorithm', 'mesh')  # found wrong after the run has said its versions and folder
 LAUNCHES = {
   'unknown key': ((*CONFIG, '--config.trian.steps=3'), 'trian'),
   'ill-typed': ((*CONFIG, '--config.train.steps=many'), 'many'),
@@ -740,8 +740,9 @@ def test_launcher(case, model, place):
     'class Wrong(Exception):\n  "Of a config."\n\ndef get_config():\n  raise Wrong("no such split")\n'
   )
   arguments, wanted = LAUNCHES[case]
-  code, err = launch(place, *arguments)
+  code, out, err = launch(place, *arguments)
   assert code == 2, err
+  assert re.fullmatch(r'jaxpost \d.*, seed 0, workdir run\n' if case in AFTER_OPENING else '', out), out
   assert re.fullmatch('jaxpost: .*\n', err), err
   assert wanted in err
   assert not (place / 'run').exists()
