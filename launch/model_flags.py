@@ -49,6 +49,6 @@ def define() -> ModelFlags:
 
 def starting() -> contextlib.AbstractContextManager:
   """Says on stderr that a command starts, while its modules are imported; nothing if that is quick."""
-  from jaxpost.tools import working
+  from jaxpost.tools.working import working
 
-  return working.working('starting')
+  return working('starting')

@@ -1,7 +1,6 @@
 """The console and the config as a new user meets them: start, activities, epochs, YAML, names of other libraries."""
 
 import contextlib
-import functools
 import io
 import itertools
 import json
@@ -11,9 +10,7 @@ import random
 import re
 import subprocess
 import sys
-import threading
 import time
-import types
 
 import jax
 import pytest
@@ -31,7 +28,8 @@ from jaxpost.stage import config as config_lib
 from jaxpost.stage import consistency, epochs, json_schema, optim, prepare
 from jaxpost.stage.schema import OptimSection
 from jaxpost.storage import manifest
-from jaxpost.tools import chat, completions, inference, preview_stage, shown_ledger, working
+from jaxpost.tools import chat, completions, inference, preview_stage
+from jaxpost.tools.working import working
 from launch import yaml_config
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -49,13 +47,14 @@ def test_no_silence_while_something_lasts():
     time.sleep(0.35)
     shown.note('loading: 2 of 3')
     time.sleep(0.15)
-    shown.compiling('update', 3, 10)
-    time.sleep(0.25)
+    with shown.compiling('update', 3, 10):
+      time.sleep(0.25)
+    time.sleep(0.15)
   after = out.getvalue()
   time.sleep(0.3)
   assert out.getvalue() == after, 'lines go on after the end'
   lines = after.splitlines()
-  assert lines.count('loading') >= 2 and 'compiling 3/10: update' in lines and 'loading: 2 of 3' in lines
+  assert lines.count('loading') >= 2 and 'compiling 3/10: update' in lines and lines.count('loading: 2 of 3') >= 2
   assert activity.PERIOD_S < 5
 
 
@@ -131,7 +130,8 @@ def test_a_run_is_never_silent_for_five_seconds(seed, tmp_path, monkeypatch):
   with metrics.MetricsWriter(tmp_path, tensorboard=False, console=console, print_every=1000) as writer:
     writer.start_stage('grpo', 30)
     with shown.following(timer.doing):
-      shown.compiling('prefill', 12, 11)  # a new shape: the phase goes on after it
+      with shown.compiling('prefill', 12, 11):  # a new shape: the phase goes on after it
+        pass
       shown._thread.join()
   assert not console._render_hooks
   gaps = [after[0] - before[0] for before, after in itertools.pairwise(clock.lines)]
@@ -145,54 +145,47 @@ def test_a_run_is_never_silent_for_five_seconds(seed, tmp_path, monkeypatch):
 
 def test_a_command_is_never_silent_for_five_seconds(monkeypatch):
   """It says on stderr what it does; a compilation is named while it lasts, and what goes on after it again."""
-  ledger = shown_ledger.ShownLedger()
-  monkeypatch.setattr(compile_lib.Ledger, 'add', lambda self, *args, **kwargs: None)
-  compiled = functools.partial(ledger.add, 'name', (), 0.0, None, None, calls=1, read=0)
+  ledger = compile_lib.Ledger(announce=working.compiling)
 
   def command():
     yield 12.0
-    ledger.begin('prefill')
-    yield 2.0
-    compiled()
-    ledger.begin('generate')
-    yield 21.0
-    compiled()
+    with ledger.begin('prefill'):
+      yield 2.0
+    with ledger.begin('generate'):
+      yield 21.0
     yield 30.0
 
   clock = Clock(command())
   monkeypatch.setattr('time.perf_counter', lambda: clock.now)
   monkeypatch.setattr(sys, 'stderr', clock)
-  made = types.SimpleNamespace(Event=lambda: clock, Lock=threading.Lock, Thread=threading.Thread)
-  monkeypatch.setattr(activity, 'threading', made)
-  monkeypatch.setattr(working, '_ended', [97.0, 99.9])  # the work before was silent for almost three seconds
-  with working.working('sampling 64 completions'):
-    for thread in threading.enumerate():
-      if thread.name == 'activity':
-        thread.join()
+  monkeypatch.setattr(working, '_wake', clock)
+  monkeypatch.setattr(working, '_printed', 97.0)  # the work before has been silent for three seconds
+  with working('sampling 64 completions'):
+    working._thread.join()
   gaps = [after[0] - before[0] for before, after in itertools.pairwise(clock.lines)]
   assert max(gaps) <= 4.6 and clock.now - clock.lines[-1][0] <= 4.6 and gaps[0] <= 1.6
   said = [re.sub(r' \(\d+ s\)$', '', line) for _, line in clock.lines[1:]]
   assert [name for name, _ in itertools.groupby(said)] == [
     'sampling 64 completions',
-    'compiling program 2: generate',
+    'compiling generate',
     'sampling 64 completions',
   ]
-  assert re.search(r' \(6[45] s\)$', clock.lines[-1][1]) and working.line() == ''
+  assert re.search(r' \(6[45] s\)$', clock.lines[-1][1]) and working.text() == ''
 
 
 def test_a_chat_and_an_evaluation_say_what_they_compile(tmp_path, monkeypatch, capsys):
   """Of real programs, with a line after each tenth of a second without one; stdout has the answer alone."""
   tokenizer.load('bytes').save(tiny.folder(tmp_path / 'nano'))
-  monkeypatch.setattr(activity.Activity, '__init__', functools.partialmethod(activity.Activity.__init__, period_s=0.1))
+  monkeypatch.setattr(working, '_period', 0.1)
   weights = inference.load(model=str(tmp_path / 'nano'))
   data = dict(path='generated:arithmetic:max=9,size=60')
   inference.evaluate_as(model=str(tmp_path / 'nano'), config=dict(data=data, eval=dict(data=data, size=4)))
   said = capsys.readouterr()
-  assert said.out == '' and re.search(r'^compiling program 1: evaluate', said.err, re.MULTILINE)
+  assert said.out == '' and re.search(r'^compiling evaluate', said.err, re.MULTILINE)
   out = io.StringIO()
   chat.chat_loop({'nano': weights}, completions.Draws(max_new_tokens=4), 'data=-1', [], io.StringIO('hello\n'), out=out)
   said = capsys.readouterr()
-  assert said.out == '' and re.search(r'^compiling program \d: generate', said.err, re.MULTILINE)
+  assert said.out == '' and re.search(r'^compiling generate', said.err, re.MULTILINE)
   assert 'compiling' not in out.getvalue()
 
 

@@ -36,7 +36,8 @@ class Activity(rich.console.RenderHook):
     self._live = console.is_terminal and not console.is_dumb_terminal
     self._lock = threading.Lock()
     self._open: list[list] = []  # [text, start] of each activity, innermost last
-    self.printed = float('inf')  # when anything was printed last, by `time.perf_counter`; inf: never
+    self._compiling: list[list] = []  # the same of each program that is being compiled
+    self._printed = time.perf_counter()  # when anything was printed last, or this was made
     self._thread = threading.Thread()  # another for each outermost activity
     self._wake = threading.Event()
 
@@ -47,7 +48,6 @@ class Activity(rich.console.RenderHook):
       self._open.append([text, time.perf_counter()])
     if outermost:
       self._wake.clear()
-      self.printed = min(self.printed, time.perf_counter())
       self.console.push_render_hook(self)
       self._thread = threading.Thread(target=self._show, daemon=True, name='activity')
       self._thread.start()
@@ -67,11 +67,15 @@ class Activity(rich.console.RenderHook):
       if self._open:
         self._open[-1][0] = text
 
-  def compiling(self, name: str, number: int, planned: int) -> None:
-    """Says that compiling program `number` (from 1) of `planned` (0: unknown) begins; for `Ledger.announce`."""
-    with self._lock:
-      if self._open and not callable(self._open[-1][0]):  # the steps of a stage go on after a compilation
-        self._open[-1][:] = f'compiling {f"{number}/{planned}: " if planned else ""}{name}', time.perf_counter()
+  @contextlib.contextmanager
+  def compiling(self, name: str, number: int, planned: int) -> Iterator[None]:
+    """Shows that program `number` (from 1) of `planned` (0: unknown) is compiled; for `Ledger.announce`."""
+    this = [f'compiling {f"{number}/{planned}: " if planned else ""}{name}', time.perf_counter()]
+    self._compiling.append(this)
+    try:
+      yield
+    finally:
+      self._compiling.remove(this)
 
   def following(self, doing: Callable[[], str]) -> contextlib.AbstractContextManager:
     """Prints what `doing` returns after each silence; on a terminal nothing, as a bar is shown there."""
@@ -79,26 +83,28 @@ class Activity(rich.console.RenderHook):
 
   def process_renderables(self, renderables: list) -> list:
     """Notes that something is printed; the console calls it."""
-    self.printed = time.perf_counter()
+    self._printed = time.perf_counter()
     return renderables
 
   def _show(self) -> None:
     """Renews the line each second on a terminal; elsewhere prints one after each silence."""
     if self._live:
-      with self.console.status(self._text()) as status:
+      with self.console.status(self.text()) as status:
         while not self._wake.wait(1.0):
-          status.update(self._text())
+          status.update(self.text())
       return
-    while not self._wake.wait(max(0.1, self.printed + self._period - time.perf_counter())):  # a text may be empty
-      if time.perf_counter() - self.printed >= self._period and (text := self._text()):
+    while not self._wake.wait(max(0.1, self._printed + self._period - time.perf_counter())):  # a text may be empty
+      if time.perf_counter() - self._printed >= self._period and (text := self.text()):
         self.console.out(text, highlight=False)
 
-  def _text(self) -> str:
+  def text(self) -> str:
+    """Returns what is being done, and for how long; '' where nothing is."""
     with self._lock:
-      if not self._open:
+      found = self._compiling or self._open
+      if not found:
         return ''
-      text, start = self._open[-1]
-      if callable(text):
-        return text()
+      text, start = found[-1]
+    if callable(text):
+      return text()
     seconds = time.perf_counter() - start
     return f'{text} ({seconds:.0f} s)' if seconds >= 1 else text

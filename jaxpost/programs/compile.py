@@ -1,6 +1,7 @@
 """Ahead-of-time compiled programs, and the ledger of what was compiled."""
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import os
@@ -25,15 +26,14 @@ class Ledger:
   look: Callable | None = None  # (name, compiled, args, calls_per_step) -> more columns of a row
   options: dict | None = None  # of the compiler
   only: tuple = ()  # names of programs; others are not compiled; (): all
-  announce: Callable[[str, int, int], None] | None = None  # gets name, number and `planned` as a compilation begins
+  announce: Callable = lambda *_: contextlib.nullcontext()  # (name, number, `planned`) -> context of a compilation
   begun: list[str] = dataclasses.field(default_factory=list)  # names of the compilations so far
   planned: int = 0  # how many there will be before the first step; 0: not known yet
 
-  def begin(self, name: str) -> None:
-    """Announces that the compilation of a program begins."""
+  def begin(self, name: str) -> contextlib.AbstractContextManager:
+    """Announces that the compilation of a program begins; it ends with the context that is returned."""
     self.begun.append(name)
-    if self.announce:
-      self.announce(name, len(self.begun), self.planned and max(self.planned, len(self.begun)))
+    return self.announce(name, len(self.begun), self.planned and max(self.planned, len(self.begun)))
 
   def add(self, name: str, args: tuple, seconds: float, compiled: Any, flops: Any, calls: int, read: int) -> None:
     """Adds the row of a program that took `seconds` to compile; warns after the first step."""
@@ -130,10 +130,10 @@ class Program:
       self._compiled[key] = lambda *args: nothing
     if key not in self._compiled:
       start = time.perf_counter()
-      self._ledger.begin(self.name)
-      abstract = jax.tree.map(_abstract, args)
-      jitted = jax.jit(self._fn, donate_argnums=self._donate, out_shardings=self._shardings(abstract))
-      compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))
+      with self._ledger.begin(self.name):
+        abstract = jax.tree.map(_abstract, args)
+        jitted = jax.jit(self._fn, donate_argnums=self._donate, out_shardings=self._shardings(abstract))
+        compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))
       flops = self._flops(*args) if self._flops else None
       took = time.perf_counter() - start
       self._ledger.add(self.name, args, took, compiled, flops, calls=self._calls_per_step, read=self._read)

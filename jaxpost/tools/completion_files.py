@@ -19,7 +19,7 @@ from jaxpost.stage import weight_sources
 from jaxpost.storage import object_store, seals
 from jaxpost.tools.completions import Draws, complete, completion_rows, draw, engine_for, only, text_after
 from jaxpost.tools.inference import Weights, to_stderr
-from jaxpost.tools.working import line, working
+from jaxpost.tools.working import working
 from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def complete_file(
   def doing() -> str:
     return f'sampling: {at} of {len(prompts)} prompts are done'
 
-  with open(out, 'a', encoding='utf-8') as file, bar, working(doing, bar=True):
+  with open(out, 'a', encoding='utf-8') as file, bar, working.following(doing):
     task = bar.add_task('prompts', total=len(prompts), completed=done)
     for start in range(done, len(prompts), together):
       part = prompts[start : start + together]
@@ -86,16 +86,16 @@ def complete_file(
 
 
 def _bar() -> progress.Progress:
-  """Returns a bar of progress on stderr that ends with what is being done."""
+  """Returns a bar of progress on stderr that ends with what is being compiled."""
   columns = *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(), _Line()
   return progress.Progress(*columns, console=rich.console.Console(stderr=True))
 
 
 class _Line(progress.ProgressColumn):
-  """What is being done, at the end of the bar."""
+  """Shows what is being compiled, at the end of the bar."""
 
   def render(self, task: progress.Task) -> rich.text.Text:
-    return rich.text.Text('' if task.finished else line())
+    return rich.text.Text('' if task.finished else working.text())
 
 
 def _rows_of(rollout: Rollout, tokenizer: Tokenizer) -> list[dict]:

@@ -24,12 +24,12 @@ from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError
 from jaxpost.matmul import compute_for
 from jaxpost.models import shared_weights
+from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import sampler_config
 from jaxpost.rollout.buckets import bucket
 from jaxpost.rollout.native import NativeEngine, SamplerConfig
 from jaxpost.stage import on_policy
 from jaxpost.tools.inference import Weights, adapters, merged
-from jaxpost.tools.shown_ledger import ShownLedger
 from jaxpost.tools.working import working
 from jaxpost.types import Prompt, Rollout
 
@@ -255,7 +255,7 @@ def make_engine(
     ),
     layout,
     compute,
-    ShownLedger(),
+    Ledger(announce=working.compiling),
     decode=functools.partial(inputs.tokenizer.decode, skip_special=False),
     reshard=reshard,
   )

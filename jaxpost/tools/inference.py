@@ -44,7 +44,6 @@ from jaxpost.stage.records import Data, Inputs, PreparedStage, Source, Workers
 from jaxpost.storage import object_store, seals
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.storage.manifest import finished_steps
-from jaxpost.tools.shown_ledger import ShownLedger
 from jaxpost.tools.working import working
 from jaxpost.types import TrainState
 
@@ -318,9 +317,8 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
         cleanup.callback(rewards.close)
       elif not environment:
         raise InputError('config.reward: a reward model grades in training only; name a reward function')
-    placed = place.place_stage(
-      PreparedStage(inputs, Data(rows, held_out=held_out), Workers(rewards, environment)), ledger=ShownLedger()
-    )
+    placed = place.place_stage(PreparedStage(inputs, Data(rows, held_out=held_out), Workers(rewards, environment)))
+    placed.ledger.announce = working.compiling
     evaluator = assemble.make_evaluator(placed, on_policy.make_engine(placed) if samples else None)
     assert evaluator is not None  # as there is held-out data
     metrics, _ = evaluator(Roles(_policy(weights, placed)), weights.step)

@@ -24,7 +24,7 @@ from jaxpost.stage import model_limits, schema
 from jaxpost.stage import place as place_lib
 from jaxpost.stage.records import PreparedStage
 from jaxpost.tools.inference import Weights
-from jaxpost.tools.shown_ledger import ShownLedger
+from jaxpost.tools.working import working
 
 _ROWS = 8  # of a device at a time
 _SMALLEST = 64  # tokens of a row
@@ -96,7 +96,8 @@ class Scorer:
       inputs = self._weights.inputs
       train = dataclasses.replace(inputs.config.train, batch_size=rows, micro_batch_size=rows, row_length=length)
       config = dataclasses.replace(inputs.config, train=train, mesh=schema.MeshSection())
-      placed = place_lib.place_stage(PreparedStage(dataclasses.replace(inputs, config=config)), ledger=ShownLedger())
+      placed = place_lib.place_stage(PreparedStage(dataclasses.replace(inputs, config=config)))
+      placed.ledger.announce = working.compiling
       args = placed.model, placed.train, placed.compute, placed.ledger
       if self.top:
         size = placed.model.config.vocab_size
