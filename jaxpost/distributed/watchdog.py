@@ -119,14 +119,10 @@ def place() -> tuple[str, bool]:
 def _own(frame):
   """(innermost frame outside of installed libraries, whether a frame of JAX is below it)."""
   waits = False
-  while frame and _of_library(frame.f_code.co_filename):
-    waits |= any(part in frame.f_code.co_filename for part in _JAX)
+  while frame and (file := frame.f_code.co_filename).startswith(_LIBRARIES) and not file.startswith(_HERE):
+    waits |= any(part in file for part in _JAX)
     frame = frame.f_back
   return frame, waits or bool(frame) and frame.f_code.co_filename in _WAITING
-
-
-def _of_library(file: str) -> bool:
-  return file.startswith(_LIBRARIES) and not file.startswith(_HERE)
 
 
 def _start():

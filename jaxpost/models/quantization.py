@@ -211,7 +211,7 @@ def quantize_model(model: Model, kind: str) -> Model:
   view = functools.partial(_view, axes)
   return dataclasses.replace(
     out,
-    forward=functools.partial(_run, model.forward, axes),
+    forward=lambda params, *args, **kwargs: model.forward(view(params), *args, **kwargs),
     view=lambda params: model.view(view(params)),
     init=lambda key, dtype=jnp.float32: convert_params(model.init(key, dtype=dtype), out),
     merge=lambda params: model.merge(convert_params(params, base)),
@@ -227,10 +227,6 @@ def check_frozen(model: Model, key: str) -> None:
         f'and {path} is; set config.lora.rank, or freeze it with '
         'config.train.freeze'
       )
-
-
-def _run(forward, axes, params, *args, **kwargs):
-  return forward(_view(axes, params), *args, **kwargs)
 
 
 def _view(axes, params) -> dict:

@@ -157,7 +157,7 @@ def describe(run: epath.PathLike, stage: str, step: int, folder: str = 'FOLDER')
   rows = {
     'base model': config.model.path or f'random weights of the shape {config.model.preset}',
     'method': config.algorithm,
-    'data': _joined(config.data.path),
+    'data': ' + '.join(map(str, [path] if isinstance(path := config.data.path, str) else path)),
     'rewards': ', '.join(map(str, config.rewards_tuple())),
     'stage': f'{stage}, step {step} of {config.train.steps}',
     'seed': config.seed,
@@ -189,10 +189,6 @@ def _metrics(run: epath.Path, stage: str, step: int) -> tuple[int, dict[str, flo
   if not found:
     return None
   return found[-1]['step'], {k: v for k, v in found[-1].items() if k not in metrics.ROW_KEYS}
-
-
-def _joined(value: Any) -> str:
-  return ' + '.join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _cell(value: Any) -> str:
