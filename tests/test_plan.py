@@ -682,10 +682,10 @@ def test_decoding_reads_what_is_filled_of_a_cache(window, filled, read):
   'rollout, slots, wanted',
   [
     # Blocks of 16 end at 48, 64, ... 544; the cache has 560 entries, and attention reads 64, 128, 256, 512 or all.
-    (dict(max_prompt_length=32, max_new_tokens=512), (8, 4), {64: 2, 128: 4, 256: 8, 512: 16, 560: 2}),
-    (dict(max_prompt_length=480, max_new_tokens=64), (8,), {512: 2, 560: 2}),
-    # No block reads all 129 entries, so no program does: the four of 128 were counted as so many of 64.
-    (dict(max_prompt_length=33, max_new_tokens=80), (8, 4), {64: 1, 128: 4}),
+    (dict(max_prompt_length=32, max_new_tokens=512), (8, 4), {64: 2, 128: 4, 256: 8, 560: 18}),
+    (dict(max_prompt_length=480, max_new_tokens=64), (8,), {560: 4}),
+    # A block of 113 entries reads all 129.
+    (dict(max_prompt_length=33, max_new_tokens=80), (8, 4), {64: 1, 129: 4}),
   ],
 )
 def test_blocks_of_decoding_are_counted_for_what_they_read(rollout, slots, wanted):
@@ -693,7 +693,7 @@ def test_blocks_of_decoding_are_counted_for_what_they_read(rollout, slots, wante
   config = types.SimpleNamespace(rollout=types.SimpleNamespace(page_size=0, **rollout))
   room = rollout['max_prompt_length'] + rollout['max_new_tokens']
   engine = buckets.Buckets(8, 1, 1, room, room + 16, 0, 16, rollout['max_new_tokens'])
-  assert {engine.decode(n + 16) for n in range(rollout['max_prompt_length'], room)} == wanted.keys()
+  assert {engine.decode(n + 16, 8) for n in range(rollout['max_prompt_length'], room)} == wanted.keys()
   reads = roofline._reads(types.SimpleNamespace(config=config, decode_block=16))
   step = roofline.Step({'generate': sum(wanted.values())}, 0, 0, reads)
   # Attention to a window computes the same for all of them.
@@ -720,7 +720,7 @@ def test_programs_of_decoding_say_what_they_read():
   )
   found = aot.compile_stage(prepared, machines.parse('cpu:1'), ('generate',))
   step = roofline.step_of(found.placed)
-  assert {row['read']: roofline._calls(row, found.rows, step) for row in found.rows} == {64: 1, 128: 3}
+  assert {row['read']: roofline._calls(row, found.rows, step) for row in found.rows} == {64: 1, 129: 3}
 
 
 def sampling_seconds(row):

@@ -12,8 +12,8 @@ import tiny
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.programs.compile import Ledger
+from jaxpost.rollout import buckets, native, page_table, sampler_config
 from jaxpost.rollout import engine as protocol
-from jaxpost.rollout import native, page_table, sampler_config
 from jaxpost.rollout.sequence import ActiveSequence, DrawnTokens, Request
 from jaxpost.types import Prompt
 
@@ -28,6 +28,29 @@ def model():
 def decode(ids):
   """A text of one or two characters a token."""
   return ''.join(chr(97 + i % 26) * (1 + i % 2) for i in map(int, ids))
+
+
+@pytest.mark.parametrize(
+  'room, page, sizes',
+  [
+    (1024, 0, {64: [64, 128, 256, 512, 1056], 32: [128, 256, 512, 1056], 16: [256, 512, 1056], 8: [512, 1056]}),
+    (272, 0, {64: [64, 128, 304], 32: [128, 304], 16: [304], 8: [304]}),
+    (700, 128, {64: [128, 256, 512, 768], 32: [128, 256, 512, 768], 16: [256, 512, 768], 8: [512, 768]}),
+  ],
+)
+def test_shapes_of_decoding(room, page, sizes):
+  """Each block reads all that is filled; few shapes do, and part of the slots reads at most a quarter more than all."""
+  slots, block = 64, 32
+  length = buckets.cache_length(room, block, page)
+  found = buckets.Buckets(slots, 1, 1, room, length, page, block, max_new_tokens=room)
+  assert found.row_sizes() == list(sizes)
+  for rows, wanted in sizes.items():
+    reads = {n: found.decode(n + block, rows) for n in range(room + 1)}
+    assert sorted(set(reads.values())) == wanted
+    for n, read in reads.items():
+      assert n + block <= read
+      assert rows * read <= 1.25 * slots * found.decode(n + block, slots)
+      assert not page or read % page == 0
 
 
 def make_engine(model, params, ledger=None, compute=tiny.EXACT, **fields):

@@ -1,7 +1,7 @@
 """Length and row buckets of the sampler: the finite set of shapes that it compiles.
 
 A prompt is padded to a power of two, attention reads a power of two of cache entries, and a block computes all slots or
-a part of them. So nothing is compiled while a run samples.
+a part of them. So few programs are compiled, and none while a run samples.
 """
 
 import dataclasses
@@ -21,9 +21,14 @@ def cache_length(longest: int, block: int, page_size: int) -> int:
   return -(-(longest + block) // page) * page
 
 
-def entries_read(length: int, cache_length: int, page_size: int) -> int:
-  """Cache entries that attention by XLA reads where `length` are filled."""
-  return bucket(length, cache_length, max(64, page_size))
+def entries_read(length: int, cache_length: int, page_size: int, slots_per_row: float = 1.0) -> int:
+  """Cache entries that attention by XLA reads where `length` are filled; all of them from four fifths on.
+
+  slots_per_row: all slots / those that are computed. A part of them together reads at least what all of them read in
+    the smallest bucket: programs that read less would save little.
+  """
+  size = bucket(max(length, int(64 * slots_per_row)), cache_length, max(64, page_size))
+  return size if size < 0.8 * cache_length else cache_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,12 +61,14 @@ class Buckets:
     return bucket(length, self.longest)
 
   def read(self, length: int) -> int:
-    """Cache entries that attention reads where `length` are filled."""
+    """Cache entries that attention reads in all slots where `length` are filled."""
     return entries_read(length, self.cache_length, self.page_size)
 
-  def decode(self, length: int) -> int:
-    """Cache entries that a block of decoding reads; 0 means that the kernel reads exactly the filled entries."""
-    return 0 if self.reads_filled else self.read(length)
+  def decode(self, length: int, rows: int) -> int:
+    """Cache entries that a block of `rows` slots reads; 0 means that the kernel reads exactly the filled entries."""
+    if self.reads_filled:
+      return 0
+    return entries_read(length, self.cache_length, self.page_size, self.slots / rows)
 
   def rows(self, count: int) -> int:
     """Slots that are computed where the first `count` are in use."""

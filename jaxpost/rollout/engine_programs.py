@@ -158,8 +158,8 @@ def compile_jobs(
     for copies in buckets.copy_sizes(rows, size) if engine.page else [0]:
       enters = entry.replace(copies=_abstract(engine, (copies, 3))) if copies else entry
       jobs.append(functools.partial(programs.insert.compile, state, prefilled, enters, key, step))
-  for read in sorted({buckets.decode(n + engine.block) for n in range(low, high)}):
-    for count in buckets.row_sizes():
+  for count in buckets.row_sizes():
+    for read in sorted({buckets.decode(n + engine.block, count) for n in range(low, high)}):
       jobs.append(functools.partial(programs.decoder(count, read).compile, weights, state, *tables(count, read)))
       if engine.config.speculation:
         from jaxpost.rollout import drafts

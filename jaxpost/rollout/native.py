@@ -175,20 +175,16 @@ class NativeEngine:
 
   def init_decode_state(self) -> DecodeState:
     """A decode state with empty slots; InputError where it does not fit the devices."""
-    self._check_memory()
+    # Checked once: memory that the allocator keeps for the next cache looks taken.
+    if not self._fits and self.cache_bytes() > sampler_config.free_bytes(self.layout):
+      raise InputError(self._too_large())
+    self._fits = True
     try:
       return self.programs.init()
     except jax.errors.JaxRuntimeError as e:
       if 'RESOURCE_EXHAUSTED' not in str(e):
         raise
       raise InputError(self._too_large()) from e
-
-  def _check_memory(self):
-    """InputError where the cache is larger than what the devices have left."""
-    # Checked once: memory that the allocator keeps for the next cache looks taken.
-    if not self._fits and self.cache_bytes() > sampler_config.free_bytes(self.layout):
-      raise InputError(self._too_large())
-    self._fits = True
 
   def _too_large(self) -> str:
     slots = self.max_concurrent_decodes
@@ -266,9 +262,8 @@ class NativeEngine:
   ) -> tuple[DecodeState, Block]:
     """Decodes a block in the first `rows` slots, attending to `read` entries (0: all that are filled)."""
     tables = () if table is None else (self.layout.put(table),)
-    return self.programs.decoder(rows or self.max_concurrent_decodes, read or self.buckets.decode(self.length))(
-      self.weights, state, *tables
-    )
+    rows = rows or self.max_concurrent_decodes
+    return self.programs.decoder(rows, read or self.buckets.decode(self.length, rows))(self.weights, state, *tables)
 
   def move(self, state: DecodeState, moves: dict[int, int]) -> DecodeState:
     """Moves the contents of slot s to slot moves[s]."""

@@ -271,7 +271,7 @@ class Scheduler:
     if not self.queue:
       live = self.compact(live)
     rows = engine.buckets.rows(max(live) + 1)
-    read = engine.buckets.decode(max(sequence.used for sequence in live.values()) + engine.block)
+    read = engine.buckets.decode(max(sequence.used for sequence in live.values()) + engine.block, rows)
     if self.harvested_at is not None and not self.running:
       self.gap_s += time.perf_counter() - self.harvested_at
     table = self.pages.table(live, rows, read) if self.pages else None
