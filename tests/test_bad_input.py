@@ -242,7 +242,7 @@ FIELDS = {
   'reward that needs another column': (
     'grpo',
     dict(reward='./rewards.py:needs_more'),
-    "needs_more .*rewards.py.*needs the column 'gold', the data has: .*answ",
+    "needs_more .*rewards.py.*needs the column 'gold', the data from .* on has: .*answ",
   ),
   'init_from no run': ('sft', dict(init_from='.'), 'config.init_from: . is neither the folder of a run'),
   'init_from no step': ('sft', dict(init_from='.@x'), "config.init_from: 'x' in '.@x' is no step"),
@@ -555,6 +555,25 @@ def test_a_row_that_no_reward_can_grade(row, model, place, monkeypatch):
       text = "needs the column 'answer', this row has: prompt; give it, null where there is none, or drop the row"
       line = refused(over, place / 'refused', monkeypatch)
       assert re.fullmatch(rf'rows.jsonl:2: reward (exact_match|names_answer) \(.*\.py\): {text}', line), line
+
+
+@pytest.mark.parametrize('algorithm', ['sft', 'grpo'])
+def test_held_out_rows_are_checked_for_what_grades_them(algorithm, model, place, monkeypatch):
+  """Before a device is used; the rows of SFT, which nothing grades, need no such column."""
+  (place / 'train.jsonl').write_bytes(lines('{"prompt": "1+1=", "completion": "2", "answer": "2"}'))
+  (place / 'bare.jsonl').write_bytes(lines('{"prompt": "1+1=", "completion": "2"}'))
+  reward = dict(reward='./rewards.py:names_answer', rewards=dict(workers=1))
+
+  def config(data, held_out):
+    base = tiny.grpo_config(model, **reward) if algorithm == 'grpo' else tiny.run_config(model, **reward)
+    return tiny.merged(base, dict(data=dict(path=data), eval=dict(samples=1, size=1, data=dict(path=held_out))))
+
+  line = refused(config('train.jsonl', 'bare.jsonl'), place / 'run', monkeypatch)
+  text = r"reward names_answer \(.*\.py\): needs the column 'answer', the data from bare.jsonl:1 on has: prompt, .*"
+  assert re.fullmatch(text, line), line
+  if algorithm == 'sft':
+    with pytest.raises(AssertionError, match='as far as compiling'):
+      stages.run(config('bare.jsonl', 'train.jsonl'), place / 'run')
 
 
 # Rewards that fail for every group of the first batch.

@@ -119,7 +119,8 @@ class RewardPool:
       names: of the functions that grade them; None: all.
     """
     first = next(rows[i] for i in range(len(rows)) if rows[i])
-    self.check(first if rows.streaming else {column: None for i in range(len(rows)) for column in rows[i]}, names)
+    columns = first if rows.streaming else {column: None for i in range(len(rows)) for column in rows[i]}
+    self.check(columns, names, f'the data from {rows.where(0)} on')
     asked = [name for name in self.names if names is None or name in names]
     for column, value in first.items() if asked else ():
       _check_json(column, value)
@@ -138,27 +139,26 @@ class RewardPool:
           text = f'reward {name} ({file}): {user_code.missing_column(column, rows[i])}'
           raise InputError(f'{rows.where(i)}: {text}; give it, null where there is none, or drop the row')
 
-  def check(self, columns: Iterable[str] | None = None, names: Sequence[str] | None = None) -> None:
+  def check(
+    self, columns: Iterable[str] | None = None, names: Sequence[str] | None = None, at: str = 'the data'
+  ) -> None:
     """Starts the workers and imports every function; InputError if that fails.
 
     Args:
       columns: names of the data's columns, to check that each function gets the arguments it needs; None skips that
         check until the first call.
       names: of the functions to check so; None: all.
+      at: where the data is, for errors.
     """
     self._start()
     self._needs = [(r.name, r.file, r.needs) for r in self._local]
     for ready in self._ready:
       functions = ready.result()
     self._needs += [(name, found['file'], found['needs']) for (name, _), found in zip(self._remote, functions)]
-    if columns is None:
-      return
-    given = (*user_code.GIVEN, *columns)
-    for name, file, arguments in self._needs:
-      if names is not None and name not in names:
-        continue
-      for missing in user_code.missing_of(arguments, given):
-        raise InputError(f'reward {name} ({file}): {user_code.missing_column(missing, given, "the data")}')
+    given = (*user_code.GIVEN, *(columns or ()))
+    for name, file, arguments in self._needs if columns is not None else ():
+      for missing in user_code.missing_of(arguments, given) if names is None or name in names else ():
+        raise InputError(f'reward {name} ({file}): {user_code.missing_column(missing, given, at)}')
 
   def submit(self, groups: Sequence[Group], step: int | None = None) -> list[concurrent.futures.Future[Graded]]:
     """Starts grading without waiting for it; failures are not counted before `count` is called.

@@ -38,9 +38,10 @@ def prepare(
     reward_models.check_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
   with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
     environment = None
+    prompts = rows if algorithm.on_policy else None
+    held_out = held_out_rows if checks.samples_held_out(config) else None
     if config.environment:
-      held_out = held_out_rows if checks.samples_held_out(config) else None
-      environment = start_environment(inputs, rows if algorithm.on_policy else None, held_out)
+      environment = start_environment(inputs, prompts, held_out)
       undo.callback(environment.close)
     data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
     check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
@@ -49,7 +50,7 @@ def prepare(
       from jaxpost.rl import demonstrations
 
       demonstrations.check(tokenizer, rows, checks.READ_FIRST)
-    rewards = start_rewards(config, rows) if config.rewards_tuple() else None
+    rewards = start_rewards(config, prompts, held_out) if config.rewards_tuple() else None
     undo.pop_all()
   return PreparedStage(epochs.count_steps(inputs, data), data, Workers(rewards, environment))
 
@@ -132,11 +133,11 @@ def start_environment(inputs: Inputs, *data: Rows | None) -> EnvironmentPool | P
   return factory.start_environments(inputs.config, inputs.algorithm, inputs.tokenizer, [x for x in data if x])
 
 
-def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
+def start_rewards(config: Config, prompts: Rows | None, held_out: Rows | None = None) -> RewardPool | None:
   """Starts the processes of the reward functions; None where only a reward model grades.
 
   Raises:
-    InputError: a function cannot be imported, does not take the columns of `rows`, or cannot grade one.
+    InputError: a function cannot be imported, does not take the columns of the rows, or cannot grade one.
   """
   from jaxpost.rewards.pool import RewardPool
 
@@ -157,11 +158,11 @@ def start_rewards(config: Config, rows: Rows) -> RewardPool | None:
   )
   with contextlib.ExitStack() as undo:
     undo.callback(pool.close)
-    if config.rl.sources:
+    if prompts and config.rl.sources:
       from jaxpost.rl import mixture
 
-      mixture.check_rows(pool, rows, mixture.parse(config, pool.names, rows))
-    else:
+      mixture.check_rows(pool, prompts, mixture.parse(config, pool.names, prompts))
+    for rows in filter(None, () if config.rl.sources else (prompts, held_out)):
       pool.check_rows(rows)
     undo.pop_all()
   return pool
