@@ -77,7 +77,7 @@ def decode(preset: str, layers: int, slots: int, length: int, block: int, top_p:
     state = engine.insert(
       engine.init_decode_state(), prefilled, _entry(engine, prompt, slots), on_policy.run_key(0, 1), 0
     )
-    read = engine.buckets.decode(min(length, engine.length), slots)
+    read = engine.buckets.decode(min(length, engine.length), engine.max_concurrent_decodes)
     held = [state]
 
     def run() -> Any:
