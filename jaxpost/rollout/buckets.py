@@ -21,13 +21,9 @@ def cache_length(longest: int, block: int, page_size: int) -> int:
   return -(-(longest + block) // page) * page
 
 
-def entries_read(length: int, cache_length: int, page_size: int, slots_per_row: float = 1.0) -> int:
-  """Cache entries that attention by XLA reads where `length` are filled; all of them from four fifths on.
-
-  slots_per_row: all slots / those that are computed. A part of them together reads at least what all of them read in
-    the smallest bucket: programs that read less would save little.
-  """
-  size = bucket(max(length, int(64 * slots_per_row)), cache_length, max(64, page_size))
+def entries_read(length: int, cache_length: int, page_size: int) -> int:
+  """Cache entries that attention by XLA reads where `length` are filled; all of them from four fifths on."""
+  size = bucket(length, cache_length, max(64, page_size))
   return size if size < 0.8 * cache_length else cache_length
 
 
@@ -66,9 +62,8 @@ class Buckets:
 
   def decode(self, length: int, rows: int) -> int:
     """Cache entries that a block of `rows` slots reads; 0 means that the kernel reads exactly the filled entries."""
-    if self.reads_filled:
-      return 0
-    return entries_read(length, self.cache_length, self.page_size, self.slots / rows)
+    # A part of the slots together reads at least what all of them read in the smallest bucket: less would save little.
+    return 0 if self.reads_filled else self.read(max(length, 64 * self.slots // rows))
 
   def rows(self, count: int) -> int:
     """Slots that are computed where the first `count` are in use."""
