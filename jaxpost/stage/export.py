@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from etils import epath
 
+from jaxpost.data import sources
 from jaxpost.errors import InputError
 from jaxpost.formats import hf_export
 from jaxpost.models import model as model_lib
@@ -157,7 +158,7 @@ def describe(run: epath.PathLike, stage: str, step: int, folder: str = 'FOLDER')
   rows = {
     'base model': config.model.path or f'random weights of the shape {config.model.preset}',
     'method': config.algorithm,
-    'data': ' + '.join(map(str, [path] if isinstance(path := config.data.path, str) else path)),
+    'data': ' + '.join(sources.split(config.data.path)),
     'rewards': ', '.join(map(str, config.rewards_tuple())),
     'stage': f'{stage}, step {step} of {config.train.steps}',
     'seed': config.seed,
