@@ -126,7 +126,9 @@ class RewardPool:
       _check_json(column, value)
     built_in = {name for name, spec in self._remote if spec.startswith(builtin.PACKAGE)}
     functions = [found for found in self._needs if found[0] in asked]
-    for i in range(len(rows)) if not rows.streaming and any(needs for *_, needs in functions) else ():
+    if rows.streaming or not any(needs for *_, needs in functions):
+      return
+    for i in range(len(rows)):
       filled = [name for name, value in rows[i].items() if value is not None]
       missing = [user_code.missing_of(needs, (*user_code.GIVEN, *filled)) for *_, needs in functions]
       if all(missing) and built_in.issuperset(asked):  # a user's function may know what null means
@@ -155,9 +157,13 @@ class RewardPool:
     for ready in self._ready:
       functions = ready.result()
     self._needs += [(name, found['file'], found['needs']) for (name, _), found in zip(self._remote, functions)]
-    given = (*user_code.GIVEN, *(columns or ()))
-    for name, file, arguments in self._needs if columns is not None else ():
-      for missing in user_code.missing_of(arguments, given) if names is None or name in names else ():
+    if columns is None:
+      return
+    given = (*user_code.GIVEN, *columns)
+    for name, file, arguments in self._needs:
+      if names is not None and name not in names:
+        continue
+      for missing in user_code.missing_of(arguments, given):
         raise InputError(f'reward {name} ({file}): {user_code.missing_column(missing, given, at)}')
 
   def submit(self, groups: Sequence[Group], step: int | None = None) -> list[concurrent.futures.Future[Graded]]:
