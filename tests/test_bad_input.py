@@ -559,9 +559,10 @@ def test_a_row_that_no_reward_can_grade(row, model, place, monkeypatch):
 
 @pytest.mark.parametrize('algorithm', ['sft', 'grpo'])
 def test_held_out_rows_are_checked_for_what_grades_them(algorithm, model, place, monkeypatch):
-  """Before a device is used; the rows of SFT, which nothing grades, need no such column."""
-  (place / 'train.jsonl').write_bytes(lines('{"prompt": "1+1=", "completion": "2", "answer": "2"}'))
-  (place / 'bare.jsonl').write_bytes(lines('{"prompt": "1+1=", "completion": "2"}'))
+  """Before a device is used; the rows of SFT, and those that are not evaluated, need no such column."""
+  whole, bare = '{"prompt": "1+1=", "completion": "2", "answer": "2"}', '{"prompt": "1+1=", "completion": "2"}'
+  for name, rows in ('train', [whole]), ('bare', [bare]), ('mixed', [whole, bare]):
+    (place / f'{name}.jsonl').write_bytes(lines(*rows))
   reward = dict(reward='./rewards.py:names_answer', rewards=dict(workers=1))
 
   def config(data, held_out):
@@ -573,7 +574,7 @@ def test_held_out_rows_are_checked_for_what_grades_them(algorithm, model, place,
   assert re.fullmatch(text, line), line
   if algorithm == 'sft':
     with pytest.raises(AssertionError, match='as far as compiling'):
-      stages.run(config('bare.jsonl', 'train.jsonl'), place / 'run')
+      stages.run(config('bare.jsonl', 'mixed.jsonl'), place / 'run')
 
 
 # Rewards that fail for every group of the first batch.

@@ -236,6 +236,18 @@ def test_a_source_without_the_column_of_its_reward_is_refused(folder, tmp_path):
     )
 
 
+def test_held_out_rows_of_each_source_have_the_columns_of_its_rewards(folder, tmp_path):
+  right_rows = write(tmp_path / 'held.jsonl', [{'prompt': '1+1=', 'answer': '2'}])
+  for name, row in ('styled', {'prompt': 'say 1', 'style': 'terse'}), ('bare', {'prompt': 'say 1'}):
+    path = f'{right_rows} + {write(tmp_path / f"{name}.jsonl", [row])}'
+    made = run_config(folder, tmp_path, eval=dict(samples=1, size=2, data=dict(path=path)))
+    if name == 'styled':
+      prepare.prepare_all(made)[0].close()
+      continue
+    with pytest.raises(InputError, match="short .*needs the column 'style', the data from .*bare.jsonl:1 on has"):
+      prepare.prepare_all(made)
+
+
 # ---------------------------------------------------------------- temperature
 
 

@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from jaxpost.data import sources
 from jaxpost.distributed import coordination
 from jaxpost.errors import InputError, refuse
 from jaxpost.rewards import builtin
@@ -20,8 +21,6 @@ from jaxpost.stage.records import PreparedStage, Workers
 if TYPE_CHECKING:
   from jaxpost.data.prompts import PromptStream
   from jaxpost.data.sources import Rows
-  from jaxpost.environments.by_source import PoolsBySource
-  from jaxpost.environments.pool import EnvironmentPool
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.stage.config import Config
   from jaxpost.stage.records import Inputs
@@ -38,10 +37,12 @@ def prepare(
     reward_models.check_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
   with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
     environment = None
-    prompts = rows if algorithm.on_policy else None
-    held_out = held_out_rows if checks.samples_held_out(config) else None
+    evaluated = sources.first(held_out_rows, config.eval.size) if checks.samples_held_out(config) else ()
+    graded = [x for x in (rows if algorithm.on_policy else (), evaluated) if x]
     if config.environment:
-      environment = start_environment(inputs, prompts, held_out)
+      from jaxpost.environments import factory
+
+      environment = factory.start_environments(config, algorithm, tokenizer, graded)
       undo.callback(environment.close)
     data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
     check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
@@ -50,7 +51,7 @@ def prepare(
       from jaxpost.rl import demonstrations
 
       demonstrations.check(tokenizer, rows, checks.READ_FIRST)
-    rewards = start_rewards(config, prompts, held_out) if config.rewards_tuple() else None
+    rewards = start_rewards(config, graded) if config.rewards_tuple() else None
     undo.pop_all()
   return PreparedStage(epochs.count_steps(inputs, data), data, Workers(rewards, environment))
 
@@ -126,15 +127,8 @@ def prompt_stream(
   )
 
 
-def start_environment(inputs: Inputs, *data: Rows | None) -> EnvironmentPool | PoolsBySource:
-  """Starts the processes of `config.environment`, which play with the rows of `data`."""
-  from jaxpost.environments import factory
-
-  return factory.start_environments(inputs.config, inputs.algorithm, inputs.tokenizer, [x for x in data if x])
-
-
-def start_rewards(config: Config, prompts: Rows | None, held_out: Rows | None = None) -> RewardPool | None:
-  """Starts the processes of the reward functions; None where only a reward model grades.
+def start_rewards(config: Config, data: Sequence[Rows]) -> RewardPool | None:
+  """Starts the processes of the reward functions that grade `data`; None where only a reward model grades.
 
   Raises:
     InputError: a function cannot be imported, does not take the columns of the rows, or cannot grade one.
@@ -158,12 +152,13 @@ def start_rewards(config: Config, prompts: Rows | None, held_out: Rows | None = 
   )
   with contextlib.ExitStack() as undo:
     undo.callback(pool.close)
-    if prompts and config.rl.sources:
-      from jaxpost.rl import mixture
+    for rows in data:
+      if config.rl.sources:
+        from jaxpost.rl import mixture
 
-      mixture.check_rows(pool, prompts, mixture.parse(config, pool.names, prompts))
-    for rows in filter(None, () if config.rl.sources else (prompts, held_out)):
-      pool.check_rows(rows)
+        mixture.check_rows(pool, rows, mixture.parse(config, pool.names, rows))
+      else:
+        pool.check_rows(rows)
     undo.pop_all()
   return pool
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from jaxpost.data import messages
+from jaxpost.data import messages, sources
 from jaxpost.data.tokenizer import Tokenizer
 from jaxpost.distributed.mesh import Layout
 from jaxpost.distributed.phases import make_layout
@@ -301,18 +301,21 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
   samples = config.eval.samples
   _check_evaluation(config, algorithm)
   rows = prepare.read_held_out_rows(config)
+  graded = [sources.first(rows, config.eval.size)]
   config = _on_these_devices(config, algorithm.on_policy, weights.layout, mesh)
   inputs = dataclasses.replace(weights.inputs, config=config, algorithm=algorithm)
   with contextlib.ExitStack() as cleanup:
     environment = rewards = None
     if samples and config.environment:
-      environment = sampling_inputs.start_environment(inputs, rows)
+      from jaxpost.environments import factory
+
+      environment = factory.start_environments(config, algorithm, inputs.tokenizer, graded)
       cleanup.callback(environment.close)
     held_out = prepare.make_held_out(inputs, rows, tools=environment.tools if environment else None)
     if samples:
       sampling_inputs.check_sampling(config, False)
       sampling_inputs.correct_by(config, False)
-      rewards = sampling_inputs.start_rewards(config, rows)
+      rewards = sampling_inputs.start_rewards(config, graded)
       if rewards:
         cleanup.callback(rewards.close)
       elif not environment:
