@@ -1,4 +1,4 @@
-"""What a command does, shown on stderr while it prints nothing else: its results alone are on stdout.
+"""Shows on stderr what a command does while it prints nothing else, as stdout has its results alone.
 
 Imports no JAX, as it is shown before JAX is imported. On a terminal nothing may be printed on stdout meanwhile, as the
 line that shows it would take that up.
