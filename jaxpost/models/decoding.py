@@ -173,7 +173,7 @@ def _product(spec: str, x: jax.Array, entries: jax.Array, compute: Compute) -> j
   """Returns einsum(spec, x, entries), of x [S, K, g, .] and the entries [S, K, N, h] of a layer."""
   dtype = entries.dtype.name  # its values are rounded to the operand type, see Compute
   if compute.platform == 'cpu' and dtype == 'float32' and 1 < x.shape[2] <= 4:
-    # XLA:CPU multiplies few rows two to three times faster one by one than together.
+    # XLA:CPU multiplies so few rows 1.5 to 3 times faster one by one than together, if N is large.
     rows = [einsum(spec.replace('g', ''), x[:, :, i], entries, dtype) for i in range(x.shape[2])]
     return jnp.stack(rows, axis=2)
   return einsum(spec, x, entries, dtype)
