@@ -120,7 +120,7 @@ def run_stage(stage: Stage, start: int, stop: StopSignal) -> None:
       run.save(step)
     stage.checkpointer.check()
     if preempted:
-      stage.checkpointer.wait()
+      stage.checkpointer.wait(for_all=True)
       stop.leave(stage.name, f'saved at step {step}')
   run.log_pending()
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
   from jaxpost.stage.place import PlacedStage
   from jaxpost.stage.records import PreparedStage, Source
 
-_SLOW_S = 600.0  # limit of what is no step (compilation, saving), where watchdog_s is lower
-
 
 def run(
   config: Any,
@@ -335,7 +333,7 @@ def _run_stage(
 def _watch(doing: str, *configs: config_lib.Config) -> None:
   """Starts the watchdog, unless a config switches it off."""
   limits = [c.log.watchdog_s for c in configs]
-  watchdog.start_operation(doing, max(_SLOW_S, *limits) if all(limits) else 0.0)
+  watchdog.start_operation(doing, max(watchdog.SLOW_S, *limits) if all(limits) else 0.0)
 
 
 def stages_done(placed: Sequence[PlacedStage], workdir: epath.Path) -> int:

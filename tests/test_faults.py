@@ -20,6 +20,7 @@ import tiny
 
 from jaxpost.distributed import watchdog
 from jaxpost.monitor import metrics
+from jaxpost.storage.manifest import finished_steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 HOST = socket.gethostname()
@@ -364,6 +365,35 @@ def test_the_slow_host_is_named(tmp_path):
     assert spoken[-1]['time/host_skew'] > 0.2
     hashes = [r['param_hash/policy'] for r in spoken]
     assert len(set(hashes)) == 4  # parameters move, and replicas agree
+
+
+# Process 0 reads a checkpoint back for longer than a step may take, and than a failed peer is waited for.
+SLOW_DISK = f"""
+import time
+from absl import flags
+from jaxpost.storage import object_store
+
+checksums = object_store.checksums
+
+def slowly(*names):
+  time.sleep({STEP_S + 2})
+  return checksums(*names)
+
+object_store.checksums = slowly
+from launch import exits, train
+exits.run(train.main)
+"""
+
+
+@pytest.mark.long
+def test_a_stopped_run_keeps_a_checkpoint_that_takes_long(tmp_path):
+  with Cluster(tmp_path, long_run(tmp_path, save=dict(every=0)), head=('-c', SLOW_DISK)) as run:
+    run.wait_for_steps()
+    run.children[1].send_signal(signal.SIGTERM)
+    assert run.ends_within(2 * STEP_S) == [42, 42], run.said(0) + run.said(1)
+    (step,) = finished_steps(tmp_path / 'run' / 'checkpoints' / 'sft')
+    for rank in (0, 1):
+      assert f'saved at step {step}' in run.line(rank)[0]
 
 
 # A process prints why it ends, and JAX aborts it while it leaves.

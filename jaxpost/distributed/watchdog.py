@@ -5,11 +5,13 @@ processes also send each other heartbeats (`peers.py`). JAX itself notices dead 
 and names neither.
 
   start_operation('step 3 of sft', 60.0)   the main thread: at most a minute
+  with slow_operation('a save'): ...       inside a step: at least SLOW_S
   pause()                                  no operation is timed
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import socket
@@ -17,12 +19,14 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
   from jaxpost.distributed.peers import Peers
 
 INTERVAL_S = 1.0  # between two looks of the watching thread, and two heartbeats of a process
+SLOW_S = 600.0  # limit of what is no step (compilation, evaluation, saving), where that of a step is lower
 _BACKSTOP_S = 4.5  # then faulthandler ends the process: Python itself may hang
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (
@@ -47,6 +51,7 @@ class _State:
 
   operation, since, limit: what the main thread is in, its start by the
     monotonic clock, and the seconds it may take (0: any).
+  completes: whether that is carried to its end where another process has failed.
   peers: the other processes; None in a run of one.
   left: set once this process ends normally.
   """
@@ -54,6 +59,7 @@ class _State:
   operation = 'the start'
   since = 0.0
   limit = 0.0
+  completes = False
   peers: Peers | None = None
   thread: threading.Thread | None = None
   left = threading.Event()
@@ -68,6 +74,22 @@ def start_operation(operation: str, limit_s: float) -> None:
   if limit_s:
     _start()
     faulthandler.dump_traceback_later(limit_s + _BACKSTOP_S, exit=True, file=sys.__stderr__)
+
+
+@contextlib.contextmanager
+def slow_operation(operation: str, completes: bool = False) -> Iterator[None]:
+  """Around a part of a timed operation that is no step, such as saving, which has at least `SLOW_S`; also a decorator.
+
+  completes: the failure of another process does not end it.
+  """
+  outer, limit = _State.operation, _State.limit
+  start_operation(operation, max(SLOW_S, limit) if limit else 0.0)
+  _State.completes = completes
+  try:
+    yield
+  finally:
+    _State.completes = False
+    start_operation(outer, limit)
 
 
 def pause() -> None:
@@ -138,7 +160,7 @@ def _watch():
     if _State.peers:
       _State.peers.exchange()
       # A main thread that waits for a device cannot see that another process failed.
-      _State.peers.end_if_gone(also_failed=_State.limit > 0)
+      _State.peers.end_if_gone(also_failed=_State.limit > 0 and not _State.completes)
 
 
 def _late() -> str:

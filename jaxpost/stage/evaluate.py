@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxpost.distributed import watchdog
+
 if TYPE_CHECKING:
   from jaxpost.rewards.groups import Graded
   from jaxpost.rl.grading import Grader
@@ -114,6 +116,7 @@ class Evaluator:
   held_out: HeldOut | None = None
   sampled: SampledEval | None = None
 
+  @watchdog.slow_operation('an evaluation')
   def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
     """(metrics, sample rows)."""
     metrics: dict[str, float] = {}

@@ -34,7 +34,7 @@ from etils import epath
 from orbax.checkpoint._src.serialization import tensorstore_utils  # see `_spare_memory`
 
 from jaxpost import errors
-from jaxpost.distributed import coordination
+from jaxpost.distributed import coordination, watchdog
 from jaxpost.storage import manifest as manifests
 from jaxpost.storage import object_store
 
@@ -105,6 +105,7 @@ class Checkpointer:
     self._saved: set[int] = set()  # steps finished since then
     self._last = None  # step of the state on disk, as far as known
 
+  @watchdog.slow_operation('a save')
   def save(self, step: int, state: Any, meta: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
     """Starts saving; the caller may donate `state` once this returns.
 
@@ -164,15 +165,20 @@ class Checkpointer:
     if self._pending is not None and self._pending[1].done():
       self.wait()
 
-  def wait(self) -> None:
-    """Returns once nothing is being saved; raises if the save failed."""
-    if self._pending is None:
-      return
-    (step, future), self._pending = self._pending, None
-    if error := future.exception():
-      error.add_note(f'while saving step {step} to {self._folder}')
-      raise error
-    self._last = step
+  @watchdog.slow_operation('a save', completes=True)
+  def wait(self, for_all: bool = False) -> None:
+    """Returns once nothing is being saved; raises if the save failed.
+
+    for_all: all processes call this, and return once process 0, which writes the manifest, does.
+    """
+    if self._pending is not None:
+      (step, future), self._pending = self._pending, None
+      if error := future.exception():
+        error.add_note(f'while saving step {step} to {self._folder}')
+        raise error
+      self._last = step
+    if for_all:
+      coordination.all_gather(None)
 
   def close(self) -> None:
     """Waits, then frees the threads. The object cannot be used afterwards."""
