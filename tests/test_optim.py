@@ -134,8 +134,13 @@ def test_an_optimizer_has_its_own_defaults(name, model):
     (OptimSection(name='scale_by_madgrad'), "has no optimizer 'scale_by_madgrad'"),
     (OptimSection(name='sm3'), 'optax.sm3 needs the same learning rate in each update'),
     (OptimSection(name='sgd', weight_decay=0.1), 'optax.sgd takes none; use adamw'),
+    (OptimSection(name='lamb'), 'optax.lamb needs the norm of each matrix of a layer in each update'),
+    (OptimSection(name='prodigy', weight_decay=0.1), 'weight_decay: optax.prodigy would apply it to norms'),
+    (OptimSection(name='sgd', b1=0.9), 'optim.b1: optax.sgd takes none; leave it -1'),
+    (OptimSection(name='lion', eps=1e-8), 'optim.eps: optax.lion takes none; leave it -1'),
+    (OptimSection(end_lr=1e-6), 'optim.end_lr: a constant learning rate has no end'),
   ],
 )
-def test_optimizers_that_cannot_run_are_refused(section, message):
+def test_what_an_optimizer_cannot_do_or_would_ignore_is_refused(section, message):
   with pytest.raises(InputError, match=message):
     optim.check(section)

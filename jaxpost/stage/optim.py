@@ -22,7 +22,10 @@ _NEEDS = {
   **dict.fromkeys(('lbfgs', 'polyak_sgd', 'momo', 'momo_adam', 'sophia'), 'the loss'),
   **dict.fromkeys(('schedule_free', 'schedule_free_adamw', 'schedule_free_sgd'), 'other weights for evaluation'),
   **dict.fromkeys(('sm3', 'rprop', 'optimistic_adam'), 'the same learning rate'),
+  # The parameters of all layers are one array here, of which these would take one norm.
+  **dict.fromkeys(('lamb', 'lars', 'fromage', 'novograd'), 'the norm of each matrix of a layer'),
 }
+_DECAY_MASKS = ('mask', 'weight_decay_mask')
 
 
 def make_schedule(kind: str, lr: float, steps: int, warmup: int, end: float) -> optax.Schedule:
@@ -58,7 +61,7 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
   make = _known()[section.name]
   takes = inspect.signature(make).parameters
   chosen = {k: v for k, v in options.items() if k in takes}
-  for mask in ('mask', 'weight_decay_mask'):
+  for mask in _DECAY_MASKS:
     if mask in takes and 'weight_decay' in takes:
       chosen[mask] = decayed(part.axes())
   return make(schedule, **chosen)
@@ -77,7 +80,7 @@ def _known() -> dict[str, Callable]:
 
 
 def check(section: OptimSection) -> None:
-  """Raises InputError where `config.optim` names no optimizer, one that takes no decay, or a negative rate."""
+  """Raises InputError where `config.optim` names no optimizer, or has values that it cannot take or would ignore."""
   for field, least in dict(lr=0, b1=0, b2=0, eps=1e-20).items():
     if -1 < vars(section)[field] < least:  # -1 has a meaning of its own
       raise InputError(f'config.optim.{field}: {vars(section)[field]!r} is below {least}')
@@ -98,6 +101,13 @@ def check(section: OptimSection) -> None:
     )
   if section.weight_decay and 'weight_decay' not in takes:
     raise InputError(f'config.optim.weight_decay: optax.{name} takes none; use adamw')
+  if section.weight_decay and name != 'muon' and not set(_DECAY_MASKS) & set(takes):
+    raise InputError(f'config.optim.weight_decay: optax.{name} would apply it to norms and biases, too; use adamw')
+  for field in ('b1', 'b2', 'eps'):
+    if vars(section)[field] != -1 and field not in takes and name != 'muon':  # whose AdamW takes all
+      raise InputError(f'config.optim.{field}: optax.{name} takes none; leave it -1')
+  if section.end_lr and section.schedule == 'constant':
+    raise InputError('config.optim.end_lr: a constant learning rate has no end; choose schedule=linear or cosine')
 
 
 def decayed(axes: dict) -> dict:
