@@ -179,6 +179,29 @@ def test_a_lock_that_was_removed_comes_back(lock, tmp_path, quick):
   assert path.exists() and not lock.lost
 
 
+def test_beats_go_on_after_an_error_of_an_object_store(lock, tmp_path, quick):
+  """Their errors are no OSErrors; a beat that fails is tried again."""
+  held, failed = lock(), []
+  read = held._read
+
+  def fail_once():
+    if failed:
+      return read()
+    failed.append(True)
+    raise RuntimeError('503: try again')
+
+  held.acquire()
+  held._read = fail_once
+  path = tmp_path / 'run' / run_lock.NAME
+  deadline = time.monotonic() + PATIENCE_S
+  while not failed and time.monotonic() < deadline:
+    time.sleep(0.01)
+  before = path.read_bytes()
+  while path.read_bytes() == before and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert failed and path.read_bytes() != before
+
+
 def test_of_several_one_takes_what_is_left_over(lock, tmp_path):
   """Also where some are held up between the look at the lock and its replacement, for longer than the others take."""
   first = lock()

@@ -93,7 +93,7 @@ class RunLock:
     """Gives the lock back, from any thread; does nothing where it is not held."""
     with self._beating:
       if self._held and not self._released.is_set() and _fields(self._read()).get('token') == self._mine['token']:
-        with contextlib.suppress(OSError):  # a lock that is left over is recognized
+        with contextlib.suppress(Exception):  # a lock that is left over is recognized
           self._path.unlink()
       self._released.set()
     if self._thread and self._thread is not threading.current_thread():
@@ -163,7 +163,9 @@ class RunLock:
       with self._beating:
         if self._released.is_set():
           return
-        with contextlib.suppress(OSError):  # a disk that is full or gone stops the run where it writes its files
+        # The next beat tries again. A disk that is full or gone, or a store that answers no more (in errors of its own
+        # kinds), stops the run where it writes its files.
+        with contextlib.suppress(Exception):
           found = _fields(self._read())
           if found.get('token', self._mine['token']) != self._mine['token']:
             self._released.set()
