@@ -54,7 +54,7 @@ class Stage:
   save_every: int = 0
   samples_every: int = 10
   max_skipped: int = 5
-  update_flops: Callable[[float], float] | None = None  # (mean context) -> FLOPs of an update per token
+  update_flops: Callable[[list, float], float] | None = None  # (updates of a step, mean context) -> FLOPs per token
   peak_flops: float = 0.0  # of all devices; 0: unknown
 
   def evaluates(self, step: int) -> bool:
@@ -161,7 +161,7 @@ class _Progress:
       row |= stage.host_health.finish(pending.replica_check, times)
     row['tokens_per_s'] = item.info['tokens'] / times['time/step']
     if stage.peak_flops and stage.update_flops:
-      row['mfu'] = stage.update_flops(row['mean_context']) * row['tokens_per_s'] / stage.peak_flops
+      row['mfu'] = stage.update_flops(item.updates, row['mean_context']) * row['tokens_per_s'] / stage.peak_flops
     stage.writer.write(step, 'train', row, item.error)
     if item.samples and (step % stage.samples_every == 0 or step in (1, stage.steps)):
       stage.writer.samples(step, [{'split': 'train', **row} for row in item.samples()])

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import types
 
 import children
 import jax
@@ -27,11 +28,12 @@ from jaxpost.monitor import metrics
 from jaxpost.monitor.nonfinite import merge_metrics
 from jaxpost.programs import train as programs
 from jaxpost.rl import batching
+from jaxpost.stage import assemble
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import load_weights as weights_lib
 from jaxpost.storage.checkpoint import Checkpointer
 from jaxpost.tools import inference
-from jaxpost.types import Experience, Outputs, Prompt, Rollout
+from jaxpost.types import Experience, Outputs, Prompt, Rollout, Update
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 GOLDEN = json.loads((ROOT / 'tests/golden/losses.json').read_text())
@@ -569,3 +571,18 @@ def test_the_recipe_of_vapo_runs(tmp_path):
   jaxpost.run(config, tmp_path, rich.console.Console(quiet=True))
   first, second, _ = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
   assert 'loss' not in first and np.isfinite(second['loss']) and 'critic/vf_loss' in first
+
+
+def test_the_flops_of_a_step_are_those_of_all_its_updates():
+  """Two epochs of four minibatches read each token twice; a step that only warms the critic up reads it twice there."""
+  model = model_lib.build(tiny.config())
+  config = types.SimpleNamespace(rl=types.SimpleNamespace(minibatches=4))
+  algorithm = types.SimpleNamespace(on_policy=True)
+  placed = types.SimpleNamespace(config=config, algorithm=algorithm)
+  roles = types.SimpleNamespace(trainable={name: types.SimpleNamespace(model=model) for name in ('policy', 'critic')})
+  once = model.flops_of_update(100.0)
+  for names, passes in ((['policy', 'critic'] * 8, 4), (['critic'] * 8, 2)):
+    updates = [Update(name, None) for name in names]
+    assert assemble.flops_of_updates(placed, roles, updates, 100.0) == pytest.approx(passes * once)
+  algorithm.on_policy = False
+  assert assemble.flops_of_updates(placed, roles, [Update('policy', None)], 100.0) == once

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -95,9 +95,15 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     samples_every=log.samples_every,
     save_rollout=make_rollout_saver(placed, workdir),
     max_skipped=config.optim.max_skipped,
-    update_flops=model.flops_of_update,
+    update_flops=functools.partial(flops_of_updates, placed, roles),
     peak_flops=program_table.peak_flops(jax.devices()),
   )
+
+
+def flops_of_updates(placed: PlacedStage, roles: Roles, updates: Sequence[Update], context: float) -> float:
+  """Returns the FLOPs of the updates of a step for each of its tokens, which attends to `context` tokens on average."""
+  parts = placed.config.rl.minibatches if placed.algorithm.on_policy else 1  # each update has this part of the tokens
+  return sum(roles.trainable[update.role].model.flops_of_update(context) for update in updates) / parts
 
 
 def begin_step(placed: PlacedStage, trace: Trace | None, step: int) -> None:
