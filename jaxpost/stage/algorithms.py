@@ -1,6 +1,5 @@
 """The table of algorithms by name, and how a config's algorithm is found."""
 
-import dataclasses
 import importlib
 
 from jaxpost.algorithms.base import Algorithm
@@ -42,32 +41,6 @@ def load_algorithm(name: str) -> Algorithm:
       f'config.algorithm: there is no {name!r}; {did_you_mean(name, ALGORITHMS)}built in: {", ".join(ALGORITHMS)}, or '
       'pkg.module or ./file.py of yours'
     )
-  from jaxpost import imports
+  from jaxpost.stage import own_algorithm
 
-  module = imports.load_module(target, 'config.algorithm')
-  attribute = attribute or 'ALGORITHM'
-  found = vars(module).get(attribute)
-  if not isinstance(found, Algorithm):
-    raise InputError(
-      f'config.algorithm: {target} has no {attribute} = jaxpost.Algorithm(...); docs/your_algorithm.md shows one'
-    )
-  _check_complete(found, target)
-  return found
-
-
-def _check_complete(found: Algorithm, target: str) -> None:
-  """Raises InputError where an algorithm lacks a function, or has something else in its place."""
-  for field in dataclasses.fields(found):
-    value = vars(found)[field.name]
-    if (field.name == 'objective' or callable(field.default)) and not callable(value):
-      raise InputError(
-        f'config.algorithm: {target}: `{field.name}` is {value!r:.60} and must be a function; the docstring of '
-        'jaxpost.Algorithm has its arguments'
-      )
-  if found.on_policy and found.credit is Algorithm.credit:
-    raise InputError(f'config.algorithm: {target}: on_policy without `credit`; that of jaxpost.algorithms.grpo is one')
-  if not found.on_policy and found.render is None:
-    raise InputError(
-      f'config.algorithm: {target}: neither on_policy nor a `render` for '
-      'data; jaxpost.algorithms.sft.render_text is that of SFT'
-    )
+  return own_algorithm.load(target, attribute or 'ALGORITHM')
