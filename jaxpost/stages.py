@@ -99,7 +99,10 @@ def _run(
   raw = epochs.with_steps_of_run(raw, configs, workdir / 'config.json')
   configs = config_lib.parse(raw)
   _watch('the start of the run', *configs.values())
-  consistency.check_resumed_config(workdir, configs, console)
+  if (workdir / 'config.json').exists():
+    from jaxpost.stage import resumed_run
+
+    resumed_run.check_config(workdir, configs, console)
   if several:
     agreement.check_workdir(workdir, configs)
   if consistency.is_finished(workdir, configs):
@@ -129,7 +132,10 @@ def _run(
     if several:
       agreement.check_inputs(prepared)
     # From here on devices are used.
-    consistency.check_resumed_models(prepared, workdir)
+    if (workdir / 'checkpoints').exists():
+      from jaxpost.stage import resumed_run
+
+      resumed_run.check_models(prepared, workdir)
     with activity('choosing meshes and checking kernels'):
       prepared = with_meshes(prepared, raw, choose_mesh, console.print)
       placed = [place.place_stage(stage) for stage in prepared]
@@ -153,9 +159,13 @@ def _begin(
     facts = start_lib.describe() | {'seed': prepared[0].config.seed, 'stages': epochs.facts(prepared)}
     facts['changes'] = consistency.changes(raw)
     facts['files'] = start_lib.code_files(facts['changes'])
-    changed = consistency.changed_code(workdir, facts['files'])
+    lines = start_lib.lines(facts)
+    if (workdir / start_lib.FILE).exists():
+      from jaxpost.stage import resumed_run
+
+      lines += resumed_run.changed_code(workdir, facts['files'])
     start_lib.keep(workdir, facts)
-    for line in [*start_lib.lines(facts), *changed]:
+    for line in lines:
       console.out(line, highlight=False)
 
 

@@ -7,7 +7,7 @@ import rich.console
 
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import consistency, field_names
+from jaxpost.stage import field_names, resumed_run
 
 
 def nested(path, value=1):
@@ -35,7 +35,7 @@ def test_a_run_of_an_older_version_is_refused_with_one_line(tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(nested('rollout.lag') | {'algorithm': 'grpo'}))
   configs = config_lib.parse({})
   with pytest.raises(InputError, match='was written by another version of jaxpost') as caught:
-    consistency.check_resumed_config(tmp_path, configs, rich.console.Console())
+    resumed_run.check_config(tmp_path, configs, rich.console.Console())
   message = str(caught.value)
   assert '\n' not in message and str(tmp_path / 'config.json') in message
   assert 'write config.rollout.staleness' in message and 'another --workdir' in message

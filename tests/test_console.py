@@ -25,7 +25,7 @@ from jaxpost.models import lora, partition
 from jaxpost.monitor import activity, metrics, start, timeline, titles
 from jaxpost.programs import compile as compile_lib
 from jaxpost.stage import config as config_lib
-from jaxpost.stage import consistency, epochs, json_schema, optim, prepare
+from jaxpost.stage import epochs, json_schema, optim, prepare, resumed_run
 from jaxpost.stage.schema import OptimSection
 from jaxpost.storage import manifest
 from jaxpost.tools import chat, completions, inference, preview_stage
@@ -382,7 +382,7 @@ def test_a_run_of_epochs_goes_on_by_steps(tmp_path):
 
   def resume(**train):
     configs = config_lib.parse(tiny.merged(SMALL, dict(train=train)))
-    consistency.check_resumed_config(tmp_path, configs, rich.console.Console())
+    resumed_run.check_config(tmp_path, configs, rich.console.Console())
 
   resume(steps=60, epochs=0.0)
   with pytest.raises(InputError, match='config.train.epochs of sft differs from the run'):
@@ -408,7 +408,7 @@ def test_a_run_that_ran_out_of_memory_goes_on_with_less(tmp_path, change, refuse
   saved.touch()
   configs = config_lib.parse(tiny.merged(begun, change))
   with contextlib.nullcontext() if not refused else pytest.raises(InputError, match=f'config.{refused} of sft differs'):
-    consistency.check_resumed_config(tmp_path, configs, rich.console.Console())
+    resumed_run.check_config(tmp_path, configs, rich.console.Console())
 
 
 def test_what_a_run_starts_with(tmp_path):
