@@ -32,24 +32,30 @@ def token_outputs(
   config = config._replace(loss_fn=None)
   hidden, labels, rows_mask, arrays = _split_context(config, (hidden, labels, mask, arrays or {}))
   found = _outputs(config, hidden, head, _nonzero_weights_first(labels, rows_mask, arrays, ()))
-  return _split_context(config, found, restore=mask.shape)
+  return _join_context(config, found, mask.shape)
 
 
-def _split_context(config: HeadConfig, tree: Any, restore: tuple[int, ...] = ()) -> Any:
-  """Makes each part of a row that is split over `context` a row of its own.
+def _split_context(config: HeadConfig, tree: Any) -> Any:
+  """Makes each part of a row that is split over `context` a row: [B, T, ...] -> [n B, T / n, ...]; no data moves."""
+  n, shards = config.layout.mesh.shape['context'], config.layout.batch_shards
 
-  No data moves between devices. With the original shape `restore` = (B, T), it undoes that.
-  """
-  n = config.layout.mesh.shape['context']
-  shards = config.layout.batch_shards
+  def split(x):
+    rows, length, *rest = x.shape
+    x = x.reshape(shards if rows % shards == 0 else 1, -1, n, length // n, *rest).swapaxes(1, 2)
+    return x.reshape(n * rows, length // n, *rest)
 
-  def move(x):
-    rows, length, *rest = restore or x.shape
-    split = (n, -1) if restore else (-1, n)
-    x = x.reshape(shards if rows % shards == 0 else 1, *split, length // n, *rest).swapaxes(1, 2)
-    return x.reshape(restore or (-1, length // n, *rest))
+  return tree if n == 1 else jax.tree.map(split, tree)
 
-  return tree if n == 1 else jax.tree.map(move, tree)
+
+def _join_context(config: HeadConfig, outputs: Outputs, shape: tuple[int, int]) -> Outputs:
+  """Undoes `_split_context`: outputs [n B, T / n] -> `shape`, (B, T)."""
+  (rows, length), n, shards = shape, config.layout.mesh.shape['context'], config.layout.batch_shards
+
+  def join(x):
+    x = x.reshape(shards if rows % shards == 0 else 1, n, -1, length // n).swapaxes(1, 2)
+    return x.reshape(rows, length)
+
+  return outputs if n == 1 else jax.tree.map(join, outputs)
 
 
 def fused_loss(

@@ -53,10 +53,12 @@ def prefill(
     from jaxpost.models import routing_replay
 
     experts = routing_replay.record(routes, cfg)
-  states = tuple(tuple(x) for x, stack in zip(kept, cfg.layer_stacks) if stack in STATEFUL)
+  states = tuple(tuple(state) for state, stack in zip(kept, cfg.layer_stacks) if stack in STATEFUL)
   # A layer that reads the keys and values of another one keeps none.
-  k, *v = map(tuple, zip(*(x for x, stack in zip(kept, cfg.layer_stacks) if stack not in STATEFUL and x)))
-  return Cache(k, v[0] if v else (), experts=experts, states=states), last
+  entries = [entry for entry, stack in zip(kept, cfg.layer_stacks) if stack not in STATEFUL and entry]
+  keys = tuple(entry[0] for entry in entries)
+  values = tuple(entry[1] for entry in entries if len(entry) > 1)  # latent attention has one array for both
+  return Cache(keys, values, experts=experts, states=states), last
 
 
 def decode(
@@ -212,7 +214,8 @@ def cached_attention(
   # XLA:GPU would merge two products of the same q into one, and copy the cache at every token.
   pairs = (q, cache[0]), (jax.lax.optimization_barrier(q), recent[0])
   scores = jnp.concatenate([_product('bkgh,bksh->bkgs', q, keys, compute) for q, keys in pairs], axis=-1)
-  flat, scores = scores.shape, scores.reshape(slots, kv_heads, count, -1, scores.shape[-1])
+  merged = scores.shape  # queries and heads of a group are one axis
+  scores = scores.reshape(slots, kv_heads, count, -1, merged[-1])
   entry, new = jnp.arange(room), jnp.arange(recent[0].shape[2])
   query_offset = step + jnp.arange(count)[:, None]  # in `recent`
   is_filled = jnp.broadcast_to(entry < filled[:, None, None], (slots, count, room))
@@ -221,12 +224,14 @@ def cached_attention(
   if window:
     key_position = jnp.concatenate([jnp.broadcast_to(entry, (slots, room)), filled[:, None] + new], -1)
     query_position = filled[:, None, None] + query_offset
-    before = query_position - query_position % window - 1 if cfg.chunked else query_position - window
-    mask &= key_position[:, None] > before
+    first_seen = query_position - window + 1
+    if cfg.chunked:
+      first_seen = query_position - query_position % window
+    mask &= key_position[:, None] >= first_seen
   mask = choose(mask) if choose else mask
   scores = jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT)
   weights = softmax(scores, sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
-  of_cache, of_recent = jnp.split(weights.reshape(flat).astype(compute.dtype), [room], axis=-1)
+  of_cache, of_recent = jnp.split(weights.reshape(merged).astype(compute.dtype), [room], axis=-1)
   out = _product('bkgs,bksh->bkgh', of_cache, cache[1], compute)
   out += _product('bkgs,bksh->bkgh', of_recent, recent[1], compute)
   out = out.reshape(slots, kv_heads, count, -1, out.shape[-1]).swapaxes(1, 2)

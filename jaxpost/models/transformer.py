@@ -149,8 +149,8 @@ def flops_per_token(cfg: ModelConfig, context: float, rows: dict[str, Param] | N
   looked_up = sum(math.prod(p.shape) for path, p in table.items() if p.axes[0] == 'vocab' and path != 'head')
   embedding = cfg.padded_vocab_size * cfg.hidden_size
   matrices = num_active(cfg, table) - looked_up + (embedding if cfg.tie_embeddings or rows else 0)
-  kinds = zip(cfg.layer_kinds, cfg.layer_widths)
-  seen = sum(min(context, kind.window / (1 + cfg.chunked) or context) * width for kind, width in kinds)
+  limits = (kind.window / 2 if cfg.chunked else kind.window for kind in cfg.layer_kinds)  # 0: none; half of a chunk
+  seen = sum(min(context, limit or context) * width for limit, width in zip(limits, cfg.layer_widths))
   return cfg.state_flops + 2 * matrices + 2 * cfg.num_heads * seen
 
 
@@ -213,15 +213,16 @@ def _mix(p, y, table, attend, cfg, compute, layout, absorbed, recur):
 
     return mla.attend(p, y, table, attend, cfg, compute=compute, absorbed=absorbed, layout=layout)
   q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg=cfg, layout=layout)
-  q, *gate = jnp.split(q, 2, axis=-1) if cfg.gated else (q,)
+  if cfg.gated:  # the projection of queries is joined with that of their gates
+    q, gate = jnp.split(q, 2, axis=-1)
   if cfg.qk_norm in ('head', 'wide'):
     q, k = layers.norm_heads(q, k, p, cfg)
   q, k = rope.rotate(q, table, cfg), rope.rotate(k, table, cfg)
-  if cfg.qk_norm == 'rotated' or cfg.qk_norm == 'unscaled' and table and table[0] is not None:
+  if cfg.qk_norm == 'rotated' or (cfg.qk_norm == 'unscaled' and table and table[0] is not None):
     q, k = layers.norm_heads(q, k, p, cfg)
   out, kept = attend(rope.scale_queries(q, table), k, v, (k, v))
-  for x_gate in gate:  # of hybrids
-    out = (out * jax.nn.sigmoid(x_gate.astype(jnp.float32))).astype(out.dtype)
+  if cfg.gated:
+    out = (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype)
   return out, kept
 
 
@@ -263,8 +264,7 @@ def run_layers(
 
     x, kept, routing = mixed_attention.in_a_row(alike, params, x, cfg, chosen)
   elif compute.unroll or isinstance(params['layers'], list):  # a sampler's weights are a list
-    each = unstack_layers(params, cfg.layer_stacks)['layers']
-    x, kept, routing = layers.in_a_row(alike, each, x, cfg, chosen)
+    x, kept, routing = layers.in_a_row(alike, unstack_layers(params, cfg.layer_stacks)['layers'], x, cfg, chosen)
   elif cfg.state_shapes or cfg.mixed or cfg.chunked:
     from jaxpost.models import hybrid
 
@@ -277,7 +277,7 @@ def run_layers(
 def _scan(block, params, x, cfg, compute, chosen):
   """`run_layers` under a scan over stacked parameters."""
   kinds = cfg.layer_kinds
-  sparse = cfg.num_layers - cfg.sparse_layers  # the first layer with experts
+  num_dense = cfg.num_layers - cfg.sparse_layers  # they come first
   # Values that all layers share stay static: attention specializes on them.
   values = {name: [getattr(k, name) for k in kinds] for name in kinds[0]._fields}
   varied = {name: jnp.array(x) for name, x in values.items() if len(set(x)) > 1}
@@ -286,13 +286,18 @@ def _scan(block, params, x, cfg, compute, chosen):
     return block(p, x, chosen, kinds[0]._replace(**varied))
 
   one = layers.rematerialized(same, compute, alone=True)
-  first = []
-  if sparse:  # dense layers first
-    here, varied = ({k: v[s] for k, v in varied.items()} for s in (slice(sparse), slice(sparse, None)))
-    x, (first, _) = jax.lax.scan(lambda x, xs: one(xs[0], x, None, xs[1]), x, (params['dense'], here))
-    first = first and [[y[i] for y in first] for i in range(sparse)]
+
+  def by_layer(kept, count):  # arrays [count, ...] -> those of each layer
+    return [[y[i] for y in kept] for i in range(count)] if kept else []
+
+  of_dense = []
+  if num_dense:
+    here = {name: x[:num_dense] for name, x in varied.items()}
+    varied = {name: x[num_dense:] for name, x in varied.items()}
+    x, (kept, _) = jax.lax.scan(lambda x, xs: one(xs[0], x, None, xs[1]), x, (params['dense'], here))
+    of_dense = by_layer(kept, num_dense)
   x, (kept, routing) = jax.lax.scan(lambda x, xs: one(xs[0], x, *xs[1:]), x, (params['layers'], chosen, varied))
-  return x, kept and [*(first or ()), *([y[i] for y in kept] for i in range(cfg.sparse_layers))], routing
+  return x, of_dense + by_layer(kept, cfg.sparse_layers), routing
 
 
 def recurrence_over(

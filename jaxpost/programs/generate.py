@@ -99,8 +99,6 @@ def empty_state(
     if model.empty_cache:
       return model.empty_cache(*cache_shape, compute)
 
-    with_state = sum(stack in STATEFUL for stack in cfg.layer_stacks)
-
     zeros = functools.partial(jnp.zeros, dtype=compute.cache)
     if jnp.dtype(compute.cache).itemsize == 1:
       from jaxpost.models import scaled
@@ -110,10 +108,11 @@ def empty_state(
     def of_layers(part):
       return tuple(zeros((cache_shape[0], heads, cache_shape[1], sizes[part])) for heads, sizes in cfg.layer_caches)
 
-    k, *v = map(of_layers, range(len(cfg.cached[1])))  # latent attention caches one array per layer
+    keys, *values = map(of_layers, range(len(cfg.cached[1])))  # latent attention caches one array per layer
+    num_stateful = sum(stack in STATEFUL for stack in cfg.layer_stacks)
     # Recurrent states decay slowly; rounding them to bfloat16 each step would erase small contributions.
-    states = tuple(tuple(jnp.zeros((slots, *shape)) for shape in cfg.state_shapes) for _ in range(with_state))
-    return cache_storage.stored(Cache(k, v[0] if v else (), states=states))
+    states = tuple(tuple(jnp.zeros((slots, *shape)) for shape in cfg.state_shapes) for _ in range(num_stateful))
+    return cache_storage.stored(Cache(keys, values[0] if values else (), states=states))
 
   def init():
     return DecodeState(
@@ -232,7 +231,7 @@ def make_generate(
   decode = functools.partial(decode_block, model=model, compute=compute, steps=steps, read=read, report=report)
   shards = layout.mesh.shape['data'] * layout.mesh.shape['fsdp']
   # These axes replicate weights. A custom model may use the mesh by itself.
-  independent = layout.mesh.size == shards > 1 and not isinstance(model.config, CustomConfig)
+  independent = shards > 1 and layout.mesh.size == shards and not isinstance(model.config, CustomConfig)
 
   def generate(weights, state, table=None):
     if not independent or table is not None or rows < len(state.active):
