@@ -167,7 +167,7 @@ class OptimSection:
   weight_decay: float = option(0.0, 'Weight decay of matrices and embeddings.', lo=0.0)
   b1: float = option(-1.0, "Decay of the first moment; -1: the optimizer's own, 0.9 of adamw.", lo=-1.0, hi=0.999999)
   b2: float = option(-1.0, "Decay of the second moment; -1: the optimizer's own, 0.999 of adamw.", lo=-1.0, hi=0.999999)
-  eps: float = option(-1.0, "Is added to a denominator; -1: the optimizer's own, 1e-8 of adamw.", lo=-1.0)
+  eps: float = option(-1.0, "Epsilon in the denominator; -1: the optimizer's own, 1e-8 of adamw.", lo=-1.0)
   clip_norm: float = option(1.0, 'Largest global norm of the gradient.', lo=0.0)
   max_skipped: int = option(5, 'Non-finite steps that stop the run; each good step cancels a tenth of one.', lo=1)
 
@@ -212,7 +212,7 @@ class EvalSection:
   every: int = option(0, 'Steps between evaluations; 0: only before the first step and after the last.', lo=0)
   size: int = option(256, 'Rows that are evaluated at most.', lo=1, hi=2**31)
   samples: int = option(0, 'Completions per prompt for pass@k; 0: loss only.', lo=0, hi=2**16)
-  temperature: float = option(1.0, 'Temperature of those completions; 0: greedy.', lo=0.0)
+  temperature: float = option(1.0, 'Temperature of the completions; 0: greedy.', lo=0.0)
   pass_reward: float = option(1.0, 'Value of rl.correct_by from which a completion counts as passed.')
   data: EvalDataSection = EvalDataSection()
 
@@ -262,7 +262,7 @@ class LogSection:
   profile_from: int = option(
     0, 'First step of a profiler trace in WORKDIR/profile, for TensorBoard or Perfetto; 0: none.', lo=0
   )
-  profile_steps: int = option(3, 'Steps of that trace.', lo=1)
+  profile_steps: int = option(3, 'Steps of the trace from profile_from on.', lo=1)
 
 
 @dataclasses.dataclass(frozen=True)

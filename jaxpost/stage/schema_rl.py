@@ -49,8 +49,8 @@ class RolloutSection:
   )
   inflight_update_blocks: int = option(0, 'Blocks after which a rollout takes newer weights; 0: the next does.', lo=0)
   share_base: bool = option(False, 'Sample from the frozen base weights of training, not a copy: less memory, slower.')
-  weights: str = option('', "Type of the sampler's layer matrices; '': of products.", choices=('', 'int8', 'float8'))
-  cache: str = option('', "Type of cached keys and values; '': of products.", choices=('', 'int8', 'float8'))
+  weights: str = option('', "Type of the sampler's layer weights; '': model.dtype.", choices=('', 'int8', 'float8'))
+  cache: str = option('', "Type of cached keys and values; '': model.dtype.", choices=('', 'int8', 'float8'))
   offload: bool = option(False, 'Keep optimizer, critic and reference on the host while sampling; automatic if needed.')
 
 
@@ -74,7 +74,7 @@ class RlSection:
     auto='group',
     choices=('', 'group', 'batch', 'none', 'leave_one_out'),
   )
-  std_eps: float = option(1e-6, 'Constant added to that standard deviation.', lo=0.0)
+  std_eps: float = option(1e-6, 'Constant added to the standard deviation of scale_rewards.', lo=0.0)
   singleton: str = option(
     'zero', 'Advantage in a group with one valid sample: zero, or the raw reward.', choices=('zero', 'raw')
   )
@@ -118,7 +118,7 @@ class RlSection:
   )
   kl_estimator: str = option(
     '',
-    'Estimator of that KL; reward and advantage take k1 only, which in a loss has no gradient on average; k1+ and k3+: '
+    'Estimator of the KL; reward and advantage take k1 only, which in a loss has no gradient on average; k1+ and k3+: '
     "the value of k1 or k3 with the gradient of k2; '': the method's own.",
     auto='k3',
     choices=('', 'k1', 'k2', 'k3', 'abs', 'k1+', 'k3+'),
@@ -156,7 +156,7 @@ class RlSection:
     lo=0.0,
     hi=1.0,
   )
-  kl_cov_coef: float = option(1.0, 'Weight of that KL.', lo=0.0)
+  kl_cov_coef: float = option(1.0, 'Weight of the KL of the tokens that kl_cov chooses.', lo=0.0)
   correct_nll_coef: float = option(
     -1.0,
     "Weight of the cross entropy of completions with at least keep_reward; 0: off, -1: the method's own.",
@@ -165,7 +165,7 @@ class RlSection:
   )
   expert: bool = option(False, 'Put the completion of the data in the place of the last sample of each group (LUFFY).')
   expert_gamma: float = option(
-    0.1, 'Its tokens, of probability p, are learned by p / (p + expert_gamma) in place of the surrogate.', lo=1e-6
+    0.1, 'With expert, tokens of the data of probability p learn by p / (p + expert_gamma), not the surrogate.', lo=1e-6
   )
   epochs: int = option(1, 'Passes over a rollout.', lo=1, hi=10**6)
   minibatches: int = option(1, 'Updates in a pass over a rollout.', lo=1, hi=10**6)
@@ -185,7 +185,7 @@ class RlSection:
   correct_by: str = option(
     '', "Name of the reward that decides what is correct (rewards.md); '': the first function, or the only reward."
   )
-  keep_reward: float = option(1.0, 'Smallest value of that reward with which a completion may be trained on (rft).')
+  keep_reward: float = option(1.0, 'Value of correct_by from which rft trains on a completion.')
   dynamic_sampling: int = option(
     -1,
     "Rounds of sampling at most until correct_by differs in every group (DAPO); 0: off, -1: the method's own.",
@@ -193,10 +193,7 @@ class RlSection:
     auto=0,
   )
   keep_surplus: int = option(
-    0,
-    'Steps that groups which dynamic sampling drew beyond rollout.prompts wait to be trained on; 0: they are dropped.',
-    lo=0,
-    hi=1000,
+    0, 'Steps for which surplus groups of dynamic sampling are kept for training; 0: they are dropped.', lo=0, hi=1000
   )
   replay: int = option(
     0,
@@ -268,8 +265,8 @@ class ReferenceSection:
   """A reference model that follows the policy."""
 
   every: int = option(0, 'Updates after which the reference moves towards the policy; 0: it stays.', lo=0)
-  mix: float = option(1.0, 'Share of the policy in it then; 1: a reset, less: a moving average.', lo=0.0, hi=1.0)
-  reset_optimizer: bool = option(False, 'Start the optimizer anew then, but for the learning rate schedule (ProRL).')
+  mix: float = option(1.0, 'Share of the policy in the new reference; 1: a copy, less: an average.', lo=0.0, hi=1.0)
+  reset_optimizer: bool = option(False, 'Reset the optimizer, but not its schedule, when the reference moves (ProRL).')
 
 
 @dataclasses.dataclass(frozen=True)
