@@ -87,7 +87,7 @@ def run_stage(stage: Stage, start: int, stop: StopSignal) -> None:
   run = _Progress(stage)
   stage.timer.place = f'{stage.name} {start}/{stage.steps}'
   stage.timer.pop()  # compilation is no step's time
-  if stage.evaluates(start) and not (start and stage.checkpointer.metrics(start)):
+  if stage.evaluates(start) and (start == 0 or not stage.checkpointer.metrics(start)):
     run.evaluate(start)
     if start:  # its checkpoint was saved before; the rows of a step must be on disk before it has these metrics
       stage.writer.flush()

@@ -193,19 +193,21 @@ def with_meshes(
 def with_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) -> dict:
   """Returns the config with a type in place of `model.dtype='auto'`.
 
-  It is the type that the run began with, or else the fastest of process 0.
+  It is the type that the run began with, or else the fastest of process 0. A stage without a type has that of the run.
   """
-  names = [n for n in raw.get('stages') or () if isinstance(raw.get(n), dict)]
-  blocks = {'': raw} | {n: raw[n] for n in names}
-  models = {n: block.get('model') or {} for n, block in blocks.items()}
-  auto = [n for n, model in models.items() if model.get('dtype', '' if n else 'auto') == 'auto']
+  blocks = {name: raw[name] for name in raw.get('stages') or () if isinstance(raw.get(name), dict)}
+  auto = [name for name, block in blocks.items() if (block.get('model') or {}).get('dtype') == 'auto']
+  if (raw.get('model') or {}).get('dtype', 'auto') == 'auto':
+    auto.insert(0, '')  # the run
   if not auto:
     return raw
   from jaxpost.hardware import probe
 
   dtype = probe.measured_dtype(workdir / 'config.json', auto, console)
   change = {'model': {'dtype': dtype}}
-  return config_lib.merge(raw, {n: change for n in auto if n} | (change if '' in auto else {}))
+  for name in auto:
+    raw = config_lib.merge(raw, {name: change} if name else change)
+  return raw
 
 
 def _finish(
@@ -287,6 +289,7 @@ def _run_stages(
 def _takes_over(placed: PlacedStage, before: PlacedStage) -> bool:
   """True if a stage starts from the weights of the one before, and those in memory are what a resume would load."""
   was, now = before.model, placed.model
+  # Codes of a quantized base are not made again; adapters that it has would be merged into them.
   same_codes = was.quantized == now.quantized and (not was.quantized or was.config.lora in ((), now.config.lora))
   return placed.inputs.sources['policy'].stage == before.name and same_codes
 
@@ -348,17 +351,19 @@ def _watch(doing: str, *configs: config_lib.Config) -> None:
 
 def stages_done(placed: Sequence[PlacedStage], workdir: epath.Path) -> int:
   """Returns how many of the stages, from the first on, have made all their steps and evaluations."""
-  for i, stage in reversed(list(enumerate(placed))):
-    folder = workdir / 'checkpoints' / stage.name
-    if not (steps := finished_steps(folder)):
-      continue
-    if steps[0] < stage.config.train.steps:
-      return i
-    with contextlib.closing(Checkpointer(folder)) as checkpointer:
-      newest = checkpointer.latest() or 0  # if the newest is damaged, steps are made again
-      evaluated = not stage.data.held_out or checkpointer.metrics(newest)  # not if a stop signal came before
-      return i + 1 if evaluated and newest >= stage.config.train.steps else i
+  for i in reversed(range(len(placed))):
+    folder = workdir / 'checkpoints' / placed[i].name
+    if steps := finished_steps(folder):
+      return i + 1 if steps[0] >= placed[i].config.train.steps and _is_complete(placed[i], folder) else i
   return 0
+
+
+def _is_complete(placed: PlacedStage, folder: epath.Path) -> bool:
+  """Returns whether a good checkpoint has all steps of a stage and, where data is held out, the last evaluation."""
+  with contextlib.closing(Checkpointer(folder)) as checkpointer:
+    newest = checkpointer.latest() or 0  # if the newest is damaged, steps are made again
+    evaluated = not placed.data.held_out or checkpointer.metrics(newest)  # not if a stop signal came before
+    return bool(evaluated) and newest >= placed.config.train.steps
 
 
 def initial_params(placed: PlacedStage, workdir: epath.PathLike | None) -> dict:

@@ -107,7 +107,7 @@ def render(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[int], 
     example = data.make_unpaired_example(
       tokenizer, rows[n], other, rows.where(n), share_prompt=config.preference.share_prompt
     )
-    return preference.whole(example, rows.where(n))
+    return preference.refuse_partial_weights(example, rows.where(n))
 
   return answer
 

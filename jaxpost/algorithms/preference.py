@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -74,17 +74,8 @@ def objective(config: Config) -> Objective:
 
 def options_of(config: Config) -> PreferenceOptions:
   """Returns the options of the losses, from `config.preference`."""
-  p = config.preference
-  return pairs_lib.PreferenceOptions(
-    beta=p.beta,
-    label_smoothing=p.label_smoothing,
-    ipo_average=p.ipo_average,
-    gamma=p.gamma,
-    simpo_alpha=p.simpo_alpha,
-    discopop_tau=p.discopop_tau,
-    f_divergence=p.f_divergence,
-    f_alpha=p.f_alpha,
-  )
+  names = pairs_lib.PreferenceOptions.__dataclass_fields__
+  return pairs_lib.PreferenceOptions(**{name: vars(config.preference)[name] for name in names})
 
 
 def weights_of(config: Config) -> tuple[float, ...]:
@@ -104,14 +95,14 @@ def pairs_of(outputs: Outputs, batch: Batch, with_reference: bool, ld_alpha: flo
   mask = weights != 0
   share = mask if ld_alpha == 1 else pairs_lib.desensitized(mask, ids, ld_alpha)
 
-  def sums(x, share=share):
-    return pairs_lib.split_pairs(reduce.sequence_sum(x * share, ids))
+  def sums(x, token_weights):
+    return pairs_lib.split_pairs(reduce.sequence_sum(x * token_weights, ids))
 
-  def largest(x):
+  def largest(x):  # of a pair, as all tokens of an answer that are trained have its weight
     return pairs_lib.split_pairs(pairs_lib.sequence_max(x, ids))
 
-  chosen, rejected = sums(outputs.logprobs)
-  ref_chosen, ref_rejected = sums(batch.arrays['ref_logprobs'] if with_reference else 0 * weights)
+  chosen, rejected = sums(outputs.logprobs, share)
+  ref_chosen, ref_rejected = sums(batch.arrays['ref_logprobs'] if with_reference else 0 * weights, share)
   chosen_length, rejected_length = sums(jnp.ones_like(weights), mask)
   pair_weights, rejected_weights = largest(weights)
   # A pair of which truncation or a limit left one side is none.
@@ -177,12 +168,12 @@ def render(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[int], 
 
   def pair(n):
     example = data.make_pair_example(tokenizer, rows[n], rows.where(n), share_prompt=config.preference.share_prompt)
-    return whole(example, rows.where(n))
+    return refuse_partial_weights(example, rows.where(n))
 
   return pair
 
 
-def whole(example: Example, where: str) -> Example:
+def refuse_partial_weights(example: Example, where: str) -> Example:
   """Returns the Example; InputError if a token has a weight other than 0 and 1."""
   if not np.isin(example.loss_mask, (0, 1)).all():
     raise InputError(
@@ -199,7 +190,7 @@ def check(config: Config) -> None:
     check_name(name, LOSSES)
   check_fields(config)
   refuse(
-    p.losses.count('sft') > 0 and p.nll_coef > 0,
+    'sft' in p.losses and p.nll_coef > 0,
     "config.preference.nll_coef: the loss 'sft' is that NLL already; set one of the two",
   )
   refuse(
@@ -282,7 +273,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
   expect(metrics, limits, 'the policy is its own reference before it learns')
 
 
-def method(losses: tuple[str, ...], **choices: float) -> Algorithm:
+def method(losses: tuple[str, ...], **choices: Any) -> Algorithm:
   """Returns an algorithm of this family with its default losses and options of `config.preference`."""
   return Algorithm(
     objective,

@@ -98,16 +98,18 @@ def to_batch(
       start = place[1].stop
   if per == 'pair':
     chosen = np.where((owners >= 0) & (owners % 2 == 0), mask, 0)
-    arrays['nll_weights'] = divided(chosen, normalize and chosen.sum(dtype=np.float64))
+    arrays['nll_weights'] = divided(chosen, chosen.sum(dtype=np.float64)) if normalize else chosen
   if per == 'label':
     sides = [np.where(side, mask, 0) for side in (arrays['label'] > 0, arrays['label'] < 0)]
-    arrays['label_weights'] = sum(divided(side, normalize and len(np.unique(owners[side > 0]))) for side in sides)
+    if normalize:
+      sides = [divided(side, len(np.unique(owners[side > 0]))) for side in sides]
+    arrays['label_weights'] = sum(sides)
   if per == 'token':
     total = mask.sum(dtype=np.float64)
   else:
     found = np.unique(owners[mask > 0])
     total = len(np.unique(found // 2) if per == 'pair' else found)  # sides 2 n and 2 n + 1 are pair n
-  return types.Batch(**fields, loss_weights=divided(mask, normalize and total), arrays=arrays)
+  return types.Batch(**fields, loss_weights=divided(mask, total) if normalize else mask, arrays=arrays)
 
 
 def _fill(fields: dict[str, np.ndarray], place: Place, example: Example) -> None:
