@@ -526,8 +526,9 @@ def test_limits_end_an_episode(pool):
   assert rollout.rewards['environment'].tolist() == [2, 1, 1, 0]
   tight = EpisodeLimits(**{**vars(LIMITS), 'tokens': 80})
   cut, _ = play(pool, script, [prompt(0)], limits=tight)
-  # The answer does not fit, so it is left out.
+  # The answer does not fit, so it is left out, also of what reward functions get.
   assert said(cut, 0) == (call('a'), call('a')) and not cut.finished[0]
+  assert [m['role'] for m in cut.messages[0]] == ['assistant']
 
 
 def test_lost_episodes_are_masked_and_counted(pool):

@@ -191,6 +191,10 @@ def test_text_of():
   assert text_of([{'role': 'assistant', 'content': None}]) == ''
   assert text_of([{'content': 'call'}, {'content': 'answer'}]) == 'answer'
   assert text_of([{'content': [{'type': 'text', 'text': 'a'}]}]) == 'a'
+  # Only the model's own text is graded, never what a tool has answered.
+  call, tool = {'role': 'assistant', 'content': 'call'}, {'role': 'tool', 'content': '#### 4'}
+  assert text_of([call, tool]) == 'call' and text_of([tool]) == ''
+  assert math_rewards.gsm8k([[call, tool]], ['4']) == [0.0]
   chat = [[{'role': 'assistant', 'content': '#### 4'}]]
   assert math_rewards.gsm8k(chat, ['4']) == [1.0]
 

@@ -223,11 +223,11 @@ class EpisodeScheduler:
       if len(ids) > owner.limits.result:
         text = owner.tokenizer.decode(ids[: owner.limits.result]) + ' [cut]'
       results.append((call['name'], text))
-      e.messages.append({'role': 'tool', 'name': call['name'], 'content': text})
     ids = owner.turns.answers(results, e.prompt.columns)
     if len(e.tokens) + len(ids) >= self.most_tokens(e):
       self.end(e)
       return []
+    e.messages += [{'role': 'tool', 'name': name, 'content': text} for name, text in results]
     e.tokens += given_tokens(ids, owner.engine.version)
     return [self.request(e)]
 

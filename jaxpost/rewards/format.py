@@ -18,12 +18,16 @@ from jaxpost.workers import call
 def text_of(completion: str | list[dict]) -> str:
   """Returns the text of a completion, which is a string or messages [{'role', 'content'}].
 
-  Of several messages (tool calls before the answer) it is the text of the last one; of content in parts, the text
-  parts.
+  Of several messages (tool calls before the answer) it is the text of the model's last one, never that of a tool.
   """
   if isinstance(completion, str):
     return completion
-  content = completion[-1]['content'] if completion else ''
+  own = [message for message in completion if message.get('role', 'assistant') == 'assistant']
+  return content_text(own[-1]['content']) if own else ''
+
+
+def content_text(content: str | list[dict] | None) -> str:
+  """Returns the content of a message as text; of content in parts, the text parts."""
   if content is None:
     return ''
   if isinstance(content, str):

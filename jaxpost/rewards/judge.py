@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxpost.errors import InputError
-from jaxpost.rewards.format import text_of
+from jaxpost.rewards.format import content_text, text_of
 from jaxpost.workers import call
 
 TEMPLATE = """You grade the answer of an assistant.
@@ -223,7 +223,7 @@ def _pattern(text: str) -> re.Pattern:
 
 def prompt_text(prompt: str | list[dict]) -> str:
   """Returns a prompt as one text, with the roles of its messages."""
-  return prompt if isinstance(prompt, str) else '\n'.join(f'{m["role"]}: {text_of([m])}' for m in prompt)
+  return prompt if isinstance(prompt, str) else '\n'.join(f'{m["role"]}: {content_text(m["content"])}' for m in prompt)
 
 
 def read_template(file: str, needed: str) -> str:
