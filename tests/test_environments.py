@@ -299,6 +299,11 @@ def test_a_lost_process_is_started_again(pool, what, words):
     ('<tool_call>{"arguments": {}}</tool_call>', None),
     ('<tool_call>{"name": "f", "arguments": 3}</tool_call>', None),
     ('{"answer": 3}', []),
+    ('{"name": "Paris", "country": "France"}', []),  # an answer, not a call
+    ('{"city": {"name": "Paris", "parameters": {}}}', []),
+    ('{"name": "f", "parameters": {"a": 1}', None),
+    ('<think>Shall I <tool_call>{"name": "f"}</tool_call>? No.</think>\nThe answer is 3.', []),
+    ('<think>Or {"name"?</think>{"name": "f", "parameters": {}}', [dict(name='f', arguments={})]),
     ('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', None),  # no text: it could not be encoded
     ('<tool_call>{"name": "\\udfff"}</tool_call>', None),
     ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None),
@@ -312,6 +317,16 @@ def test_a_lost_process_is_started_again(pool, what, words):
 )
 def test_calls_are_found(text, calls):
   assert turns.parse(text) == calls
+
+
+def test_json_without_a_mark_is_a_call_of_a_known_tool():
+  tools = [{'type': 'function', 'function': {'name': 'f'}}, {'name': 'g'}]
+  call = '{"name": "%s", "arguments": {}}'
+  for name in 'fg':
+    assert turns.parse(call % name, tools) == [dict(name=name, arguments={})]
+  assert turns.parse(call % 'other', tools) == []
+  # With a mark it is meant as a call; the environment answers that there is no such tool.
+  assert turns.parse(f'<tool_call>{call % "other"}</tool_call>', tools) == [dict(name='other', arguments={})]
 
 
 # Wants the call before an answer, and puts answers into a role of their own.
@@ -529,6 +544,12 @@ def test_limits_end_an_episode(pool):
   # The answer does not fit, so it is left out, also of what reward functions get.
   assert said(cut, 0) == (call('a'), call('a')) and not cut.finished[0]
   assert [m['role'] for m in cut.messages[0]] == ['assistant']
+
+
+def test_an_answer_in_json_ends_an_episode(pool):
+  script = {(0, 0): ['{"name": "Paris", "parameters": {}}<|im_end|>']}
+  rollout, _ = play(pool, script, [prompt(0)])
+  assert rollout.finished.tolist() == [True] and rollout.figures['tools/call_frequency'] == 0
 
 
 def test_lost_episodes_are_masked_and_counted(pool):

@@ -432,6 +432,14 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
   assert call['function'] == {'name': 'f', 'arguments': '{"a": 1}'}
 
 
+def test_an_answer_in_json_is_no_call(server, monkeypatch):
+  answer = '{"name": "Paris", "parameters": {}}'
+  monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c: answer)
+  tool = {'type': 'function', 'function': {'name': 'f'}}
+  choice = ask(server, 'chat/completions', messages=HELLO, max_tokens=2, tools=[tool])['choices'][0]
+  assert choice['message'] == {'role': 'assistant', 'content': answer} and choice['finish_reason'] == 'length'
+
+
 @pytest.mark.parametrize(
   'path, body, code, words',
   [

@@ -141,7 +141,8 @@ class EpisodeScheduler:
     e.turns += 1
     stopped = completion.finished and not completion.stop_string
     text = owner.tokenizer.decode(ids[:-1] if stopped else ids, False)
-    calls = turns.parse(text) if stopped and e.number in self.pools else []
+    pool = self.pools.get(e.number)
+    calls = turns.parse(text, pool.tools) if stopped and pool else []
     if calls and ids[-1] != owner.turns.end_id:
       calls = None  # Another stop token ended the turn, after which the template has no tool answer.
     if calls is None:

@@ -119,7 +119,8 @@ class Translator:
   def chat_choice(self, index: int, completion: Completion, body: dict) -> dict:
     """Returns an entry of `choices` of a chat; tool calls are parsed if the body has tools."""
     message = {'role': 'assistant', 'content': self.decode(completion)}
-    calls = turns.parse(message['content']) if body.get('tools') else None
+    tools = messages_lib.tools_of(body, 'body')
+    calls = turns.parse(message['content'], tools) if tools else None
     reason = _finish_reason(completion)
     if calls:
       reason = 'tool_calls'

@@ -19,13 +19,18 @@ _PLACEHOLDER = '\ue000\ue001'  # stands for the model's text in a rendering
 _MARKS = '<tool_call>', '[TOOL_CALLS]', '<|python_tag|>'
 
 
-def parse(text: str) -> list[dict] | None:
+def parse(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict] | None:
   """Returns the calls [{'name', 'arguments'}, ...] in the text of a turn; None if they are malformed.
 
   Reads the formats of Hermes and Qwen (<tool_call> with JSON or with <function=...>), Llama 3 (the turn is a JSON
-  object) and Mistral ([TOOL_CALLS] and a list).
+  object) and Mistral ([TOOL_CALLS] and a list). What is before the last </think> is reasoning and holds no calls.
+
+  Args:
+    text: of the turn.
+    tools: JSON schemas of the tools, if they are known: JSON without a mark is a call only if it names one of them.
   """
-  inside = _marked(text)
+  text = text.rpartition('</think>')[2]
+  inside = _marked(text) or _unmarked(text, tools)
   if not inside:
     return None if any(mark in text for mark in _MARKS) else []
   calls = []
@@ -48,10 +53,22 @@ def _marked(text: str) -> list[str]:
   inside = [part.strip() for part in _between(text, '<tool_call>', '</tool_call>')]
   if not inside and '[TOOL_CALLS]' in text:
     inside = [text.partition('[TOOL_CALLS]')[2]]
-  whole = text.strip().removeprefix('<|python_tag|>').strip()
-  if not inside and whole.startswith('{') and '"name"' in whole:
-    inside = [whole]
+  if not inside and text.strip().startswith('<|python_tag|>'):
+    inside = [text.partition('<|python_tag|>')[2]]
   return inside
+
+
+def _unmarked(text: str, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Returns the turn if it is a JSON object with the name of a tool and arguments, or the attempt at one, else none."""
+  whole = text.strip()
+  if not whole.startswith('{') or '"name"' not in whole or not ('"arguments"' in whole or '"parameters"' in whole):
+    return []
+  call = _value(whole)
+  if not isinstance(call, dict):
+    return [whole]  # It cannot be read, which counts as a malformed call.
+  names = [(tool.get('function') or tool)['name'] for tool in tools]
+  has_arguments = 'arguments' in call or 'parameters' in call
+  return [whole] if 'name' in call and has_arguments and (not names or call['name'] in names) else []
 
 
 def _tagged_call(function: str) -> dict:
