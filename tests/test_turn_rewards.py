@@ -178,7 +178,8 @@ def steps(folder):
 def test_the_record_holds_them(steps, tmp_path):
   experience, rollout = steps.experience, steps.experience.rollout
   assert rollout.turn_rewards.any() and (rollout.turn_rewards[~rollout.mask] == 0).all()
-  called = [[m for m in row if m['role'] == 'tool'] for row in rollout.messages]
+  # Calls of the fourth turn, the last one, are not made; the answer to the last that is made may not fit.
+  called = [[m for m in row if 'tool_calls' in m][:3] for row in rollout.messages]
   assert [np.count_nonzero(row) for row in rollout.turn_rewards] == [len(row) for row in called]
   np.testing.assert_array_equal(rollout.rewards['environment_turns'], rollout.turn_rewards.sum(axis=1))
   np.testing.assert_allclose(
