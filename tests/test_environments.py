@@ -319,6 +319,20 @@ def test_calls_are_found(text, calls):
   assert turns.parse(text) == calls
 
 
+@pytest.mark.parametrize(
+  'before, calls',
+  [
+    ('I will look.\n', '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'),
+    ('<think><tool_call></think>\nSo: ', '[TOOL_CALLS][{"name": "f"}]'),
+    ('<think>{}</think>\n\n', '{"name": "f", "parameters": {}}'),
+    ('\n\n', '<tool_call>{"name": "f"}</tool_call>'),
+    ('', '{"name": "f", "parameters": {}}'),
+  ],
+)
+def test_text_before_calls_is_found(before, calls):
+  assert turns.before_calls(before + calls) == before.rstrip()
+
+
 def test_json_without_a_mark_is_a_call_of_a_known_tool():
   tools = [{'type': 'function', 'function': {'name': 'f'}}, {'name': 'g'}]
   call = '{"name": "%s", "arguments": {}}'

@@ -432,6 +432,17 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
   assert call['function'] == {'name': 'f', 'arguments': '{"a": 1}'}
 
 
+@pytest.mark.parametrize('before, content', [('I will look.\n', 'I will look.'), ('\n', None)])
+def test_text_before_a_call_is_the_content(server, monkeypatch, before, content):
+  text = before + '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+  monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c: text)
+  body = dict(messages=HELLO, max_tokens=2, tools=[{'type': 'function', 'function': {'name': 'f'}}])
+  message = ask(server, 'chat/completions', **body)['choices'][0]['message']
+  _, streamed = post(server[0].url, 'chat/completions', **body, stream=True)
+  for found in message, events(streamed)[0]['choices'][0]['delta']:
+    assert found['content'] == content and len(found['tool_calls']) == 1
+
+
 def test_an_answer_in_json_is_no_call(server, monkeypatch):
   answer = '{"name": "Paris", "parameters": {}}'
   monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c: answer)

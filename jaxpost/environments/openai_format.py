@@ -124,7 +124,7 @@ class Translator:
     reason = _finish_reason(completion)
     if calls:
       reason = 'tool_calls'
-      message['content'] = None
+      message['content'] = turns.before_calls(message['content']) or None
       message['tool_calls'] = [_tool_call(i, call) for i, call in enumerate(calls)]
     return dict(
       index=index,

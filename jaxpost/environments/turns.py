@@ -48,6 +48,13 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict] | No
   return calls
 
 
+def before_calls(text: str) -> str:
+  """Returns what a turn with calls says before the first of them, reasoning included, without whitespace at its end."""
+  turn = text.rpartition('</think>')[2]
+  starts = [turn.index(mark) for mark in _MARKS if mark in turn] or [0]  # Without a mark all of it is the call.
+  return text[: len(text) - len(turn) + min(starts)].rstrip()
+
+
 def _marked(text: str) -> list[str]:
   """Returns the parts of a turn that are marked as calls."""
   inside = [part.strip() for part in _between(text, '<tool_call>', '</tool_call>')]
