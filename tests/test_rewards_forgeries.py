@@ -234,6 +234,7 @@ REFUSED = {
   "assert f('a').expandtabs(4) == 'a'": 'expandtabs',
   "fmt = '{}'\nassert fmt.format(f(3)) == '3'": r'line 2 uses `fmt.format`',
   "assert bin(f(5)) == '0b101'": 'the builtin bin',
+  'assert f(1)[:, 0] == [1]': r'line 1 uses `f\(1\)\[:, 0\]`',
   'x = eval("3")\nopen("x")\nassert (yield)': 'no Python',
 }
 

@@ -51,6 +51,11 @@ CASES = [
   ('def f(n): return n', 'assert f(3) in range(2, 9) and f(3.0) in range(9) and f(9) not in range(9)', True),
   ('def f(n): return 1.5', 'assert f(1).hex() == "0x1.8000000000000p+0" and f(1).real == 1.5', True),
   ('def f(n): return n', 'assert type(f(1)).__name__ == "int" and f("a").__class__ == str', True),
+  # A slice is asked of an object of the solution, whatever kind of object it is.
+  ('def f(n):\n  yield from range(n)', 'assert f(5)[:2] == [0, 1]', False),
+  ('import collections\ndef f(n): return collections.deque(range(n))', 'assert f(5)[:2] == [0, 1]', False),
+  ('class A:\n  pass\ndef f(n): return A()', 'assert f(5)[::-1] == [0, 1]', False),
+  ('class A:\n  __getitem__ = lambda a, k: [k.start, k.stop, k.step]\nf = A()', 'assert f[1:-2] == [1, -2, None]', True),
   (
     'class S:\n  def __init__(s): s.n, s.l = 0, []\n  def get(s):\n    s.n += 1\n    return s.l',
     's = S()\ns.get().append(1)\nassert s.n == 1',

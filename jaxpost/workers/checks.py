@@ -199,6 +199,12 @@ def _check_formatted(node: ast.FormattedValue) -> None:
     _refuse(node, 'formats a value', 'write the text')
 
 
+def _check_subscript(node: ast.Subscript) -> None:
+  """Refuses several slices, as of an array: an array is a list of lists here."""
+  if isinstance(node.slice, ast.Tuple) and any(isinstance(part, ast.Slice) for part in node.slice.elts):
+    _refuse(node, f'uses `{_text(node)}`')
+
+
 def _check_function(node: ast.FunctionDef) -> None:
   if node.decorator_list or node.args.vararg or node.args.kwarg:
     _refuse(node, f'has a function with decorators, *args or **kwargs, {node.name}')
@@ -335,6 +341,7 @@ _CHECKS: dict[type[ast.AST], Callable[[Any], None]] = {
   ast.MatMult: _check_operator,
   ast.Attribute: _check_attribute,
   ast.FormattedValue: _check_formatted,
+  ast.Subscript: _check_subscript,
   ast.Import: _check_import,
   ast.ImportFrom: _check_import,
   ast.FunctionDef: _check_function,

@@ -312,7 +312,11 @@ class _Evaluator:
 
   def _Subscript(self, node, scope) -> Any:
     owner, key = self._value(node.value, scope), self._value(node.slice, scope)
-    return self.ask('item', owner, key) if isinstance(owner, values.Handle) else owner[key]
+    if not isinstance(owner, values.Handle):
+      return owner[key]
+    if isinstance(key, slice):
+      return self.ask('slice', owner, key.start, key.stop, key.step)
+    return self.ask('item', owner, key)
 
   def _Slice(self, node, scope) -> slice:
     return slice(*(part and self._value(part, scope) for part in (node.lower, node.upper, node.step)))

@@ -6,6 +6,7 @@ solution; each line after it asks for one thing, and is answered by one line:
   ['name', text]                     a name of the solution's module
   ['attribute', value, text]         an attribute of a value
   ['item', value, key]               a subscription
+  ['slice', value, *numbers]         a subscription by a slice: its start, stop and step
   ['call', value, args, kwargs]      a call
   ['change', value, args, kwargs]    a call; the answer is the arguments after it
   ['apply', text, value]             a function of APPLY
@@ -151,6 +152,8 @@ def _answer(module: types.ModuleType, what: str, *parts) -> Any:
     return getattr(*parts)
   if what == 'item':
     return parts[0][parts[1]]
+  if what == 'slice':
+    return parts[0][slice(*parts[1:])]
   if what == 'apply':
     return APPLY[parts[0]](parts[1])
   function, arguments, named = parts
