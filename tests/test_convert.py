@@ -634,12 +634,57 @@ def test_a_section_is_no_field():
 
 # Defaults of the other library, which its files leave out.
 
+TUNIX_ROLLOUTS = {'rollout.max_prompt_length': 64, 'rollout.temperature': 0.9, 'rollout.max_new_tokens': 64}
+
+
+@pytest.mark.parametrize(
+  'library, given, wanted',
+  [
+    ('verl', {'actor.use_kl_loss': True}, {'rl.kl_in': 'loss', 'rl.kl_coef': 0.001, 'rl.kl_estimator': 'k3'}),
+    ('verl', {'actor.use_kl_loss': True, 'actor.kl_loss_coef': 0.01}, {'rl.kl_in': 'loss', 'rl.kl_coef': 0.01}),
+    (
+      'verl',
+      {'algorithm.use_kl_in_reward': True},
+      {'rl.kl_in': 'reward', 'rl.kl_coef': 0.001, 'rl.kl_estimator': 'k1', 'rl.kl_target': 0.0},
+    ),
+    (
+      'verl',
+      {'algorithm.use_kl_in_reward': True, 'algorithm.kl_ctrl.type': 'adaptive', 'algorithm.kl_ctrl.kl_coef': 0.01},
+      {'rl.kl_coef': 0.01, 'rl.kl_estimator': 'k1', 'rl.kl_target': 0.1},
+    ),
+    ('verl', {'actor.use_kl_loss': False}, {'rl.kl_coef': 0.0}),
+    (
+      'verl',
+      {'actor.policy_loss.loss_mode': 'kl_cov'},
+      {'rl.kl_cov': 0.0002, 'rl.kl_cov_coef': 0.1, 'rl.kl_coef': 0.0},
+    ),
+    ('verl', {'actor.policy_loss.loss_mode': 'clip_cov'}, {'rl.clip_cov': 0.0002, 'rl.kl_cov': 0.0}),
+    ('trl', {'use_peft': True}, {'lora.rank': 16, 'lora.alpha': 32, 'lora.dropout': 0.05}),
+    ('trl', {'use_peft': True, 'lora_r': 8, 'lora_alpha': 8}, {'lora.rank': 8, 'lora.alpha': 8, 'lora.dropout': 0.05}),
+    ('trl', {'learning_rate': 1e-5}, {'lora.rank': 0, 'reference.every': 0}),
+  ],
+)
+def test_what_is_switched_on_has_the_defaults_of_the_library(library, given, wanted):
+  config = converted_defaults.convert_with_defaults(library, given, 'grpo')[0]
+  ((_, stage),) = prepare.resolve_all(config).values()
+  assert {field: operator.attrgetter(field)(stage) for field in wanted} == wanted
+
+
+# Settings without which a switch is refused here.
+NEEDED = {
+  'kl_ctrl.type': {'use_kl_in_reward': True, 'kl_ctrl.kl_coef': 0.001},
+  'loss_mode': {'data.train_batch_size': 1024, 'actor.ppo_mini_batch_size': 256},
+}
+
 
 @pytest.mark.parametrize('library', converted_defaults.DEFAULTS)
 def test_every_default_has_a_field(library):
   for kind, table in converted_defaults.DEFAULTS[library].items():
-    method = {'every': 'grpo', 'RL': 'grpo'}.get(kind, kind)
-    _, settings = convert.convert(library, table, method)
+    switch, _, on = kind.rpartition('=')
+    method = 'grpo' if switch or kind in ('every', 'RL') else kind
+    switches = {switch: on, **NEEDED.get(switch, {})} if switch else {}
+    _, settings = convert.convert(library, table | switches, method)
+    settings = [s for s in settings if s.name not in switches]
     left = {s.name for s in settings if not s.fields and 'gives way' not in s.reason}
     assert left <= {'actor_rollout_ref.rollout.n'}  # 1, of verl's PPO
 
@@ -686,6 +731,25 @@ def test_every_default_has_a_field(library):
       },
     ),
     ('maxtext', {'learning_rate': 1e-5}, 'sft', {}),
+    ('tunix', {'ppo_config.gamma': 1.0}, '', {'rl.kl_coef': 0.04, **TUNIX_ROLLOUTS}),
+    (
+      'tunix',
+      {'grpo_config.num_generations': 4},
+      '',
+      {'rl.kl_coef': 0.04, 'rl.aggregate': 'sequence', **TUNIX_ROLLOUTS},
+    ),
+    (
+      'trl',
+      {'num_train_epochs': 1, 'lr_scheduler_type': 'constant'},
+      'simpo',
+      {'preference.beta': 0.1, 'preference.gamma': 0.5, 'preference.nll_coef': 1.0, 'train.row_length': 2048},
+    ),
+    (
+      'trl',
+      {'num_train_epochs': 1, 'lr_scheduler_type': 'constant', 'max_length': 99},
+      'gkd',
+      {'optim.lr': 2e-5, 'distill.on_policy': 0.5},
+    ),
   ],
 )
 def test_defaults_that_differ_are_written(library, given, method, added):

@@ -55,7 +55,11 @@ CASES = [
   ('def f(n):\n  yield from range(n)', 'assert f(5)[:2] == [0, 1]', False),
   ('import collections\ndef f(n): return collections.deque(range(n))', 'assert f(5)[:2] == [0, 1]', False),
   ('class A:\n  pass\ndef f(n): return A()', 'assert f(5)[::-1] == [0, 1]', False),
-  ('class A:\n  __getitem__ = lambda a, k: [k.start, k.stop, k.step]\nf = A()', 'assert f[1:-2] == [1, -2, None]', True),
+  (
+    'class A:\n  __getitem__ = lambda a, k: [k.start, k.stop, k.step]\nf = A()',
+    'assert f[1:-2] == [1, -2, None]',
+    True,
+  ),
   (
     'class S:\n  def __init__(s): s.n, s.l = 0, []\n  def get(s):\n    s.n += 1\n    return s.l',
     's = S()\ns.get().append(1)\nassert s.n == 1',
