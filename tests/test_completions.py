@@ -89,6 +89,26 @@ def test_top_logprobs_of_each_position(weights, source, tmp_path):
       np.testing.assert_allclose([pairs[0][1] for pairs in top], logprobs, atol=2e-6)
 
 
+def test_columns_that_json_lacks_are_named_before_anything_is_sampled(weights, tmp_path, monkeypatch):
+  import datetime
+  import decimal
+
+  import pyarrow
+  import pyarrow.parquet
+
+  monkeypatch.setattr(completion_files, 'engine_for', lambda *_: pytest.fail('an engine is made'))
+  for kind, values in {
+    'datetime': [None, datetime.datetime(2026, 1, 1)],
+    'Decimal': [None, decimal.Decimal('1.5')],
+    'bytes': [None, b'a'],
+  }.items():
+    pyarrow.parquet.write_table(pyarrow.table({'prompt': ['1', '2'], 'when': values}), tmp_path / 'a.parquet')
+    prompts = completions.make_prompts(weights, file=str(tmp_path / 'a.parquet'))
+    with pytest.raises(InputError, match=f"^prompt 1: column 'when': .*{kind} is not JSON.*make it text"):
+      completion_files.complete_file(weights, prompts, tmp_path / 'out.jsonl', DRAWS)
+    assert not (tmp_path / 'out.jsonl').exists()
+
+
 def test_prompt_ids_are_taken_as_they_are(weights, source):
   prompts = completions.make_prompts(weights, file=str(source))
   assert prompts[10].tokens.tolist() == [49, 43]

@@ -123,7 +123,7 @@ class RewardPool:
     self.check(columns, names, f'the data from {rows.where(0)} on')
     asked = [name for name in self.names if names is None or name in names]
     for column, value in first.items() if asked else ():
-      _check_json(column, value)
+      check_json(column, value)
     built_in = {name for name, spec in self._remote if spec.startswith(builtin.PACKAGE)}
     functions = [found for found in self._needs if found[0] in asked]
     if rows.streaming or not any(needs for *_, needs in functions):
@@ -371,18 +371,19 @@ def _request(group: Group, step: int | None) -> str:
     return json.dumps({'step': step, 'graded_by': group.graded_by, 'arguments': fields})
   except (TypeError, ValueError):
     for name, values in fields.items():
-      _check_json(name, values)
+      check_json(name, values)
     raise
 
 
-def _check_json(name: str, values: Any) -> None:
+def check_json(
+  name: str, values: Any, where: str = 'reward', why: str = 'reward functions run in another process'
+) -> None:
+  """Raises InputError for a column that JSON cannot represent."""
   try:
     json.dumps(values)
   except (TypeError, ValueError) as error:
-    raise InputError(
-      f'reward: column {name!r}: {error}; reward functions run in another'
-      ' process: make it text, numbers, lists or dicts, or drop it with config.data.map'
-    ) from error
+    hint = 'make it text, numbers, lists or dicts, or drop it with config.data.map'
+    raise InputError(f'{where}: column {name!r}: {error}; {why}: {hint}') from error
 
 
 def _check_settings(rewards, weights, workers: int, timeout_s: float, max_failed: float) -> None:

@@ -15,6 +15,7 @@ from rich import progress
 
 from jaxpost.errors import InputError
 from jaxpost.programs import reported
+from jaxpost.rewards.pool import check_json
 from jaxpost.stage import weight_sources
 from jaxpost.storage import object_store, seals
 from jaxpost.tools.completions import Draws, complete, completion_rows, draw, engine_for, only, text_after
@@ -53,7 +54,11 @@ def complete_file(
 
   Returns:
     The number of prompts that were completed now.
+
+  Raises:
+    InputError: `out` is about something else, or JSON cannot represent a column of the prompts.
   """
+  _check_columns(prompts)
   together = max(1, _TOGETHER // draws.n)
   policy = weights.inputs.sources['policy']
   content = seals.fingerprint(weight_sources.identity(policy, None, 0, here=False))
@@ -83,6 +88,13 @@ def complete_file(
       bar.advance(task, len(part))
       at += len(part)
   return len(prompts) - done
+
+
+def _check_columns(prompts: Sequence[Prompt]) -> None:
+  """Raises InputError for a column that cannot be written beside its completions."""
+  for prompt in prompts:
+    for column, value in prompt.columns.items():
+      check_json(column, value, f'prompt {prompt.index}', 'completions are written with these columns')
 
 
 def _bar() -> progress.Progress:
