@@ -24,10 +24,7 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict] | No
 
   Reads the formats of Hermes and Qwen (<tool_call> with JSON or with <function=...>), Llama 3 (the turn is a JSON
   object) and Mistral ([TOOL_CALLS] and a list). What is before the last </think> is reasoning and holds no calls.
-
-  Args:
-    text: of the turn.
-    tools: JSON schemas of the tools, if they are known: JSON without a mark is a call only if it names one of them.
+  With `tools`, their JSON schemas, an object without a mark is a call only if it names one of them.
   """
   text = text.rpartition('</think>')[2]
   inside = _marked(text) or _unmarked(text, tools)
@@ -67,15 +64,12 @@ def _marked(text: str) -> list[str]:
 
 def _unmarked(text: str, tools: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns the turn if it is a JSON object with the name of a tool and arguments, or the attempt at one, else none."""
-  whole = text.strip()
-  if not whole.startswith('{') or '"name"' not in whole or not ('"arguments"' in whole or '"parameters"' in whole):
-    return []
-  call = _value(whole)
-  if not isinstance(call, dict):
-    return [whole]  # It cannot be read, which counts as a malformed call.
+  call = _value(text.strip())
   names = [(tool.get('function') or tool)['name'] for tool in tools]
-  has_arguments = 'arguments' in call or 'parameters' in call
-  return [whole] if 'name' in call and has_arguments and (not names or call['name'] in names) else []
+  if isinstance(call, dict):
+    has_both = 'name' in call and ('arguments' in call or 'parameters' in call)
+    return [text] if has_both and (not names or call['name'] in names) else []
+  return [text] if text.strip().startswith('{') and '"name"' in text else []
 
 
 def _tagged_call(function: str) -> dict:
