@@ -283,8 +283,9 @@ def test_a_chat_without_a_template_is_refused_before_it_begins(tmp_path):
   command = [sys.executable, '-m', 'launch.chat', f'--model={tmp_path}/nano']
   done = subprocess.run(command, cwd=CLONE, input='hello\n', text=True, capture_output=True)
   assert done.returncode == 2 and done.stdout == ''
-  assert done.stderr.startswith(f'jaxpost: {tmp_path}/nano: its tokenizer has no chat template, so it cannot chat; ')
-  assert 'chat_template.jinja' in done.stderr and done.stderr.count('\n') == 1
+  error = done.stderr.splitlines()[-1]  # on a busy machine, lines of what is being done come before it
+  assert error.startswith(f'jaxpost: {tmp_path}/nano: its tokenizer has no chat template, so it cannot chat; ')
+  assert 'chat_template.jinja' in error and 'Traceback' not in done.stderr
 
 
 def test_a_chat_opens_with_what_is_known():
