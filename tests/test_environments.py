@@ -175,9 +175,21 @@ def test_a_reset_that_does_not_take_the_columns(tmp_path, signature, words):
 def test_a_run_refuses_such_a_reset_before_it_compiles(tmp_path):
   path = tmp_path / 'env.py'
   path.write_text('class E:\n  def reset(self): return None\n  def go(self):\n    """Goes."""\n')
-  config = tiny.run_config(tiny.folder(tmp_path / 'model'), algorithm='grpo', environment=f'{path}:E')
+  over = dict(algorithm='grpo', environment=f'{path}:E', reward='length?max=9')
+  config = tiny.run_config(tiny.folder(tmp_path / 'model'), **over)
   with pytest.raises(InputError, match=re.escape(f'{path}:2')):
     prepare.prepare_all(config)
+
+
+def test_an_environment_that_rewards_nothing_needs_a_function(tmp_path):
+  path = tmp_path / 'env.py'
+  path.write_text('class E:\n  def reset(self, **row): return None\n  def go(self):\n    """Goes."""\n')
+  config = tiny.run_config(tiny.folder(tmp_path / 'model'), algorithm='grpo', environment=f'{path}:E')
+  with pytest.raises(InputError, match='E: has no get_reward and no turn_reward, and config.reward is empty'):
+    prepare.prepare_all(config)
+  config |= dict(reward='length?max=9')
+  for prepared in prepare.prepare_all(config):
+    prepared.close()
 
 
 # ----------------------------------------------------------------- processes

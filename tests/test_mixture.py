@@ -450,3 +450,14 @@ def test_tools_are_shown_to_the_prompts_of_their_environment(tmp_path):
 def test_several_environments_need_sources(tmp_path):
   with pytest.raises(InputError, match='there are 2 .Shop, Dice.; config.rl.sources has to say'):
     prepare.prepare_all(playing_config(tmp_path, rl=dict(sources=())))
+
+
+def test_a_source_that_nothing_grades_is_refused(tmp_path):
+  """Its samples would have the reward 0, and be trained against; a method without rewards has use for them."""
+  entries = 'shop?environment=Shop', 'sums?environment=none', 'dice?environment=Dice'
+  made = playing_config(tmp_path, rl=dict(sources=entries), reward='')
+  with pytest.raises(InputError, match='config.rl.sources: sums: has no environment, and config.reward is empty'):
+    prepare.prepare_all(made)
+  teacher = dict(algorithm='opd', rl=dict(reference=made['model']['path']))
+  (prepared,) = prepare.prepare_all(tiny.merged(made, teacher))
+  prepared.close()

@@ -93,10 +93,17 @@ def _start(spec: str, config: Any, algorithm: Any) -> EnvironmentPool:
     wrong = 'episodes of an agent end at config.rollout.max_new_tokens; leave out max_new_tokens in config.rl.sources'
   elif config.rl.advantage == 'mt_grpo' and not pool.gives_turn_rewards:
     wrong = 'rl.advantage=mt_grpo needs rewards of turns: let tools set the attribute turn_reward, or use grpo'
+  elif not (pool.gives_reward or pool.gives_turn_rewards or _others_grade(config, algorithm)):
+    wrong = 'has no get_reward and no turn_reward, and config.reward is empty, so nothing is graded; add one of them'
   if wrong:
     pool.close()
     raise InputError(f'config.environment: {spec}: {wrong}')
   return pool
+
+
+def _others_grade(config: Any, algorithm: Any) -> bool:
+  """Returns True if episodes need no reward of their environment."""
+  return bool(config.rewards_tuple() or config.train_on_rollouts or not algorithm.rewards)
 
 
 def _default_workers(config: Any, algorithm: Any) -> int:

@@ -26,6 +26,7 @@ if typing.TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.rl.grading import GradedRollout, PendingRollout
+  from jaxpost.stage.records import Inputs
 
 _KEY = 'config.rl.sources'
 # Option -> (field of `programs.sampling.Sampling`, type, lowest value, highest value).
@@ -205,10 +206,20 @@ def _check(source: dict, config: typing.Any) -> None:
 
 
 def of_prompts(
-  config: typing.Any, names: Sequence[str], rows: Rows | Chain, tools: list[dict] | dict | None, held_out: bool
+  inputs: Inputs, names: Sequence[str], rows: Rows | Chain, tools: list[dict] | dict | None, held_out: bool
 ) -> tuple[tuple[dict, ...], typing.Any]:
-  """Returns (`Prompt.source` of each source, see `parse`; the argument `tools` of `PromptStream`)."""
-  sources = parse(config, names, rows, held_out)
+  """Returns (`Prompt.source` of each source, see `parse`; the argument `tools` of `PromptStream`).
+
+  Raises:
+    InputError: nothing grades the samples of a source, and the algorithm learns from rewards.
+  """
+  sources = parse(inputs.config, names, rows, held_out)
+  for source in sources:
+    refuse(
+      source.get('environment') == '' and inputs.algorithm.rewards and not inputs.config.rewards_tuple(),
+      f'{_KEY}: {source.get("name")}: has no environment, and config.reward is empty, so nothing grades its samples; '
+      'name a reward function, or an environment',
+    )
   return sources, tools_by_row(tools, sources, rows) if isinstance(tools, dict) else tools
 
 

@@ -113,7 +113,7 @@ def prompt_stream(
   if inputs.config.rl.sources:
     from jaxpost.rl import mixture
 
-    sources, tools = mixture.of_prompts(inputs.config, reward_names(inputs.config), rows, tools, held_out=not shuffle)
+    sources, tools = mixture.of_prompts(inputs, reward_names(inputs.config), rows, tools, held_out=not shuffle)
   return PromptStream(
     rows,
     inputs.tokenizer,
