@@ -645,11 +645,23 @@ def test_the_first_step_allows_what_rounding_made_on_an_accelerator():
   """The rows of GRPO in bfloat16 that were measured on an H200; a sampler at another temperature is far beyond."""
   rows = map(json.loads, (pathlib.Path(__file__).parents[1] / 'docs/accelerator_rows.jsonl').read_text().splitlines())
   found = [r['sampler_mismatch'] for r in rows if r['row'].startswith('grpo/')]
-  settings = tiny.grpo_config('x')
-  ((_, config),) = config_lib.parse(settings | dict(model=settings['model'] | dict(dtype='bfloat16'))).items()
+  config = config_of('grpo', model=dict(dtype='bfloat16'))
   metrics = {'ratio': 1.0, 'clip_ratio/low_mean': 0.0, 'clip_ratio/high_mean': 0.0, 'kl': 0.0}
   assert found
   for mismatch in found:
     grpo.check_first_step(metrics | {'sampler_mismatch': mismatch}, config)
   with pytest.raises(AssertionError, match='sampler_mismatch'):
     grpo.check_first_step(metrics | {'sampler_mismatch': 1.06}, config)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_the_first_step_does_not_limit_a_ratio_of_whole_sequences(dtype):
+  """The ratio of VESPO is a product over hundreds of tokens; its other figures are still checked."""
+  config = config_of('vespo', model=dict(dtype=dtype))
+  grpo.check_first_step({'ratio': 1.6, 'sampler_mismatch': 1.00005}, config)
+  with pytest.raises(AssertionError, match='sampler_mismatch'):
+    grpo.check_first_step({'ratio': 1.6, 'sampler_mismatch': 1.06}, config)
+  with pytest.raises(AssertionError, match='ratio'):
+    grpo.check_first_step({'ratio': float('nan'), 'sampler_mismatch': 1.0}, config)
+  with pytest.raises(AssertionError, match='ratio'):
+    grpo.check_first_step({'ratio': 1.6, 'sampler_mismatch': 1.0}, config_of('gspo', model=dict(dtype=dtype)))
