@@ -4,6 +4,7 @@ tests/golden/losses.json says where its figures come from. What is left out is
 named in test_losses.py.
 """
 
+import functools
 import itertools
 import json
 import pathlib
@@ -13,7 +14,7 @@ import pytest
 
 from jaxpost import errors
 from jaxpost.algorithms import rft, rl_fields
-from jaxpost.losses import advantages, group_advantages, importance, token_advantages, values
+from jaxpost.losses import advantages, group_advantages, importance, token_advantages, turn_advantages, values
 
 GOLDEN = json.loads((pathlib.Path(__file__).parent / 'golden' / 'losses.json').read_text())
 INPUTS = {k: np.array(v, np.float32) for k, v in GOLDEN['inputs'].items()}
@@ -36,7 +37,7 @@ def at_the_end(scores, mask):
   'case, options',
   [
     ('verl/grpo_std/score', {}),
-    ('verl/dr_grpo/score', dict(scale=False)),
+    ('verl/dr_grpo/score', dict(scale='none')),
     ('verl/dr_grpo/score2', dict(scale='none')),
     ('trlformula/grpo_adv_group/score2', dict(scale='group', eps=1e-4)),
     ('trlformula/grpo_adv_batch/score2', dict(scale='batch', eps=1e-4)),
@@ -82,6 +83,23 @@ def test_groups_that_teach_nothing_get_zero(scale):
   if scale == 'group':
     close(ours[3], [-np.sqrt(0.5), 0, np.sqrt(0.5)])
   np.testing.assert_array_equal(advantages.uniform(rewards, valid), [True, True, False, False])
+
+
+@pytest.mark.parametrize('scale', ['group', 'batch'])
+@pytest.mark.filterwarnings('error')
+def test_without_eps_no_std_divides_by_zero(scale):
+  """Groups without variance get 0, beside others and if there are no others."""
+  equal, mixed = np.ones((1, 4)), np.array([[0.0, 1, 0, 1]])
+  rewards = np.concatenate([equal, mixed])
+  ours = advantages.group_relative(rewards, EVERY, scale=scale, eps=0.0)
+  close(ours, advantages.group_relative(rewards, EVERY, scale=scale))
+  assert not ours[0].any() and not advantages.group_relative(equal, EVERY[:1], scale=scale, eps=0.0).any()
+  close(group_advantages.best_minus_second(rewards, EVERY, eps=0.0), np.zeros((2, 4)))
+  assert not group_advantages.gdpo({'a': (1.0, equal)}, EVERY[:1], eps=0.0).any()
+  turns = np.ones((8, 3), bool)
+  for estimator in turn_advantages.mt_grpo, functools.partial(turn_advantages.gigpo, completions=np.ones((8, 3))):
+    ours = estimator(rewards, EVERY, np.zeros((8, 3)), turns, scale='group', eps=0.0)
+    assert np.isfinite(ours).all() and not ours[:4].any() and ours[4:].any()
 
 
 def test_leave_one_out_std():

@@ -19,7 +19,7 @@ from jaxpost.losses.reduce import by_name, same_shape
 
 
 def group_relative(
-  rewards: ArrayLike, valid: ArrayLike, *, scale: bool | str = True, eps: float = 1e-6, singleton: str = 'zero'
+  rewards: ArrayLike, valid: ArrayLike, *, scale: str = 'group', eps: float = 1e-6, singleton: str = 'zero'
 ) -> np.ndarray:
   """(r - mean) / (std + eps) within each group, over its valid samples.
 
@@ -29,7 +29,7 @@ def group_relative(
   Args:
     rewards: [P, G] float; entries that are not valid are ignored.
     valid: [P, G] bool; False where a reward could not be computed.
-    scale: divide by the std of the 'group' (or True), of the 'batch', or by nothing: 'none' (or False).
+    scale: divide by the std of the 'group', of the 'batch', or by nothing: 'none'.
     singleton: advantage in a group with a single valid sample: 'zero', or 'raw' for its reward, as if mean and std
       were 0 and 1 (as in verl).
 
@@ -37,17 +37,17 @@ def group_relative(
     [P, G] float32; 0 where not valid and in groups without variance.
   """
   rewards, valid = as_groups(rewards, valid)
-  scale = {True: 'group', False: 'none'}.get(scale, scale)
   if scale not in ('group', 'batch', 'none'):
     raise ValueError(f"scale {scale!r}: want 'group', 'batch' or 'none'")
   count, centered = centered_rewards(rewards, valid, singleton)
   if scale == 'group':
     variance = (centered**2).sum(axis=1, keepdims=True)
-    std = np.sqrt(variance / np.maximum(count - 1, 1))
-    centered = centered / (np.where(count == 1, 1, std) + eps)
+    std = np.where(count == 1, 1, np.sqrt(variance / np.maximum(count - 1, 1)))
+    centered = centered / np.where(std > 0, std + eps, 1)
   elif scale == 'batch':
     kept = rewards[valid]
-    centered = centered / ((kept.std(ddof=1) if kept.size > 1 else 1) + eps)
+    std = kept.std(ddof=1) if kept.size > 1 else 1
+    centered = centered / (std + eps if std > 0 else 1)
   return centered.astype(np.float32)
 
 

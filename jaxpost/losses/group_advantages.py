@@ -120,8 +120,8 @@ def best_minus_second(rewards: ArrayLike, valid: ArrayLike, *, eps: float = 1e-6
   for i, (values, ok) in enumerate(zip(rewards, valid)):
     if ok.sum() > 1:
       order = np.argsort(np.where(ok, values, -np.inf))
-      gap = values[order[-1]] - values[order[-2]]
-      out[i, order[-1]] = gap / (values[ok].std(ddof=1) + eps)
+      if gap := values[order[-1]] - values[order[-2]]:
+        out[i, order[-1]] = gap / (values[ok].std(ddof=1) + eps)
   return out.astype(np.float32)
 
 
