@@ -281,6 +281,11 @@ def test_adaptive_kl():
   close(ours, CASES['verl/adaptive_kl'])
 
 
+def test_adaptive_kl_stays_positive():
+  """A step of more samples than the horizon changes it by a fifth, as one of the horizon does."""
+  close([advantages.adaptive_kl(0.1, kl, 0.1, 100.0, steps=1024) for kl in (0.0, 0.1, 9.0)], [0.08, 0.1, 0.12])
+
+
 def test_shapes_that_would_broadcast_are_refused():
   with pytest.raises(ValueError, match=r'\(8, 6\), \(8, 1\)'):
     token_advantages.whiten(VALUES[:, :1], MASK)

@@ -95,10 +95,10 @@ def token_rewards(rewards: np.ndarray, mask: np.ndarray, kl: np.ndarray | float,
 def adaptive_kl(coef: float, kl: float, target: float, horizon: float, steps: int) -> float:
   """The KL coefficient after `steps` samples whose mean KL was `kl`.
 
-  coef (1 + clip(kl / target - 1, -0.2, 0.2) steps / horizon): Ziegler et al. (arXiv:1909.08593), section 2.2.
+  coef (1 + clip(kl / target - 1, -0.2, 0.2) min(steps / horizon, 1)): Ziegler et al. (arXiv:1909.08593), section 2.2.
   """
   error = np.clip(kl / target - 1, -0.2, 0.2)
-  return float(coef * (1 + error * steps / horizon))
+  return float(coef * (1 + error * min(steps / horizon, 1)))
 
 
 @dataclasses.dataclass(frozen=True)
