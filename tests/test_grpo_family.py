@@ -414,6 +414,13 @@ def test_adaptive_kl_is_remembered():
   assert again.metrics['kl_coef'] == first.memory['kl_coef']
 
 
+def test_adaptive_kl_stays_where_nothing_is_trained():
+  config = config_of('rloo', rl=dict(kl_coef=0.1, kl_target=0.1, kl_horizon=10.0))
+  credit = grpo.credit(experience(rewards=np.full(N, np.nan), memory={'kl_coef': 0.3}), config)
+  assert credit.memory == {'kl_coef': 0.3} and credit.metrics['kl_coef'] == 0.3
+  assert 'kl' not in credit.metrics and not credit.mask.any()
+
+
 BAD = {
   'group of one': (dict(rollout=dict(group_size=1)), 'group_size: 1 sample'),
   'foreign advantage': (dict(rl=dict(advantage='gae')), 'belongs to .*ppo'),

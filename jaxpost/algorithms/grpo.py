@@ -178,11 +178,11 @@ def kl_penalty(experience: Experience, mask: np.ndarray, config: Config) -> tupl
   if not rl.kl_coef or rl.kl_in == 'loss':
     return 0.0, {}, {}
   coef = experience.memory.get('kl_coef', rl.kl_coef)
+  if not mask.any():
+    return 0.0, {'kl_coef': coef}, {'kl_coef': coef}
   estimate = np.asarray(policy_gradient.KL[rl.kl_estimator](arrays['old_logprobs'], arrays['ref_logprobs'])) * mask
-  mean = float(estimate.sum() / max(mask.sum(), 1))
-  after = coef
-  if rl.kl_target:
-    after = advantages.adaptive_kl(coef, mean, rl.kl_target, rl.kl_horizon, len(mask))
+  mean = float(estimate.sum() / mask.sum())
+  after = advantages.adaptive_kl(coef, mean, rl.kl_target, rl.kl_horizon, len(mask)) if rl.kl_target else coef
   return coef * estimate, {'kl_coef': float(after)}, {'kl': mean, 'kl_coef': coef}
 
 
