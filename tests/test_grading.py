@@ -77,6 +77,16 @@ def test_a_greedy_episode_has_the_reward_of_its_environment(pool, correct_by, fu
   np.testing.assert_array_equal(found.baseline, np.array([1, 0.5]) + function)
 
 
+def test_samples_without_a_baseline_are_counted():
+  """Those whose greedy answer has no reward: none is trained on, although all but one are graded."""
+  found = Grader(None, TOKENIZER, correct_by='environment').submit(
+    rollout(2, [1, np.nan, 0, 1]), rollout(1, [np.nan, 0])
+  )
+  assert found.result().metrics()['masked_baseline'] == 1
+  found = Grader(None, TOKENIZER, correct_by='environment').submit(rollout(2, [1, 0, 0, 1]))
+  assert 'masked_baseline' not in found.result().metrics()
+
+
 def test_a_function_that_does_not_apply_leaves_the_reward_of_the_environment():
   grader = Grader(Pool(None), TOKENIZER, correct_by='environment')
   pending = grader.submit(rollout(2, [1, 0, np.nan, 0]))

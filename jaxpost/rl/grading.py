@@ -246,6 +246,8 @@ class GradedRollout:
     if self.rollout.from_data or not self.results[0].components:
       return out
     out |= reward_metrics.reward_metrics(table, results)
+    if self.baseline is not None:
+      out['masked_baseline'] = int(np.isfinite(table[np.isnan(self.baseline)]).sum())
     if sampled:
       every = reward_metrics.reward_metrics(reward_table(sampled), sampled)
       out |= {f'{name}/unfiltered': value for name, value in every.items()}
