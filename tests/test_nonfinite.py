@@ -76,6 +76,16 @@ def middle(model, folder):
   return float(np.sort(worst)[-2:].mean()), worst.argmax()
 
 
+def test_an_update_without_a_trained_token_is_in_no_mean():
+  """Its metrics are sums over no token, 0; only a step of such updates has them."""
+  trained = {'ratio': 1.0, 'nll': 2.0, 'lr': 0.1, 'skipped_updates': 1.0, 'empty_updates': 0.0}
+  empty = {'ratio': 0.0, 'nll': 0.0, 'lr': 0.1, 'skipped_updates': 0.0, 'empty_updates': 1.0}
+  row = nonfinite.merge_metrics([('policy', trained), ('critic', trained), ('policy', empty), ('critic', empty)])
+  means = {'ratio': 1.0, 'nll': 2.0, 'lr': 0.1}
+  assert row == means | {f'critic/{k}': v for k, v in means.items()} | {'skipped_updates': 2, 'empty_updates': 2}
+  assert nonfinite.merge_metrics([('policy', empty)] * 2) == empty | {'empty_updates': 2}
+
+
 def test_a_bad_step_changes_nothing_and_names_rows_and_terms(model, tmp_path):
   limit, row = middle(model, tmp_path)
   policy, item = first(poisoned(model, tmp_path, limit))
