@@ -19,9 +19,11 @@ from jaxpost.algorithms import distill
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
 from jaxpost.monitor import metrics
+from jaxpost.rl import reward_metrics
 from jaxpost.stage import assemble, frozen_roles, load_weights, place, precompute, prepare, weight_sources
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import array_cache
+from jaxpost.types import Experience, Prompt, Rollout, RowShape
 
 TASK = 'generated:arithmetic:max=99,ops=+'
 QUIET = rich.console.Console(quiet=True)
@@ -144,6 +146,20 @@ def test_shares_of_steps_are_those_of_the_seed():
   steps = [[DemonstrationSampler(None, None, 0.3, seed, 4).from_data(n) for n in range(2000)] for seed in (0, 0, 1)]
   assert steps[0] == steps[1] != steps[2]
   assert np.mean(steps[0]) == pytest.approx(0.3, abs=0.03)
+
+
+def test_answers_of_the_data_have_no_staleness():
+  """No weights have sampled them; their age was the number of the step."""
+  over = dict(algorithm='gkd', distill=dict(teachers=('x',), on_policy=0.5), rollout=dict(staleness=1))
+  config = config_lib.resolve(next(iter(config_lib.parse(over).values())), distill.GKD.defaults)
+  plain = np.zeros((2, 3), np.float32)
+  prompts = tuple(Prompt(i, np.ones(1, np.int32), '', {}) for i in range(2))
+  lengths, finished = np.full(2, 3, np.int32), np.ones(2, bool)
+  made = Rollout(prompts, plain.astype(np.int32), lengths, plain, plain, finished, step=50, version=49)
+  for from_data, age in ((False, {'staleness/mean': 1, 'staleness/max': 1}), (True, {})):
+    given = Experience(made.replace(from_data=from_data), np.zeros(2), plain + 1, {}, step=50)
+    found = reward_metrics.step_metrics(given, RowShape(2, 4), config)
+    assert {name: value for name, value in found.items() if name.startswith('staleness/')} == age
 
 
 def test_an_answer_that_is_not_trained_is_refused():

@@ -108,9 +108,10 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
   if given is not None:  # not sampled in this step
     verdicts_ = np.where(given, np.nan, experience.verdicts)
     own = dataclasses.replace(experience, mask=experience.mask * ~given[:, None], verdicts=verdicts_)
-  if not rollout.from_data:
-    out |= surprisal_metrics(own)
-    out |= correctness_metrics(own, config.eval.pass_reward) if experience.components else {}
+  if rollout.from_data:
+    return out
+  out |= surprisal_metrics(own)
+  out |= correctness_metrics(own, config.eval.pass_reward) if experience.components else {}
   if config.rollout.staleness or config.rl.keep_surplus or config.rl.replay:
     updates_per_step = config.rl.epochs * config.rl.minibatches
     # Age in steps of the weights that sampled the trained tokens.
