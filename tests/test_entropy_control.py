@@ -163,6 +163,16 @@ def test_the_critic_of_vapo_learns_whole_returns():
   assert not np.allclose(ppo.credit(given, config_of('ppo')).arrays['returns'][trained], found[trained])
 
 
+def test_the_mean_lambda_is_that_of_trained_sequences():
+  given, config = combinations.experience(), config_of('vapo', rl=dict(length_alpha=1.0))
+  given.arrays['values'] = RANDOM.standard_normal(given.mask.shape)
+  given.mask[0] = 0
+  lengths = (given.mask[1:] > 0).sum(axis=1)
+  assert ppo.credit(given, config).metrics['gae_lambda/mean'] == pytest.approx(np.mean(1 - 1 / lengths))
+  given.mask[:] = 0
+  assert 'gae_lambda/mean' not in ppo.credit(given, config).metrics
+
+
 @pytest.mark.parametrize(
   'rl, name',
   [

@@ -87,6 +87,25 @@ def test_samples_without_a_baseline_are_counted():
   assert 'masked_baseline' not in found.result().metrics()
 
 
+def test_groups_with_less_than_two_rewards_have_no_spread_to_count():
+  """Of the run, and of each source, alike: here none, one, two equal and two different rewards."""
+  nan = np.nan
+  rewards = np.array([[nan, nan, nan], [nan, 1, nan], [1, 1, nan], [0, 1, nan]])
+  source = {'name': 'sums'}
+  made = rollout(6, rewards.ravel(), source)
+  prompts = tuple(Prompt(i, np.array([5], np.int32), '', {}, source) for i in range(4))
+  pending = Grader(None, TOKENIZER).submit(made.replace(prompts=prompts))
+  graded = pending.result()
+  assert graded.metrics()['frac_reward_zero_std'] == 0.5
+  mixture.observe(pending, graded)
+  assert pending.info['sources/sums/frac_reward_zero_std'] == 0.5
+  pending = Grader(None, TOKENIZER).submit(rollout(2, [nan, 1, nan, nan], source))
+  graded = pending.result()
+  assert np.isnan(graded.metrics()['frac_reward_zero_std'])
+  mixture.observe(pending, graded)
+  assert 'sources/sums/frac_reward_zero_std' not in pending.info
+
+
 def test_a_function_that_does_not_apply_leaves_the_reward_of_the_environment():
   grader = Grader(Pool(None), TOKENIZER, correct_by='environment')
   pending = grader.submit(rollout(2, [1, 0, np.nan, 0]))

@@ -97,8 +97,9 @@ def credit(experience: Experience, config: Config) -> Credit:
   out = grpo.finish(experience, token_advantages.whiten(gains, mask), mask, metrics | kl_metrics, memory, config=config)
   out.arrays.update(values=values, returns=returns)
   out.metrics.update(_value_metrics(values, returns, mask))
-  if rl.length_alpha:
-    out.metrics['gae_lambda/mean'] = float(lam.mean())
+  trained = mask.any(axis=1)
+  if rl.length_alpha and trained.any():
+    out.metrics['gae_lambda/mean'] = float(lam[trained].mean())
   return out
 
 

@@ -18,6 +18,7 @@ import urllib.parse
 import numpy as np
 
 from jaxpost.errors import InputError, did_you_mean, refuse
+from jaxpost.losses import advantages
 
 if typing.TYPE_CHECKING:
   from collections.abc import Collection, Sequence
@@ -278,7 +279,7 @@ def observe(pending: PendingRollout, graded: GradedRollout) -> None:
       out['turns'] = float(turns[members].mean())
     if np.isfinite(rewards).any():
       out['reward'] = float(np.nanmean(rewards))
-    whole = rewards[np.isfinite(rewards).all(axis=1)]
-    if len(whole) and sampled > 1:
-      out['frac_reward_zero_std'] = float((whole == whole[:, :1]).all(axis=1).mean())
+    compared = rewards[np.isfinite(rewards).sum(axis=1) > 1]
+    if len(compared):
+      out['frac_reward_zero_std'] = float(advantages.uniform(compared, np.isfinite(compared)).mean())
     pending.info |= {f'sources/{name}/{key}': value for key, value in out.items()}

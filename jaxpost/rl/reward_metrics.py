@@ -52,10 +52,11 @@ def reward_metrics(table: np.ndarray, results: Sequence[Graded]) -> dict:
     'masked_samples': int((~valid).sum()),
   }
   if table.shape[1] > 1:  # one sample has no spread
-    spread = [row[v].std(ddof=1) for row, v in zip(table, valid) if v.sum() > 1]
+    compared = valid.sum(axis=1) > 1
+    spread = [row[v].std(ddof=1) for row, v in zip(table[compared], valid[compared])]
     out |= {
       'reward_std': float(np.mean(spread)) if spread else float('nan'),
-      'frac_reward_zero_std': float(advantages.uniform(table, valid).mean()),
+      'frac_reward_zero_std': float(advantages.uniform(table, valid)[compared].mean()) if spread else float('nan'),
     }
   return out
 
