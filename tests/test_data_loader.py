@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import json
 import threading
 import time
 import types
@@ -469,6 +470,28 @@ def test_overlong_prompts_are_counted():
   assert next(stream)[1]['skipped'] == 1
   with pytest.raises(InputError, match='all 3 prompts.*longest has 9'):
     prompt_stream(rows=rows, max_prompt_length=0)
+
+
+def test_rows_skipped_while_reading_are_counted_on_after_a_resume(tmp_path):
+  path = tmp_path / 'a.jsonl'
+  path.write_text(''.join(json.dumps({'prompt': 'x' * n}) + '\n' for n in (3, 9, 4, 9, 9, 5)))
+  rows = sources.read(path, streaming=True)
+
+  def stream():
+    return prompts.PromptStream(
+      rows, tokenizer_lib.load('bytes'), per_step=1, seed=3, max_prompt_length=5, shuffle=False
+    )
+
+  whole, again = stream(), stream()
+  counts = [next(whole)[1]['skipped'] for _ in range(2)]
+  state = json.loads(json.dumps(whole.state()))
+  again.restore(state)
+  assert [*counts, next(again)[1]['skipped']] == [0, 1, 3]
+  del state['skipped']  # of an older version
+  again = stream()
+  again.restore(state)
+  assert next(again)[1]['skipped'] == 2
+  assert 'skipped' not in prompt_stream().state()  # known without reading on
 
 
 def test_prompt_of_a_chat_ends_before_the_last_answer():

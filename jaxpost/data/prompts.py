@@ -261,11 +261,14 @@ class PromptStream:
   def state(self) -> dict[str, Any]:
     """Returns the position, and all that it depends on."""
     state = {'index': self._index, **self._identity}
+    if self._prompts is None:
+      state['skipped'] = self.skipped
     return state | {'curriculum': self.curriculum.state()} if self.curriculum else state
 
   def restore(self, state: dict[str, Any]) -> None:
     """Continues after the step at which `state` was taken, with any `per_step`."""
     loader.check_position(state, self._identity)
     self._index = state['index']
+    self.skipped = state.get('skipped', self.skipped)
     if self.curriculum and 'curriculum' in state:
       self.curriculum.restore(state['curriculum'])
