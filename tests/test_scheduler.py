@@ -332,7 +332,10 @@ def test_stop_strings_cut_exactly(engine):
   whole = {k: c for k, (c,) in serve(engine, requests()).items()}
   text = decode(whole[21, 1].tokens)
   string = text[5:8]  # begins and ends inside of tokens, perhaps
-  told = serve(engine, requests(stop_strings=('no such', string)))
+  blocks = []
+  told = serve(engine, requests(stop_strings=('no such', string)), on_dispatch=blocks.append)
+  kept = sum(len(c.tokens) for (c,) in told.values())  # what is cut is in no figure, either
+  assert serve.figures['tokens_per_dispatch'] == kept / len(blocks)
   for key, (c,) in told.items():
     full = whole[key]
     ends = [n for n in range(1, NEW + 1) if string in decode(full.tokens[:n])]

@@ -348,12 +348,13 @@ class Scheduler:
     for slot, sequence in slots.items():
       if sequence.done:
         continue
-      self.drawn += sequence.append(block, slot, version)
+      sequence.append(block, slot, version)
       stop_string = sequence.cut_at_stop_string(
         self.engine.stop_strings(sequence.request),
         self.engine.decode,
         sequence.request.sampling.get('min_tokens', self.engine.config.min_new_tokens),
       )
+      self.drawn += len(sequence.blocks[-1].tokens)
       sequence.done = bool(stop_string) or not block.active[slot]
       if self.on_tokens:
         self.on_tokens(sequence.request, sequence.blocks[-1].tokens)

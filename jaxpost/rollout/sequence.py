@@ -121,13 +121,12 @@ class ActiveSequence:
     """[C] token ids so far."""
     return np.concatenate([np.zeros(0, np.int32), *(block.tokens for block in self.blocks)])
 
-  def append(self, block: Block, slot: int, version: int) -> int:
-    """Appends what a block drew in a slot; returns the number of tokens."""
+  def append(self, block: Block, slot: int, version: int) -> None:
+    """Appends what a block drew in a slot."""
     drawn = block.drawn[:, slot]
     fields = (block.tokens, block.logprobs, block.behavior_logprobs, block.experts, block.top, block.allowed)
     versions = np.full(drawn.sum(), version, np.int32)
     self.blocks.append(DrawnTokens._make([*jax.tree.map(lambda x: x[drawn, slot], fields), versions]))
-    return len(versions)
 
   def cut_at_stop_string(self, strings: Collection[str], decode: Callable, min_tokens: int = 0) -> str:
     """Drops the tokens after the one that completes a stop string; returns that string, or ''.
