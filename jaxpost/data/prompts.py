@@ -260,9 +260,7 @@ class PromptStream:
 
   def state(self) -> dict[str, Any]:
     """Returns the position, and all that it depends on."""
-    state = {'index': self._index, **self._identity}
-    if self._prompts is None:
-      state['skipped'] = self.skipped
+    state = {'index': self._index, 'skipped': self.skipped, **self._identity}
     return state | {'curriculum': self.curriculum.state()} if self.curriculum else state
 
   def restore(self, state: dict[str, Any]) -> None:

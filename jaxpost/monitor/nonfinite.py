@@ -20,16 +20,13 @@ _COUNTS = 'skipped_updates', 'empty_updates', 'overflowed_updates'
 
 
 def merge_metrics(done: list[tuple[str, dict]]) -> dict[str, float]:
-  """One row from the (role, metrics) of a step's updates: means, with the role as prefix except for the policy.
-
-  Updates without a trained token, whose metrics are 0, are in the means only if all are such updates.
-  """
+  """One row from the (role, metrics) of a step's updates: means, with the role as prefix except for the policy."""
   columns: dict[str, list[float]] = {}
   all_empty = all(metrics.get('empty_updates') for _, metrics in done)
   for role, metrics in done:
     for name, value in metrics.items():
       if metrics.get('empty_updates') and not all_empty and name not in _COUNTS:
-        continue
+        continue  # sums over no token, which are 0
       # Updates that changed nothing are counted together, of whichever role they are.
       key = name if role == 'policy' or name in _COUNTS else f'{role}/{name}'
       columns.setdefault(key, []).append(float(value))

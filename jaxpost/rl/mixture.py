@@ -27,7 +27,6 @@ if typing.TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.rewards.pool import RewardPool
   from jaxpost.rl.grading import GradedRollout, PendingRollout
-  from jaxpost.stage.records import Inputs
 
 _KEY = 'config.rl.sources'
 # Option -> (field of `programs.sampling.Sampling`, type, lowest value, highest value).
@@ -207,13 +206,9 @@ def _check(source: dict, config: typing.Any) -> None:
 
 
 def of_prompts(
-  inputs: Inputs, names: Sequence[str], rows: Rows | Chain, tools: list[dict] | dict | None, held_out: bool
+  inputs: typing.Any, names: Sequence[str], rows: Rows | Chain, tools: list[dict] | dict | None, held_out: bool
 ) -> tuple[tuple[dict, ...], typing.Any]:
-  """Returns (`Prompt.source` of each source, see `parse`; the argument `tools` of `PromptStream`).
-
-  Raises:
-    InputError: nothing grades the samples of a source, and the algorithm learns from rewards.
-  """
+  """Returns (`Prompt.source` of each source, see `parse`; the argument `tools` of `PromptStream`)."""
   sources = parse(inputs.config, names, rows, held_out)
   for source in sources:
     refuse(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxpost.losses import advantages
 from jaxpost.rl import batching
 
 if typing.TYPE_CHECKING:
@@ -52,11 +51,10 @@ def reward_metrics(table: np.ndarray, results: Sequence[Graded]) -> dict:
     'masked_samples': int((~valid).sum()),
   }
   if table.shape[1] > 1:  # one sample has no spread
-    compared = valid.sum(axis=1) > 1
-    spread = [row[v].std(ddof=1) for row, v in zip(table[compared], valid[compared])]
+    compared = [row[v] for row, v in zip(table, valid) if v.sum() > 1]
     out |= {
-      'reward_std': float(np.mean(spread)) if spread else float('nan'),
-      'frac_reward_zero_std': float(advantages.uniform(table, valid)[compared].mean()) if spread else float('nan'),
+      'reward_std': float(np.mean([row.std(ddof=1) for row in compared])) if compared else float('nan'),
+      'frac_reward_zero_std': float(np.mean([np.ptp(row) == 0 for row in compared])) if compared else float('nan'),
     }
   return out
 
@@ -109,11 +107,10 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
   if given is not None:  # not sampled in this step
     verdicts_ = np.where(given, np.nan, experience.verdicts)
     own = dataclasses.replace(experience, mask=experience.mask * ~given[:, None], verdicts=verdicts_)
-  if rollout.from_data:
-    return out
-  out |= surprisal_metrics(own)
-  out |= correctness_metrics(own, config.eval.pass_reward) if experience.components else {}
-  if config.rollout.staleness or config.rl.keep_surplus or config.rl.replay:
+  if not rollout.from_data:
+    out |= surprisal_metrics(own)
+    out |= correctness_metrics(own, config.eval.pass_reward) if experience.components else {}
+  if not rollout.from_data and (config.rollout.staleness or config.rl.keep_surplus or config.rl.replay):
     updates_per_step = config.rl.epochs * config.rl.minibatches
     # Age in steps of the weights that sampled the trained tokens.
     age = experience.step - batching.token_versions(rollout)[experience.mask > 0] / updates_per_step
