@@ -101,9 +101,7 @@ def to_batch(
     arrays['nll_weights'] = divided(chosen, chosen.sum(dtype=np.float64)) if normalize else chosen
   if per == 'label':
     sides = [np.where(side, mask, 0) for side in (arrays['label'] > 0, arrays['label'] < 0)]
-    if normalize:
-      sides = [divided(side, len(np.unique(owners[side > 0]))) for side in sides]
-    arrays['label_weights'] = sum(sides)
+    arrays['label_weights'] = sum(divided(x, len(np.unique(owners[x > 0]))) if normalize else x for x in sides)
   if per == 'token':
     total = mask.sum(dtype=np.float64)
   else:

@@ -224,9 +224,7 @@ def cached_attention(
   if window:
     key_position = jnp.concatenate([jnp.broadcast_to(entry, (slots, room)), filled[:, None] + new], -1)
     query_position = filled[:, None, None] + query_offset
-    first_seen = query_position - window + 1
-    if cfg.chunked:
-      first_seen = query_position - query_position % window
+    first_seen = query_position - (query_position % window if cfg.chunked else window - 1)
     mask &= key_position[:, None] >= first_seen
   mask = choose(mask) if choose else mask
   scores = jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT)
