@@ -114,7 +114,7 @@ OPTIONS = {
   'jaxpost.stage.model_limits': 'train.row_length',
   'jaxpost.stage.frozen_roles': 'rl.reference',
   'jaxpost.stage.critic_weights': 'algorithm',
-  'jaxpost.stage.resumed_run': 'workdir',  # of a run that began before
+  'jaxpost.stage.resumed_run': 'save.every',  # of a run that began before
   'jaxpost.stage.own_algorithm': 'algorithm',  # of files and modules of one's own
   'jaxpost.stage.kernel_uses': 'model.attention',
   'jaxpost.stage.model_folders': 'model.path',

@@ -11,6 +11,7 @@ import tiny
 
 from jaxpost.errors import InputError
 from jaxpost.models import model as model_lib
+from jaxpost.programs import extend
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import buckets, native, page_table, sampler_config
 from jaxpost.rollout import engine as protocol
@@ -155,13 +156,17 @@ def talk(answers, turns=3):
     dict(slots=9, page_size=8, cache_tokens=176),
     dict(slots=9, platform='gpu'),
     dict(slots=9, page_size=8, platform='gpu'),
+    dict(slots=9, platform='gpu', part=(4, 16)),
+    dict(slots=9, page_size=8, platform='gpu', part=(4, 16)),
     dict(slots=9, window=5),
   ],
   ids=str,
 )
-def test_a_conversation_keeps_its_cache(model, params, fields):
+def test_a_conversation_keeps_its_cache(model, params, fields, monkeypatch):
   """The same samples as when every turn is read from its beginning."""
   fields = dict(fields)
+  if 'part' in fields:  # slots and tokens that are read at a time
+    monkeypatch.setattr(extend, '_ACCELERATOR', fields.pop('part'))
   compute = dataclasses.replace(tiny.EXACT, platform=fields.pop('platform', 'cpu'))
   if 'window' in fields:
     model = model_lib.build(dataclasses.replace(model.config, layer_windows=(fields.pop('window'), 0)))

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
 
-CHUNK = 32  # tokens that are read at a time
+# Slots that are extended at a time, and tokens of each. On a CPU a row of padding costs as much as a real one; an
+# accelerator reads all weights for each part.
+_CPU = 1, 32
+_ACCELERATOR = 8, 128
 
 
 @struct.dataclass
@@ -35,13 +38,18 @@ class More:
   filled: Array  # [S] int32, cache entries that stay
 
 
-def make_chunk(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], start: int) -> More:
-  """The next tokens of each suffix, from `start` on."""
-  tokens = np.zeros((slots, CHUNK), np.int32)
+def chunk_length(platform: str) -> int:
+  """Returns how many tokens of a suffix are read at a time."""
+  return (_CPU if platform == 'cpu' else _ACCELERATOR)[1]
+
+
+def make_chunk(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], start: int, length: int) -> More:
+  """Returns the next tokens of each suffix, at most `length`, from `start` on."""
+  tokens = np.zeros((slots, length), np.int32)
   lengths = np.zeros(slots, np.int32)
   filled = np.zeros(slots, np.int32)
   for slot, (at, ids) in suffixes.items():
-    part = ids[start : start + CHUNK]
+    part = ids[start : start + length]
     tokens[slot, : len(part)] = part
     lengths[slot] = len(part)
     filled[slot] = at + start
@@ -54,7 +62,9 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
   It continues sequences whose first entries are in the cache of their slot, or in the pages of `table` [S, n];
   attention reads `read` entries. It donates the state.
   """
-  read_new = _one_by_one if compute.platform == 'cpu' and layout.batch_shards == 1 else _together
+  read_new = _together  # slots that a mesh splits
+  if layout.batch_shards == 1:
+    read_new = functools.partial(_in_parts, most=(_CPU if compute.platform == 'cpu' else _ACCELERATOR)[0])
 
   def hidden_of(weights, cache, more):
     steps = more.tokens.shape[1]
@@ -84,24 +94,35 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
   return Program('extend', extend, ledger, generate.slot_shardings(layout), donate=(1,), flops=flops)
 
 
-def _one_by_one(hidden_of, state, new, more: More, table, read: int):
-  """Extends the slots that are new in turn: on a CPU, rows of padding cost as much as real ones."""
-  order = jnp.argsort(~new, stable=True)
+def _in_parts(hidden_of, state, new, more: More, table, read: int, most: int):
+  """Extends the slots that are new, at most `most` at a time.
 
-  def row(i, carry):
+  All parts are of one size: the last one repeats slots, or has some that are not new, into which nothing is written.
+  """
+  order, rows = jnp.argsort(~new, stable=True), min(most, len(new))
+
+  def extend_part(i, carry):
     cache, hidden = carry
-    slot = order[i]
-    pick = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=slot, slice_size=1)
-    one = jax.tree.map(pick, more)
-    if table is None:
-      recent, last = hidden_of(cache_storage.view(jax.tree.map(lambda x: pick(x)[:, :, :read], cache)), one)
-      cache = _write(cache, recent, slot, one)
-    else:
-      recent, last = hidden_of(cache.replace(table=pick(table)), one)
-      cache = _write_pages(cache, recent, table[slot], one)
-    return cache, jax.lax.dynamic_update_slice_in_dim(hidden, last.astype(hidden.dtype), slot, 0)
+    slots = jax.lax.dynamic_slice_in_dim(order, i * rows, rows)
 
-  return jax.lax.fori_loop(0, jnp.sum(new), row, (state.cache, state.hidden))
+    def pick(x):
+      return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, slots[j], 1) for j in range(rows)])
+
+    some = jax.tree.map(pick, more)
+    if table is None:
+      recent, last = hidden_of(cache_storage.view(jax.tree.map(lambda x: pick(x)[:, :, :read], cache)), some)
+      cache = jax.lax.fori_loop(0, rows, functools.partial(_write, recent=recent, slots=slots, more=some), cache)
+    else:
+      recent, last = hidden_of(cache.replace(table=pick(table)), some)
+      if rows == 1:
+        cache = _write_pages(cache, recent, table[slots[0]], some)
+      else:
+        cache = _scatter(cache, recent, slots, new[slots], some, table)
+    for j in range(rows):
+      hidden = jax.lax.dynamic_update_slice_in_dim(hidden, last[j : j + 1].astype(hidden.dtype), slots[j], 0)
+    return cache, hidden
+
+  return jax.lax.fori_loop(0, -(-jnp.sum(new) // rows), extend_part, (state.cache, state.hidden))
 
 
 def _together(hidden_of, state, new, more: More, table, read: int):
@@ -111,24 +132,25 @@ def _together(hidden_of, state, new, more: More, table, read: int):
   else:
     cache = state.cache.replace(table=table)
   recent, hidden = hidden_of(cache, more)
-  return _scatter(state.cache, recent, new, more, table), hidden
+  return _scatter(state.cache, recent, jnp.arange(len(new)), new, more, table), hidden
 
 
-def _write(cache: Cache, recent: Cache, slot, one: More) -> Cache:
-  """Writes the first lengths[0] entries of `recent` [1, K, T, h] behind the filled ones of a slot.
+def _write(j, cache: Cache, recent: Cache, slots: jax.Array, more: More) -> Cache:
+  """Writes the first lengths[j] entries of row j of `recent` [R, K, T, h] behind the filled ones of slots[j].
 
   Padding, which may reach past the end of the cache, is not written.
   """
-  filled, steps = one.filled[0], one.tokens.shape[1]
+  filled, steps = more.filled[j], more.tokens.shape[1]
 
   def put(old, new):
     size = min(steps, old.shape[2])
     # A window that would reach past the end begins earlier, and the new entries later in it.
     start = jnp.clip(filled, 0, old.shape[2] - size)
-    place = slot, 0, start, 0
+    place = slots[j], 0, start, 0
     there = jax.lax.dynamic_slice(old, place, (1, old.shape[1], size, old.shape[3]))
     at = start + jnp.arange(size) - filled
-    real = (at >= 0) & (at < one.lengths[0])
+    real = (at >= 0) & (at < more.lengths[j])
+    new = jax.lax.dynamic_slice_in_dim(new, j, 1)
     new = jnp.roll(new, filled - start, axis=2)[:, :, :size]
     return jax.lax.dynamic_update_slice(old, jnp.where(real[:, None], new, there), place)
 
@@ -152,10 +174,10 @@ def _write_pages(pool: Cache, recent: Cache, table, one: More) -> Cache:
   return jax.lax.fori_loop(0, one.lengths[0], write, pool)
 
 
-def _scatter(cache: Cache, recent: Cache, new, more: More, table) -> Cache:
-  """Writes the new entries of all slots at the same time."""
+def _scatter(cache: Cache, recent: Cache, slots: jax.Array, new: jax.Array, more: More, table) -> Cache:
+  """Writes the new entries of these slots at the same time, into the slots or into the pages of `table` [S, n]."""
   count = jnp.arange(more.tokens.shape[1])
-  at, row = more.filled[:, None] + count, jnp.arange(len(new))[:, None]
+  at, row = more.filled[:, None] + count, slots[:, None]
   size = cache.k[0].shape[2]
   if table is not None:
     row = table[row, jnp.minimum(at // size, table.shape[1] - 1)]

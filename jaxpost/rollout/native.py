@@ -252,8 +252,9 @@ class NativeEngine:
     entry = self.layout.put(entry, 'batch', None)
     read = self.buckets.read(max(filled + len(ids) for filled, ids in suffixes.values()))
     tables = () if table is None else (self.layout.put(table),)
-    for start in range(0, max(len(x) for _, x in suffixes.values()), extend.CHUNK):
-      chunk = self.layout.put(extend.make_chunk(self.max_concurrent_decodes, suffixes, start), 'batch', None)
+    length = extend.chunk_length(self.programs.platform)
+    for start in range(0, max(len(x) for _, x in suffixes.values()), length):
+      chunk = self.layout.put(extend.make_chunk(self.max_concurrent_decodes, suffixes, start, length), 'batch', None)
       state = self.programs.extender(read)(self.weights, state, entry, chunk, key, step, *tables)
     return state
 
