@@ -106,10 +106,7 @@ def _run(
   if several:
     agreement.check_workdir(workdir, configs)
   if consistency.is_finished(workdir, configs):
-    console.out(f'{workdir}: was finished before; another --workdir starts a new run', highlight=False)
-    for name in seals.damaged(workdir):
-      console.out(f'{workdir / name}: differs from its checksum: it was damaged or changed', highlight=False)
-    return object_store.read_json(workdir / 'summary.json')
+    return _read_summary(workdir, console)
   if coordination.process_index() == 0:
     if names := list(configs.values())[-1].log.trackers:
       from jaxpost.monitor import trackers
@@ -142,6 +139,14 @@ def _run(
     _begin(workdir, raw, lock, prepared, console)
     warnings = _run_stages(placed, workdir, activity, stop)
     return _finish(workdir, console, start, warnings, prepared[-1].config.save.export)
+
+
+def _read_summary(workdir: epath.Path, console: rich.console.Console) -> dict:
+  """Returns the summary of a finished run; prints which of its files were damaged or changed since."""
+  console.out(f'{workdir}: was finished before; another --workdir starts a new run', highlight=False)
+  for name in seals.damaged(workdir):
+    console.out(f'{workdir / name}: differs from its checksum: it was damaged or changed', highlight=False)
+  return object_store.read_json(workdir / 'summary.json')
 
 
 def _begin(
