@@ -24,7 +24,7 @@ from attention_reference import reference
 from test_processes import environment, finish, free_address
 
 from jaxpost.distributed import coordination
-from jaxpost.distributed.mesh import row_shards
+from jaxpost.distributed.mesh import AXES, Layout, row_shards
 from jaxpost.errors import InputError
 from jaxpost.hardware import kernel_check, probe
 from jaxpost.matmul import Compute, compute_for
@@ -427,6 +427,25 @@ def test_the_platform_chooses(monkeypatch):
 def test_what_is_asked_for_and_cannot_be_is_refused_by_name(monkeypatch, platform, name, dtype, fields, words):
   with pytest.raises(InputError, match=f'config.model.attention: .*{words}'):
     taken(monkeypatch, compute_for(platform, dtype, 'none', name), **fields)
+
+
+@pytest.mark.parametrize('name', ['auto', 'triton'])
+def test_triton_is_not_asked_for_parts_of_rows(monkeypatch, name):
+  """Rows that `context` splits are XLA's, in plans as well, which check no kernel."""
+  monkeypatch.setattr(kernel_check, 'errors', None)
+  compute = compute_for('gpu', 'bfloat16', 'none', name)
+  assert kernel_check.verify(compute, [kernel_check.KernelUse(SETTLED, 512, parts=2)]) == compute
+  mesh = jax.sharding.AbstractMesh((1, 2, 1, 2, 1), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES))
+  args, rest, _ = case((512, 4, 2, 64, 64))
+  run = functools.partial(layers.attention, compute=compute, layout=Layout(mesh), **rest)
+  if name == 'auto':
+    parts = []
+    monkeypatch.setattr(context_parallel, 'attend', lambda q, *_, n, **rest: parts.append(n) or q)
+    assert jax.eval_shape(run, *args[:3]).shape == (2, 512, 4, 64)
+    assert parts == [2]
+  else:
+    with pytest.raises(InputError, match='config.model.attention: triton cannot do rows that a context axis splits'):
+      jax.eval_shape(run, *args[:3])
 
 
 def test_a_run_takes_the_one_it_is_told(tmp_path, monkeypatch):

@@ -113,9 +113,8 @@ def _shapes_to_check(compute: Compute, use: KernelUse) -> list[AttentionShape]:
   cfg, length, parts, branches = use
   if isinstance(cfg, CustomConfig) or (length < attention_kernels.SHORT * parts and not compute.forced):
     return []
-  refusal = attention_kernels.REFUSALS[compute.attention]
   shapes = [attention_kernels.attention_shape(cfg, length, parts, heads, branches) for heads in cfg.head_shapes]
-  return [x for x in shapes if not refusal(x.head_dim, x.value_dim, compute.dtype)]
+  return [x for x in shapes if not attention_kernels.refused(compute, x.head_dim, x.value_dim, parts)]
 
 
 def decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[AttentionShape]:

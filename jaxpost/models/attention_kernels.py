@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
+from jaxpost.matmul import WHOLE_ROW_KERNELS
 from jaxpost.models import attention_xla, context_parallel
 from jaxpost.models.attention_xla import PackedRows
 from jaxpost.models.config import ModelConfig
@@ -75,6 +76,13 @@ BRANCHES = ('triton',)  # kernels that do branches of a shared prompt
 PLATFORMS = {'splash': ('tpu',), 'triton': ('gpu', 'cuda')}  # where they run
 
 
+def refused(compute: Compute, size: int, values: int, parts: int) -> str:
+  """Returns what the kernel does not support of heads of `size` and `values`, in `parts` parts of a row, or ''."""
+  if parts > 1 and compute.attention in WHOLE_ROW_KERNELS:
+    return 'rows that a context axis splits'
+  return REFUSALS[compute.attention](size, values, compute.dtype)
+
+
 def kernel_fits(
   q: jax.Array, v: jax.Array, branch_ids: jax.Array | None, compute: Compute, cfg: ModelConfig, parts: int
 ) -> bool:
@@ -83,7 +91,7 @@ def kernel_fits(
   With `compute.attention` = auto, kernels are skipped for short rows, and for
   shapes for which the check found them wrong.
   """
-  why = REFUSALS[compute.attention](q.shape[3], v.shape[3], compute.dtype)
+  why = refused(compute, q.shape[3], v.shape[3], parts)
   # A chunk of a branch may go on after another branch, which a kernel would take for another document.
   if branch_ids is not None and (compute.attention not in BRANCHES or cfg.chunked):
     why = 'branches of a shared prompt; set share_prompt=False in config.preference or config.train'
