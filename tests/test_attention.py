@@ -379,6 +379,24 @@ def test_decoding_in_triton_is_that_in_xla(monkeypatch, shape, layer, chunked):
   assert tiny.largest(out - right) <= 1e-5 * tiny.largest(right)
 
 
+@pytest.mark.parametrize('size, values', [(64, 64), (128, 128), (96, 256), (192, 128), (256, 256)])
+def test_decoding_fits_the_shared_memory_of_small_gpus(monkeypatch, size, values):
+  """An L4 has 99 KiB for a block; the compiler keeps the queries, and keys and values of all stages but one, there."""
+  asked, call = [], decode_triton.pl.pallas_call
+
+  def kept(*args, compiler_params, **more):
+    asked.append(compiler_params.num_stages)
+    return call(*args, compiler_params=compiler_params, **more)
+
+  monkeypatch.setattr(decode_triton.pl, 'pallas_call', kept)
+  arrays = [[jnp.zeros((4, 2, n, h), jnp.bfloat16) for h in (size, values)] for n in (512, 32)]
+  run = functools.partial(decode_triton.attend, window=0, cfg=tiny.config(), interpret=True)
+  jax.eval_shape(run, jnp.zeros((4, 2, 16, size)), *map(tuple, arrays), jnp.zeros(4, int), jnp.int32(0), None)
+  (stages,) = asked
+  wide, wide_v = map(attention_triton.padded, (size, values))
+  assert ((stages - 1) * decode_triton._ENTRIES * (wide + wide_v) + 16 * wide) * 2 + 1024 <= 99 * 1024
+
+
 # --------------------------------------------------------------------- choice
 
 

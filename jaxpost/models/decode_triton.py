@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _PARTS = 192  # blocks that keep a device busy
 _LEAST = 256  # entries that are worth a block
 _ENTRIES, _WARPS, _STAGES = 32, 4, 4  # the fastest of six on an H200
+_WIDE, _FEWER = 128, 3  # heads above which stages, which hold entries in shared memory, would not fit an L4
 
 
 def supports(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
@@ -116,6 +117,7 @@ def attend(
     (jnp.reshape(step, (1,)).astype(jnp.int32), (1,), lambda h, s, i: (0,)),
   ]
   static = _Static(window, cfg.chunked, cfg.attention_softcap)
+  stages = _STAGES if max(wide, wide_v) <= _WIDE else _FEWER
   out, lse2 = pl.pallas_call(
     functools.partial(_kernel, sizes=(group, size, values, block), parts=parts, static=static),
     grid=(heads, slots, parts),
@@ -128,7 +130,7 @@ def attend(
       jax.ShapeDtypeStruct((parts, slots, heads, group, values), jnp.float32 if parts > 1 else q.dtype),
       jax.ShapeDtypeStruct((parts, slots, heads, group), jnp.float32),
     ],
-    compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+    compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=stages),
     interpret=interpret,
     name=f'decode_{window}',
   )(*(x for x, *_ in arrays))
