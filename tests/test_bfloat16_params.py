@@ -7,6 +7,7 @@ import pytest
 import tiny
 
 import jaxpost
+from jaxpost.models import layers
 from jaxpost.programs import rounding
 from jaxpost.programs import train as programs
 from jaxpost.types import Batch
@@ -44,6 +45,19 @@ def test_gradients_of_many_micro_batches_add_up_in_float32():
 
   _, grads = jax.jit(lambda p: programs.accumulate(loss, p, batch))({'x': jnp.ones((), jnp.bfloat16)})
   assert grads['x'].dtype == jnp.float32 and float(grads['x']) == 2.0
+
+
+def test_gradients_of_a_frequent_token_add_up_in_float32():
+  """8,192 times 2^-12: in bfloat16 the sum would stop at 2^-4, where a term is half of the last digit."""
+  tokens = jnp.full((2, 4096), 3)
+  table = jnp.zeros((8, 4), jnp.bfloat16)
+
+  def loss(table):
+    return 2.0**-12 * jnp.sum(layers.embed(table, tokens, 'bfloat16', lambda x, *axes: x).astype(jnp.float32))
+
+  grad = jax.jit(jax.grad(loss))(table)
+  assert grad.dtype == table.dtype
+  np.testing.assert_array_equal(np.asarray(grad, np.float32)[:, 0], [0, 0, 0, 2, 0, 0, 0, 0])
 
 
 @pytest.fixture(scope='module')

@@ -34,8 +34,8 @@ def embed(table: jax.Array | TiedWeight, tokens: jax.Array, dtype: str, constrai
   """Looks up tokens [B, T] in a table [V, D], in `dtype`.
 
   The table is gathered over fsdp before the lookup: from sharded rows XLA would replicate the activations of the global
-  batch. It is rounded before that, for half the bytes; the gradient is still summed in the type of the table. On one
-  device nothing is gathered, and rounding few rows is cheaper than the table.
+  batch. It is rounded before that, for half the bytes; the gradient is summed in float32. On one device nothing is
+  gathered, and rounding few rows is cheaper than the table.
   """
   split = isinstance(constrain, Layout) and constrain.mesh.size > 1
   if not split and 8 * tokens.size < len(table):
@@ -52,13 +52,16 @@ def _embed_backward(dtype, constrain, residuals, g):
   table, tokens = residuals
 
   def add(tokens, g):
-    return jnp.zeros(table.shape, table.dtype).at[tokens].add(g.astype(table.dtype))
+    return jnp.zeros(table.shape, jnp.float32).at[tokens].add(g.astype(jnp.float32))
 
+  total = None
   if isinstance(constrain, Layout):
-    kept = constrain.sum_over_tokens(add, (tokens, g), 'vocab', 'embed', of=table)
-    if kept is not None:
-      return kept, None
-  return constrain(add(tokens, g), 'vocab', None), None
+    total = constrain.sum_over_tokens(add, (tokens, g), 'vocab', 'embed', of=table)
+    if isinstance(table, TiedWeight):
+      return total, None
+  if total is None:
+    total = constrain(add(tokens, g), 'vocab', None)
+  return total.astype(table.dtype), None
 
 
 embed.defvjp(_embed_forward, _embed_backward)
