@@ -234,6 +234,18 @@ def test_many_page_copies_are_compiled_before(model, params):
   assert [r['program'] for r in ledger.rows[before:]] == []
 
 
+def test_an_evaluation_prefills_as_many_prompts_at_a_time_as_training(model, params):
+  """With one sample of each prompt, too: a prefill of 40 prompts would need five times the memory."""
+  ledger = Ledger()
+  engine = make_engine(model, params, ledger, slots=40, group_size=5, max_prompt=16, max_new_tokens=8)
+  for job in engine.jobs(params, [11], 5, False):
+    job()
+  ledger.seal()
+  prompts = [Prompt(n, np.arange(2 + n, 13 + n, dtype=np.int32), '', {}) for n in range(20)]
+  assert len(engine(prompts, group_size=1, run_key=KEY, step=0).lengths) == 20
+  assert engine.prefill_rows(1) == engine.prefill_rows(5) == 8 and engine.prefill_rows(10) == 4
+
+
 def test_it_is_the_engine_that_the_protocol_describes(engine):
   names = [n for n in vars(protocol.Engine) if not n.startswith('_')]
   names += protocol.Engine.__annotations__

@@ -149,7 +149,7 @@ def compile_jobs(
     high = min(max(lengths) + engine.config.max_new_tokens, high)
   # Preempted sequences are prefilled again, with what they have drawn.
   again = range(low, high) if turns or engine.page else ()
-  rows = buckets.prefill_rows(group_size)
+  rows = engine.prefill_rows(group_size)
   for size in sorted({buckets.prompt(n) for n in (*lengths, *again)}):
     tokens = _abstract(engine, (rows, size))
     counts = _abstract(engine, (rows,))

@@ -276,7 +276,7 @@ class NativeEngine:
 
   def prefill_rows(self, group_size: int) -> int:
     """Prompts of a prefill: as many as fill the slots once with `group_size` samples each."""
-    return self.buckets.prefill_rows(group_size)
+    return self.buckets.prefill_rows(max(group_size, self.config.group_size))
 
   def entry(self, sequences: dict[int, ActiveSequence], rows: dict[int, int], copies: Sequence[PageCopy] = ()) -> Entry:
     """The argument of `insert`; see `engine_programs.make_entry`."""

@@ -38,6 +38,7 @@ class SamplerConfig:
   sampling_mask: report the tokens that could be drawn, `top_k` at most, see `Rollout.allowed`.
   page_size: cache entries of a page, a power of two; 0: each slot holds the longest sequence.
   cache_tokens: entries of all pages; 0: half of what slots without pages have.
+  group_size: samples of a prompt that a rollout has; calls with fewer prefill no more prompts at a time.
   speculation: 'ngram' drafts tokens from samples of the same prompt (`drafts.py`); '': one token at a time.
   """
 
@@ -58,6 +59,7 @@ class SamplerConfig:
   sampling_mask: bool = False
   page_size: int = 0
   cache_tokens: int = 0
+  group_size: int = 1
   speculation: str = ''
 
   @property

@@ -34,14 +34,14 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
   """Makes the engine that generates, without weights.
 
   Args:
-    slots: sequences at a time; 0 for what `config.rollout` says.
+    slots: sequences at a time, each of a prompt of its own; 0 for what `config.rollout` says.
   """
   model, tokenizer = placed.model, placed.inputs.tokenizer
   rollout, section = placed.config.rollout, placed.config.eval
   if placed.algorithm.on_policy:
-    sequences = rollout.prompts * rollout.group_size
+    sequences, group_size = rollout.prompts * rollout.group_size, rollout.group_size
   else:
-    sequences = section.size * section.samples
+    sequences, group_size = section.size * section.samples, 1
   if placed.config.router.routing_replay:
     from jaxpost.models import routing_replay
 
@@ -76,6 +76,7 @@ def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
       min_new_tokens=rollout.min_new_tokens,
       page_size=rollout.page_size,
       cache_tokens=rollout.cache_tokens,
+      group_size=1 if slots else group_size,
       top_logprobs=rollout.top_logprobs,
       sampling_mask=placed.config.rl.sampling_mask,
       speculation=rollout.speculation,
