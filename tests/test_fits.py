@@ -17,7 +17,8 @@ from configs import dpo_hh, grpo_gsm8k, sft_gsm8k
 from jaxpost.distributed import phases
 from jaxpost.errors import InputError
 from jaxpost.models import presets, transformer
-from jaxpost.planning import arithmetic, dry_run, fits, machines, search
+from jaxpost.planning import arithmetic, dry_run, fits, machines, sampling_arithmetic, search
+from jaxpost.rollout import buckets
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare
 from jaxpost.stage.records import PreparedStage
@@ -66,24 +67,50 @@ def test_adapters_are_all_that_has_moments(module):
 
 
 def test_cache_and_sampler():
-  """256 sequences of 832 tokens and a block of 32, and 32 prompts; keys and values of 8 heads of 128 in 28 layers."""
+  """256 sequences of 832 tokens and a block of 32; keys and values of 8 heads of 128 in 28 layers.
+
+  32 prompts fill the slots with 8 samples each, and are padded from 320 to 512 tokens.
+  """
   made = inputs(grpo_gsm8k, **{'train.micro_batch_size': 8})  # sampling needs more than the update
   found = estimate(made).memory
   assert found['sampler'] == 2 * SIZE
   token = 28 * 8 * (128 + 128) * 2  # in bfloat16
-  assert found['cache'] == (256 * (832 + 32) + 32 * 320) * token
+  assert found['cache'] == (256 * (832 + 32) + 32 * 512) * token
   assert found['copied'] == 0  # the decoding kernel reads the filled entries of each slot where they are
+  # Projections of a layer: q and attention of 16 heads, k and v, gate, up and down of 3,072, four of 1,024. No logits.
+  layer = 16384 * (2 * 16 * 128 + 2 * 8 * 128 + 3 * 3072 + 4 * 1024) * 2
+  assert found['logits'] + found['prefill'] == layer > found['logits'] == 2 * 256 * 151936 * 4
   paged = estimate(inputs(grpo_gsm8k, **{'rollout.page_size': 64}))
   assert paged.sampling['copied'] == 256 * 512 * token  # XLA reads 512 entries of 864, and copies them
   split = estimate(made, '8xH100', ONE | dict(fsdp=8), ONE | dict(data=4, tensor=2)).memory
   assert split['cache'] == found['cache'] / 8
 
 
+@pytest.mark.parametrize(
+  'settings, rows',
+  [
+    ({}, 32),
+    ({'rollout.slots': 64}, 8),  # of the same 32 prompts
+    ({'rollout.slots': 60, 'rollout.prompts': 512, 'rollout.group_size': 1}, 60),
+  ],
+)
+def test_prefixes_of_one_prefill_are_there(settings, rows):
+  """However many prompts a rollout has: the engine drops them before the next prefill."""
+  made = inputs(grpo_gsm8k, **settings)
+  assert sampling_arithmetic.prefilled(made) == rows
+  slots = settings.get('rollout.slots', 256)
+  assert buckets.Buckets(slots, 1, 2, 832, 864, 0, 32, 512).prefill_rows(made.config.rollout.group_size) == rows
+  plays = dataclasses.replace(made, config=dataclasses.replace(made.config, environment='a.module:Tools'))
+  assert sampling_arithmetic.prefilled(plays) == slots
+  token = 28 * 8 * (128 + 128) * 2
+  assert estimate(made).sampling['cache'] == (slots * (832 + 32) + rows * 512) * token
+
+
 def test_states_of_sequences_count():
   """18 of 24 layers have 16 matrices of 128 x 128 and 3 inputs of each convolution, in float32."""
   found = estimate(inputs(grpo_gsm8k, 'model=qwen3_5_0_8b'))
   token, state = 6 * 2 * (256 + 256) * 2, 18 * (16 * 128 * 128 + 3 * 3 * 16 * 128) * 4
-  assert found.sampling['cache'] == (256 * (832 + 32) + 32 * 320) * token + (256 + 32) * state
+  assert found.sampling['cache'] == (256 * (832 + 32) + 32 * 512) * token + (256 + 32) * state
   assert found.sampling['copied'] == 256 * state
 
 

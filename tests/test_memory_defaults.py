@@ -136,6 +136,14 @@ def test_evaluation_counts():
   assert 'rollout.slots' not in defaults.choose(stage('sft_gsm8k', eval__samples=0), machine('L4'))
 
 
+@pytest.mark.parametrize('prompts, group', [(128, 8), (256, 4), (512, 1)])
+def test_a_step_of_more_prompts_does_not_leave_fewer_slots(prompts, group):
+  """Prompts wait without a prefix until slots are free: 32 prompts of 8 have as many slots as 512."""
+  given = dict(rollout__max_prompt_length=1024, rollout__prompts=prompts, rollout__group_size=group)
+  found = defaults.choose(stage('grpo_gsm8k', 'model=qwen3_1_7b', **given), machine('H100'))
+  assert found['rollout.slots'] >= 64 and 'rollout.offload' not in found
+
+
 def test_samplers_of_their_own_have_no_optimizer_beside_them():
   where = machines.Topology('two', 'a100', CHIPS['a100'], (1, 1, 2))
   apart = defaults.choose(stage('ppo_gsm8k', mesh__rollout_devices=1), where)
@@ -225,7 +233,7 @@ def test_programs_that_do_not_fit_are_refused_with_the_nearest_that_do():
     nearest.check_programs(p, where, found, Device(70 * 2**30))
   assert str(error.value) == (
     'generate needs 100.0 GiB of memory, of which a device (small) has 70.0; the nearest that fits, by arithmetic: '
-    '--config.rollout.slots=64'
+    '--config.rollout.slots=128'
   )
   with pytest.raises(InputError, match='take config.model.remat=full'):
     nearest.check_programs(p, machine('A100', memory=0.0), found, Device(70 * 2**30))

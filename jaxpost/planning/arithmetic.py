@@ -151,37 +151,14 @@ def _held(case: Case) -> dict[str, float]:
   return out
 
 
-def _attention_width(cfg: ModelConfig) -> int:
-  """Returns the elements of a token that attention computes: queries, results of the heads, and what is cached."""
-  heads, sizes = cfg.cached
-  return cfg.num_heads * (cfg.head_dim + cfg.value_dim) + heads * sum(sizes)
-
-
-def _mlp_width(cfg: ModelConfig) -> int:
-  """Returns the hidden size of the MLP, or of the experts of a token together."""
-  return cfg.experts.top_k * cfg.experts.size if cfg.experts else cfg.intermediate_size
-
-
-def _layer_width(case: Case) -> float:
-  """Returns the elements of a token that a layer computes: projections, attention, MLP."""
-  split = _attention_width(case.cfg) + 3 * _mlp_width(case.cfg)
-  return split / case.train.mesh.shape['tensor'] + 4 * case.cfg.hidden_size
-
-
 def _saved_width(case: Case) -> float:
   """Returns the elements of a token that a layer keeps for `remat=dots`, in the residual type."""
   cfg = case.cfg
-  split = _attention_width(cfg) + 2 * _mlp_width(cfg)
+  split = case.attention_width + 2 * case.mlp_width
   if case.compute.attention == 'triton':  # a float32 statistic of each head
     split += 2 * cfg.num_heads
   # The input is kept, too, and the results of both projections to its width.
   return split / case.train.mesh.shape['tensor'] + 3 * cfg.hidden_size
-
-
-def _attention_weights(case: Case) -> float:
-  """Returns the bytes of the attention weights, in float32, of the queries that XLA computes at a time."""
-  queries = min(case.compute.q_chunk, case.shape.row_length)
-  return case.tokens * queries * FLOAT * case.cfg.num_heads / case.train.mesh.shape['tensor']
 
 
 def _chunk(case: Case) -> float:
@@ -203,8 +180,11 @@ def _activations(case: Case) -> dict[str, float]:
     gradients *= 2
   width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
   kept = case.tokens * width * residual * (cfg.num_layers + model.trains_mtp)
-  weights = 0.0 if case.compute.uses_kernel else _ALIVE * _attention_weights(case)
-  layer = _ALIVE * case.tokens * _layer_width(case) * case.width + _PREFETCHED * _gathered(case, 'layers')
+  tensor = case.train.mesh.shape['tensor']
+  weights = 0.0
+  if not case.compute.uses_kernel:
+    weights = _ALIVE * case.attention_weights(case.tokens, case.shape.row_length, tensor)
+  layer = _ALIVE * case.tokens * case.layer_width(tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
   head = _chunk(case) * (FLOAT + case.width) + case.tokens * cfg.hidden_size * FLOAT + _gathered(case, 'vocab')
   activations = kept + max(weights + layer, head)
   if case.compute.platform == 'tpu' and case.compute.remat != 'full':
@@ -251,7 +231,7 @@ def _read(case: Case, passes: float) -> float:
   tensor = case.train.mesh.shape['tensor']
   unused = 0 if model.trains_mtp else sum(math.prod(model.table[path].shape) for path in model.mtp)
   weights = (transformer.num_params(cfg) - unused) / tensor / case.train.mesh.shape['expert'] * case.width
-  activations = 2 * case.tokens * cfg.num_layers * _layer_width(case) * case.width
+  activations = 2 * case.tokens * cfg.num_layers * case.layer_width(tensor) * case.width
   logits = case.tokens * cfg.padded_vocab_size / tensor * FLOAT
   return passes * (weights + activations + logits)
 

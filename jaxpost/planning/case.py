@@ -62,6 +62,26 @@ class Case:
     longest = config.rollout.max_prompt_length + config.rollout.max_new_tokens
     return (longest if skips_branches else self.shape.row_length) / 2
 
+  @property
+  def attention_width(self) -> int:
+    """Elements of a token that attention computes: queries, results of the heads, and what is cached."""
+    heads, sizes = self.cfg.cached
+    return self.cfg.num_heads * (self.cfg.head_dim + self.cfg.value_dim) + heads * sum(sizes)
+
+  @property
+  def mlp_width(self) -> int:
+    """Hidden size of the MLP, or of the experts of a token together."""
+    experts = self.cfg.experts
+    return experts.top_k * experts.size if experts else self.cfg.intermediate_size
+
+  def layer_width(self, tensor: int) -> float:
+    """Returns the elements of a token that a layer computes on a device of `tensor`: projections, attention, MLP."""
+    return (self.attention_width + 3 * self.mlp_width) / tensor + 4 * self.cfg.hidden_size
+
+  def attention_weights(self, tokens: int, length: int, tensor: int) -> float:
+    """Returns the bytes of the attention weights, in float32, of the queries in rows that XLA computes at a time."""
+    return tokens * min(self.compute.q_chunk, length) * FLOAT * self.cfg.num_heads / tensor
+
   def seconds(self, flops: float, moved: float, sent: Mapping[str, Mapping[str, float]] | None = None) -> float:
     """Returns the seconds of products, memory and network, one after the other.
 

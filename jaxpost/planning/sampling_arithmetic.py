@@ -9,7 +9,7 @@ from jaxpost.hardware import memory as memory_lib
 from jaxpost.models import transformer
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.planning.case import FLOAT
-from jaxpost.rollout import native
+from jaxpost.rollout import buckets, native
 from jaxpost.stage import batch_shape, load_weights
 
 if TYPE_CHECKING:
@@ -24,6 +24,16 @@ def slots(inputs: Inputs) -> tuple[int, int]:
   total = rollout.prompts * rollout.group_size if inputs.algorithm.on_policy else held_out.size * held_out.samples
   found = batch_shape.slots(rollout, total)
   return found, math.ceil(total / found)
+
+
+def prefilled(inputs: Inputs) -> int:
+  """Returns the prompts of the largest prefill, the only ones whose prefixes are there, see `Buckets.prefill_rows`.
+
+  Requests of an environment come one by one, so that each of them may be a prompt of its own.
+  """
+  config = inputs.config
+  group = config.rollout.group_size if inputs.algorithm.on_policy else config.eval.samples
+  return math.ceil(slots(inputs)[0] / (1 if config.environment else group))
 
 
 def entry_bytes(case: Case) -> float:
@@ -57,7 +67,10 @@ def _state(cfg: ModelConfig, tensor: int) -> float:
 
 
 def memory(case: Case) -> dict[str, float]:
-  """Returns the bytes of the sampler's weights, cache, what a block copies of it, and logits."""
+  """Returns the bytes of the sampler's weights, cache, what a block copies of it, and logits.
+
+  'prefill': what a prefill needs more than a block of decoding does, which never runs at the same time.
+  """
   cfg = case.cfg
   rollout = case.inputs.config.rollout
   tensor = case.rollout.mesh.shape['tensor']
@@ -66,8 +79,8 @@ def memory(case: Case) -> dict[str, float]:
   # A block of decoding may run past the last token that counts.
   length = rollout.max_prompt_length + rollout.max_new_tokens + (rollout.block or case.compute.decode_block)
   logits = 2 * mine * cfg.padded_vocab_size / tensor * FLOAT
-  some = rollout.prompts if case.inputs.algorithm.on_policy else at_a_time  # whose prefixes are there at a time
-  prompts = math.ceil(some / case.rollout.batch_shards)
+  prompts = math.ceil(prefilled(case.inputs) / case.rollout.batch_shards)
+  padded = buckets.bucket(rollout.max_prompt_length, rollout.max_prompt_length + rollout.max_new_tokens)
   entry = entry_bytes(case)
   state = _state(cfg, tensor)
   # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all; the
@@ -75,8 +88,12 @@ def memory(case: Case) -> dict[str, float]:
   in_place = not rollout.cache and native.without_unsupported_kernel(case.compute, cfg, rollout).decode_kernel
   copied_entries = 0 if in_place else 2 ** int(math.log2(length - 1))
   copied = mine * (copied_entries * entry + state)
-  cache = (mine * length + prompts * rollout.max_prompt_length) * entry + (mine + prompts) * state
-  return dict(sampler=weight_bytes(case), cache=cache, copied=copied, logits=logits)
+  cache = (mine * length + prompts * padded) * entry + (mine + prompts) * state
+  prefill = prompts * padded * case.layer_width(tensor) * case.width
+  if not case.compute.uses_kernel:
+    prefill += case.attention_weights(prompts * padded, padded, tensor)
+  more = max(0.0, prefill - copied - logits)
+  return dict(sampler=weight_bytes(case), cache=cache, copied=copied, logits=logits, prefill=more)
 
 
 def seconds(case: Case) -> float:
