@@ -23,10 +23,11 @@ import tiny
 from attention_reference import reference
 from test_processes import environment, finish, free_address
 
+from jaxpost import models
 from jaxpost.distributed import coordination
 from jaxpost.distributed.mesh import AXES, Layout, row_shards
 from jaxpost.errors import InputError
-from jaxpost.hardware import kernel_check, probe
+from jaxpost.hardware import grouped_check, kernel_check, probe
 from jaxpost.matmul import Compute, compute_for
 from jaxpost.models import (
   attention_kernels,
@@ -37,6 +38,9 @@ from jaxpost.models import (
   decoding,
   layers,
 )
+from jaxpost.models.config import Experts
+from jaxpost.rollout import native
+from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.stage import place, prepare
 
 CLONE = pathlib.Path(__file__).parents[1]
@@ -663,6 +667,24 @@ def test_a_wrong_kernel_for_single_tokens_is_not_used(monkeypatch, settle, caplo
     probe.cache_file('attention.json').unlink()
   calls.clear()
   assert kernel_check.verify(compute, []) == compute and not calls
+
+
+def test_kernels_that_jax_cannot_import_are_not_used(monkeypatch, settle, caplog):
+  """As all of these once JAX has no Pallas for Triton; a run goes on, with a line for each of them."""
+  missing = 'attention_triton', 'decode_triton', 'grouped_triton'
+  for name in missing:
+    monkeypatch.delattr(models, name, raising=False)
+    monkeypatch.setitem(sys.modules, f'jaxpost.models.{name}', None)
+  grouped_check.trusted.cache_clear()
+  compute = compute_for('gpu', 'bfloat16', 'none')
+  cfg = tiny.config(num_heads=4, num_kv_heads=2, head_dim=64, family='qwen3_moe', experts=Experts(4, 2, 16))
+  settled = kernel_check.verify(compute, [kernel_check.KernelUse(cfg, 256)], [cfg])
+  assert [x.length for x in settled.rejected_shapes] == [256] and not settled.decode_kernel
+  assert not grouped_check.verify(settled, [cfg]).grouped_kernel
+  assert not native.without_unsupported_kernel(settled, cfg, SamplerConfig(4, 16, 16, (1,))).decode_kernel
+  for name, record in zip(missing, caplog.records, strict=True):
+    assert f'ModuleNotFoundError: import of jaxpost.models.{name}' in record.message
+  grouped_check.trusted.cache_clear()
 
 
 def test_a_run_says_what_decodes(tmp_path):

@@ -119,11 +119,7 @@ def _shapes_to_check(compute: Compute, use: KernelUse) -> list[AttentionShape]:
 
 def decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[AttentionShape]:
   """Returns the shapes in which the kernel for single tokens would read a cache."""
-  if not compute.decode_kernel:
-    return []
-  from jaxpost.models import decode_triton
-
-  if not decode_triton.supports(cfg, compute):
+  if not (compute.decode_kernel and attention_kernels.decodes(cfg, compute)):
     return []
   return [attention_kernels.attention_shape(cfg, 0, 1, heads) for heads in cfg.head_shapes]
 

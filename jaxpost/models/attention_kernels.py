@@ -23,7 +23,7 @@ from jaxpost.errors import InputError
 from jaxpost.matmul import WHOLE_ROW_KERNELS
 from jaxpost.models import attention_xla, context_parallel
 from jaxpost.models.attention_xla import PackedRows
-from jaxpost.models.config import ModelConfig
+from jaxpost.models.config import CustomConfig, ModelConfig
 
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
@@ -285,6 +285,15 @@ def attention_shape(
     sinks='sinks' in cfg.biases,
     branches=branches,
   )
+
+
+def decodes(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
+  """Returns whether `decode_triton` can decode: every layer caches keys and values of 16 bits, for heads up to 256."""
+  if isinstance(cfg, CustomConfig) or jnp.dtype(compute.cache).itemsize != 2:
+    return False
+  plain = {(heads, size, values) for heads, size, values in cfg.head_shapes if max(size, values) <= 256}
+  # A latent cache (MLA) has one array for all heads, so its entries match no head shape.
+  return all((heads, *sizes) in plain for heads, sizes in cfg.layer_caches)
 
 
 def check_platform(compute: Compute, platform: str) -> None:

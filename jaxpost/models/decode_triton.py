@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec
 from jaxpost.distributed.mesh import Layout
 from jaxpost.models import attention_triton
 from jaxpost.models.attention_xla import scale_queries
-from jaxpost.models.config import CustomConfig
 from jaxpost.types import MASKED_LOGIT
 
 if TYPE_CHECKING:
@@ -33,15 +32,6 @@ _PARTS = 192  # blocks that keep a device busy
 _LEAST = 256  # entries that are worth a block
 _ENTRIES, _WARPS, _STAGES = 32, 4, 4  # the fastest of six on an H200
 _WIDE, _FEWER = 128, 3  # heads above which stages, which hold entries in shared memory, would not fit an L4
-
-
-def supports(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
-  """Returns whether this kernel can decode: every layer caches keys and values of 16 bits, for heads up to 256."""
-  if isinstance(cfg, CustomConfig) or jnp.dtype(compute.cache).itemsize != 2:
-    return False
-  plain = {(heads, size, values) for heads, size, values in cfg.head_shapes if max(size, values) <= 256}
-  # A latent cache (MLA) has one array for all heads, so its entries match no head shape.
-  return all((heads, *sizes) in plain for heads, sizes in cfg.layer_caches)
 
 
 def cached_attention(

@@ -26,7 +26,6 @@ from jaxpost.stage import batch_shape, checks, load_weights
 
 if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
-  from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
   from jaxpost.planning import machines
   from jaxpost.stage.records import Inputs

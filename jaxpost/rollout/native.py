@@ -44,11 +44,11 @@ def without_unsupported_kernel(compute: Compute, cfg: Any, config: Any) -> Compu
   """Returns `compute`, without the decoding kernel if that does not support the model or `config.rollout`."""
   if not compute.decode_kernel:
     return compute
-  from jaxpost.models import decode_triton
+  from jaxpost.models import attention_kernels
 
   # XLA gathers pages, and attends from several drafted tokens at a time.
   plain = not config.page_size and not config.speculation
-  return dataclasses.replace(compute, decode_kernel=plain and decode_triton.supports(cfg, compute))
+  return dataclasses.replace(compute, decode_kernel=plain and attention_kernels.decodes(cfg, compute))
 
 
 class NativeEngine:
