@@ -68,7 +68,9 @@ class Compute:
 WHOLE_ROW_KERNELS = ('triton',)
 
 
-def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto', memory: float = 0.0) -> Compute:
+def compute_for(
+  platform: str, dtype: str, remat: str, attention: str = 'auto', memory: float = 0.0, triton: bool = True
+) -> Compute:
   """Returns measured choices for a platform; docs/performance.md has the figures.
 
   Args:
@@ -77,10 +79,12 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto', 
     attention: 'auto' is splash on TPU, a Triton kernel on GPU and chunked on CPU; `hardware.kernel_check`
       leaves shapes to XLA that the kernel of this device gets wrong.
     memory: bytes of a device, of which the logits that are there at a time take up to an eighth; 0: unknown.
+    triton: whether XLA compiles Triton for the GPU, which it does from compute capability 8 on.
   """
   dtype = 'bfloat16' if dtype == 'auto' else dtype
   forced = attention != 'auto'
-  attention = attention if forced else {'cpu': 'chunked', 'tpu': 'splash'}.get(platform, 'triton')
+  of_gpu = 'triton' if triton else 'chunked'
+  attention = attention if forced else {'cpu': 'chunked', 'tpu': 'splash'}.get(platform, of_gpu)
   remat = {'auto': 'none' if platform == 'cpu' else 'dots'}.get(remat, remat)
   rest = dict(dtype=dtype, cache=dtype, remat=remat, attention=attention, forced=forced)
   if platform == 'cpu':
@@ -98,8 +102,8 @@ def compute_for(platform: str, dtype: str, remat: str, attention: str = 'auto', 
     platform='tpu' if platform == 'tpu' else 'gpu',
     group_block=256,
     ragged=platform == 'tpu',
-    decode_kernel=attention == 'triton',
-    grouped_kernel=platform != 'tpu' and dtype != 'float32',
+    decode_kernel=attention == 'triton' and triton,
+    grouped_kernel=platform != 'tpu' and dtype != 'float32' and triton,
   )
 
 

@@ -32,7 +32,9 @@ def accelerator():
 @pytest.mark.parametrize('length', [512, 4096])
 @pytest.mark.parametrize('preset', WIDE)
 def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length):
-  compute = compute_for(accelerator.platform, probe.matmul_type()[0], 'none')
+  compute = compute_for(
+    accelerator.platform, probe.matmul_type()[0], 'none', triton=not probe.before_ampere(accelerator)
+  )
   name = compute.attention
   if name not in attention_kernels.REFUSALS:
     pytest.skip(f'XLA computes attention on {accelerator.platform}')
@@ -46,7 +48,9 @@ def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length):
 @pytest.mark.parametrize('preset', [name for name in WIDE if presets.every()[name].experts])
 def test_experts_agree_with_products_in_float32(accelerator, preset):
   """Also with adapters."""
-  compute = compute_for(accelerator.platform, probe.matmul_type()[0], 'none')
+  compute = compute_for(
+    accelerator.platform, probe.matmul_type()[0], 'none', triton=not probe.before_ampere(accelerator)
+  )
   if not compute.grouped_kernel:
     pytest.skip(f'XLA computes experts on {accelerator.platform} in {compute.dtype}')
   adapters = (16, 32.0, False, 'experts/gate|experts/up|experts/down')

@@ -435,6 +435,10 @@ def test_the_platform_chooses(monkeypatch):
     ids = jnp.zeros((1, 512), int)
     assert attention_kernels.kernel_fits(q, q, ids, gpu, cfg, parts=1) is not chunked
   assert not taken(monkeypatch, compute_for('gpu', 'float32', 'none'))
+  old = compute_for('gpu', 'float16', 'none', triton=False)  # a T4, for example
+  assert not taken(monkeypatch, old) and not old.decode_kernel and not old.grouped_kernel
+  forced = compute_for('gpu', 'float16', 'none', 'triton', triton=False)  # which its check refuses
+  assert forced.uses_kernel and not forced.decode_kernel and compute_for('tpu', 'bfloat16', 'none').uses_kernel
   assert not taken(monkeypatch, compute_for('cpu', 'bfloat16', 'none'))
 
 

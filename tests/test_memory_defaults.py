@@ -16,7 +16,7 @@ from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.hardware.chips import CHIPS, Chip
 from jaxpost.matmul import compute_for
-from jaxpost.planning import aot, auto, defaults, dry_run, machines, nearest, search
+from jaxpost.planning import aot, arithmetic, auto, defaults, dry_run, machines, nearest, search
 from jaxpost.planning import stage as plan_stage
 from jaxpost.programs.compile import Ledger
 from jaxpost.stage import batch_shape, precompile, prepare
@@ -119,6 +119,31 @@ def test_recomputing_all_is_chosen_only_where_it_is_needed():
   room = (kept[0] + less) / 2 / 0.9 / 0.92
   assert defaults.choose(p, machine('H100', memory=room)) == {'model.remat': 'full'}
   assert defaults.choose(p, machine('H100', memory=kept[0] / 0.8)) == {}
+
+
+def test_memory_of_a_t4_is_that_of_attention_by_xla():
+  """XLA compiles no Triton for it: attention weights are there, and decoding copies the cache that it reads."""
+  t4 = machines.Topology('T4', 't4', CHIPS['t4'], (1, 1, 1))
+  with_kernels = dataclasses.replace(t4, name='l4')
+  p = stage('grpo_gsm8k', model__dtype='float16', model__remat='dots', rollout__slots=32)
+  by_name = search.vary(p, {'model.attention': 'chunked'})
+  found, kernels, xla = (
+    defaults.room(x, where).needs(x) for x, where in ((p, t4), (p, with_kernels), (by_name, with_kernels))
+  )
+  assert found == xla and found.updating != kernels.updating and found.sampling > 1.1 * kernels.sampling
+
+
+def test_memory_of_split_rows_on_gpus_is_that_of_attention_by_xla():
+  """The Triton kernel reads whole rows; see `attention_kernels.refused`."""
+  p = stage('sft_text', train__row_length=16384, train__batch_size=8, model__remat='dots')
+  one, context = (
+    dict(data=1, fsdp=8, expert=1, context=1, tensor=1),
+    dict(data=1, fsdp=4, expert=1, context=2, tensor=1),
+  )
+  by_name = search.vary(p, {'model.attention': 'chunked'})
+  for sizes, same in (one, False), (context, True):
+    found, xla = (arithmetic.estimate(x.inputs, machine('8xH100'), sizes, one).updating for x in (p, by_name))
+    assert (found == xla) is same
 
 
 def test_what_is_set_stays():

@@ -63,6 +63,7 @@ def test_accelerators_are_known(monkeypatch, kind, capability, chosen):
 
   monkeypatch.setattr(probe.jax, 'devices', lambda: [Device()])
   assert probe.matmul_type() == (chosen, 'of some')
+  assert probe.before_ampere(Device()) == (chosen == 'float16')
 
 
 def test_a_run_keeps_the_type_that_it_began_with(tmp_path, monkeypatch):

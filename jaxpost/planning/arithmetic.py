@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxpost.errors import InputError
 from jaxpost.hardware import chips, memory
 from jaxpost.losses import head_chunk
-from jaxpost.matmul import compute_for
+from jaxpost.matmul import WHOLE_ROW_KERNELS, compute_for
 from jaxpost.models import partition, transformer
 from jaxpost.planning import meshes, sampling_arithmetic, traffic_bound
 from jaxpost.planning.case import FLOAT, Case
@@ -86,13 +86,18 @@ def estimate(
   platform = 'gpu' if topology.gpu else 'tpu'
   section = inputs.config.model
   known = chips.of_kind(topology.chip.kind)
-  compute = compute_for(platform, section.dtype, section.remat, section.attention, known.memory if known else 0.0)
+  most = known.memory if known else 0.0
+  triton = not topology.before_ampere
+  compute = compute_for(platform, section.dtype, section.remat, section.attention, most, triton)
   if compute.remat not in _AGAIN:
     raise InputError(f'config.model.remat: memory is estimated for {" and ".join(_AGAIN)} only')
+  by_xla = train_layout.mesh.shape['context'] > 1 and compute.attention in WHOLE_ROW_KERNELS
   if branches:
     from jaxpost.models.attention_kernels import BRANCHES
 
-    compute = compute if compute.attention in BRANCHES else dataclasses.replace(compute, attention='chunked')
+    by_xla = by_xla or compute.attention not in BRANCHES
+  if by_xla:
+    compute = dataclasses.replace(compute, attention='chunked')
   on_policy = inputs.algorithm.on_policy
   shape = batch_shape.batch_shape(inputs.config, on_policy, train_layout.batch_shards, tokens=compute.micro_tokens)
   case = Case(inputs, topology, train_layout, meshes.layout(rollout, 'rollout'), compute, shape=shape)

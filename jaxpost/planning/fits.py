@@ -38,7 +38,6 @@ METHODS = {
   'GRPO': ('grpo_gsm8k', ''),
   'GRPO LoRA': ('grpo_gsm8k', ',lora=16'),
 }
-_WITHOUT_BFLOAT16 = ('t4',)
 _HOST = 8  # chips of the largest host; of v5p 4
 
 
@@ -144,7 +143,7 @@ def _on_mesh(inputs: Inputs, machine: Topology, sizes: dict[str, int], rows: int
   """Returns the cell of a training mesh, with the sampler split as little as fits."""
   on_policy = inputs.algorithm.on_policy
   micro = rows * math.prod(sizes[a] for a in BATCH_AXES)
-  settings: dict[str, Any] = {'model.dtype': 'float16'} if machine.name in _WITHOUT_BFLOAT16 else {}
+  settings: dict[str, Any] = {'model.dtype': 'float16'} if machine.before_ampere else {}
   settings |= {'model.remat': 'full', 'mesh.train': meshes.spell(sizes), 'train.micro_batch_size': micro}
   batch = inputs.config.train.batch_size
   if not on_policy and batch % micro:

@@ -21,6 +21,7 @@ FORMS = '8xH100, h100:8, h200:1x8x8 (slices x hosts x GPUs of a host), v5e-16 or
 _MACHINE = re.compile('(?:([1-9][0-9]*)x)?([a-z][a-z0-9_]*)(?:([-:])([1-9][0-9]*(?:x[1-9][0-9]*)*))?')
 _OTHER_NAMES = {'a100': 'a100_80gb', 'a100_40gb': 'a100', 'v5litepod': 'v5e'}
 _HOST = 8  # GPUs
+_BEFORE_AMPERE = ('t4',)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,15 @@ class Topology:
   @property
   def gpu(self) -> bool:
     return not self.local and not self.chip.kind.startswith('TPU')
+
+  @property
+  def before_ampere(self) -> bool:
+    """Whether its GPUs have no bfloat16, and no Triton that XLA compiles."""
+    if not self.owned:
+      return self.name in _BEFORE_AMPERE
+    from jaxpost.hardware import probe
+
+    return probe.before_ampere(self.owned[0])
 
   @property
   def memory(self) -> float:

@@ -105,7 +105,7 @@ def place_stage(
   train = layouts['train']
   ledger = ledger or Ledger()
   device = train.mesh.devices.flat[0]
-  platform, memory = device.platform, 0.0
+  platform, memory, triton = device.platform, 0.0, True
   if platform != 'cpu':
     from jaxpost.hardware import chips
 
@@ -115,7 +115,9 @@ def place_stage(
 
     options = probe.run_options(GPU_OPTIONS | GATHER_OPTIONS, config.train.deterministic)
     ledger.options = options | (ledger.options or {})
-  compute = compute_for(platform, config.model.dtype, config.model.remat, config.model.attention, memory)
+    triton = not probe.before_ampere(device)
+  section = config.model
+  compute = compute_for(platform, section.dtype, section.remat, section.attention, memory, triton)
   if compute.uses_kernel or compute.grouped_kernel:
     from jaxpost.stage import kernel_uses
 
