@@ -121,7 +121,7 @@ def einsum(spec: str, x: Any, w: Any, dtype: str, out: str = 'float32', layout: 
     layout: a `Layout`: each device reduces the part of the gradient of w that it
       stores. x is [B, T, ...] then, and letters of w mean _DIMENSIONS.
   """
-  return w.product(spec, x, dtype) if hasattr(w, 'product') else _einsum(spec, x, w, dtype, out, layout=layout)
+  return w.product(spec, x, dtype, out) if hasattr(w, 'product') else _einsum(spec, x, w, dtype, out, layout=layout)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))

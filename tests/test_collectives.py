@@ -12,6 +12,7 @@ import pathlib
 import subprocess
 import sys
 
+import children
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -283,3 +284,65 @@ def test_slots_on_devices_of_their_own_wait_for_nobody():
     assert programs
     for sent, each_token in programs:
       assert sent and bool(each_token) == ('tensor' in mesh), mesh
+
+
+ADAPTED = r"""
+import json, math, re
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxpost.distributed.phases import make_layout
+from jaxpost.matmul import Compute
+from jaxpost.models import layers, lora, presets
+
+layout, compute = make_layout('tensor=4', 'train'), Compute('bfloat16', residual='bfloat16')
+rows, tokens, hidden, width, rank = 2, 64, 32, 128, 4
+
+def array(shape, dtype, *axes):
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(layout.mesh, PartitionSpec(*axes)))
+
+def sums(fn, *args):
+  '''The elements of each array that devices add.'''
+  compiled = jax.jit(fn, out_shardings=NamedSharding(layout.mesh, PartitionSpec())).lower(*args).compile()
+  results = re.findall(r'= (.*?) all-reduce(?:-start)?\(', compiled.as_text())
+  shapes = [shape for result in results for shape in re.findall(r'\w+\[([\d,]*)\]', result)]
+  return sorted(math.prod(map(int, filter(None, shape.split(',')))) for shape in shapes)
+
+x, y = array((rows, tokens, hidden), 'bfloat16'), array((rows, tokens, width), 'bfloat16', None, None, 'tensor')
+up, down = array((hidden, width), 'bfloat16', None, 'tensor'), array((width, hidden), 'bfloat16', 'tensor')
+up_a, up_b = array((hidden, rank), 'float32'), array((rank, width), 'float32', None, 'tensor')
+down_a, down_b = array((width, rank), 'float32', 'tensor'), array((rank, hidden), 'float32')
+
+def gate_up(x, *matrix):
+  w = matrix[0] if len(matrix) == 1 else lora.Adapted(*matrix, None, 2.0, 0.0)
+  more = dict(compute=compute, cfg=presets.PRESETS['xs'], layout=layout)
+  ys = layers.project_all('btd,df->btf', x, dict(gate=w, up=w), 'gate_up', **more)
+  return sum(jnp.sum(y.astype(jnp.float32) ** 2) for y in ys)
+
+def project_down(y, *matrix):
+  w = matrix[0] if len(matrix) == 1 else lora.Adapted(*matrix, None, 2.0, 0.0)
+  return layers.project('btf,fd->btd', y, dict(down=w), 'down', compute, layout=layout)
+
+print(json.dumps(dict(
+    gradient=sums(jax.grad(gate_up), x, up), adapted=sums(jax.grad(gate_up), x, up, up_a, up_b),
+    down=sums(project_down, y, down), adapted_down=sums(project_down, y, down, down_a, down_b),
+    types=[re.findall(r'dot_general.*tensor<2x64x32x(\w+)>\n', jax.jit(project_down).lower(y, *m).as_text())
+           for m in ((down,), (down, down_a, down_b))])))
+"""
+
+
+def test_adapters_add_no_large_sum_over_tensor():
+  """[B, T, D] is summed once for gate and up, and in the type of activations; with adapters, [B, T, rank] is, too."""
+  done = subprocess.run(
+    [sys.executable, '-c', ADAPTED],
+    capture_output=True,
+    text=True,
+    timeout=600,
+    cwd=ROOT,
+    env=children.environment(devices=4),
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  found = json.loads(done.stdout.splitlines()[-1])
+  large, low = 2 * 64 * 32, 2 * 64 * 4
+  assert found['gradient'] == found['down'] == [large]
+  assert found['adapted'] == [low, low, large] and found['adapted_down'] == [low, large]
+  assert found['types'] == [['bf16'], ['bf16', 'f32']]  # of x W, and of x A B, which no device has a part of

@@ -15,8 +15,8 @@ import tiny
 from jaxpost import stages, types
 from jaxpost.errors import InputError
 from jaxpost.matmul import einsum
+from jaxpost.models import lora, partition, quantization
 from jaxpost.models import model as model_lib
-from jaxpost.models import partition, quantization
 from jaxpost.models.config import Experts
 from jaxpost.models.parameters import flatten
 from jaxpost.monitor import metrics
@@ -99,6 +99,12 @@ def test_products_are_those_of_the_whole_matrix(kind, dtype):
   ours, theirs = (jax.jit(jax.value_and_grad(loss))(x, m) for m in (held, held.dense(dtype)))
   for a, b in zip(ours, theirs):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
+  # In the type that is asked for, which is what a mesh sends; an adapter is added to that in float32.
+  pair = lora.Adapted(held, normal((64, 3)), normal((3, 2, 24)), None, 1.0, 0.0)
+  for out in 'float32', 'bfloat16':
+    assert einsum('btd,dnh->btnh', x, held, dtype, out).dtype == out
+    traced = jax.make_jaxpr(lambda x, out=out: pair.product('btd,dnh->btnh', x, dtype, out))(x)
+    assert f'preferred_element_type={out}' in str(traced)
 
 
 # ---------------------------------------------------------------------- models

@@ -89,8 +89,18 @@ def norm_heads(q: jax.Array, k: jax.Array, p: dict, cfg: ModelConfig) -> tuple[j
 
 def project(spec: str, x: jax.Array, p: dict, name: str, compute: Compute, layout: Callable | None = None) -> jax.Array:
   """Computes `einsum(spec, x, p[name])` plus its bias, in the residual type."""
-  y = einsum(spec, x, p[name], compute.dtype, compute.residual, layout=layout if isinstance(layout, Layout) else None)
+  w, out = p[name], compute.residual
+  if hasattr(w, 'product') and not _summed(spec, layout):  # nothing is sent, and an adapter may add little to it
+    out = 'float32'
+  y = einsum(spec, x, w, compute.dtype, out, layout=layout if isinstance(layout, Layout) else None)
   return _finish(y, p, name, compute)
+
+
+def _summed(spec: str, layout: Callable | None) -> bool:
+  """Returns whether a product is a sum over the `tensor` axis: over heads, or over the width of an MLP."""
+  x_term, _, out = spec.replace('->', ',').split(',')
+  split = isinstance(layout, Layout) and layout.mesh.shape['tensor'] > 1
+  return split and bool({'n', 'f'} & {*x_term} - {*out})
 
 
 def _finish(y, p, name: str, compute: Compute):
@@ -112,12 +122,15 @@ def project_all(
   if name not in p:
     parts = FUSED[name]
     ws = tuple(p[part] for part in parts)
+    bases = tuple(getattr(w, 'w', w) for w in ws)  # without their adapters
     split = isinstance(layout, Layout) and layout.mesh.shape['tensor'] > 1
-    if not split or any(hasattr(w, 'product') for w in ws):
+    if not split or any(hasattr(w, 'product') for w in bases):
       return [project(spec, x, p, part, compute, layout=layout) for part in parts]
     from jaxpost.models import tensor_parallel
 
-    ys = tensor_parallel.products(spec, x, ws, compute.dtype, compute.residual, layout=layout)
+    out = 'float32' if any(hasattr(w, 'change') for w in ws) else compute.residual
+    ys = tensor_parallel.products(spec, x, bases, compute.dtype, out, layout=layout)
+    ys = [y + w.change(spec, x, compute.dtype) if hasattr(w, 'change') else y for y, w in zip(ys, ws)]
     return [_finish(y, p, part, compute) for y, part in zip(ys, parts)]
   h, k = cfg.num_heads, cfg.num_kv_heads
   ends = [h, h + k] if name == 'qkv' else 2

@@ -192,8 +192,12 @@ class Adapted:
     w = self.w.dense('float32') if hasattr(self.w, 'dense') else self.w
     return (w + self.scale * jnp.tensordot(self.a, self.b, axes=1, precision=jax.lax.Precision.HIGHEST)).astype(dtype)
 
-  def product(self, spec: str, x: jax.Array, dtype: str) -> jax.Array:
-    """Computes x W + scale (dropout(x) A) B, where `spec` is the einsum of x and W."""
+  def product(self, spec: str, x: jax.Array, dtype: str, out: str = 'float32') -> jax.Array:
+    """Computes x W, in the type `out`, + scale (dropout(x) A) B, where `spec` is the einsum of x and W."""
+    return einsum(spec, x, self.w, dtype, out) + self.change(spec, x, dtype)
+
+  def change(self, spec: str, x: jax.Array, dtype: str) -> jax.Array:
+    """Computes scale (dropout(x) A) B in float32."""
     left, right, out = spec.replace('->', ',').split(',')
     # The letter z is the rank: x A is '{left},{into}z->{low}'.
     into = ''.join(c for c in right if c in left)
@@ -204,7 +208,7 @@ class Adapted:
       kept = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - self.rate, x.shape[1:]))(self.keys)
       y = jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
     y = self.scale * einsum(f'{left},{into}z->{low}', y, self.a, dtype)
-    return einsum(spec, x, self.w, dtype) + einsum(f'{low},z{onto}->{out}', y, self.b, dtype)
+    return einsum(f'{low},z{onto}->{out}', y, self.b, dtype)
 
 
 def _forward(forward, cfg, rate, params, *rows, dropout=None, **options):

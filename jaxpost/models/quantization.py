@@ -69,9 +69,9 @@ class QuantizedMatrix:
   scales: jax.Array
   axis: int
 
-  def product(self, spec: str, x: jax.Array, dtype: str) -> jax.Array:
-    """Computes `einsum(spec, x, W)`; no gradient for the matrix."""
-    return _product(spec, x, self, dtype)
+  def product(self, spec: str, x: jax.Array, dtype: str, out: str = 'float32') -> jax.Array:
+    """Computes `einsum(spec, x, W)` in the type `out`; no gradient for the matrix."""
+    return _product(spec, x, self, dtype, out)
 
   def dense(self, dtype: Any) -> jax.Array:
     """Returns the dequantized matrix in this type."""
@@ -89,16 +89,17 @@ class QuantizedMatrix:
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :]).astype(dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def _product(spec, x, w, dtype):
-  return einsum(spec, x, _materialize_after(x, w).dense(dtype), dtype)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def _product(spec, x, w, dtype, out):
+  return einsum(spec, x, _materialize_after(x, w).dense(dtype), dtype, out)
 
 
-def _forward(spec, x, w, dtype):
-  return _product(spec, x, w, dtype), (w, jnp.zeros((0,), x.dtype))
+def _forward(spec, x, w, dtype, out):
+  return _product(spec, x, w, dtype, out), (w, jnp.zeros((0,), x.dtype))
 
 
-def _backward(spec, dtype, residuals, g):
+def _backward(spec, dtype, result, residuals, g):
+  del result
   w, kind = residuals
   x_term, w_term, out = spec.replace('->', ',').split(',')
   g = g.astype(dtype)

@@ -60,8 +60,8 @@ class Scaled:
     """The type of the operands of products with it."""
     return self.scales.dtype
 
-  def product(self, spec: str, x: jax.Array, dtype: str) -> jax.Array:
-    """Computes `einsum(spec, x, array)` in float32.
+  def product(self, spec: str, x: jax.Array, dtype: str, result: str = 'float32') -> jax.Array:
+    """Computes `einsum(spec, x, array)`, before it is scaled in the type `result`.
 
     The barrier keeps XLA from converting all codes before the loop over tokens, which would hold them in `dtype`.
     """
@@ -69,8 +69,8 @@ class Scaled:
     x, codes = jax.lax.optimization_barrier((x, self.codes))
     scales, letters = self.scales.astype(jnp.float32), [c for c, n in zip(w_term, self.scales.shape) if n > 1]
     if set(letters) <= set(out):
-      return einsum(spec, x, _operand(codes, dtype), dtype) * _aligned(scales, w_term, out)
-    return einsum(spec, x * _aligned(scales, w_term, x_term), _operand(codes, dtype), dtype)
+      return einsum(spec, x, _operand(codes, dtype), dtype, result) * _aligned(scales, w_term, out)
+    return einsum(spec, x * _aligned(scales, w_term, x_term), _operand(codes, dtype), dtype, result)
 
   def dense(self, dtype: Any) -> jax.Array:
     """Returns the array in this type."""
