@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpost.hardware import grouped_check, kernel_check, memory, probe
+from jaxpost.hardware import chips, grouped_check, kernel_check, memory, probe
 from jaxpost.matmul import compute_for
 from jaxpost.models import attention_kernels, presets
 from jaxpost.stage import on_policy
@@ -33,7 +33,7 @@ def accelerator():
 @pytest.mark.parametrize('preset', WIDE)
 def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length):
   compute = compute_for(
-    accelerator.platform, probe.matmul_type()[0], 'none', triton=not probe.before_ampere(accelerator)
+    accelerator.platform, probe.matmul_type()[0], 'none', triton=not chips.before_ampere(accelerator)
   )
   name = compute.attention
   if name not in attention_kernels.REFUSALS:
@@ -49,7 +49,7 @@ def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length):
 def test_experts_agree_with_products_in_float32(accelerator, preset):
   """Also with adapters."""
   compute = compute_for(
-    accelerator.platform, probe.matmul_type()[0], 'none', triton=not probe.before_ampere(accelerator)
+    accelerator.platform, probe.matmul_type()[0], 'none', triton=not chips.before_ampere(accelerator)
   )
   if not compute.grouped_kernel:
     pytest.skip(f'XLA computes experts on {accelerator.platform} in {compute.dtype}')

@@ -13,7 +13,7 @@ import tiny
 from test_processes import environment, finish, free_address
 
 from jaxpost import stages
-from jaxpost.hardware import probe
+from jaxpost.hardware import chips, probe
 from jaxpost.monitor import metrics
 
 
@@ -63,7 +63,7 @@ def test_accelerators_are_known(monkeypatch, kind, capability, chosen):
 
   monkeypatch.setattr(probe.jax, 'devices', lambda: [Device()])
   assert probe.matmul_type() == (chosen, 'of some')
-  assert probe.before_ampere(Device()) == (chosen == 'float16')
+  assert chips.before_ampere(Device()) == (chosen == 'float16')
 
 
 def test_a_run_keeps_the_type_that_it_began_with(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,13 @@ CHIPS = {
   't4': Chip('T4', 65e12, 16e9, 320e9),  # of float16: it has no units for bfloat16
 }
 _MORE_KINDS = {'TPU v5e': 'v5e', 'TPU v5p': 'v5p', 'TPU v6e': 'v6e'}
+
+
+def before_ampere(device: Any) -> bool:
+  """Returns whether a device is an NVIDIA GPU that has no bfloat16, for which XLA compiles no Triton either."""
+  # NVIDIA's is a number, such as 7.5, and AMD's a name, such as gfx942.
+  capability = device.compute_capability if device.platform == 'gpu' else ''
+  return capability[:1].isdigit() and float(capability) < 8
 
 
 def of_kind(kind: str) -> Chip | None:

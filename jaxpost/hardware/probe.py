@@ -61,13 +61,6 @@ def rate(program: Callable[[jax.Array], jax.Array], x: jax.Array, rounds: int) -
   return repeats() / best
 
 
-def before_ampere(device: jax.Device) -> bool:
-  """Returns whether a device is an NVIDIA GPU that has no bfloat16, for which XLA compiles no Triton either."""
-  # NVIDIA's is a number, such as 7.5, and AMD's a name, such as gfx942.
-  capability = device.compute_capability if device.platform == 'gpu' else ''
-  return capability[:1].isdigit() and float(capability) < 8
-
-
 def matmul_type(cache: str | os.PathLike[str] | None = None) -> tuple[str, str]:
   """Returns the fastest safe type of matrix products on this machine, and a line that says why.
 
@@ -79,7 +72,9 @@ def matmul_type(cache: str | os.PathLike[str] | None = None) -> tuple[str, str]:
   """
   device = jax.devices()[0]
   if device.platform != 'cpu':
-    return 'float16' if before_ampere(device) else 'bfloat16', f'of {device.device_kind}'
+    from jaxpost.hardware import chips
+
+    return 'float16' if chips.before_ampere(device) else 'bfloat16', f'of {device.device_kind}'
   path = pathlib.Path(cache or cache_file('cpu.json'))
   # XLA's flags change which kernels it uses.
   key = ' '.join([_cpu(), str(os.cpu_count()), jax.__version__, os.environ.get('XLA_FLAGS', '')]).rstrip()

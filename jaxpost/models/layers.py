@@ -54,14 +54,11 @@ def _embed_backward(dtype, constrain, residuals, g):
   def add(tokens, g):
     return jnp.zeros(table.shape, jnp.float32).at[tokens].add(g.astype(jnp.float32))
 
-  total = None
   if isinstance(constrain, Layout):
-    total = constrain.sum_over_tokens(add, (tokens, g), 'vocab', 'embed', of=table)
-    if isinstance(table, TiedWeight):
-      return total, None
-  if total is None:
-    total = constrain(add(tokens, g), 'vocab', None)
-  return total.astype(table.dtype), None
+    kept = constrain.sum_over_tokens(add, (tokens, g), 'vocab', 'embed', of=table)
+    if kept is not None:
+      return kept if isinstance(kept, TiedWeight) else kept.astype(table.dtype), None
+  return constrain(add(tokens, g), 'vocab', None).astype(table.dtype), None
 
 
 embed.defvjp(_embed_forward, _embed_backward)
@@ -90,17 +87,15 @@ def norm_heads(q: jax.Array, k: jax.Array, p: dict, cfg: ModelConfig) -> tuple[j
 def project(spec: str, x: jax.Array, p: dict, name: str, compute: Compute, layout: Callable | None = None) -> jax.Array:
   """Computes `einsum(spec, x, p[name])` plus its bias, in the residual type."""
   w, out = p[name], compute.residual
-  if hasattr(w, 'product') and not _summed(spec, layout):  # nothing is sent, and an adapter may add little to it
+  # x W waits in float32 for what an adapter adds, which may be little, unless devices send it for a sum over tensor.
+  if hasattr(w, 'product') and not (_split(layout) and spec.endswith('->btd')):
     out = 'float32'
   y = einsum(spec, x, w, compute.dtype, out, layout=layout if isinstance(layout, Layout) else None)
   return _finish(y, p, name, compute)
 
 
-def _summed(spec: str, layout: Callable | None) -> bool:
-  """Returns whether a product is a sum over the `tensor` axis: over heads, or over the width of an MLP."""
-  x_term, _, out = spec.replace('->', ',').split(',')
-  split = isinstance(layout, Layout) and layout.mesh.shape['tensor'] > 1
-  return split and bool({'n', 'f'} & {*x_term} - {*out})
+def _split(layout: Callable | None) -> bool:
+  return isinstance(layout, Layout) and layout.mesh.shape['tensor'] > 1
 
 
 def _finish(y, p, name: str, compute: Compute):
@@ -123,8 +118,7 @@ def project_all(
     parts = FUSED[name]
     ws = tuple(p[part] for part in parts)
     bases = tuple(getattr(w, 'w', w) for w in ws)  # without their adapters
-    split = isinstance(layout, Layout) and layout.mesh.shape['tensor'] > 1
-    if not split or any(hasattr(w, 'product') for w in bases):
+    if not _split(layout) or any(hasattr(w, 'product') for w in bases):
       return [project(spec, x, p, part, compute, layout=layout) for part in parts]
     from jaxpost.models import tensor_parallel
 

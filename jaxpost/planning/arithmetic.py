@@ -86,9 +86,8 @@ def estimate(
   platform = 'gpu' if topology.gpu else 'tpu'
   section = inputs.config.model
   known = chips.of_kind(topology.chip.kind)
-  most = known.memory if known else 0.0
-  triton = not topology.before_ampere
-  compute = compute_for(platform, section.dtype, section.remat, section.attention, most, triton)
+  most, triton = known.memory if known else 0.0, not topology.before_ampere
+  compute = compute_for(platform, section.dtype, section.remat, section.attention, most, triton=triton)
   if compute.remat not in _AGAIN:
     raise InputError(f'config.model.remat: memory is estimated for {" and ".join(_AGAIN)} only')
   by_xla = train_layout.mesh.shape['context'] > 1 and compute.attention in WHOLE_ROW_KERNELS
@@ -185,9 +184,7 @@ def _activations(case: Case) -> dict[str, float]:
   width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
   kept = case.tokens * width * residual * (cfg.num_layers + model.trains_mtp)
   tensor = case.train.mesh.shape['tensor']
-  weights = 0.0
-  if not case.compute.uses_kernel:
-    weights = _ALIVE * case.attention_weights(case.tokens, case.shape.row_length, tensor)
+  weights = _ALIVE * case.attention_weights(case.tokens, case.shape.row_length, tensor)
   layer = _ALIVE * case.tokens * case.layer_width(tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
   head = _chunk(case) * (FLOAT + case.width) + case.tokens * cfg.hidden_size * FLOAT + _gathered(case, 'vocab')
   activations = kept + max(weights + layer, head)

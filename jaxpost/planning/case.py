@@ -79,7 +79,12 @@ class Case:
     return (self.attention_width + 3 * self.mlp_width) / tensor + 4 * self.cfg.hidden_size
 
   def attention_weights(self, tokens: int, length: int, tensor: int) -> float:
-    """Returns the bytes of the attention weights, in float32, of the queries in rows that XLA computes at a time."""
+    """Returns the bytes of the attention weights, in float32, of the queries in rows that XLA computes at a time.
+
+    With a kernel there are none.
+    """
+    if self.compute.uses_kernel:
+      return 0.0
     return tokens * min(self.compute.q_chunk, length) * FLOAT * self.cfg.num_heads / tensor
 
   def seconds(self, flops: float, moved: float, sent: Mapping[str, Mapping[str, float]] | None = None) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpost.errors import InputError, did_you_mean
 from jaxpost.hardware import host
-from jaxpost.hardware.chips import CHIPS, Chip, of_kind
+from jaxpost.hardware.chips import CHIPS, Chip, before_ampere, of_kind
 
 # GPUs that a described cluster may have: those of one generation, whose compiler target is known.
 GPUS = ('h100', 'h200')
@@ -21,7 +21,6 @@ FORMS = '8xH100, h100:8, h200:1x8x8 (slices x hosts x GPUs of a host), v5e-16 or
 _MACHINE = re.compile('(?:([1-9][0-9]*)x)?([a-z][a-z0-9_]*)(?:([-:])([1-9][0-9]*(?:x[1-9][0-9]*)*))?')
 _OTHER_NAMES = {'a100': 'a100_80gb', 'a100_40gb': 'a100', 'v5litepod': 'v5e'}
 _HOST = 8  # GPUs
-_BEFORE_AMPERE = ('t4',)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +54,7 @@ class Topology:
   @property
   def before_ampere(self) -> bool:
     """Whether its GPUs have no bfloat16, and no Triton that XLA compiles."""
-    if not self.owned:
-      return self.name in _BEFORE_AMPERE
-    from jaxpost.hardware import probe
-
-    return probe.before_ampere(self.owned[0])
+    return any(map(before_ampere, self.owned[:1])) or self.name == 't4'
 
   @property
   def memory(self) -> float:

@@ -81,6 +81,7 @@ def memory(case: Case) -> dict[str, float]:
   logits = 2 * mine * cfg.padded_vocab_size / tensor * FLOAT
   prompts = math.ceil(prefilled(case.inputs) / case.rollout.batch_shards)
   padded = buckets.bucket(rollout.max_prompt_length, rollout.max_prompt_length + rollout.max_new_tokens)
+  tokens = prompts * padded
   entry = entry_bytes(case)
   state = _state(cfg, tensor)
   # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all; the
@@ -88,10 +89,8 @@ def memory(case: Case) -> dict[str, float]:
   in_place = not rollout.cache and native.without_unsupported_kernel(case.compute, cfg, rollout).decode_kernel
   copied_entries = 0 if in_place else 2 ** int(math.log2(length - 1))
   copied = mine * (copied_entries * entry + state)
-  cache = (mine * length + prompts * padded) * entry + (mine + prompts) * state
-  prefill = prompts * padded * case.layer_width(tensor) * case.width
-  if not case.compute.uses_kernel:
-    prefill += case.attention_weights(prompts * padded, padded, tensor)
+  cache = (mine * length + tokens) * entry + (mine + prompts) * state
+  prefill = tokens * case.layer_width(tensor) * case.width + case.attention_weights(tokens, padded, tensor)
   more = max(0.0, prefill - copied - logits)
   return dict(sampler=weight_bytes(case), cache=cache, copied=copied, logits=logits, prefill=more)
 

@@ -110,14 +110,14 @@ def place_stage(
     from jaxpost.hardware import chips
 
     memory = getattr(chips.of_kind(device.device_kind), 'memory', 0.0)
+    triton = not chips.before_ampere(device)
   if platform == 'gpu':
     from jaxpost.hardware import probe
 
     options = probe.run_options(GPU_OPTIONS | GATHER_OPTIONS, config.train.deterministic)
     ledger.options = options | (ledger.options or {})
-    triton = not probe.before_ampere(device)
   section = config.model
-  compute = compute_for(platform, section.dtype, section.remat, section.attention, memory, triton)
+  compute = compute_for(platform, section.dtype, section.remat, section.attention, memory, triton=triton)
   if compute.uses_kernel or compute.grouped_kernel:
     from jaxpost.stage import kernel_uses
 

@@ -22,7 +22,7 @@ from jaxpost.data import prompts as prompts_lib
 from jaxpost.data import sources
 from jaxpost.distributed.phases import make_layout
 from jaxpost.errors import InputError
-from jaxpost.hardware import probe
+from jaxpost.hardware import chips
 from jaxpost.matmul import compute_for
 from jaxpost.models import shared_weights
 from jaxpost.programs.compile import Ledger
@@ -230,8 +230,7 @@ def make_engine(
   if share_base:  # nothing is trained here
     model = dataclasses.replace(model, frozen=frozenset(model.table))
   platform = jax.default_backend()
-  triton = not probe.before_ampere(jax.devices()[0])
-  compute = compute_for(platform, inputs.config.model.dtype, 'none', triton=triton)
+  compute = compute_for(platform, inputs.config.model.dtype, 'none', triton=not chips.before_ampere(jax.devices()[0]))
   layout = make_layout(mesh, 'rollout', '--mesh')
   if compute.uses_kernel:
     from jaxpost.hardware import kernel_check

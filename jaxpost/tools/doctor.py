@@ -92,11 +92,11 @@ def _devices() -> list[Finding]:
 
 def _kernels() -> list[Finding]:
   """The kernels of this platform for attention and experts on small shapes, against XLA."""
-  from jaxpost.hardware import grouped_check, kernel_check, probe
+  from jaxpost.hardware import grouped_check, kernel_check
   from jaxpost.matmul import compute_for
   from jaxpost.models import presets
 
-  triton = not probe.before_ampere(jax.devices()[0])
+  triton = not chips.before_ampere(jax.devices()[0])
   compute = compute_for(jax.default_backend(), 'bfloat16', 'none', triton=triton)
   if not compute.uses_kernel:
     return [Finding('attention', f"{compute.attention}: XLA's own, nothing to check")]

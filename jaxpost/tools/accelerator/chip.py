@@ -87,7 +87,7 @@ def kernels(kernel_length: int) -> dict[str, Any]:
     kernel_length: tokens of a row.
   """
   device = jax.devices()[0]
-  compute = compute_for(device.platform, probe.matmul_type()[0], 'none', triton=not probe.before_ampere(device))
+  compute = compute_for(device.platform, probe.matmul_type()[0], 'none', triton=not chips.before_ampere(device))
   name = compute.attention
   if name not in attention_kernels.REFUSALS:
     return dict(kernel=name, errors={}, note='XLA computes attention on this platform; there is no kernel to check')
