@@ -57,6 +57,17 @@ def test_stop_ids_come_from_the_generation_config_too(tmp_path):
   assert tokenizer_lib.load(tmp_path).stop_ids == (258, 256)
 
 
+@pytest.mark.parametrize('last, stops', [('<|return|>', False), ('<|end|>', True)])
+def test_what_ends_each_message_of_an_answer_is_no_stop(tmp_path, last, stops):
+  """gpt-oss ends its reasoning with <|end|> and its answer with <|return|>; Phi ends its answer with <|end|>."""
+  tokenizer = tokenizer_lib.load('bytes')
+  tokenizer.hf.add_tokens(['<|end|>', '<|return|>'], special_tokens=True)
+  tokenizer.save(tmp_path)
+  template = "{% for m in messages %}{{ m.content + ('<|end|>' if not loop.last else 'LAST') }}{% endfor %}"
+  loaded = tokenizer_lib.load(tmp_path, template.replace('LAST', last))
+  assert (loaded.encode('<|end|>')[0] in loaded.stop_ids) == stops
+
+
 def test_bad_tokenizers_are_named(tmp_path):
   (tmp_path / 'config.json').write_text('{}')
   with pytest.raises(InputError, match='no tokenizer here.*has config.json'):

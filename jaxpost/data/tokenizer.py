@@ -235,7 +235,9 @@ def load(
   eos = next((i for i in known if i is not None), None)
   if eos is None:
     raise InputError(f'{path}: the tokenizer has no end-of-text token; set "eos_token" in its tokenizer_config.json')
-  turn_ends = [hf.get_vocab().get(text) for text in _TURN_ENDS if text in (template or '')]
+  ends = [text for text in _TURN_ENDS if text in (template or '')]
+  if '<|return|>' in (template or ''):  # ends a turn of gpt-oss, in which <|end|> ends the reasoning too
+    ends = [text for text in ends if text != '<|end|>']
   return Tokenizer(
     hf=hf,
     source=source,
@@ -243,7 +245,7 @@ def load(
     pad_id=eos if hf.pad_token_id is None else hf.pad_token_id,
     bos_id=hf.bos_token_id,
     vocab_size=len(hf),
-    stop_ids=tuple(dict.fromkeys(i for i in (eos, *configured, *turn_ends) if i is not None)),
+    stop_ids=tuple(dict.fromkeys(i for i in (eos, *configured, *map(hf.get_vocab().get, ends)) if i is not None)),
     chat_template=template or None,
     template_kwargs=saved | given,
   )
