@@ -13,6 +13,7 @@ from jaxpost.algorithms import sft
 from jaxpost.data import chat, sources
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.data import tokenizer as tokenizer_lib
+from jaxpost.environments import openai_format
 from jaxpost.errors import InputError
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare
@@ -156,6 +157,40 @@ def test_qwen3_tool_calls(qwen):
   tools = [{'type': 'function', 'function': {'name': 'f'}}]
   shown = render(qwen, {**row, 'tools': json.dumps(tools)})
   assert '<tools>\n{"type": "function"' in shown
+
+
+def with_arguments(arguments):
+  return CALL | {'tool_calls': [{'type': 'function', 'function': {'name': 'f', 'arguments': arguments}}]}
+
+
+def test_arguments_as_json_are_those_as_an_object(qwen):
+  row, text = ({'messages': [USER, with_arguments(a), RESULT, ANSWER_2]} for a in ({'a': 'é'}, '{"a":"é"}'))
+  assert render(qwen, text) == render(qwen, row)
+  given = text['messages'][1]['tool_calls'][0]
+  assert given['function']['arguments'] == '{"a":"é"}'  # the row itself is as it was
+  asked = [prompts_lib.prompt_tokens(qwen, row, 'x').tolist() for row in (row, text)]
+  assert asked[0] == asked[1]
+  assert openai_format.Translator(qwen, 99).chat_prompt({'messages': text['messages'][:3]}).tolist() == asked[0]
+  none = {'messages': [USER, with_arguments('')]}
+  assert render(qwen, none) == render(qwen, {'messages': [USER, with_arguments({})]})
+
+
+@pytest.mark.parametrize('given', [{'a': '\ud800'}, r'{"a": "\ud800"}'])
+def test_arguments_that_are_no_text_are_refused(qwen, given):
+  with pytest.raises(InputError, match='a.jsonl:1: has half a surrogate pair'):
+    render(qwen, {'messages': [USER, with_arguments(given)]})
+
+
+def test_arguments_are_json_where_a_template_appends_them_to_a_text():
+  template = (
+    "{% for m in messages %}{{ m.role + ':' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + c.function.arguments }}{% endfor %}{{ '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+  )
+  tokenizer = tokenizer_lib.load('bytes', template)
+  for given in {'a': 'é'}, '{"a": "é"}':
+    row = {'messages': [USER, with_arguments(given)]}
+    assert render(tokenizer, row) == f'user:Q1{END}assistant:[[f{{"a": "é"}}{END}]]'
 
 
 def test_tokens_equal_those_of_transformers(qwen):
@@ -340,6 +375,12 @@ BAD_ROWS = [
     {'messages': [{**USER, 'weight': 1}, ANSWER]},
     r'messages\[0\].weight: 1 on a turn of the user; only turns of the ass',
   ),
+  (
+    {'messages': [USER, with_arguments('{"a": 1')]},
+    r"messages\[1\].tool_calls\[0\].function.arguments: bad JSON: Expecting ',' delimiter",
+  ),
+  ({'messages': [USER, with_arguments('[1]')]}, r'function.arguments: is a list, must be an object, or one as JSON'),
+  ({'messages': [USER, with_arguments(7)]}, r'function.arguments: is an int, must be an object, or one as JSON'),
   ({'messages': [USER, ANSWER], 'tools': '{'}, 'tools: bad JSON'),
   ({'messages': [USER, ANSWER], 'tools': 3}, 'tools: must be a list'),
   ({'messages': [USER, ANSWER], 'chat_template_kwargs': 'x'}, "chat_template_kwargs: 'x' is no mapping"),

@@ -64,8 +64,8 @@ def check_text(text: Any, where: str) -> str:
 def check_messages(messages: Any, where: str) -> list[Message]:
   """Returns normalized messages; InputError where they are no chat.
 
-  Contents become text (null contents of tool calls become ''), null fields are left out
-  and `loss_weight` is called `weight`.
+  Contents become text (null contents of tool calls become ''), arguments that are given as JSON become objects, null
+  fields are left out and `loss_weight` is called `weight`.
   """
   if not isinstance(messages, (list, tuple)):
     raise InputError(f'{where}: is {type_of(messages)}, must be a list of messages')
@@ -93,7 +93,8 @@ def check_messages(messages: Any, where: str) -> list[Message]:
     for key in _TEXTS:
       if key in kept:
         check_text(kept[key], f'{at}.{key}')
-    _check_calls(kept.get('tool_calls', []), f'{at}.tool_calls')
+    if 'tool_calls' in kept:
+      kept['tool_calls'] = _check_calls(kept['tool_calls'], f'{at}.tool_calls')
     checked.append(kept)
   return checked
 
@@ -106,14 +107,16 @@ def _check_weight(message: Message, where: str) -> None:
     raise InputError(f'{where}: {weight:g} on a turn of the {message["role"]}; only turns of the assistant are trained')
 
 
-def _check_calls(calls: Any, where: str) -> None:
-  """InputError unless these are calls of tools, as objects with a name and arguments, or with a function of these."""
+def _check_calls(calls: Any, where: str) -> list[dict]:
+  """Returns calls of tools, objects with a name and arguments, or with a function of these; InputError for others."""
   if not isinstance(calls, (list, tuple)):
     raise InputError(f'{where}: is {type_of(calls)}, must be a list of {_CALL}')
+  checked = []
   for n, call in enumerate(calls):
     at = f'{where}[{n}]'
     if not isinstance(call, dict):
       raise InputError(f'{at}: is {type_of(call)}, must be {_CALL}')
+    call = dict(call)
     function = call.get('function')
     if function is None:
       function = call
@@ -121,12 +124,27 @@ def _check_calls(calls: Any, where: str) -> None:
       raise InputError(f'{at}.function: is {type_of(function)}; a call is {_CALL}')
     else:
       at += '.function'
+      function = call['function'] = dict(function)
     if not check_text(function.get('name'), f'{at}.name'):
       raise InputError(f'{at}.name: is empty; a call is {_CALL}')
-    if not isinstance(function.get('arguments', {}), (dict, str, type(None))):
-      raise InputError(f'{at}.arguments: is {type_of(function["arguments"])}, must be an object, or one as JSON')
+    if function.get('arguments') is not None:
+      function['arguments'] = _arguments(function['arguments'], f'{at}.arguments')
     if call.get('id') is not None:
       check_text(call['id'], f'{where}[{n}].id')
+    checked.append(call)
+  return checked
+
+
+def _arguments(given: Any, where: str) -> dict:
+  """Returns arguments that are given as an object or as JSON, of which the empty text stands for none."""
+  if isinstance(given, str):
+    try:
+      given = json.loads(given.strip() or '{}')
+    except (ValueError, RecursionError) as error:
+      raise InputError(f'{where}: bad JSON: {error}') from error
+  if not isinstance(given, dict):
+    raise InputError(f'{where}: is {type_of(given)}, must be an object, or one as JSON')
+  return given
 
 
 def _join_parts(parts: list, where: str) -> str:

@@ -7,6 +7,7 @@ loop and call of a template costs steps, and no value that it makes is large.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import re
 import threading
@@ -75,6 +76,8 @@ def limit(env: jinja2.sandbox.SandboxedEnvironment, source: str) -> jinja2.Templ
     return _sized(call(context, function, *args, **kwargs))
 
   def limited_binop(context: Any, operator: str, left: Any, right: Any) -> Any:
+    if operator == '+' and isinstance(left, str) and isinstance(right, dict):
+      right = json.dumps(right, ensure_ascii=False)  # the arguments of a call, which DeepSeek's templates take for text
     if operator == '**' or operator == '*' and _product(left, right) > SIZE:
       _refuse(f'computes {operator} of large values')
     if operator == '%' and isinstance(left, str) and _WIDE.search(left):

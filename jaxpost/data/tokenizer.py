@@ -170,7 +170,7 @@ class Tokenizer:
       what = ' '.join(str(what).split())  # a template may say several lines
       raise InputError(f'{where}: the chat template of {self.source} refuses it: {what:.300}') from error
     texts, spans = rendered
-    return texts[0], list(spans[0]) if self.has_markers else []
+    return messages_lib.check_text(texts[0], where), list(spans[0]) if self.has_markers else []
 
   def save(self, folder: str | pathlib.Path) -> None:
     """Writes the files that `transformers.AutoTokenizer` loads.
