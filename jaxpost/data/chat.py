@@ -27,12 +27,13 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # start and end, in characters
+Prompt = tuple[str, str]  # of a turn, and the part of it that is the generation prompt
 
 TRAIN_ON = ('assistant', 'completion', 'all')
 # Private characters that stand for a turn in a rendering; the first pair the text does not have.
 _SENTINELS = ('\ue000\ue001', '\ue002\ue003', '\uf000\uf001')
 # Text that a template may put between its generation prompt and the content of a turn.
-_OPENING = re.compile(r'\s*(<\w+>\s*)?(</\w+>\s*)?')
+_OPENING = re.compile(r'\s*(<\w+>\s*)?(</\w+>\s*)?(<\|channel\|>(\w+<\|message\|>)?)?')
 _THINK_BLOCK = re.compile(r'(<\w+>\s*)?(</\w+>\s*)?\Z')  # may end a generation prompt, opened or empty
 
 
@@ -113,14 +114,14 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
     return _example(*_encode_spans(tokenizer, text, [(0, len(text))], [1], where))
   if train_on == 'completion':
     turns = turns[-1:]
-  header = functools.cache(lambda n: _header(render, messages[:n]))
+  prompt = functools.cache(lambda n: _prompt(render, messages[:n]))
   if tokenizer.has_markers:
     spans = _marked_spans(marked, messages, turns, where)
   else:
-    spans = [_span(tokenizer, render, text, messages, n, header=header(n), where=where) for n in turns]
+    spans = [_span(tokenizer, render, text, messages, n, prompt=prompt(n), where=where) for n in turns]
   weights = [messages[n].get('weight', 1) for n in turns]
   trained = [(n, span) for n, span, weight in zip(turns, spans, weights) if weight]
-  unseen = [_check_turn(messages, n, text, span, header=header(n), where=where) for n, span in trained]
+  unseen = [_check_turn(messages, n, text, span, header=prompt(n)[1], where=where) for n, span in trained]
   example = _example(*_encode_spans(tokenizer, text, spans, weights, where))
   return dataclasses.replace(example, unseen=next(filter(None, unseen), ''))
 
@@ -135,9 +136,9 @@ def _marked_spans(marked: list[Span], messages: list[Message], turns: list[int],
 
 
 def _span(
-  tokenizer: Tokenizer, render: Callable, text: str, messages: list[Message], n: int, *, header: str, where: str
+  tokenizer: Tokenizer, render: Callable, text: str, messages: list[Message], n: int, *, prompt: Prompt, where: str
 ) -> Span:
-  """Finds the characters of `text` that the assistant generates as message n, whose generation prompt is `header`.
+  """Finds the characters of `text` that the assistant generates as message n, for which it is given `prompt`.
 
   The chat rendered with another message in its place differs from `text` in that message only. That holds for templates
   too that render a turn otherwise once others follow it (Qwen3 drops its reasoning), where the rendering of the chat up
@@ -146,21 +147,28 @@ def _span(
   sentinel = next((s for s in _SENTINELS if s[0] not in text), None)
   if sentinel is None:
     raise InputError(f'{where}: holds all private characters used as marks')
+  asked, header = prompt
   replaced = {'role': 'assistant', 'content': sentinel}
-  changed, _ = render(messages[:n] + [replaced] + messages[n + 1 :])
+  try:
+    changed, _ = render(messages[:n] + [replaced] + messages[n + 1 :])
+  except InputError:  # some templates refuse the answer of a tool without the call before it
+    until, _ = render(messages[: n + 1])
+    if not asked or not text.startswith(asked) or not text.startswith(until):
+      raise
+    return len(asked), len(until.rstrip())
   if sentinel not in changed:
     why = f'the chat template leaves out message {n}, so its tokens cannot be told apart'
     raise InputError(f'{where}: {why}; train on text, or give another template')
   start = common_length(text, changed)
   end = len(text) - common_length(text[start:][::-1], changed[start:][::-1])
-  start = _begin(header, text, start)[0]
+  start = len(asked) if header and text[:start].startswith(asked) else _begin(header, text, start)[0]
   if end < start:
     why = f'the chat template renders message {n} otherwise than its generation prompt'
     raise InputError(f'{where}: {why}; add generation markers to the template')
-  tail = text[end:]
-  for special in tokenizer.special_texts:
-    if tail.startswith(special):
-      return start, end + len(special)
+  for special in tokenizer.special_texts:  # one begins here, or the two texts share a part of it
+    at = text.find(special, max(start, end - len(special) + 1), end + len(special))
+    if at >= 0:
+      return start, at + len(special)
   return start, end
 
 
@@ -175,8 +183,9 @@ def common_length(a: str, b: str) -> int:
 def _begin(header: str, text: str, start: int) -> tuple[int, str]:
   """Moves the start of a turn from its content to the end of `header`, its generation prompt.
 
-  Between the two is at most an opened or empty <think> block, which templates put before a content; it belongs to the
-  prompt as far as `header` has it. Also returns the part of `header` that the turn follows, '' for none.
+  Between the two is at most an opened or empty <think> block, which templates put before a content, or a channel; the
+  block belongs to the prompt as far as `header` has it. Also returns the part of `header` that the turn follows, '' for
+  none.
   """
   bare = _THINK_BLOCK.sub('', header) or header
   at = text.rfind(bare, 0, start) if bare else -1
@@ -186,13 +195,13 @@ def _begin(header: str, text: str, start: int) -> tuple[int, str]:
   return at + len(found), found
 
 
-def _header(render: Callable, messages: list[Message]) -> str:
-  """Returns the text that the generation prompt appends to `messages`."""
+def _prompt(render: Callable, messages: list[Message]) -> Prompt:
+  """Returns the prompt of the turn that follows `messages`."""
   if not messages:
-    return ''
+    return '', ''
   short, _ = render(messages)
   long, _ = render(messages, generation_prompt=True)
-  return long[len(short) :] if long.startswith(short) else ''
+  return long, long[len(short) :] if long.startswith(short) else ''
 
 
 def _check_turn(messages: list[Message], n: int, text: str, span: Span, *, header: str, where: str) -> str:
@@ -214,7 +223,7 @@ def _check_turn(messages: list[Message], n: int, text: str, span: Span, *, heade
 
 def _check_reasoning(message: Message, rendered: str, where: str) -> str:
   """Returns the reasoning of a trained turn; InputError if the template leaves it out."""
-  reasoning = message.get('reasoning_content') or ''
+  reasoning = next((message[key] for key in messages_lib.REASONING if message.get(key)), '')
   content = message['content']
   if not reasoning and '</think>' in content:
     reasoning = content.split('</think>')[0].split('<think>')[-1]

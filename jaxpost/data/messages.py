@@ -16,7 +16,8 @@ Message = dict[str, Any]  # {'role', 'content', ...}
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 # Names of template_kwargs that every template gets by other means.
 _RESERVED = {'messages', 'tools', 'conversations', 'chat_template', 'add_generation_prompt', 'continue_final_message'}
-_TEXTS = ('name', 'tool_call_id', 'reasoning_content', 'thinking')  # keys of messages that templates print
+REASONING = ('reasoning_content', 'thinking', 'reasoning')  # keys of messages; a template gets the first by all names
+_TEXTS = ('name', 'tool_call_id', *REASONING)  # keys of messages that templates print
 _SURROGATE = re.compile('[\ud800-\udfff]')
 _CALL = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
 _TOOL = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
