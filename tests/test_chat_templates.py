@@ -76,6 +76,18 @@ def test_tools_are_refused(name, folder):
     tokenizer_lib.load(folder, name).render_chat(CHAT, row={'tools': [tool]})
 
 
+@pytest.mark.parametrize('name', NAMES)
+def test_calls_of_tools_are_refused(name, folder):
+  tokenizer = tokenizer_lib.load(folder, name)
+  call = {'role': 'assistant', 'content': '', 'tool_calls': [{'function': {'name': 'look', 'arguments': {}}}]}
+  with pytest.raises(InputError, match=f'the template {name} shows no tools'):
+    tokenizer.render_chat([*CHAT[:2], call])
+  assert tokenizer.render_chat([*CHAT[:2], CHAT[2] | {'tool_calls': []}]) == tokenizer.render_chat(CHAT[:3])
+  if name == 'plain':  # the others have a turn for the answers of tools
+    with pytest.raises(InputError, match='the template plain shows no tools'):
+      tokenizer.render_chat([*CHAT[:3], {'role': 'tool', 'content': 'R'}])
+
+
 def test_an_unknown_name_is_one_line(folder):
   with pytest.raises(InputError, match="did you mean 'llama3'.*known: chatml, gemma, llama3, mistral, plain"):
     tokenizer_lib.load(folder, 'lama3')

@@ -193,6 +193,21 @@ def test_arguments_are_json_where_a_template_appends_them_to_a_text():
     assert render(tokenizer, row) == f'user:Q1{END}assistant:[[f{{"a": "é"}}{END}]]'
 
 
+def test_a_call_that_the_template_leaves_out_is_refused(plain):
+  row = {'messages': [USER, CALL, RESULT, ANSWER_2]}
+  for train_on in 'assistant', 'all':
+    with pytest.raises(InputError) as caught:
+      render(plain, row, train_on=train_on)
+    assert str(caught.value) == (
+      "a.jsonl:1: message 1: the chat template leaves out its call of 'f'; set config.data.chat_template to a template "
+      'that shows calls of tools'
+    )
+  flat = {'role': 'assistant', 'content': 'A', 'tool_calls': [{'name': 'f', 'arguments': {}}]}
+  with pytest.raises(InputError, match="leaves out its call of 'f'"):
+    render(plain, {'prompt': [USER], 'completion': [flat]})
+  assert render(plain, row, train_on='completion').endswith(f'[[A2{END}]]\n')  # is not trained, so may be left out
+
+
 def test_tokens_equal_those_of_transformers(qwen):
   chats = [
     [USER, ANSWER],

@@ -24,7 +24,8 @@ CHAT = [
   {'role': 'tool', 'name': 'add', 'tool_call_id': 'c1', 'content': '2'},
   ANSWER,
 ]
-TOKENIZER = tokenizer.load('bytes')
+CALLS = " + (message.tool_calls | tojson if message.tool_calls else '')"  # its own template leaves them out
+TOKENIZER = tokenizer.load('bytes', tokenizer.CHATML.replace('+ message.content', f'+ message.content{CALLS}'))
 
 
 def example(row, where):

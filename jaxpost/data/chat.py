@@ -110,7 +110,7 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
       why = "messages with a weight, and train_on='all' trains every token alike"
       raise InputError(f"{where}: {why}; use 'assistant', or drop the weights")
     for n in turns:
-      _check_reasoning(messages[n], text, f'{where}: message {n}')
+      _check_shown(messages[n], text, f'{where}: message {n}')
     return _example(*_encode_spans(tokenizer, text, [(0, len(text))], [1], where))
   if train_on == 'completion':
     turns = turns[-1:]
@@ -207,9 +207,9 @@ def _prompt(render: Callable, messages: list[Message]) -> Prompt:
 def _check_turn(messages: list[Message], n: int, text: str, span: Span, *, header: str, where: str) -> str:
   """Returns what `text` has before trained message n that `header`, its generation prompt, has not; '' for nothing.
 
-  InputError if the template leaves out its reasoning, or if a switch of the template mends the difference.
+  InputError if the template leaves out its reasoning or a call, or if a switch of the template mends the difference.
   """
-  reasoning = _check_reasoning(messages[n], text[slice(*span)], f'{where}: message {n}')
+  reasoning = _check_shown(messages[n], text[slice(*span)], f'{where}: message {n}')
   found = _begin(header, text, span[0])[1]
   if found in ('', header):
     return ''
@@ -221,8 +221,13 @@ def _check_turn(messages: list[Message], n: int, text: str, span: Span, *, heade
   return why
 
 
-def _check_reasoning(message: Message, rendered: str, where: str) -> str:
-  """Returns the reasoning of a trained turn; InputError if the template leaves it out."""
+def _check_shown(message: Message, rendered: str, where: str) -> str:
+  """Returns the reasoning of a trained turn; InputError if the template leaves out that, or a call of a tool."""
+  for call in message.get('tool_calls', ()):
+    name = (call.get('function') or call)['name']
+    if name not in rendered:
+      why = f'the chat template leaves out its call of {messages_lib.shown(name)}'
+      raise InputError(f'{where}: {why}; set config.data.chat_template to a template that shows calls of tools')
   reasoning = next((message[key] for key in messages_lib.REASONING if message.get(key)), '')
   content = message['content']
   if not reasoning and '</think>' in content:
