@@ -267,8 +267,9 @@ def test_generation_markers_decide(tmp_path):
     '{% if add_generation_prompt %}assistant: {% endif %}'
   )
   tokenizer = tokenizer_lib.load('bytes', str(template))
-  assert tokenizer.has_markers
   row = {'messages': [USER, ANSWER, USER_2, ANSWER_2]}
+  text, spans = tokenizer.render_chat(row['messages'])
+  assert [text[a:b] for a, b in spans] == ['A1!', 'A2!']
   assert render(tokenizer, row) == ('user: Q1;assistant: [[A1!]];user: Q2;assistant: [[A2!]];')
   assert render(tokenizer, row, train_on='completion') == ('user: Q1;assistant: A1!;user: Q2;assistant: [[A2!]];')
 

@@ -68,6 +68,42 @@ def test_what_ends_each_message_of_an_answer_is_no_stop(tmp_path, last, stops):
   assert (loaded.encode('<|end|>')[0] in loaded.stop_ids) == stops
 
 
+PLAIN = "{% for m in messages %}{{ m.role + ':' + m.content + '<|im_end|>' }}{% endfor %}"
+MARKED = (
+  "{{ (tools | tojson if effort else tools[0].name) + ';' }}{% for m in messages %}{{ m.role + ':' }}"
+  "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
+  "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize('folder', [False, True])
+def test_rows_with_tools_are_rendered_by_the_template_for_them(tmp_path, folder):
+  """As transformers does, for a list of templates in tokenizer_config.json and for a folder of them."""
+  import transformers
+
+  source = tokenizer_lib.load('bytes')
+  source.hf.chat_template = {'default': PLAIN, 'tool_use': MARKED, 'rag': 'R'}
+  source.hf.save_pretrained(tmp_path / 'source', save_jinja_files=folder)
+  row = {'tools': [{'name': 'look'}]}
+  chat = [{'role': 'user', 'content': 'Q'}, {'role': 'assistant', 'content': 'A'}]
+  tokenizer = tokenizer_lib.load(tmp_path / 'source', template_kwargs={'effort': ''})
+  tokenizer.save(tmp_path / 'export')
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'export')
+  assert theirs.chat_template == source.hf.chat_template
+  for read in tokenizer, tokenizer_lib.load(tmp_path / 'export'):
+    assert read.template_kwargs == {'effort': ''} and read.stop_ids == (258,)
+    for given, want in ({}, ''), (row, 'look;'):
+      text, spans = read.render_chat(chat, row=given)
+      assert text == f'{want}user:Q<|im_end|>assistant:A<|im_end|>'
+      assert text == theirs.apply_chat_template(chat, tools=given.get('tools'), tokenize=False)
+      assert spans == ([(len(text) - 11, len(text))] if given else None)
+  other = tokenizer_lib.load(tmp_path / 'source', 'chatml')  # replaces all of them
+  with pytest.raises(InputError, match='the template chatml shows no tools'):
+    other.render_chat(chat, row=row)
+  other.save(tmp_path / 'other')
+  assert tokenizer_lib.load(tmp_path / 'other').render_chat(chat)[0].startswith('<|im_start|>user')
+
+
 def test_bad_tokenizers_are_named(tmp_path):
   (tmp_path / 'config.json').write_text('{}')
   with pytest.raises(InputError, match='no tokenizer here.*has config.json'):

@@ -115,7 +115,7 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
   if train_on == 'completion':
     turns = turns[-1:]
   prompt = functools.cache(lambda n: _prompt(render, messages[:n]))
-  if tokenizer.has_markers:
+  if marked is not None:
     spans = _marked_spans(marked, messages, turns, where)
   else:
     spans = [_span(tokenizer, render, text, messages, n, prompt=prompt(n), where=where) for n in turns]

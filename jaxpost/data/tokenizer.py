@@ -34,6 +34,7 @@ CHATML = (
   '{%- endif %}'
 )
 _TEMPLATES = pathlib.Path(__file__).with_name('templates')
+_MARK = re.compile(r'\{%[-+]?\s*generation\b')  # around what a template says that the assistant generates
 # Exceptions that expressions of a template raise.
 _TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 _SWITCHES = {'enable_thinking': False}  # template_kwargs that are passed where nothing else is set
@@ -67,6 +68,7 @@ class Tokenizer:
   vocab_size: int  # with the added tokens
   stop_ids: tuple[int, ...]  # a sampler stops at any of them
   chat_template: str | None
+  named_templates: Mapping[str, str] = dataclasses.field(default_factory=dict)  # all, if the tokenizer has several
   # Variables of the chat template besides messages and tools; thinking is off unless it is switched on here.
   template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -119,11 +121,6 @@ class Tokenizer:
     """True if encoding puts a space before the text, as SentencePiece models do."""
     return self.decode(self.encode('a') + self.encode('a')) != 'aa'
 
-  @functools.cached_property
-  def has_markers(self) -> bool:
-    """True if the template marks the assistant's turns with {% generation %}."""
-    return re.search(r'\{%[-+]?\s*generation\b', self.chat_template or '') is not None
-
   def render_chat(
     self,
     messages: list[dict],
@@ -131,8 +128,8 @@ class Tokenizer:
     generation_prompt: bool = False,
     row: Mapping[str, Any] | None = None,
     where: str = 'chat',
-  ) -> tuple[str, list[tuple[int, int]]]:
-    """Returns a chat as text, and the (start, end) spans that the template marks.
+  ) -> tuple[str, list[tuple[int, int]] | None]:
+    """Returns a chat as text, and the (start, end) spans of {% generation %} marks; None if the template has none.
 
     Args:
       messages: list of {'role', 'content', ...}.
@@ -147,7 +144,10 @@ class Tokenizer:
 
     template_limits.install(chat_template_utils)
     template_limits.begin()
-    if not self.chat_template:
+    tools = messages_lib.tools_of(row or {}, where)
+    # As transformers chooses.
+    template = self.named_templates.get('tool_use', self.chat_template) if tools else self.chat_template
+    if not template:
       raise InputError(
         f'{where}: messages need a chat template and {self.source} has none; use an instruct tokenizer, or set '
         f'config.data.chat_template to a .jinja file or one of {", ".join(sorted(_named_templates()))}'
@@ -155,13 +155,13 @@ class Tokenizer:
     # Templates that print today's date would change the run each day.
     variables = {**_SWITCHES, 'date_string': '26 Jul 2024', **self.hf.special_tokens_map, **self.template_kwargs}
     variables |= messages_lib.template_kwargs_of(row or {}, where)
-    tools = messages_lib.tools_of(row or {}, where)
+    has_marks = _MARK.search(template) is not None
     try:
       rendered: Any = chat_template_utils.render_jinja_template(  # which is annotated as a str
         [messages],
         tools=tools,
-        chat_template=self.chat_template,
-        return_assistant_tokens_mask=self.has_markers,
+        chat_template=template,
+        return_assistant_tokens_mask=has_marks,
         add_generation_prompt=generation_prompt,
         **variables,
       )
@@ -170,7 +170,7 @@ class Tokenizer:
       what = ' '.join(str(what).split())  # a template may say several lines
       raise InputError(f'{where}: the chat template of {self.source} refuses it: {what:.300}') from error
     texts, spans = rendered
-    return messages_lib.check_text(texts[0], where), list(spans[0]) if self.has_markers else []
+    return messages_lib.check_text(texts[0], where), list(spans[0]) if has_marks else None
 
   def save(self, folder: str | pathlib.Path) -> None:
     """Writes the files that `transformers.AutoTokenizer` loads.
@@ -187,9 +187,13 @@ class Tokenizer:
       for path in (pathlib.Path(self.source) / name for name in _FILES):
         if path.is_file():
           shutil.copyfile(path, folder / path.name)
-    if self.chat_template:
+    if self.named_templates:  # a file would take their place
+      (folder / 'chat_template.jinja').unlink(missing_ok=True)
+      added['chat_template'] = [dict(name=name, template=text) for name, text in self.named_templates.items()]
+    elif self.chat_template:
       (folder / 'chat_template.jinja').write_text(self.chat_template, encoding='utf-8')
-    if used := {k: v for k, v in {**_SWITCHES, **self.template_kwargs}.items() if _reads(self.chat_template, k)}:
+    templates = ''.join([self.chat_template or '', *self.named_templates.values()])
+    if used := {k: v for k, v in {**_SWITCHES, **self.template_kwargs}.items() if _reads(templates, k)}:
       added['chat_template_kwargs'] = used
     if added:
       path = folder / 'tokenizer_config.json'
@@ -219,15 +223,16 @@ def load(
   # Files may carry a length to cut or fill to.
   hf.backend_tokenizer.no_truncation()
   hf.backend_tokenizer.no_padding()
-  template = hf.chat_template
-  if isinstance(template, dict):
-    template = template.get('default')
+  template, named = hf.chat_template, {}
   if chat_template:
     template = _template(str(chat_template))
+  elif isinstance(template, dict):
+    template, named = template.get('default'), template
+  templates = ''.join([template or '', *named.values()])
   saved = messages_lib.template_kwargs_of(hf.init_kwargs, f'{source}/tokenizer_config.json')
   given = messages_lib.template_kwargs_of({'chat_template_kwargs': template_kwargs}, 'config.data.template_kwargs')
   for name in given:
-    if not _reads(template, name):
+    if not _reads(templates, name):
       raise InputError(f'config.data.template_kwargs.{name}: the chat template of {path} reads no such variable')
   configured = config.get('eos_token_id')
   configured = configured if isinstance(configured, list) else [configured]
@@ -235,8 +240,8 @@ def load(
   eos = next((i for i in known if i is not None), None)
   if eos is None:
     raise InputError(f'{path}: the tokenizer has no end-of-text token; set "eos_token" in its tokenizer_config.json')
-  ends = [text for text in _TURN_ENDS if text in (template or '')]
-  if '<|return|>' in (template or ''):  # ends a turn of gpt-oss, in which <|end|> ends the reasoning too
+  ends = [text for text in _TURN_ENDS if text in templates]
+  if '<|return|>' in templates:  # ends a turn of gpt-oss, in which <|end|> ends the reasoning too
     ends = [text for text in ends if text != '<|end|>']
   return Tokenizer(
     hf=hf,
@@ -247,6 +252,7 @@ def load(
     vocab_size=len(hf),
     stop_ids=tuple(dict.fromkeys(i for i in (eos, *configured, *map(hf.get_vocab().get, ends)) if i is not None)),
     chat_template=template or None,
+    named_templates=named,
     template_kwargs=saved | given,
   )
 
@@ -269,8 +275,8 @@ def _named_templates() -> dict[str, pathlib.Path]:
   return {file.stem: file for file in _TEMPLATES.glob('*.jinja')}
 
 
-def _reads(template: str | None, name: str) -> bool:
-  return re.search(rf'\b{re.escape(name)}\b', template or '') is not None
+def _reads(templates: str, name: str) -> bool:
+  return re.search(rf'\b{re.escape(name)}\b', templates) is not None
 
 
 def _folder(path: str | pathlib.Path) -> pathlib.Path:
