@@ -88,6 +88,21 @@ def test_calls_of_tools_are_refused(name, folder):
       tokenizer.render_chat([*CHAT[:3], {'role': 'tool', 'content': 'R'}])
 
 
+@pytest.mark.parametrize('name', ['gemma', 'mistral'])
+def test_a_system_message_that_has_no_place_is_refused(name, folder):
+  tokenizer = tokenizer_lib.load(folder, name)
+  system, user, answer = CHAT[:3]
+  for chat in [system, answer], [user, answer, system, user], [system, system, user], [system]:
+    with pytest.raises(InputError, match=f'the template {name} shows a system message only before the first question'):
+      tokenizer.render_chat(chat)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(folder, tmp_path):
+  text = (pathlib.Path(tokenizer_lib.__file__).parent / 'templates/chatml.jinja').read_text('utf-8')
+  (tmp_path / 'bom.jinja').write_text(text, 'utf-8-sig')
+  assert tokenizer_lib.load(folder, str(tmp_path / 'bom.jinja')).chat_template == text
+
+
 def test_an_unknown_name_is_one_line(folder):
   with pytest.raises(InputError, match="did you mean 'llama3'.*known: chatml, gemma, llama3, mistral, plain"):
     tokenizer_lib.load(folder, 'lama3')

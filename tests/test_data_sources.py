@@ -308,6 +308,22 @@ def test_map_fn_maps_drops_and_counts(tmp_path):
       sources.read('x', map_fn=map_fn, fake_rows=data)
 
 
+def test_the_earlier_turns_of_an_alpaca_row_stand_before_its_instruction():
+  row = {'system': 'S', 'history': [['2+2?', '4'], ['so', 'yes']], 'instruction': 'And', 'input': '3+3?', 'output': '6'}
+  said = [('system', 'S'), ('user', '2+2?'), ('assistant', '4'), ('user', 'so'), ('assistant', 'yes')]
+  (mapped,) = sources.read('x', fake_rows=[row])
+  assert mapped == {
+    'prompt': [{'role': role, 'content': text} for role, text in [*said, ('user', 'And\n\n3+3?')]],
+    'completion': [{'role': 'assistant', 'content': '6'}],
+  }
+  for none in [], None:
+    (mapped,) = sources.read('x', fake_rows=[row | {'history': none}])
+    assert [m['role'] for m in mapped['prompt']] == ['system', 'user'] and 'history' not in mapped
+  for bad in 'a', [['a']], [['a', 'b', 'c']], ['ab'], [['a', 1]]:
+    with pytest.raises(InputError, match=r'x\[0\]: history: must be a list of pairs of texts, \[question, answer\]'):
+      sources.read('x', fake_rows=[row | {'history': bad}])[0]
+
+
 def test_sharegpt_and_alpaca_rows():
   rows = sources.read(
     'x',

@@ -71,7 +71,11 @@ KINDS = {
     example,
     None,
   ),
-  'alpaca': ({'instruction': 'Add.', 'input': '1 1', 'output': '2', 'system': 'Be short.'}, example, None),
+  'alpaca': (
+    {'instruction': 'Add.', 'input': '1 1', 'output': '2', 'system': 'Be short.', 'history': [['1+1?', '2']]},
+    example,
+    None,
+  ),
   'GSM8K': ({'question': '1+1?', 'answer': 'so\n#### 2'}, example, 'jaxpost.data.maps:gsm8k'),
   'MATH': ({'problem': '1+1?', 'answer': '2', 'solution': 'so 2'}, example, 'jaxpost.data.maps:math'),
   'preference': (

@@ -257,7 +257,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
 
 
 def alpaca(row: Row, where: str = 'the row') -> Row:
-  """Maps instruction, input, output (and system) to prompt and completion as chats.
+  """Maps instruction, input, output (and system, and history: earlier turns) to prompt and completion as chats.
 
   Rows read by `sources` are mapped so without being asked.
   """
@@ -269,13 +269,17 @@ def alpaca(row: Row, where: str = 'the row') -> Row:
   if not row['instruction'] or row['output'] is None:
     empty = 'output' if row['instruction'] else 'instruction'
     raise InputError(f'{where}: {empty}: is empty')
+  history = row.get('history') or []
+  if not isinstance(history, list) or not all(isinstance(p, list) and [*map(type, p)] == [str, str] for p in history):
+    raise InputError(f'{where}: history: must be a list of pairs of texts, [question, answer]')
   asked = row['instruction']
   if row.get('input'):
     asked += '\n\n' + row['input']
-  prompt = [{'role': 'user', 'content': asked}]
-  if row.get('system'):
-    prompt = [{'role': 'system', 'content': row['system']}, *prompt]
-  used = ('instruction', 'input', 'output', 'system')
+  prompt = [{'role': 'system', 'content': row['system']}] if row.get('system') else []
+  for question, answer in history:
+    prompt += [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
+  prompt.append({'role': 'user', 'content': asked})
+  used = ('instruction', 'input', 'output', 'system', 'history')
   return {
     **{k: v for k, v in row.items() if k not in used},
     'prompt': prompt,

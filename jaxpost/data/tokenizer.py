@@ -268,7 +268,7 @@ def _template(chosen: str) -> str:
       f'config.data.chat_template: no file {chosen}, and no template of that name; {did_you_mean(chosen, named)}'
       f'known: {", ".join(sorted(named))}'
     )
-  return file.read_text(encoding='utf-8')
+  return file.read_text(encoding='utf-8-sig')
 
 
 def _named_templates() -> dict[str, pathlib.Path]:
