@@ -5,7 +5,6 @@ a `text` already is returned as it is, so that other data can be used in a recip
 """
 
 import difflib
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -246,10 +245,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
   message = {'role': _ROLES[role], 'content': messages.check_text(turn['value'], f'{where}.value')}
   if role != 'function_call':
     return message
-  try:
-    call = json.loads(turn['value'])
-  except (ValueError, TypeError) as error:
-    raise InputError(f'{where}.value: bad JSON: {error}') from error
+  call = messages.parse_json(turn['value'], f'{where}.value')
   calls = call if isinstance(call, list) else [call]
   if not all(isinstance(c, dict) and 'name' in c for c in calls):
     raise InputError(f'{where}.value: a function call needs a name')

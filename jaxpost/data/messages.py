@@ -62,6 +62,14 @@ def check_text(text: Any, where: str) -> str:
   return text
 
 
+def parse_json(text: str, where: str) -> Any:
+  """Returns the value that `text` is as JSON; InputError for other text."""
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise InputError(f'{where}: bad JSON: {error}') from error
+
+
 def check_messages(messages: Any, where: str) -> list[Message]:
   """Returns normalized messages; InputError where they are no chat.
 
@@ -128,24 +136,14 @@ def _check_calls(calls: Any, where: str) -> list[dict]:
       function = call['function'] = dict(function)
     if not check_text(function.get('name'), f'{at}.name'):
       raise InputError(f'{at}.name: is empty; a call is {_CALL}')
-    if function.get('arguments') is not None:
-      function['arguments'] = _arguments(function['arguments'], f'{at}.arguments')
+    if isinstance(function.get('arguments'), str):  # some write nothing where there are none
+      function['arguments'] = parse_json(function['arguments'].strip() or '{}', f'{at}.arguments')
+    if not isinstance(function.get('arguments', {}), (dict, type(None))):
+      raise InputError(f'{at}.arguments: is {type_of(function["arguments"])}, must be an object, or one as JSON')
     if call.get('id') is not None:
       check_text(call['id'], f'{where}[{n}].id')
     checked.append(call)
   return checked
-
-
-def _arguments(given: Any, where: str) -> dict:
-  """Returns arguments that are given as an object or as JSON, of which the empty text stands for none."""
-  if isinstance(given, str):
-    try:
-      given = json.loads(given.strip() or '{}')
-    except (ValueError, RecursionError) as error:
-      raise InputError(f'{where}: bad JSON: {error}') from error
-  if not isinstance(given, dict):
-    raise InputError(f'{where}: is {type_of(given)}, must be an object, or one as JSON')
-  return given
 
 
 def _join_parts(parts: list, where: str) -> str:
@@ -169,10 +167,7 @@ def tools_of(row: Row, where: str) -> list[dict] | None:
   if isinstance(tools, str):
     if not tools.strip():
       return None
-    try:
-      tools = json.loads(tools)
-    except (ValueError, RecursionError) as error:
-      raise InputError(f'{where}: tools: bad JSON: {error}') from error
+    tools = parse_json(tools, f'{where}: tools')
   if tools is None:
     return None
   if not isinstance(tools, (list, tuple)) or not all(isinstance(t, dict) for t in tools):

@@ -68,7 +68,7 @@ class Tokenizer:
   vocab_size: int  # with the added tokens
   stop_ids: tuple[int, ...]  # a sampler stops at any of them
   chat_template: str | None
-  named_templates: Mapping[str, str] = dataclasses.field(default_factory=dict)  # all, if the tokenizer has several
+  named_templates: Mapping[str, str] = dataclasses.field(default_factory=dict)  # all of several; tool_use shows tools
   # Variables of the chat template besides messages and tools; thinking is off unless it is switched on here.
   template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -145,7 +145,6 @@ class Tokenizer:
     template_limits.install(chat_template_utils)
     template_limits.begin()
     tools = messages_lib.tools_of(row or {}, where)
-    # As transformers chooses.
     template = self.named_templates.get('tool_use', self.chat_template) if tools else self.chat_template
     if not template:
       raise InputError(
@@ -240,9 +239,9 @@ def load(
   eos = next((i for i in known if i is not None), None)
   if eos is None:
     raise InputError(f'{path}: the tokenizer has no end-of-text token; set "eos_token" in its tokenizer_config.json')
-  ends = [text for text in _TURN_ENDS if text in templates]
-  if '<|return|>' in templates:  # ends a turn of gpt-oss, in which <|end|> ends the reasoning too
-    ends = [text for text in ends if text != '<|end|>']
+  # A turn of gpt-oss ends with <|return|>, and its reasoning with <|end|>.
+  others = '<|end|>' if '<|return|>' in templates else ''
+  turn_ends = [hf.get_vocab().get(text) for text in _TURN_ENDS if text in templates and text != others]
   return Tokenizer(
     hf=hf,
     source=source,
@@ -250,7 +249,7 @@ def load(
     pad_id=eos if hf.pad_token_id is None else hf.pad_token_id,
     bos_id=hf.bos_token_id,
     vocab_size=len(hf),
-    stop_ids=tuple(dict.fromkeys(i for i in (eos, *configured, *map(hf.get_vocab().get, ends)) if i is not None)),
+    stop_ids=tuple(dict.fromkeys(i for i in (eos, *configured, *turn_ends) if i is not None)),
     chat_template=template or None,
     named_templates=named,
     template_kwargs=saved | given,

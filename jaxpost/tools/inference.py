@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -99,11 +98,8 @@ def load(
 
 def with_template_kwargs(tokenizer: Tokenizer, text: str) -> Tokenizer:
   """Returns the tokenizer with the variables of its chat template that `text`, a JSON object, gives."""
-  try:
-    given = json.loads(text)
-  except ValueError as error:
-    raise InputError(f'--template_kwargs: bad JSON: {error}') from error
-  given = messages.template_kwargs_of({'chat_template_kwargs': given}, '--template_kwargs')
+  given = {'chat_template_kwargs': messages.parse_json(text, '--template_kwargs')}
+  given = messages.template_kwargs_of(given, '--template_kwargs')
   return tokenizer.with_template_kwargs(given)
 
 
