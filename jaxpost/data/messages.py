@@ -165,9 +165,7 @@ def tools_of(row: Row, where: str) -> list[dict] | None:
   """Returns the JSON schemas of the row's tools, given as a list or as JSON."""
   tools = row.get('tools')
   if isinstance(tools, str):
-    if not tools.strip():
-      return None
-    tools = parse_json(tools, f'{where}: tools')
+    tools = parse_json(tools.strip() or 'null', f'{where}: tools')
   if tools is None:
     return None
   if not isinstance(tools, (list, tuple)) or not all(isinstance(t, dict) for t in tools):

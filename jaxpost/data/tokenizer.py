@@ -222,7 +222,8 @@ def load(
   # Files may carry a length to cut or fill to.
   hf.backend_tokenizer.no_truncation()
   hf.backend_tokenizer.no_padding()
-  template, named = hf.chat_template, {}
+  template = hf.chat_template
+  named: dict[str, str] = {}
   if chat_template:
     template = _template(str(chat_template))
   elif isinstance(template, dict):
