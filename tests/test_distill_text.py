@@ -295,4 +295,4 @@ def test_a_teacher_reads_the_template_with_the_variables_of_the_run(tmp_path):
   stored = weight_sources.tokenizer_of(inputs.sources['teacher_0'], {})
   teacher_text.TextsOfTeacher(types.SimpleNamespace(inputs=inputs), 'teacher_0', [], None, stored).theirs  # noqa: B018
   message = [dict(role='user', content='a')]
-  assert seen[0].render_chat(message) == mine.render_chat(message) == ('a<think>', [])
+  assert seen[0].render_chat(message) == mine.render_chat(message) == ('a<think>', None)
