@@ -83,8 +83,8 @@ def compute_for(
   """
   dtype = 'bfloat16' if dtype == 'auto' else dtype
   forced = attention != 'auto'
-  of_gpu = 'triton' if triton else 'chunked'
-  attention = attention if forced else {'cpu': 'chunked', 'tpu': 'splash'}.get(platform, of_gpu)
+  if not forced:
+    attention = {'cpu': 'chunked', 'tpu': 'splash'}.get(platform, 'triton' if triton else 'chunked')
   remat = {'auto': 'none' if platform == 'cpu' else 'dots'}.get(remat, remat)
   rest = dict(dtype=dtype, cache=dtype, remat=remat, attention=attention, forced=forced)
   if platform == 'cpu':

@@ -39,7 +39,6 @@ from jaxpost.models import (
   layers,
 )
 from jaxpost.models.config import Experts
-from jaxpost.rollout import native
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.stage import place, prepare
 
@@ -685,7 +684,7 @@ def test_kernels_that_jax_cannot_import_are_not_used(monkeypatch, settle, caplog
   settled = kernel_check.verify(compute, [kernel_check.KernelUse(cfg, 256)], [cfg])
   assert [x.length for x in settled.rejected_shapes] == [256] and not settled.decode_kernel
   assert not grouped_check.verify(settled, [cfg]).grouped_kernel
-  assert not native.without_unsupported_kernel(settled, cfg, SamplerConfig(4, 16, 16, (1,))).decode_kernel
+  assert not attention_kernels.compute_of_decoding(settled, cfg, SamplerConfig(4, 16, 16, (1,))).decode_kernel
   for name, record in zip(missing, caplog.records, strict=True):
     assert f'ModuleNotFoundError: import of jaxpost.models.{name}' in record.message
   grouped_check.trusted.cache_clear()

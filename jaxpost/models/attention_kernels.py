@@ -296,6 +296,13 @@ def decodes(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
   return all((heads, *sizes) in plain for heads, sizes in cfg.layer_caches)
 
 
+def compute_of_decoding(compute: Compute, cfg: ModelConfig | CustomConfig, rollout: Any) -> Compute:
+  """Returns `compute`, without the decoding kernel if that does not support the model or `config.rollout`."""
+  # XLA gathers pages, and attends from several drafted tokens at a time.
+  plain = not rollout.page_size and not rollout.speculation
+  return dataclasses.replace(compute, decode_kernel=compute.decode_kernel and plain and decodes(cfg, compute))
+
+
 def check_platform(compute: Compute, platform: str) -> None:
   """Raises InputError if the requested kernel does not run on this platform."""
   name = compute.attention

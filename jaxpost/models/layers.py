@@ -117,14 +117,11 @@ def project_all(
   if name not in p:
     parts = FUSED[name]
     ws = tuple(p[part] for part in parts)
-    bases = tuple(getattr(w, 'w', w) for w in ws)  # without their adapters
-    if not _split(layout) or any(hasattr(w, 'product') for w in bases):
+    if not _split(layout) or any(hasattr(getattr(w, 'w', w), 'product') for w in ws):  # w: below an adapter
       return [project(spec, x, p, part, compute, layout=layout) for part in parts]
     from jaxpost.models import tensor_parallel
 
-    out = 'float32' if any(hasattr(w, 'change') for w in ws) else compute.residual
-    ys = tensor_parallel.products(spec, x, bases, compute.dtype, out, layout=layout)
-    ys = [y + w.change(spec, x, compute.dtype) if hasattr(w, 'change') else y for y, w in zip(ys, ws)]
+    ys = tensor_parallel.adapted_products(spec, x, ws, compute, layout)
     return [_finish(y, p, part, compute) for y, part in zip(ys, parts)]
   h, k = cfg.num_heads, cfg.num_kv_heads
   ends = [h, h + k] if name == 'qkv' else 2

@@ -11,7 +11,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpost.distributed.mesh import Layout
-from jaxpost.matmul import einsum, matrix_gradient
+from jaxpost.matmul import Compute, einsum, matrix_gradient
+
+
+def adapted_products(spec: str, x: jax.Array, ws: tuple, compute: Compute, layout: Layout) -> list:
+  """Returns [einsum(spec, x, w) for w in ws], in float32 if one of them has an adapter, else in the residual type."""
+  bases = tuple(getattr(w, 'w', w) for w in ws)
+  adapted = [hasattr(w, 'change') for w in ws]
+  ys = products(spec, x, bases, compute.dtype, 'float32' if any(adapted) else compute.residual, layout=layout)
+  return [y + w.change(spec, x, compute.dtype) if has else y for y, w, has in zip(ys, ws, adapted)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))

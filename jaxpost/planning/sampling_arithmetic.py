@@ -6,10 +6,10 @@ import math
 from typing import TYPE_CHECKING
 
 from jaxpost.hardware import memory as memory_lib
-from jaxpost.models import transformer
+from jaxpost.models import attention_kernels, transformer
 from jaxpost.models.parameters import STATEFUL
 from jaxpost.planning.case import FLOAT
-from jaxpost.rollout import buckets, native
+from jaxpost.rollout import buckets
 from jaxpost.stage import batch_shape, load_weights
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def memory(case: Case) -> dict[str, float]:
   state = _state(cfg, tensor)
   # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all; the
   # decoding kernel of GPUs copies nothing. States are there before and after it.
-  in_place = not rollout.cache and native.without_unsupported_kernel(case.compute, cfg, rollout).decode_kernel
+  in_place = not rollout.cache and attention_kernels.compute_of_decoding(case.compute, cfg, rollout).decode_kernel
   copied_entries = 0 if in_place else 2 ** int(math.log2(length - 1))
   copied = mine * (copied_entries * entry + state)
   cache = (mine * length + tokens) * entry + (mine + prompts) * state

@@ -183,9 +183,3 @@ def describe(args: tuple) -> str:
   known = [a for a in args[1:] if not isinstance(a, dict)]
   shapes = [x.shape for x in jax.tree.leaves(known) if x.ndim > 1]
   return ' '.join(str(list(s)) for s in dict.fromkeys(shapes))[:80]
-
-
-def after(first: Callable, then: Callable) -> Callable:
-  """Returns the function then(first(x)), with `first` compiled once for each shape of x."""
-  first = jax.jit(first)
-  return lambda x: then(first(x))

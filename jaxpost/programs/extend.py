@@ -6,6 +6,7 @@ Legend: S slots, T tokens read at a time, K kv heads, h head size, D hidden size
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
@@ -38,13 +39,14 @@ class More:
   filled: Array  # [S] int32, cache entries that stay
 
 
-def chunk_length(platform: str) -> int:
-  """Returns how many tokens of a suffix are read at a time."""
-  return (_CPU if platform == 'cpu' else _ACCELERATOR)[1]
+def chunks(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], platform: str) -> Iterator[More]:
+  """Yields the tokens of suffixes, {slot: (entries that stay, [n] token ids)}, as many at a time as are read."""
+  length = (_CPU if platform == 'cpu' else _ACCELERATOR)[1]
+  for start in range(0, max(len(ids) for _, ids in suffixes.values()), length):
+    yield _chunk(slots, suffixes, start, length)
 
 
-def make_chunk(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], start: int, length: int) -> More:
-  """Returns the next tokens of each suffix, at most `length`, from `start` on."""
+def _chunk(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], start: int, length: int) -> More:
   tokens = np.zeros((slots, length), np.int32)
   lengths = np.zeros(slots, np.int32)
   filled = np.zeros(slots, np.int32)

@@ -170,7 +170,7 @@ def compile_jobs(
   if turns and engine.can_reuse_cache:
     from jaxpost.programs import extend
 
-    chunk = like(extend.make_chunk(slots, {}, 0, extend.chunk_length(programs.platform)))
+    chunk = like(next(extend.chunks(slots, {0: (0, np.zeros(1, np.int32))}, programs.platform)))
     for read in sorted({buckets.read(n + engine.block) for n in range(low, high)}):
       extender = programs.extender(read)
       jobs.append(functools.partial(extender.compile, weights, state, entry, chunk, key, step, *tables(slots, read)))

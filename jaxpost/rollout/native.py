@@ -9,7 +9,6 @@ Legend: S slots, N prompts, P prompt tokens, C completion tokens, K kv heads.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -40,17 +39,6 @@ if TYPE_CHECKING:
   from jaxpost.rollout.sequence import ActiveSequence
 
 
-def without_unsupported_kernel(compute: Compute, cfg: Any, config: Any) -> Compute:
-  """Returns `compute`, without the decoding kernel if that does not support the model or `config.rollout`."""
-  if not compute.decode_kernel:
-    return compute
-  from jaxpost.models import attention_kernels
-
-  # XLA gathers pages, and attends from several drafted tokens at a time.
-  plain = not config.page_size and not config.speculation
-  return dataclasses.replace(compute, decode_kernel=plain and attention_kernels.decodes(cfg, compute))
-
-
 class NativeEngine:
   """`engine.Engine` on the trainer's own model, with its arrays on `layout`.
 
@@ -73,7 +61,10 @@ class NativeEngine:
     reshard: Reshard | SharedWeights | None = None,
     asynchronous: bool = False,
   ):
-    compute = without_unsupported_kernel(compute, model.config, config)
+    if compute.decode_kernel:
+      from jaxpost.models import attention_kernels
+
+      compute = attention_kernels.compute_of_decoding(compute, model.config, config)
     shards = layout.batch_shards
     sampler_config.check(model.config, config, shards)
     # XLA:CPU multiplies one bfloat16 row 11 x slower than two.
@@ -252,10 +243,9 @@ class NativeEngine:
     entry = self.layout.put(entry, 'batch', None)
     read = self.buckets.read(max(filled + len(ids) for filled, ids in suffixes.values()))
     tables = () if table is None else (self.layout.put(table),)
-    length = extend.chunk_length(self.programs.platform)
-    for start in range(0, max(len(x) for _, x in suffixes.values()), length):
-      chunk = self.layout.put(extend.make_chunk(self.max_concurrent_decodes, suffixes, start, length), 'batch', None)
-      state = self.programs.extender(read)(self.weights, state, entry, chunk, key, step, *tables)
+    for more in extend.chunks(self.max_concurrent_decodes, suffixes, self.programs.platform):
+      more = self.layout.put(more, 'batch', None)
+      state = self.programs.extender(read)(self.weights, state, entry, more, key, step, *tables)
     return state
 
   def generate(

@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
 from etils import epath
 
 from jaxpost.data import sources
@@ -22,7 +23,6 @@ from jaxpost.formats import hf_export
 from jaxpost.models import model as model_lib
 from jaxpost.models import parameters
 from jaxpost.monitor import metrics, report
-from jaxpost.programs.compile import after
 from jaxpost.stage import algorithms
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store
@@ -65,7 +65,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
   if model.quantized:
     from jaxpost.models import quantization
 
-    merge = after(functools.partial(quantization.convert_params, model=model.base), merge)
+    merge = _after(functools.partial(quantization.convert_params, model=model.base), merge)
   origin = None
   if section.path:  # random weights have no other parts
     from jaxpost.stage import model_folders
@@ -194,3 +194,9 @@ def _metrics(run: epath.Path, stage: str, step: int) -> tuple[int, dict[str, flo
 
 def _cell(value: Any) -> str:
   return ' '.join(str(value).split()).replace('|', '\\|')
+
+
+def _after(first: Callable, then: Callable) -> Callable:
+  """Returns the function then(first(x)), with `first` compiled once for each shape of x."""
+  first = jax.jit(first)
+  return lambda x: then(first(x))

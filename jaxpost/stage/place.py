@@ -78,9 +78,9 @@ class PlacedStage(PreparedStage):
     if compute.rejected_shapes:
       out['model.attention'] += f', by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
     if compute.attention == 'triton' and checks.samples(config, self.algorithm):
-      from jaxpost.rollout import native
+      from jaxpost.models import attention_kernels
 
-      if not native.without_unsupported_kernel(compute, self.model.config, config.rollout).decode_kernel:
+      if not attention_kernels.compute_of_decoding(compute, self.model.config, config.rollout).decode_kernel:
         out['model.attention'] += ', decoding by XLA'
     if self.model.config.experts:
       out['experts'] = f'{"kernel" if compute.grouped_kernel else "XLA"} ({compute.platform})'
