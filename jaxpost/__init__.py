@@ -51,11 +51,11 @@ def policy_and_stream(config) -> tuple:
   return own_loop.policy_and_stream(config, choose_mesh)
 
 
-def choose_mesh(prepared, raw, note):
+def choose_mesh(prepared, note):
   """Resolves meshes of 'auto' by compiling for them; see `jaxpost.planning.auto`."""
   from jaxpost.planning import auto  # only here: a run on CPUs whose meshes are given imports no planner
 
-  return auto.resolve(prepared, raw, note)
+  return auto.resolve(prepared, note)
 
 
 def __getattr__(name):

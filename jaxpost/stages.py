@@ -7,7 +7,7 @@ import functools
 import gc
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -134,7 +134,7 @@ def _run(
 
       resumed_run.check_models(prepared, workdir)
     with activity('choosing meshes and checking kernels'):
-      prepared = with_meshes(prepared, raw, choose_mesh, console.print)
+      prepared = with_meshes(prepared, choose_mesh, console.print)
       placed = [place.place_stage(stage) for stage in prepared]
     _begin(workdir, raw, lock, prepared, console)
     warnings = _run_stages(placed, workdir, activity, stop)
@@ -175,7 +175,7 @@ def _begin(
 
 
 def with_meshes(
-  prepared: Sequence[PreparedStage], raw: Mapping, choose_mesh: Callable | None, note: Callable = str
+  prepared: Sequence[PreparedStage], choose_mesh: Callable | None, note: Callable = str
 ) -> Sequence[PreparedStage]:
   """Returns the stages with a mesh wherever their config says 'auto', and on accelerators with defaults that fit.
 
@@ -192,7 +192,7 @@ def with_meshes(
       'config.mesh: auto needs a planner; start the run by jaxpost.run or launch.train, or pass '
       'choose_mesh=jaxpost.planning.auto.resolve'
     )
-  return choose_mesh(prepared, raw, note)
+  return choose_mesh(prepared, note)
 
 
 def with_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) -> dict:

@@ -74,11 +74,39 @@ out['notes'] = notes
 print(json.dumps(out))
 '''
 
+# Sources of weights that no shape is named after: a run, and folders by a relative path.
+SOURCES = """
+import json, os, pathlib, sys
+sys.path.insert(0, 'tests')
+import jax, rich.console, tiny
+import jaxpost
+from jaxpost.hardware import chips
+from jaxpost.monitor import metrics
+from jaxpost.planning import machines
+os.chdir(sys.argv[1])
+machines.of_kind = lambda kind: chips.Chip('cpu', 1e15, 1e12, 1e15, 1e8, 1e8)
+tiny.folder('models/mine')
+tiny.folder('models/judge', num_labels=1)
+train = dict(steps=1, batch_size=8)
+jaxpost.run(tiny.run_config('models/mine', train=train), 'runs/sft')
+mesh = dict(mesh=dict(train='auto', rollout='auto'), train=train)
+distill = dict(algorithm='distill', distill=dict(teachers=('models/mine',))) | mesh
+ppo = dict(algorithm='ppo', init_from='runs/sft', lora=dict(rank=2), **mesh)
+judged = dict(critic=dict(path='models/judge'), **mesh)
+for name, config in {
+  'shared': tiny.grpo_config('models/mine', **ppo),
+  'judged': tiny.grpo_config('models/mine', **ppo | judged),
+  'distill': tiny.run_config('runs/sft', **distill),
+}.items():
+  jaxpost.run(config, 'runs/' + name)
+print(json.dumps({n: len(metrics.read_rows(pathlib.Path('runs', n, 'metrics.jsonl'))) for n in os.listdir('runs')}))
+"""
 
-@pytest.fixture(scope='module')
-def out(tmp_path_factory):
+
+def run_script(code, folder):
+  """The JSON that a script prints last, on eight devices."""
   done = subprocess.run(
-    [sys.executable, '-c', RUN, str(tmp_path_factory.mktemp('auto'))],
+    [sys.executable, '-c', code, str(folder)],
     cwd=pathlib.Path(__file__).parents[1],
     text=True,
     capture_output=True,
@@ -87,6 +115,16 @@ def out(tmp_path_factory):
   )
   assert done.returncode == 0, done.stderr[-3000:]
   return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope='module')
+def out(tmp_path_factory):
+  return run_script(RUN, tmp_path_factory.mktemp('auto'))
+
+
+def test_weights_of_a_run_or_a_relative_folder(tmp_path):
+  """Policies, critics and teachers; a critic on the frozen base of the policy's adapter, and one with its own."""
+  assert run_script(SOURCES, tmp_path) == dict.fromkeys(('sft', 'shared', 'judged', 'distill'), 1)
 
 
 def test_of_unknown_chips_everything_is_fsdp(out):

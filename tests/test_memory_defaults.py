@@ -201,7 +201,7 @@ def test_a_run_takes_what_fits_and_says_so(monkeypatch, tmp_path):
   """On CPUs that are taken for a GPU with little memory."""
   model = tiny.folder(tmp_path / 'model')
   config = tiny.grpo_config(model, train=dict(steps=1), rollout=dict(prompts=4, group_size=8))
-  (p,) = stages.with_meshes(prepare.prepare_all(prepare.as_dict(config)), {}, None)
+  (p,) = stages.with_meshes(prepare.prepare_all(prepare.as_dict(config)), None)
   where = machines.Topology('toy', 'gpu', Chip('toy', 1e12, 1e12, 1e12), (1,), owned=tuple(jax.devices()[:1]))
   least, most = (
     max(needed(p, where, f)) for f in ({'rollout.slots': 8, 'train.micro_batch_size': 1}, {'rollout.slots': 32})

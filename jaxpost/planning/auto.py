@@ -21,20 +21,19 @@ from jaxpost.stage.records import PreparedStage
 AUTO = 'auto'
 
 
-def resolve(prepared: list[PreparedStage], raw: dict, note: Callable[[str], None]) -> list[PreparedStage]:
+def resolve(prepared: list[PreparedStage], note: Callable[[str], None]) -> list[PreparedStage]:
   """Returns the stages with meshes for the devices of this run in place of 'auto', and with defaults that fit them.
 
   Args:
     prepared: the stages of a run.
-    raw: the config that the stages are of.
     note: (text) -> prints it for people.
   """
   here = machines.here(jax.devices())
   out = []
   for p in prepared:
     if AUTO in (p.config.mesh.train, p.config.mesh.rollout):
-      (shape,) = dry_run.prepare_all(raw, p.name)
-      p = search.vary(p, coordination.broadcast(choose(shape, here, note)))
+      dry = dry_run.with_made_up_data(p.inputs)  # the shapes of its weights are known, whatever names them
+      p = search.vary(p, coordination.broadcast(choose(dry, here, note)))
     p = defaults.fitted(p, here, note)
     nearest.check_state(p, here)
     out.append(dataclasses.replace(p, check_fits=functools.partial(nearest.check_programs, p, here)))

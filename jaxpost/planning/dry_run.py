@@ -75,7 +75,12 @@ def prepare_all(config: Mapping, stage: str = '') -> list[PreparedStage]:
 
 def prepare(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage]) -> PreparedStage:
   """Prepares a stage from its resolved config alone; `before` are the stages that run first."""
-  inputs = make_inputs(name, algorithm, config, before)
+  return with_made_up_data(make_inputs(name, algorithm, config, before))
+
+
+def with_made_up_data(inputs: Inputs) -> PreparedStage:
+  """Returns the stage of these inputs, of a run or of a plan, with data of the config's shapes and bytes as tokens."""
+  inputs = dataclasses.replace(inputs, tokenizer=tokenizer_lib.load('bytes'))
   return PreparedStage(inputs, _made_up_data(inputs))
 
 
@@ -91,8 +96,6 @@ def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequenc
   found = prepare_lib.find_weights(
     config, algorithm, source, earlier, functools.partial(find, text_only=section.text_only)
   )
-  if 'critic' in found:
-    found['critic'] = Source(model_lib.with_scalar_head(found['critic'].config))
   return prepare_lib.make_inputs(name, config, algorithm, found, tokenizer_lib.load('bytes'))
 
 

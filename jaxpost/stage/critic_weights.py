@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxpost.models import model as model_lib
 from jaxpost.models import partition
-from jaxpost.models.parameters import join
+from jaxpost.models.parameters import join, leaf, nest
 from jaxpost.stage import load_weights
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
   from jaxpost.models.model import Model
   from jaxpost.stage.place import PlacedStage
+  from jaxpost.stage.records import Inputs
 
 
 def load(placed: PlacedStage, params: dict, workdir: epath.PathLike | None) -> tuple[Model, dict]:
@@ -25,14 +26,24 @@ def load(placed: PlacedStage, params: dict, workdir: epath.PathLike | None) -> t
   Args:
     params: initial parameters of the policy, in `placed.train`; the critic shares frozen ones and copies others.
   """
-  dtype = placed.config.model.param_dtype
-  policy, source = placed.model, placed.inputs.sources['critic']
+  dtype, source = placed.config.model.param_dtype, placed.inputs.sources['critic']
+  model, shares = model_of(placed.inputs)
+  if not shares:
+    return model, load_weights.load(
+      source, model, placed.train, dtype, workdir, seed=placed.config.seed, ledger=placed.ledger
+    )
+  if placed.ledger.dry:
+    trained = load_weights.described(partition.trained_part(model), placed.train, dtype)
+  else:
+    trained, _ = partition.split(partition.adopt(params, placed.model, model, placed.train, dtype), model)
+    trained = jax.tree.map(jnp.copy, trained)
+  return model, join(trained, nest({path: leaf(params, path) for path in model.frozen}))
+
+
+def model_of(inputs: Inputs) -> tuple[Model, bool]:
+  """Returns the model of the critic, and whether it has its frozen weights in common with the policy."""
+  policy, source = inputs.model, inputs.sources['critic']
   cfg = model_lib.with_scalar_head(source.config, policy.config.lora)
   # Without adapters all weights of the critic are trained, and codes cannot be.
   model = partition.frozen_base_model(cfg, policy.quantized if cfg.lora else '')
-  if model.frozen and model.frozen <= policy.frozen and source == placed.inputs.sources['policy']:
-    trained, frozen = partition.split(partition.adopt(params, policy, model, placed.train, dtype), model)
-    return model, join(jax.tree.map(jnp.copy, trained), frozen)
-  return model, load_weights.load(
-    source, model, placed.train, dtype, workdir, seed=placed.config.seed, ledger=placed.ledger
-  )
+  return model, bool(model.frozen) and model.frozen <= policy.frozen and source == inputs.sources['policy']

@@ -30,7 +30,7 @@ def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple
   names = list(config_lib.parse(raw))
   if len(names) > 1:
     raise InputError(f'config.stages: {", ".join(names)} are several; a loop of your own drives one')
-  (prepared,) = stages.with_meshes(prepare.prepare_all(raw), raw, choose_mesh)
+  (prepared,) = stages.with_meshes(prepare.prepare_all(raw), choose_mesh)
   placed = place.place_stage(prepared)
   roles, stream, _ = assemble.make_parts(placed, stages.initial_params(placed, None))
   return roles.policy, stream

@@ -61,7 +61,7 @@ def reproduce(
   raw = json.loads((run / 'config.json').read_text())
   prepared = prepare.prepare_all(raw)
   try:
-    prepared = stages.with_meshes(prepared, raw, choose_mesh)
+    prepared = stages.with_meshes(prepared, choose_mesh)
     p = next(p for p in prepared if p.name == name)
     if not p.inputs.algorithm.on_policy:
       raise InputError(f'{run}: {name} ({config.algorithm}) samples nothing; name another --stage')
