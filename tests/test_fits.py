@@ -16,12 +16,17 @@ import pytest
 from configs import dpo_hh, grpo_gsm8k, sft_gsm8k
 from jaxpost.distributed import phases
 from jaxpost.errors import InputError
+<<<<<<< HEAD
 from jaxpost.models import presets, transformer
 from jaxpost.planning import arithmetic, dry_run, fits, machines, sampling_arithmetic, search
 from jaxpost.rollout import buckets
+=======
+from jaxpost.models import partition, presets, transformer
+from jaxpost.planning import arithmetic, dry_run, fits, machines, nearest, search
+>>>>>>> a7752ec2 (What stays on a device is counted as a run holds it: states of the chosen optimizer, a critic on a shared base, frozen models where they are)
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare
-from jaxpost.stage.records import PreparedStage
+from jaxpost.stage.records import PreparedStage, Source
 from launch import config_flag
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -43,10 +48,10 @@ def estimate(made, device='H100', train=ONE, rollout=ONE):
 
 
 def test_state_is_exact():
-  """Float32 weights, two moments, a reference in bfloat16; eighths of all on eight devices."""
+  """Float32 weights, two moments and two counts, a reference in bfloat16; eighths of all on eight devices."""
   made = inputs(dpo_hh, **{'train.micro_batch_size': 8})
   one = estimate(made).memory
-  assert (one['parameters'], one['optimizer'], one['frozen']) == (4 * SIZE, 8 * SIZE, 2 * SIZE)
+  assert (one['parameters'], one['optimizer'], one['frozen']) == (4 * SIZE, 8 * SIZE + 8, 2 * SIZE)
   eight = estimate(made, '8xH100', ONE | dict(fsdp=8)).memory
   for name in ('parameters', 'optimizer', 'frozen'):
     assert eight[name] == pytest.approx(one[name] / 8, rel=1e-3)  # norms are whole
@@ -61,9 +66,83 @@ def test_adapters_are_all_that_has_moments(module):
   sides = [hidden + heads, hidden + kv, hidden + kv, heads + hidden] + 3 * [hidden + cfg.intermediate_size]
   adapters = 16 * cfg.num_layers * sum(sides)
   found = estimate(made)
-  assert found.updating['optimizer'] == 8 * adapters
+  assert found.updating['optimizer'] == 8 * adapters + 8
   assert found.updating['parameters'] == 2 * SIZE + 4 * adapters  # the base in bfloat16
   assert found.sampling['sampler'] == 2 * SIZE
+
+
+@pytest.mark.parametrize('name', ['sgd', 'lion', 'adafactor', 'muon'])
+def test_states_are_those_of_the_optimizer(name):
+  """One moment, none, or of Adafactor one for a row and a column; Muon's matrices have one, all else Adam's two."""
+  table = partition.build(presets.PRESETS[NAME]).table
+  matrices = sum(math.prod(x.shape) for x in table.values() if x.matrix and x.stack)
+  least, most = dict(
+    sgd=(0, 8), lion=(4 * SIZE, 4 * SIZE + 8), adafactor=(0, 0.02 * SIZE), muon=(8 * SIZE - 4 * matrices,) * 2
+  )[name]
+  found = estimate(inputs(sft_gsm8k, **{'optim.name': name, 'optim.weight_decay': 0.0})).updating['optimizer']
+  assert least <= found <= most + 32  # counts of steps
+
+
+def test_a_reference_that_follows_is_a_float32_part_of_the_optimizer():
+  found = estimate(inputs(dpo_hh, **{'train.micro_batch_size': 8, 'reference.every': 10})).memory
+  assert found['optimizer'] == pytest.approx(12 * SIZE, abs=16) and 'frozen' not in found
+
+
+def prepared(algorithm, name=NAME, **sections):
+  """The inputs of a config without a recipe, with everything recomputed."""
+  base = dict(algorithm=algorithm, reward='x:y', data=dict(path='generated:arithmetic'), **sections)
+  (p,) = dry_run.prepare_all(config_lib.merge(dict(model=dict(preset=name, remat='full', dtype='bfloat16')), base))
+  return p
+
+
+def test_a_critic_with_adapters_shares_the_frozen_base():
+  """Adapters and the score head in float32 or as the other weights, each with two moments."""
+  adapted = prepared('ppo', lora=dict(rank=16), model=dict(param_dtype='bfloat16'))
+  found = estimate(adapted.inputs).updating
+  assert found['critic'] == pytest.approx(found['optimizer'] * 1.5, rel=0.01)
+  # A critic of its own weights has the base as well.
+  other = dataclasses.replace(
+    adapted.inputs, sources=adapted.inputs.sources | {'critic': Source(presets.PRESETS[NAME])}
+  )
+  other = dataclasses.replace(other, sources=other.sources | {'policy': Source(presets.PRESETS[NAME], name='other')})
+  assert estimate(other).updating['critic'] == pytest.approx(found['critic'] + 2 * SIZE, rel=0.01)
+  whole = estimate(prepared('ppo').inputs).updating
+  assert whole['critic'] == pytest.approx(12 * SIZE, rel=0.01)
+
+
+def test_a_teacher_counts_with_its_own_size():
+  teacher = transformer.num_params(presets.PRESETS['qwen3_1_7b'])
+  found = estimate(prepared('opd', rl=dict(reference='qwen3_1_7b')).inputs).updating
+  assert found['frozen'] == 2 * teacher
+
+
+def test_frozen_models_on_devices_of_their_own():
+  """Training has the head of the teacher alone; split over seven devices, or over eight that train with data=8."""
+  teacher = presets.PRESETS['qwen3_32b']
+  size, head = transformer.num_params(teacher), 2 * teacher.padded_vocab_size * teacher.hidden_size
+  more = dict(distill=dict(teachers=('qwen3_32b',)), train=dict(batch_size=8))
+  apart = prepared('distill', mesh=dict(score_devices=4), **more)
+  found = estimate(apart.inputs, '8xH100', ONE | dict(fsdp=4), ONE | dict(data=4))
+  assert found.updating['frozen'] == pytest.approx(head / 4, rel=0.01)
+  assert found.scoring == pytest.approx(2 * size / 4, rel=0.01)
+  beside = prepared('distill', mesh=dict(score='fsdp=-1'), **more)
+  found = estimate(beside.inputs, '8xH100', ONE | dict(data=8), ONE | dict(data=8))
+  assert found.scoring == 0
+  assert found.updating['frozen'] == pytest.approx(2 * size / 8 + head, rel=0.01)
+
+
+def test_frozen_models_are_refused_where_their_devices_are_too_few():
+  def check(count, rows):
+    more = dict(mesh=dict(score_devices=count), train=dict(batch_size=rows))
+    nearest.check_state(
+      prepared('distill', distill=dict(teachers=('qwen3_235b_a22b',)), **more), fits.topology('8xH200')
+    )
+
+  with pytest.raises(
+    InputError, match='distill: frozen models take 4...* GiB of a device of config.mesh.score_devices'
+  ):
+    check(1, 7)
+  check(4, 8)
 
 
 def test_cache_and_sampler():

@@ -16,17 +16,15 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from jaxpost.errors import InputError
-from jaxpost.hardware import chips, memory
+from jaxpost.hardware import chips
 from jaxpost.losses import head_chunk
 from jaxpost.matmul import WHOLE_ROW_KERNELS, compute_for
 from jaxpost.models import partition, transformer
-from jaxpost.planning import meshes, sampling_arithmetic, traffic_bound
+from jaxpost.planning import held, meshes, sampling_arithmetic, traffic_bound
 from jaxpost.planning.case import FLOAT, Case
-from jaxpost.stage import batch_shape, checks, load_weights
+from jaxpost.stage import batch_shape, checks
 
 if TYPE_CHECKING:
-  from jaxpost.distributed.mesh import Layout
-  from jaxpost.models.model import Model
   from jaxpost.planning import machines
   from jaxpost.stage.records import Inputs
 
@@ -51,12 +49,14 @@ class Estimate:
   sampling: {purpose: bytes} while completions are drawn, to be trained on or evaluated; {} where none are.
   seconds: {'update', 'score', 'sample': seconds of a step}: products, memory and network without overlap.
   trained: tokens of a step.
+  scoring: bytes of frozen models that have devices of their own, on one of these.
   """
 
   updating: dict[str, float]
   sampling: dict[str, float]
   seconds: dict[str, float]
   trained: int
+  scoring: float = 0.0
 
   @property
   def memory(self) -> dict[str, float]:
@@ -100,58 +100,24 @@ def estimate(
   on_policy = inputs.algorithm.on_policy
   shape = batch_shape.batch_shape(inputs.config, on_policy, train_layout.batch_shards, tokens=compute.micro_tokens)
   case = Case(inputs, topology, train_layout, meshes.layout(rollout, 'rollout'), compute, shape=shape)
-  held = _held(case)
-  updating = held | _activations(case)
+  stays = held.memory(case)
+  updating = stays | _activations(case)
   passes = shape.filled * inputs.config.rl.epochs if on_policy else shape.filled
-  seconds = {'update': _update_seconds(case) * passes / shape.micro_rows}
+  seconds = {'update': _update_seconds(case, stays['optimizer']) * passes / shape.micro_rows}
   if 'reference' in inputs.sources:
     seconds['score'] = _score_seconds(case) * shape.filled / shape.micro_rows
   trained = shape.rows * shape.row_length
-  sampling = held | sampling_arithmetic.memory(case) if checks.samples(inputs.config, inputs.algorithm) else {}
+  sampling = stays | sampling_arithmetic.memory(case) if checks.samples(inputs.config, inputs.algorithm) else {}
   if on_policy:
     seconds['sample'] = sampling_arithmetic.seconds(case)
     rollouts = inputs.config.rollout
     trained = rollouts.prompts * rollouts.group_size * (rollouts.max_prompt_length + rollouts.max_new_tokens)
-  return Estimate(updating, sampling, seconds, trained)
+  scoring = held.frozen(case) if inputs.config.mesh.score_devices else 0.0
+  return Estimate(updating, sampling, seconds, trained, scoring)
 
 
 def _sum(parts: dict[str, float]) -> float:
   return sum(parts.values())
-
-
-def _split(model: Model, layout: Layout, of: frozenset | None = None) -> float:
-  """Returns the parameters of a device, or those of the paths `of`."""
-  return float(
-    sum(
-      math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape))
-      for path, x in model.table.items()
-      if of is None or path in of
-    )
-  )
-
-
-def _held(case: Case) -> dict[str, float]:
-  """Returns the bytes of what stays on a device: parameters, moments, a critic, frozen models."""
-  model = case.inputs.model
-  learned = frozenset(model.table) - model.frozen
-  dtype = case.inputs.config.model.param_dtype
-  out = dict(
-    parameters=float(memory.size(load_weights.described(model, case.train, dtype))),
-    optimizer=meshes.MOMENTS * _split(model, case.train, learned),
-  )
-  sources, config = case.inputs.sources, case.inputs.config
-  if 'critic' in sources:  # of all weights, with moments and gradients of its own
-    critic = _split(partition.build(sources['critic'].config), case.train)
-    out['critic'] = critic * (jnp.dtype(dtype).itemsize + meshes.MOMENTS)
-  frozen = 0.0
-  for name in sources.keys() - {'policy', 'critic', *case.inputs.algorithm.precompute(config)}:
-    if name == 'reference':  # shares what is not trained
-      frozen += _split(model, case.train, learned)
-    else:
-      frozen += _split(partition.build(sources[name].config), case.train)
-  if frozen:
-    out['frozen'] = case.width * frozen
-  return out
 
 
 def _saved_width(case: Case) -> float:
@@ -175,10 +141,9 @@ def _chunk(case: Case) -> float:
 
 def _activations(case: Case) -> dict[str, float]:
   """Returns the bytes that an update needs besides what is held: at its head, or at a layer."""
-  model = case.inputs.model
-  cfg = case.cfg
+  model, cfg = case.inputs.model, case.cfg
   residual = jnp.dtype(case.compute.residual).itemsize
-  gradients = FLOAT * _split(model, case.train, frozenset(model.table) - model.frozen)
+  gradients = FLOAT * held.elements(partition.trained_part(model), case.train)
   if case.shape.micro_rows < case.shape.update_rows:  # the sum, and those of the rows at hand
     gradients *= 2
   width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
@@ -237,12 +202,12 @@ def _read(case: Case, passes: float) -> float:
   return passes * (weights + activations + logits)
 
 
-def _update_seconds(case: Case) -> float:
-  """Returns the seconds of a micro-batch, with its part of the optimizer's pass."""
+def _update_seconds(case: Case, state: float) -> float:
+  """Returns the seconds of a micro-batch, with its part of the optimizer's pass over `state` bytes of its own."""
   model = case.inputs.model
-  learned = _split(model, case.train, frozenset(model.table) - model.frozen)
+  learned = held.elements(partition.trained_part(model), case.train)
   micro = case.shape.update_rows / case.shape.micro_rows
-  optimizer = learned * 2 * (meshes.MOMENTS + 2 * FLOAT) / micro
+  optimizer = 2 * (state + learned * 2 * FLOAT) / micro
   again = _AGAIN[case.compute.remat]
   read = _read(case, _PASSES + again) + optimizer
   tokens = case.shape.micro_rows * case.shape.row_length

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
+from jaxpost.distributed.phases import parse_mesh
 from jaxpost.models.config import CustomConfig
 from jaxpost.planning import meshes
 
@@ -44,6 +45,20 @@ class Case:
   def width(self) -> int:
     """Bytes of an operand of products."""
     return jnp.dtype(self.compute.dtype).itemsize
+
+  @functools.cached_property
+  def score(self) -> Layout:
+    """The layout of frozen models."""
+    mesh = self.inputs.config.mesh
+    if not (mesh.score or mesh.score_devices):
+      return self.train
+    devices = mesh.score_devices or self.train.mesh.size
+    return meshes.layout(parse_mesh(mesh.score or 'fsdp=-1', devices, 'config.mesh.score'))
+
+  @property
+  def scores_beside(self) -> bool:
+    """True if frozen models have the devices and the layout of training."""
+    return self.score == self.train and not self.inputs.config.mesh.score_devices
 
   @functools.cached_property
   def row_shards(self) -> int:

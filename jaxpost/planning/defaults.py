@@ -65,24 +65,27 @@ class Room:
       sampling=sampling * sum(n for k, n in found.sampling.items() if k not in elsewhere),
       held=sum(found.updating.get(k, 0.0) for k in ('parameters', 'optimizer', 'critic', 'frozen')),
       update_s=found.seconds['update'],
+      scoring=found.scoring,
     )
 
   def fits(self, p: PreparedStage, settings: dict[str, Any] | None = None) -> bool:
-    """Returns whether both an update and sampling fit."""
+    """Returns whether an update, sampling, and frozen models on devices of their own fit."""
     needs = self.needs(p, settings)
-    return max(needs.updating, needs.sampling) <= self.usable
+    return max(needs.updating, needs.sampling, needs.scoring) <= self.usable
 
 
 class Needs(NamedTuple):
   """Bytes of a device during an update and while sampling (0: nothing is sampled), and seconds of a step's updates.
 
   held: bytes of weights and optimizer states, whose sizes are exact.
+  scoring: bytes of frozen models on a device of `mesh.score_devices`, exact, too.
   """
 
   updating: float
   sampling: float
   held: float
   update_s: float
+  scoring: float
 
 
 def room(p: PreparedStage, topology: Topology) -> Room | None:

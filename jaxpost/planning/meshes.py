@@ -11,15 +11,15 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxpost.distributed.mesh import AXES, Layout
 from jaxpost.errors import InputError
+from jaxpost.hardware import memory
 from jaxpost.matmul import WHOLE_ROW_KERNELS, compute_for
 from jaxpost.models.config import CustomConfig
-from jaxpost.planning import traffic_bound
-from jaxpost.stage import batch_shape
+from jaxpost.planning import held, traffic_bound
+from jaxpost.stage import batch_shape, load_weights
 
 if TYPE_CHECKING:
   from jaxpost.planning import machines
@@ -30,7 +30,6 @@ _CONTEXT = (2, 4, 8)
 _LONG = 16_384  # tokens of a row that is worth splitting
 _LANES = 128  # XLA for TPU sums narrower shards of gradients everywhere
 _MORE = 6  # meshes besides `fsdp` and `tensor`
-MOMENTS = 8  # bytes of Adam's moments of a trained weight, float32 whatever the type of the weight
 
 
 def train_devices(inputs: Inputs, topology: machines.Topology) -> int:
@@ -136,15 +135,12 @@ def _seconds_a_token(inputs: Inputs, topology: machines.Topology, sizes: dict, s
   """Seconds per token by the lower bound on the traffic of an update; None where its state does not fit."""
   m = inputs.config.model
   split = layout(sizes)
-  state = sum(
-    math.prod(split.sharding(x.axes, x.shape).shard_shape(x.shape))
-    * (jnp.dtype(m.param_dtype).itemsize + (0 if path in inputs.model.frozen else MOMENTS))
-    for path, x in inputs.model.table.items()
-  )
-  if topology.memory and state > topology.memory:
-    return None
   platform = 'cpu' if topology.local else 'tpu'
   compute = compute_for('gpu' if topology.gpu else platform, m.dtype, 'full')
+  state = memory.size(load_weights.described(inputs.model, split, m.param_dtype))
+  state += held.optimizer(inputs, split, compute.dtype)
+  if topology.memory and state > topology.memory:
+    return None
   sent = traffic_bound.of_pass(inputs.model, split, shape, compute=compute, param_dtype=m.param_dtype, train=True)
   return sum(
     size / rate(topology, sizes, name.split('+')[0]) for axes in sent.values() for name, size in axes.items()

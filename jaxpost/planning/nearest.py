@@ -52,11 +52,16 @@ def check_state(p: PreparedStage, topology: Topology) -> None:
   limits = defaults.room(p, topology)
   if not limits:
     return
-  held = limits.needs(p, {'model.remat': 'full'}).held
-  if held > topology.memory:
+  needs = limits.needs(p, {'model.remat': 'full'})
+  if needs.held > topology.memory:
     raise InputError(
-      f'{p.name}: weights and optimizer states take {gib(held)} GiB of a device, which has '
+      f'{p.name}: weights and optimizer states take {gib(needs.held)} GiB of a device, which has '
       f'{gib(topology.memory)}; {advice(p, topology)}'
+    )
+  if needs.scoring > topology.memory:
+    raise InputError(
+      f'{p.name}: frozen models take {gib(needs.scoring)} GiB of a device of config.mesh.score_devices, which has '
+      f'{gib(topology.memory)}; raise it, or split them further by config.mesh.score'
     )
 
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.config import Config
   from jaxpost.stage.evaluate import Evaluator
   from jaxpost.stage.place import PlacedStage
+  from jaxpost.stage.records import Inputs
 
 
 def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter, params: dict) -> Stage:
@@ -203,15 +204,15 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
   return Roles(policy, critic, frozen.get('reference'), frozen.get('reward_model'), teachers)
 
 
-def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.GradientTransformation, optax.Schedule]:
-  """Makes (optimizer, learning rate schedule) of a trainable role; `part` is what is trained."""
-  config, section = placed.config, placed.config.optim
-  updates = config.rl.epochs * config.rl.minibatches if placed.algorithm.on_policy else 1  # a step
+def make_optimizer(inputs: Inputs, role: str, part: Model, dtype: str) -> tuple[optax.GradientTransformation, Callable]:
+  """Makes (optimizer, learning rate schedule) of a trainable role; `part` is what is trained, `dtype` of products."""
+  config, section = inputs.config, inputs.config.optim
+  updates = config.rl.epochs * config.rl.minibatches if inputs.algorithm.on_policy else 1  # a step
   steps = config.train.steps
   lr = section.lr
   if role == 'critic':
     lr = config.critic.lr or lr
-  elif 'critic' in placed.objectives:
+  elif 'critic' in inputs.sources:
     steps -= config.critic.warmup_steps
   warmup = optim.warmup_steps(section, steps)
   schedule = optim.make_schedule(section.schedule, lr, steps * updates, warmup * updates, section.end_lr)
@@ -221,7 +222,7 @@ def make_optimizer(placed: PlacedStage, role: str, part: Model) -> tuple[optax.G
 
     follows = config.reference
     optimizer = moving_reference.following(optimizer, follows.every, follows.mix, follows.reset_optimizer)
-  if placed.compute.dtype == 'float16':
+  if dtype == 'float16':
     from jaxpost.programs import loss_scale
 
     optimizer = loss_scale.scaled(optimizer)
@@ -233,7 +234,7 @@ def make_trainable(placed: PlacedStage, role: str, model: Model, params: dict) -
   objective, train = placed.objectives[role], placed.train
   part = partition.trained_part(model)
   params, fixed = partition.split(params, model)
-  optimizer, schedule = make_optimizer(placed, role, part)
+  optimizer, schedule = make_optimizer(placed.inputs, role, part, placed.compute.dtype)
   shardings = programs.state_shardings(part, optimizer, train)
 
   def make_score():

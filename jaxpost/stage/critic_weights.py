@@ -26,17 +26,16 @@ def load(placed: PlacedStage, params: dict, workdir: epath.PathLike | None) -> t
   Args:
     params: initial parameters of the policy, in `placed.train`; the critic shares frozen ones and copies others.
   """
-  dtype, source = placed.config.model.param_dtype, placed.inputs.sources['critic']
+  config, layout, ledger, dtype = placed.config, placed.train, placed.ledger, placed.config.model.param_dtype
   model, shares = model_of(placed.inputs)
   if not shares:
-    return model, load_weights.load(
-      source, model, placed.train, dtype, workdir, seed=placed.config.seed, ledger=placed.ledger
-    )
-  if placed.ledger.dry:
-    trained = load_weights.described(partition.trained_part(model), placed.train, dtype)
+    source = placed.inputs.sources['critic']
+    return model, load_weights.load(source, model, layout, dtype, workdir, seed=config.seed, ledger=ledger)
+  if ledger.dry:
+    trained = load_weights.described(partition.trained_part(model), layout, dtype)
   else:
-    trained, _ = partition.split(partition.adopt(params, placed.model, model, placed.train, dtype), model)
-    trained = jax.tree.map(jnp.copy, trained)
+    adopted, _ = partition.split(partition.adopt(params, placed.model, model, layout, dtype), model)
+    trained = jax.tree.map(jnp.copy, adopted)
   return model, join(trained, nest({path: leaf(params, path) for path in model.frozen}))
 
 

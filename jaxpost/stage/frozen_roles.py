@@ -50,25 +50,18 @@ def make_frozen_run(
 
 def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.PathLike | None) -> Frozen:
   """Makes a role that is not trained, in the type that products round weights to."""
-  config, policy, ledger = placed.config, placed.model, placed.ledger
+  config, ledger, dtype = placed.config, placed.ledger, placed.config.model.param_dtype
   source, layout = placed.inputs.sources[name], placed.score
+  model, part = models_of(placed.inputs, name, layout == placed.train)
   shared: dict[str, Any] = {}  # leaves that training does not change, used in place
-  part = model = partition.build(source.config)
+  if part is not model:
+    params, shared = partition.split(params, placed.model)
   if name == 'reference' and not config.rl.reference:
-    part = model = policy  # the policy as it is now
-    if layout == placed.train:
-      part = partition.trained_part(model)
-      params, shared = partition.split(params, model)
     params = _move(params, part.shardings(layout))
-  elif layout == placed.train and _shares_frozen_base(source, placed.inputs):
-    _, shared = partition.split(params, policy)
-    model = partition.frozen_base_model(source.config, policy.quantized)
-    part = partition.trained_part(model)  # the adapter: all that is loaded
+  elif part is not model:  # an adapter
     params = load_adapter(source, model, layout, ledger)
   else:
-    params = load_weights.load(
-      source, model, layout, config.model.param_dtype, workdir, seed=config.seed, ledger=ledger
-    )
+    params = load_weights.load(source, model, layout, dtype, workdir, seed=config.seed, ledger=ledger)
   params = join(shared, score.frozen_copy(part, params, placed.compute, part.shardings(layout), ledger))
   role = Frozen(params, _program(placed, name, model), layout, model)
   if name == 'reward_model' and config.reward_model.per_step:
@@ -76,6 +69,19 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
 
     return process_rewards.StepJudge(**vars(role), tokenizer=placed.inputs.tokenizer)
   return role
+
+
+def models_of(inputs: Inputs, name: str, beside: bool) -> tuple[Model, Model]:
+  """Returns the model of a frozen role, and its part with weights of its own: the model itself, or what is not shared.
+
+  beside: whether it has the layout of training, and so can use weights that training does not change in place.
+  """
+  source, model = inputs.sources[name], inputs.model
+  shares = beside
+  if name != 'reference' or inputs.config.rl.reference:  # else the policy as it is now
+    shares = beside and _shares_frozen_base(source, inputs)
+    model = partition.frozen_base_model(source.config, model.quantized) if shares else partition.build(source.config)
+  return model, partition.trained_part(model) if shares else model
 
 
 def _program(placed: PlacedStage, name: str, model: Model) -> Program:

@@ -58,7 +58,7 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
     from jaxpost.stage import muon
 
     return muon.make_muon(schedule, options, part, decayed)
-  make = _known()[section.name]
+  make = {**vars(contrib), **vars(optax)}[section.name]  # one of `_known`, see `check`
   takes = inspect.signature(make).parameters
   chosen = {k: v for k, v in options.items() if k in takes}
   for mask in _DECAY_MASKS:
