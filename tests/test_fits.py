@@ -145,6 +145,15 @@ def test_frozen_models_are_refused_where_their_devices_are_too_few():
   check(4, 8)
 
 
+def test_a_sampler_that_runs_ahead_is_there_during_updates():
+  ahead, one_after_the_other = (estimate(prepared('grpo', rollout=dict(staleness=n)).inputs) for n in (1, 0))
+  more = {k: ahead.sampling[k] for k in ('sampler', 'cache')}
+  assert ahead.updating == one_after_the_other.updating | more
+  apart = dict(rollout=dict(staleness=1), mesh=dict(rollout_devices=4))
+  found = estimate(prepared('grpo', **apart).inputs, '8xH100', ONE | dict(fsdp=4), ONE | dict(data=4))
+  assert 'sampler' not in found.updating
+
+
 def test_cache_and_sampler():
   """256 sequences of 832 tokens and a block of 32; keys and values of 8 heads of 128 in 28 layers.
 

@@ -108,6 +108,8 @@ def estimate(
     seconds['score'] = _score_seconds(case) * shape.filled / shape.micro_rows
   trained = shape.rows * shape.row_length
   sampling = stays | sampling_arithmetic.memory(case) if checks.samples(inputs.config, inputs.algorithm) else {}
+  if inputs.config.rollout.staleness and not inputs.config.mesh.rollout_devices:  # the sampler runs meanwhile
+    updating |= {k: sampling[k] for k in ('sampler', 'cache') if k in sampling}
   if on_policy:
     seconds['sample'] = sampling_arithmetic.seconds(case)
     rollouts = inputs.config.rollout
