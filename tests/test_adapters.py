@@ -16,6 +16,7 @@ import tiny
 from jaxpost import stages
 from jaxpost.data import tokenizer
 from jaxpost.errors import InputError
+from jaxpost.hardware import memory
 from jaxpost.models.config import Experts
 from jaxpost.monitor import metrics
 from jaxpost.stage import assemble, on_policy, place, prepare
@@ -262,6 +263,17 @@ def check_shared(base, kind, targets=''):
   one, two = (e(prompts, group_size=2, run_key=on_policy.run_key(0, 1), step=0) for e in (engine, merged))
   np.testing.assert_array_equal(one.completions, two.completions)
   np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
+
+
+def test_what_a_sampler_shares_is_predicted_once(made):
+  """The sampler of a run that shares the base holds no more than copies of what is trained."""
+  held = {}
+  for share in (False, True):
+    policy, engine, _ = sampler(made[0], '', share)
+    there = memory.distinct(policy.params)
+    own = {key: x for key, x in memory.distinct(engine.described(policy.params)[0]).items() if key not in there}
+    held[share] = memory.size(own)
+  assert held[True] == memory.size(policy.state.params) < held[False]
 
 
 SPLIT = """

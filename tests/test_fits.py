@@ -154,6 +154,16 @@ def test_a_sampler_that_runs_ahead_is_there_during_updates():
   assert 'sampler' not in found.updating
 
 
+def test_a_sampler_shares_the_base():
+  """Its copies are adapters on one device; split otherwise than training, the base too."""
+  settings = dict(lora=dict(rank=16), model=dict(param_dtype='bfloat16'), rollout=dict(share_base=True))
+  p = prepared('grpo', **settings)
+  found = estimate(p.inputs)
+  assert found.sampling['sampler'] == pytest.approx(found.updating['optimizer'] / 2, abs=8)
+  eight = estimate(p.inputs, '8xH100', ONE | dict(fsdp=8), ONE | dict(data=8))
+  assert eight.sampling['sampler'] == pytest.approx(2 * SIZE, rel=0.05)
+
+
 def test_cache_and_sampler():
   """256 sequences of 832 tokens and a block of 32; keys and values of 8 heads of 128 in 28 layers.
 

@@ -69,10 +69,11 @@ class SharedWeights:
     """Does nothing: there is no program."""
 
   def outputs(self, params: dict) -> dict:
-    """Returns the shapes, types and shardings of the weights."""
-    return nest(
-      {
-        path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=leaf(self._shardings, path))
-        for path, x in flatten(params).items()
-      }
-    )
+    """Returns the weights that are shared, and the shapes, types and shardings of copies."""
+
+    def weight(path: str, x: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:
+      sharding = leaf(self._shardings, path)
+      shared = path in self._model.frozen and x.sharding.is_equivalent_to(sharding, x.ndim)
+      return x if shared else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return nest({path: weight(path, x) for path, x in flatten(params).items()})

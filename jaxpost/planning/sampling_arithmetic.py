@@ -59,6 +59,17 @@ def weight_bytes(case: Case) -> float:
   return memory_lib.size(load_weights.described(model, case.rollout, case.compute.dtype, kept)) - saved
 
 
+def _own_weights(case: Case) -> float:
+  """Returns the bytes of the sampler's weights without those of training that it reads in place."""
+  inputs, model = case.inputs, case.inputs.model
+  if not inputs.config.rollout.share_base:
+    return weight_bytes(case)
+  # A frozen weight that the layouts split in different ways is a copy, too.
+  specs = {path: {x.spec(p.axes, p.shape) for x in (case.train, case.rollout)} for path, p in model.table.items()}
+  own = [path for path in specs if path not in model.frozen or len(specs[path]) > 1]
+  return float(memory_lib.size(load_weights.described(model, case.rollout, inputs.config.model.param_dtype, own)))
+
+
 def _state(cfg: ModelConfig, tensor: int) -> float:
   """Returns the bytes of a device that layers with a state instead of keys and values keep of a sequence."""
   layers = sum(stack in STATEFUL for stack in cfg.layer_stacks)
@@ -92,7 +103,7 @@ def memory(case: Case) -> dict[str, float]:
   cache = (mine * length + tokens) * entry + (mine + prompts) * state
   prefill = tokens * case.layer_width(tensor) * case.width + case.attention_weights(tokens, padded, tensor)
   more = max(0.0, prefill - copied - logits)
-  return dict(sampler=weight_bytes(case), cache=cache, copied=copied, logits=logits, prefill=more)
+  return dict(sampler=_own_weights(case), cache=cache, copied=copied, logits=logits, prefill=more)
 
 
 def seconds(case: Case) -> float:
