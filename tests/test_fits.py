@@ -164,6 +164,15 @@ def test_a_sampler_shares_the_base():
   assert eight.sampling['sampler'] == pytest.approx(2 * SIZE, rel=0.05)
 
 
+def test_what_is_no_expert_is_gathered_over_the_axis_of_experts():
+  """Embedding and head, which need more than a layer here, are whole in bfloat16, their gradients in float32."""
+  made = prepared('sft', 'qwen3_30b_a3b', train=dict(batch_size=8)).inputs
+  cfg = presets.PRESETS['qwen3_30b_a3b']
+  meshes = (dict(expert=8), dict(fsdp=2, expert=4))
+  found = {estimate(made, '8xH100', ONE | axes).updating['activations'] for axes in meshes}
+  assert len(found) == 1 and found.pop() > (2 + 4) * 2 * cfg.padded_vocab_size * cfg.hidden_size
+
+
 def test_cache_and_sampler():
   """256 sequences of 832 tokens and a block of 32; keys and values of 8 heads of 128 in 28 layers.
 

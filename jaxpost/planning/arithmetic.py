@@ -161,18 +161,20 @@ def _activations(case: Case) -> dict[str, float]:
 
 
 def _gathered(case: Case, axis: str) -> float:
-  """Returns the bytes of one layer, or of embedding and head, gathered over fsdp and in the type of products.
+  """Returns the bytes of one layer, or of embedding and head, gathered and in the type of products.
 
-  Their gradients are whole, in float32, before they are reduced.
+  All is gathered over fsdp, and what is no expert over expert. The gradients of what is gathered are whole, in float32,
+  before they are reduced.
   """
   sizes = dict(case.train.mesh.shape)
-  whole = meshes.layout(sizes | {'fsdp': 1})
   total = 0.0
   model = case.inputs.model
   for path, x in model.table.items():
     if axis in x.axes and x.matrix | ('vocab' in x.axes) and path not in model.mtp:  # which is gathered on its own
-      count = math.prod(whole.sharding(x.axes, x.shape).shard_shape(x.shape)) / (x.shape[0] if x.stacked else 1)
-      reduced = sizes['fsdp'] > 1 and path not in model.frozen
+      over = ('fsdp',) if 'expert' in x.axes else ('fsdp', 'expert')
+      whole = meshes.layout(sizes | dict.fromkeys(over, 1)).sharding(x.axes, x.shape)
+      count = math.prod(whole.shard_shape(x.shape)) / (x.shape[0] if x.stacked else 1)
+      reduced = any(sizes[a] > 1 for a in over) and path not in model.frozen
       total += count * (case.width + FLOAT * reduced)
   return total
 
