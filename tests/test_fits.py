@@ -16,14 +16,9 @@ import pytest
 from configs import dpo_hh, grpo_gsm8k, sft_gsm8k
 from jaxpost.distributed import phases
 from jaxpost.errors import InputError
-<<<<<<< HEAD
-from jaxpost.models import presets, transformer
-from jaxpost.planning import arithmetic, dry_run, fits, machines, sampling_arithmetic, search
-from jaxpost.rollout import buckets
-=======
 from jaxpost.models import partition, presets, transformer
-from jaxpost.planning import arithmetic, dry_run, fits, machines, nearest, search
->>>>>>> a7752ec2 (What stays on a device is counted as a run holds it: states of the chosen optimizer, a critic on a shared base, frozen models where they are)
+from jaxpost.planning import arithmetic, dry_run, fits, machines, nearest, sampling_arithmetic, search
+from jaxpost.rollout import buckets
 from jaxpost.stage import config as config_lib
 from jaxpost.stage import prepare
 from jaxpost.stage.records import PreparedStage, Source
