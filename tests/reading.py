@@ -84,6 +84,7 @@ OPTIONS = {
   'jaxpost.monitor.host_health': 'mesh.train',  # of several processes
   'jaxpost.monitor.profile': 'log.profile_from',
   'jaxpost.monitor.trackers': 'log.trackers',
+  'jaxpost.programs.convert': 'model.quantize',
   'jaxpost.programs.extend': 'environment',  # of turns
   'jaxpost.programs.multi_token': 'nll.mtp_weight',
   'jaxpost.programs.noise': 'nll.neftune_alpha',
@@ -160,12 +161,13 @@ ENTRIES = (
     'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (63, 12_000, 8), lazy=False
   ),
   Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (119, 22_030, 10)),
-  # The methods are apart, as a run has one of them. The aim is what was there when the row was added.
+  # The methods are apart, as a run has one of them. The aim is what was there when the row was added. The limit rose once,
+  # by 270 lines and 3 modules, for mended defects: two of the modules keep what few runs read out of the rows above.
   Entry(
     '... with all that options select',
     (GRPO, 'launch.train'),
     (255, 40_910, 18),
-    (251, 40_800, 20),
+    (254, 41_070, 20),
     options=('jaxpost.algorithms',),
   ),
 )

@@ -100,9 +100,9 @@ def test_mfu_counts_the_context_of_packed_documents(tmp_path, monkeypatch):
   found = training.sft('tiny', layers=1, rows=1, row_length=256, steps=1)
   ((stage, context),) = seen
   assert context == found['mean_context'] == 32.5
-  cfg = stage.roles.policy.model.config
-  attention = 4 * cfg.num_heads * cfg.head_dim
-  assert stage.update_flops(context) - stage.update_flops(0) == pytest.approx(3 * 32.5 * attention)
+  model = stage.roles.policy.model
+  attention = 4 * model.config.num_heads * model.config.head_dim
+  assert model.flops_of_update(context) - model.flops_of_update(0) == pytest.approx(3 * 32.5 * attention)
 
 
 @pytest.mark.long

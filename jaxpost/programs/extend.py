@@ -119,7 +119,7 @@ def _in_parts(hidden_of, state, new, more: More, table, read: int, most: int):
       if rows == 1:
         cache = _write_pages(cache, recent, table[slots[0]], some)
       else:
-        cache = _scatter(cache, recent, slots, new[slots], some, table)
+        cache = _scatter(cache, recent, slots, new=new[slots], more=some, table=table)
     for j in range(rows):
       hidden = jax.lax.dynamic_update_slice_in_dim(hidden, last[j : j + 1].astype(hidden.dtype), slots[j], 0)
     return cache, hidden
@@ -134,7 +134,7 @@ def _together(hidden_of, state, new, more: More, table, read: int):
   else:
     cache = state.cache.replace(table=table)
   recent, hidden = hidden_of(cache, more)
-  return _scatter(state.cache, recent, jnp.arange(len(new)), new, more, table), hidden
+  return _scatter(state.cache, recent, jnp.arange(len(new)), new=new, more=more, table=table), hidden
 
 
 def _write(j, cache: Cache, recent: Cache, slots: jax.Array, more: More) -> Cache:
@@ -176,7 +176,7 @@ def _write_pages(pool: Cache, recent: Cache, table, one: More) -> Cache:
   return jax.lax.fori_loop(0, one.lengths[0], write, pool)
 
 
-def _scatter(cache: Cache, recent: Cache, slots: jax.Array, new: jax.Array, more: More, table) -> Cache:
+def _scatter(cache: Cache, recent: Cache, slots: jax.Array, *, new: jax.Array, more: More, table) -> Cache:
   """Writes the new entries of these slots at the same time, into the slots or into the pages of `table` [S, n]."""
   count = jnp.arange(more.tokens.shape[1])
   at, row = more.filled[:, None] + count, slots[:, None]

@@ -14,7 +14,6 @@ import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import jax
 from etils import epath
 
 from jaxpost.data import sources
@@ -64,8 +63,9 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
   merge = model.merge  # operation by operation: fused, sums round otherwise
   if model.quantized:
     from jaxpost.models import quantization
+    from jaxpost.programs import convert
 
-    merge = _after(functools.partial(quantization.convert_params, model=model.base), merge)
+    merge = convert.after(functools.partial(quantization.convert_params, model=model.base), merge)
   origin = None
   if section.path:  # random weights have no other parts
     from jaxpost.stage import model_folders
@@ -194,9 +194,3 @@ def _metrics(run: epath.Path, stage: str, step: int) -> tuple[int, dict[str, flo
 
 def _cell(value: Any) -> str:
   return ' '.join(str(value).split()).replace('|', '\\|')
-
-
-def _after(first: Callable, then: Callable) -> Callable:
-  """Returns the function then(first(x)), with `first` compiled once for each shape of x."""
-  first = jax.jit(first)
-  return lambda x: then(first(x))

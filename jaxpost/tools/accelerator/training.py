@@ -86,8 +86,7 @@ def _updates(stage: Stage, watch: workload.Watch, steps: int) -> tuple[list[Item
 
 def model_flops(stage: Stage, tokens_per_s: float, context: float) -> dict[str, Any]:
   """Returns the FLOP/s of the model at a rate of tokens, and their share of the data sheet and of measured products."""
-  assert stage.update_flops is not None  # as the model is a preset
-  rate = stage.update_flops(context) * tokens_per_s
+  rate = stage.roles.policy.model.flops_of_update(context) * tokens_per_s
   known = chips.of_kind(jax.devices()[0].device_kind)
   size = 0 if known else 512  # a device without a data sheet is measured briefly
   return dict(
