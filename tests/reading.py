@@ -161,8 +161,8 @@ ENTRIES = (
     'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (63, 12_000, 8), lazy=False
   ),
   Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (119, 22_030, 10)),
-  # The methods are apart, as a run has one of them. The aim is what was there when the row was added. The limit rose once,
-  # by 270 lines and 3 modules, for mended defects: two of the modules keep what few runs read out of the rows above.
+  # The methods are apart, as a run has one of them. The aim is what was there when the row was added. The limit rose
+  # once, by 270 lines and 3 modules, for mended defects: two of the modules keep what few runs read out of the rows above.
   Entry(
     '... with all that options select',
     (GRPO, 'launch.train'),
