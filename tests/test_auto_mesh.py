@@ -122,6 +122,7 @@ def out(tmp_path_factory):
   return run_script(RUN, tmp_path_factory.mktemp('auto'))
 
 
+@pytest.mark.ci
 def test_weights_of_a_run_or_a_relative_folder(tmp_path):
   """Policies, critics and teachers; a critic on the frozen base of the policy's adapter, and one with its own."""
   assert run_script(SOURCES, tmp_path) == dict.fromkeys(('sft', 'shared', 'judged', 'distill'), 1)

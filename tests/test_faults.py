@@ -385,6 +385,7 @@ exits.run(train.main)
 """
 
 
+@pytest.mark.ci
 @pytest.mark.long
 def test_a_stopped_run_keeps_a_checkpoint_that_takes_long(tmp_path):
   with Cluster(tmp_path, long_run(tmp_path, save=dict(every=0)), head=('-c', SLOW_DISK)) as run:

@@ -156,7 +156,7 @@ def talk(answers, turns=3):
     dict(slots=9, page_size=8, cache_tokens=176),
     dict(slots=9, platform='gpu'),
     dict(slots=9, page_size=8, platform='gpu'),
-    dict(slots=9, platform='gpu', part=(4, 16)),
+    pytest.param(dict(slots=9, platform='gpu', part=(4, 16)), marks=pytest.mark.ci),
     dict(slots=9, page_size=8, platform='gpu', part=(4, 16)),
     dict(slots=9, window=5),
   ],
