@@ -368,7 +368,7 @@ def test_the_slow_host_is_named(tmp_path):
 
 
 # Process 0 reads a checkpoint back for longer than a step may take, and than a failed peer is waited for.
-SLOW_DISK = f"""
+SLOW_DISK = """
 import time
 from absl import flags
 from jaxpost.storage import object_store
@@ -376,7 +376,7 @@ from jaxpost.storage import object_store
 checksums = object_store.checksums
 
 def slowly(*names):
-  time.sleep({STEP_S + 2})
+  time.sleep(8)
   return checksums(*names)
 
 object_store.checksums = slowly
@@ -388,7 +388,8 @@ exits.run(train.main)
 @pytest.mark.ci
 @pytest.mark.long
 def test_a_stopped_run_keeps_a_checkpoint_that_takes_long(tmp_path):
-  with Cluster(tmp_path, long_run(tmp_path, save=dict(every=0)), head=('-c', SLOW_DISK)) as run:
+  config = long_run(tmp_path, save=dict(every=0), log=dict(watchdog_s=5))
+  with Cluster(tmp_path, config, head=('-c', SLOW_DISK)) as run:
     run.wait_for_steps()
     run.children[1].send_signal(signal.SIGTERM)
     assert run.ends_within(2 * STEP_S) == [42, 42], run.said(0) + run.said(1)
