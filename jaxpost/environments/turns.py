@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _PLACEHOLDER = '\ue000\ue001'  # stands for the model's text in a rendering
 _MARKS = '<tool_call>', '[TOOL_CALLS]', '<|python_tag|>'
+_TOOL = {'type': 'function', 'function': {'name': 'tool', 'parameters': {'type': 'object', 'properties': {}}}}
 
 
 def parse(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict] | None:
@@ -123,6 +124,8 @@ class Turns:
 
   def __init__(self, tokenizer: Tokenizer) -> None:
     self._tokenizer = tokenizer
+    # A template for tools of its own is used where there are tools; the text between turns does not depend on which.
+    self._row = {'tools': [_TOOL]} if 'tool_use' in tokenizer.named_templates else {}
     self._call: dict[str, list] = {}
     try:
       rest = self._after([_result('tool', 'x')])
@@ -200,6 +203,7 @@ class Turns:
     return text[text.index(_PLACEHOLDER) + len(_PLACEHOLDER) :]
 
   def _render(self, messages: list[dict], prompt: bool, row: Mapping[str, Any] | None = None) -> str:
+    row = {**self._row, **(row or {})}
     return self._tokenizer.render_chat(messages, generation_prompt=prompt, row=row, where='config.environment')[0]
 
   def _text(self, ids: Sequence[int]) -> str:
