@@ -74,6 +74,6 @@ def test_methods_read_what_they_declare(name):
   algorithm.check(config)
   for function in (algorithm.objective, algorithm.critic, algorithm.value_head, algorithm.needs, algorithm.precompute):
     function(config)
-  for function in (algorithm.mean_per, algorithm.from_data, algorithm.scores, algorithm.greedy_baseline):
+  for function in (algorithm.mean_per, algorithm.data_share, algorithm.scores, algorithm.greedy_baseline):
     function(config)
   assert checks.samples(config, algorithm) == algorithm.on_policy

@@ -62,7 +62,7 @@ class Algorithm:
     sections: which of the config sections nll, preference, reward_model, distill, rl and critic it reads; None: all.
     critic: config -> Objective of a second trainable role with a scalar head, or None.
     value_head: config -> True if the policy has a scalar head, too.
-    needs: config -> names of the frozen roles: 'reference', 'teachers'; `config.reward` asks for a reward model.
+    needs: config -> names of the frozen roles: 'reference', 'teachers'. A reward model is named by `config.reward`.
     prepare: (placed batch, roles, config) -> batch with all arrays that the objective reads; runs on the devices
       before each update.
     precompute: config -> {name of a frozen role: Precompute}; such a role is not in `Roles`. Teachers are named
@@ -77,13 +77,13 @@ class Algorithm:
 
     render: (rows, tokenizer, config) -> function of a row number that returns its example.
     per: 'token', 'sequence' or 'pair', what the loss is a mean of; or a function of the config that returns it.
-    scalar_head: the policy is a reward model.
+    scalar_head: the policy has a scalar head in place of that for tokens: it is a reward model.
 
     On-policy algorithms:
 
     on_policy: `rl.controller.Controller` samples the batches.
-    rewards: they learn from rewards.
-    from_data: config -> share of the steps that take completions of the data instead of samples.
+    rewards: it learns from rewards; False: its samples need none.
+    data_share: config -> share of the steps that take completions of the data instead of samples.
     scores: config -> names of `types.Scores` to compute of each rollout: 'old_logprobs', 'ref_logprobs', 'values'.
     greedy_baseline: config -> True if a greedy answer is graded, too.
     credit: (Experience, config) -> Credit.
@@ -107,7 +107,7 @@ class Algorithm:
   scalar_head: bool = False
   on_policy: bool = False
   rewards: bool = True
-  from_data: Callable[[Config], float] = _always(0.0)
+  data_share: Callable[[Config], float] = _always(0.0)
   scores: Callable[[Config], Collection[str]] = _always(())
   greedy_baseline: Callable[[Config], bool] = _always(False)
   credit: Callable[[Experience, Config], Credit] = _always(None)

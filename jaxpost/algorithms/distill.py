@@ -154,7 +154,7 @@ def credit(experience: Experience, config: Config) -> Credit:
   return Credit(arrays, experience.mask, {'on_policy': 1.0 - from_data})
 
 
-def from_data(config: Config) -> float:
+def data_share(config: Config) -> float:
   """Returns the fraction of steps that train on the data."""
   return 1.0 - config.distill.on_policy
 
@@ -297,6 +297,6 @@ GKD = Algorithm(
   check_first_step=check_first_step,
   on_policy=True,
   rewards=False,
-  from_data=from_data,
+  data_share=data_share,
   credit=credit,
 )

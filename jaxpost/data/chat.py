@@ -161,7 +161,7 @@ def _span(
     raise InputError(f'{where}: {why}; train on text, or give another template')
   start = common_length(text, changed)
   end = len(text) - common_length(text[start:][::-1], changed[start:][::-1])
-  start = len(asked) if header and text[:start].startswith(asked) else _begin(header, text, start)[0]
+  start = len(asked) if header and text[:start].startswith(asked) else _turn_start(header, text, start)[0]
   if end < start:
     why = f'the chat template renders message {n} otherwise than its generation prompt'
     raise InputError(f'{where}: {why}; add generation markers to the template')
@@ -180,7 +180,7 @@ def common_length(a: str, b: str) -> int:
   return int(differ[0]) if len(differ) else size
 
 
-def _begin(header: str, text: str, start: int) -> tuple[int, str]:
+def _turn_start(header: str, text: str, start: int) -> tuple[int, str]:
   """Moves the start of a turn from its content to the end of `header`, its generation prompt.
 
   Between the two is at most an opened or empty <think> block, which templates put before a content, or a channel; the
@@ -210,7 +210,7 @@ def _check_turn(messages: list[Message], n: int, text: str, span: Span, *, heade
   InputError if the template leaves out its reasoning or a call, or if a switch of the template mends the difference.
   """
   reasoning = _check_shown(messages[n], text[slice(*span)], f'{where}: message {n}')
-  found = _begin(header, text, span[0])[1]
+  found = _turn_start(header, text, span[0])[1]
   if found in ('', header):
     return ''
   why = f'{where}: message {n}: is trained after {found!r}, which sampling never sees, as its prompts end in {header!r}'
@@ -261,7 +261,7 @@ def _encode_spans(
   mask = [weight(a, b) if b > a else 0 for a, b in offsets]
   for n, (a, b) in enumerate(offsets):
     if any(a < s < b for s in starts):
-      why = f'the tokenizer joins {text[a:b]!r} across the begin of an assistant turn (token {n})'
+      why = f'the tokenizer joins {text[a:b]!r} across the start of an assistant turn (token {n})'
       raise InputError(f'{where}: {why}; its template does not suit it')
   return ids, mask
 

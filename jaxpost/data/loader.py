@@ -111,7 +111,7 @@ class PackedStream:
     sizes: Sequence[int] = (),
     weights: Sequence[float] = (),
   ):
-    """Sets the stream to its begin.
+    """Sets the stream to its start.
 
     Args:
       examples_fn: row number -> Example, or None for one that is dropped and counted; pure, called in the thread.
@@ -224,7 +224,7 @@ class PackedStream:
         rows += packed[row : row + take]
         row = min(row + take, len(packed))
         if len(rows) == self._batch_size:
-          # The end of a window is the begin of the next.
+          # The end of a window is the start of the next.
           position = (window, row) if row < len(packed) else (window + 1, 0)
           documents = (window + row / len(packed)) * self._window
           yield self._finish(rows, counts, documents) + (position,)

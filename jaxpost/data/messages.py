@@ -26,7 +26,7 @@ _SHOWN = 60  # characters of a value, and five times as many of the columns, in 
 
 
 def shown(value: Any) -> str:
-  """Returns the begin of a value's repr, for errors of one line."""
+  """Returns the start of a value's repr, for errors of one line."""
   try:
     text = repr(value)
   except (ValueError, RecursionError):  # an integer or a nesting that Python does not print

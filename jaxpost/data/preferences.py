@@ -211,7 +211,7 @@ def _shared(chosen: Answer, rejected: Answer, where: str) -> tuple[Answer, Answe
     raise InputError(f'{where}: needs the column prompt: chosen and rejected do not begin with the same message')
   if cut == size:
     short = 'chosen' if len(chosen) == cut else 'rejected'
-    raise InputError(f'{where}: {short}: is only the begin of the other conversation')
+    raise InputError(f'{where}: {short}: is only the start of the other conversation')
   return chosen[:cut], chosen[cut:], rejected[cut:]
 
 

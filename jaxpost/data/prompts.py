@@ -127,7 +127,7 @@ class PromptStream:
     tools: list[dict] | Callable[[int], list[dict]] | None = None,
     sources: Sequence[dict] = (),
   ):
-    """Sets the stream to its begin.
+    """Sets the stream to its start.
 
     Args:
       rows: with `prompt` (text or messages), or `messages`, whose prompt ends before the last assistant turn. Other

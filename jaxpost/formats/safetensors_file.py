@@ -96,7 +96,7 @@ def _all_finite(x: np.ndarray) -> bool:
 
 
 def header(tensors: dict[str, tuple]) -> bytes:
-  """Returns the begin of a file of {name: (dtype, shape), or (type in the file, shape, bytes)}, all in this order."""
+  """Returns the start of a file of {name: (dtype, shape), or (type in the file, shape, bytes)}, all in this order."""
   names = {np.dtype(v): k for k, v in _DTYPES.items()}
   out: dict[str, dict[str, typing.Any]] = {'__metadata__': {'format': 'pt'}}
   end = 0

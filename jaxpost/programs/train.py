@@ -76,7 +76,7 @@ def read_outputs(model: Model, head: head_chunk.HeadConfig, params: dict, hidden
 
 
 def head_config(model: Model, objective: Objective, layout: Layout, compute: Compute) -> head_chunk.HeadConfig:
-  """Returns the head of the model as a loss or, with `fn` None, a reading of outputs needs it."""
+  """Returns the HeadConfig for an objective; one with fn=None only reads outputs."""
   same = {k: getattr(objective, k) for k in ('temperature', 'reads', 'learns', 'divergence', 'teacher_forms')}
   return head_chunk.HeadConfig(
     objective.fn, model.config.vocab_size, compute=compute, layout=layout, form=model.config.logit_form, **same

@@ -179,8 +179,9 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
       their weights are not needed.
   """
   found = placed.inputs.sources
-  follows = ('reference',) if placed.config.reference.every else ()  # in the state of the policy
-  others = [name for name in found if name not in ('policy', 'critic', *precomputed, *follows)]
+  moving = bool(placed.config.reference.every)  # the reference is in the state of the policy
+  others = [name for name in found if name not in ('policy', 'critic', *precomputed)]
+  others = [name for name in others if not (moving and name == 'reference')]
   frozen: dict[str, Frozen] = {}  # made before the policy, whose update takes over the buffers of `params`
   if others:
     from jaxpost.stage import frozen_roles
@@ -192,7 +193,7 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
 
     critic = make_trainable(placed, 'critic', *critic_weights.load(placed, params, workdir))
   policy = make_trainable(placed, 'policy', placed.model, params)
-  if follows:
+  if moving:
     from jaxpost.stage import moving_reference
 
     frozen['reference'] = moving_reference.MovingReference(policy)

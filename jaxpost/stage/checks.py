@@ -156,7 +156,7 @@ def check_stored(config: Config, algorithm: Algorithm, found: Mapping[str, Sourc
   if config.router.routing_replay and (
     not algorithm.on_policy
     or algorithm.pack
-    or algorithm.from_data(config)
+    or algorithm.data_share(config)
     or config.environment
     or set(found) - {'policy', 'reference'}
   ):

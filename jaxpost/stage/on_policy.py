@@ -132,7 +132,7 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
     reads_logprobs = 'advantages' in placed.objectives['policy'].arrays
     temperature = config.rollout.temperature if reads_logprobs else None
     sampler = rollout_files.RecordedSampler(config.train_on_rollouts, placed.name, not config.reward, temperature)
-  elif share := algorithm.from_data(config):
+  elif share := algorithm.data_share(config):
     from jaxpost.rl import demonstrations
 
     sampler = demonstrations.DemonstrationSampler(

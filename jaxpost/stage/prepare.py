@@ -249,26 +249,27 @@ def find_weights(
     return weight_sources.find(text, key, earlier, config.model.text_only)
 
   key = 'config.init_from' if config.init_from or earlier else 'config.model.path'
+  policy = source
   if config.init_from:
-    source = named(config.init_from, key)
+    policy = named(config.init_from, key)
   elif earlier:
-    source = list(earlier.values())[-1]  # of the stage before this one
+    *_, policy = earlier.values()  # of the stage before this one
   if config.lora.path:
     from jaxpost.stage import weight_sources
 
-    source = weight_sources.with_adapter(config.lora.path, source, config.lora.rank)
-  checks.check_head(source, algorithm.scalar_head, key)
+    policy = weight_sources.with_adapter(config.lora.path, policy, config.lora.rank)
+  checks.check_head(policy, algorithm.scalar_head, key)
   if _trains_mtp(config, algorithm):
     from jaxpost.stage import model_folders
 
-    source = model_folders.source_with_module(source, config, algorithm.objective(config))
-  out = {'policy': source}
+    policy = model_folders.source_with_module(policy, config, algorithm.objective(config))
+  out = {'policy': policy}
   if 'reference' in algorithm.needs(config):
     path = config.rl.reference
-    out['reference'] = named(path, 'config.rl.reference') if path else source  # the policy as the stage begins
+    out['reference'] = named(path, 'config.rl.reference') if path else policy  # as the stage begins
   if algorithm.critic(config):
     path = config.critic.path
-    out['critic'] = named(path, 'config.critic.path') if path else source
+    out['critic'] = named(path, 'config.critic.path') if path else policy
   if algorithm.on_policy and 'reward_model' in config.rewards_tuple():
     from jaxpost.stage import reward_models
 
@@ -287,7 +288,8 @@ def load_tokenizer(config: Config, source: Source, policy: Source) -> Tokenizer:
   if not path and not policy.stage and (config.init_from or source.checkpoints):
     from jaxpost.stage import weight_sources
 
-    theirs, probe = weight_sources.tokenizer_of(policy, {}), 'Zwölf: 12 + 345'
+    theirs = weight_sources.tokenizer_of(policy, {})
+    probe = 'Zwölf: 12 + 345'  # which almost any two tokenizers encode differently
     refuse(
       theirs is not None and theirs.encode(probe) != tokenizer.encode(probe),
       f'config.model.tokenizer: is empty, and {config.init_from or section.path} has a tokenizer of its own; name it',

@@ -47,7 +47,7 @@ def prepare(
     data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
     check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
     correct_by(config, REWARD_MODEL in found)  # refuses what is no reward
-    if algorithm.from_data(config) or config.rl.expert:
+    if algorithm.data_share(config) or config.rl.expert:
       from jaxpost.rl import demonstrations
 
       demonstrations.check(tokenizer, rows, checks.READ_FIRST)
