@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import urllib.error
 import urllib.request
 
@@ -407,7 +408,7 @@ def test_a_seed_repeats_an_answer(server):
 
 def test_streamed_calls_of_tools_have_an_index(server, monkeypatch):
   text = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>'
-  monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c: text)
+  monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c, skip_special=True: text)
   tools = [{'type': 'function', 'function': {'name': name}} for name in 'fg']
   _, text = post(server[0].url, 'chat/completions', messages=HELLO, max_tokens=2, tools=tools, stream=True)
   delta = events(text)[0]['choices'][0]['delta']
@@ -422,9 +423,8 @@ def test_a_stream_leaves_the_message_as_a_session_knows_it():
 
 
 def test_calls_of_tools_are_told_apart(server, monkeypatch):
-  monkeypatch.setattr(
-    openai_format.Translator, 'decode', lambda self, c: '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-  )
+  text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+  monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c, skip_special=True: text)
   tool = {'type': 'function', 'function': {'name': 'f'}}
   choice = ask(server, 'chat/completions', messages=HELLO, max_tokens=2, tools=[tool])['choices'][0]
   assert choice['finish_reason'] == 'tool_calls'
@@ -435,7 +435,7 @@ def test_calls_of_tools_are_told_apart(server, monkeypatch):
 @pytest.mark.parametrize('before, content', [('I will look.\n', 'I will look.'), ('\n', None)])
 def test_text_before_a_call_is_the_content(server, monkeypatch, before, content):
   text = before + '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-  monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c: text)
+  monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c, skip_special=True: text)
   body = dict(messages=HELLO, max_tokens=2, tools=[{'type': 'function', 'function': {'name': 'f'}}])
   message = ask(server, 'chat/completions', **body)['choices'][0]['message']
   _, streamed = post(server[0].url, 'chat/completions', **body, stream=True)
@@ -443,9 +443,21 @@ def test_text_before_a_call_is_the_content(server, monkeypatch, before, content)
     assert found['content'] == content and len(found['tool_calls']) == 1
 
 
+def test_marks_of_calls_may_be_special_tokens():
+  """As that of Mistral, which texts of answers leave out."""
+  made = tokenizer.load('bytes')
+  made.hf.add_special_tokens({'additional_special_tokens': ['[TOOL_CALLS]']})
+  ids = made.encode('<|im_start|>I look.[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]<|im_end|>')
+  completion = types.SimpleNamespace(tokens=np.array(ids), stop_string='', finished=True)
+  body = {'tools': [{'type': 'function', 'function': {'name': 'f'}}]}
+  choice = openai_format.Translator(made, room=100).chat_choice(0, completion, body)
+  assert choice['finish_reason'] == 'tool_calls' and choice['message']['content'] == 'I look.'
+  assert [call['function'] for call in choice['message']['tool_calls']] == [{'name': 'f', 'arguments': '{"a": 1}'}]
+
+
 def test_an_answer_in_json_is_no_call(server, monkeypatch):
   answer = '{"name": "Paris", "parameters": {}}'
-  monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c: answer)
+  monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c, skip_special=True: answer)
   tool = {'type': 'function', 'function': {'name': 'f'}}
   choice = ask(server, 'chat/completions', messages=HELLO, max_tokens=2, tools=[tool])['choices'][0]
   assert choice['message'] == {'role': 'assistant', 'content': answer} and choice['finish_reason'] == 'length'

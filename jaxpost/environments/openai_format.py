@@ -120,11 +120,12 @@ class Translator:
     """Returns an entry of `choices` of a chat; tool calls are parsed if the body has tools."""
     message = {'role': 'assistant', 'content': self.decode(completion)}
     tools = messages_lib.tools_of(body, 'body')
-    calls = turns.parse(message['content'], tools) if tools else None
+    marked = self.decode(completion, skip_special=False) if tools else ''  # marks of calls may be special tokens
+    calls = turns.parse(marked, tools) if tools else None
     reason = _finish_reason(completion)
     if calls:
       reason = 'tool_calls'
-      message['content'] = turns.before_calls(message['content']) or None
+      message['content'] = self._without_special(turns.before_calls(marked)) or None
       message['tool_calls'] = [_tool_call(i, call) for i, call in enumerate(calls)]
     return dict(
       index=index,
@@ -207,11 +208,16 @@ class Translator:
       out.setdefault(self._piece(i), float(logprob if i == token else x))
     return out
 
-  def decode(self, completion: Completion) -> str:
+  def decode(self, completion: Completion, skip_special: bool = True) -> str:
     """Returns the text of a completion, without the stop string or token that ended it."""
-    text = self._tokenizer.decode(completion.tokens)
-    stop = completion.stop_string
+    ids, stop = completion.tokens, completion.stop_string
+    text = self._tokenizer.decode(ids[:-1] if completion.finished and not stop else ids, skip_special)
     return text[: text.index(stop)] if stop and stop in text else text
+
+  def _without_special(self, text: str) -> str:
+    for token in self._tokenizer.hf.added_tokens_decoder.values():
+      text = text.replace(token.content, '') if token.special else text
+    return text
 
   def _piece(self, token: int) -> str:
     return self._tokenizer.decode([token], skip_special=False)
