@@ -5,6 +5,7 @@ import json
 import pathlib
 import random
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -13,8 +14,10 @@ import children
 import numpy as np
 import pytest
 import rich.console
+import tiny
 
 from configs import grpo_gsm8k
+from jaxpost import stages
 from jaxpost.errors import InputError
 from jaxpost.hardware import chips, memory
 from jaxpost.planning import aot, cost, dry_run, hlo, kernels, machines, roofline, stage, tables
@@ -141,6 +144,18 @@ def test_shapes_by_any_of_their_names():
   assert dry_run.named_shape('qwen9_1b') is None
   with pytest.raises(InputError, match="did you mean 'qwen3_8b'"):
     dry_run.shape_of('qwen3_8', 'config.model.path')
+
+
+def test_what_is_on_this_disk_has_its_own_shape(tmp_path, monkeypatch):
+  """A folder by a path from here, with or without a dot, and a run, as for `launch.train`."""
+  shutil.copytree(tiny.folder(tmp_path / 'model'), tmp_path / 'models' / 'mine')
+  wanted = json.loads((tmp_path / 'models/mine/config.json').read_text())['hidden_size']
+  monkeypatch.chdir(tmp_path)
+  stages.run(tiny.run_config('models/mine', train=dict(steps=1), eval=dict(data=dict(path=''))), tmp_path / 'runs/one')
+  for model, start in (('models/mine', ''), ('./models/mine', ''), ('qwen3_8b', 'runs/one')):
+    config = tiny.run_config(model, init_from=start)
+    (found,) = dry_run.prepare_all(config)
+    assert found.inputs.model.config.hidden_size == wanted
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from etils import epath
+
 from jaxpost import testing
 from jaxpost.data import sources
 from jaxpost.data import tokenizer as tokenizer_lib
@@ -18,6 +20,7 @@ from jaxpost.models import presets
 from jaxpost.stage import model_folders, optim, sampling_inputs, weight_sources
 from jaxpost.stage import prepare as prepare_lib
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Source
+from jaxpost.storage import manifest
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
@@ -53,9 +56,10 @@ def shape_of(text: str, key: str, text_only: bool = False) -> ModelConfig:
 
 
 def find(text: str, key: str, earlier: dict, text_only: bool = False) -> Source:
-  """The source that `text` names, with its shapes but without weights; see `stage.weight_sources.find`."""
-  if text.startswith('stage:'):
-    return weight_sources.find(text, key, earlier)
+  """The source that `text` names; a name that is no path here has a shape and no weights (`weight_sources.find`)."""
+  is_here = '://' not in text and epath.Path(manifest.split_run(text)[0]).expanduser().exists()
+  if is_here or text.startswith('stage:'):
+    return weight_sources.find(text, key, earlier, text_only)
   shape = shape_of(text, key, text_only)
   if key.startswith(('config.critic', 'config.reward_model')):
     shape = model_lib.with_scalar_head(shape)
@@ -89,7 +93,7 @@ def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequenc
   optim.check(config.optim)
   section = config.model
   if section.path:
-    source = Source(shape_of(section.path, 'config.model.path', section.text_only))
+    source = find(section.path, 'config.model.path', {}, section.text_only)
   else:
     source = Source(prepare_lib.source_of_model(section).config)
   earlier = {p.name: Source(p.inputs.model.config, stage=p.name) for p in before}
