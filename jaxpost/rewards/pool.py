@@ -33,6 +33,9 @@ _WINDOW = 100  # groups over which the fraction of failures is computed
 _MIN_GROUPS = 20  # groups before that fraction is checked
 _TAKE_S = 10.0  # seconds for a worker to accept a group
 _SHOWN = 2000  # characters of printed output to log for each group
+_HINT = (
+  'reward functions run in another process: make it text, numbers, lists or dicts, or drop it with config.data.map'
+)
 _Job = tuple[concurrent.futures.Future[Graded], str, Group]  # a group, and the line that a worker reads
 
 
@@ -375,15 +378,12 @@ def _request(group: Group, step: int | None) -> str:
     raise
 
 
-def check_json(
-  name: str, values: Any, where: str = 'reward', why: str = 'reward functions run in another process'
-) -> None:
+def check_json(name: str, values: Any, where: str = 'reward', hint: str = _HINT) -> None:
   """Raises InputError for a column that JSON cannot represent."""
   try:
     json.dumps(values)
   except (TypeError, ValueError) as error:
-    hint = 'make it text, numbers, lists or dicts, or drop it with config.data.map'
-    raise InputError(f'{where}: column {name!r}: {error}; {why}: {hint}') from error
+    raise InputError(f'{where}: column {name!r}: {error}; {hint}') from error
 
 
 def _check_settings(rewards, weights, workers: int, timeout_s: float, max_failed: float) -> None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 _TOGETHER = 256  # sequences of a file between two writes
+_HINT = (
+  'completions are written with the columns of their prompts: make it text, numbers, lists or dicts, or leave it out'
+)
 
 
 def complete_file(
@@ -94,7 +97,7 @@ def _check_columns(prompts: Sequence[Prompt]) -> None:
   """Raises InputError for a column that cannot be written beside its completions."""
   for prompt in prompts:
     for column, value in prompt.columns.items():
-      check_json(column, value, f'prompt {prompt.index}', 'completions are written with these columns')
+      check_json(column, value, f'prompt {prompt.index}', _HINT)
 
 
 def _bar() -> progress.Progress:
