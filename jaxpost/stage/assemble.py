@@ -180,8 +180,7 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
   """
   found = placed.inputs.sources
   moving = bool(placed.config.reference.every)  # the reference is in the state of the policy
-  others = [name for name in found if name not in ('policy', 'critic', *precomputed)]
-  others = [name for name in others if not (moving and name == 'reference')]
+  others = [x for x in found if x not in ('policy', 'critic', *precomputed) and not (moving and x == 'reference')]
   frozen: dict[str, Frozen] = {}  # made before the policy, whose update takes over the buffers of `params`
   if others:
     from jaxpost.stage import frozen_roles

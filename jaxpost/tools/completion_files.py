@@ -27,9 +27,7 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 _TOGETHER = 256  # sequences of a file between two writes
-_HINT = (
-  'completions are written with the columns of their prompts: make it text, numbers, lists or dicts, or leave it out'
-)
+_HINT = 'completions are written beside the columns of their prompts: make it text, numbers, lists or dicts, or drop it'
 
 
 def complete_file(
