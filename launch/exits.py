@@ -31,6 +31,7 @@ _BEFORE_MESSAGE = re.compile(
   r'^flag --config=.*?: Error whilst parsing config file: jaxpost\.errors\.InputError: ', re.DOTALL
 )
 
+_OUTPUTS = ('out', 'record', 'traces')
 _TOO_LARGE = 'Lower config.train.micro_batch_size or config.rollout.slots, or set config.model.remat=full.'
 
 
@@ -100,10 +101,18 @@ def end_if_unread():
     sys.exit(128 + signal.SIGPIPE)
 
 
+def _expand_home():
+  """Expands ~ in the names of files and folders to write: a shell does so only where a word begins."""
+  for name in _OUTPUTS:
+    if name in flags.FLAGS and flags.FLAGS[name].value:
+      flags.FLAGS[name].value = os.path.expanduser(flags.FLAGS[name].value)
+
+
 def parse(argv: list[str], words: int = 0) -> list[str]:
   """Parses flags as absl does; InputError if they, or the config file, are wrong."""
   try:
     rest = config_flag.parse(argv)
+    _expand_home()
   except (*errors.KNOWN, BrokenPipeError, KeyboardInterrupt):
     raise
   except SystemExit as end:

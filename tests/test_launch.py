@@ -20,7 +20,8 @@ import tiny
 from absl import app, flags
 
 from jaxpost import stages
-from jaxpost.formats import hf
+from jaxpost.errors import InputError
+from jaxpost.formats import hf, hf_export
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CLONE))  # which a plain `pytest` does not have
@@ -127,6 +128,20 @@ def weights(folder):
 
 
 # ------------------------------------------------------------------- export
+
+
+def test_folders_under_home_are_the_same_to_all_checks(call, run, tmp_path, monkeypatch):
+  """No shell expands ~ within a word: another folder was looked at than was replaced."""
+  monkeypatch.setenv('HOME', str(tmp_path))
+  (tmp_path / 'models').mkdir()
+  (tmp_path / 'models' / 'mine.txt').write_text('years of work')
+  refused(call('export', f'--run={run}', '--out=~/models'), 2, f'{tmp_path}/models', 'is no export')
+  assert (tmp_path / 'models' / 'mine.txt').read_text() == 'years of work'
+  with pytest.raises(InputError, match='is no export'):
+    hf_export.check_target('~/models')  # from Python
+  code, _, err = call('export', f'--run={run}', '--out=~/new')
+  assert code == 0, err
+  assert 'how it was made' in (tmp_path / 'new' / 'README.md').read_text()
 
 
 def test_export_equals_that_of_the_run(run, call, tmp_path):

@@ -38,7 +38,7 @@ _CARD = 'README.md'
 
 def check_target(folder: epath.PathLike) -> None:
   """Raises InputError if `save` would replace a folder that is no export of this library."""
-  folder = epath.Path(folder)
+  folder = epath.Path(folder).expanduser()
   if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
     return
   card = folder / _CARD

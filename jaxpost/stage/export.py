@@ -115,7 +115,7 @@ def adapter_base(inputs: Inputs) -> str:
 
 def check_stage(folder: epath.PathLike, stage: str) -> None:
   """Raises InputError if a folder holds the export of another stage."""
-  card = epath.Path(folder) / _CARD
+  card = epath.Path(folder).expanduser() / _CARD
   origin = _ORIGIN.search(card.read_text()) if card.exists() else None
   if origin and (there := json.loads(origin[1])['stage']) != stage:
     raise InputError(f'{folder}: holds an export of stage {there}, not {stage}; export to another folder')
@@ -123,7 +123,7 @@ def check_stage(folder: epath.PathLike, stage: str) -> None:
 
 def write_card(folder: epath.PathLike, run: epath.PathLike, stage: str, step: int) -> None:
   """Adds the facts of a run to the card of its export: to the header that the export has written, and below it."""
-  card = epath.Path(folder) / _CARD
+  card = epath.Path(folder).expanduser() / _CARD
   config = config_lib.parse_saved(epath.Path(run).expanduser() / 'config.json')[stage]
   header, end, title = card.read_text().partition('\n---\n')
   facts = ''.join(f'\n{name}: {value}' for name, value in _header(config.model.path).items())
@@ -133,10 +133,11 @@ def write_card(folder: epath.PathLike, run: epath.PathLike, stage: str, step: in
 
 def _header(base: str) -> dict[str, str]:
   """Returns the fields of a card about the base model: its name on the hub, or the license in its folder."""
-  if not base or not epath.Path(base).exists():
+  folder = epath.Path(base).expanduser()
+  if not base or not folder.exists():
     name = base.partition('@')[0]  # the hub takes no revision here
     return {'base_model': name} if re.fullmatch(r'[\w.-]+/[\w.-]+', name) else {}
-  card = epath.Path(base) / _CARD
+  card = folder / _CARD
   text = card.read_bytes().decode('utf-8', 'replace') if card.exists() else ''
   header = text.partition('\n---\n')[0] if text.startswith('---\n') else ''
   named = re.search(r'^license: *([\w.+-]+) *$', header, re.MULTILINE)
