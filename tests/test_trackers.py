@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import logging
 import re
+import shutil
 import sys
 import types
 
@@ -81,6 +82,10 @@ def test_wandb(tmp_path, monkeypatch):
   assert fake.calls[-1][0] == 'finish'
   (again,) = run(tmp_path, monkeypatch, Fake('wandb'))  # the same folder, the same run
   assert again.of('init')[0][1]['id'] == given['id'] and again.of('init')[0][1]['resume'] == 'allow'
+  shutil.rmtree(tmp_path)
+  tmp_path.mkdir()
+  (other,) = run(tmp_path, monkeypatch, Fake('wandb'))  # or a folder of that path on another machine
+  assert other.of('init')[0][1]['id'] != given['id']
 
 
 def test_trackio(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 import pathlib
-import zlib
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -51,14 +51,19 @@ class Client(NamedTuple):
 def _wandb(options: Options, folder: str) -> Client:
   import wandb
 
-  run = wandb.init(  # the same folder continues the same run
+  kept = (
+    epath.Path(folder) / 'wandb_run.txt'
+  )  # the same folder continues the same run, a later one of its name does not
+  if not kept.exists():
+    object_store.write_text(kept, secrets.token_hex(4))
+  run = wandb.init(
     project=options.project or 'jaxpost',
     entity=options.entity or None,
     name=options.run_name or None,
     tags=list(options.tags) or None,
     mode='offline' if options.offline else None,
     dir=None if object_store.is_remote(folder) else folder,
-    id=f'{zlib.crc32(folder.encode()):08x}',
+    id=kept.read_text(),
     resume='allow',
   )
 
