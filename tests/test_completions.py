@@ -199,6 +199,9 @@ def test_a_file_of_something_else_is_refused(weights, source, whole):
       completion_files.complete_file(**given)
   with pytest.raises(InputError, match='of other prompts'):
     completion_files.complete_file(weights, prompts[:3], whole, DRAWS)
+  corrected = [dataclasses.replace(p, columns={**p.columns, 'answer': 'another'}) for p in prompts]
+  with pytest.raises(InputError, match='of other prompts'):
+    completion_files.complete_file(weights, corrected, whole, DRAWS)
   assert whole.read_bytes() == before
 
 

@@ -66,7 +66,7 @@ def complete_file(
   about = dict(
     weights=[source, weights.inputs.name, str(policy.folder or policy.checkpoints or ''), weights.step, content],
     draws=dataclasses.asdict(draws),
-    prompts=seals.fingerprint([p.tokens.tolist() for p in prompts]),
+    prompts=seals.fingerprint([[p.tokens.tolist(), p.columns] for p in prompts]),
   )
   done = _keep_finished_rows(out, about, together, len(prompts))
   if done == len(prompts):
