@@ -46,7 +46,8 @@ def recorder(path: str) -> Callable[[dict], None] | None:
 
 def public_name(model: str) -> str:
   """Returns the name under which a model is served: the last part of a path, so that clients see no folders."""
-  return pathlib.PurePath(model).name if os.path.exists(model) else model
+  path = os.path.expanduser(model)
+  return os.path.basename(os.path.abspath(path)) if os.path.exists(path) else model
 
 
 def curl_command(url: str, name: str, key_file: str) -> str:
