@@ -86,6 +86,13 @@ def test_a_text_that_differs_ends_its_spans(other):
   assert [span.mine for span in cut] == [(2, 3), (3, 4)]
 
 
+def test_letters_of_sentencepiece_are_no_stand_ins():
+  vocabulary = {token: i for i, token in enumerate(['▁', '▁the', 'Ġ', 'Ċ', 'é', '<0x0A>'])}
+  hf = types.SimpleNamespace(added_tokens_decoder={}, get_vocab=lambda: vocabulary)
+  found = text_alignment.Bytes.of(types.SimpleNamespace(hf=hf, stop_ids=()))
+  assert found.texts == [text.encode() for text in (' ', ' the', 'Ġ', 'Ċ', 'é', '\n')]
+
+
 def test_a_space_before_a_text_does_not_count():
   mine = types.SimpleNamespace(hf=None)
   del mine

@@ -56,7 +56,8 @@ class Bytes:
     special = {token.content: i for i, token in tokenizer.hf.added_tokens_decoder.items() if token.special}
     vocabulary = tokenizer.hf.get_vocab()
     texts: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
-    is_byte_level = {'Ġ', 'Ċ'} <= vocabulary.keys()  # stand for space and line break
+    # They stand for space and line break; large vocabularies of SentencePiece have them as letters, beside their space.
+    is_byte_level = {'Ġ', 'Ċ'} <= vocabulary.keys() and '▁' not in vocabulary
     to_bytes = _from_letters if is_byte_level else _from_piece
     for token, i in vocabulary.items():
       if token not in special:
