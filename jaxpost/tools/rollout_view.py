@@ -115,7 +115,8 @@ class Viewer:
     n = places[0] * size + short['sample']
     length = int(rollout.lengths[n])
     ids = rollout.completions[n, :length].tolist()
-    out: dict[str, Any] = {'text': [self.tokenizer.decode([i], skip_special=False) for i in ids]}
+    tokenizer = self.tokenizer(short['stage'])
+    out: dict[str, Any] = {'text': [tokenizer.decode([i], skip_special=False) for i in ids]}
     out['logprob'] = rollout.logprobs[n, :length]
     for name, array in arrays.items():
       kind, _, measured = name.partition('/')
@@ -130,13 +131,15 @@ class Viewer:
     out['trained'] = arrays['trained'][n, :length]
     return plain(out)
 
-  @functools.cached_property
-  def tokenizer(self) -> Tokenizer:
-    """The tokenizer that the run samples with."""
+  def tokenizer(self, stage: str) -> Tokenizer:
+    """Returns the tokenizer that a stage of the run samples with."""
     from jaxpost.stage import weight_sources
 
-    section = list(config_lib.parse_saved(self.index.run / 'config.json').values())[-1].model
-    return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
+    section = config_lib.parse_saved(self.index.run / 'config.json')[stage].model
+    return _load_tokenizer(weight_sources.saved_tokenizer_path(section))
+
+
+_load_tokenizer = functools.cache(tokenizer_lib.load)
 
 
 def _query(asked: dict[str, str]) -> Query:
