@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 
+import jax
 import pytest
 import yaml
 
@@ -18,6 +19,7 @@ CLONE = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(CLONE))
 
 from jaxpost.errors import InputError  # noqa: E402
+from jaxpost.hardware import host  # noqa: E402
 from launch import render  # noqa: E402
 
 WORDS = ['--config=configs/sft_gsm8k.py:model=tiny', "--workdir=/data/it's a run", '--config.data.columns=a=b,c=d']
@@ -183,6 +185,15 @@ def test_profile_and_cache():
     text = job(platform, profile=10, compile_cache='gs://bucket/xla', topology='2x2')
     assert '--config.log.profile_from=10' in text
     assert 'gs://bucket/xla' in text
+
+
+def test_a_cache_in_quotes_may_be_under_home(monkeypatch, tmp_path):
+  """As a script exports it, for a --workdir under ~."""
+  monkeypatch.setenv('HOME', str(tmp_path))
+  monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', '~/runs/xla')
+  done = {}
+  monkeypatch.setattr(jax.config, 'update', done.__setitem__)
+  assert host.use_compile_cache() == done['jax_compilation_cache_dir'] == f'{tmp_path}/runs/xla'
 
 
 # ----------------------------------------------------------------- restarts

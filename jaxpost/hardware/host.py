@@ -4,7 +4,6 @@ import ctypes
 import glob
 import importlib.util
 import os
-import pathlib
 
 GPU_SHARE = 0.92  # of a GPU's memory, what JAX takes; plans count with it, too
 # glibc's mallopt parameters, from malloc.h.
@@ -47,7 +46,7 @@ def use_compile_cache() -> str:
   """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or ~/.cache/jaxpost/xla; returns the folder."""
   import jax
 
-  folder = os.environ.get('JAX_COMPILATION_CACHE_DIR') or str(pathlib.Path.home() / '.cache' / 'jaxpost' / 'xla')
+  folder = os.path.expanduser(os.environ.get('JAX_COMPILATION_CACHE_DIR') or '~/.cache/jaxpost/xla')
   jax.config.update('jax_compilation_cache_dir', folder)
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
