@@ -104,6 +104,7 @@ def test_published_fields_are_read():
   cfg, unread = config_json.from_hf(SCOUT, 'config.json')
   assert not unread and cfg.layer_windows[:4] == (8192, 8192, 8192, 0) and cfg.layer_ropes[:4] == (0, 0, 0, 1)
   assert config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
+  assert config_json.from_hf(SCOUT | dict(no_rope_layers=[], pretraining_tp=2), 'config.json') == (cfg, [])
   assert transformer.num_params(cfg) == pytest.approx(107.8e9, rel=0.005)
   assert transformer.num_active(cfg, transformer.param_table(cfg)) == pytest.approx(17.2e9, rel=0.01)
   # On average, a token attends to half of its chunk.

@@ -19,7 +19,6 @@ _NEUTRAL: dict[str, tuple] = {
   'sliding_window': (None,),
   'auto_map': (None,),
   'partial_rotary_factor': (1, None),
-  'pretraining_tp': (1, None),
   'use_bidirectional_attention': (False, None),
   'quantization_config': (None,),
   'no_rope_layers': (None,),
@@ -46,7 +45,7 @@ _IGNORED = frozenset(
     _name_or_path output_attentions output_hidden_states return_dict
     chunk_size_feed_forward id2label label2id is_encoder_decoder problem_type
     cache_implementation max_window_layers output_router_logits
-    router_aux_loss_coef
+    router_aux_loss_coef pretraining_tp
     """.split()
 )
 

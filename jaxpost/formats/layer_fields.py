@@ -95,7 +95,7 @@ def _rotary_dim(main: dict, raw: dict, family: Family, head_dim: int, where: str
 def _no_rope(raw: dict, layers: int, where: str) -> tuple[int, ...]:
   """Returns layer_ropes: 0 for layers with rotary embeddings, -1 for those without."""
   rotates = raw.get('no_rope_layers')
-  if rotates is None:
+  if rotates in (None, []):  # as published for Llama 4 Scout
     interval = raw['no_rope_layer_interval']
     rotates = [int((i + 1) % interval != 0) for i in range(layers)]
   if not isinstance(rotates, list) or len(rotates) != layers or not set(rotates) <= {0, 1}:
