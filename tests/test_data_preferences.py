@@ -279,7 +279,7 @@ BAD_PAIRS = [
   ({**MESSAGES, 'margin': 'x'}, "margin: 'x' is no number"),
   ({**MESSAGES, 'margin': float('nan')}, 'margin: nan is no number'),
   ({**MESSAGES, 'score_chosen': True, 'score_rejected': 1}, 'score_chosen: True is no number'),
-  ({'chosen': [USER, *GOOD], 'rejected': [USER]}, 'rejected: is only the beg'),
+  ({'chosen': [USER, *GOOD], 'rejected': [USER]}, 'rejected: is only the start'),
   ({'chosen': [USER, *GOOD], 'rejected': [USER_2, *BAD]}, 'needs the column p'),
 ]
 
