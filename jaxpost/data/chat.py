@@ -14,7 +14,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 Span = tuple[int, int]  # start and end, in characters
-Prompt = tuple[str, str]  # of a turn, and the part of it that is the generation prompt
 
 TRAIN_ON = ('assistant', 'completion', 'all')
 # Private characters that stand for a turn in a rendering; the first pair the text does not have.
@@ -35,6 +34,13 @@ _SENTINELS = ('\ue000\ue001', '\ue002\ue003', '\uf000\uf001')
 # Text that a template may put between its generation prompt and the content of a turn.
 _OPENING = re.compile(r'\s*(<\w+>\s*)?(</\w+>\s*)?(<\|channel\|>(\w+<\|message\|>)?)?')
 _THINK_BLOCK = re.compile(r'(<\w+>\s*)?(</\w+>\s*)?\Z')  # may end a generation prompt, opened or empty
+
+
+class _TurnPrompt(NamedTuple):
+  """What a turn is generated after."""
+
+  text: str
+  header: str  # the end of `text` that is the generation prompt
 
 
 def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 'assistant') -> Example:
@@ -121,7 +127,7 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
     spans = [_span(tokenizer, render, text, messages, n, prompt=prompt(n), where=where) for n in turns]
   weights = [messages[n].get('weight', 1) for n in turns]
   trained = [(n, span) for n, span, weight in zip(turns, spans, weights) if weight]
-  unseen = [_check_turn(messages, n, text, span, header=prompt(n)[1], where=where) for n, span in trained]
+  unseen = [_check_turn(messages, n, text, span, header=prompt(n).header, where=where) for n, span in trained]
   example = _example(*_encode_spans(tokenizer, text, spans, weights, where))
   return dataclasses.replace(example, unseen=next(filter(None, unseen), ''))
 
@@ -136,7 +142,7 @@ def _marked_spans(marked: list[Span], messages: list[Message], turns: list[int],
 
 
 def _span(
-  tokenizer: Tokenizer, render: Callable, text: str, messages: list[Message], n: int, *, prompt: Prompt, where: str
+  tokenizer: Tokenizer, render: Callable, text: str, messages: list[Message], n: int, *, prompt: _TurnPrompt, where: str
 ) -> Span:
   """Finds the characters of `text` that the assistant generates as message n, for which it is given `prompt`.
 
@@ -195,13 +201,13 @@ def _turn_start(header: str, text: str, start: int) -> tuple[int, str]:
   return at + len(found), found
 
 
-def _prompt(render: Callable, messages: list[Message]) -> Prompt:
+def _prompt(render: Callable, messages: list[Message]) -> _TurnPrompt:
   """Returns the prompt of the turn that follows `messages`."""
   if not messages:
-    return '', ''
+    return _TurnPrompt('', '')
   short, _ = render(messages)
   long, _ = render(messages, generation_prompt=True)
-  return long, long[len(short) :] if long.startswith(short) else ''
+  return _TurnPrompt(long, long[len(short) :] if long.startswith(short) else '')
 
 
 def _check_turn(messages: list[Message], n: int, text: str, span: Span, *, header: str, where: str) -> str:
