@@ -50,6 +50,7 @@ class Viewer:
     if not self.index.episodes:
       self._check_samples()
     self._rollout = functools.lru_cache(maxsize=4)(rollout_files.load)
+    self._tokenizer = functools.cache(self._load_tokenizer)
 
   def _check_samples(self) -> None:
     """Raises InputError for a run that will never have an episode."""
@@ -115,7 +116,7 @@ class Viewer:
     n = places[0] * size + short['sample']
     length = int(rollout.lengths[n])
     ids = rollout.completions[n, :length].tolist()
-    tokenizer = self.tokenizer(short['stage'])
+    tokenizer = self._tokenizer(short['stage'])
     out: dict[str, Any] = {'text': [tokenizer.decode([i], skip_special=False) for i in ids]}
     out['logprob'] = rollout.logprobs[n, :length]
     for name, array in arrays.items():
@@ -131,15 +132,12 @@ class Viewer:
     out['trained'] = arrays['trained'][n, :length]
     return plain(out)
 
-  def tokenizer(self, stage: str) -> Tokenizer:
+  def _load_tokenizer(self, stage: str) -> Tokenizer:
     """Returns the tokenizer that a stage of the run samples with."""
     from jaxpost.stage import weight_sources
 
     section = config_lib.parse_saved(self.index.run / 'config.json')[stage].model
-    return _load_tokenizer(weight_sources.saved_tokenizer_path(section))
-
-
-_load_tokenizer = functools.cache(tokenizer_lib.load)
+    return tokenizer_lib.load(weight_sources.saved_tokenizer_path(section))
 
 
 def _query(asked: dict[str, str]) -> Query:
