@@ -51,9 +51,7 @@ class Client(NamedTuple):
 def _wandb(options: Options, folder: str) -> Client:
   import wandb
 
-  kept = (
-    epath.Path(folder) / 'wandb_run.txt'
-  )  # the same folder continues the same run, a later one of its name does not
+  kept = epath.Path(folder) / 'wandb_run.txt'  # continues the run of this folder, and no other of its name
   if not kept.exists():
     object_store.write_text(kept, secrets.token_hex(4))
   run = wandb.init(

@@ -1,4 +1,4 @@
-"""What stays on the devices of a stage, with its exact size: weights, optimizer states, a critic, frozen models."""
+"""Lists what stays on the devices of a stage, with its exact size: weights, optimizer states, critic, frozen models."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Topology:
 
   @property
   def before_ampere(self) -> bool:
-    """Whether its GPUs have no bfloat16, and no Triton that XLA compiles."""
+    """Tells whether its GPUs have no bfloat16, and no Triton that XLA compiles."""
     return any(map(before_ampere, self.owned[:1])) or self.name == 't4'
 
   @property

@@ -33,9 +33,7 @@ _WINDOW = 100  # groups over which the fraction of failures is computed
 _MIN_GROUPS = 20  # groups before that fraction is checked
 _TAKE_S = 10.0  # seconds for a worker to accept a group
 _SHOWN = 2000  # characters of printed output to log for each group
-_HINT = (
-  'reward functions run in another process: make it text, numbers, lists or dicts, or drop it with config.data.map'
-)
+_HINT = 'rewards run in another process: make it text, numbers, lists or dicts, or drop it with config.data.map'
 _Job = tuple[concurrent.futures.Future[Graded], str, Group]  # a group, and the line that a worker reads
 
 
