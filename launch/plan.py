@@ -38,7 +38,7 @@ _FITS = fits_flags.define()
 
 
 def main(argv):
-  """Plans each stage, searches for its mesh, or says what fits where, and prints the tables."""
+  """Plans each stage, searches for its mesh, or computes what fits on which devices, and prints the tables."""
   del argv
   logging.getLogger().setLevel(logging.ERROR)
   if _FITS.fits.value:
