@@ -662,6 +662,9 @@ TUNIX_ROLLOUTS = {'rollout.max_prompt_length': 64, 'rollout.temperature': 0.9, '
     ('trl', {'use_peft': True}, {'lora.rank': 16, 'lora.alpha': 32, 'lora.dropout': 0.05}),
     ('trl', {'use_peft': True, 'lora_r': 8, 'lora_alpha': 8}, {'lora.rank': 8, 'lora.alpha': 8, 'lora.dropout': 0.05}),
     ('trl', {'learning_rate': 1e-5}, {'lora.rank': 0, 'reference.every': 0}),
+    ('trl', {'beta': 0.04}, {'rl.kl_coef': 0.04, 'rl.kl_weighted': True}),
+    ('trl', {'beta': 0.04, 'use_bias_correction_kl': False}, {'rl.kl_coef': 0.04, 'rl.kl_weighted': False}),
+    ('trl', {'beta': 0.0}, {'rl.kl_weighted': False}),
   ],
 )
 def test_what_is_switched_on_has_the_defaults_of_the_library(library, given, wanted):
@@ -686,7 +689,8 @@ def test_every_default_has_a_field(library):
     _, settings = convert.convert(library, table | switches, method)
     settings = [s for s in settings if s.name not in switches]
     left = {s.name for s in settings if not s.fields and 'gives way' not in s.reason}
-    assert left <= {'actor_rollout_ref.rollout.n'}  # 1, of verl's PPO
+    # 1, of verl's PPO; and a weight of TRL's KL, which is off
+    assert left <= {'actor_rollout_ref.rollout.n', 'use_bias_correction_kl'}
 
 
 @pytest.mark.parametrize(
