@@ -665,6 +665,15 @@ TUNIX_ROLLOUTS = {'rollout.max_prompt_length': 64, 'rollout.temperature': 0.9, '
     ('trl', {'beta': 0.04}, {'rl.kl_coef': 0.04, 'rl.kl_weighted': True}),
     ('trl', {'beta': 0.04, 'use_bias_correction_kl': False}, {'rl.kl_coef': 0.04, 'rl.kl_weighted': False}),
     ('trl', {'beta': 0.0}, {'rl.kl_weighted': False}),
+    (
+      'trl',
+      {'use_adaptive_entropy': True, 'entropy_target': 0.3, 'entropy_coef_delta': 0.01},
+      {'rl.entropy_target': 0.3, 'rl.entropy_step': 0.01},
+    ),
+    ('trl', {'use_adaptive_entropy': True}, {'rl.entropy_target': 0.2, 'rl.entropy_step': 0.005}),
+    ('trl', {'entropy_target': 0.3}, {'rl.entropy_target': 0.0}),
+    ('verl', {'actor.policy_loss.loss_mode': 'dro', 'actor.policy_loss.dro_beta': 0.2}, {'rl.dro_beta': 0.2}),
+    ('verl', {'filter_groups.enable': True, 'filter_groups.metric': 'acc'}, {'rl.correct_by': ''}),
   ],
 )
 def test_what_is_switched_on_has_the_defaults_of_the_library(library, given, wanted):
