@@ -109,7 +109,7 @@ class RlSection:
     auto='token',
     choices=('', 'token', 'sequence', 'constant'),
   )
-  reference: str = option('', "Folder or RUN[@step] of the teacher of opd; '': the policy as the stage begins.")
+  reference: str = option('', "Teacher of opd, as init_from; '': the policy as the stage begins.")
   privileged: str = option(
     '', 'Column with a prompt that tells the teacher of opd more than the student sees (self-distillation).'
   )
@@ -247,7 +247,7 @@ class RlSection:
 class CriticSection:
   """The value function of PPO."""
 
-  path: str = option('', "Folder with the initial weights of the critic; '': those of the policy.")
+  path: str = option('', "Initial weights of the critic, as init_from; '': those of the policy.")
   lr: float = option(0.0, "Learning rate of the critic; 0: the method's own, or optim.lr.", lo=0.0, auto=0.0)
   value_head: bool = option(
     False, 'Use a second head of the policy, trained in its update, instead of a critic model; exports leave it out.'
