@@ -48,8 +48,8 @@ HEAD = f"""# One page for each method
 
 {MADE}
 
-`config.algorithm` names a method. Each page has the formula as it is computed here, how that differs from the paper, the
-defaults, a command, measurements, when to use the method, and what can go wrong, with the metric that shows it.
+`config.algorithm` names a method. Each page has the formula as it is computed here, how that differs from the paper,
+the defaults, a command, measurements, when to use the method, and what can go wrong, with the metric that shows it.
 [Which choices go together](../combinations.md) lists the parts of policy gradients that can be combined.
 
 ## Notation

@@ -15,7 +15,7 @@ class RolloutSection:
   group_size: int = option(8, 'Completions sampled for each prompt.', lo=1, hi=2**16)
   max_prompt_length: int = option(512, 'Tokens of the longest prompt; longer ones are dropped.', lo=1, hi=2**24)
   max_new_tokens: int = option(128, 'Tokens of the longest completion, including its stop token.', lo=1, hi=2**24)
-  temperature: float = option(1.0, 'Temperature of sampling, and of log-probs in policy gradients and online_dpo.', lo=1e-3)
+  temperature: float = option(1.0, 'Temperature of sampling, and of log-probs in policy gradients.', lo=1e-3)
   top_k: int = option(0, 'Sample from this many most probable tokens only; 0: off.', lo=0)
   top_p: float = option(1.0, 'Sample from the most probable tokens of this total probability; 1: off.', lo=1e-6, hi=1.0)
   min_p: float = option(
@@ -24,7 +24,7 @@ class RolloutSection:
   forbidden_ids: tuple = option((), 'Token ids that are never sampled.', each=int)
   stop_strings: tuple = option((), 'Strings that end a completion, in addition to the stop tokens.', each=str)
   min_new_tokens: int = option(0, 'Tokens before the first stop token or stop string is allowed.', lo=0, hi=2**24)
-  top_logprobs: int = option(0, 'Most probable tokens of each position that samples/ lists with their log-probs; 0: none.', lo=0)
+  top_logprobs: int = option(0, 'Most probable tokens a position with log-probs in samples/; 0: none.', lo=0)
   slots: int = option(0, 'Sequences decoded at a time; 0: all, up to 512, or what fits.', lo=0, hi=2**20)
   page_size: int = option(
     0,
@@ -47,7 +47,7 @@ class RolloutSection:
     lo=0,
     hi=1000,
   )
-  inflight_update_blocks: int = option(0, 'Blocks of a rollout after which it goes on with newer weights; 0: it keeps its own.', lo=0)
+  inflight_update_blocks: int = option(0, 'Blocks after which a rollout takes newer weights; 0: it takes none.', lo=0)
   share_base: bool = option(False, 'Sample from the frozen base weights of training, not a copy: less memory, slower.')
   weights: str = option('', "Type of the sampler's layer weights; '': model.dtype.", choices=('', 'int8', 'float8'))
   cache: str = option('', "Type of cached keys and values; '': model.dtype.", choices=('', 'int8', 'float8'))
