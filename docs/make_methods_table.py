@@ -37,7 +37,7 @@ from this start on two CPU cores and is evaluated on held-out data. The table ha
 deviation of seeds 0, 1 and 2, which draw different batches and samples. Most differences between methods
 are smaller than that deviation: the task shows that a method learns, not which one is better.
 
-* `tests/test_learning.py` requires these gains with seed 0 for the rows above `gmpo`.
+* `tests/test_learning.py` trains the rows above `gmpo` with seed 0 and requires a least gain of each.
 * pass@1 is measured on 256 sums with 4 samples each, the other metrics on 256 pairs or labels. Before
   training, policy and reference are equal, so all pairs tie, which counts as 0.5.
 * ORPO, CPO and SimPO start from a model with a quarter of that training. SimPO has no term for chosen
