@@ -33,8 +33,7 @@ def token_weights(mask: np.ndarray, aggregate: str, max_tokens: int) -> np.ndarr
 
 def completion_mask(rollout: Rollout) -> np.ndarray:
   """[N, C] float32: 1 on the tokens that the policy sampled."""
-  columns = np.arange(rollout.completions.shape[1])
-  mask = columns < rollout.lengths[:, None]
+  mask = np.arange(rollout.completions.shape[1]) < rollout.lengths[:, None]
   if rollout.mask is not None:
     mask &= rollout.mask
   return mask.astype(np.float32)
@@ -71,10 +70,9 @@ def prompt_lengths(rollout: Rollout) -> np.ndarray:
 
 
 class Place(NamedTuple):
-  """The columns [start, end) of a row that a sequence fills; its completion is [first, end).
+  """The columns [start, end) of a row that a sequence fills, as a branch of a document (a segment), numbered from 1.
 
-  It is a branch of a document (a segment); both are numbered from 1. The first branch of a document starts with the
-  whole prompt, the others with the last token of the prompt.
+  The first branch starts with the whole prompt, the others with its last token; the completion starts at `first`.
   """
 
   sequence: int

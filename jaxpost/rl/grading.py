@@ -30,9 +30,7 @@ if typing.TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Grader:
-  """Sends rollouts to the worker processes that run the reward functions.
-
-  Each process of a run grades its share of the groups.
+  """Sends rollouts to the workers that run the reward functions; each process of a run grades its share of groups.
 
   Attributes:
     pool: the workers; None where a run has no reward function.
@@ -181,7 +179,7 @@ class PendingRollout:
     else:  # recorded with the rollout
       correct = rollout.verdicts.reshape(rewards.shape)
     weights = {REWARD_MODEL: grader.model_weight} | (grader.pool.weights if grader.pool else {})
-    tables = {name: reward_table(results, name).reshape(-1) for name in results[0].components}
+    names = results[0].components
     sampled = [group for r in self.rounds if not r.from_earlier_step for group in r.results]
     greedy = [group for r in self.rounds if r.greedy for group in r.greedy.results]
     return GradedRollout(
@@ -189,7 +187,7 @@ class PendingRollout:
       rewards=rewards.reshape(-1),
       baseline=self._greedy_rewards(),
       verdicts=correct,
-      components={name: (weights.get(name, 1.0), values) for name, values in tables.items()},
+      components={name: (weights.get(name, 1.0), reward_table(results, name).reshape(-1)) for name in names},
       results=results,
       sampled=sampled if self.selected else None,
       stats=stats_of(sampled + greedy) if grader.pool else {},
@@ -217,8 +215,7 @@ class GradedRollout:
   Attributes:
     rewards: [N] float64, the sum over functions, environment and reward model; NaN where a completion has none.
     baseline: [P] float64 rewards of greedy answers, or None.
-    verdicts: [P, G] float64, the values of the one reward that decides what is
-      correct; NaN for samples without a reward.
+    verdicts: [P, G] float64 values of the reward that decides what is correct; NaN for samples without a reward.
     components: {name: (weight in the sum, [N] values)} of each reward.
     results: rewards of each group, one by one.
     sampled: results of all groups that dynamic sampling chose from; None: it is off.

@@ -155,11 +155,7 @@ def correctness_metrics(experience: Experience, passes: float) -> dict:
 def sample_rows(
   rollout: Rollout, groups: Sequence[Group], results: Sequence[Graded], rewards: np.ndarray
 ) -> list[dict]:
-  """Returns one row a completion, for people to read: texts, rewards, log-prob.
-
-  Args:
-    groups, results: of each prompt; rewards: [N].
-  """
+  """Returns a row of texts and scores a completion, for people to read; `groups`, `results` [P] and `rewards` [N]."""
   rows = []
   size = batching.group_size(rollout)
   for n, length in enumerate(rollout.lengths):

@@ -11,8 +11,7 @@ With L > 0 the host dispatches an update, samples while the training devices run
 afterwards, so training and sampling overlap where they have devices of their own. The order never depends on the clock:
 runs repeat bit for bit.
 
-A checkpoint holds the rollouts in the queue. It lacks the older weights that the next rollouts of an uninterrupted run
-are sampled from, so these are sampled before it is written.
+A checkpoint holds the rollouts in the queue, and those that need weights which no checkpoint holds are sampled first.
 """
 
 from __future__ import annotations
