@@ -7,5 +7,5 @@
 `preference` serves DPO, ORPO, CPO and SimPO.
 
 Imports losses/, types, and the examples and chats of data/. stage/algorithms.py imports a method
-by its name, and nothing else does. Not here: sampling, reading of files, layouts of devices.
+by its name, and nothing else does. Never here: sampling, reading of files, layouts of devices.
 """

@@ -5,6 +5,6 @@ weights sample which rollout, `grading` sends completions to reward functions an
 `scoring` runs the models that score them, `dynamic_sampling` draws more prompts, `curriculum`
 skips those that are solved, and `batching` packs rollouts into a Batch.
 
-Imports algorithms/, rollout/, data/ and below; stage/ assembles its parts. Not here: sampling of
+Imports algorithms/, rollout/, data/ and below; stage/ assembles its parts. Never here: sampling of
 tokens, and losses.
 """
