@@ -123,11 +123,11 @@ def _sections(text: str) -> _Docstring:
   arguments = {}
   name = indent = None
   for line in blocks.get('Args', '').splitlines():
-    found = _ARGUMENT.match(line)
-    if found and (indent is None or len(found[1]) <= indent):
-      indent = len(found[1])
-      name = found[2]
-      arguments[name] = found[3].strip()
+    match = _ARGUMENT.match(line)
+    if match and (indent is None or len(match[1]) <= indent):
+      indent = len(match[1])
+      name = match[2]
+      arguments[name] = match[3].strip()
     elif name and line.strip():
       arguments[name] = f'{arguments[name]} {line.strip()}'.strip()
   returns = ' '.join(blocks.get('Returns', '').split())
@@ -140,8 +140,8 @@ def _type(hint: Any) -> dict:
     return {'type': _NAMES[hint]}
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if origin is typing.Literal:
-    kinds = {type(a) for a in args}
-    return {**(_type(kinds.pop()) if len(kinds) == 1 else {}), 'enum': list(args)}
+    value_types = {type(a) for a in args}
+    return {**(_type(value_types.pop()) if len(value_types) == 1 else {}), 'enum': list(args)}
   if origin in (typing.Union, types.UnionType):
     return _union(args)
   if origin in (list, tuple):
