@@ -72,11 +72,11 @@ def check(config: Config) -> None:
   check_rl(config)
 
 
-def check_roles(config: Config, found: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+def check_roles(config: Config, sources: Mapping[str, Any], tokenizer: Tokenizer) -> None:
   """Raises InputError for a teacher that cannot read the student's tokens."""
-  distill.check_teachers(config, found, tokenizer)
-  if 'reference' in found:
-    distill.check_teacher(f'config.rl.reference: {config.rl.reference}', found['reference'], tokenizer)
+  distill.check_teachers(config, sources, tokenizer)
+  if 'reference' in sources:
+    distill.check_teacher(f'config.rl.reference: {config.rl.reference}', sources['reference'], tokenizer)
 
 
 def check_first_step(metrics: dict, config: Config) -> None:

@@ -69,7 +69,7 @@ def _per_token(loss_and_metrics: Callable[[jax.Array, jax.Array], tuple[jax.Arra
   """The weighted sums over tokens of the loss and metrics, a function of scores and labels, both [B, T]."""
 
   def over_tokens(outputs, batch):
-    # Where the weight is 0, the score may be infinite, and inf * 0 is NaN.
+    # The score of a token with weight 0 may be infinite, and inf * 0 is NaN.
     scores = jnp.where(batch.loss_weights > 0, outputs.values, 0)
     loss, metrics = loss_and_metrics(scores, batch.arrays['label'])
 

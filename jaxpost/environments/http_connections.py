@@ -64,7 +64,7 @@ class Call:
 
   Attributes:
     headers: {name in lower case: value}.
-    left: True once the client has closed the connection.
+    client_left: True once the client has closed the connection.
     futures: futures that the answer waits for; they are cancelled when the client leaves.
     send_event: sends events of a stream, before the reply with the last of them; raises ConnectionError or TimeoutError
       if the client does not read them.
@@ -75,12 +75,12 @@ class Call:
   headers: dict[str, str]
   send_event: Callable[[str], Awaitable[None]]
   body: bytes = b''
-  left: bool = False
+  client_left: bool = False
   futures: list[concurrent.futures.Future] = dataclasses.field(default_factory=list)
 
   def leave(self) -> None:
     """Marks that the client has left, and cancels its answer."""
-    self.left = True
+    self.client_left = True
     self.cancel()
 
   def cancel(self) -> None:
@@ -263,7 +263,7 @@ class _Connection:
     """Returns the reply; None if the client has left, which cancels the call."""
     answer = asyncio.ensure_future(self._owner.answer(call))
     try:
-      while not answer.done() and not call.left and len(self._protocol.trailing_data[0]) < _PART:
+      while not answer.done() and not call.client_left and len(self._protocol.trailing_data[0]) < _PART:
         received = asyncio.ensure_future(self._reader.read(_PART))
         await asyncio.wait({answer, received}, return_when=asyncio.FIRST_COMPLETED)
         if not received.done():
@@ -277,7 +277,7 @@ class _Connection:
     except asyncio.CancelledError:
       call.leave()
       raise
-    return None if call.left else reply
+    return None if call.client_left else reply
 
   async def _send(self, reply: Reply) -> None:
     """Sends a reply, or the end of a stream of events; TimeoutError if the client does not read it."""

@@ -225,9 +225,9 @@ class Translator:
 
 def check_supported(body: dict, is_chat: bool, scorer: Any) -> None:
   """Raises InputError if a body has a parameter that would be ignored; `scorer` is that of its model, or None."""
-  known = (*_READ, *_FIELDS, *_UNSUPPORTED, *_IGNORED)
-  if unknown := [name for name in body if name not in known]:
-    near = difflib.get_close_matches(unknown[0][:100], known, n=1)
+  parameters = (*_READ, *_FIELDS, *_UNSUPPORTED, *_IGNORED)
+  if unknown := [name for name in body if name not in parameters]:
+    near = difflib.get_close_matches(unknown[0][:100], parameters, n=1)
     hint = f'did you mean {near[0]}?' if near else 'leave it out'
     raise InputError(f'{unknown[0][:100]}: there is no such parameter; {hint}')
   for name, harmless in _UNSUPPORTED.items():

@@ -172,7 +172,7 @@ class Endpoint:
     except RecursionError:
       return self._refuse(400, 'the body is nested too deeply')
     except concurrent.futures.CancelledError:
-      if not call.left:
+      if not call.client_left:
         return self._refuse(503, 'the server ends')
       self.counts['cancelled'] += 1
       return Reply(499, '')  # never sent
@@ -272,7 +272,7 @@ class Endpoint:
     scores: list[Any] = []
     while len(scores) < len(job.prompts):
       with self.shared.between_blocks():
-        if call.left or self.shared.stopped:
+        if call.client_left or self.shared.stopped:
           return None
         scores += next(chunks)
     return scores
@@ -295,7 +295,7 @@ class Endpoint:
       for i, answer in enumerate(answers):
         answer.on_tokens = functools.partial(pass_on, i)
     with self.shared.submitted(job.model, job.requests, answers):
-      if call.left or self.shared.stopped:  # No engine may be running.
+      if call.client_left or self.shared.stopped:  # No engine may be running.
         call.cancel()
       ended = asyncio.gather(*map(asyncio.wrap_future, answers), return_exceptions=True)
       ended.add_done_callback(lambda _: arrived.put_nowait(None))
@@ -352,7 +352,7 @@ def _session_request(session: Session, body: dict, requests: list[Request], engi
 async def _send_part(call: Call, stream: EventStream, part: tuple[int, np.ndarray]) -> None:
   """Sends an event, unless the client has left."""
   event = stream.part(*part)
-  if event and not call.left:
+  if event and not call.client_left:
     try:
       await call.send_event(event)
     except (ConnectionError, TimeoutError):

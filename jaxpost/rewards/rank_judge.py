@@ -113,8 +113,8 @@ class RankJudge(judge.Judge):
 
   def _read_ranking(self, order: Sequence[int], reply: str) -> list[float] | None:
     """Returns the score of each text, or None unless the reply orders all of them."""
-    found = list(self._score.finditer(reply))
-    tiers = [re.findall(r'\d+', tier) for tier in found[-1][1].split('>')] if found else []
+    matches = list(self._score.finditer(reply))
+    tiers = [re.findall(r'\d+', tier) for tier in matches[-1][1].split('>')] if matches else []
     named = [int(number) for tier in tiers for number in tier]
     if sorted(named) != list(range(1, len(order) + 1)) or not all(tiers):
       return None

@@ -108,47 +108,47 @@ def _options(name: str, query: str) -> dict[str, str]:
 
 
 def _rewards(name: str, options: dict[str, str], names: Sequence[str]) -> list[str]:
-  chosen = options['rewards'].split('+') if 'rewards' in options else list(names)
-  for reward in chosen:
+  selected = options['rewards'].split('+') if 'rewards' in options else list(names)
+  for reward in selected:
     refuse(
       reward not in names,
       f'{_KEY}: {name}: there is no reward {reward!r}; config.reward has {", ".join(names) or "no function"}',
     )
-  return chosen
+  return selected
 
 
 def _teachers(name: str, text: str, config: typing.Any) -> list[int]:
-  known, shares = config.distill.teachers, config.distill.weights
+  teachers, weights = config.distill.teachers, config.distill.weights
   refuse(
-    config.rl.kl_in != 'advantage' or not known,
+    config.rl.kl_in != 'advantage' or not teachers,
     f'{_KEY}: {name}: teachers are those of algorithm=opd; name them in config.distill.teachers',
   )
-  chosen = text.split('+')
-  for number in chosen:
+  numbers = text.split('+')
+  for number in numbers:
     refuse(
-      number not in map(str, range(len(known))) or chosen.count(number) > 1,
-      f'{_KEY}: {name}: teachers={text!r} must be positions in config.distill.teachers, from 0 to {len(known) - 1}, '
+      number not in map(str, range(len(teachers))) or numbers.count(number) > 1,
+      f'{_KEY}: {name}: teachers={text!r} must be positions in config.distill.teachers, from 0 to {len(teachers) - 1}, '
       'each once, joined by +',
     )
-  positions = [int(number) for number in chosen]
+  positions = [int(number) for number in numbers]
   refuse(
-    bool(shares) and not sum(shares[i] for i in positions),
+    bool(weights) and not sum(weights[i] for i in positions),
     f'{_KEY}: {name}: config.distill.weights are 0 for teachers={text!r}; raise one of them',
   )
   return positions
 
 
-def _environment(name: str, options: dict[str, str], known: Collection[str]) -> str:
-  chosen = options.get('environment', '')
-  if not chosen:
-    refuse(len(known) > 1, f'{_KEY}: {name}: choose one with environment={"|".join([*known, _NONE])}')
-    return next(iter(known))
+def _environment(name: str, options: dict[str, str], environments: Collection[str]) -> str:
+  value = options.get('environment', '')
+  if not value:
+    refuse(len(environments) > 1, f'{_KEY}: {name}: choose one with environment={"|".join([*environments, _NONE])}')
+    return next(iter(environments))
   refuse(
-    chosen not in (_NONE, *known),
-    f'{_KEY}: {name}: there is no environment {chosen!r}; config.environment has {", ".join(known) or "nothing"}, and '
-    f'{_NONE} is for single answers',
+    value not in (_NONE, *environments),
+    f'{_KEY}: {name}: there is no environment {value!r}; config.environment has '
+    f'{", ".join(environments) or "nothing"}, and {_NONE} is for single answers',
   )
-  return '' if chosen == _NONE else chosen
+  return '' if value == _NONE else value
 
 
 def tools_by_row(

@@ -19,6 +19,6 @@ def to_json(pending: PendingRollout) -> dict:
 def from_json(saved: dict, grader: Grader) -> PendingRollout:
   """Returns the rollout that `to_json` saved, and starts to grade it again."""
   rounds = [grader.submit(rollout_codec.from_text(text)).rounds[0] for text in saved['rollouts']]
-  for round_, kept in zip(rounds, saved['kept'], strict=True):
-    round_.from_earlier_step = kept
+  for round_, from_earlier_step in zip(rounds, saved['kept'], strict=True):
+    round_.from_earlier_step = from_earlier_step
   return PendingRollout(grader, rounds, saved['info'], saved['chosen'])

@@ -56,8 +56,8 @@ def weights(rollout: Rollout, config: Any) -> np.ndarray:
   all_weights = np.asarray(config.distill.weights or (1.0,) * len(config.distill.teachers), np.float64)
   table = np.zeros((len(rollout.prompts), len(all_weights)))
   for row, prompt in zip(table, rollout.prompts):
-    chosen = list(prompt.source.get('teachers', range(len(all_weights))))
-    row[chosen] = all_weights[chosen] / all_weights[chosen].sum()
+    indices = list(prompt.source.get('teachers', range(len(all_weights))))
+    row[indices] = all_weights[indices] / all_weights[indices].sum()
   return np.repeat(table, len(rollout.lengths) // len(rollout.prompts), axis=0)
 
 

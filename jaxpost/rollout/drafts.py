@@ -162,7 +162,7 @@ class DraftingScheduler(Scheduler):
     for slot, sequence in slots.items():
       missing = len(drawn) - int(drawn[:, slot].sum())
       sequence.used -= missing
-      sequence.left += missing
+      sequence.remaining += missing
       self.drafts.add(sequence)
       if self.draft is not None and self.draft.lengths[slot]:
         self.drafts.count(int(self.draft.lengths[slot]), int(drawn[:-1, slot].sum()))

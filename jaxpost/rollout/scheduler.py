@@ -110,7 +110,7 @@ class Scheduler:
         self.enqueue(arrived)
         finished = []
         continue
-      can_draw = any(sequence.left > 0 for sequence in self.active.values())
+      can_draw = any(sequence.remaining > 0 for sequence in self.active.values())
       overlap = self.overlaps and not self.queue and can_draw
       dispatched = False
       if overlap or not self.running:
@@ -268,7 +268,7 @@ class Scheduler:
       return False
     if self.on_dispatch:
       self.on_dispatch(self.dispatches)
-    live = {slot: sequence for slot, sequence in self.active.items() if sequence.left > 0}
+    live = {slot: sequence for slot, sequence in self.active.items() if sequence.remaining > 0}
     if not self.queue:
       live = self.compact(live)
     rows = engine.buckets.rows(max(live) + 1)
@@ -279,7 +279,7 @@ class Scheduler:
     block = self.decode(live, rows, read, table)
     for sequence in live.values():
       sequence.used += engine.block
-      sequence.left -= engine.block
+      sequence.remaining -= engine.block
     self.running.append(Dispatched(live, block, engine.version))
     self.computed += rows * engine.block
     self.dispatches += 1
@@ -318,7 +318,7 @@ class Scheduler:
     self.relocate_cached(set(moves.values()))
     self.state = self.engine.move(self.state, moves)
     self.active = {moves.get(slot, slot): sequence for slot, sequence in self.active.items()}
-    return {slot: sequence for slot, sequence in self.active.items() if sequence.left > 0}
+    return {slot: sequence for slot, sequence in self.active.items() if sequence.remaining > 0}
 
   def relocate_cached(self, slots: set[int]) -> None:
     """Moves cached prefixes out of these slots, or evicts them."""

@@ -91,7 +91,7 @@ class DrawnTokens(NamedTuple):
 class ActiveSequence:
   """A request in the queue or in a slot.
 
-  left: tokens that may still be drawn, after the blocks dispatched.
+  remaining: tokens that may still be drawn, after the blocks dispatched.
   tokens: the text to prefill when it gets a slot; key: the same as bytes, to compare prompts and prefixes.
   used: upper bound of its cache entries after the blocks dispatched.
   experts: ([P, L, k],) that routed `tokens`, if routing is recorded, else ().
@@ -100,7 +100,7 @@ class ActiveSequence:
   """
 
   request: Request
-  left: int
+  remaining: int
   tokens: np.ndarray
   experts: tuple = ()
   done: bool = False
@@ -114,7 +114,7 @@ class ActiveSequence:
   def requeued(self) -> ActiveSequence:
     """Returns this sequence with the drawn tokens in the text to prefill; all its blocks must have been harvested."""
     tokens = np.concatenate([self.request.tokens, self.drawn()])
-    return ActiveSequence(self.request, self.left, tokens, blocks=self.blocks)
+    return ActiveSequence(self.request, self.remaining, tokens, blocks=self.blocks)
 
   def drawn(self) -> np.ndarray:
     """[C] token ids so far."""

@@ -36,7 +36,7 @@ class Reward:
     name: the name in metrics and errors.
     fn: the callable.
     takes: names of its parameters.
-    rest: True if it has a **columns parameter.
+    takes_columns: True if it has a **columns parameter.
     needs: names of the parameters without a default; 'a|b' is satisfied by either.
     file: the source file, for error messages.
   """
@@ -44,7 +44,7 @@ class Reward:
   name: str
   fn: Callable
   takes: tuple[str, ...]
-  rest: bool
+  takes_columns: bool
   needs: tuple[str, ...]
   file: str
 
@@ -60,9 +60,9 @@ def load(name: str, fn: Callable) -> Reward:
   bound = fn.keywords if isinstance(fn, functools.partial) else {}
   # Options that a partial has bound are not arguments of a call.
   named = [p for p in parameters if p.name not in bound and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-  rest = any(p.kind == p.VAR_KEYWORD for p in parameters)
+  takes_columns = any(p.kind == p.VAR_KEYWORD for p in parameters)
   positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
-  if positional or not (rest or any(p.name in user_code.STANDARD for p in named)):
+  if positional or not (takes_columns or any(p.name in user_code.STANDARD for p in named)):
     raise InputError(
       f'reward {name} ({file}): wrong signature {signature}; arguments'
       ' come by name: f(prompts, completions, completion_ids, **columns); one of verl is verl:./file.py:function'
@@ -71,7 +71,7 @@ def load(name: str, fn: Callable) -> Reward:
   if hasattr(fn, 'needs_columns'):  # a builtin whose columns depend on its options
     needs += tuple(fn.needs_columns)
   takes = tuple(p.name for p in named)
-  return Reward(name=name, fn=fn, takes=takes, rest=rest, needs=needs, file=file)
+  return Reward(name=name, fn=fn, takes=takes, takes_columns=takes_columns, needs=needs, file=file)
 
 
 def file_of(fn: Callable, name: object) -> str:
@@ -118,7 +118,7 @@ def call(
   bound = {'time_limit_s'}
   if isinstance(reward.fn, functools.partial):
     bound |= set(reward.fn.keywords)
-  arguments = {k: v for k, v in arguments.items() if k in reward.takes or reward.rest and k not in bound}
+  arguments = {k: v for k, v in arguments.items() if k in reward.takes or reward.takes_columns and k not in bound}
   try:
     values = finished(reward.fn(**arguments))
     if hasattr(values, 'tolist'):  # an array of numpy or torch

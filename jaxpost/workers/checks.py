@@ -242,8 +242,8 @@ def _check_compare(node: ast.Compare) -> None:
 def _check_call(node: ast.Call) -> None:
   name = node.func.id if is_name(node.func) else ''
   if name == 'isinstance':
-    kinds = _names(node.args[-1]) if node.args else set()
-    if len(node.args) != 2 or not kinds or kinds - set(KINDS):
+    classes = _names(node.args[-1]) if node.args else set()
+    if len(node.args) != 2 or not classes or classes - set(KINDS):
       _refuse(node, f'uses `{_text(node)}`', f'isinstance knows {", ".join(KINDS)}')
   arguments = (*node.args, *(keyword.value for keyword in node.keywords))
   if any(isinstance(argument, ast.Lambda) for argument in arguments) and name not in FUNCTIONS:

@@ -332,13 +332,13 @@ def worker_variables(needed: Sequence[str] = ()) -> tuple[dict[str, str], list[s
   def passes(name: str, value: str) -> bool:
     return name in needed or bool(_PASSED.fullmatch(name) or _PROXY.fullmatch(name) and '@' not in value)
 
-  kept = {k: v for k, v in os.environ.items() if passes(k, v)}
-  dropped = sorted(os.environ.keys() - kept.keys())
+  variables = {k: v for k, v in os.environ.items() if passes(k, v)}
+  dropped = sorted(os.environ.keys() - variables.keys())
   root = str(pathlib.Path(__file__).resolve().parents[2])
   paths = (root, os.environ.get('PYTHONPATH', ''))
-  kept['PYTHONPATH'] = os.pathsep.join(p for p in paths if p)
-  kept['JAX_PLATFORMS'] = 'cpu'
-  return kept, dropped
+  variables['PYTHONPATH'] = os.pathsep.join(p for p in paths if p)
+  variables['JAX_PLATFORMS'] = 'cpu'
+  return variables, dropped
 
 
 def search_path() -> list[str]:

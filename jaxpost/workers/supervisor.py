@@ -84,9 +84,9 @@ def candidates(text: str, root: pathlib.Path) -> Iterator[tuple[pathlib.Path, tu
     root: where the groups are mounted.
   """
   for line in text.splitlines():
-    number, kinds, path = line.split(':', 2)
+    number, controllers, path = line.split(':', 2)
     path = path.lstrip('/')
-    if 'memory' in kinds.split(','):
+    if 'memory' in controllers.split(','):
       yield root / 'memory' / path, _LIMITS[1]
     elif number == '0':
       yield root / path, _LIMITS[0]

@@ -224,10 +224,10 @@ def _print(*values: Any, **options: Any) -> None:
   """Does nothing: the output of a test does not count."""
 
 
-def _is_instance(value: Any, kinds: Any) -> bool:
+def _is_instance(value: Any, classes: Any) -> bool:
   """isinstance for plain values; an object of the solution is an instance of none of the plain classes."""
-  kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-  return not isinstance(value, Handle) and isinstance(value, tuple(_KINDS[kind.name] for kind in kinds))
+  classes = classes if isinstance(classes, tuple) else (classes,)
+  return not isinstance(value, Handle) and isinstance(value, tuple(_KINDS[kind.name] for kind in classes))
 
 
 def _type(value: Any) -> Builtin:
