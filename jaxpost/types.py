@@ -271,7 +271,7 @@ class Item:
     info: metrics of the data; always has 'tokens', the tokens of the step, and 'mean_context', the mean number of
       tokens that one of them attends to.
     samples: () -> rows for samples/STAGE/STEP.jsonl.
-    experience, credit: what an on-policy step learns from, for rollouts/.
+    experience, credit: the graded rollout and the advantages of an on-policy step, for rollouts/.
     error: the first error of a reward function in the step, '' for none.
   """
 

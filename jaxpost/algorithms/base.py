@@ -42,7 +42,7 @@ class Precompute:
     read: output of the role's program -> {name: [M, B / M, T, ...]}.
     options: config fields, besides the role's weights and the data, that decide what is computed; part of the name of
       the cache file.
-    texts: for a role whose tokenizer is not the policy's, see `teacher_text.TextsOfTeacher`; None: it reads its tokens.
+    texts: for a role whose tokenizer is not the policy's, see `teacher_text.TextsOfTeacher`; None: it is the same.
   """
 
   arrays: Mapping[str, tuple]

@@ -79,7 +79,7 @@ class Session:
     return ids, not continues
 
   def _tokens(self) -> np.ndarray:
-    """Returns all tokens of the episode: the context and what followed."""
+    """Returns all tokens of the episode: the context and those after it."""
     e = self.episode
     context = np.zeros(0, np.int32) if e.context is None else e.context
     return np.concatenate([context, [t.id for t in e.tokens]]).astype(np.int32)

@@ -213,13 +213,16 @@ def _factor(match: re.Match) -> fractions.Fraction | None:
     return fractions.Fraction((text or '0').replace(',', ''))
 
   if match['base']:
-    base, power = number(match['base']), int(match['power'] or 0)
+    base, power = number(match['base']), int(match['power'] or 1)
     if base == 0 and power < 0:
       return None
-    return base ** (power if match['power'] else 1) * fractions.Fraction(10) ** int(match['tens'] or 0)
+    return base**power * fractions.Fraction(10) ** int(match['tens'] or 0)
+  # Each side of \frac is in one of two groups, with or without braces; those of a / b have names.
   sides = [text for text in match.groups()[1:5] if text] or [match['top'], match['bottom']]
   top, bottom = map(number, sides)
-  return number(match['whole'] or match['left']) + top / bottom if bottom else None
+  if not bottom:
+    return None
+  return number(match['whole'] or match['left']) + top / bottom
 
 
 def answer_of(text: str) -> str:

@@ -118,12 +118,13 @@ class RankJudge(judge.Judge):
     named = [int(number) for tier in tiers for number in tier]
     if sorted(named) != list(range(1, len(order) + 1)) or not all(tiers):
       return None
-    scores, done = [0.0] * len(order), 0
+    scores = [0.0] * len(order)
+    num_ranked = 0
     for tier in tiers:
-      place = done + (len(tier) - 1) / 2
+      place = num_ranked + (len(tier) - 1) / 2  # the mean place of a tie, from 0
       for number in tier:
         scores[order[int(number) - 1]] = 1 - place / (len(order) - 1)
-      done += len(tier)
+      num_ranked += len(tier)
     return scores
 
 

@@ -24,7 +24,7 @@ from jaxpost.rl.rollout_queue import OnDispatch, RolloutQueue, RolloutSampler
 from jaxpost.rl.scoring import Scorer
 from jaxpost.types import Batch, Credit, Experience, Item, RowShape, Scores, Update
 
-if typing.TYPE_CHECKING:  # passed in
+if typing.TYPE_CHECKING:  # for annotations only: the objects are passed in
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.prompts import PromptStream
   from jaxpost.monitor.timeline import Timeline

@@ -104,7 +104,8 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
   }
   if rollout.expert is not None:
     out['expert/reward'] = float(np.nanmean(experience.rewards[rollout.expert]))
-  sampled, not_sampled = experience, rollout.replayed if rollout.expert is None else rollout.expert
+  sampled = experience
+  not_sampled = rollout.replayed if rollout.expert is None else rollout.expert
   if not_sampled is not None:
     verdicts_ = np.where(not_sampled, np.nan, experience.verdicts)
     sampled = dataclasses.replace(experience, mask=experience.mask * ~not_sampled[:, None], verdicts=verdicts_)

@@ -29,7 +29,7 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import refuse
 from jaxpost.rl.grading import Grader, PendingRollout
 
-if typing.TYPE_CHECKING:  # passed in
+if typing.TYPE_CHECKING:  # for annotations only: the objects are passed in
   from jaxpost.monitor.timeline import Timeline
   from jaxpost.roles import Roles
   from jaxpost.rollout.engine import Engine

@@ -14,7 +14,7 @@ from jaxpost.distributed.transfer import to_host
 from jaxpost.rl import batching
 from jaxpost.types import Batch, Rollout, RowShape, Scores
 
-if typing.TYPE_CHECKING:  # passed in
+if typing.TYPE_CHECKING:  # for annotations only: the objects are passed in
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.monitor.timeline import Timeline

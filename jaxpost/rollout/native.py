@@ -346,5 +346,5 @@ class NativeEngine:
   # ------------------------------------------------------------------ compile
 
   def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable[[], Any]]:
-    """Functions that compile what sampling needs; see `engine.Engine.jobs`."""
+    """Returns functions that compile the programs of sampling; see `engine.Engine.jobs`."""
     return engine_programs.compile_jobs(self, params, lengths, group_size, turns)

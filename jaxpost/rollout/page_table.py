@@ -65,7 +65,8 @@ class PageTable:
     while (total - num_full if prompt in self.shared else total) > len(self.free):
       if not evict():
         return None
-    copies, full_pages = [], self.shared.get(prompt)
+    copies = []
+    full_pages = self.shared.get(prompt)
     if full_pages is None:
       full_pages = self.shared[prompt] = [self.free.popleft() for _ in range(num_full)]
       copies = [PageCopy(row, i, page) for i, page in enumerate(full_pages)]

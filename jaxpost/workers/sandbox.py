@@ -212,7 +212,8 @@ class _Jail:
     while self._received.find(b'\n', searched) < 0:
       searched = len(self._received)
       remaining = self.deadline - time.monotonic()
-      part = os.read(pipe, 1 << 16) if remaining > 0 and select.select([pipe], [], [], remaining)[0] else b''
+      is_ready = remaining > 0 and select.select([pipe], [], [], remaining)[0]
+      part = os.read(pipe, 1 << 16) if is_ready else b''
       if not part:
         self._process.kill()
         raise call.RewardError(

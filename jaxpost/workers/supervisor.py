@@ -59,7 +59,7 @@ class Cgroup:
     raise OSError('; '.join(errors) or 'this system has none')
 
   def remove_stale(self) -> None:
-    """Removes the empty groups beside this one whose process has ended without doing so."""
+    """Removes empty groups beside this one that processes have left behind."""
     for folder in self._folder.parent.glob('jaxpost-*'):
       if not os.path.exists(f'/proc/{folder.name.rpartition("-")[2]}'):
         with contextlib.suppress(OSError):

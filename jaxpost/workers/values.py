@@ -162,7 +162,8 @@ def binary(kind: ast.operator, a: Any, b: Any) -> Any:
   if isinstance(kind, ast.Mod) and isinstance(a, (str, bytes)):
     _limit(_formatted_length(a, b), _TEXT)
   if isinstance(kind, (ast.Mult, ast.Pow)) and isinstance(a, int) and isinstance(b, int):
-    _limit(a.bit_length() + b.bit_length() if isinstance(kind, ast.Mult) else a.bit_length() * abs(b), _BITS)
+    bits = a.bit_length() + b.bit_length() if isinstance(kind, ast.Mult) else a.bit_length() * abs(b)
+    _limit(bits, _BITS)
   elif isinstance(kind, ast.Mult):
     for items, times in ((a, b), (b, a)):
       if hasattr(items, '__len__') and isinstance(times, int):
