@@ -79,7 +79,8 @@ class Bounded:
       self._channel.sendall(json.dumps(row).encode() + b'\n')
       while received.count(b'\n') < 2:
         self._channel.settimeout(max(deadline - time.monotonic(), 0.001))
-        if not (part := self._channel.recv(1 << 16)):  # The process has ended; with the row, by the kernel, for memory.
+        if not (part := self._channel.recv(1 << 16)):
+          # The process has ended. If it had read the row, the kernel has killed it for its memory.
           raise TimeoutError if received else ConnectionResetError
         received += part
     except TimeoutError:
