@@ -249,7 +249,7 @@ def test_a_reward_model_that_is_named_grades(algorithm):
     ('opd', {}, 'config.rl.reference: is empty; name the teacher'),
     ('opd', dict(reference='teacher', kl_coef=0.0), 'config.rl.kl_coef: 0 leaves the teacher out'),
     ('grpo', dict(reference='teacher', kl_coef=0.1), 'config.rl.reference: .* would ignore it'),
-    ('ppo', dict(kl_in='advantage', kl_coef=0.1), 'config.rl.kl_in: the critic of ppo is to know the KL'),
+    ('ppo', dict(kl_in='advantage', kl_coef=0.1), 'config.rl.kl_in: the critic of ppo learns from rewards'),
   ],
 )
 def test_teachers_that_would_be_ignored_are_refused(algorithm, rl, message):
@@ -278,7 +278,7 @@ def test_distillation_without_a_reward_refuses_what_needs_one(rl):
 
 def test_kl_cov_in_the_only_update_needs_the_sampler_as_an_older_policy():
   for over in (dict(rollout=dict(staleness=1)), dict(rl=dict(old_policy='sampler'))):
-    with pytest.raises(InputError, match='config.rl.kl_cov: holds tokens to the old policy'):
+    with pytest.raises(InputError, match='config.rl.kl_cov: is a KL to the old policy'):
       rl_fields.check(config_of('grpo', **tiny.merged(dict(rl=dict(kl_cov=0.1)), over)))
   rl_fields.check(config_of('grpo', rl=dict(kl_cov=0.1, old_policy='sampler'), rollout=dict(staleness=1)))
   rl_fields.check(config_of('grpo', rl=dict(kl_cov=0.1, minibatches=2)))
