@@ -64,12 +64,12 @@ def _old_logprobs(logp, arrays, rl) -> jax.Array:
 def _surrogate(logp, old, arrays, rl, reducer) -> policy_gradient.LossAndMetrics:
   """The surrogate of `rl.loss`; `reducer` makes a reduction of packed rows one of [B, T], for coupled losses only."""
   chosen = policy_gradient.LOSSES[rl.loss]
-  options = rl_fields.options(policy_gradient.SurrogateOptions, rl)
   gains = arrays['advantages']
   coupling = (reducer(chosen.per_sequence),) if chosen.per_sequence else ()
-  loss, metrics = chosen.fn(logp, old, gains, options, *coupling)
-  if 'expert' in arrays:
-    loss = jax.numpy.where(arrays['expert'] > 0, policy_gradient.expert(logp, gains, rl.expert_gamma), loss)
+  loss, metrics = chosen.fn(logp, old, gains, rl_fields.options(policy_gradient.SurrogateOptions, rl), *coupling)
+  if 'demonstration' in arrays:
+    shaped = policy_gradient.expert(logp, gains, rl.expert_gamma)
+    loss = jax.numpy.where(arrays['demonstration'] > 0, shaped, loss)
   return loss, metrics
 
 

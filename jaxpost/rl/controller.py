@@ -139,8 +139,8 @@ class Controller:
     if self.config.rl.dynamic_sampling:  # groups that only fill up the step train nothing
       mask = mask * np.repeat(varied(graded.verdicts), batching.group_size(rollout))[:, None]
     arrays = {'sampler_logprobs': rollout.logprobs, **scores._replace(reward_model=None).computed()}
-    if rollout.expert is not None:  # demonstrations: the present policy stands for a sampler, so that ratios are 1
-      arrays['sampler_logprobs'] = np.where(rollout.expert[:, None], scores.old_logprobs, rollout.logprobs)
+    if rollout.demonstration is not None:  # the present policy stands for a sampler, so that ratios are 1
+      arrays['sampler_logprobs'] = np.where(rollout.demonstration[:, None], scores.old_logprobs, rollout.logprobs)
     return Experience(
       rollout,
       graded.rewards,

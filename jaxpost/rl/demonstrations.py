@@ -62,7 +62,7 @@ class DemonstrationSampler:
 
 
 @dataclasses.dataclass
-class ExpertSampler:
+class SamplerWithDemonstrations:
   """A sampler whose groups end with the answer of the data (LUFFY, arXiv:2504.14945).
 
   Attributes:
@@ -96,13 +96,13 @@ class ExpertSampler:
       groups = x.reshape(len(prompts), group_size - 1, *x.shape[1:])
       return np.concatenate([groups, last[:, None]], axis=1).reshape(-1, *x.shape[1:])
 
-    expert = np.arange(len(prompts) * group_size) % group_size == group_size - 1
-    return drawn.replace(expert=expert, **{name: joined(x, vars(given)[name]) for name, x in arrays_of(drawn).items()})
+    arrays = {name: joined(x, vars(given)[name]) for name, x in arrays_of(drawn).items()}
+    return drawn.replace(demonstration=np.arange(len(prompts) * group_size) % group_size == group_size - 1, **arrays)
 
 
-def without_experts(rollout: Rollout, expert: np.ndarray, *grades: list[Graded] | None) -> tuple:
+def leave_out(rollout: Rollout, demonstration: np.ndarray, *grades: list[Graded] | None) -> tuple:
   """Returns (a rollout with the lengths of samples alone, *the grades of groups without those of their last ones)."""
-  own = ~expert
+  own = ~demonstration
   samples = rollout.replace(lengths=rollout.lengths[own], finished=rollout.finished[own])
   return samples, *(groups and [_without_last(group) for group in groups] for groups in grades)  # None: there are none
 

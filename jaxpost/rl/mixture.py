@@ -258,7 +258,7 @@ def observe(pending: PendingRollout, graded: GradedRollout) -> None:
   for n, prompt in enumerate(graded.rollout.prompts):
     groups[prompt.source['name']].append(n)
   shape = graded.verdicts.shape
-  sampled = shape[1] - (graded.rollout.expert is not None)  # an answer of the data is the last of its group
+  sampled = shape[1] - (graded.rollout.demonstration is not None)  # an answer of the data is the last of its group
   tables = [x.reshape(shape)[:, :sampled] for x in (graded.rewards, graded.rollout.lengths, graded.rollout.finished)]
   messages = graded.rollout.messages or ()  # of episodes
   turns = np.array([sum(m['role'] == 'assistant' for m in own) for own in messages]).reshape(-1, shape[1])

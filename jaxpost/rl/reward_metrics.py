@@ -101,9 +101,9 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
     'slot_occupancy': rollout.occupancy,
     **rollout.figures,
   }
-  if rollout.expert is not None:
-    out['expert/reward'] = float(np.nanmean(experience.rewards[rollout.expert]))
-  own, given = experience, rollout.replayed if rollout.expert is None else rollout.expert
+  if rollout.demonstration is not None:
+    out['expert/reward'] = float(np.nanmean(experience.rewards[rollout.demonstration]))
+  own, given = experience, rollout.replayed if rollout.demonstration is None else rollout.demonstration
   if given is not None:  # not sampled in this step
     verdicts_ = np.where(given, np.nan, experience.verdicts)
     own = dataclasses.replace(experience, mask=experience.mask * ~given[:, None], verdicts=verdicts_)
@@ -171,7 +171,7 @@ def sample_rows(
     }
     if result.error:
       row['error'] = result.error
-    for name in ('expert', 'replayed'):
+    for name in ('demonstration', 'replayed'):
       if vars(rollout)[name] is not None and vars(rollout)[name][n]:
         row[name] = True
     row |= _expected(group.columns, i) | _turns(group.completions[i])
