@@ -146,7 +146,7 @@ class Rollout:
     verdicts: `Experience.verdicts` that were recorded with the rollout.
     messages: the turns of model and tools, of each sequence.
     top_ids, top_logprobs: the n most probable tokens at each position.
-    expert, replayed: which are completions of the data (`rl.expert`; log-probs 0), or of earlier steps (`rl.replay`).
+    demonstration, replayed: whether it is of the data (`rl.expert`; log-probs 0), or an earlier sample (`rl.replay`).
     experts: indices of the experts that the router chose at each position of prompt and completion.
     allowed: 1 + each id that could be drawn, padded with 0; `logprobs` are renormalized over them (`rl.sampling_mask`).
   """
@@ -172,7 +172,7 @@ class Rollout:
   top_ids: np.ndarray | None = None  # [N, C, n] int32
   top_logprobs: np.ndarray | None = None  # [N, C, n] float32
   allowed: np.ndarray | None = None  # [N, C, k] int32
-  expert: np.ndarray | None = None  # [N] bool
+  demonstration: np.ndarray | None = None  # [N] bool
   replayed: np.ndarray | None = None  # [N] bool
 
 

@@ -2,8 +2,7 @@
 
 Legend: N sequences, G samples per prompt, P = N / G prompts, C completion tokens, B rows, T tokens.
 
-There is one surrogate and one credit assignment, both selected by `config.rl`; the methods at the end of the file
-differ in the fields that they set.
+`config.rl` selects the surrogate and the credit; the methods at the end of the file differ in its fields.
 """
 
 from __future__ import annotations
@@ -68,8 +67,9 @@ def _surrogate(logp, old, arrays, rl, reducer) -> policy_gradient.LossAndMetrics
   advantage = arrays['advantages']
   per_sequence = (reducer(surrogate.per_sequence),) if surrogate.per_sequence else ()
   loss, metrics = surrogate.fn(logp, old, advantage, options, *per_sequence)
-  if 'expert' in arrays:
-    loss = jax.numpy.where(arrays['expert'] > 0, policy_gradient.expert(logp, advantage, rl.expert_gamma), loss)
+  if 'demonstration' in arrays:
+    shaped = policy_gradient.expert(logp, advantage, rl.expert_gamma)
+    loss = jax.numpy.where(arrays['demonstration'] > 0, shaped, loss)
   return loss, metrics
 
 

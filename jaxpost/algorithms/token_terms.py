@@ -26,7 +26,7 @@ def apply(
   counts it, as in the papers.
 
   Args:
-    out: has 'advantages'; gets those of 'entropy_coef', 'kl_cov', 'nll_weights' and 'expert' that are on.
+    out: has 'advantages'; gets those of 'entropy_coef', 'kl_cov', 'nll_weights' and 'demonstration' that are on.
     mask: the trained tokens, [N, C] bool.
   """
   rl = config.rl
@@ -62,9 +62,9 @@ def apply(
     out['entropy_coef'] = np.full(mask.shape, weight, np.float32)
     memory['entropy_coef'] = next_coef
     metrics['entropy_coef'] = weight
-  expert = experience.rollout.expert
-  if rl.expert and expert is not None:
-    out['expert'] = np.asarray(mask & expert[:, None], np.float32)
+  demonstration = experience.rollout.demonstration
+  if rl.expert and demonstration is not None:
+    out['demonstration'] = np.asarray(mask & demonstration[:, None], np.float32)
   if rl.correct_nll_coef:
     right = mask & (experience.verdicts >= rl.keep_reward)[:, None]
     # The loss divides by `normalizer`; multiplying by it makes the term a mean over the right tokens or sequences.
@@ -82,5 +82,5 @@ def apply(
 def arrays(rl: Any) -> tuple[str, ...]:
   """Returns the names of the arrays that the surrogate reads, by the fields that switch them on."""
   switches = {'entropy_coef': rl.entropy_target, 'kl_cov': rl.kl_cov, 'nll_weights': rl.correct_nll_coef}
-  switches['expert'] = rl.expert
+  switches['demonstration'] = rl.expert
   return tuple(name for name, value in switches.items() if value)

@@ -7,6 +7,7 @@ Each cell is the fastest mesh whose memory fits, with as many rows at a time as 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,8 +127,8 @@ def _best(inputs: Inputs, machine: Topology) -> Cell:
         rows *= 2
     fitting = [cell for cell in found if cell.fits]
     if fitting:
-      return max(fitting, key=_speed)
-  return min(found, key=_memory)
+      return max(fitting, key=operator.attrgetter('estimate.tokens_per_s'))
+  return min(found, key=operator.attrgetter('estimate.total'))
 
 
 def _slots(inputs: Inputs) -> list[int]:
@@ -159,15 +160,7 @@ def _on_mesh(inputs: Inputs, machine: Topology, sizes: dict[str, int], rows: int
     found.append(Cell(machine, settings | more, estimate))
     if found[-1].fits:
       return found[-1]
-  return min(found, key=_memory)
-
-
-def _memory(cell: Cell) -> float:
-  return cell.estimate.total
-
-
-def _speed(cell: Cell) -> float:
-  return cell.estimate.tokens_per_s
+  return min(found, key=operator.attrgetter('estimate.total'))
 
 
 def command(cell: Cell, model: str) -> str:

@@ -139,8 +139,10 @@ class Controller:
     if self.config.rl.dynamic_sampling:  # groups whose answers are all right or all wrong only fill up the batch
       mask = mask * np.repeat(varied(graded.verdicts), batching.group_size(rollout))[:, None]
     arrays = {'sampler_logprobs': rollout.logprobs, **scores._replace(reward_model=None).computed()}
-    if rollout.expert is not None:  # nothing sampled demonstrations: with the current policy as sampler, ratios are 1
-      arrays['sampler_logprobs'] = np.where(rollout.expert[:, None], scores.old_logprobs, rollout.logprobs)
+    if (
+      rollout.demonstration is not None
+    ):  # not sampled: the ratios of demonstrations are 1
+      arrays['sampler_logprobs'] = np.where(rollout.demonstration[:, None], scores.old_logprobs, rollout.logprobs)
     return Experience(
       rollout,
       graded.rewards,

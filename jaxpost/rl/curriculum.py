@@ -81,7 +81,7 @@ class Curriculum:
     else:
       prompts = [prompt for r in pending.rounds if not r.from_earlier_step for prompt in r.rollout.prompts]
       table = verdicts(graded.sampled, reward_table(graded.sampled), pending.grader.correct_by)
-    if graded.rollout.expert is not None:  # the last of a group is an answer of the data, not of the policy
+    if graded.rollout.demonstration is not None:  # the last of a group is an answer of the data, not of the policy
       table = table[:, :-1]
     for prompt, values in zip(prompts, table):
       values = values[np.isfinite(values)]

@@ -62,7 +62,7 @@ class DemonstrationSampler:
 
 
 @dataclasses.dataclass
-class ExpertSampler:
+class SamplerWithDemonstrations:
   """A sampler whose groups end with the answer of the data (LUFFY, arXiv:2504.14945).
 
   Attributes:
@@ -96,14 +96,14 @@ class ExpertSampler:
       groups = x.reshape(len(prompts), group_size - 1, *x.shape[1:])
       return np.concatenate([groups, last[:, None]], axis=1).reshape(-1, *x.shape[1:])
 
-    expert = np.arange(len(prompts) * group_size) % group_size == group_size - 1
+    demonstration = np.arange(len(prompts) * group_size) % group_size == group_size - 1
     arrays = {name: append(x, vars(answers)[name]) for name, x in arrays_of(drawn).items()}
-    return drawn.replace(expert=expert, **arrays)
+    return drawn.replace(demonstration=demonstration, **arrays)
 
 
-def without_experts(rollout: Rollout, expert: np.ndarray, *grades: list[Graded] | None) -> tuple:
+def leave_out(rollout: Rollout, demonstration: np.ndarray, *grades: list[Graded] | None) -> tuple:
   """Returns (the rollout with the lengths of samples alone, *grades without those of the answers of the data)."""
-  samples = rollout.replace(lengths=rollout.lengths[~expert], finished=rollout.finished[~expert])
+  samples = rollout.replace(lengths=rollout.lengths[~demonstration], finished=rollout.finished[~demonstration])
   return samples, *(groups and [_without_last(group) for group in groups] for groups in grades)  # None stays None
 
 

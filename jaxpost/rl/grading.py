@@ -237,10 +237,10 @@ class GradedRollout:
     """Means and spreads of rewards and lengths; NAME/unfiltered is over all sampled groups, trained or not."""
     rollout, results, sampled = self.rollout, self.results, self.sampled
     table = self.rewards.reshape(self.verdicts.shape)
-    if rollout.expert is not None:
+    if rollout.demonstration is not None:
       from jaxpost.rl import demonstrations
 
-      rollout, results, sampled = demonstrations.without_experts(rollout, rollout.expert, results, sampled)
+      rollout, results, sampled = demonstrations.leave_out(rollout, rollout.demonstration, results, sampled)
       table = table[:, :-1]
     out = reward_metrics.length_metrics(rollout)
     if self.rollout.from_data or not self.results[0].components:

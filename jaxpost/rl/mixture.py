@@ -255,7 +255,7 @@ def observe(pending: PendingRollout, graded: GradedRollout) -> None:
   for g, prompt in enumerate(graded.rollout.prompts):
     groups[prompt.source['name']].append(g)
   shape = graded.verdicts.shape
-  num_samples = shape[1] - (graded.rollout.expert is not None)  # an answer of the data is the last of its group
+  num_samples = shape[1] - (graded.rollout.demonstration is not None)  # an answer of the data is the last of its group
   rollout = graded.rollout
   tables = [x.reshape(shape)[:, :num_samples] for x in (graded.rewards, rollout.lengths, rollout.finished)]
   messages = rollout.messages or ()

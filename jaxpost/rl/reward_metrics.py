@@ -102,10 +102,10 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
     'slot_occupancy': rollout.occupancy,
     **rollout.figures,
   }
-  if rollout.expert is not None:
-    out['expert/reward'] = float(np.nanmean(experience.rewards[rollout.expert]))
+  if rollout.demonstration is not None:
+    out['expert/reward'] = float(np.nanmean(experience.rewards[rollout.demonstration]))
   sampled = experience
-  not_sampled = rollout.replayed if rollout.expert is None else rollout.expert
+  not_sampled = rollout.replayed if rollout.demonstration is None else rollout.demonstration
   if not_sampled is not None:
     verdicts_ = np.where(not_sampled, np.nan, experience.verdicts)
     sampled = dataclasses.replace(experience, mask=experience.mask * ~not_sampled[:, None], verdicts=verdicts_)
@@ -169,7 +169,7 @@ def sample_rows(
     }
     if result.error:
       row['error'] = result.error
-    for name in ('expert', 'replayed'):
+    for name in ('demonstration', 'replayed'):
       if vars(rollout)[name] is not None and vars(rollout)[name][n]:
         row[name] = True
     row |= _expected(group.columns, i) | _turns(group.completions[i])

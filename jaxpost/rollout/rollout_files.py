@@ -145,7 +145,7 @@ class RecordedSampler:
 
   def _check_logprobs(self, path: epath.Path, rollout: Rollout, arrays: dict[str, np.ndarray]) -> None:
     """Raises InputError unless the recorded log-probs are of the distribution that this run trains."""
-    if rollout.from_data or rollout.expert is not None:
+    if rollout.from_data or rollout.demonstration is not None:
       raise InputError(f'{path}: has answers of the data, which have no log-probs; sample again')
     if 'temperature' not in arrays:
       raise InputError(f'{path}: another version of jaxpost has written it (it has no temperature); sample again')
