@@ -661,6 +661,17 @@ def test_the_first_step_allows_what_rounding_made_on_an_accelerator():
     grpo.check_first_step(metrics | {'sampler_mismatch': 1.06}, config)
 
 
+@pytest.mark.parametrize('dtype, rounding', [('float32', 2e-7), ('bfloat16', 0.023)])
+@pytest.mark.parametrize('estimator', ['k1', 'abs', 'k1+'])
+def test_the_first_step_allows_rounding_in_a_kl_that_is_no_square(dtype, rounding, estimator):
+  """Two programs compute the two log-probs; the mean of |their difference| was 2e-7 in the 'tiny' preset."""
+  rl = dict(kl_coef=0.1, kl_estimator=estimator, kl_weighted=estimator == 'k1')
+  config = config_of('grpo', model=dict(dtype=dtype), rl=rl)
+  grpo.check_first_step({'ratio': 1.0, 'kl': rounding}, config)
+  with pytest.raises(AssertionError, match='kl is'):
+    grpo.check_first_step({'ratio': 1.0, 'kl': 0.1}, config)
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_the_first_step_does_not_limit_a_ratio_of_whole_sequences(dtype):
   """The ratio of VESPO is a product over hundreds of tokens; its other figures are still checked."""

@@ -21,34 +21,31 @@ import numpy as np
 
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.errors import InputError
-from jaxpost.types import Rollout
+from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 
 def privileged_rollout(rollout: Rollout, config: Any, tokenizer: Tokenizer) -> Rollout:
-  """Returns the rollout with its prompts replaced by those in the column `config.rl.privileged`.
+  """Returns the rollout with the prompts of `teacher_prompt`; its completions are the same tokens."""
+  return rollout.replace(prompts=tuple(teacher_prompt(prompt, config, tokenizer) for prompt in rollout.prompts))
 
-  Raises:
-    InputError: a row has no such prompt, or one that is too long for a row of a batch.
-  """
-  name, max_length = config.rl.privileged, config.rollout.max_prompt_length
-  prompts = []
-  for prompt in rollout.prompts:
-    where = f'prompt {prompt.index}'
-    if prompt.columns.get(name) is None:
-      raise InputError(f'config.rl.privileged: {where} has no column {name!r}; known: {", ".join(prompt.columns)}')
-    row = {**prompt.columns, 'prompt': prompt.columns[name]}
-    system_prompt = '' if isinstance(row['prompt'], str) else config.data.system_prompt
-    tokens = prompts_lib.encode_prompt(tokenizer, prompts_lib.prompt_of(row, where, system_prompt), row, where)
-    if len(tokens) > max_length:
-      raise InputError(
-        f'config.rl.privileged: the prompt of the teacher at {where} has {len(tokens)} tokens; raise '
-        f'config.rollout.max_prompt_length={max_length}'
-      )
-    prompts.append(prompt.replace(tokens=tokens))
-  return rollout.replace(prompts=tuple(prompts))
+
+def teacher_prompt(prompt: Prompt, config: Any, tokenizer: Tokenizer) -> Prompt:
+  """Returns the prompt with the tokens of its column `config.rl.privileged`; InputError if it has none or too many."""
+  name, max_length, where = config.rl.privileged, config.rollout.max_prompt_length, f'prompt {prompt.index}'
+  if prompt.columns.get(name) is None:
+    raise InputError(f'config.rl.privileged: {where} has no column {name!r}; known: {", ".join(prompt.columns)}')
+  row = {**prompt.columns, 'prompt': prompt.columns[name]}
+  system_prompt = '' if isinstance(row['prompt'], str) else config.data.system_prompt
+  tokens = prompts_lib.encode_prompt(tokenizer, prompts_lib.prompt_of(row, where, system_prompt), row, where)
+  if len(tokens) > max_length:
+    raise InputError(
+      f'config.rl.privileged: the prompt of the teacher at {where} has {len(tokens)} tokens; raise '
+      f'config.rollout.max_prompt_length={max_length}'
+    )
+  return prompt.replace(tokens=tokens)
 
 
 def weights(rollout: Rollout, config: Any) -> np.ndarray:
