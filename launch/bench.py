@@ -7,12 +7,14 @@
 The first two print one line of JSON; jaxpost/tools/bench.py explains its keys. The folder
 benchmarks/ of a clone compares such lines over numbers of processes, and times parts of the
 sampler. The third measures one accelerator (docs/accelerators.md): rates, kernels, training,
-decoding, a line of JSON in FILE for each row as it ends; --rows chooses some of them.
+decoding, a line of JSON in FILE for each row as it ends; --rows chooses some of them. The exit code is 1 if a row
+failed.
 """
 
 import json
 import os
 import re
+import sys
 import tempfile
 
 from absl import flags
@@ -67,13 +69,13 @@ def _accelerator():
   if not (given := re.fullmatch(r'(\d+)([sm])', _BUDGET.value)):
     raise errors.InputError(f'--budget={_BUDGET.value}: write seconds or minutes, as in 90s or 40m')
   try:
-    rows.chosen(_ROWS.value)
+    chosen = rows.chosen(_ROWS.value)
   except ValueError as e:
     raise errors.InputError(f'--rows: {e}') from e
   seconds = int(given[1]) * {'s': 1, 'm': 60}[given[2]]
   failed = supervisor.run(_OUT.value, seconds, _ROWS.value, _TINY.value, _TRACES.value)
   if failed:
-    print(f'{failed} rows have an error; {_OUT.value} has all of them')
+    sys.exit(f'{failed} of {len(chosen)} rows failed; {_OUT.value} has the error of each')  # with exit code 1
 
 
 if __name__ == '__main__':
