@@ -73,9 +73,6 @@ def _wandb(options: Options, folder: str) -> Client:
   def define(stage: str) -> None:
     run.define_metric(f'{stage}/*', step_metric=f'{stage}/step')
 
-  def log(values: dict[str, float], step: int) -> None:
-    run.log(values)
-
   def file(path: str) -> None:
     run.save(path, base_path=folder, policy='now')
 
@@ -84,7 +81,7 @@ def _wandb(options: Options, folder: str) -> Client:
     data = [[row.get(c) if c == 'reward' else str(row.get(c, '')) for c in columns] for row in rows[-8:]]
     run.log({f'{stage}/samples': wandb.Table(columns=columns, data=data), f'{stage}/step': step})
 
-  return Client(log, file, run.finish, define, show)
+  return Client(lambda values, step: run.log(values), file, run.finish, define, show)
 
 
 def _trackio(options: Options, folder: str) -> Client:
@@ -97,10 +94,7 @@ def _trackio(options: Options, folder: str) -> Client:
   group = options.tags[0] if options.tags else None
   trackio.init(project=options.project or 'jaxpost', name=name, group=group, resume='allow')
 
-  def log(values: dict[str, float], step: int) -> None:
-    trackio.log(values)
-
-  return Client(log, trackio.save, trackio.finish)
+  return Client(lambda values, step: trackio.log(values), trackio.save, trackio.finish)
 
 
 def _mlflow(options: Options, folder: str) -> Client:
