@@ -54,7 +54,7 @@ def show(given: FitsFlags, price: str, out: str):
   from jaxpost.planning import dry_run, fits
   from jaxpost.storage import object_store
 
-  dry_run.shape_of(model, '--model')  # an unknown name is an error of that flag
+  dry_run.find(model, '--model', {})  # an unknown name is an error of that flag
   names = fits.devices(given.devices.value)
   prices = fits.prices(price, names)
   methods, configs = fits.methods(given.methods.value), recipes(model)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -440,6 +441,19 @@ def test_what_fits_names_its_own_flag_and_no_folder_in_vain(call):
   refused(call('plan', '--fits', '--model=qwen3_80b'), 2, "--model: no shape is called 'qwen3_80b'; did you mean")
   code, out, _ = call('plan', '--fits', '--model=qwen3_8b', '--devices=T4', '--methods=sft')
   assert code == 0 and 'NO' in out and 'FOLDER' not in out
+
+
+def test_what_fits_of_a_run(run, call, tmp_path):
+  """Its shape is that of its last stage; a folder with spaces is one word of the command for a shell."""
+  (tmp_path / 'my run').symlink_to(run)
+  code, out, err = call('plan', '--fits', f'--model={tmp_path}/my run', '--devices=T4', '--methods=sft')
+  assert code == 0, err
+  assert shlex.split(out.splitlines()[0])[6] == f'--config=configs/sft_gsm8k.py:model={tmp_path}/my run'
+
+
+def test_the_config_that_a_run_has_saved_is_a_config(run, call):
+  code, out, err = call('inspect', f'--config={run}/config.json', '--stage=sft', '--config.sft.train.steps=1')
+  assert code == 0, err
 
 
 def test_a_folder_without_its_flag(call, tmp_path):
