@@ -10,6 +10,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -464,6 +465,13 @@ def test_a_folder_without_its_flag(call, tmp_path):
 def test_a_chat_has_one_answer_to_a_message(call):
   assert '--n:' not in call('chat', '--help')[1] and '--n:' in call('sample', '--help')[1]
   refused(call('chat', '--run=x', '--n=2'), 2, '--n: there is no such flag')
+
+
+def test_ctrl_c_prints_no_traceback():
+  """The process ends by the signal, as a shell expects that waits for it in a loop."""
+  script = 'import signal\nfrom launch import exits\nexits.run(lambda argv: signal.raise_signal(signal.SIGINT), ["x"])'
+  done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, cwd=CLONE)
+  assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, '', 'interrupted\n')
 
 
 def test_usage_into_a_closed_pipe():
