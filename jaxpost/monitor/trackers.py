@@ -93,7 +93,6 @@ def _trackio(options: Options, folder: str) -> Client:
   name = _kept(folder, 'trackio_run.txt', name)  # trackio has no other mark of a run, and merges equal names
   group = options.tags[0] if options.tags else None
   trackio.init(project=options.project or 'jaxpost', name=name, group=group, resume='allow')
-
   return Client(lambda values, step: trackio.log(values), trackio.save, trackio.finish)
 
 

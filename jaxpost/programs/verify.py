@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -81,9 +81,7 @@ def make_verify(
   return Program('verify', verify, ledger, place, donate=(1,), flops=flops)
 
 
-def _accept(
-  draw: Callable, weights: Any, state: DecodeState, draft: Draft, hidden: jax.Array
-) -> tuple[DecodeState, Block]:
+def _accept(draw: Callable, weights, state: DecodeState, draft: Draft, hidden: jax.Array) -> tuple[DecodeState, Block]:
   """Returns (the state after the tokens that the draft has right, those tokens).
 
   draw: (weights, state, uniform) -> Drawn; hidden: [R, T, D], of each drafted token.
