@@ -26,7 +26,7 @@ def define() -> FitsFlags:
   """Defines the flags, and that they, or --config and --topology, are given."""
   found = FitsFlags(
     flags.DEFINE_bool('fits', False, 'Say what fits where of --model, by arithmetic; nothing is compiled.'),
-    flags.DEFINE_string('model', '', 'With --fits: a folder with a config.json, or the name of a known shape.'),
+    flags.DEFINE_string('model', '', 'With --fits: a folder with a config.json, a run, or the name of a known shape.'),
     flags.DEFINE_list(
       'devices', [], 'With --fits: these, as H100,8xH100,h100:1x2x8,v5e-16; default: those of docs/fits.md.'
     ),
