@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -169,7 +170,7 @@ def command(cell: Cell, model: str) -> str:
   fields = [f'--config.{key}={value}' for key, value in cell.settings.items()]
   words = [f'--config=configs/{recipe}.py:model={model}{more}', *fields, '--workdir=runs/fits']
   largest = _HOST // 2 if cell.machine.name == 'v5p' else _HOST
-  return ' '.join(['python -m launch.train', *words, *['--distributed'] * (cell.machine.chips > largest)])
+  return shlex.join(['python', '-m', 'launch.train', *words, *['--distributed'] * (cell.machine.chips > largest)])
 
 
 def text(cell: Cell) -> str:
