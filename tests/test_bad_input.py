@@ -186,6 +186,26 @@ FIELDS = {
   'mesh of nothing': ('sft', dict(mesh=dict(train='fsdp=0')), 'mesh.train: .*sizes are 1 or more'),
   'context to sample': ('grpo', dict(mesh=dict(rollout='context=2')), 'mesh.rollout: sampling has no use for context'),
   'devices to sample nothing': ('sft', dict(mesh=dict(rollout_devices=4)), 'mesh.rollout_devices: sft samples nothing'),
+  'devices to sample nothing held out': (
+    'sft',
+    dict(mesh=dict(rollout_devices=4), eval=dict(samples=2)),
+    'mesh.rollout_devices: sft samples nothing',
+  ),
+  'devices to sample what is stored': (
+    'grpo',
+    dict(mesh=dict(rollout_devices=4), train_on_rollouts='runs/x'),
+    'mesh.rollout_devices: grpo samples nothing',
+  ),
+  'devices to score nothing': (
+    'sft',
+    dict(mesh=dict(score_devices=4)),
+    'mesh.score_devices: sft has no reference, teacher or reward model; leave it 0',
+  ),
+  'devices to score without a reference': (
+    'grpo',
+    dict(mesh=dict(score_devices=1), rl=dict(kl_coef=0.0)),
+    'mesh.score_devices: grpo has no reference, teacher or reward model; leave it 0',
+  ),
   'lag of a greedy answer': (
     'grpo',
     dict(algorithm='remax', rollout=dict(staleness=1)),

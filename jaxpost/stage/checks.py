@@ -107,8 +107,15 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
     'rows that a context axis splits; leave it auto',
   )
   refuse(
-    section.rollout_devices > 0 and not (algorithm.on_policy or config.eval.samples),
+    section.rollout_devices > 0
+    and (not algorithm.on_policy or bool(config.train_on_rollouts))
+    and not samples_held_out(config),
     f'config.mesh.rollout_devices: {config.algorithm} samples nothing; leave it 0',
+  )
+  frozen = algorithm.needs(config) or (algorithm.on_policy and 'reward_model' in config.rewards_tuple())
+  refuse(
+    section.score_devices > 0 and not frozen,
+    f'config.mesh.score_devices: {config.algorithm} has no reference, teacher or reward model; leave it 0',
   )
 
 
