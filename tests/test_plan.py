@@ -961,6 +961,21 @@ def test_other_methods_are_described(algorithm):
     assert found.data.first_batch.tokens.shape[1] == 512
 
 
+@pytest.mark.parametrize(
+  'algorithm, over, words',
+  [
+    ('grpo', dict(mesh=dict(rollout='context=2')), 'mesh.rollout: sampling has no use for context'),
+    ('sft', dict(mesh=dict(rollout_devices=4)), 'mesh.rollout_devices: sft samples nothing'),
+    ('dpo', dict(mesh=dict(score='fsdp=8'), reference=dict(every=2)), 'mesh.score: a reference that follows'),
+    ('sft', dict(train=dict(share_prompt=True)), 'train.share_prompt: sft samples nothing'),
+  ],
+)
+def test_what_a_run_refuses_is_not_planned(algorithm, over, words):
+  config = dict(algorithm=algorithm, data=dict(path='none'))
+  with pytest.raises(InputError, match=words):
+    dry_run.prepare_all(config | over | (dict(reward='gsm8k') if algorithm == 'grpo' else {}))
+
+
 def test_programs_that_can_be_asked_for():
   made = [path.read_text() for room in ('programs', 'rollout') for path in (CLONE / 'jaxpost' / room).glob('*.py')]
   names = {name for text in made for name in re.findall(r"\b(?:Program|reader)\('(\w+)'", text)}

@@ -40,18 +40,23 @@ def samples(config: Config, algorithm: Algorithm) -> bool:
 
 def check_config(config: Config, algorithm: Algorithm) -> None:
   """Refuses what the config alone shows to be wrong."""
-  optim.check(config.optim)
-  check_mesh(config, algorithm)
-  if config.reference.every:
-    from jaxpost.stage import moving_reference
-
-    moving_reference.check(config, algorithm)
+  check_programs(config, algorithm)
   refuse(
     config.save.keep_best and not config.eval.data.path,
     'config.save.keep_best: nothing is evaluated; set config.eval.data.path',
   )
   check_sizes(config, algorithm.on_policy)
   refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
+
+
+def check_programs(config: Config, algorithm: Algorithm) -> None:
+  """Refuses optimizers, meshes and references that no program can be made for, of a run or of a plan."""
+  optim.check(config.optim)
+  check_mesh(config, algorithm)
+  if config.reference.every:
+    from jaxpost.stage import moving_reference
+
+    moving_reference.check(config, algorithm)
 
 
 def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:

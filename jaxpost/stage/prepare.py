@@ -76,7 +76,7 @@ def prepare(
   source = source_of_model(config.model)
   found = find_weights(config, algorithm, source, {p.name: p.inputs.outcome for p in before})
   tokenizer = load_tokenizer(config, source, found['policy'])
-  _check_weights(config, algorithm, found)
+  check_weights(config, algorithm, found)
   algorithm.check_roles(config, found, tokenizer)
   inputs = make_inputs(name, config, algorithm, found, tokenizer)
   if config.lora.rank:
@@ -93,7 +93,7 @@ def prepare(
   return PreparedStage(epochs.count_steps(inputs, data), data, Workers())
 
 
-def _check_weights(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> None:
+def check_weights(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> None:
   """Refuses options that the weights of the roles, {role: Source}, do not allow; warns of positions not learned."""
   cfg = found['policy'].config
   if isinstance(cfg, CustomConfig):
