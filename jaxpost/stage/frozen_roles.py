@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxpost.distributed.transfer import to_host
+from jaxpost.distributed import transfer
 from jaxpost.errors import InputError
 from jaxpost.models import partition
 from jaxpost.models.parameters import join
@@ -42,7 +42,7 @@ def make_frozen_run(
     return make_frozen(placed, name, params, workdir)
 
   def run(batch: Batch) -> dict[str, np.ndarray]:
-    found = to_host(spec.read(role()(place(placed.score, placed.shape.micro_rows, batch))))
+    found = transfer.to_host(spec.read(role()(place(placed.score, placed.shape.micro_rows, batch))))
     return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
 
   return run
@@ -147,7 +147,7 @@ def _move(tree: Any, shardings: Any) -> Any:
   def place_one(x, sharding):
     if isinstance(x, jax.ShapeDtypeStruct):
       return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return jax.device_put(x, sharding)
+    return transfer.send(x, sharding)
 
   return jax.tree.map(place_one, tree, shardings)
 
