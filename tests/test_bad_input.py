@@ -226,6 +226,11 @@ FIELDS = {
     dict(lora=dict(rank=2), rollout=dict(share_base=True), mesh=dict(rollout_devices=1)),
     'rollout.share_base: the sampler has devices of its own',
   ),
+  'parked for a sampler elsewhere': (
+    'grpo',
+    dict(rollout=dict(offload=True), mesh=dict(rollout_devices=1)),
+    'rollout.offload: the sampler has devices of its own',
+  ),
   'swap without a lag': (
     'grpo',
     dict(rollout=dict(inflight_update_blocks=2)),

@@ -33,7 +33,7 @@ def offloaded(roles: Roles, timer: Callable = contextlib.nullcontext) -> Iterato
   Args:
     timer: phase -> context in which each of the two moves runs.
   """
-  of_devices = roles.policy.layout.mesh.local_devices[0].default_memory().kind
+  of_devices = jax.local_devices()[0].default_memory().kind
   with timer('reshard'):
     _move(roles, 'pinned_host')
   yield

@@ -147,6 +147,10 @@ def check_model(config: Config, model: Model) -> None:
     config.rollout.share_base and config.mesh.rollout_devices > 0,
     'config.rollout.share_base: the sampler has devices of its own (mesh.rollout_devices); leave it False',
   )
+  refuse(
+    config.rollout.offload and config.mesh.rollout_devices > 0,
+    'config.rollout.offload: the sampler has devices of its own (mesh.rollout_devices); leave it False',
+  )
 
 
 def check_head(source: Source, scalar_head: bool, key: str) -> None:
