@@ -21,10 +21,10 @@ def low(completion_ids, **columns):
   return [sum(t < 64 for t in ids) / len(ids) for ids in completion_ids]
 """
 LAGS = {'sync': 0, 'ahead': 2}
-PAIRS = dict(path='generated:arithmetic_pairs:max=9,size=40,split=train')
+LABELS = dict(path='generated:arithmetic_labels:max=9,size=40,split=train')
 # References on devices of the second process: on as many as training has, and on fewer.
 SCORED = {
-  'same': dict(algorithm='dpo', data=PAIRS, mesh=dict(score_devices=2)),
+  'same': dict(algorithm='kto', data=LABELS, mesh=dict(score_devices=2)),
   'fewer': dict(
     mesh=dict(score_devices=1, rollout='data=1', rollout_devices=1), eval=dict(data=dict(path=''), samples=0)
   ),
