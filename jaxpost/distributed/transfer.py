@@ -73,8 +73,10 @@ def move(layout: Layout, tree: Any, *axes: str | None) -> Any:
   return jax.tree.map(lambda x: jax.device_put(x, layout.sharding(axes[: x.ndim], x.shape)), tree)
 
 
-def send(x: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Returns the array under a sharding of any devices; x may be given to a program that takes its buffers over."""
+def send(x: Any, sharding: jax.sharding.Sharding) -> Any:
+  """Moves an array to a sharding of any devices; afterwards, a program may take over its buffers. Or a description."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
   if coordination.process_count() == 1 or x.sharding.device_set == sharding.device_set:
     return jax.device_put(x, sharding)
   parts, wanted = ([*s.devices_indices_map(x.shape).values()] for s in (x.sharding, sharding))

@@ -143,14 +143,11 @@ def check_model(config: Config, model: Model) -> None:
     config.rollout.share_base and model.frozen <= model.mtp,
     'config.rollout.share_base: is for frozen weights under adapters (lora.rank or train.freeze); leave it False',
   )
-  refuse(
-    config.rollout.share_base and config.mesh.rollout_devices > 0,
-    'config.rollout.share_base: the sampler has devices of its own (mesh.rollout_devices); leave it False',
-  )
-  refuse(
-    config.rollout.offload and config.mesh.rollout_devices > 0,
-    'config.rollout.offload: the sampler has devices of its own (mesh.rollout_devices); leave it False',
-  )
+  for name in 'share_base', 'offload':
+    refuse(
+      vars(config.rollout)[name] and config.mesh.rollout_devices > 0,
+      f'config.rollout.{name}: the sampler has devices of its own (mesh.rollout_devices); leave it False',
+    )
 
 
 def check_head(source: Source, scalar_head: bool, key: str) -> None:

@@ -57,7 +57,7 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
   if part is not model:
     params, shared = partition.split(params, placed.model)
   if name == 'reference' and not config.rl.reference:
-    params = _move(params, part.shardings(layout))
+    params = jax.tree.map(transfer.send, params, part.shardings(layout))
   elif part is not model:  # an adapter
     params = load_adapter(source, model, layout, ledger)
   else:
@@ -138,18 +138,7 @@ def teacher_heads(placed: PlacedStage, teachers: Sequence[Frozen]) -> tuple[jax.
   """Returns the output embeddings of teachers in the layout of training, padded for the student."""
   heads = tuple(teacher_head(teacher, placed.model.config) for teacher in teachers)
   shardings = tuple(placed.train.sharding(('vocab', 'embed'), x.shape) for x in heads)
-  return _move(heads, shardings)
-
-
-def _move(tree: Any, shardings: Any) -> Any:
-  """Moves device arrays to `shardings`; for a plan, their descriptions."""
-
-  def place_one(x, sharding):
-    if isinstance(x, jax.ShapeDtypeStruct):
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    return transfer.send(x, sharding)
-
-  return jax.tree.map(place_one, tree, shardings)
+  return jax.tree.map(transfer.send, heads, shardings)
 
 
 def teacher_head(teacher: Frozen, student: ModelConfig) -> jax.Array:
