@@ -191,11 +191,6 @@ FIELDS = {
     dict(mesh=dict(rollout_devices=4), eval=dict(samples=2)),
     'mesh.rollout_devices: sft samples nothing',
   ),
-  'devices to sample what is stored': (
-    'grpo',
-    dict(mesh=dict(rollout_devices=4), train_on_rollouts='runs/x'),
-    'mesh.rollout_devices: grpo samples nothing',
-  ),
   'devices to score nothing': (
     'sft',
     dict(mesh=dict(score_devices=4)),
@@ -214,7 +209,7 @@ FIELDS = {
   'parked while others sample': (
     'grpo',
     dict(rollout=dict(staleness=1, offload=True)),
-    'rollout.offload: with rollout.staleness',
+    'rollout.offload: rollout.staleness',
   ),
   'more top log-probs than there are tokens': (
     'grpo',
@@ -229,7 +224,7 @@ FIELDS = {
   'parked for a sampler elsewhere': (
     'grpo',
     dict(rollout=dict(offload=True), mesh=dict(rollout_devices=1)),
-    'rollout.offload: the sampler has devices of its own',
+    'rollout.offload: rollout.staleness and mesh.rollout_devices sample beside training',
   ),
   'swap without a lag': (
     'grpo',

@@ -966,7 +966,7 @@ def test_other_methods_are_described(algorithm):
   [
     ('grpo', dict(mesh=dict(rollout='context=2')), 'mesh.rollout: sampling has no use for context'),
     ('sft', dict(mesh=dict(rollout_devices=4)), 'mesh.rollout_devices: sft samples nothing'),
-    ('dpo', dict(mesh=dict(score='fsdp=8'), reference=dict(every=2)), 'mesh.score: a reference that follows'),
+    ('sft', dict(mesh=dict(score_devices=2)), 'mesh.score_devices: sft has no reference'),
     ('sft', dict(train=dict(share_prompt=True)), 'train.share_prompt: sft samples nothing'),
   ],
 )

@@ -71,18 +71,3 @@ def move(layout: Layout, tree: Any, *axes: str | None) -> Any:
   if leaves and jax.process_count() > 1 and leaves[0].sharding.device_set != set(layout.mesh.devices.flat):
     return layout.put(to_host(tree), *axes)
   return jax.tree.map(lambda x: jax.device_put(x, layout.sharding(axes[: x.ndim], x.shape)), tree)
-
-
-def send(x: Any, sharding: jax.sharding.Sharding) -> Any:
-  """Moves an array to a sharding of any devices; afterwards, a program may take over its buffers. Or a description."""
-  if isinstance(x, jax.ShapeDtypeStruct):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-  if coordination.process_count() == 1 or x.sharding.device_set == sharding.device_set:
-    return jax.device_put(x, sharding)
-  parts, wanted = ([*s.devices_indices_map(x.shape).values()] for s in (x.sharding, sharding))
-  if parts != wanted:  # which `device_put` does not do between processes
-    value = to_host(x)
-    return jax.make_array_from_callback(x.shape, sharding, value.__getitem__, dtype=x.dtype)
-  sent = jax.block_until_ready(jax.device_put(x, sharding))
-  coordination.all_gather(None)  # a sender must keep its buffers until all receivers have read
-  return sent

@@ -33,12 +33,11 @@ def offloaded(roles: Roles, timer: Callable = contextlib.nullcontext) -> Iterato
   Args:
     timer: phase -> context in which each of the two moves runs.
   """
-  of_devices = jax.local_devices()[0].default_memory().kind
   with timer('reshard'):
     _move(roles, 'pinned_host')
   yield
   with timer('reshard'):
-    _move(roles, of_devices)
+    _move(roles, jax.local_devices()[0].default_memory().kind)
 
 
 def _move(roles: Roles, memory_kind: str) -> None:

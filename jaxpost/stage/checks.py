@@ -40,23 +40,18 @@ def samples(config: Config, algorithm: Algorithm) -> bool:
 
 def check_config(config: Config, algorithm: Algorithm) -> None:
   """Refuses what the config alone shows to be wrong."""
-  check_programs(config, algorithm)
-  refuse(
-    config.save.keep_best and not config.eval.data.path,
-    'config.save.keep_best: nothing is evaluated; set config.eval.data.path',
-  )
-  check_sizes(config, algorithm.on_policy)
-  refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
-
-
-def check_programs(config: Config, algorithm: Algorithm) -> None:
-  """Refuses optimizers, meshes and references that no program can be made for, of a run or of a plan."""
   optim.check(config.optim)
   check_mesh(config, algorithm)
   if config.reference.every:
     from jaxpost.stage import moving_reference
 
     moving_reference.check(config, algorithm)
+  refuse(
+    config.save.keep_best and not config.eval.data.path,
+    'config.save.keep_best: nothing is evaluated; set config.eval.data.path',
+  )
+  check_sizes(config, algorithm.on_policy)
+  refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
 
 
 def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
@@ -105,21 +100,17 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
     'context' in section.rollout,
     'config.mesh.rollout: sampling has no use for context, which splits rows in training; use tensor',
   )
-  splits_rows = 'context' in section.train + section.score
   refuse(
-    splits_rows and config.model.attention in WHOLE_ROW_KERNELS,
+    'context' in section.train + section.score and config.model.attention in WHOLE_ROW_KERNELS,
     f'config.model.attention: {config.model.attention} cannot attend over '
     'rows that a context axis splits; leave it auto',
   )
   refuse(
-    section.rollout_devices > 0
-    and (not algorithm.on_policy or bool(config.train_on_rollouts))
-    and not samples_held_out(config),
+    section.rollout_devices > 0 and not samples(config, algorithm),
     f'config.mesh.rollout_devices: {config.algorithm} samples nothing; leave it 0',
   )
-  frozen = algorithm.needs(config) or (algorithm.on_policy and 'reward_model' in config.rewards_tuple())
   refuse(
-    section.score_devices > 0 and not frozen,
+    section.score_devices > 0 and not (algorithm.needs(config) or 'reward_model' in config.rewards_tuple()),
     f'config.mesh.score_devices: {config.algorithm} has no reference, teacher or reward model; leave it 0',
   )
 
@@ -143,11 +134,10 @@ def check_model(config: Config, model: Model) -> None:
     config.rollout.share_base and model.frozen <= model.mtp,
     'config.rollout.share_base: is for frozen weights under adapters (lora.rank or train.freeze); leave it False',
   )
-  for name in 'share_base', 'offload':
-    refuse(
-      vars(config.rollout)[name] and config.mesh.rollout_devices > 0,
-      f'config.rollout.{name}: the sampler has devices of its own (mesh.rollout_devices); leave it False',
-    )
+  refuse(
+    config.rollout.share_base and config.mesh.rollout_devices > 0,
+    'config.rollout.share_base: the sampler has devices of its own (mesh.rollout_devices); leave it False',
+  )
 
 
 def check_head(source: Source, scalar_head: bool, key: str) -> None:
