@@ -1153,6 +1153,7 @@ def test_devices_are_counted_not_chips(mesh, shards):
 
   (p,) = dry_run.prepare_all(
     dict(algorithm='grpo', reward='gsm8k', data=dict(path='none'), mesh=mesh, model=dict(path='qwen3_8b'))
+    | dict(rl=dict(kl_coef=0.1))
   )
   top = machines.parse('tpu7x:1x2x2')
   assert meshes.training(p.inputs, top, False)['fsdp=-1'] == shards
