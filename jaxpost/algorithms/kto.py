@@ -84,7 +84,7 @@ def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
   if _reads_mismatched(config):
     log_ratios = roles.policy.score(scored).logprobs - arrays['ref_logprobs']
     z = mismatch(log_ratios, arrays['kl_mask'], ids)
-    arrays['kl'] = jnp.full_like(batch.loss_weights, z)
+    arrays['kl'] = 0 * batch.loss_weights + z  # `full_like` needs a device of this process
   return batch.replace(arrays=arrays)
 
 

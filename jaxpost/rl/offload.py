@@ -33,7 +33,8 @@ def offloaded(roles: Roles, timer: Callable = contextlib.nullcontext) -> Iterato
   Args:
     timer: phase -> context in which each of the two moves runs.
   """
-  device_memory = roles.policy.layout.mesh.local_devices[0].default_memory().kind
+  # A process without training devices has no local device in their mesh.
+  device_memory = jax.local_devices()[0].default_memory().kind
   with timer('reshard'):
     _move(roles, 'pinned_host')
   yield

@@ -32,7 +32,7 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None, ev
   """
   offloaded = {}
   if placed.config.rollout.offload:
-    if not placed.ledger.dry and not memory.can_offload(placed.train.mesh.local_devices[0]):
+    if not placed.ledger.dry and not memory.can_offload(jax.local_devices()[0]):
       raise InputError(
         'config.rollout.offload: these devices reach no memory of the host that could hold it; set it to False'
       )

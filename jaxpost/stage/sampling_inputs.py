@@ -83,8 +83,8 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
     'config.train_on_rollouts nor the greedy answer of remax; set it to 0',
   )
   refuse(
-    r.staleness > 0 and r.offload,
-    'config.rollout.offload: with rollout.staleness an update runs meanwhile; leave one of them out',
+    r.offload and (r.staleness > 0 or config.mesh.rollout_devices > 0),
+    'config.rollout.offload: rollout.staleness and mesh.rollout_devices sample beside training; leave it False',
   )
   refuse(
     r.inflight_update_blocks > 0 and not r.staleness,
