@@ -86,7 +86,9 @@ def precompute(
           identity(placed.inputs.sources[name]),
           digest(examples),
           placed.compute.dtype,
+          placed.config.model.param_dtype,
           placed.model.quantized,
+          dataclasses.asdict(placed.model.config),  # adapters that are not kept are merged, and rounded
           shape.row_length,
           spec.options,
           sorted(spec.arrays),
