@@ -88,12 +88,10 @@ def pack(
   ]
   packed = packing.pack_examples(examples, row_length)
   batch = packing.to_batch([[examples[i] for i in row] for row in packed], row_length, num_rows, per='pair')
-  # Without any pair these fields would be None, and the update would recompile.
-  zeros = np.zeros((num_rows, row_length), np.int32)
-  return batch.replace(
-    sequence_ids=zeros if batch.sequence_ids is None else batch.sequence_ids,
-    branch_ids=zeros if batch.branch_ids is None else batch.branch_ids,
-  )
+  if not examples:  # these fields would be None, and the update would recompile
+    zeros = np.zeros((num_rows, row_length), np.int32)
+    batch = batch.replace(sequence_ids=zeros, branch_ids=zeros if share_prompt else None)
+  return batch
 
 
 def pair(prompt: np.ndarray, chosen: Answer, rejected: Answer, share_prompt: bool) -> Example:
