@@ -22,6 +22,7 @@ from jaxpost.models import convolution, recurrence, routing, saved_config, trans
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
 from jaxpost.monitor import metrics
+from jaxpost.stage import prepare
 
 KDA = 'kimi_linear'  # the gated delta rule with decays of channels, beside latent attention
 # A family for each mixer -> what a layer keeps of a sequence, and the matrices of its mixer.
@@ -225,6 +226,13 @@ def test_an_adapter_is_exported_beside_such_modules(folder, tmp_path):
   jaxpost.run(tiny.merged(config, dict(model=dict(text_only=True))), tmp_path / 'run')
   assert more.keys() < proofs.exported(tmp_path / 'run').keys()
   assert (tmp_path / 'run/export/adapter/adapter_config.json').exists()
+
+
+@pytest.mark.parametrize('family', ['qwen3_5_text'])
+@pytest.mark.parametrize('size, words', [(8, 'layers with a recurrent state'), (12, '12 is no power of two')])
+def test_pages_are_refused_before_weights_are_loaded(folder, size, words):
+  with pytest.raises(InputError, match=f'^config.rollout.page_size: {words}'):
+    prepare.prepare_all(tiny.grpo_config(folder, rollout=dict(page_size=size)))
 
 
 def test_pages_branches_and_split_rows_are_refused():

@@ -122,10 +122,11 @@ def check_model(config: Config, model: Model) -> None:
     not model.config.experts and bool(router.balance_coef or router.z_coef or router.routing_replay),
     'config.router: balance_coef, z_coef and routing_replay are of mixtures of experts; this model has none',
   )
-  if config.rollout.top_logprobs:
+  if config.rollout.top_logprobs or config.rollout.page_size:
     from jaxpost.rollout import sampler_config  # which no SFT run reads
 
     sampler_config.check_top_logprobs(config.rollout.top_logprobs, model.config.vocab_size)
+    sampler_config.check_pages(config.rollout.page_size, model.config)
   if config.rollout.weights or config.rollout.cache:
     from jaxpost.models import scaled
 
