@@ -105,9 +105,10 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
     f'config.model.attention: {config.model.attention} cannot attend over '
     'rows that a context axis splits; leave it auto',
   )
+  trains_on_samples = algorithm.on_policy and not config.train_on_rollouts
   refuse(
-    section.rollout_devices > 0 and not samples(config, algorithm),
-    f'config.mesh.rollout_devices: {config.algorithm} samples nothing; leave it 0',
+    section.rollout_devices > 0 and not (trains_on_samples or samples_held_out(config)),
+    f'config.mesh.rollout_devices: {config.algorithm} samples nothing with this config; leave it 0',
   )
   refuse(
     section.score_devices > 0 and not (algorithm.needs(config) or 'reward_model' in config.rewards_tuple()),
