@@ -36,7 +36,7 @@ def row_keys(batch: Batch, step: int | jax.Array, purpose: int, seed: int) -> ja
 
 
 def neftune(batch: Batch, step: int | jax.Array, width: int, alpha: float, seed: int) -> jax.Array:
-  """Returns noise [B, T, D], alpha / sqrt(document length * D) times uniform in [-1, 1) (Jain et al., arXiv:2310.05914)."""
+  """Returns uniform noise [B, T, D] within alpha / sqrt(document length * D) (NEFTune, arXiv:2310.05914)."""
   keys = row_keys(batch, step, _NOISE, seed)
   noise = jax.vmap(lambda key: jax.random.uniform(key, (batch.tokens.shape[1], width), minval=-1.0))(keys)
   same_document = batch.segment_ids[:, :, None] == batch.segment_ids[:, None]
