@@ -84,10 +84,7 @@ def centered_rewards(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> 
 
 
 def token_rewards(rewards: np.ndarray, mask: np.ndarray, kl: np.ndarray | float, turns: np.ndarray) -> np.ndarray:
-  """Returns the rewards of tokens [N, C]: those of turns, the rest of the reward at the last trained token, minus `kl`.
-
-  rewards: [N], of sequences; NaN counts as 0. turns: [N, C], the parts of these that turns got. kl: [N, C], or 0.
-  """
+  """Returns [N, C]: `turns`, with the rest of the reward [N] (NaN: 0) added at the last trained token, minus the KL."""
   per_token = np.array(turns)
   trained = mask > 0
   last = mask.shape[1] - 1 - trained[:, ::-1].argmax(axis=1)
@@ -110,9 +107,9 @@ class Estimator:
 
   Attributes:
     fn: (*takes, **reads) -> [P, G], or [N, C].
-    takes: names of its arguments: 'rewards' and 'valid' [P, G], 'lengths' [P, G] (trained tokens), 'mask' and
-      'token_rewards' [N, C], 'greedy' [N] (reward of the greedy answer to the prompt), 'turn_rewards', 'sampled' and
-      'completions' [N, C] (see turn_advantages.py), 'components' {name: (weight, [P, G])} (the single rewards).
+    takes: 'rewards' and 'valid' [P, G], 'lengths' [P, G] (trained tokens), 'mask' and 'token_rewards' [N, C], 'greedy'
+      [N] (reward of the prompt's greedy answer), 'turn_rewards', 'sampled' and 'completions' [N, C] (see
+      turn_advantages.py), 'components' {name: (weight, [P, G])} (the single rewards).
     reads: {argument of fn: field of config.rl}.
     scales: allowed values of config.rl.scale_rewards; the first is the default.
     compares: whether it compares the samples of a group, and so needs at least two.
@@ -128,8 +125,8 @@ class Estimator:
 
 
 _SCALED = {'scale': 'scale_rewards', 'eps': 'std_eps', 'singleton': 'singleton'}
-_TURN_ARGUMENTS = 'rewards', 'valid', 'turn_rewards', 'sampled'
-_TURN_FIELDS = {'scale': 'scale_rewards', 'eps': 'std_eps', 'gamma': 'turn_gamma'}
+_TURNS = 'rewards', 'valid', 'turn_rewards', 'sampled'
+_TURN_READS = {'scale': 'scale_rewards', 'eps': 'std_eps', 'gamma': 'turn_gamma'}
 ESTIMATORS: dict[str, Estimator] = {
   'group': Estimator(group_relative, reads=_SCALED, scales=('group', 'batch', 'none')),
   'leave_one_out': Estimator(
@@ -158,13 +155,11 @@ ESTIMATORS: dict[str, Estimator] = {
   'pass_at_k': Estimator(by_name('group_advantages:pass_at_k'), reads={'k': 'pass_k'}, binary=True),
   'best_minus_second': Estimator(by_name('group_advantages:best_minus_second'), reads={'eps': 'std_eps'}),
   'gdpo': Estimator(by_name('group_advantages:gdpo'), takes=('components', 'valid'), reads={'eps': 'std_eps'}),
-  'mt_grpo': Estimator(
-    by_name('turn_advantages:mt_grpo'), takes=_TURN_ARGUMENTS, reads=_TURN_FIELDS, scales=('group', 'none')
-  ),
+  'mt_grpo': Estimator(by_name('turn_advantages:mt_grpo'), takes=_TURNS, reads=_TURN_READS, scales=('group', 'none')),
   'gigpo': Estimator(
     by_name('turn_advantages:gigpo'),
-    takes=(*_TURN_ARGUMENTS, 'completions'),
-    reads={**_TURN_FIELDS, 'weight': 'step_weight'},
+    takes=(*_TURNS, 'completions'),
+    reads={**_TURN_READS, 'weight': 'step_weight'},
     scales=('group', 'none'),
   ),
 }

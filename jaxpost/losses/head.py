@@ -27,8 +27,7 @@ def token_outputs(
 ) -> Outputs:
   """Computes the outputs of `labels` [B, T], differentiable in hidden and head.
 
-  Positions where `mask` [B, T] is 0 are skipped; their outputs are 0. `arrays`: as in `chunk_loss`, and those that a
-  divergence reads.
+  Positions where `mask` [B, T] is 0 are skipped; their outputs are 0. `arrays`: as in `chunk_loss`.
   """
   config = config._replace(loss_fn=None)
   hidden, labels, rows_mask, arrays = _split_context(config, (hidden, labels, mask, arrays or {}))
@@ -37,10 +36,7 @@ def token_outputs(
 
 
 def _split_context(config: HeadConfig, tree: Any) -> Any:
-  """Turns the n parts of a row that is split over `context` into rows, without communication.
-
-  [B, T, ...] -> [n B, T / n, ...].
-  """
+  """Turns the n parts of rows that are split over `context` into rows, locally: [B, T, ...] -> [n B, T / n, ...]."""
   n, shards = config.layout.mesh.shape['context'], config.layout.batch_shards
 
   def split(x):
@@ -192,8 +188,7 @@ def _run(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool) 
       d_hidden, d_head = result.gradients
       result = result._replace(gradients=(d_hidden, d_head.astype(head.dtype)))
     return result
-  rows = PartitionSpec(axes)
-  whole = PartitionSpec()
+  rows, whole = PartitionSpec(axes), PartitionSpec()
 
   def local(*args):
     result = _loop(config, *args, gradients=gradients)

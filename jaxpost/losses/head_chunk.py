@@ -123,8 +123,7 @@ def chunk_loss(
 
   Args:
     labels, weights: [B, C].
-    arrays: {name: [B, C, ...]}; 'allowed' restricts the softmax, and 'temperature' overrides `config.temperature`
-      where it is above 0.
+    arrays: {name: [B, C, ...]}; 'allowed' restricts the softmax, 'temperature' above 0 overrides `config.temperature`.
   """
   dtype, temperature = config.compute.dtype, config.temperature
   if 'temperature' in arrays:
@@ -212,8 +211,7 @@ def _logits_gradient(config: HeadConfig, softmax: _Softmax, fields: dict, slopes
   With p the softmax: d logprob = onehot - p, d entropy = -p (log p + entropy), d lse = p, d mean_logprob = 1 / V - p.
 
   Args:
-    fields: the outputs by name, see `_unmasked_outputs`.
-    slopes: d loss / d outputs, each field [B, C].
+    fields: see `_unmasked_outputs`; slopes: d loss / d outputs, each field [B, C].
 
   Returns:
     d loss / d logits [B, C, V], without the divergence.

@@ -1,8 +1,7 @@
 """Surrogate losses and KL estimators for policy gradients.
 
 All arguments and results are per token, [B, T] float32 (B rows, T tokens), and not reduced: the weights of the batch
-decide whether the loss is a token mean, a sequence mean or divided by a constant length. r = pi / pi_old, with log r
-clamped to [-20, 20].
+make a mean over tokens or sequences of them. r = pi / pi_old, with log r clamped to [-20, 20].
 
 A surrogate is elementwise in tokens, so that it may be called on chunks of tokens, or couples the tokens of a sequence
 by `reduce_sequence`, see `Surrogate`. `LOSSES` has the surrogates by name (most are in surrogates.py), and `KL` the

@@ -179,10 +179,10 @@ def _over_keys(step, carry, min_key_ref, gap_ref, *, cols: int, high):
 
 
 def _forward_kernel(
-  q_ref, k_ref, v_ref, first_key_ref, min_key_ref, gap_ref, ids_ref, sinks_ref, out_ref, lse2_ref, *, static, sizes
+  q_ref, k_ref, v_ref, first_key_ref, min_key_ref, gap_ref, ids_ref, sinks_ref, out_ref, lse2_ref, *, static, dims
 ):
   rows, cols, *_ = static.tiles.forward
-  size, values = sizes
+  size, values = dims
   begin = pl.program_id(0) * rows
   q, query_places = _load(q_ref, size), begin + jnp.arange(rows)
   first_key, query_ids = first_key_ref[...], _ids(ids_ref, pl.ds(begin, rows))
@@ -206,23 +206,10 @@ def _forward_kernel(
 
 
 def _queries_kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  first_key_ref,
-  min_key_ref,
-  gap_ref,
-  ids_ref,
-  g_ref,
-  lse2_ref,
-  delta_ref,
-  dq_ref,
-  *,
-  static,
-  sizes,
+  q_ref, k_ref, v_ref, first_key_ref, min_key_ref, gap_ref, ids_ref, g_ref, lse2_ref, delta_ref, dq_ref, *, static, dims
 ):
   rows, cols, *_ = static.tiles.queries
-  size, values = sizes
+  size, values = dims
   begin = pl.program_id(0) * rows
   q, g, query_places = _load(q_ref, size), _load(g_ref, values), begin + jnp.arange(rows)
   first_key, query_ids = first_key_ref[...], _ids(ids_ref, pl.ds(begin, rows))
@@ -243,27 +230,14 @@ def _queries_kernel(
 
 
 def _keys_kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  first_key_ref,
-  max_query_ref,
-  ids_ref,
-  g_ref,
-  lse2_ref,
-  delta_ref,
-  dk_ref,
-  dv_ref,
-  *,
-  static,
-  sizes,
+  q_ref, k_ref, v_ref, first_key_ref, max_q_ref, ids_ref, g_ref, lse2_ref, delta_ref, dk_ref, dv_ref, *, static, dims
 ):
   rows, cols, *_ = static.tiles.keys
-  size, values = sizes
+  size, values = dims
   begin = pl.program_id(0) * cols
   k, v, key_places = _load(k_ref, size), _load(v_ref, values), begin + jnp.arange(cols)
   key_ids = _ids(ids_ref, pl.ds(begin, cols))
-  low, high = begin // rows, max_query_ref[pl.program_id(0)] // rows + 1
+  low, high = begin // rows, max_q_ref[pl.program_id(0)] // rows + 1
   count = high - low
 
   def step(n, carry):
@@ -299,13 +273,13 @@ def _call(kernel, part: str, static: _Static, inputs, outputs, grid):
   inputs, outputs: (array, block, index map) of each; inputs begin with q, k and v, and their arrays may be None.
   """
   arrays = [x for x in inputs if x[0] is not None]
-  sizes = inputs[1][0].shape[3], inputs[2][0].shape[3]
+  dims = inputs[1][0].shape[3], inputs[2][0].shape[3]  # (h, hv)
   *_, warps, stages = getattr(static.tiles, part)
 
   def with_absent_inputs(*refs):
     input_refs = iter(refs[: len(arrays)])
     all_refs = [None if x[0] is None else next(input_refs) for x in inputs]
-    kernel(*all_refs, *refs[len(arrays) :], static=static, sizes=sizes)
+    kernel(*all_refs, *refs[len(arrays) :], static=static, dims=dims)
 
   return pl.pallas_call(
     with_absent_inputs,

@@ -74,8 +74,7 @@ def attend_in_chunks(
     return einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end], compute.dtype)
 
   outs, step = [], min(compute.q_chunk, length)
-  is_long = n * length > _LONG
-  if is_long:
+  if is_long := n * length > _LONG:
     step = -(-length // 4)
     if isinstance(window, int) and window:
       step = min(step, max(window // n, 4 * compute.q_chunk))
@@ -121,8 +120,7 @@ def _map_chunks(run, step: int, q, *queries):
 def first_key(start: int, window: int | jax.Array, branch_ids: jax.Array | None) -> int:
   """Returns the first key that the query at `start` of a row may attend to.
 
-  It is 0 for rows with branches: windows are measured in positions, and the shared part of a document is closer to a
-  branch in positions than in places of the row.
+  It is 0 for rows with branches: windows are in positions, in which the shared part is closer than in places of the row.
   """
   if branch_ids is not None or not isinstance(window, int) or not window:
     return 0

@@ -146,21 +146,12 @@ def _merged(out: jax.Array, lse2: jax.Array, sinks: jax.Array | None) -> jax.Arr
 
 
 def _kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  new_k_ref,
-  new_v_ref,
-  filled_ref,
-  step_ref,
-  out_ref,
-  lse2_ref,
-  *,
-  sizes: tuple[int, int, int, int],
-  parts: int,
-  static: _Static,
+  q_ref, k_ref, v_ref, new_k_ref, new_v_ref, filled_ref, step_ref, out_ref, lse2_ref, *, sizes, parts, static: _Static
 ):
-  """Attends from the queries of a kv head to a part of the entries of its slot; part 0 includes the recent tokens."""
+  """Attends from the queries of a kv head to a part of the entries of its slot; part 0 includes the recent tokens.
+
+  sizes: (G, h, hv, T). parts: number of the parts of entries.
+  """
   group, size, values, block = sizes
   filled, step, part = filled_ref[pl.program_id(1)], step_ref[0], pl.program_id(2)
   position = filled + step  # of the query

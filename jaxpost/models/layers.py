@@ -124,8 +124,7 @@ def project_all(
 
     ys = tensor_parallel.adapted_products(spec, x, ws, compute, layout)
     return [_finish(y, p, part, compute) for y, part in zip(ys, parts)]
-  h, k = cfg.num_heads, cfg.num_kv_heads
-  ends = [h, h + k] if name == 'qkv' else 2
+  ends = [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads] if name == 'qkv' else 2
   return jnp.split(project(spec, x, p, name, compute, layout=layout), ends, FUSED_AXIS[name])
 
 
@@ -152,8 +151,7 @@ def attention(
       array in a scan over layers with different windows.
     cfg: for the scale and the soft cap of the scores.
     sinks: [H], the score of an extra key without value for each head, or None.
-    layout: a `Layout`, or any function on a single device. Where it splits
-      rows, q, k and v are striped, see `context_parallel.py`.
+    layout: a `Layout`, or any function on one device. Where it splits rows, q, k, v are striped (`context_parallel.py`).
 
   Returns:
     [B, T, H, hv].
@@ -217,11 +215,8 @@ _POLICIES = {'full': None, 'dots': jax.checkpoint_policies.save_only_these_names
 
 
 def rematerialized(block: Callable, compute: Compute, alone: bool = False) -> Callable:
-  """Returns `block` with a backward pass that recomputes its activations, according to `compute.remat`.
-
-  alone: `block` is the body of a scan over single layers, where barriers would only prevent fusions. Elsewhere XLA
-    would recompute several layers at once without them.
-  """
+  """Returns `block` with a backward pass that recomputes it as `compute.remat` says; `alone`: in a scan over layers."""
   if compute.remat == 'none':
     return block
+  # Barriers keep XLA from recomputing several layers at once. In a scan over single layers they only prevent fusions.
   return jax.checkpoint(block, policy=_POLICIES[compute.remat], prevent_cse=not alone)

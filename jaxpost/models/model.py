@@ -1,7 +1,6 @@
 """The `Model` record: pure functions and a parameter table.
 
-Anything that provides these can be trained and sampled from. `build` makes the record of a `transformer.py` model;
-`custom.py` makes those of flax modules.
+Anything that provides these can be trained and sampled from; `build` and `custom.py` return such records.
 """
 
 import dataclasses

@@ -67,8 +67,7 @@ class Param:
 def input_dims(spec: Param) -> int:
   """Returns the number of leading dimensions of a matrix that are its inputs.
 
-  The hidden size ('embed') or the rank of an adapter is one whole side of a matrix, and all other dimensions are the
-  other: [embed | heads, size] or [heads, size | embed].
+  'embed' or the rank of an adapter is one whole side of a matrix: [embed | heads, size], [heads, size | embed].
   """
   axes = spec.axes[spec.stack :]
   return 1 if axes[0] in ('embed', 'rank') else len(axes) - 1

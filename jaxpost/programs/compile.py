@@ -158,16 +158,11 @@ class Program:
     )
 
   def _shardings(self, abstract):
-    if not callable(self._out):
-      return self._out
-    return self._out(jax.eval_shape(self._fn, *abstract))
+    return self._out(jax.eval_shape(self._fn, *abstract)) if callable(self._out) else self._out
 
 
 def options(arguments: Sequence[Any], more: dict | None = None) -> dict | None:
-  """Returns compiler options for the devices of these arrays, or None.
-
-  XLA_FLAGS and `more` override them; an option that is None in `more` is left out.
-  """
+  """Returns compiler options for the devices of these arrays; XLA_FLAGS and `more` (None: left out) override them."""
   devices = (d for x in arguments for d in x.sharding.device_set)
   defaults = {}
   if getattr(next(devices, None), 'platform', '') == 'gpu':

@@ -43,8 +43,7 @@ class Reshard:
   no copy share the parameters' buffers, so they have to be freed before an update donates these.
 
   Args:
-    most: limit of the bytes of the layers that one call of a program makes, on all devices together; it makes at least
-      one layer.
+    most: limit of the bytes of the layers that a program makes, on all devices together; it makes at least one layer.
     share_buffers: False if weights are still in use when an update donates the parameters; nothing is shared then.
 
   Attributes:

@@ -88,9 +88,7 @@ def draw(
   Excluded are forbidden ids, stop ids before `min_tokens`, and then the tokens that top-k, top-p and min-p cut off.
 
   Args:
-    logits: [S, V] float32.
-    uniform: [S].
-    counts: [S], number of tokens drawn before.
+    logits: [S, V] float32; uniform: [S]; counts: [S], number of tokens drawn before.
     top: how many of the most probable tokens to report, by log_softmax(logits / T); zeros if
       `sampling.top_logprobs` of all slots are 0.
     allowed: the largest `top_k` of slots that report the tokens which could be drawn; 0: they are not reported.
@@ -125,10 +123,9 @@ def draw(
 
 @jax.named_scope('choose')  # `jaxpost.planning` finds the branches by this name
 def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, allowed: int, unroll: bool, tile: int):
-  """Draws a token of each slot from the tokens that are not excluded ('kept').
+  """Draws a token of each slot from those that are not excluded: the kept ones.
 
-  Returns:
-    (tokens [S], sum of the kept weights [S], sum of all weights [S], largest kept logit [S, 1], `Drawn.allowed`).
+  Returns (tokens, sum of the kept weights, sum of all weights, largest kept logit, `Drawn.allowed`), each [S, ...].
   """
   greedy = sampling.temperature < _GREEDY
   cuts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
@@ -184,11 +181,9 @@ def _truncate(weights, sampling: Sampling, unroll: bool):
 
 
 def _at_most(weights, top_k, limit: int):
-  """Sets all but the `limit` largest weights [S, V] to 0: top-k keeps more where weights are equal.
+  """Returns (the `limit` largest weights, others set to 0 [S, V]; 1 + their ids [S, limit] int32, padded with 0).
 
-  Returns:
-    (weights, 1 + the ids of those that are not 0 [S, limit] int32, padded with 0). In slots where `top_k` [S] is 0, all
-    weights are kept, and no ids are reported.
+  Top-k alone keeps more if weights are equal. In slots where `top_k` [S] is 0, all are kept, and no ids reported.
   """
   values, ids = jax.lax.top_k(weights, limit)
   rows = jnp.arange(len(weights))[:, None]
