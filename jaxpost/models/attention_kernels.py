@@ -224,7 +224,7 @@ def splash(
     residual_checkpoint_name='dots',
   )
   q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-  # From this name `planning.kernels` learns what the arguments of the kernel do not tell.
+  # `planning.kernels` reads n and the window from this name, as they are not among the kernel's arguments.
   with jax.named_scope(f'attention_stripes_{n}_window_{window}'):
     out = jax.vmap(lambda q, k, v, *s: kernel(q, k, v, lib.SegmentIds(*s), sinks))(q, k, v, query_segments, segment_ids)
   return out.swapaxes(1, 2)[:, :length]

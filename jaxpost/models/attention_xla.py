@@ -120,7 +120,7 @@ def _map_chunks(run, step: int, q, *queries):
 def first_key(start: int, window: int | jax.Array, branch_ids: jax.Array | None) -> int:
   """Returns the first key that the query at `start` of a row may attend to.
 
-  It is 0 for rows with branches: windows are in positions, in which the shared part is closer than in places of the row.
+  It is 0 for rows with branches: windows count positions, and the shared part is closer in positions than in places.
   """
   if branch_ids is not None or not isinstance(window, int) or not window:
     return 0

@@ -32,7 +32,7 @@ def linen(module: Any, *, vocab_size: int, head: str, axes: Sequence[tuple[str, 
   """Makes a model of a `flax.linen.Module`.
 
   Args:
-    module: see above; all its variables are in the collection 'params'.
+    module: see the top of this file; all its variables are in the collection 'params'.
     vocab_size: V, its number of tokens.
     head: path of the output embedding, [V, D] or [D, V]: 'embed/embedding' if
       it is tied to the input's, 'lm_head/kernel' for a Dense.

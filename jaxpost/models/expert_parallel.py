@@ -55,18 +55,18 @@ def sort_by_key(key: jax.Array, num_keys: int) -> tuple[jax.Array, jax.Array]:
   return (packed & (2**bits - 1)).astype(jnp.int32), (packed >> bits).astype(key.dtype)
 
 
-def plan_dispatch(wanted: jax.Array, axis: str, exact: bool) -> Dispatch:
+def plan_dispatch(sends: jax.Array, axis: str, exact: bool) -> Dispatch:
   """Plans the dispatch of one device.
 
   Args:
-    wanted: [n, N, n] bool, the same on all devices: True where a row of a device
-      is sent to a device.
+    sends: [n, N, n] bool, the same on all devices: sends[i, row, j] is True if row
+      `row` of device i is sent to device j.
     exact: see `exchange`.
   """
   me = jax.lax.axis_index(axis)
-  goes = wanted[me].T
-  comes = wanted[..., me]
-  counts = jnp.sum(wanted, axis=1, dtype=jnp.int32)  # [from, to]
+  goes = sends[me].T
+  comes = sends[..., me]
+  counts = jnp.sum(sends, axis=1, dtype=jnp.int32)  # [from, to]
   return Dispatch(
     goes=goes,
     rows=_true_first(goes),
@@ -101,8 +101,8 @@ def dispatch_tokens(
   """
   weights, chosen = (jax.lax.all_gather(y, 'expert') for y in (weights, chosen))
   device = chosen[..., None] // experts_per_device
-  wanted = jnp.any(device == jnp.arange(len(chosen)), axis=-2)
-  plan = plan_dispatch(wanted, 'expert', exact)
+  sends = jnp.any(device == jnp.arange(len(chosen)), axis=-2)
+  plan = plan_dispatch(sends, 'expert', exact)
   weights, chosen = (jnp.take_along_axis(y, plan.arrived[..., None], axis=1) for y in (weights, chosen))
   return plan, [y.reshape(-1, y.shape[-1]) for y in (dispatch(x, plan), weights, chosen)]
 
@@ -135,9 +135,9 @@ def dispatch(x: jax.Array, plan: Dispatch) -> jax.Array:
 @jax.custom_vjp
 def combine(y: jax.Array, plan: Dispatch) -> jax.Array:
   """[n, N, D], results of the received rows -> [N, D], their sums by local row: the transpose of `dispatch`."""
-  back = exchange(y, plan.received, plan.sent, plan.axis, plan.exact)
-  back = jnp.take_along_axis(back, plan.place[..., None], axis=1)
-  return jnp.sum(back, axis=0, where=plan.goes[..., None], dtype=jnp.float32).astype(y.dtype)
+  results = exchange(y, plan.received, plan.sent, plan.axis, plan.exact)
+  results = jnp.take_along_axis(results, plan.place[..., None], axis=1)
+  return jnp.sum(results, axis=0, where=plan.goes[..., None], dtype=jnp.float32).astype(y.dtype)
 
 
 dispatch.defvjp(lambda x, plan: (dispatch(x, plan), plan), lambda plan, g: (combine(g, plan), None))

@@ -108,7 +108,7 @@ def over_rows(cfg: HybridConfig, rows: PackedRows, compute: Compute, layout: Cal
 
 
 def over_state(cfg: HybridConfig, states: list[tuple], place: int, compute: Compute, layout: Callable) -> Callable:
-  """Returns (p, y) -> (out, None), the mixer of new tokens of sequences, which replaces `states[place]`; see `mix`."""
+  """Returns (p, y) -> (out, None), the mixer of new tokens, which reads and replaces `states[place]`; see `mix`."""
 
   def mixer(p, y):
     out, states[place] = mix(p, y, cfg, compute, layout, state=states[place])

@@ -1,4 +1,4 @@
-"""Layers of the decoder: embedding, norm, projections, attention, MLP; what the backward pass keeps of them.
+"""Layers of the decoder: embedding, norm, projections, attention, MLP; and their rematerialization.
 
 Legend: B rows, T tokens, D hidden size, F MLP size, N or H heads, K kv heads, h head size, hv that of values.
 `decoding.py` attends over a cache.
@@ -151,7 +151,7 @@ def attention(
       array in a scan over layers with different windows.
     cfg: for the scale and the soft cap of the scores.
     sinks: [H], the score of an extra key without value for each head, or None.
-    layout: a `Layout`, or any function on one device. Where it splits rows, q, k, v are striped (`context_parallel.py`).
+    layout: a `Layout`, or any function on one device. If it splits rows, q, k and v are striped (`context_parallel`).
 
   Returns:
     [B, T, H, hv].

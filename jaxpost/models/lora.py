@@ -100,7 +100,7 @@ _MAX_LAYERS = 4096  # of a stack, so that numbers of dropout keys do not collide
 
 
 def target_pattern(text: str, table: dict, rank: int) -> str:
-  """Returns the regex of `config.lora.targets` for names as PEFT writes them; other text is returned as it is.
+  """Returns the regex of `config.lora.targets` for names as PEFT writes them; other text is returned unchanged.
 
   'q_proj,v_proj' becomes 'q|v'. 'all-linear' becomes `DEFAULT` if both select the same matrices of the model without
   adapters, whose parameter table is `table`.
@@ -242,7 +242,7 @@ def merge(params: dict, cfg: ModelConfig) -> dict:
 
 
 def _over_targets(params: dict, fn: Callable) -> dict:
-  """Returns `params` without adapters, with fn(number, W, A, B) in place of each adapted W."""
+  """Returns `params` without adapters, and with each adapted W replaced by fn(number, W, A, B)."""
   if ADAPTER_ROOT not in params:
     return params
   out = {k: v for k, v in params.items() if k != ADAPTER_ROOT}

@@ -1,4 +1,4 @@
-"""A module that predicts the token after the next one, behind a decoder (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+"""A module on top of a decoder that predicts the token after the next one (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
 At each position its inputs are the hidden state that the model gives its head and the embedding of the next token. Both
 are normed, concatenated, projected to the hidden size and processed by one more layer with attention. The module uses

@@ -48,8 +48,8 @@ def freeze(model: Model, pattern: str, mtp: bool = False) -> Model:
   frozen |= {p for p, spec in model.table.items() if spec.frozen} | (frozenset() if mtp else model.mtp)
   if len(frozen) == len(model.table):
     raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to train')
-  # An update costs a forward pass, a backward pass for the gradients of activations, and
-  # as much for those of all parameters, of which only the trained part is computed.
+  # An update costs as much as a forward pass, a second one for the gradients of activations,
+  # and a third one for those of parameters, of which only the trained share is computed.
   sizes = {path: math.prod(spec.shape) for path, spec in model.table.items() if path not in model.mtp}
   share = 1 - sum(sizes.get(path, 0) for path in frozen) / sum(sizes.values())
   return dataclasses.replace(model, frozen=frozenset(frozen), passes=2 + share)

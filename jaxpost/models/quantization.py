@@ -185,7 +185,7 @@ def quantize_model(model: Model, kind: str) -> Model:
   """Returns the model with its matrices in 8 ('int8') or 4 bits ('nf4').
 
   Args:
-    kind: one of KINDS, or '' for the model as it is.
+    kind: one of KINDS; '' returns the model unchanged.
   """
   if not kind:
     return model

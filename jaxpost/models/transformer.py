@@ -205,7 +205,7 @@ def layer(
 
 
 def _mix(p, y, table, attend, cfg, compute, layout, absorbed, recur):
-  """Returns (attention or `recur` of the normed input y [B, T, D]: [B, T, H, h], kept); see `layer`."""
+  """Applies attention or `recur` to the normed input y [B, T, D]; returns ([B, T, H, h], kept), see `layer`."""
   if recur and p.keys().isdisjoint(('q', 'qkv', 'kv_a')):
     return recur(p, y)
   if 'kv_a' in p:
@@ -324,7 +324,7 @@ def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, compute: Compute, c
 def with_inputs(
   params: dict, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, compute: Compute, layout: Callable
 ) -> dict:
-  """Returns the parameters and, in each layer, the further inputs that Gemma 4 makes of tokens and embeddings x."""
+  """Returns the parameters, with per-layer embeddings of the tokens in each layer if the model has them (Gemma 4)."""
   if not cfg.mixed:
     return params
   from jaxpost.models import mixed_attention

@@ -89,8 +89,7 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
     state, entry = state.replace(cache=cache), entry.replace(source=jnp.where(new, 0, -1))
     return generate.enter(state, entry, hidden, more.filled + more.lengths, run_key, step=step)
 
-  def flops(weights, state, entry, more, *rest):
-    del weights, state, entry, rest
+  def flops(_weights, _state, _entry, more, *_):
     return more.tokens.size * flops_per_token(model.config, read)
 
   return Program('extend', extend, ledger, generate.slot_shardings(layout), donate=(1,), flops=flops)

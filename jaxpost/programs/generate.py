@@ -58,7 +58,7 @@ class DecodeState:
 
 @struct.dataclass
 class Entry:
-  """Sequences that enter slots; `source` is -1 where a slot stays as it is."""
+  """Sequences that enter slots; `source` is -1 for slots that do not change."""
 
   source: Array  # [S] int32, row of the Prefilled
   prompts: Array  # [S] int32, global prompt index

@@ -30,7 +30,7 @@ GROUP_BYTES = 2**30
 
 
 class WeightSource(NamedTuple):
-  """The parameter that a weight outside the layer stacks is made of."""
+  """The parameter of which a weight outside the layer stacks is a copy."""
 
   parameter: str
   cast: Param | None  # its row of the parameter table; None: the type stays

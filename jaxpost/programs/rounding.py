@@ -24,7 +24,7 @@ def apply_updates(params: Any, updates: Any, step: int | jax.Array) -> Any:
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-  """Returns float32 `x` as bfloat16, either neighbor with a probability that makes the mean x."""
+  """Returns float32 `x` rounded to one of its neighbors in bfloat16, with probabilities that make the mean x."""
   noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
   bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
   rounded = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)

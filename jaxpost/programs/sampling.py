@@ -29,7 +29,7 @@ class Sampling:
   min_p: Array  # [S] float32, relative to the most probable token; 0 is off
   stop_ids: Array  # [S, M] int32, padded with -1
   forbidden_ids: Array  # [S, F] int32, never drawn; padded with -1
-  min_tokens: Array  # [S] int32: stop ids are not drawn before so many tokens
+  min_tokens: Array  # [S] int32, number of tokens before which stop ids are not drawn
   max_tokens: Array  # [S] int32
   seed: Array  # [S] int32, folded into the key of the draws; with 0 the key does not change
   top_logprobs: Array  # [S] int32, how many of the most probable tokens are reported
@@ -206,8 +206,8 @@ def _cut(weights, values, target, applies, unroll):
     enough = jnp.sum(jnp.where(weights > threshold, values, 0.0), axis=-1) >= target
     return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-  one = 0x3F800000  # the bits of 1.0, the largest weight
-  bounds = jnp.zeros(target.shape, jnp.int32), jnp.full(target.shape, one)
+  bits_of_one = 0x3F800000  # 1.0 is the largest weight
+  bounds = jnp.zeros(target.shape, jnp.int32), jnp.full(target.shape, bits_of_one)
   low, _ = jax.lax.fori_loop(0, 30, halve, bounds, unroll=unroll)
   threshold = jnp.where(applies, jax.lax.bitcast_convert_type(low, jnp.float32), -1.0)[:, None]
   return jnp.where(weights > threshold, weights, 0)

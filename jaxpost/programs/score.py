@@ -62,7 +62,7 @@ def make_evaluate(model: Model, objective: Objective, layout: Layout, compute: C
   )
 
   def evaluate(params, batch: Batch, step, frozen: dict):
-    # All micro-batches, few of which are empty: so XLA knows the number of iterations.
+    # Empty micro-batches, which are few here, are not skipped, so that XLA knows the number of iterations.
     micro_loss = functools.partial(loss_fn, params, step=step, frozen=frozen)
     loss, metrics = train.fold_micro_batches(micro_loss, batch, count=len(batch.tokens))
     metrics.pop(train.ROUTER, None)
