@@ -201,7 +201,9 @@ def splash(
 
   part, n = stripe
   length, segment_ids = q.shape[1], rows.segment_ids
-  multiple = _LANES if length <= 512 else 2 * _LANES if length <= 2048 else 512
+  multiple = 512
+  if length <= 2048:
+    multiple = _LANES if length <= 512 else 2 * _LANES
   query_segments, q = _padded(multiple, segment_ids.reshape(len(q), length, n)[..., part], q)
   block = next(b for b in (512, 384, 256, _LANES) if q.shape[1] % b == 0)
   if n > 1:

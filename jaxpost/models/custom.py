@@ -66,7 +66,8 @@ def nnx(make_module: Callable, *, vocab_size: int, head: str, axes: Sequence[tup
   """
   from flax import nnx as lib
 
-  graph, abstract, other_state = lib.split(lib.eval_shape(lambda: make_module(lib.Rngs(0))), lib.Param, ...)
+  graph, *states = lib.split(lib.eval_shape(lambda: make_module(lib.Rngs(0))), lib.Param, ...)
+  abstract, other_state = states
   _refuse(bool(jax.tree.leaves(other_state)), 'has state that is not an nnx.Param')
 
   def init(key):

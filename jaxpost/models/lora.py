@@ -153,7 +153,7 @@ def target_name(path: str, spec: Param) -> str:
 def fresh(number: int, spec: Param, key: jax.Array) -> jax.Array:
   """Returns initial values: uniform within 1 / sqrt(inputs) for A, as in PEFT, and zeros for B.
 
-  number: index of the row among those of adapters, for its random numbers.
+  number: of the row, from which its random numbers derive.
   """
   if spec.init != 'uniform':
     return jnp.zeros(spec.shape)

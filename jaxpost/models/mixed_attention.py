@@ -136,7 +136,8 @@ def in_a_row(
   layer_of_kind: Callable, params: dict, x: jax.Array, cfg: MixedConfig, chosen: jax.Array | None
 ) -> tuple[jax.Array, list, Any]:
   """Runs all layers without a scan, so that the last ones get keys and values of others; see `hybrid.scan_periods`."""
-  kept, pairs, routings = [], [], []
+  kept, routings = [], []
+  pairs: list[tuple] = []  # keys and values of each layer
   first_shared = cfg.num_layers - cfg.shared_layers
   for i, (p, kind) in enumerate(zip(unstack_layers(params, cfg.layer_stacks)['layers'], cfg.layer_kinds)):
     if i >= first_shared:

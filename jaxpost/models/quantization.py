@@ -249,7 +249,9 @@ def convert_params(params: dict, model: Model) -> dict:
       x = leaf(params, path)
     except KeyError:
       continue
-    kind = '' if not isinstance(x, dict) else ('nf4' if x['codes'].dtype == jnp.uint8 else 'int8')
+    kind = ''
+    if isinstance(x, dict):
+      kind = 'nf4' if x['codes'].dtype == jnp.uint8 else 'int8'
     if kind == model.quantized:
       continue
     if kind:
