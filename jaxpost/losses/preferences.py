@@ -55,7 +55,7 @@ def _logistic(margin: jax.Array, options: PreferenceOptions) -> jax.Array:
 
 
 def sigmoid(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """-log s(beta d): DPO (arXiv:2305.18290), eq. 7; with label_smoothing, cDPO."""
+  """-log s(beta d), s the sigmoid: DPO (arXiv:2305.18290), eq. 7; with label_smoothing, cDPO."""
   return _logistic(_margin(pairs, options), options)
 
 
@@ -169,7 +169,7 @@ def sigmoid_norm(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
 
 def sft(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """NLL of the chosen completion, which sums to the mean over tokens of the global batch (`Pairs.nll_scale`)."""
+  """NLL of the chosen completion, scaled so that the batch gives the mean over its chosen tokens."""
   del options
   return -pairs.chosen * pairs.nll_scale
 

@@ -52,13 +52,13 @@ def cached_attention(
   """Computes `decoding.cached_attention` of one token per slot, on each device's slots and heads."""
   shape, kv_heads = q.shape, cache[0].shape[1]
   q = scale_queries(q, cfg).astype(compute.dtype).reshape(len(q), kv_heads, -1, shape[-1])
-  sinks = sinks if sinks is None else sinks.reshape(kv_heads, -1)
   run = functools.partial(attend, window=window, cfg=cfg)
+  args = q, tuple(cache), tuple(recent), filled, step, sinks if sinks is None else sinks.reshape(kv_heads, -1)
   if isinstance(layout, Layout) and layout.mesh.size > 1:
     rows = layout.spec(('batch', 'kv_heads', None, None), q.shape)
     specs = rows, rows, rows, PartitionSpec(rows[0]), PartitionSpec(), PartitionSpec(rows[1])
     run = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=rows, check_vma=False)
-  return run(q, tuple(cache), tuple(recent), filled, step, sinks).reshape(*shape[:3], -1)
+  return run(*args).reshape(*shape[:3], -1)
 
 
 class _Static(NamedTuple):

@@ -77,19 +77,17 @@ def chunked(
   shape = rows, heads, groups, size, width
   state = jnp.zeros(shape, jnp.float32) if state is None else state.astype(jnp.float32).reshape(shape)
   carry = state, jnp.zeros_like(runs[:, 0])
-  run_block = functools.partial(
-    _block, product=functools.partial(einsum, dtype=dtype), corrected=corrected, chunk=chunk
-  )
+  product = functools.partial(einsum, dtype=dtype)
+  run_block = functools.partial(_block, product=product, corrected=corrected, chunk=chunk)
   terms = q, k, v, log_decay, beta
   count = -(-length // max(block, chunk))
   if count == 1:
     (state, _), out = run_block(carry, (*terms, runs))
   else:
     block_length = chunk * -(-length // (count * chunk))
-    padding = block_length * count - length
 
     def split(x, mode='constant'):
-      x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)), mode=mode)
+      x = jnp.pad(x, ((0, 0), (0, block_length * count - length), *((0, 0),) * (x.ndim - 2)), mode=mode)
       return x.reshape(rows, count, block_length, *x.shape[2:]).swapaxes(0, 1)
 
     blocks = (*map(split, terms), split(runs, mode='edge'))
