@@ -961,6 +961,18 @@ def test_other_methods_are_described(algorithm):
     assert found.data.first_batch.tokens.shape[1] == 512
 
 
+@pytest.mark.parametrize(
+  'over, field',
+  [
+    (dict(algorithm='grpo', model=dict(preset='tiny_hybrid'), train=dict(share_prompt=True)), 'train.share_prompt'),
+    (dict(algorithm='ppo', model=dict(preset='tiny_moe'), router=dict(routing_replay=True)), 'router.routing_replay'),
+  ],
+)
+def test_what_the_models_of_a_run_cannot_do_is_not_planned(over, field):
+  with pytest.raises(InputError, match=f'config.{field}: '):
+    dry_run.prepare_all(dict(reward='gsm8k') | over)
+
+
 def test_programs_that_can_be_asked_for():
   made = [path.read_text() for room in ('programs', 'rollout') for path in (CLONE / 'jaxpost' / room).glob('*.py')]
   names = {name for text in made for name in re.findall(r"\b(?:Program|reader)\('(\w+)'", text)}

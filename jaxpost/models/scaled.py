@@ -197,7 +197,7 @@ def check(rollout: Any, model: Model) -> None:
   )
   refuse(
     bool(weights) and not is_custom and bool(cfg.experts),
-    'config.rollout.weights: the matrices of all experts would be converted at every token; leave it empty '
+    'config.rollout.weights: the matrices of experts would all be converted at every token; leave it empty '
     '(config.rollout.cache is also for mixtures of experts)',
   )
   refuse(

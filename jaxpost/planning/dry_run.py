@@ -100,6 +100,7 @@ def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequenc
   found = prepare_lib.find_weights(
     config, algorithm, source, earlier, functools.partial(find, text_only=section.text_only)
   )
+  prepare_lib.check_weights(config, algorithm, found)
   return prepare_lib.make_inputs(name, config, algorithm, found, tokenizer_lib.load('bytes'))
 
 

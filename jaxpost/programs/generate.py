@@ -286,7 +286,7 @@ def decode_block(
   def step(carry, inputs):
     state, recent = carry
     number, uniform = inputs
-    drawn = draw(model, weights, state, uniform, report=report, compute=compute)
+    drawn = draw(model, weights, state, uniform, report=report, compute=compute, layout=constrain)
     recent, hidden = model.decode(
       weights, cache, recent, drawn.tokens, filled, step=number, compute=compute, constrain=constrain
     )
@@ -338,12 +338,23 @@ def with_first_slots(
 
 
 def draw(
-  model: Model, weights: dict, state: DecodeState, uniform: jax.Array, report: dict[str, int], compute: Compute
+  model: Model, weights: dict, state: DecodeState, uniform: jax.Array, report: dict, compute: Compute, layout: Any
 ) -> sampling_lib.Drawn:
-  """Draws the next token of each slot from its hidden state, with the random numbers `uniform` [S]."""
-  logits = head_logits(model, weights, state.hidden, compute)
+  """Draws the next token of each slot from its hidden state, with the random numbers `uniform` [S].
+
+  report: see `sampling.draw`.
+  layout: the `constrain` of `decode_block`. A device of the `tensor` axis computes the logits of its part of the
+    vocabulary; an all-to-all then gives it all logits of its part of the slots, for which it draws.
+  """
+  assert model.head, 'a scalar head has no logits'
+  head = model.head(weights)
+  logits = head_chunk.logits(state.hidden, head, model.config.logit_form, compute.dtype)
+  if model.config.vocab_size < head.shape[0]:  # padding of the vocabulary is masked
+    logits = jnp.where(jnp.arange(head.shape[0]) < model.config.vocab_size, logits, MASKED_LOGIT)
+  logits = layout(layout(logits, 'batch', 'vocab'), 'slots', None)
   options = dict(unroll=compute.platform == 'gpu', vocab_tile=256 if compute.platform == 'cpu' else 128)
-  return sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, **options)
+  drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, **options)
+  return jax.tree.map(lambda x: layout(x, 'batch', *[None] * (x.ndim - 1)), drawn)
 
 
 def advance(state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, jax.Array]:
@@ -352,14 +363,3 @@ def advance(state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, jax.Arr
   counts = state.counts + state.active
   full = counts >= state.sampling.max_tokens
   return state.replace(counts=counts, active=state.active & ~stop & ~full), state.active & stop
-
-
-def head_logits(model: Model, weights: dict, hidden: jax.Array, compute: Compute) -> jax.Array:
-  """Returns logits [S, V] float32 of hidden states [S, D]; those of padding of the vocabulary are masked."""
-  assert model.head, 'a scalar head has no logits'
-  head = model.head(weights)
-  logits = head_chunk.logits(hidden, head, model.config.logit_form, compute.dtype)
-  if model.config.vocab_size < head.shape[0]:
-    real = jnp.arange(head.shape[0]) < model.config.vocab_size
-    logits = jnp.where(real, logits, MASKED_LOGIT)
-  return logits

@@ -10,6 +10,7 @@ Legend: S slots, R of them in a block, T drafted tokens, D hidden size.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -50,6 +51,7 @@ def make_verify(
   decode_one = functools.partial(
     generate.decode_block, model=model, compute=compute, steps=1, rows=rows, read=read, report=report, constrain=layout
   )
+  draw = functools.partial(generate.draw, model, report=report, compute=compute, layout=layout)
 
   def verify(weights, state: DecodeState, draft: Draft, table=None):
     slots, cache = generate.first_slots(state, table, rows=rows, read=read)
@@ -63,7 +65,7 @@ def make_verify(
       compute=compute,
       constrain=layout,
     )
-    slots, accepted = _accept(model, weights, slots, draft, hidden, report=report, compute=compute)
+    slots, accepted = _accept(draw, weights, slots, draft, hidden)
     state = generate.with_first_slots(state, slots, recent, table, compute)
     state, last = decode_one(weights, state, table)
     return state, _join(accepted, last)
@@ -79,12 +81,10 @@ def make_verify(
   return Program('verify', verify, ledger, place, donate=(1,), flops=flops)
 
 
-def _accept(
-  model: Model, weights, state: DecodeState, draft: Draft, hidden: jax.Array, report: dict[str, int], compute: Compute
-) -> tuple[DecodeState, Block]:
+def _accept(draw: Callable, weights, state: DecodeState, draft: Draft, hidden: jax.Array) -> tuple[DecodeState, Block]:
   """Returns (the state after the accepted tokens of the draft, a block of these tokens).
 
-  hidden: [R, T, D], the hidden state of each drafted token.
+  draw: (weights, state, uniform) -> Drawn; hidden: [R, T, D], the hidden state of each drafted token.
   """
   numbers = jnp.arange(draft.tokens.shape[1])
   uniforms = jax.vmap(lambda n: sampling_lib.uniforms(state.keys, state.positions + n))(numbers)
@@ -93,7 +93,7 @@ def _accept(
     state, accepted = carry  # accepted: [R], all drafted tokens up to here were drawn
     number, uniform, expected, next_hidden = inputs
     # One position at a time: the logits of all positions may take more memory than the model.
-    drawn = generate.draw(model, weights, state, uniform, report=report, compute=compute)
+    drawn = draw(weights, state, uniform)
     broken = accepted & state.active & drawn.broken
     accepted &= state.active & (drawn.tokens == expected) & (number < draft.lengths)
     advanced, stopped = generate.advance(state.replace(active=accepted), drawn.tokens)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
+from jaxpost.models import rope
 from jaxpost.stage.batch_shape import row_length
 
 if TYPE_CHECKING:
@@ -13,26 +14,35 @@ if TYPE_CHECKING:
   from jaxpost.models.config import CustomConfig, ModelConfig
   from jaxpost.stage.config import Config
 
-_ORIGINAL = 'original_max_position_embeddings'
-
 
 def longest(cfg: ModelConfig) -> int:
   """Returns the tokens of a sequence that the model's positions are made for, its RoPE scaling counted."""
   most = cfg.max_position
-  for rope in cfg.ropes:
-    scaling = dict(rope.scaling)
+  for table in cfg.ropes:
+    scaling = dict(table.scaling)
     # Configs of yarn keep the length before scaling in max_position_embeddings; those of llama3 and longrope do not.
     if scaling.get('rope_type') in ('linear', 'dynamic', 'yarn'):
-      most = max(most, int(scaling.get('factor', 1) * scaling.get(_ORIGINAL, cfg.max_position)))
+      original = scaling.get('original_max_position_embeddings', cfg.max_position)
+      most = max(most, int(scaling.get('factor', 1) * original))
   return most
 
 
-def warn(cfg: ModelConfig, config: Config, on_policy: bool) -> None:
-  """Warns if documents, or prompts with their completions, may be longer than the model has positions for."""
-  field, length = 'train.row_length', row_length(config, on_policy)
-  if on_policy:  # a row may hold several completions, each after its prompt
+def check_lengths(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None:
+  """Warns if documents, or prompts with their completions, may be longer than the model has positions for.
+
+  Raises:
+    InputError: answers would share a prompt that their lengths rotate in different ways.
+  """
+  field, length = 'train.row_length', row_length(config, algorithm.on_policy)
+  limit = rope.by_length(cfg)
+  if algorithm.on_policy:  # a row may hold several completions, each after its prompt
     field = 'rollout: max_prompt_length + max_new_tokens'
     length = config.rollout.max_prompt_length + config.rollout.max_new_tokens
+  refuse(
+    algorithm.mean_per(config) in ('pair', 'label') and config.preference.share_prompt and 0 < limit < length,
+    'config.preference.share_prompt: the RoPE scaling of this model rotates a prompt by the length of its answer '
+    f'beyond {limit} tokens, so that two answers cannot share it; set it to False, or train.row_length to {limit}',
+  )
   if length > (most := longest(cfg)):
     logging.warning(
       'config.%s: %d tokens are more than the %d positions of the model (max_position_embeddings); what is longer '

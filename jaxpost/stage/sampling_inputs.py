@@ -51,6 +51,11 @@ def prepare(
       from jaxpost.rl import demonstrations
 
       demonstrations.check(tokenizer, rows, checks.READ_FIRST)
+    if config.rl.privileged and not (config.data.streaming or config.train_on_rollouts):
+      from jaxpost.rl import teachers
+
+      for index in range(min(len(data.stream), checks.READ_FIRST)):
+        teachers.teacher_prompt(data.stream.prompt(index), config, tokenizer)
     rewards = start_rewards(config, graded) if config.rewards_tuple() else None
     undo.pop_all()
   return PreparedStage(epochs.count_steps(inputs, data), data, Workers(rewards, environment))
