@@ -201,6 +201,6 @@ def check(rollout: Any, model: Model) -> None:
     '(config.rollout.cache is also for mixtures of experts)',
   )
   refuse(
-    bool(cache) and (is_custom or cfg.latent),
+    bool(cache) and (is_custom or cfg.latent or len(cfg.cached[1]) < 2),
     f'config.rollout.cache: {cfg.family} models do not cache keys and values of heads; leave it empty',
   )
