@@ -191,7 +191,7 @@ def _place(
   dtype: Any,
   offset: Sequence[int] | np.ndarray,
 ) -> jax.Array:
-  """Reads the piece that begins at `at` in each shard, `size` of it on each device.
+  """Reads the piece that begins at `offset` in each shard; a device gets an array of shape `size`.
 
   split: number of devices that each read a part of the rows of a piece.
   """
