@@ -1,9 +1,8 @@
-"""An index of the samples of a run: samples/STAGE/STEP.jsonl, found, filtered and read page by page.
+"""An index of the samples of a run (samples/STAGE/STEP.jsonl), which are filtered, sorted and read page by page.
 
-Only the short fields of an episode are kept in memory; its texts are read from the file when
-they are shown or searched. `refresh` reads files that are new or were written again, and forgets those
-that a resume has removed, so that an index can follow a run that goes on. A search for a text reads each file
-once and parses nothing; the answers to the last few queries are kept, so that their next pages cost nothing.
+Only short fields of an episode are kept in memory; its texts are read from the file when they are shown or searched.
+`refresh` reads new and changed files and forgets removed ones, so an index can follow a run in progress. A text search
+reads each file once and parses nothing. Answers to the last few queries are cached, so their next pages cost nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 
 _SHORT = 160  # characters of a prompt and a completion in a list
-_KEPT = 16  # queries whose answers are kept; 0.8 MB each where all of 100,000 episodes are found
+_KEPT = 16  # queries whose answers are cached; 0.8 MB each if they find 100,000 episodes
 _ASCII = bytes(range(128))
 PAGE = 50
 SORTS = ('trouble', 'newest', 'oldest', 'reward', '-reward', 'length', '-length')
@@ -34,11 +33,11 @@ ONLY = ('', 'failed', 'truncated', 'right', 'wrong')
 
 @dataclasses.dataclass(frozen=True)
 class Query:
-  """Which episodes are asked for, in which order.
+  """The episodes to find, and their order.
 
-  only: '' for all; 'failed' have no reward; 'truncated' did not end; 'right' and 'wrong'
-    have the highest reward of the run, or less.
-  text: what prompt, completion or expected answer contain, in any case.
+  only: '' for all; 'failed' without a reward; 'truncated' without an end; 'right' and 'wrong' with the highest reward
+    of the run, or a lower one.
+  text: a text in the prompt, completion or expected answer, ignoring case.
   prompt: key of a prompt, see `Index.episodes`.
   sort: 'trouble' has failed and truncated ones first, then the newest.
   """
@@ -59,10 +58,10 @@ class _File:
   """A file of samples as it was read.
 
   size: in bytes.
-  time: when it was written, in seconds since 1970.
-  lines: id of the episode in each line; -1 for a line that is no row, such as a torn one.
-  folding: its characters outside of ASCII that case folding changes, such as `Ö`. Few files have any, and a search
-    that knows them need not fold all characters of a file, which takes longer than to read it.
+  time: modification time, in seconds since 1970.
+  lines: id of the episode in each line; -1 for a line that is not a row, such as an incomplete one.
+  folding: its non-ASCII characters that case folding changes, such as `Ö`. Few files have any, so a search need not
+    fold all characters of a file, which takes longer than reading it.
   """
 
   size: int
@@ -83,7 +82,7 @@ class Index:
     """Reads the samples of a run's folder.
 
     Raises:
-      InputError: there is no such folder, or it is none of a run.
+      InputError: there is no such folder, or it is not that of a run.
     """
     self.run = epath.Path(run).expanduser()
     if not self.run.is_dir():
@@ -92,17 +91,17 @@ class Index:
       raise InputError(f'--run: {run}: not the folder of a run; name the folder that training was given as --workdir')
     self.episodes: list[dict[str, Any]] = []
     self._files: dict[str, _File] = {}
-    self._changes = 0  # of files; what is kept was computed at one of these numbers
+    self._changes = 0  # number of changes of files, a key of the caches below
     self._found = functools.lru_cache(_KEPT)(self._find)
     self._ordered = functools.lru_cache(len(SORTS))(self._sort)
-    self._refreshing = threading.Lock()  # requests of a page come in threads of their own
-    self._places: list[tuple[str, int, int]] = []  # of an episode: file, begin and bytes of its line
+    self._refreshing = threading.Lock()  # requests come in separate threads
+    self._places: list[tuple[str, int, int]] = []  # of each episode: file, and begin and size of its line in bytes
     self.refresh()
 
   def refresh(self) -> bool:
-    """Reads files that have changed and forgets those that are gone; returns whether there are any."""
+    """Reads changed files and forgets removed ones; returns whether there were any."""
     changed = False
-    there = set()
+    present = set()
     with self._refreshing:
       for folder in sorted(self.run.glob('samples/*')):
         for path in metrics.sample_files(folder).values():
@@ -115,14 +114,14 @@ class Index:
               self._forget(name)
               self._files[name] = self._read(path, size, time)
               self._changes += 1
-            there.add(name)
-      for name in self._files.keys() - there:
+            present.add(name)
+      for name in self._files.keys() - present:
         changed = True
         self._forget(name)
     return changed
 
   def _forget(self, name: str) -> None:
-    """Marks the episodes of a file, if it is known, as gone."""
+    """Marks the episodes of a file as gone, if it was read before."""
     if known := self._files.pop(name, None):
       for number in known.lines:
         if number >= 0:
@@ -130,17 +129,17 @@ class Index:
       self._changes += 1
 
   def _read(self, path: epath.Path, size: int, time: int) -> _File:
-    """Adds the episodes of a file of this size and time; a torn last line is left out."""
+    """Adds the episodes of a file of this size and time, without an incomplete last line."""
     name, stage, step = str(path), path.parent.name, int(path.stem)
     data = path.read_bytes()
-    ends = 0
+    end = 0
     lines = []
     for line in data.split(b'\n'):
-      begin, ends = ends, ends + len(line) + 1
+      begin, end = end, end + len(line) + 1
       try:
         row = json.loads(line)
       except ValueError:
-        lines.append(-1)  # still being written, or the nothing after the last line
+        lines.append(-1)  # still being written, or empty after the last line
         continue
       lines.append(len(self.episodes))
       self._places.append((name, begin, len(line)))
@@ -151,7 +150,7 @@ class Index:
     """Returns an episode with its texts, as the run wrote it, and the fields of `episodes`.
 
     Raises:
-      InputError: there is no such episode, or not any more.
+      InputError: there is no such episode, or it was removed.
     """
     if not 0 <= number < len(self.episodes):
       raise InputError(f'episode {number}: there are {len(self.episodes)}')
@@ -161,7 +160,7 @@ class Index:
       raise InputError(f'episode {number}: a resume of the run has removed it; load the page again') from None
 
   def _line(self, number: int) -> bytes:
-    """The line of an episode; b'' if its file is not there any more or was written again."""
+    """Returns the line of an episode; b'' if its file was removed or written again."""
     path, begin, size = self._places[number]
     if 'gone' in self.episodes[number]:
       return b''
@@ -173,96 +172,96 @@ class Index:
       return b''
 
   def find(self, query: Query) -> list[int]:
-    """Returns the ids of the episodes that a query asks for, in its order."""
+    """Returns the ids of the episodes that match a query, in its order."""
     if query.sort not in SORTS or query.only not in ONLY:
       raise InputError(f'sort: one of {", ".join(SORTS)}; only: one of {", ".join(ONLY[1:])}')
     return list(self._found(query, self._changes))
 
   def _find(self, query: Query, changes: int) -> list[int]:
-    """Returns what `find` does, after so many changes of files."""
+    """Computes `find`; `changes` is the number of changes of files so far."""
     best = max((e['reward'] for e in self.episodes if e['reward'] is not None and 'gone' not in e), default=0.0)
-    found = [n for n in self._ordered(query.sort, changes) if _fits(self.episodes[n], query, best)]
+    numbers = [n for n in self._ordered(query.sort, changes) if _fits(self.episodes[n], query, best)]
     if query.text:
-      with_text = self._with_text({self._places[n][0] for n in found}, query.text)
-      found = [n for n in found if n in with_text]
-    return found
+      with_text = self._with_text({self._places[n][0] for n in numbers}, query.text)
+      numbers = [n for n in numbers if n in with_text]
+    return numbers
 
   def _sort(self, sort: str, changes: int) -> list[int]:
-    """Returns the ids of all episodes in an order, after so many changes of files."""
-    del changes  # which tells the answers that are kept apart
+    """Returns the ids of all episodes in an order; `changes` is the number of changes of files so far."""
+    del changes  # only a key of the cache
     return [e['id'] for e in sorted(self.episodes, key=lambda e: _order(e, sort))]
 
   def _with_text(self, names: Iterable[str], text: str) -> set[int]:
-    """Returns the ids of the episodes in these files whose lines have a text, in any case."""
-    wanted = json.dumps(text, ensure_ascii=False)[1:-1].casefold()  # as it stands in the files
-    found: set[int] = set()
+    """Returns the ids of the episodes in these files whose lines have a text, ignoring case."""
+    folded_text = json.dumps(text, ensure_ascii=False)[1:-1].casefold()  # as in the files
+    numbers: set[int] = set()
     for name in names:
       file = self._files.get(name)
       try:
         data = epath.Path(name).read_bytes()
       except FileNotFoundError:  # since the last refresh
         continue
-      if file is not None:  # a refresh may have forgotten it meanwhile
-        hits = _lines_with(_folded(data, file.folding, wanted), wanted.encode('utf-8', 'surrogatepass'))
-        found.update(file.lines[line] for line in hits if line < len(file.lines))
-    return found
+      if file is not None:  # a refresh may have removed it in the meantime
+        hits = _lines_with(_folded(data, file.folding, folded_text), folded_text.encode('utf-8', 'surrogatepass'))
+        numbers.update(file.lines[line] for line in hits if line < len(file.lines))
+    return numbers
 
   def group(self, number: int) -> list[int]:
-    """Returns the ids of the samples of one prompt in one step, this one among them."""
-    own = self.episodes[number]
-    same = ('stage', 'split', 'prompt', 'index')
-    of_step = (e for e in self.episodes if e['step'] == own['step'] and 'gone' not in e)
-    return [e['id'] for e in of_step if all(e[k] == own[k] for k in same)]
+    """Returns the ids of all samples of this one's prompt in its step."""
+    episode = self.episodes[number]
+    keys = ('stage', 'split', 'prompt', 'index')
+    step_episodes = (e for e in self.episodes if e['step'] == episode['step'] and 'gone' not in e)
+    return [e['id'] for e in step_episodes if all(e[k] == episode[k] for k in keys)]
 
   def history(self, number: int) -> list[int]:
     """Returns the ids of all samples of the same prompt over training, oldest first."""
-    own = self.episodes[number]
-    return self.find(Query(stage=own['stage'], prompt=own['prompt'], sort='oldest'))
+    episode = self.episodes[number]
+    return self.find(Query(stage=episode['stage'], prompt=episode['prompt'], sort='oldest'))
 
   def overview(self) -> dict[str, Any]:
     """Returns counts of the run: episodes, failed and truncated ones, and the steps of each stage."""
-    alive = [e for e in self.episodes if 'gone' not in e]
+    present = [e for e in self.episodes if 'gone' not in e]
     stages: dict[str, dict[str, Any]] = {}
-    for e in alive:
+    for e in present:
       stage = stages.setdefault(e['stage'], {'steps': {}, 'splits': {}})
       stage['steps'][e['step']] = stage['splits'][e['split']] = True
     return dict(
       run=str(self.run),
-      episodes=len(alive),
-      failed=sum(e['reward'] is None for e in alive),
-      truncated=sum(e['finished'] is False for e in alive),
+      episodes=len(present),
+      failed=sum(e['reward'] is None for e in present),
+      truncated=sum(e['finished'] is False for e in present),
       stages={name: {k: list(v) for k, v in stage.items()} for name, stage in stages.items()},
     )
 
 
 def _folding(data: bytes) -> frozenset[str]:
-  """Returns the characters of a text outside of ASCII that case folding changes."""
+  """Returns the non-ASCII characters of a text that case folding changes."""
   if data.isascii():
     return frozenset()
   others = data.translate(None, _ASCII).decode('utf-8', 'replace')
-  there = np.zeros(sys.maxunicode + 1, bool)  # an array, as a set of them takes as long as to parse the file
-  there[np.frombuffer(others.encode('utf-32-le'), np.uint32)] = True
-  return frozenset(c for c in map(chr, np.flatnonzero(there).tolist()) if c.casefold() != c)
+  is_present = np.zeros(sys.maxunicode + 1, bool)  # a set would take as long as parsing the file
+  is_present[np.frombuffer(others.encode('utf-32-le'), np.uint32)] = True
+  return frozenset(c for c in map(chr, np.flatnonzero(is_present).tolist()) if c.casefold() != c)
 
 
 def _folded(data: bytes, folding: Iterable[str], wanted: str) -> bytes:
-  """Returns the bytes of a file with all folded that may be a part of a folded text, and the same lines.
+  """Returns the bytes of a file, with the same lines, folded as far as a search for the folded text `wanted` needs it.
 
-  A character that is not in `folding`, or whose folded form shares none with `wanted`, cannot become a part of it.
+  Characters that are not in `folding`, or whose folded form has no character of `wanted`, cannot become a part of it.
   """
   for letter in folding:
     if set(letter.casefold()) & set(wanted):
       data = data.replace(letter.encode(), letter.casefold().encode())
-  return data.lower()  # of bytes: the letters of ASCII
+  return data.lower()  # affects ASCII letters only
 
 
 def _lines_with(data: bytes, wanted: bytes) -> Iterator[int]:
-  """Yields the number of each line that has some bytes, in order."""
+  """Yields the index of each line that contains `wanted`, in order."""
   line = begin = 0
   while (place := data.find(wanted, begin)) >= 0:
     line += data.count(b'\n', begin, place)
     yield line
-    begin = data.find(b'\n', place)  # of this line, so that it is counted when the next is found
+    begin = data.find(b'\n', place)  # the end of this line, which is counted with the next hit
     if begin < 0:
       return
 
