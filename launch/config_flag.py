@@ -41,7 +41,7 @@ flags.disclaim_key_flags()  # --config belongs to the command that defines it
 
 def define_config() -> flags.FlagHolder:
   """Defines --config; its value is the config with all overrides applied."""
-  # With an empty sys_argv, ml_collections applies no overrides; `parse` does.
+  # ml_collections applies no overrides if sys_argv is empty; `parse` does.
   return config_flags.DEFINE_config_file(
     'config', None, 'Config file with its arguments: FILE.py[:args], or FILE.yaml.', lock_config=True, sys_argv=[]
   )

@@ -45,9 +45,9 @@ def define() -> FitsFlags:
   return holders
 
 
-def show(given: FitsFlags, price: str, out: str):
+def show(fits_flags: FitsFlags, price: str, out: str):
   """Prints commands of what fits and a table of all, and writes both to the file `out` unless it is ''."""
-  model = given.model.value
+  model = fits_flags.model.value
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')  # no device is used
   import rich.console
 
@@ -55,9 +55,9 @@ def show(given: FitsFlags, price: str, out: str):
   from jaxpost.storage import object_store
 
   dry_run.shape_of(model, '--model')  # reports an unknown name
-  names = fits.devices(given.devices.value)
+  names = fits.devices(fits_flags.devices.value)
   prices = fits.prices(price, names)
-  methods, configs = fits.methods(given.methods.value), recipes(model)
+  methods, configs = fits.methods(fits_flags.methods.value), recipes(model)
   cells = fits.cells({method: configs[method] for method in methods}, names)
   console = rich.console.Console(highlight=False, width=max(132, shutil.get_terminal_size().columns))
   weights = model if '/' in model else 'FOLDER'

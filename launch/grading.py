@@ -9,7 +9,7 @@ from absl import flags
 from . import exits, model_flags, sampling_flags
 
 
-def measure(given: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlags) -> dict[str, Any]:
+def measure(model: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlags) -> dict[str, Any]:
   """Returns the figures of --suite, or those of samples graded by --reward, such as pass@k."""
   with model_flags.starting():
     from jaxpost.tools import completions, inference, score_dataset, suites
@@ -17,9 +17,9 @@ def measure(given: model_flags.ModelFlags, sampling: sampling_flags.SamplingFlag
   values = flags.FLAGS
   if values.suite and not suites.find(values.suite).reward:  # before weights are read
     exits.refuse(('out', *sampling._fields), f'with --suite={values.suite}, which compares log-probs of the choices')
-  weights = inference.load(**given.arguments())
+  weights = inference.load(**model.arguments())
   draws = completions.Draws(**sampling.arguments())
-  options = dict(mesh=values.mesh, source=given.name)
+  options = dict(mesh=values.mesh, source=model.name)
   if values.suite:
     return suites.measure(values.suite, weights, values.data, values.out, draws, size=values.size or 0, **options)
   rows = score_dataset.read(values.data, values.columns, values.map, values.size)

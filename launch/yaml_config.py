@@ -50,8 +50,8 @@ class _Loader(yaml.SafeLoader):
 
 _NOT_READ = {_TAG + name for name in (*_NUMBERS, 'timestamp')}
 _Loader.yaml_implicit_resolvers = {
-  first: [(tag, pattern) for tag, pattern in found if tag not in _NOT_READ]
-  for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+  first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NOT_READ]
+  for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _name, _pattern in _NUMBERS.items():
   _Loader.add_implicit_resolver(_TAG + _name, _pattern, list('+-.0123456789'))

@@ -50,7 +50,7 @@ def to_hf(
 
 
 def _common_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
-  """Returns the fields that `config_fields` and `layer_fields` read, besides those that all families have."""
+  """Returns the fields that `config_fields` and `layer_fields` read, except those that all families have."""
   types = [LOCAL if size else FULL for size in cfg.layer_windows] or [FULL] * cfg.num_layers
   has_windows = LOCAL in types
   # Reversed, so that of several spellings of an activation the first one is written.
@@ -74,8 +74,10 @@ def _common_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   }
   out |= {k: v for k, v in optional.items() if k in family.fields} | _expert_fields(cfg, family)
   num_predictors = cfg.more_heads.count('mtp')
-  out |= {'num_nextn_predict_layers': num_predictors} if family.extra_layers else {}
-  out |= {'mtp_num_hidden_layers': num_predictors} if num_predictors and family.predictor else {}
+  if family.extra_layers:
+    out['num_nextn_predict_layers'] = num_predictors
+  if num_predictors and family.predictor:
+    out['mtp_num_hidden_layers'] = num_predictors
   out |= family.only
   return out | {alias: out[name] for alias, name in family.aliases.items() if name in out}
 
@@ -106,7 +108,7 @@ def _rope_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _rope_parameters(rope: Rope, cfg: ModelConfig, family: Family) -> dict[str, Any]:
-  # As in config.json: lists instead of tuples, and without fields that readers derive.
+  # config.json has lists instead of tuples, and lacks values that readers derive.
   params = {k: list(v) if isinstance(v, tuple) else v for k, v in rope.scaling}
   if params.get('rope_type') == 'dynamic':
     del params[ORIGINAL]

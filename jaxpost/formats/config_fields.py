@@ -87,7 +87,7 @@ _BOOLEANS = (
 _NAME = 'a name', lambda x: isinstance(x, str)
 _NAMES = 'a list of names', lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x)
 _OBJECT = 'an object', lambda x: isinstance(x, dict) or not x
-# Types of fields, where they are not null.
+# Field -> (name of its type, check of a value that is not null).
 _TYPES = {
   'hidden_act': _NAME,
   'hidden_activation': _NAME,
@@ -127,7 +127,7 @@ def check_boolean(value: Any, field: str, where: str) -> bool:
 
 
 def other_parts(raw: dict[str, Any]) -> list[str]:
-  """Returns the names of the parts of a model beside its text model, such as 'vision_config'."""
+  """Returns the names of other parts of a model than its text model, such as 'vision_config'."""
   return [part for part in ('vision_config', 'audio_config') if raw.get(part)]
 
 
@@ -175,12 +175,12 @@ def check(raw: dict[str, Any], family: Family, where: str) -> None:
 
 def activation(raw: dict[str, Any], family: Family, where: str) -> str:
   """Returns `ModelConfig.activation`."""
-  known = ACTIVATIONS | family.activations
+  supported = ACTIVATIONS | family.activations
   field = family.activation_field
   value = raw[field] or family.defaults.get(field, 'silu')
-  if value not in known:
-    raise InputError(f'{where}: {field}={value!r} is not supported (only {", ".join(known)})')
-  return known[value]
+  if value not in supported:
+    raise InputError(f'{where}: {field}={value!r} is not supported (only {", ".join(supported)})')
+  return supported[value]
 
 
 def biases(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
@@ -239,10 +239,10 @@ def _check_experts(fields: ExpertFields, raw: dict[str, Any], family: Family, wh
     check_whole(raw[name], name, where, least=0)
   if fields.scaled:
     check_positive(raw['routed_scaling_factor'], 'routed_scaling_factor', where)
-  last = raw['num_hidden_layers'] - 1
-  end = raw.get('moe_layer_end_index', -1)
-  if 'moe_layer_end_index' in family.fields and end not in (-1, last):
-    raise InputError(f'{where}: moe_layer_end_index={end!r} is not supported (only the last layer, {last})')
+  last_layer = raw['num_hidden_layers'] - 1
+  end_layer = raw.get('moe_layer_end_index', -1)
+  if 'moe_layer_end_index' in family.fields and end_layer not in (-1, last_layer):
+    raise InputError(f'{where}: moe_layer_end_index={end_layer!r} is not supported (only the last layer, {last_layer})')
 
 
 def _check_combinations(experts: Experts, fields: ExpertFields, raw: dict[str, Any], where: str) -> None:

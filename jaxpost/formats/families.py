@@ -212,7 +212,7 @@ FAMILIES = {
       **dict.fromkeys(('gate_proj', 'up_proj'), 'gate_up_proj'),
     },
     rope_types={'su': 'longrope', 'yarn': 'longrope'},
-    # Microsoft's folders name code of their own, which is never run.
+    # Microsoft's folders name custom code, which is never run.
     reported=('auto_map',),
     ignored=('embd_pdrop', 'resid_pdrop'),
     defaults=dict(rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096),

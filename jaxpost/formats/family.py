@@ -121,16 +121,16 @@ class Family:
 
   architecture: str = ''  # its class in `transformers`, which an export names
   classifier: str = ''  # the class with a scalar head, where its name does not follow from `architecture`
-  written_as: str = ''  # `model_type` of an export, where it differs
+  written_as: str = ''  # `model_type` of an export, if it differs
 
   # config.json -> ModelConfig.
-  reads: tuple[str, ...] = ()  # fields that Llama lacks, besides those of `experts`; see `fields`
+  reads: tuple[str, ...] = ()  # fields that Llama lacks, except those of `experts`; see `fields`
   defaults: dict[str, Any] = _mapping()  # values of fields that config.json may leave out
   fixed: dict[str, Any] = _mapping()  # fields of `ModelConfig` (models/config.py) with one value in all its models
   aliases: dict[str, str] = _mapping()  # other spelling of a field -> the one that is read
   only: dict[str, Any] = _mapping()  # fields of which one value is supported
   ignored: tuple[str, ...] = ()  # fields without effect
-  reported: tuple[str, ...] = ()  # fields without effect on the model, named in a warning where they are set
+  reported: tuple[str, ...] = ()  # fields without effect on the model, named in a warning if they are set
   activation_field: str = 'hidden_act'
   activations: dict[str, str] = _mapping()  # value of that field -> ModelConfig.activation
   biases: dict[str, tuple[str, ...]] = _mapping()  # field -> projections with biases, where `BIASES` differs
@@ -144,7 +144,7 @@ class Family:
   mixed: bool = False  # attention layers of two sizes (models/mixed_attention.py, mixed_fields.py)
   chunked: bool = False  # attention in chunks, and dense layers among those with experts (chunked_fields.py)
 
-  # Layers that differ. `window` is the rule for the layers that see `sliding_window` tokens where no `layer_types` is
+  # Layers that differ. `window` is the rule for the layers that see `sliding_window` tokens if no `layer_types` is
   # given: 'all', 'upper' (from `max_window_layers` on), 'no_rope' (without rotary embeddings), or n: all but each n-th.
   window: Literal['all', 'upper', 'no_rope'] | int | None = None
   local_rope: str = ''  # field with the rope base of sliding-window layers, which is never scaled
@@ -160,10 +160,10 @@ class Family:
   # [experts, inputs, outputs], 'interleaved' entry by entry along them, or 'transposed': joined in [experts, out, in].
   fused: dict[str, tuple[str, str]] = _mapping()
   rows: tuple[str, ...] = ()  # parameters that a folder stores as matrices of one row
-  quantized: str = ''  # a `quant_method` that can be read, besides 'fp8'
+  quantized: str = ''  # a `quant_method` that can be read, in addition to 'fp8'
   unused: str = ''  # regular expression of tensors that folders may hold and that have no effect
   lost_adapters: str = ''  # regular expression of adapters that `peft` 0.21 drops or refuses
-  extra_layers: bool = False  # folders may hold layers for multi-token prediction behind the last
+  extra_layers: bool = False  # folders may hold layers for multi-token prediction after the last
   # Beginnings of names in that layer -> the family's; None: its multi-token prediction cannot be trained.
   predictor: dict[str, str] | None = None
 

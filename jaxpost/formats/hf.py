@@ -94,8 +94,8 @@ def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: conte
     from jaxpost.formats import multimodal
 
     tensors = multimodal.text_tensors(tensors, apart=not families.of_model(cfg.family).fused)
-  for theirs, ours in families.of_model(cfg.family).spellings.items():
-    tensors = {name.replace(theirs, ours): opened for name, opened in tensors.items()}
+  for spelling, standard in families.of_model(cfg.family).spellings.items():
+    tensors = {name.replace(spelling, standard): opened for name, opened in tensors.items()}
   shapes = {name: stored.shape for stored in table.values() for name in stored.names}
   for name, shape in shapes.items():
     if name not in tensors:

@@ -149,6 +149,7 @@ def _write_weights(
     for name in stored.names + stored.copies
   }
   sizes = {name: math.prod(shape) * tensor_dtype.itemsize for name, (tensor_dtype, shape) in tensors.items()}
+  # Tensors fill shards in the order of the table.
   shards: list[list[str]] = [[]]
   shard_bytes = 0  # bytes of the last shard
   for name, size in sizes.items():

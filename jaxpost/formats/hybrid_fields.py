@@ -50,7 +50,7 @@ _INFINITY = {'__float__': 'Infinity'}  # as transformers writes it
 # Name of the other mixer in `layer_types`; attention is FULL. Then other spellings of both.
 _TYPES = {'delta': 'linear_attention', 'convolution': 'conv', 'state_space': 'linear_attention'}
 _SPELLINGS = {'mamba': 'linear_attention', 'attention': FULL}
-_PARTS = {'mlp': 'mlp', 'moe': 'moe'}  # layers without a mixer, where a layer has one part
+_PARTS = {'mlp': 'mlp', 'moe': 'moe'}  # layers without a mixer, in families of one part per layer
 _LETTERS = {'M': 'mamba', '*': 'attention', '-': 'mlp', 'E': 'moe'}  # of `hybrid_override_pattern`
 
 
@@ -99,8 +99,8 @@ def _kimi_fields(raw: dict[str, Any], where: str) -> dict[str, Any]:
   nested = raw.get('linear_attn_config') or {}
   if not isinstance(nested, dict):
     raise InputError(f'{where}: linear_attn_config={nested!r} must be an object')
-  known = {'full_attn_layers', 'kda_layers', *(nested_name for nested_name, _ in _KIMI_SIZES.values())}
-  for name in sorted(nested.keys() - known):
+  supported = {'full_attn_layers', 'kda_layers', *(nested_name for nested_name, _ in _KIMI_SIZES.values())}
+  for name in sorted(nested.keys() - supported):
     raise InputError(f'{where}: linear_attn_config.{name} is not supported')
   out: dict[str, Any] = {}
   for field, (nested_name, default) in _KIMI_SIZES.items():
@@ -299,12 +299,12 @@ def _mixers(
   """Returns `HybridConfig.mixers`; `parts` has types of layers without a mixer -> their names in it."""
   other = _TYPES[mixer]
   types = [_SPELLINGS.get(name, name) for name in types]
-  known = {FULL: 'layers', other: mixer, **(parts or {})}
-  if len(types) != cfg.num_layers or not {*types} <= {*known}:
-    raise InputError(f'{where}: layer_types={types!r} must be {cfg.num_layers} times {" or ".join(known)}')
+  mixer_names = {FULL: 'layers', other: mixer, **(parts or {})}
+  if len(types) != cfg.num_layers or not {*types} <= {*mixer_names}:
+    raise InputError(f'{where}: layer_types={types!r} must be {cfg.num_layers} times {" or ".join(mixer_names)}')
   if FULL not in types or other not in types:
     raise InputError(f'{where}: layer_types={types[0]!r} alone is not supported; a model needs layers of both kinds')
-  return tuple(known[kind] for kind in types)
+  return tuple(mixer_names[kind] for kind in types)
 
 
 def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:

@@ -113,8 +113,8 @@ def _check_indexer(raw: dict[str, Any], where: str) -> None:
 def _check_combinations(raw: dict[str, Any], cfg: ModelConfig, where: str) -> None:
   """Raises InputError for the first combination of sizes that is impossible or not supported."""
 
-  def refuse(what: str) -> None:
-    raise InputError(f'{where}: {what} is not supported')
+  def refuse(setting: str) -> None:
+    raise InputError(f'{where}: {setting} is not supported')
 
   size = raw['qk_nope_head_dim'] + raw['qk_rope_head_dim']
   if raw.get('head_dim') not in (None, size, raw['qk_rope_head_dim']):

@@ -84,9 +84,9 @@ def _plain_rope(block: dict[str, Any]) -> dict[str, Any]:
 
 def text_name(name: str) -> str | None:
   """Returns the name of a tensor in a folder of the text model alone; None if it is not of the text model."""
-  for theirs, ours in _PREFIXES.items():
-    if name.startswith(theirs):
-      return ours + name.removeprefix(theirs)
+  for prefix, own_prefix in _PREFIXES.items():
+    if name.startswith(prefix):
+      return own_prefix + name.removeprefix(prefix)
   return None
 
 
@@ -172,8 +172,8 @@ class Origin(contextlib.AbstractContextManager):
         return True
       if own_name.removesuffix('_scale_inv') in written:  # the export replaces float8 weights and their scales
         return False
-      known = own_name.startswith('mtp.') or bool(unused) and bool(re.fullmatch(unused, own_name))
-      return known and _experts(own_name, tensor).keys().isdisjoint(written)
+      may_be_unused = own_name.startswith('mtp.') or bool(unused) and bool(re.fullmatch(unused, own_name))
+      return may_be_unused and _experts(own_name, tensor).keys().isdisjoint(written)
 
     others = {name: tensor for name, tensor in self._found.items() if is_other(text_name(name), tensor)}
     modules = {name: others.pop(name) for name in list(others) if (text_name(name) or '').startswith('mtp.')}

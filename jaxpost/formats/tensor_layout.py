@@ -48,7 +48,7 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
   ends: dict[tuple[str, ...], int] = {}  # names of tensors -> their rows (or entries) so far
   for path, spec in (rows or transformer.param_table(cfg)).items():
     layer_path = f'layers/{path.partition("/")[2]}'
-    if 'expert' in spec.axes and layer_path in family.fused:
+    if 'expert' in spec.axes and layer_path in family.fused:  # one tensor has all experts of a layer
       hf_name, order = family.fused[layer_path]
       spec = dataclasses.replace(spec, hf=hf_name, matrix=False)
       *outer, outputs = spec.shape[spec.stack :]
@@ -63,12 +63,12 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
       out[path] = Stored(spec, names, shape, first, order)
       continue
     hf_name = f'.{re.sub("^model(?=[.])", family.prefix, spec.hf)}.'
-    for ours, theirs in family.names.items():
-      hf_name = hf_name.replace(f'.{ours}.', f'.{theirs}.')
+    for llama_name, family_name in family.names.items():
+      hf_name = hf_name.replace(f'.{llama_name}.', f'.{family_name}.')
     names = _names(hf_name.strip('.'), spec)
     if is_mtp(path):
       names = tuple(_of_predictor(hf_name, family.predictor or {}, cfg) for hf_name in names)
-    if path in family.rows:
+    if path in family.rows:  # a vector that is stored as a matrix
       out[path] = Stored(spec, names, (1, *_shape(spec, cfg)))
       continue
     shape, first = _shape(spec, cfg), ends.get(names, 0)

@@ -132,8 +132,8 @@ class _Board:
     """Returns the remaining time as text, from the second row on, because the first one compiles."""
     start, first = self._first_row = self._first_row or (time.monotonic(), step)
     step_seconds = (time.monotonic() - start) / max(1, step - first)
-    left = datetime.timedelta(seconds=round(step_seconds * abs(self._total - step)))
-    return '' if step in (first, self._total) else f'left {left}'
+    remaining = datetime.timedelta(seconds=round(step_seconds * abs(self._total - step)))
+    return '' if step in (first, self._total) else f'left {remaining}'
 
   def row(self, step: int, split: str, values: Mapping[str, Any]) -> None:
     names = SHOWN

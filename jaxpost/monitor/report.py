@@ -75,8 +75,8 @@ def _keys(rows: Sequence[Mapping]) -> set[str]:
 
 def _recent(train: Sequence[Mapping], key: str) -> float | None:
   """Returns the mean of a metric over the last ten rows; None if they lack it."""
-  last = _values(train[-10:], key)
-  return sum(last) / len(last) if last else None
+  recent = _values(train[-10:], key)
+  return sum(recent) / len(recent) if recent else None
 
 
 def figures(rows: Sequence[Mapping]) -> dict[str, float]:

@@ -162,16 +162,16 @@ class _Counter:
 
   def flops(self, ops: dict[str, hlo.Op], op: hlo.Op) -> float:
     if op.kind == 'dot':
-      left = self.shape(ops, op, 0)
-      inner = [left.dims[i] for i in op.numbers('lhs_contracting_dims')]
-      return 2.0 * math.prod(op.arrays[0].dims) * math.prod(inner)
+      lhs = self.shape(ops, op, 0)
+      contracted = [lhs.dims[i] for i in op.numbers('lhs_contracting_dims')]
+      return 2.0 * math.prod(op.arrays[0].dims) * math.prod(contracted)
     if op.kind == 'convolution':
       return _convolution(op, self.shape(ops, op, 0), self.shape(ops, op, 1))
     if op.kind == 'custom-call' and '__cublas' in op.text:
       match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.text)
-      left = self.shape(ops, op, 0)
-      inner = [left.dims[int(i)] for i in re.findall(r'\d+', match[1] if match else '')]
-      return 2.0 * math.prod(op.arrays[0].dims) * math.prod(inner)
+      lhs = self.shape(ops, op, 0)
+      contracted = [lhs.dims[int(i)] for i in re.findall(r'\d+', match[1] if match else '')]
+      return 2.0 * math.prod(op.arrays[0].dims) * math.prod(contracted)
     return 0.0
 
   def shape(self, ops: dict[str, hlo.Op], op: hlo.Op, number: int) -> hlo.Array:
@@ -256,7 +256,7 @@ def _slow(arrays: Sequence[hlo.Array]) -> float:
   return float(sum(a.bytes for a in arrays if not a.fast))
 
 
-def _convolution(op: hlo.Op, left: hlo.Array, right: hlo.Array) -> float:
+def _convolution(op: hlo.Op, lhs: hlo.Array, rhs: hlo.Array) -> float:
   """Returns the FLOPs of a convolution: products with elements of the input, not with padding or dilation holes."""
   # The letters of dimensions, such as b01f_01io->b01f.
   ((inputs, kernel, result),) = re.findall(r'dim_labels=(\w+)_(\w+)->(\w+)', op.text)
@@ -270,21 +270,18 @@ def _convolution(op: hlo.Op, left: hlo.Array, right: hlo.Array) -> float:
   pairs = 1.0
   for letter in spatial:
     i = int(letter)
-    size = right.dims[kernel.index(letter)]
+    size = rhs.dims[kernel.index(letter)]
     padding = int(of_dimension('pad', i, '0_0').split('_')[0])
     stride, lhs_dilation, rhs_dilation = (int(of_dimension(n, i, '1')) for n in ('stride', 'lhs_dilate', 'rhs_dilate'))
-    length = left.dims[inputs.index(letter)]
+    length = lhs.dims[inputs.index(letter)]
+    # Pairs of an output and a kernel position that read an element of the input.
     starts = np.arange(op.arrays[0].dims[result.index(letter)])[:, None] * stride
     positions = starts + np.arange(size) * rhs_dilation - padding
     valid = (positions >= 0) & (positions % lhs_dilation == 0) & (positions // lhs_dilation < length)
     pairs *= float(valid.sum())
   groups = (op.numbers('batch_group_count') or [1])[0]
   return (
-    2.0
-    * pairs
-    * left.dims[inputs.index('b')]
-    / groups
-    * (right.dims[kernel.index('i')] * right.dims[kernel.index('o')])
+    2.0 * pairs * lhs.dims[inputs.index('b')] / groups * (rhs.dims[kernel.index('i')] * rhs.dims[kernel.index('o')])
   )
 
 

@@ -78,12 +78,12 @@ def devices(names: Sequence[str]) -> list[str]:
 
 def methods(names: Sequence[str]) -> list[str]:
   """Returns names as METHODS spells them, or all without names; InputError if one is unknown."""
-  known = {name.lower().replace(' ', '_'): name for name in METHODS}
+  spellings = {name.lower().replace(' ', '_'): name for name in METHODS}
   chosen = {name.lower().replace(' ', '_'): name for name in names}
   for key, name in chosen.items():
-    if key not in known:
-      raise InputError(f'--methods: there is no {name!r}; known: {", ".join(known)}')
-  return [known[key] for key in chosen] or list(METHODS)
+    if key not in spellings:
+      raise InputError(f'--methods: there is no {name!r}; known: {", ".join(spellings)}')
+  return [spellings[key] for key in chosen] or list(METHODS)
 
 
 def prices(text: str, names: Sequence[str]) -> dict[str, float]:

@@ -49,11 +49,11 @@ class Loops:
       if index is not None:
         first = self._initial(caller, op, index)
         step = self._step(op, index, first)
-        last = self._bound(caller, op, ops, root, comparisons[0])
-        if first is not None and last is not None and step is not None and step > 0:
+        bound = self._bound(caller, op, ops, root, comparisons[0])
+        if first is not None and bound is not None and step is not None and step > 0:
           if 'direction=LE' in comparisons[0].text:  # the bound is included
-            last += 1
-          return max(0, math.ceil((last - first) / step))
+            bound += 1
+          return max(0, math.ceil((bound - first) / step))
     return self._iterations(hlo.op_name(op))
 
   def _sources(self, ops: dict[str, hlo.Op], root: hlo.Op, comparison: hlo.Op) -> list[hlo.Op | None]:

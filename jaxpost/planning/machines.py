@@ -107,10 +107,10 @@ def parse(text: str, slices: int = 1, *, flag: str = '--topology', compiled: boo
   match = _MACHINE.fullmatch(text.lower())
   count, name, separator, size = match.groups('') if match else ('', text.lower().partition(':')[0], '', '')
   name = _OTHER_NAMES.get(name, name)
-  known = [n for n, c in CHIPS.items() if not compiled or c.largest or n in GPUS] + ['cpu'] * compiled
-  if name not in known:
-    hint = did_you_mean(name, known, 0.4)
-    raise InputError(f'{flag}: {text!r}: there is no chip {name!r}; {hint}known: {", ".join(known)}; write {FORMS}')
+  supported = [n for n, c in CHIPS.items() if not compiled or c.largest or n in GPUS] + ['cpu'] * compiled
+  if name not in supported:
+    hint = did_you_mean(name, supported, 0.4)
+    raise InputError(f'{flag}: {text!r}: there is no chip {name!r}; {hint}known: {", ".join(supported)}; write {FORMS}')
   numbers = tuple(int(n) for n in size.split('x')) if size else ()
   dashed = separator == '-'
   if name == 'cpu':

@@ -115,8 +115,8 @@ def nearest(p: PreparedStage, limits: Room) -> list[Proposal]:
   defaults_open = _OPEN | {'rollout.offload': False}
   opened = search.vary(p, {k: defaults_open[k] for k in p.by_memory})
   for settings in _same(opened, limits):
-    if found := _fitting(opened, Proposal(settings), limits):
-      return [found]
+    if fitting := _fitting(opened, Proposal(settings), limits):
+      return [fitting]
   out = []
   for proposals in (_smaller(opened), _shorter(opened), _wider(opened, limits)):
     attempts = (_fitting(opened, x._replace(settings=_OPEN | x.settings), limits) for x in proposals)

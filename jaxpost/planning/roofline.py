@@ -203,10 +203,10 @@ def work(
   """
   totals = row['totals']
   chip = topology.chip
-  least = {kind: {axis: float(size) for axis, size in by_axis.items()} for kind, by_axis in row['least'].items()}
+  lower_bounds = {kind: {axis: float(size) for axis, size in by_axis.items()} for kind, by_axis in row['least'].items()}
   sent = _collectives(totals, mesh, hosts)
   if handed:
-    least['copy'] = dict(rollout=float(handed['bytes']))
+    lower_bounds['copy'] = dict(rollout=float(handed['bytes']))
     sent['copy'] = dict(rollout=handed)
   wire = sum(_wire_seconds(entry, chip) for axes in sent.values() for entry in axes.values())
   model = (row['flops'] or 0) / mesh.size
@@ -217,17 +217,17 @@ def work(
     memory=totals.bytes / chip.bandwidth if chip.bandwidth else None,
     network=wire if chip.link else None,
   )
-  known = [x for x in parts.values() if x is not None]
-  seconds = max(known) if known else None
+  known_parts = [x for x in parts.values() if x is not None]
+  seconds = max(known_parts) if known_parts else None
   return dict(
     flops=dict(model=model, program=totals.flops, xla_once=row['xla_flops_once']),
     memory_traffic_bytes=totals.bytes,
     collective_bytes=sent,
-    collective_minimum=least,
+    collective_minimum=lower_bounds,
     seconds=dict(
       roofline=seconds,
       expected=expected(totals.flops, totals.bytes, wire, chip),
-      no_overlap=sum(known) if known else None,
+      no_overlap=sum(known_parts) if known_parts else None,
       **parts,
       xla=totals.cycles / chip.clock if chip.clock and totals.cycles else None,
     ),

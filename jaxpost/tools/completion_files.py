@@ -66,27 +66,27 @@ def complete_file(
     draws=dataclasses.asdict(draws),
     prompts=seals.fingerprint([[p.tokens.tolist(), p.columns] for p in prompts]),
   )
-  done = _keep_finished_rows(out, identity, batch_prompts, len(prompts))
-  if done == len(prompts):
+  finished = _keep_finished_rows(out, identity, batch_prompts, len(prompts))
+  if finished == len(prompts):
     return 0
   with working('preparing to sample'):
     engine = engine_for(weights, prompts, draws, mesh)
   tokenizer = weights.inputs.tokenizer
-  bar, completed = _bar(), done
+  bar, completed = _bar(), finished
 
   def progress_text() -> str:
     return f'sampling: {completed} of {len(prompts)} prompts are done'
 
   with open(out, 'a', encoding='utf-8') as file, bar, working.following(progress_text):
-    task = bar.add_task('prompts', total=len(prompts), completed=done)
-    for start in range(done, len(prompts), batch_prompts):
+    task = bar.add_task('prompts', total=len(prompts), completed=finished)
+    for start in range(finished, len(prompts), batch_prompts):
       part = prompts[start : start + batch_prompts]
       rows = _rows_of(draw(engine, part, draws), tokenizer)
       file.write(''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows))
       file.flush()
       bar.advance(task, len(part))
       completed += len(part)
-  return len(prompts) - done
+  return len(prompts) - finished
 
 
 def _check_columns(prompts: Sequence[Prompt]) -> None:

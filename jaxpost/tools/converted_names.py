@@ -12,13 +12,13 @@ _PROJECTION = re.compile(r'\.\*(?:q|k|v|o|gate|up|down)_proj')
 
 def known_here(library: str, setting: Setting, given: dict[str, Any]) -> Setting:
   """Leaves out names that are not of the hub or our matrices; maps Tunix's patterns of projections to ours."""
-  last = setting.name.rpartition('.')[2]
-  if last == 'model_id' and setting.fields and '/' not in str(setting.value):
+  name = setting.name.rpartition('.')[2]
+  if name == 'model_id' and setting.fields and '/' not in str(setting.value):
     reason = f'is no name of the hub; {setting.fields[0]} is a Hugging Face folder or ORG/NAME of the hub'
     return setting.unmapped(reason)
-  if last == 'dataset_name' and setting.fields and library in ('tunix', 'maxtext'):
+  if name == 'dataset_name' and setting.fields and library in ('tunix', 'maxtext'):
     return _data_set(setting, given)
-  if last in ('module_path', 'lora_module_path') and setting.fields:
+  if name in ('module_path', 'lora_module_path') and setting.fields:
     return _matrices(setting)
   return setting
 

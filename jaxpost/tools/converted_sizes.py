@@ -96,11 +96,11 @@ def without_overridden(library: str, settings: list[Setting], given: dict[str, A
   warmup = next((s.name for s in steps if library == 'verl' or ours(s.name, s.fields[0], s.value)), '')
   out = []
   for setting in settings:
-    section, _, last = setting.name.rpartition('.')
+    section, _, name = setting.name.rpartition('.')
     overriding = warmup if setting.fields == ('optim.warmup_ratio',) else ''
-    if library == 'tunix' and last in ('learning_rate', 'peak_value') and setting.fields:
+    if library == 'tunix' and name in ('learning_rate', 'peak_value') and setting.fields:
       rate = 'peak_value' if given.get(f'{section}.schedule_type') else 'learning_rate'
-      overriding = f'{section}.{rate}' if rate != last and f'{section}.{rate}' in given else ''
+      overriding = f'{section}.{rate}' if rate != name and f'{section}.{rate}' in given else ''
     out.append(setting.unmapped(f'gives way to {overriding} in {library}') if overriding else setting)
   return out
 

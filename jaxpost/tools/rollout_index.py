@@ -24,7 +24,7 @@ from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 
 _SHORT = 160  # characters of a prompt and a completion in a list
-_KEPT = 16  # queries whose answers are cached; 0.8 MB each if they find 100,000 episodes
+_CACHED = 16  # queries whose answers are cached; 0.8 MB each if they find 100,000 episodes
 _ASCII = bytes(range(128))
 PAGE = 50
 SORTS = ('trouble', 'newest', 'oldest', 'reward', '-reward', 'length', '-length')
@@ -92,7 +92,7 @@ class Index:
     self.episodes: list[dict[str, Any]] = []
     self._files: dict[str, _File] = {}
     self._changes = 0  # number of changes of files, a key of the caches below
-    self._found = functools.lru_cache(_KEPT)(self._find)
+    self._found = functools.lru_cache(_CACHED)(self._find)
     self._ordered = functools.lru_cache(len(SORTS))(self._sort)
     self._refreshing = threading.Lock()  # requests come in separate threads
     self._places: list[tuple[str, int, int]] = []  # of each episode: file, and begin and size of its line in bytes
@@ -108,8 +108,8 @@ class Index:
           with contextlib.suppress(FileNotFoundError):  # removed after it was listed
             stat = path.stat()
             name, size, time = str(path), int(stat.length), int(stat.mtime)
-            known = self._files.get(name)
-            if known is None or (known.size, known.time) != (size, time):
+            earlier = self._files.get(name)
+            if earlier is None or (earlier.size, earlier.time) != (size, time):
               changed = True
               self._forget(name)
               self._files[name] = self._read(path, size, time)
@@ -122,8 +122,8 @@ class Index:
 
   def _forget(self, name: str) -> None:
     """Marks the episodes of a file as gone, if it was read before."""
-    if known := self._files.pop(name, None):
-      for number in known.lines:
+    if file := self._files.pop(name, None):
+      for number in file.lines:
         if number >= 0:
           self.episodes[number]['gone'] = True
       self._changes += 1

@@ -152,6 +152,6 @@ def _is_end(word: str) -> bool:
 
 
 def _is_value(word: str) -> bool:
-  """Returns whether a word behind an option belongs to it: it is neither an option nor the end of the command."""
+  """Returns whether a word after an option belongs to it: it is neither an option nor the end of the command."""
   is_option = _FLAG.fullmatch(word) or word.startswith('-') and not _NEGATIVE.match(word)
   return not is_option and not _is_end(word)

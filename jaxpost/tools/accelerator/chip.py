@@ -72,8 +72,8 @@ def rates(size: int) -> dict[str, Any]:
 
 def compiler_options() -> dict[str, Any]:
   """Returns which options of runs this compiler knows, and the reason if it does not know one."""
-  wanted = GPU_OPTIONS | GATHER_OPTIONS | probe.HOSTS_OPTIONS | probe.DETERMINISTIC_OPTIONS
-  return dict(options=probe.try_options(jax.devices()[0], wanted))
+  options = GPU_OPTIONS | GATHER_OPTIONS | probe.HOSTS_OPTIONS | probe.DETERMINISTIC_OPTIONS
+  return dict(options=probe.try_options(jax.devices()[0], options))
 
 
 def kernels(kernel_length: int) -> dict[str, Any]:

@@ -120,11 +120,11 @@ def chosen(names: str) -> dict[str, Row]:
   Raises:
     ValueError: no row has one of the names.
   """
-  wanted = [name for name in names.split(',') if name]
-  for name in wanted:
+  chosen_names = [name for name in names.split(',') if name]
+  for name in chosen_names:
     if not any(_below(name, row) for row in ROWS):
       raise ValueError(f'there is no row {name!r}; the rows are {", ".join(ROWS)}')
-  return {k: row for k, row in ROWS.items() if not wanted or any(_below(name, k) for name in wanted)}
+  return {k: row for k, row in ROWS.items() if not chosen_names or any(_below(name, k) for name in chosen_names)}
 
 
 def _below(name: str, row: str) -> bool:
