@@ -101,14 +101,12 @@ def _rope_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   if ORIGINAL in family.fields and ORIGINAL in main:
     out[ORIGINAL] = main[ORIGINAL]
   if family.local_rope:
-    local = cfg.ropes[-1]
-    out['rope_parameters'] = {FULL: main, LOCAL: _rope_parameters(local, cfg, family)}
-    out.setdefault(family.local_rope, local.theta)
+    out['rope_parameters'] = {FULL: main, LOCAL: _rope_parameters(cfg.ropes[-1], cfg, family)}
+    out.setdefault(family.local_rope, cfg.ropes[-1].theta)
   return out
 
 
 def _rope_parameters(rope: Rope, cfg: ModelConfig, family: Family) -> dict[str, Any]:
-  # config.json has lists instead of tuples, and lacks values that readers derive.
   params = {k: list(v) if isinstance(v, tuple) else v for k, v in rope.scaling}
   if params.get('rope_type') == 'dynamic':
     del params[ORIGINAL]

@@ -138,7 +138,7 @@ def _write_weights(
   merge: Callable,
   origin: Origin | None,
 ) -> None:
-  """Writes shards in the order of the table, with one parameter on the host at a time."""
+  """Fills shards with tensors in the order of the table, with one parameter on the host at a time."""
   table = tensor_layout.table(model.config, model.table)
   if origin:
     table = origin.with_copies(table, model.config)
@@ -149,7 +149,6 @@ def _write_weights(
     for name in stored.names + stored.copies
   }
   sizes = {name: math.prod(shape) * tensor_dtype.itemsize for name, (tensor_dtype, shape) in tensors.items()}
-  # Tensors fill shards in the order of the table.
   shards: list[list[str]] = [[]]
   shard_bytes = 0  # bytes of the last shard
   for name, size in sizes.items():

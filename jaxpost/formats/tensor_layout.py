@@ -74,7 +74,6 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
     shape, first = _shape(spec, cfg), ends.get(names, 0)
     ends[names] = first + shape[0]
     out[path] = Stored(spec, names, shape, first)
-  # Only now is it known how many rows all parameters of a tensor have together.
   return {path: dataclasses.replace(s, shape=_whole(s, ends.get(s.names))) for path, s in out.items()}
 
 
@@ -87,7 +86,7 @@ def _of_predictor(name: str, names: Mapping[str, str], cfg: ModelConfig) -> str:
 
 
 def _whole(stored: Stored, rows: int | None) -> tuple[int, ...]:
-  """Returns the shape of the tensors of a parameter: `rows` rows, those of all parameters in them."""
+  """Returns the shape of the tensors of a parameter, in which all parameters together have `rows` rows."""
   if rows is None:
     return stored.shape
   axis = AXES.get(stored.order, 0)

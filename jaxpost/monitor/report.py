@@ -291,10 +291,7 @@ def _algorithm(config: dict, stage: str) -> str:
 
 
 def start_of_run(workdir: epath.Path) -> dict[str, Any]:
-  """Returns the last start of a run: `facts` {label: text}, `changes` {stage: {field: value}}, `count` of starts.
-
-  It also has the config file, `recipe`, and the `overrides` {field: text} of the command line; {} without starts.
-  """
+  """Returns the last start: facts {label: text}, changes {stage: {field: value}}, config file, overrides, and count."""
   rows = read_growing(workdir / 'starts.jsonl')
   if not rows:
     return {}

@@ -1,8 +1,7 @@
 """Timelines of a run: when the host and the devices of each phase were busy.
 
-The host enters and leaves its phases explicitly. For devices, a thread waits for the results of each program and
-records when they are ready; nothing in a run depends on it. The first steps are written as Chrome trace events, which
-ui.perfetto.dev opens.
+The host enters and leaves its phases explicitly. For devices, a thread waits for the results of each program; nothing
+in a run depends on it. The first steps are written as Chrome trace events, for ui.perfetto.dev.
 """
 
 import collections
