@@ -152,7 +152,7 @@ def unread(raw: dict[str, Any], family: Family) -> set[str]:
 
 
 def check(raw: dict[str, Any], family: Family, where: str) -> None:
-  """Raises InputError, naming the field, for values that are impossible or not supported, of the right types."""
+  """Raises InputError, naming the field, for values of the right types that are impossible or not supported."""
   quant_method = (raw.get('quantization_config') or {}).get('quant_method')
   if quant_method and quant_method in ('fp8', family.quantized):
     raw = raw | {'quantization_config': None}

@@ -117,7 +117,7 @@ def _kimi_fields(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _kimi_types(raw: dict[str, Any], nested: dict[str, Any], where: str) -> list[str]:
-  """Returns `layer_types`, by default full attention in each fourth layer except the first."""
+  """Returns `layer_types`, by default full attention in the layers with indices 4, 8, 12, ..."""
   count = raw['num_hidden_layers']
   full, linear = nested.get('full_attn_layers'), nested.get('kda_layers')  # numbers from 1 on
   types = None

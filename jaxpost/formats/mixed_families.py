@@ -26,7 +26,7 @@ FAMILIES = {
     aliases={'top_k_experts': 'num_experts_per_tok'},
     names={'mlp.shared_experts': 'mlp', 'mlp.gate': 'router.proj'},
     fused=fused_experts('model.layers.{}.experts.%s_proj', 'transposed'),
-    unused=r'model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight',  # of layers that reuse others'
+    unused=r'model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight',  # of layers with shared KV
     reads=('sliding_window', 'layer_types', 'final_logit_softcapping', *_SIDE, *_FULL, 'use_bidirectional_attention')
     + ('num_kv_shared_layers', 'use_double_wide_mlp'),
     defaults=dict(num_key_value_heads=4, head_dim=256, global_head_dim=512, num_global_key_value_heads=None)

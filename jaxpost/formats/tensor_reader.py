@@ -27,7 +27,7 @@ _PIECE = 16 << 20  # bytes that are read at a time
 
 
 def _row_axis(spec: Param) -> int:
-  """Returns the axis of a parameter that is split when a tensor is read by rows."""
+  """Returns the axis of a parameter along which the rows of its tensors lie."""
   return spec.stack + (input_dims(spec) if spec.matrix else 0)
 
 
