@@ -250,7 +250,7 @@ def devices(topology: Topology) -> list:
   except (jax.errors.JaxRuntimeError, RuntimeError, ImportError) as e:
     package = "'jax[cuda13]'" if topology.gpu else "-e '.[plan]' in a clone, or 'jax[tpu]'"
     reason = str(e).splitlines()[0]
-    hint = f'pip install {package} has the compiler, which needs no device; launch.plan --fits answers by arithmetic'
+    hint = f'the compiler comes with pip install {package} and needs no device; launch.plan --fits uses arithmetic'
     if 'INVALID' in reason:
       hint = f'choose another size ({FORMS})'
     raise InputError(f'--topology: {topology.text}: {reason}; {hint}') from e
