@@ -262,19 +262,19 @@ def check_reach(raw: Mapping, changes: Mapping) -> list[str]:
     if path.partition('.')[0] not in field_names.FIELDS:
       continue
     block_values = {stage: _value_in_block(changes, raw, stage, path) for stage in stages}
-    set_values = {stage: value_in_block for stage, value_in_block in block_values.items() if value_in_block is not None}
+    kept_values = {stage: kept for stage, kept in block_values.items() if kept is not None}
     # A stage with its own override needs no warning.
-    unset = [stage for stage in set_values if f'{stage}.{path}' not in leaves]
-    if set_values and len(set_values) == len(stages):
-      commands = ' '.join(f'--config.{stage}.{path}={shlex.quote(_as_written(value, ""))}' for stage in unset)
-      values = ', '.join(f'{stage}: {_as_written(value_in_block)}' for stage, value_in_block in set_values.items())
+    unaffected = [stage for stage in kept_values if f'{stage}.{path}' not in leaves]
+    if kept_values and len(kept_values) == len(stages):
+      commands = ' '.join(f'--config.{stage}.{path}={shlex.quote(_as_written(value, ""))}' for stage in unaffected)
+      values = ', '.join(f'{stage}: {_as_written(kept)}' for stage, kept in kept_values.items())
       raise InputError(
         f'config.{path}={_as_written(value)}: would change nothing, every stage sets its own ({values}); '
         + (f'write {commands}' if commands else 'leave it out')
       )
-    for stage in unset:
+    for stage in unaffected:
       lines.append(
-        f'config.{path}={_as_written(value)}: stage {stage} keeps its own {_as_written(set_values[stage])}; '
+        f'config.{path}={_as_written(value)}: stage {stage} keeps its own {_as_written(kept_values[stage])}; '
         f'set --config.{stage}.{path} to change it'
       )
   return lines

@@ -143,7 +143,7 @@ def _check_extra(folder: Path, tensors: dict, shapes: dict, cfg: ModelConfig) ->
 
 
 def is_predictor(name: str, cfg: ModelConfig, count: int) -> bool:
-  """True for tensors of modules that predict several tokens at once: the `count` layers after the last, or 'mtp'."""
+  """Returns whether a tensor is of modules for multi-token prediction: the `count` layers after the last, or 'mtp'."""
   family = families.of_model(cfg.family)
   if family.hybrid and name.startswith('mtp.'):
     return True

@@ -107,7 +107,8 @@ def fitted(p: PreparedStage, topology: Topology, note: Callable[[str], Any] = st
   limits = room(p, topology)
   assert limits is not None
   baseline = {} if p.config.model.remat in arithmetic.ESTIMATED else {'model.remat': 'full'}
-  before, after = (limits.needs(p, x) for x in (baseline, baseline | chosen))
+  before = limits.needs(p, baseline)
+  after = limits.needs(p, baseline | chosen)
   phases = {'updating': (before.updating, after.updating), 'sampling': (before.sampling, after.sampling)}
   lower = {phase: x for phase, x in phases.items() if x[1] < x[0]}
   settings = ', '.join(f'config.{key}={value}' for key, value in chosen.items())
