@@ -339,14 +339,14 @@ def test_one_of_fused_matrices_is_not_written(tmp_path, caplog, targets):
   model = partition.build(tiny.config(lora=(2, 4.0, False, targets), **FUSED))
   peft.writer(model, params_of(model), 'base')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists()
-  assert 'keeps in one tensor: all need adapters' in caplog.text
+  assert 'matrices in one tensor; for `peft`, all need adapters' in caplog.text
 
 
 def test_without_a_named_base_no_adapter_is_written(tmp_path, caplog):
   """Weights that were drawn at random have no name that peft could load them by."""
   model = partition.build(tiny.config(lora=(2, 4.0, False, 'q')))
   peft.writer(model, {}, '')(tmp_path / 'adapter')
-  assert not (tmp_path / 'adapter').exists() and 'no base with a name' in caplog.text
+  assert not (tmp_path / 'adapter').exists() and 'its base model has no name' in caplog.text
 
 
 def test_sampled_weights_are_not_rounded_to_the_type_of_the_base():
