@@ -6,8 +6,8 @@
 
 The first two print one line of JSON; jaxpost/tools/bench.py explains its keys. The folder benchmarks/ of a clone
 compares such lines over numbers of processes, and times parts of the sampler. The third measures one accelerator
-(docs/accelerators.md): rates, kernels, training, decoding, a line of JSON in FILE for each row as it ends; --rows
-chooses some of them. The exit code is 1 if a row failed.
+(docs/accelerators.md): rates, kernels, training and decoding, with a line of JSON in FILE for each row when it ends;
+--rows chooses some of them. The exit code is 1 if a row failed.
 """
 
 import json
@@ -53,24 +53,24 @@ def main(argv):
 
   cluster_flags.connect()
   with tempfile.TemporaryDirectory() as workdir:
-    found = bench.run(argv[1], workload_flags.options(), workdir) | {'tuned': tune}
+    record = bench.run(argv[1], workload_flags.options(), workdir) | {'tuned': tune}
   if coordination.process_index() == 0:
-    print(json.dumps(found))
+    print(json.dumps(record))
 
 
 def _accelerator():
-  exits.refuse(_WORKLOAD, 'with accelerator, whose rows have sizes of their own')
+  exits.refuse(_WORKLOAD, 'with accelerator, whose rows have their own sizes')
   from jaxpost.tools.accelerator import rows, supervisor
 
   if not _OUT.value:
     raise errors.InputError('name the file of the rows: --out=FILE')
-  if not (given := re.fullmatch(r'(\d+)([sm])', _BUDGET.value)):
+  if not (budget := re.fullmatch(r'(\d+)([sm])', _BUDGET.value)):
     raise errors.InputError(f'--budget={_BUDGET.value}: write seconds or minutes, as in 90s or 40m')
   try:
     chosen = rows.chosen(_ROWS.value)
   except ValueError as e:
     raise errors.InputError(f'--rows: {e}') from e
-  seconds = int(given[1]) * {'s': 1, 'm': 60}[given[2]]
+  seconds = int(budget[1]) * {'s': 1, 'm': 60}[budget[2]]
   failed = supervisor.run(_OUT.value, seconds, _ROWS.value, _TINY.value, _TRACES.value)
   if failed:
     raise SystemExit(f'{failed} of {len(chosen)} rows failed; {_OUT.value} has the error of each')  # exit code 1

@@ -20,8 +20,8 @@ from . import exits, model_flags, sampling_flags
 
 _WEIGHTS = model_flags.define()
 _ADAPTER = flags.DEFINE_string('adapter', '', 'PEFT adapter on the weights, as NAME=FOLDER.')
-_BESIDE_RUN = flags.DEFINE_string('beside_run', '', 'Folder of another run, whose newest model answers, too.')
-_BESIDE_MODEL = flags.DEFINE_string('beside_model', '', 'Another model folder, org/name or adapter that answers, too.')
+_BESIDE_RUN = flags.DEFINE_string('beside_run', '', 'Folder of another run whose newest model also answers.')
+_BESIDE_MODEL = flags.DEFINE_string('beside_model', '', 'Another model folder, org/name or adapter that also answers.')
 _SYSTEM = flags.DEFINE_string('system', '', 'System message of the chat.')
 _SAMPLING = sampling_flags.define(max_new_tokens=512, several=False)
 _MESH = flags.DEFINE_string('mesh', 'data=-1', 'Device mesh, written as config.mesh.rollout.')

@@ -35,20 +35,20 @@ def define() -> None:
 
 
 def connect() -> None:
-  """Joins the other processes if the flags ask for it; InputError for a flag that would do nothing."""
-  given = flags.FLAGS
-  if not (given.distributed or given.coordinator or given.cluster):
+  """Connects to the other processes if the flags say so; InputError for a flag without effect."""
+  values = flags.FLAGS
+  if not (values.distributed or values.coordinator or values.cluster):
     for name in 'num_processes', 'process_id':
-      if given[name].value is not None:
-        raise InputError(f'--{name} does nothing without --coordinator; give it, too, or leave both out')
+      if values[name].value is not None:
+        raise InputError(f'--{name} does nothing without --coordinator; give both, or leave out this flag')
     return
   from jaxpost.distributed import cluster
 
   cluster.connect(
-    given.coordinator,
-    given.num_processes,
-    given.process_id,
-    cluster=given.cluster,
-    init_s=given.init_timeout_s,
-    heartbeat_s=given.heartbeat_s,
+    values.coordinator,
+    values.num_processes,
+    values.process_id,
+    cluster=values.cluster,
+    init_s=values.init_timeout_s,
+    heartbeat_s=values.heartbeat_s,
   )

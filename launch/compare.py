@@ -12,7 +12,7 @@ from absl import flags
 
 from jaxpost.errors import InputError
 
-_OUT = flags.DEFINE_string('out', '', 'HTML page to write, too.')
+_OUT = flags.DEFINE_string('out', '', 'HTML page to write as well.')
 _STEPS = flags.DEFINE_integer('steps', 8, 'Paired differences to print, of the last steps.', lower_bound=1)
 
 
@@ -30,29 +30,30 @@ def main(argv):
 
   console = rich.console.Console(highlight=False)
   for run in runs[1:]:
-    found = compare_runs.compare(runs[0], run)
-    heads = [markup.escape(name) for name in found.names]
+    comparison = compare_runs.compare(runs[0], run)
+    heads = [markup.escape(name) for name in comparison.names]
     table = rich.table.Table(*(rich.table.Column(name, overflow='fold') for name in ('config', *heads)))
-    for key, values in found.fields.items():
+    for key, values in comparison.fields.items():
       table.add_row(markup.escape(key), *(markup.escape(repr(value)) for value in values))
-    console.print(table if found.fields else 'config: no field that decides what is computed differs')
+    console.print(table if comparison.fields else 'config: no field that decides what is computed differs')
     table = rich.table.Table('final figures', 'stage', *heads)
-    for key, values in found.figures.items():
+    for key, values in comparison.figures.items():
       key, _, stage = key.rpartition('/')
       named = markup.escape(titles.title(key)), markup.escape(stage)
       table.add_row(*named, *('' if value is None else report.number(value) for value in values))
     console.print(table)
-    for p in found.paired[-_STEPS.value :]:
+    for p in comparison.paired[-_STEPS.value :]:
       console.out(
         f'reward, {p.stage} {p.split} step {p.step}: {report.number(p.first)} and {report.number(p.second)}, '
         f'difference {report.number(p.difference)} (95 %: {report.number(p.low)} to {report.number(p.high)}; '
         f'{p.prompts} shared prompts, {p.samples} pairs)'
       )
-    if found.sampled and not found.paired:
+    if comparison.sampled and not comparison.paired:
       console.out('reward: no prompt was sampled in the same step of both')
-    if part := found.parting:
+    if part := comparison.parting:
       console.out(f'they part in {part.stage} {part.split} step {part.step}, sample {part.sample} of {part.prompt!r}')
-      console.out(f'  both: {part.shared!r}\n  {found.names[0]}: {part.first!r}\n  {found.names[1]}: {part.second!r}')
+      first, second = comparison.names
+      console.out(f'  both: {part.shared!r}\n  {first}: {part.first!r}\n  {second}: {part.second!r}')
   if _OUT.value:
     compare_runs.write_page(runs, _OUT.value)
     console.out(_OUT.value)

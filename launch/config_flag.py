@@ -41,7 +41,7 @@ flags.disclaim_key_flags()  # --config belongs to the command that defines it
 
 def define_config() -> flags.FlagHolder:
   """Defines --config; its value is the config with all overrides applied."""
-  # Given an empty sys_argv, ml_collections applies no overrides itself: `parse` does.
+  # ml_collections applies no overrides if sys_argv is empty; `parse` does.
   return config_flags.DEFINE_config_file(
     'config', None, 'Config file with its arguments: FILE.py[:args], or FILE.yaml.', lock_config=True, sys_argv=[]
   )
@@ -52,33 +52,33 @@ def parse(argv: Sequence[str]) -> list[str]:
   if 'config' not in flags.FLAGS:
     return flags.FLAGS(argv)
   argv = flags.FLAGS.read_flags_from_files(argv, force_gnu=False)
-  rest, given = split(argv)
-  words = flags.FLAGS([_read_yaml(word) for word in joined(rest)])
+  other_words, overrides = split(argv)
+  words = flags.FLAGS([_read_yaml(word) for word in joined(other_words)])
   if flags.FLAGS['config'].value is None:
-    if given:
-      raise InputError(f'--config.{next(iter(given))}: there is no config to change; give --config=FILE, too')
+    if overrides:
+      raise InputError(f'--config.{next(iter(overrides))}: there is no config to change; give --config=FILE as well')
     return words
   _check_file(flags.FLAGS['config'].config_filename.partition(':')[0])
   config = flags.FLAGS['config'].value
   assert config.keys  # an error of the file is raised by the first access
-  for line in apply(config, given):
+  for line in apply(config, overrides):
     print(line, file=sys.stderr)
   return words
 
 
 def joined(argv: Sequence[str]) -> list[str]:
-  """Returns the words of a command line with --config FILE as the one word --config=FILE; those after -- stay."""
+  """Returns the words of a command line with --config FILE as one word, --config=FILE; words after -- are unchanged."""
   words = []
-  left = list(argv)
-  while left and left[0] != '--':
-    word = left.pop(0)
-    alone = word in ('--config', '-config') and left
-    words.append(f'{word}={left.pop(0)}' if alone else word)
-  return words + left
+  remaining = list(argv)
+  while remaining and remaining[0] != '--':
+    word = remaining.pop(0)
+    takes_next = word in ('--config', '-config') and remaining
+    words.append(f'{word}={remaining.pop(0)}' if takes_next else word)
+  return words + remaining
 
 
 def _read_yaml(word: str) -> str:
-  """--config=FILE.yaml, or the config.json of a run, as the config file that reads it; other words as they are."""
+  """Returns --config=FILE.yaml (or a run's config.json) as the Python config that reads it; other words unchanged."""
   flag, _, path = word.partition('=')
   if flag not in ('--config', '-config') or not path.endswith(('.yaml', '.yml', '.json')):  # JSON is YAML
     return word
@@ -87,58 +87,58 @@ def _read_yaml(word: str) -> str:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-  """Splits a command line into (the rest, {path: values as text, in order}).
+  """Splits a command line into (words that are no overrides, {path of an override: values as text, in order}).
 
   Overrides are written as absl accepts flags: --config.a=v, --config.a v, and
   for booleans --config.a or --noconfig.a. Words after -- are left alone.
   """
-  rest: list[str] = []
-  given: dict[str, list[str]] = {}
-  left = list(argv)
-  while left:
-    word = left.pop(0)
+  others: list[str] = []
+  overrides: dict[str, list[str]] = {}
+  remaining = list(argv)
+  while remaining:
+    word = remaining.pop(0)
     if word == '--':
-      return [*rest, word, *left], given
-    if not (found := _OVERRIDE.fullmatch(word)):
-      rest.append(word)
+      return [*others, word, *remaining], overrides
+    if not (match := _OVERRIDE.fullmatch(word)):
+      others.append(word)
       continue
-    path, value = found['path'], found['value']
-    if found['no'] and value:
+    path, value = match['path'], match['value']
+    if match['no'] and value:
       raise InputError(f'{word}: write --config.{path}{value}, or --noconfig.{path} for False')
     if value:
       value = value[1:]
-    elif found['no'] or _stands_alone(path, left):
-      value = 'false' if found['no'] else 'true'
-    elif left:
-      value = left.pop(0)
+    elif match['no'] or _stands_alone(path, remaining):
+      value = 'false' if match['no'] else 'true'
+    elif remaining:
+      value = remaining.pop(0)
     else:
       raise InputError(f'--config.{path}: needs a value; write --config.{path}=VALUE')
-    for other in given:
-      if other.startswith(f'{path}.'):
-        raise InputError(f'--config.{path}: would undo --config.{other} before it; put it first')
-    given[path] = [*given.pop(path, ()), value]  # the last one counts
-  return rest, given
+    for earlier in overrides:
+      if earlier.startswith(f'{path}.'):
+        raise InputError(f'--config.{path}: would undo --config.{earlier} before it; put it first')
+    overrides[path] = [*overrides.pop(path, ()), value]  # the last one counts
+  return others, overrides
 
 
 def _stands_alone(path: str, following: list[str]) -> bool:
-  """Returns whether --config.path without = is a boolean and takes no value."""
+  """Returns whether --config.path without = is a boolean that takes no value."""
   kind = field_names.field_type(path) or field_names.field_type(path.partition('.')[2])
   if kind in (None, Any):  # the type depends on the config
     return not following or following[0].startswith('-')
   return kind is bool
 
 
-def apply(config: Any, given: Mapping[str, list[str]]) -> list[str]:
+def apply(config: Any, overrides: Mapping[str, list[str]]) -> list[str]:
   """Applies overrides to the config; returns the lines to print about them.
 
   Args:
     config: the config of a file: a ConfigDict, or nested dicts.
-    given: {path: values as text, in order}, as `split` returns it.
+    overrides: {path: values as text, in order}, of `split`.
   """
   raw = config.to_dict() if isinstance(config, ConfigDict) else config
   changes = {}
-  for path in sorted(given, key='stages'.__ne__):  # which decides what a stage is
-    changes[path] = _value(raw, path, given[path])
+  for path in sorted(overrides, key='stages'.__ne__):  # it decides which blocks are stages
+    changes[path] = _value(raw, path, overrides[path])
     if path == 'stages':
       raw = {**raw, 'stages': changes[path]}
   lines = check_reach(raw, changes) + clear_epochs(raw, changes)
@@ -148,12 +148,12 @@ def apply(config: Any, given: Mapping[str, list[str]]) -> list[str]:
 
 
 def _value(raw: dict, path: str, texts: list[str]) -> Any:
-  """The text of an override as the type of its field."""
+  """Returns the value of an override with the type of its field."""
   stage, field = locate(raw, path)
   kind = field_names.field_type(field) if field else dict
   if kind is Any:
     kind = _type_of_free_field(raw, stage, field)
-    if kind is str and _SEVERAL.fullmatch(texts[-1]):  # a path or several
+    if kind is str and _SEVERAL.fullmatch(texts[-1]):  # several paths
       kind = tuple
   if dataclasses.is_dataclass(kind) or kind in (dict, object):
     return _literal(path, texts[-1], kind)
@@ -167,14 +167,14 @@ def _value(raw: dict, path: str, texts: list[str]) -> Any:
 
 
 def _items(path: str, text: str) -> tuple:
-  found = _PARSERS[tuple].parse(text)
-  if found == (text,) and _SEVERAL.fullmatch(text):
+  items = _PARSERS[tuple].parse(text)
+  if items == (text,) and _SEVERAL.fullmatch(text):
     raise InputError(f"config.{path}: {text} cannot be read; quote each text in it, as in \"('a', 'b')\"")
-  return found
+  return items
 
 
 def _type_of_free_field(raw: dict, stage: str, field: str) -> type:
-  """The type of a field that takes any value: that of the present value, if any."""
+  """Returns the type of a field that takes any value: that of its current value, if any."""
   paths = [f'{stage}.{field}', field] if stage else [field]
   for path in paths:
     if (present := value_at(raw, path)) is not None:
@@ -183,7 +183,7 @@ def _type_of_free_field(raw: dict, stage: str, field: str) -> type:
 
 
 def _literal(path: str, text: str, kind: type) -> Any:
-  """The text as a Python literal; a dict unless `kind` is object."""
+  """Returns the text as a Python literal; InputError unless it is a dict or `kind` is object."""
   try:
     value = ast.literal_eval({'true': 'True', 'false': 'False'}.get(text, text))
   except (SyntaxError, ValueError):
@@ -210,21 +210,21 @@ def _put(config: Any, parts: list[str], value: Any):
 def locate(raw: Mapping, path: str) -> tuple[str, str]:
   """Splits a path into (stage or '', path of a field inside it).
 
-  The second part is '' where the path names the whole block of a stage.
+  The second part is '' if the path names the whole block of a stage.
 
   Raises:
     InputError: there is no such field; the message names the nearest one.
   """
-  head, _, rest = path.partition('.')
+  head, _, inner = path.partition('.')
   if head in field_names.FIELDS:
     stage, field = '', path
   elif head in blocks(raw):
-    stage, field = head, rest
+    stage, field = head, inner
   else:
     stage, field = '', path
-    for near in difflib.get_close_matches(head, blocks(raw), 1):
-      if field_names.field_type(rest):
-        raise InputError(f'config.{path}: there is no stage {head}; did you mean config.{near}.{rest}?')
+    for nearest in difflib.get_close_matches(head, blocks(raw), 1):
+      if field_names.field_type(inner):
+        raise InputError(f'config.{path}: there is no stage {head}; did you mean config.{nearest}.{inner}?')
   if field and not field_names.field_type(field):
     raise field_names.unknown_key(f'config.{stage}' if stage else 'config', field)
   return stage, field
@@ -246,45 +246,44 @@ def value_at(raw: Mapping, path: str) -> Any:
 
 
 def check_reach(raw: Mapping, changes: Mapping) -> list[str]:
-  """Returns a line for each override that a stage's block keeps from that stage.
+  """Returns a line for each override that has no effect on a stage because its block names the field.
 
   Args:
-    raw: the config as its file gives it, as nested dicts.
+    raw: the config of the file, as nested dicts.
     changes: {path: new value}, of the config and of stages.
 
   Raises:
-    InputError: the blocks of all stages name the field, so that the override
-      would change nothing.
+    InputError: the blocks of all stages name the field, so the override has no effect.
   """
   stages = list(changes.get('stages', raw.get('stages')) or ())
-  given = dict(_leaves(changes))
+  leaves = dict(_leaves(changes))
   lines = []
-  for path, value in given.items():
+  for path, value in leaves.items():
     if path.partition('.')[0] not in field_names.FIELDS:
       continue
-    own = {stage: _value_in_block(changes, raw, stage, path) for stage in stages}
-    kept = {stage: found for stage, found in own.items() if found is not None}
-    # A stage that has an override of its own needs no warning.
-    unset = [stage for stage in kept if f'{stage}.{path}' not in given]
-    if kept and len(kept) == len(stages):
-      commands = ' '.join(f'--config.{stage}.{path}={shlex.quote(_as_written(value, ""))}' for stage in unset)
-      values = ', '.join(f'{stage}: {_as_written(found)}' for stage, found in kept.items())
+    block_values = {stage: _value_in_block(changes, raw, stage, path) for stage in stages}
+    kept_values = {stage: kept for stage, kept in block_values.items() if kept is not None}
+    # A stage with its own override needs no warning.
+    unaffected = [stage for stage in kept_values if f'{stage}.{path}' not in leaves]
+    if kept_values and len(kept_values) == len(stages):
+      commands = ' '.join(f'--config.{stage}.{path}={shlex.quote(_as_written(value, ""))}' for stage in unaffected)
+      values = ', '.join(f'{stage}: {_as_written(kept)}' for stage, kept in kept_values.items())
       raise InputError(
         f'config.{path}={_as_written(value)}: would change nothing, every stage sets its own ({values}); '
         + (f'write {commands}' if commands else 'leave it out')
       )
-    for stage in unset:
+    for stage in unaffected:
       lines.append(
-        f'config.{path}={_as_written(value)}: stage {stage} keeps its own {_as_written(kept[stage])}; '
+        f'config.{path}={_as_written(value)}: stage {stage} keeps its own {_as_written(kept_values[stage])}; '
         f'set --config.{stage}.{path} to change it'
       )
   return lines
 
 
 def clear_epochs(raw: Mapping, changes: dict[str, Any]) -> list[str]:
-  """Adds `train.epochs` = 0 to changes that set `train.steps`, where the file has epochs; returns a line for each.
+  """Adds `train.epochs` = 0 to changes that set `train.steps`, if the file has epochs; returns a line for each.
 
-  Epochs would decide the steps, and the override change nothing.
+  Otherwise the epochs would decide the steps, and the override would have no effect.
 
   Raises:
     InputError: the changes set both.
@@ -294,22 +293,22 @@ def clear_epochs(raw: Mapping, changes: dict[str, Any]) -> list[str]:
     field = path.removesuffix('steps') + 'epochs'
     if changes.get(field):
       raise InputError(f'config.{path}: config.{field}={changes[field]} decides the steps; leave out one of the two')
-    found = value_at(raw, field) or value_at(raw, 'train.epochs')
-    if found and field not in changes:
+    epochs = value_at(raw, field) or value_at(raw, 'train.epochs')
+    if epochs and field not in changes:
       changes[field] = 0.0
-      lines.append(f'config.{path}={changes[path]}: counts in place of config.{field}={found}')
+      lines.append(f'config.{path}={changes[path]}: replaces config.{field}={epochs}')
   return lines
 
 
 def _value_in_block(changes: Mapping, raw: Mapping, stage: str, path: str) -> Any:
-  """The value that the block of a stage has for a field after `changes`, or None."""
-  whole = f'{stage}.{path}'
-  value = value_at(raw, whole)
+  """Returns the value of a field in the block of a stage after `changes`, or None."""
+  full_path = f'{stage}.{path}'
+  value = value_at(raw, full_path)
   for changed, new in changes.items():  # in the order they are made
-    if whole == changed:
+    if full_path == changed:
       value = new
-    elif whole.startswith(f'{changed}.'):
-      value = value_at(new, whole.removeprefix(f'{changed}.'))
+    elif full_path.startswith(f'{changed}.'):
+      value = value_at(new, full_path.removeprefix(f'{changed}.'))
   return value
 
 
@@ -323,7 +322,7 @@ def _leaves(changes: Mapping, prefix='') -> Iterator[tuple[str, Any]]:
 
 
 def _as_written(value, empty="''") -> str:
-  """The value as it would be written on a command line."""
+  """Returns the value as it is written on a command line."""
   return (value or empty) if isinstance(value, str) else str(value)
 
 
@@ -335,9 +334,9 @@ def _check_file(name: str):
   if path.is_dir():
     raise InputError(f'--config: {name} is a folder; name a file in it')
   folder = path.parent
-  files = {f.name: f for where in (pathlib.Path('configs'), folder) if where.is_dir() for f in _configs(where)}
-  wanted = path.name if path.suffix in ('.py', '.yaml', '.yml') else f'{path.name}.py'
-  near = difflib.get_close_matches(wanted, files, 1)
+  files = {f.name: f for place in (pathlib.Path('configs'), folder) if place.is_dir() for f in _configs(place)}
+  file_name = path.name if path.suffix in ('.py', '.yaml', '.yml') else f'{path.name}.py'
+  near = difflib.get_close_matches(file_name, files, 1)
   hint = f'did you mean {files[near[0]]}?' if near else f'{folder} has {", ".join(sorted(files)[:8]) or "no config"}'
   if not folder.is_dir():
     hint = f'nor is there a folder {folder}' + (f'; {hint}' if near else '')

@@ -1,13 +1,13 @@
-"""Makes a config of the settings of another library.
+"""Converts settings of another library to a config.
 
   python -m launch.convert trl grpo.yaml --algorithm=grpo --out=my.yaml
   python -m launch.convert verl run_grpo.sh --out=my.yaml
   python -m launch.convert tunix config.yaml
   python -m launch.convert maxtext rl.yml
 
-Reads .yaml and .json files, and the options of a command in a shell script. The result is a YAML config,
-which names in comments each setting that was mapped, each that was not, with the reason, and the defaults of the
-other library that differ from ours, which the config has, too.
+Reads .yaml and .json files, and the options of a command in a shell script. The result is a YAML config with comments
+that list each mapped setting, each setting that was not mapped, with the reason, and the defaults of the other library
+that differ from ours, which are part of the config.
 """
 
 import sys
@@ -28,10 +28,10 @@ def main(argv):
 
   if len(argv) != 3 or argv[1] not in convert.LIBRARIES:
     raise InputError(f'write launch.convert LIBRARY FILE, with one of {", ".join(convert.LIBRARIES)}')
-  given = convert.read(argv[2])
-  if other := convert.looks_like(argv[1], given):
-    print(f'{argv[2]} looks like settings of {other}: write launch.convert {other} {argv[2]}', file=sys.stderr)
-  config, settings, defaults = converted_defaults.convert_with_defaults(argv[1], given, _ALGORITHM.value)
+  source = convert.read(argv[2])
+  if likely := convert.looks_like(argv[1], source):
+    print(f'{argv[2]} looks like settings of {likely}: write launch.convert {likely} {argv[2]}', file=sys.stderr)
+  config, settings, defaults = converted_defaults.convert_with_defaults(argv[1], source, _ALGORITHM.value)
   if config['algorithm'] not in ALGORITHMS:
     raise InputError(
       f'{config["algorithm"]}: no method has this name; give --algorithm, one of {", ".join(ALGORITHMS)}'
@@ -41,11 +41,11 @@ def main(argv):
     object_store.write_text(_OUT.value, text)
   else:
     print(text, end='')
-  named = any('algorithm' in s.fields for s in settings) or config['algorithm'] != 'grpo'
+  named = any('algorithm' in setting.fields for setting in settings) or config['algorithm'] != 'grpo'
   if not _ALGORITHM.value and not named:
     print(f'{argv[2]} names no method, so this is a config of grpo; --algorithm chooses another', file=sys.stderr)
-  missing = [s.name for s in settings if not s.fields and s.reason != convert.NOT_NEEDED]
-  counts = f'{sum(bool(s.fields) for s in settings)} of {len(settings)} settings mapped'
+  missing = [setting.name for setting in settings if not setting.fields and setting.reason != convert.NOT_NEEDED]
+  counts = f'{sum(bool(setting.fields) for setting in settings)} of {len(settings)} settings mapped'
   print(f'{counts}; not mapped: {", ".join(missing) or "none"}', file=sys.stderr)
 
 

@@ -4,9 +4,9 @@
   python -m launch.doctor --workdir=/mnt/runs
   python -m launch.doctor --distributed     # on each host
 
-Versions, devices and their memory, the attention kernel checked against XLA's attention, memory of
-the host, disks, limits; of several hosts also whether they are equal, and the network between them.
-Lines that begin with `fix` say what to do. Ends with 2 if there are any.
+It shows versions, devices and their memory, a check of the attention kernel against XLA's attention,
+memory of the host, disks and limits; for several hosts also whether they are equal, and the network
+between them. Lines that begin with `fix` say what to do; with any of them the exit code is 2.
 """
 
 import logging

@@ -48,10 +48,10 @@ def main(argv):
   with model_flags.starting():
     host.use_compile_cache()
   if _SUITE.value or _REWARD.value:
-    named = 'suite' if _SUITE.value else 'reward'
+    flag = 'suite' if _SUITE.value else 'reward'
     if not _DATA.value:
-      raise InputError(f'--{named} needs --data=FILE, whose prompts it grades')
-    exits.refuse(('config', 'samples'), f'with --{named}')
+      raise InputError(f'--{flag} needs --data=FILE, whose prompts it grades')
+    exits.refuse(('config', 'samples'), f'with --{flag}')
     if _SUITE.value:
       exits.refuse(('reward', *_ONLY_WITH_REWARD), 'with --suite')
     metrics = grading.measure(_WEIGHTS, _SAMPLING)
@@ -62,8 +62,8 @@ def main(argv):
     with model_flags.starting():
       from jaxpost.tools import inference
 
-    given = dict(config=_CONFIG.value, mesh=_MESH.value, data=_DATA.value, size=_SIZE.value, samples=_SAMPLES.value)
-    metrics = inference.evaluate_as(**_WEIGHTS.arguments(), **given)
+    options = dict(config=_CONFIG.value, mesh=_MESH.value, data=_DATA.value, size=_SIZE.value, samples=_SAMPLES.value)
+    metrics = inference.evaluate_as(**_WEIGHTS.arguments(), **options)
   print(json.dumps(metrics))
 
 

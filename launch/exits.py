@@ -1,4 +1,4 @@
-"""How all commands end: `run(main)` is absl's app.run with exit codes, and one line for an error of the user.
+"""Runs all commands: `run(main)` is absl's app.run with exit codes, and one line for an error of the user.
 
 0: done; 1: a bug of this library (traceback); 2: an error of the user (one line on
 stderr); 3: no usable checkpoint; 4: the run diverged; 5: no room on the disk;
@@ -40,7 +40,7 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
 
   Args:
     argv: the command line; None: sys.argv.
-    words: largest number of arguments that are no flags.
+    words: largest number of arguments that are not flags.
   """
   open_standard_streams()
   silence_orbax()
@@ -60,23 +60,23 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
   except RuntimeError as error:  # jax.errors.JaxRuntimeError among them
     if 'RESOURCE_EXHAUSTED' not in str(error):
       raise
-    said = f'{str(error).splitlines()[0]:.200} {_TOO_LARGE}'
-    sys.exit(watchdog.print_reason(said, errors.InputError.exit_code, sys.stderr))
+    message = f'{str(error).splitlines()[0]:.200} {_TOO_LARGE}'
+    sys.exit(watchdog.print_reason(message, errors.InputError.exit_code, sys.stderr))
 
 
 def silence_orbax() -> None:
-  """Leaves out what Orbax's threads print after a failed save, and its tasks on a full disk; the save raises that."""
+  """Suppresses output of Orbax's threads and tasks after a failed save or on a full disk; the save itself raises."""
   sys.unraisablehook = _print_unraisable
-  logging.getLogger('asyncio').addFilter(_is_news)  # once, however often this is called
+  logging.getLogger('asyncio').addFilter(_is_news)  # added once, even if this is called again
 
 
-def _print_unraisable(found: sys.UnraisableHookArgs) -> None:
-  if str(found.exc_value) != 'Event loop is closed':
-    sys.__unraisablehook__(found)
+def _print_unraisable(unraisable: sys.UnraisableHookArgs) -> None:
+  if str(unraisable.exc_value) != 'Event loop is closed':
+    sys.__unraisablehook__(unraisable)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-  return not (record.exc_info and object_store.is_no_room(record.exc_info[1]))  # the save says that the disk is full
+  return not (record.exc_info and object_store.is_no_room(record.exc_info[1]))  # the save reports the full disk
 
 
 def check_working_directory():
@@ -88,24 +88,24 @@ def check_working_directory():
 
 
 def open_standard_streams():
-  """Opens /dev/null for each of stdin, stdout and stderr that is closed: a file would get its number, and output."""
+  """Opens /dev/null for each closed standard stream; otherwise another file would get its number, and the output."""
   for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
     if getattr(sys, name) is None:
       setattr(sys, name, open(os.devnull, mode, encoding='utf-8'))  # with the lowest number that is free
-      os.set_inheritable(getattr(sys, name).fileno(), True)  # for child processes, which would lack it likewise
+      os.set_inheritable(getattr(sys, name).fileno(), True)  # for child processes as well
 
 
 def end_if_unread():
-  """Ends the process as SIGPIPE would if its output has no reader any more, as in `| head`."""
+  """Ends the process like SIGPIPE if its output has no reader any more, as in `| head`."""
   output = select.poll()
   output.register(sys.stdout.fileno(), 0)
   if any(event & select.POLLERR for _, event in output.poll(0)):
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports an error at its end
     sys.exit(128 + signal.SIGPIPE)
 
 
 def _expand_home():
-  """Expands ~ in the names of files and folders to write: a shell does so only where a word begins."""
+  """Expands ~ in the names of files and folders to write: a shell expands it only at the beginning of a word."""
   for name in _OUTPUTS:
     if name in flags.FLAGS and flags.FLAGS[name].value:
       flags.FLAGS[name].value = os.path.expanduser(flags.FLAGS[name].value)
@@ -114,20 +114,20 @@ def _expand_home():
 def parse(argv: list[str], words: int = 0) -> list[str]:
   """Parses flags as absl does; InputError if they, or the config file, are wrong."""
   try:
-    rest = config_flag.parse(argv)
+    remaining = config_flag.parse(argv)
     _expand_home()
   except (*errors.KNOWN, BrokenPipeError, KeyboardInterrupt):
     raise
-  except SystemExit as end:
-    if where := _line_of_config(end, argv):
-      raise errors.InputError(f'{where}the config file ends the process ({end!r}); return a config instead') from end
+  except SystemExit as error:
+    if line := _line_of_config(error, argv):
+      raise errors.InputError(f'{line}the config file ends the process ({error!r}); return a config instead') from error
     end_if_unread()
-    sys.exit(0)  # of --help, which absl ends with 1
+    sys.exit(0)  # --help, for which absl exits with 1
   except BaseException as error:  # a config file may raise anything
     raise errors.InputError(_one_line(error, argv)) from error
-  if len(rest) > 1 + words:
-    raise errors.InputError(f'{rest[1 + words]!r} is no flag; flags are written --name=value')
-  return rest
+  if len(remaining) > 1 + words:
+    raise errors.InputError(f'{remaining[1 + words]!r} is no flag; flags are written --name=value')
+  return remaining
 
 
 def worst(codes: list[int]) -> int:
@@ -141,14 +141,14 @@ def worst(codes: list[int]) -> int:
 
 
 def refuse(names: Iterable[str], when: str):
-  """InputError if one of these flags was given, which have no effect `when`."""
+  """Raises InputError if one of these flags was given, which have no effect `when`."""
   for name in names:
     if flags.FLAGS[name].present:
       raise errors.InputError(f'--{name} does nothing {when}; leave it out')
 
 
 def _one_line(error: BaseException, argv: list[str]) -> str:
-  """Returns what is wrong with the flags or the config file, with its line there."""
+  """Returns the problem with the flags, or with the config file and its line, as one line."""
   text = str(error)
   if '\\n' in text:  # ml_collections gives the repr of its message
     text = text.strip('\'"').replace('\\n', '\n').replace("\\'", "'")
@@ -166,15 +166,15 @@ def _one_line(error: BaseException, argv: list[str]) -> str:
 
 
 def _missing_flags(names: list[str], argv: list[str]) -> str:
-  """The line for required flags that were not given."""
-  named = ' and '.join(f'--{name}' for name in names)
-  for name, fits in (('config', lambda value: value.endswith(('.py', '.yaml', '.yml'))), ('run', os.path.isdir)):
+  """Returns the message about missing required flags."""
+  flags_text = ' and '.join(f'--{name}' for name in names)
+  for name, is_value in (('config', lambda value: value.endswith(('.py', '.yaml', '.yml'))), ('run', os.path.isdir)):
     for word in argv[1:] if name in names else ():
       value = word.removeprefix(f'{name}=')
-      if not word.startswith('-') and fits(value):
+      if not word.startswith('-') and is_value(value):
         return f'{word!r} is no flag; write --{name}={value}'
-  what = '; '.join(f'--{name} is the {_first_lower(flags.FLAGS[name].help)}' for name in names)
-  return f'needs {named}: {what}'
+  meanings = '; '.join(f'--{name} is the {_first_lower(flags.FLAGS[name].help)}' for name in names)
+  return f'needs {flags_text}: {meanings}'
 
 
 def _first_lower(text: str) -> str:
@@ -182,12 +182,12 @@ def _first_lower(text: str) -> str:
 
 
 def _unknown_flag(error: flags.UnrecognizedFlagError) -> str:
-  """The line for a flag that does not exist, with the nearest one; --confg.a.b is --config.a.b."""
-  head, dot, rest = error.flagname.partition('.')
+  """Returns the message about an unknown flag, with the nearest one; for --confg.a.b it is --config.a.b."""
+  head, dot, field = error.flagname.partition('.')
   if head in ('config', 'workdir') and {'processes', 'nodes'} & set(flags.FLAGS):  # launch.local, launch.submit
     return f'--{error.flagname}: is a flag of launch.train; write all of these after --, as in -- --config=FILE'
-  near = difflib.get_close_matches(head, flags.FLAGS, 1)
-  hint = f'; did you mean --{near[0]}{dot}{rest}?' if near else '; --help lists the flags'
+  nearest = difflib.get_close_matches(head, flags.FLAGS, 1)
+  hint = f'; did you mean --{nearest[0]}{dot}{field}?' if nearest else '; --help lists the flags'
   return f'--{error.flagname}: there is no such flag{hint}'
 
 
@@ -198,9 +198,9 @@ def _line_of_config(error: BaseException, argv: list[str]) -> str:
     for arg in config_flag.joined(argv)
     if arg.startswith(('--config=', '-config='))
   }
-  where = [
+  lines = [
     f'{frame.filename}:{frame.lineno}: '
     for frame in traceback.extract_tb(error.__traceback__)
     if os.path.abspath(frame.filename) in configs
   ]
-  return where[-1] if where else ''
+  return lines[-1] if lines else ''

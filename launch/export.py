@@ -40,7 +40,7 @@ def main(argv):
     from jaxpost.stage import export
     from jaxpost.tools import inference, push
 
-  hf_export.check_target(_OUT.value)  # before minutes of reading
+  hf_export.check_target(_OUT.value)  # before weights are read, which takes minutes
   weights = inference.load(**_WEIGHTS.arguments())
   name = weights.inputs.name
   export.check_stage(_OUT.value, name)

@@ -23,8 +23,8 @@ class FitsFlags(NamedTuple):
 
 
 def define() -> FitsFlags:
-  """Defines the flags, and that they, or --config and --topology, are given."""
-  found = FitsFlags(
+  """Defines the flags, and checks that either they or --config and --topology are given."""
+  holders = FitsFlags(
     flags.DEFINE_bool('fits', False, 'Show by arithmetic on which devices --model fits; nothing is compiled.'),
     flags.DEFINE_string('model', '', 'With --fits: a folder with a config.json, a run, or the name of a known shape.'),
     flags.DEFINE_list(
@@ -34,20 +34,20 @@ def define() -> FitsFlags:
   )
 
   @flags.multi_flags_validator(['fits', 'model', 'config', 'topology'])
-  def asks_for_one(given):
-    wanted = ('model',) if given['fits'] else ('config', 'topology')
-    missing = any(not given[name] for name in wanted)
-    # A message of absl's own would have all of the config before it.
+  def has_one_task(values):
+    required = ('model',) if values['fits'] else ('config', 'topology')
+    missing = any(not values[name] for name in required)
+    # A message of absl would contain the whole config.
     refuse(missing, '--config and --topology say what to plan; or give --fits and --model')
     return True
 
-  del asks_for_one
-  return found
+  del has_one_task
+  return holders
 
 
-def show(given: FitsFlags, price: str, out: str):
-  """Prints the commands of what fits and a table of all, and writes both to the file `out`, if it has a name."""
-  model = given.model.value
+def show(fits_flags: FitsFlags, price: str, out: str):
+  """Prints commands of what fits and a table of all, and writes both to the file `out` unless it is ''."""
+  model = fits_flags.model.value
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')  # no device is used
   import rich.console
 
@@ -55,21 +55,21 @@ def show(given: FitsFlags, price: str, out: str):
   from jaxpost.storage import object_store
 
   dry_run.find(model, '--model', {})  # an unknown name is an error of that flag
-  names = fits.devices(given.devices.value)
+  names = fits.devices(fits_flags.devices.value)
   prices = fits.prices(price, names)
-  methods, configs = fits.methods(given.methods.value), recipes(model)
-  found = fits.cells({method: configs[method] for method in methods}, names)
+  methods, configs = fits.methods(fits_flags.methods.value), recipes(model)
+  cells = fits.cells({method: configs[method] for method in methods}, names)
   console = rich.console.Console(highlight=False, width=max(132, shutil.get_terminal_size().columns))
   weights = model if '/' in model else 'FOLDER'
-  for cell in found:
+  for cell in cells:
     if cell.fits:
       console.print(f'{cell.method} on {cell.device}: {fits.command(cell, weights)}', soft_wrap=True)
-  if weights != model and any(cell.fits for cell in found):
+  if weights != model and any(cell.fits for cell in cells):
     console.print(f'FOLDER: where the weights of {model} are, or their name on the hub')
-  # After the commands, which would scroll it away.
-  console.print(fits.table(found, prices, f'{model}: by arithmetic, with what docs/fits.md assumes'))
+  # After the commands, so that it stays visible.
+  console.print(fits.table(cells, prices, f'{model}: by arithmetic, with what docs/fits.md assumes'))
   if out:
-    rows = [fits.as_json(cell, weights, prices.get(cell.device)) for cell in found]
+    rows = [fits.as_json(cell, weights, prices.get(cell.device)) for cell in cells]
     object_store.write_text(out, json.dumps(rows, indent=1))
     console.print(f'wrote {out}')
 
@@ -80,7 +80,7 @@ def recipes(model: str) -> dict:
   from jaxpost.stage import prepare
 
   out = {}
-  for method, (recipe, more) in fits.METHODS.items():
+  for method, (recipe, arguments) in fits.METHODS.items():
     module = importlib.import_module(f'{__package__.removesuffix("launch")}configs.{recipe}')
-    out[method] = prepare.as_dict(module.get_config(f'model={model}{more}'))
+    out[method] = prepare.as_dict(module.get_config(f'model={model}{arguments}'))
   return out

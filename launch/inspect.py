@@ -35,7 +35,7 @@ def main(argv):
 
   console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
   with activity.Activity(rich.console.Console(stderr=True))('reading data and the headers of weights'):
-    prepared = prepare.prepare_all(prepare.as_dict(_CONFIG.value))  # as training does, with all its checks
+    prepared = prepare.prepare_all(prepare.as_dict(_CONFIG.value))  # with all checks of training
   with contextlib.ExitStack() as cleanup:
     for stage in prepared:
       cleanup.callback(stage.close)

@@ -23,7 +23,7 @@ from . import exits
 
 _PROCESSES = flags.DEFINE_integer('processes', 2, 'Number of processes.', lower_bound=1, upper_bound=64)
 _DEVICES = flags.DEFINE_integer('devices', None, 'Simulated CPU devices per process.', lower_bound=1)
-GRACE_S = 30.0  # for the others, once one has failed
+GRACE_S = 30.0  # for the other processes after one has failed
 
 
 def start(arguments: list[str], rank: int) -> subprocess.Popen:
@@ -34,20 +34,20 @@ def start(arguments: list[str], rank: int) -> subprocess.Popen:
   return subprocess.Popen(
     [sys.executable, '-u', '-m', f'{__package__}.train', *arguments, f'--process_id={rank}'],
     env=env,
-    errors='backslashreplace',  # of text; a byte that is no UTF-8 would end the thread that reads it
-    start_new_session=True,  # else Ctrl-C would reach it twice, from the terminal and from here
+    errors='backslashreplace',  # invalid UTF-8 would end the thread that reads it
+    start_new_session=True,  # otherwise it would get Ctrl-C twice, from the terminal and from here
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
   )
 
 
 def copy(rank: int, source: TextIO, target: TextIO):
-  """Copies lines, marked with their process, and reads all of them: a process blocks when its pipe is full."""
+  """Copies all lines, marked with their process, because a process blocks when its pipe is full."""
   for line in source:
     try:
-      if not line.startswith('[Gloo] Rank'):  # of its connections, at each start
+      if not line.startswith('[Gloo] Rank'):  # printed about connections at each start
         print(f'[{rank}] {line}', end='', file=target, flush=True)
-    except BrokenPipeError:  # as in `| head`: the run goes on
+    except BrokenPipeError:  # as in `| head`: the run continues
       os.dup2(os.open(os.devnull, os.O_WRONLY), target.fileno())
 
 
@@ -56,7 +56,7 @@ def main(argv):
   if not argv[1:]:
     raise InputError('nothing to start; write the flags of launch.train after --')
   running = []
-  failed = 0.0  # when the first one failed
+  failed_at = 0.0  # time of the first failure
   for number in signal.SIGTERM, signal.SIGINT, signal.SIGHUP:
     signal.signal(number, lambda number, frame: [p.send_signal(number) for p in running])
   with socket.socket() as probe:
@@ -69,8 +69,8 @@ def main(argv):
       threading.Thread(target=copy, args=(rank, *pair)).start()
   while any(p.poll() is None for p in running):
     if any(p.returncode for p in running):
-      failed = failed or time.monotonic()
-    for p in running if failed and time.monotonic() - failed > GRACE_S else ():
+      failed_at = failed_at or time.monotonic()
+    for p in running if failed_at and time.monotonic() - failed_at > GRACE_S else ():
       p.kill()
     time.sleep(0.05)
   sys.exit(exits.worst([p.returncode for p in running]))

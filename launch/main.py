@@ -22,27 +22,27 @@ def main(argv=None):
   if args[0] == '--version':
     print(f'jaxpost {jaxpost.__version__}')
     sys.exit(0)
-  verb, rest = args[0], args[1:]
+  verb, flag_words = args[0], args[1:]
   if verb not in VERBS:
     hint = did_you_mean(verb, VERBS).strip() or f'use {", ".join(VERBS)}'
     print(f'jaxpost: no command {verb!r}; {hint}', file=sys.stderr)
     sys.exit(2)
-  # A stray `launch` elsewhere on the path must not win, so the name is taken
-  # from where this file is: launch.* in a clone, jaxpost.launch.* installed.
+  # Relative to this file (launch.* in a clone, jaxpost.launch.* if installed), so that another `launch` on the path is
+  # not imported.
   module = importlib.import_module(f'{__package__}.{verb}')
   exits = importlib.import_module(f'{__package__}.exits')
-  if {'-h', '--help'} & set(rest):
+  if {'-h', '--help'} & set(flag_words):
     from absl import flags
 
     show(f'{(module.__doc__ or "").strip()}\n\n{flags.FLAGS.module_help(module).strip()}')
     sys.exit(0)
   # launch.plan prints the command line that it was given.
-  sys.argv = [f'jaxpost {verb}', *rest]
+  sys.argv = [f'jaxpost {verb}', *flag_words]
   exits.run(module.main, sys.argv, words=WORDS.get(verb, 0))
 
 
 def show(text):
-  """Prints a text, as a whole or as far as `| head` reads it."""
+  """Prints a text, or as much of it as `| head` reads."""
   try:
     print(text, flush=True)
   except BrokenPipeError:

@@ -48,7 +48,7 @@ def define() -> ModelFlags:
 
 
 def starting() -> contextlib.AbstractContextManager:
-  """Says on stderr that a command starts, while its modules are imported; nothing if that is quick."""
+  """Shows on stderr that a command is starting while its modules are imported, unless that is quick."""
   from jaxpost.tools.working import working
 
   return working('starting')

@@ -16,9 +16,9 @@ class Platform(NamedTuple):
   """How jobs are started on one kind of cluster."""
 
   template: str
-  command: tuple[str, ...]  # runs the rendered file; () shows it only
+  command: tuple[str, ...]  # runs the rendered file; (): it is only shown
   required: tuple[str, ...]  # flags that must be given
-  optional: tuple[str, ...]  # further flags that it reads, besides COMMON
+  optional: tuple[str, ...]  # other flags that it reads, besides COMMON
 
 
 COMMON = ('name', 'retries', 'compile_cache', 'profile')  # flags that all platforms read
@@ -32,7 +32,7 @@ PLATFORMS = {
   'colab': Platform('colab.txt', (), ('repo', 'revision'), ()),
 }
 _NAME = '[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?'
-# Values that templates insert without quotes, and what each may look like.
+# Values that templates insert without quotes -> their allowed form.
 _PLAIN = {
   'name': _NAME,
   'tpu': _NAME,
@@ -65,9 +65,9 @@ GIVEN = (
 
 def beside(workdir: str, name: str) -> str:
   """Returns a folder next to the run's, or inside it if it is a whole bucket."""
-  parent, slash, last = workdir.rstrip('/').rpartition('/')
+  parent, slash, bucket = workdir.rstrip('/').rpartition('/')
   if parent.endswith(':/'):  # gs://bucket
-    return f'{parent}/{last}/{name}'
+    return f'{parent}/{bucket}/{name}'
   return f'{parent}{slash}{name}'
 
 
@@ -80,7 +80,7 @@ def render(platform: str, words: list[str], given: dict) -> str:
     given: {flag: value} of all of GIVEN.
 
   Raises:
-    InputError: a flag or argument is missing or does not work there.
+    InputError: a flag or argument is missing, or has no effect on the platform.
   """
   _check_text(words, given)
   workdir = _check(platform, words, given)
@@ -91,7 +91,7 @@ def render(platform: str, words: list[str], given: dict) -> str:
 
   def quote(text: str) -> str:
     word = shlex.quote(text)
-    # tpu.sh has the command inside single quotes.
+    # tpu.sh contains the command in single quotes.
     return word.replace("'", "'\\''") if platform == 'tpu' else word
 
   if tpu:
@@ -123,7 +123,7 @@ def render(platform: str, words: list[str], given: dict) -> str:
 
 
 def _check_text(words: list[str], given: dict) -> None:
-  """InputError for text that would be code, or another line, in a shell script or YAML."""
+  """Raises InputError for text that would be code, or a new line, in a shell script or YAML."""
   for name, pattern in _PLAIN.items():
     if given[name] and not re.fullmatch(pattern, given[name]):
       raise InputError(f'--{name}: {given[name]!r} is not of the form {pattern}')

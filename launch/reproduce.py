@@ -1,4 +1,4 @@
-"""Samples one completion of a run again, bit for bit, and shows what was learned from it.
+"""Samples one completion of a run again, bit for bit, and shows what the update learned from it.
 
   python -m launch.reproduce --run=runs/quickstart --step=40 --row=3
   python -m launch.reproduce --run=DIR --step=1 --row=0 --stage=grpo --json
@@ -33,16 +33,16 @@ _COMPARISON = {
 _FIGURES = ('reward', 'components', 'error', 'advantage', 'loss', 'loss_of_update', 'loss_share', 'finished', 'version')
 
 
-def show(found: dict, console: rich.console.Console):
+def show(sample: dict, console: rich.console.Console):
   """Prints the prompt, a table of the tokens, and the figures."""
-  console.print(found['prompt'], style='dim', markup=False)
+  console.print(sample['prompt'], style='dim', markup=False)
   table = rich.table.Table('token', 'text', 'log-prob', 'advantage')
-  columns = (found[key] for key in ('ids', 'texts', 'logprobs', 'advantages', 'trained'))
+  columns = (sample[key] for key in ('ids', 'texts', 'logprobs', 'advantages', 'trained'))
   for token, text, logprob, advantage, trained in zip(*columns):
     table.add_row(str(token), repr(text), f'{logprob:.6f}', f'{advantage:.4f}' if trained else '-')
   console.print(table)
   for key in _FIGURES:
-    console.print(f'{key}: {found[key]}', markup=False, highlight=False)
+    console.print(f'{key}: {sample[key]}', markup=False, highlight=False)
 
 
 def main(argv):
@@ -54,13 +54,13 @@ def main(argv):
   import jaxpost
   from jaxpost.tools import reproduce
 
-  found = reproduce.reproduce(_RUN.value, _STEP.value, _ROW.value, _STAGE.value, jaxpost.choose_mesh)
+  sample = reproduce.reproduce(_RUN.value, _STEP.value, _ROW.value, _STAGE.value, jaxpost.choose_mesh)
   if _JSON.value:
-    print(json.dumps(found, default=str))
+    print(json.dumps(sample, default=str))
   else:
-    show(found, rich.console.Console(soft_wrap=True))
-  print(_COMPARISON[found['identical']], file=sys.stderr)
-  if found['identical'] is False:
+    show(sample, rich.console.Console(soft_wrap=True))
+  print(_COMPARISON[sample['identical']], file=sys.stderr)
+  if sample['identical'] is False:
     sys.exit(1)
 
 

@@ -10,7 +10,7 @@ flags.disclaim_key_flags()  # the flags belong to the command that defines them
 
 
 class SamplingFlags(NamedTuple):
-  """The flags that decide completions, besides weights and prompts; without `n` in a chat."""
+  """The flags that decide completions, in addition to weights and prompts; a chat has no `n`."""
 
   seed: flags.FlagHolder
   max_new_tokens: flags.FlagHolder

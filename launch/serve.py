@@ -73,7 +73,7 @@ def main(argv):
   print(endpoint.url, flush=True)
   inference.to_stderr(f'try: {server_files.curl_command(endpoint.url, name, _KEY.value)}')
   endpoint.serve(on_policy.run_key(_SEED.value, 3))
-  print('requests', ', '.join(f'{what}: {count}' for what, count in endpoint.counts.items()))
+  print('requests', ', '.join(f'{outcome}: {count}' for outcome, count in endpoint.counts.items()))
 
 
 if __name__ == '__main__':

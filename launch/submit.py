@@ -50,12 +50,12 @@ def main(argv):
     raise InputError(f'name a platform: python -m launch.submit {"|".join(render.PLATFORMS)}')
   platform, words = argv[1], argv[2:]
   _, command, required, optional = render.PLATFORMS[platform]
-  read = {*render.COMMON, *required, *optional}
-  exits.refuse([name for name in render.GIVEN if name not in read], f'on {platform}')
-  given = {name: flags.FLAGS[name].value for name in render.GIVEN}
-  if 'revision' in read:
-    given['revision'] = given['revision'] or _commit()
-  text = render.render(platform, words, given)
+  read_flags = {*render.COMMON, *required, *optional}
+  exits.refuse([name for name in render.GIVEN if name not in read_flags], f'on {platform}')
+  values = {name: flags.FLAGS[name].value for name in render.GIVEN}
+  if 'revision' in read_flags:
+    values['revision'] = values['revision'] or _commit()
+  text = render.render(platform, words, values)
   print(text, end='', flush=True)
   if _DRY.value or not command:
     return
@@ -68,12 +68,12 @@ def main(argv):
 
 
 def _commit() -> str:
-  """Returns the commit of the clone that this file is in; '' where it is installed, or git is not."""
+  """Returns the commit of the clone that this file is in; '' outside a clone or without git."""
   clone = pathlib.Path(__file__).resolve().parents[1]
   if not (clone / '.git').exists() or not shutil.which('git'):
     return ''
-  done = subprocess.run(['git', '-C', str(clone), 'rev-parse', 'HEAD'], capture_output=True, text=True)
-  return done.stdout.strip()
+  result = subprocess.run(['git', '-C', str(clone), 'rev-parse', 'HEAD'], capture_output=True, text=True)
+  return result.stdout.strip()
 
 
 if __name__ == '__main__':

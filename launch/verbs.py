@@ -19,12 +19,12 @@ VERBS = {
   'plan': 'compile a run for a described machine: whether it fits, how long it takes, what it costs',
   'bench': 'time a fixed workload on this machine, or measure its accelerator',
 }
-WORDS = {'bench': 1, 'compare': 99, 'convert': 2, 'local': 99, 'submit': 99}  # arguments that are no flags
+WORDS = {'bench': 1, 'compare': 99, 'convert': 2, 'local': 99, 'submit': 99}  # numbers of arguments that are not flags
 
 
 def usage():
-  """The text of `jaxpost --help`."""
+  """Returns the text of `jaxpost --help`."""
   width = max(map(len, VERBS))
-  lines = [f'  {verb:{width}}  {what}' for verb, what in VERBS.items()]
+  lines = [f'  {verb:{width}}  {purpose}' for verb, purpose in VERBS.items()]
   ends = ['', '`jaxpost COMMAND --help` lists its flags, `jaxpost --version` says what is installed.']
   return '\n'.join(['usage: jaxpost COMMAND [flags]', '', *lines, *ends])

@@ -1,8 +1,8 @@
 """Configs in YAML: `--config=my.yaml` is read by this config file, as `--config=yaml_config.py:my.yaml`.
 
-The file holds nested fields as docs/config.md lists them; those it leaves out have their
-defaults. A value is read as the type of its field, so `run_name: 12e5` and `run_name: on` need
-no quotes. docs/config_schema.json is its schema for editors:
+The file holds the nested fields of docs/config.md; missing fields have their defaults. A value is
+read as the type of its field, so `run_name: 12e5` and `run_name: on` need no quotes.
+docs/config_schema.json is its schema for editors:
 
     # yaml-language-server: $schema=docs/config_schema.json
     algorithm: sft
@@ -34,24 +34,24 @@ _NUMBERS = {
 
 
 class _Loader(yaml.SafeLoader):
-  """Reads YAML 1.1 with the numbers of YAML 1.2, no dates, and no key that stands twice in a block.
+  """Reads YAML 1.1 with the numbers of YAML 1.2, without dates, and refuses repeated keys in a block.
 
   1e-5 is a number and 0o17 an octal one; 017, 12:30 and 2026-01-31 are text.
   """
 
   def compose_mapping_node(self, anchor):
-    node, lines = super().compose_mapping_node(anchor), {}  # before << adds the keys of another block
+    node, lines = super().compose_mapping_node(anchor), {}  # before << merges another block
     for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
       line, first = key.start_mark.line + 1, lines.get(str(key.value))
-      refuse(bool(first), f'--config: {self.name}:{line}: {key.value} stands in line {first}, too; keep one of them')
+      refuse(bool(first), f'--config: {self.name}:{line}: {key.value} is also in line {first}; keep one of them')
       lines[str(key.value)] = line
     return node
 
 
 _NOT_READ = {_TAG + name for name in (*_NUMBERS, 'timestamp')}
 _Loader.yaml_implicit_resolvers = {
-  first: [(tag, pattern) for tag, pattern in found if tag not in _NOT_READ]
-  for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+  first: [(tag, pattern) for tag, pattern in resolvers if tag not in _NOT_READ]
+  for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _name, _pattern in _NUMBERS.items():
   _Loader.add_implicit_resolver(_TAG + _name, _pattern, list('+-.0123456789'))
@@ -63,18 +63,18 @@ def get_config(path):
     with open(path, encoding='utf-8') as file:
       loader = _Loader(file)
       node = loader.get_single_node()
-      given = node and loader.construct_document(_typed(node, ()))
+      fields = node and loader.construct_document(_typed(node, ()))
   except OSError as error:
     raise InputError(f'--config: {path}: {error.strerror}') from None
   except yaml.YAMLError as error:
     raise InputError(f'--config: {" ".join(str(error).split())}') from None
-  if not isinstance(given, dict):
+  if not isinstance(fields, dict):
     raise InputError(f'--config: {path}: holds no fields; write `algorithm: sft`, and so on')
-  return ml_collections.ConfigDict(merge(defaults(), _plain(given)))
+  return ml_collections.ConfigDict(merge(defaults(), _plain(fields)))
 
 
 def _typed(node: yaml.Node, path: tuple[str, ...]) -> yaml.Node:
-  """The node with the unquoted values of text fields as they are written, and so all names of fields."""
+  """Returns the node with unquoted values of text fields, and all names of fields, as text."""
   if isinstance(node, yaml.MappingNode):
     pairs = []
     for key, value in node.value:
@@ -97,7 +97,7 @@ def _as_text(node: yaml.ScalarNode) -> yaml.ScalarNode:
 
 
 def _is_text(path: tuple[str, ...]) -> bool:
-  """Returns whether a field, of the config or of a stage's block in it, holds a text or several."""
+  """Returns whether a field of the config or of a stage's block holds one or several texts."""
   *names, last = path if path[0] in field_names.FIELDS else path[1:] or ('',)
   section = '.'.join(names)
   kind = field_names.FIELDS.get('.'.join([*names, last]))
@@ -108,7 +108,7 @@ def _is_text(path: tuple[str, ...]) -> bool:
 
 
 def _plain(value):
-  """The value with the keys of its blocks as text, and its lists as tuples."""
+  """Returns the value with keys of blocks as text, and lists as tuples."""
   if isinstance(value, dict):
     return {str(key): _plain(inner) for key, inner in value.items()}
   return tuple(_plain(inner) for inner in value) if isinstance(value, list) else value

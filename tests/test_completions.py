@@ -195,12 +195,12 @@ def test_a_file_of_something_else_is_refused(weights, source, whole):
     (dict(weights=of(weights, sources={'policy': Source(None, folder=pathlib.Path('adapter'))})), 'weights'),
   ):
     given = dict(weights=weights, prompts=prompts, out=whole, draws=DRAWS) | change
-    with pytest.raises(InputError, match=f'of other {word}'):
+    with pytest.raises(InputError, match=f'with other {word}'):
       completion_files.complete_file(**given)
-  with pytest.raises(InputError, match='of other prompts'):
+  with pytest.raises(InputError, match='with other prompts'):
     completion_files.complete_file(weights, prompts[:3], whole, DRAWS)
   corrected = [dataclasses.replace(p, columns={**p.columns, 'answer': 'another'}) for p in prompts]
-  with pytest.raises(InputError, match='of other prompts'):
+  with pytest.raises(InputError, match='with other prompts'):
     completion_files.complete_file(weights, corrected, whole, DRAWS)
   assert whole.read_bytes() == before
 
@@ -455,5 +455,5 @@ def test_a_file_of_earlier_weights_of_the_same_folder_is_refused(folder, source,
   data = bytearray(weights.read_bytes())
   data[-1] ^= 1
   weights.write_bytes(data)
-  with pytest.raises(InputError, match='of other weights'):
+  with pytest.raises(InputError, match='with other weights'):
     completed()

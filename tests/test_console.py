@@ -573,7 +573,7 @@ def test_keys_that_stand_twice_in_yaml_are_refused(tmp_path):
   twice = ('optim: {lr: 1.0}\nseed: 1\noptim: {b1: 0.9}\n', 3), ('data: {path: a, path: b}\n', 1)
   for text, line in twice:
     path.write_text(text)
-    with pytest.raises(InputError, match=f'my.yaml:{line}: (optim|path) stands in line 1, too; keep one'):
+    with pytest.raises(InputError, match=f'my.yaml:{line}: (optim|path) is also in line 1; keep one'):
       yaml_config.get_config(path)
   path.write_text('optim: &a {lr: 1.0}\nsft: {optim: &b {<<: *a, lr: 2.0}}\nrl: {<<: *b}\n')
   assert yaml_config.get_config(path).sft.optim.lr == 2.0

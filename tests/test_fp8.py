@@ -106,7 +106,7 @@ def test_scales_of_another_shape_and_codes_without_scales_are_refused(folder):
   config['quantization_config']['weight_block_size'] = [128, 128]
   path.write_text(json.dumps(config))
   model = model_lib.build(hf.read_config(folder))
-  with pytest.raises(InputError, match=r'weight_scale_inv has shape .* ask for \[1, 1\]'):
+  with pytest.raises(InputError, match=r'weight_scale_inv has shape .* need \[1, 1\]'):
     hf.check(folder, model.config)
   found = safetensors_file.tensors
   name = 'model.layers.0.mlp.up_proj.weight_scale_inv'

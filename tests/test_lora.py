@@ -339,14 +339,14 @@ def test_one_of_fused_matrices_is_not_written(tmp_path, caplog, targets):
   model = partition.build(tiny.config(lora=(2, 4.0, False, targets), **FUSED))
   peft.writer(model, params_of(model), 'base')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists()
-  assert 'keeps in one tensor: all need adapters' in caplog.text
+  assert 'matrices in one tensor; for `peft`, all need adapters' in caplog.text
 
 
 def test_without_a_named_base_no_adapter_is_written(tmp_path, caplog):
   """Weights that were drawn at random have no name that peft could load them by."""
   model = partition.build(tiny.config(lora=(2, 4.0, False, 'q')))
   peft.writer(model, {}, '')(tmp_path / 'adapter')
-  assert not (tmp_path / 'adapter').exists() and 'no base with a name' in caplog.text
+  assert not (tmp_path / 'adapter').exists() and 'its base model has no name' in caplog.text
 
 
 def test_sampled_weights_are_not_rounded_to_the_type_of_the_base():
@@ -675,12 +675,12 @@ def adapter(folder, base, cfg=None, **changes):
   [
     (dict(lora=dict(targets='query')), "targets: 'query' matches none of layers/q, "),
     (dict(lora=dict(targets='q_proj,foo_proj')), "targets: 'foo_proj' matches none of layers/q, "),
-    (dict(lora=dict(targets='(q')), 'targets: .* is no regular expression'),
+    (dict(lora=dict(targets='(q')), 'targets: .* is not a regular expression'),
     (dict(lora=dict(rank=9)), r'rank: 9 is larger than layers/k, .* at most 8'),
     (dict(lora=dict(dropout=0.1), algorithm='grpo', reward='exact_match'), 'lora.dropout: what is trained on policy'),
     (dict(train=dict(freeze='heads')), "freeze: 'heads' matches none of embed"),
     (dict(train=dict(freeze='.*')), "freeze: '.*' leaves nothing to train"),
-    (dict(train=dict(freeze='[')), 'freeze: .* is no regular expression'),
+    (dict(train=dict(freeze='[')), 'freeze: .* is not a regular expression'),
   ],
 )
 def test_bad_config_is_one_line(base, over, text):

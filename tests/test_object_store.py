@@ -301,7 +301,7 @@ def test_a_cut_file_is_named(objects, tmp_path):
   file = model / 'model.safetensors'
   file.write_bytes(file.read_bytes()[:-4])
   remote_lib.upload(model, 'gs://bucket/model')
-  with pytest.raises(InputError, match=r'unreadable \(its header speaks of'):
+  with pytest.raises(InputError, match=r'unreadable \(its header describes'):
     hf.check('gs://bucket/model', hf.read_config('gs://bucket/model'))
 
 

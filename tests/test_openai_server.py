@@ -882,7 +882,7 @@ def test_models_are_listed_and_others_refused(several):
 
 def test_adapters_that_cannot_be(weights, several, tmp_path):
   for name, folders, words in (
-    ('one', several[2], 'one is what the model below is'),
+    ('one', several[2], 'one is already the name of the model'),
     ('nano', ['x'], '--adapter: takes NAME=FOLDER'),
     ('nano', [f'one={tmp_path}'], 'no folder of an adapter'),
   ):

@@ -107,7 +107,7 @@ def test_a_stage_with_its_own_keeps_it_and_says_so(word):
 def test_steps_of_the_command_count_in_place_of_epochs_of_the_file(stage):
   raw = {'train': {'epochs': 3.0}} | ({'stages': ('sft',), 'sft': {}} if stage else {})
   told = config_flag.apply(raw, {f'{stage}train.steps': ['7']})
-  assert told == [f'config.{stage}train.steps=7: counts in place of config.{stage}train.epochs=3.0']
+  assert told == [f'config.{stage}train.steps=7: replaces config.{stage}train.epochs=3.0']
   (config,) = config_lib.parse(raw).values()
   assert (config.train.steps, config.train.epochs) == (7, 0)
   assert config_flag.apply({'train': {'steps': 3}}, {'train.steps': ['7']}) == []
@@ -294,7 +294,7 @@ def test_every_command_refuses_with_one_line(verb, case):
 
 def test_overrides_without_a_config_are_refused():
   code, _, err = command('evaluate', '--run=x', '--config.seed=1')
-  assert code == 2 and '--config.seed: there is no config to change; give --config=FILE, too' in err
+  assert code == 2 and '--config.seed: there is no config to change; give --config=FILE as well' in err
 
 
 LINES = {

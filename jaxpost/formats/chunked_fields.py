@@ -1,7 +1,7 @@
 """Fields of config.json of models with attention in chunks (`Family.chunked`) <-> fields of ChunkedConfig.
 
-In Llama 4, layers with rotary embeddings attend inside chunks of a document, and those without attend to all
-of it, with queries that are scaled by position. Some layers have experts, and others a dense MLP.
+In Llama 4, layers with rotary embeddings attend inside chunks of a document. Layers without them attend to the whole
+document, with queries that are scaled by position. Some layers have experts, others a dense MLP.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> C
   for field in ('attention_chunk_size', 'intermediate_size_mlp', 'interleave_moe_layer_step', 'floor_scale'):
     check_whole(raw[field], field, where)
   tuned = raw['attn_temperature_tuning']
-  if type(tuned) not in (bool, int):  # published files have a number, which says no more than true
+  if type(tuned) not in (bool, int):  # published files have a number, which means true
     raise InputError(f'{where}: attn_temperature_tuning={tuned!r} must be true or false')
   check_positive(raw['attn_scale'], 'attn_scale', where)
   rotated = [rope >= 0 for rope, _ in cfg.layer_kinds]
@@ -42,7 +42,7 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> C
     raise InputError(f'{where}: layer_types={types!r} must be {cfg.num_layers} times {FULL} or {_CHUNKED}')
   ropes, layer_ropes = cfg.ropes, cfg.layer_ropes
   if tuned and layer_ropes:
-    # Layers without rotation get a second table, which scales queries by position and turns nothing.
+    # Layers without rotation get a second rope table, which scales queries by position without rotating them.
     scaling = ((QUERY_SCALE, float(raw['attn_scale'])), (ORIGINAL, raw['floor_scale']), ('query_offset', 1))
     ropes += (Rope(scaling=(('rope_type', 'none'), *scaling)),)
     layer_ropes = tuple(0 if rotates else 1 for rotates in rotated)
@@ -61,29 +61,29 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> C
 
 
 def _sparse(raw: dict[str, Any], layers: int, where: str) -> tuple[int, ...]:
-  """Returns the numbers of the layers with experts."""
-  given = raw.get('moe_layers')
-  if given is None:
+  """Returns the indices of the layers with experts, from 0 on."""
+  sparse_layers = raw.get('moe_layers')
+  if sparse_layers is None:
     step = raw['interleave_moe_layer_step']
-    given = list(range(step - 1, layers, step))
-  right = isinstance(given, list) and all(type(i) is int and 0 <= i < layers for i in given)
-  if not right or sorted({*given}) != given or not given:
-    raise InputError(f'{where}: moe_layers={given!r} must be numbers of some of the {layers} layers, in order')
-  return tuple(given)
+    sparse_layers = list(range(step - 1, layers, step))
+  valid = isinstance(sparse_layers, list) and all(type(i) is int and 0 <= i < layers for i in sparse_layers)
+  if not valid or sorted({*sparse_layers}) != sparse_layers or not sparse_layers:
+    raise InputError(f'{where}: moe_layers={sparse_layers!r} must be ascending indices among the {layers} layers')
+  return tuple(sparse_layers)
 
 
 def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   """Returns the fields of config.json; the inverse of `read`."""
   assert isinstance(cfg, ChunkedConfig) and cfg.experts
-  tuned = dict(cfg.ropes[-1].scaling) if len(cfg.ropes) > 1 else {}
+  query_scaling = dict(cfg.ropes[-1].scaling) if len(cfg.ropes) > 1 else {}
   return {
     'intermediate_size': cfg.experts.size,
     'intermediate_size_mlp': cfg.intermediate_size,
     'attention_chunk_size': max(cfg.layer_windows) or family.defaults['attention_chunk_size'],
     'interleave_moe_layer_step': 1,
-    'attn_temperature_tuning': bool(tuned),
-    'floor_scale': tuned.get(ORIGINAL, family.defaults['floor_scale']),
-    'attn_scale': tuned.get(QUERY_SCALE, family.defaults['attn_scale']),
+    'attn_temperature_tuning': bool(query_scaling),
+    'floor_scale': query_scaling.get(ORIGINAL, family.defaults['floor_scale']),
+    'attn_scale': query_scaling.get(QUERY_SCALE, family.defaults['attn_scale']),
     'moe_layers': [*cfg.sparse],
     'layer_types': [_CHUNKED if window else FULL for window in cfg.layer_windows],
     'no_rope_layers': [int(kind.rope == 0) for kind in cfg.layer_kinds],

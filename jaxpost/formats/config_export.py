@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def to_hf(
   cfg: ModelConfig | CustomConfig, stop_ids: Sequence[int] = (), bos_id: int | None = None, pad_id: int | None = None
 ) -> dict[str, Any]:
-  """Returns the config.json that makes `transformers` and vLLM compute what `cfg` does."""
+  """Returns the config.json with which `transformers` and vLLM compute the same model as `cfg`."""
   tokens = dict(bos_token_id=bos_id, pad_token_id=pad_id, eos_token_id=list(stop_ids) or None)
   if isinstance(cfg, CustomConfig):
     return dict(model_type=cfg.family, code=cfg.code, vocab_size=cfg.vocab_size, **tokens)
@@ -44,16 +44,16 @@ def to_hf(
     **tokens,
     **_common_fields(cfg, family),
   )
-  if own := families.own_fields(family):
-    out |= own.write(cfg, family)
+  if fields_module := families.own_fields(family):
+    out |= fields_module.write(cfg, family)
   return out
 
 
 def _common_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
-  """Returns the fields that `config_fields` and `layer_fields` read, besides those that all families have."""
+  """Returns the fields that `config_fields` and `layer_fields` read, except those that all families have."""
   types = [LOCAL if size else FULL for size in cfg.layer_windows] or [FULL] * cfg.num_layers
   has_windows = LOCAL in types
-  # Reversed: of several spellings the first is written.
+  # Reversed, so that of several spellings of an activation the first one is written.
   spelling = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
   out = {family.activation_field: spelling.get(cfg.activation, cfg.activation), **_rope_fields(cfg, family)}
   for field in family.fields:
@@ -62,10 +62,10 @@ def _common_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
       out[field] = scalar.write(vars(cfg)[scalar.name])
     if field in family.bias_fields:
       out[field] = set(family.bias_fields[field]) <= set(cfg.biases)
-  # Without a window, families with `layer_types` still want a size.
-  unused = family.defaults.get('sliding_window') if 'layer_types' in family.fields else None
+  # Families with `layer_types` need a window size even if no layer has a window.
+  default_window = family.defaults.get('sliding_window') if 'layer_types' in family.fields else None
   optional = {
-    'sliding_window': max(cfg.layer_windows, default=0) or unused,
+    'sliding_window': max(cfg.layer_windows, default=0) or default_window,
     'layer_types': types,
     'use_sliding_window': has_windows,
     'max_window_layers': types.index(LOCAL) if has_windows else cfg.num_layers,
@@ -73,18 +73,20 @@ def _common_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
     'no_rope_layers': [1 + i for i in cfg.layer_ropes] or [1] * cfg.num_layers,
   }
   out |= {k: v for k, v in optional.items() if k in family.fields} | _expert_fields(cfg, family)
-  modules = cfg.more_heads.count('mtp')
-  out |= {'num_nextn_predict_layers': modules} if family.extra_layers else {}
-  out |= {'mtp_num_hidden_layers': modules} if modules and family.predictor else {}
+  num_predictors = cfg.more_heads.count('mtp')
+  if family.extra_layers:
+    out['num_nextn_predict_layers'] = num_predictors
+  if num_predictors and family.predictor:
+    out['mtp_num_hidden_layers'] = num_predictors
   out |= family.only
-  return out | {other: out[name] for other, name in family.aliases.items() if name in out}
+  return out | {alias: out[name] for alias, name in family.aliases.items() if name in out}
 
 
 def _rope_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   """Returns the rope fields in both spellings: older readers know rope_theta and rope_scaling."""
   main = _rope_parameters(cfg.ropes[0], cfg, family)
   out = {'rope_theta': cfg.ropes[0].theta, 'rope_parameters': main}
-  if not family.mixed:  # which no older reader knows
+  if not family.mixed:  # older readers do not know mixed families
     scaling = {k: v for k, v in main.items() if k != 'rope_theta'}
     out['rope_scaling'] = scaling if cfg.ropes[0].scaling else None
   if 'partial_rotary_factor' in family.fields:
@@ -99,21 +101,20 @@ def _rope_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   if ORIGINAL in family.fields and ORIGINAL in main:
     out[ORIGINAL] = main[ORIGINAL]
   if family.local_rope:
-    other = cfg.ropes[-1]
-    out['rope_parameters'] = {FULL: main, LOCAL: _rope_parameters(other, cfg, family)}
-    out.setdefault(family.local_rope, other.theta)
+    out['rope_parameters'] = {FULL: main, LOCAL: _rope_parameters(cfg.ropes[-1], cfg, family)}
+    out.setdefault(family.local_rope, cfg.ropes[-1].theta)
   return out
 
 
 def _rope_parameters(rope: Rope, cfg: ModelConfig, family: Family) -> dict[str, Any]:
-  pairs = {k: list(v) if isinstance(v, tuple) else v for k, v in rope.scaling}
-  if pairs.get('rope_type') == 'dynamic':
-    del pairs[ORIGINAL]
-  if pairs.get('rope_type') == 'ntk_alpha':
-    pairs = {'factor': 1.0, **pairs, 'rope_type': 'dynamic'}  # as its family spells it
+  params = {k: list(v) if isinstance(v, tuple) else v for k, v in rope.scaling}
+  if params.get('rope_type') == 'dynamic':
+    del params[ORIGINAL]
+  if params.get('rope_type') == 'ntk_alpha':
+    params = {'factor': 1.0, **params, 'rope_type': 'dynamic'}  # HunYuan's spelling
   if 'partial_rotary_factor' in family.fields:
-    pairs['partial_rotary_factor'] = (cfg.rotary_dim or cfg.head_dim) / cfg.head_dim
-  return {'rope_type': 'default', **pairs, 'rope_theta': rope.theta}
+    params['partial_rotary_factor'] = (cfg.rotary_dim or cfg.head_dim) / cfg.head_dim
+  return {'rope_type': 'default', **params, 'rope_theta': rope.theta}
 
 
 def _expert_fields(cfg: ModelConfig, family: Family) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Fields of config.json that hold for a whole model -> fields of ModelConfig, and checks of single values.
+"""Fields of config.json that are equal for all layers -> fields of ModelConfig, and checks of single values.
 
-`Family.fields` names the fields that a family has. `raw` is its config.json, completed by the family's defaults.
+`Family.fields` names the fields that a family has. `raw` is a config.json, completed by the defaults of its family.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from jaxpost.formats.family import ACTIVATIONS, BIASES, SCALARS, ExpertFields, F
 from jaxpost.models.config import Experts
 
 _MAY_BE_OFF = ('attn_logit_softcapping', 'final_logit_softcapping')
-# Values that change nothing. Any other is refused for families that do not read the field.
+# Field -> values without effect. Families that do not read the field refuse any other value.
 _NEUTRAL: dict[str, tuple] = {
   'attention_bias': (False, None),
   'mlp_bias': (False, None),
@@ -87,7 +87,7 @@ _BOOLEANS = (
 _NAME = 'a name', lambda x: isinstance(x, str)
 _NAMES = 'a list of names', lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x)
 _OBJECT = 'an object', lambda x: isinstance(x, dict) or not x
-# Types of fields, where they are not null.
+# Field -> (name of its type, check of a value that is not null).
 _TYPES = {
   'hidden_act': _NAME,
   'hidden_activation': _NAME,
@@ -127,38 +127,38 @@ def check_boolean(value: Any, field: str, where: str) -> bool:
 
 
 def other_parts(raw: dict[str, Any]) -> list[str]:
-  """Returns the names of the parts of a model beside its text model, such as 'vision_config'."""
+  """Returns the names of other parts of a model than its text model, such as 'vision_config'."""
   return [part for part in ('vision_config', 'audio_config') if raw.get(part)]
 
 
 def check_types(raw: dict[str, Any], where: str) -> None:
-  """Raises InputError, naming the field, where a value of a config.json has a type that it has in no family."""
-  for field, (kind, is_right) in _TYPES.items():
-    if raw.get(field) is not None and not is_right(raw[field]):
-      raise InputError(f'{where}: {field}={raw[field]!r} must be {kind}')
+  """Raises InputError, naming the field, for a value of a type that its field has in no family."""
+  for field, (expected, is_valid) in _TYPES.items():
+    if raw.get(field) is not None and not is_valid(raw[field]):
+      raise InputError(f'{where}: {field}={raw[field]!r} must be {expected}')
   for field in _INTEGERS:
     if field in raw:
       check_whole(raw[field], field, where, least=0 if field == 'max_window_layers' else 1)
 
 
 def unread(raw: dict[str, Any], family: Family) -> set[str]:
-  """Returns the fields of a config.json that have no effect here, though they might elsewhere."""
-  silent = READ | _IGNORED | {*_NEUTRAL, *family.fields, *family.only, *family.ignored, *family.reported}
-  silent |= {family.local_rope, family.activation_field}
+  """Returns the fields of a config.json without effect here that other implementations might read."""
+  not_reported = READ | _IGNORED | {*_NEUTRAL, *family.fields, *family.only, *family.ignored, *family.reported}
+  not_reported |= {family.local_rope, family.activation_field}
   reported = {*family.reported}
   if family.activation_field != 'hidden_act':
     reported.add('hidden_act')
-  return set(raw) - silent | {k for k in reported if raw.get(k)}
+  return set(raw) - not_reported | {k for k in reported if raw.get(k)}
 
 
 def check(raw: dict[str, Any], family: Family, where: str) -> None:
-  """Raises InputError, naming the field, for values that are impossible or not supported; see `check_types`, too."""
-  method = (raw.get('quantization_config') or {}).get('quant_method')
-  if method and method in ('fp8', family.quantized):
+  """Raises InputError, naming the field, for values of the right types that are impossible or not supported."""
+  quant_method = (raw.get('quantization_config') or {}).get('quant_method')
+  if quant_method and quant_method in ('fp8', family.quantized):
     raw = raw | {'quantization_config': None}
   for field, neutral in _NEUTRAL.items():
-    known = field in family.fields or field in family.reported
-    if not known and raw.get(field) not in neutral:
+    is_read = field in family.fields or field in family.reported
+    if not is_read and raw.get(field) not in neutral:
       raise InputError(f'{where}: {field}={raw[field]!r} is not supported (only {neutral[0]!r})')
   for field, value in family.only.items():
     if raw.get(field, value) != value:
@@ -175,25 +175,25 @@ def check(raw: dict[str, Any], family: Family, where: str) -> None:
 
 def activation(raw: dict[str, Any], family: Family, where: str) -> str:
   """Returns `ModelConfig.activation`."""
-  known = ACTIVATIONS | family.activations
+  supported = ACTIVATIONS | family.activations
   field = family.activation_field
   value = raw[field] or family.defaults.get(field, 'silu')
-  if value not in known:
-    raise InputError(f'{where}: {field}={value!r} is not supported (only {", ".join(known)})')
-  return known[value]
+  if value not in supported:
+    raise InputError(f'{where}: {field}={value!r} is not supported (only {", ".join(supported)})')
+  return supported[value]
 
 
 def biases(raw: dict[str, Any], family: Family) -> tuple[str, ...]:
-  """Returns the projections that have biases by config.json, for `ModelConfig.biases`."""
-  found: list[str] = []
+  """Returns the projections with biases according to config.json, for `ModelConfig.biases`."""
+  projections: list[str] = []
   for field, names in family.bias_fields.items():
     if field in family.fields and raw.get(field):
-      found += names
-  return tuple(found)
+      projections += names
+  return tuple(projections)
 
 
 def scalars(raw: dict[str, Any], family: Family) -> dict[str, Any]:
-  """Returns the fields of ModelConfig that are one number in config.json, too."""
+  """Returns the fields of ModelConfig that are one number in config.json as well."""
   return {SCALARS[f].name: SCALARS[f].read(raw[f]) for f in family.fields if f in SCALARS}
 
 
@@ -214,7 +214,7 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
     optional |= dict(limit=float(raw[fields.limit]), alpha=float(raw[fields.alpha]))
   if fields.grouped:
     optional |= dict(groups=raw['n_group'], top_groups=raw['topk_group'])
-  found = Experts(
+  config = Experts(
     num=raw[fields.num],
     top_k=raw['num_experts_per_tok'],
     size=raw[fields.size],
@@ -227,8 +227,8 @@ def experts(raw: dict[str, Any], family: Family, where: str) -> Experts | None:
     scale=float(raw['routed_scaling_factor']) if fields.scaled else 1.0,
     **optional,
   )
-  _check_combinations(found, fields, raw, where)
-  return found
+  _check_combinations(config, fields, raw, where)
+  return config
 
 
 def _check_experts(fields: ExpertFields, raw: dict[str, Any], family: Family, where: str) -> None:
@@ -239,29 +239,29 @@ def _check_experts(fields: ExpertFields, raw: dict[str, Any], family: Family, wh
     check_whole(raw[name], name, where, least=0)
   if fields.scaled:
     check_positive(raw['routed_scaling_factor'], 'routed_scaling_factor', where)
-  last = raw['num_hidden_layers'] - 1
-  end = raw.get('moe_layer_end_index', -1)
-  if 'moe_layer_end_index' in family.fields and end not in (-1, last):
-    raise InputError(f'{where}: moe_layer_end_index={end!r} is not supported (only the last layer, {last})')
+  last_layer = raw['num_hidden_layers'] - 1
+  end_layer = raw.get('moe_layer_end_index', -1)
+  if 'moe_layer_end_index' in family.fields and end_layer not in (-1, last_layer):
+    raise InputError(f'{where}: moe_layer_end_index={end_layer!r} is not supported (only the last layer, {last_layer})')
 
 
-def _check_combinations(found: Experts, fields: ExpertFields, raw: dict[str, Any], where: str) -> None:
-  """Raises InputError for sizes that do not fit each other, the first that is found."""
-  size = found.num // found.groups
+def _check_combinations(experts: Experts, fields: ExpertFields, raw: dict[str, Any], where: str) -> None:
+  """Raises InputError for the first combination of sizes that is impossible or not supported."""
+  group_size = experts.num // experts.groups
   layers = raw['num_hidden_layers']
-  if found.limit and raw['hidden_act'] != 'silu':
-    what = f'hidden_act={raw["hidden_act"]!r} is not supported (only silu)'
-  elif found.top_k > found.num:
-    what = f'num_experts_per_tok={found.top_k} of {found.num} experts'
+  if experts.limit and raw['hidden_act'] != 'silu':
+    problem = f'hidden_act={raw["hidden_act"]!r} is not supported (only silu)'
+  elif experts.top_k > experts.num:
+    problem = f'num_experts_per_tok={experts.top_k} of {experts.num} experts'
   # A group is ranked by the sum of its two best experts (DeepSeek-V3, section 2.1.2).
-  elif found.num % found.groups or (found.groups > 1 and size < 2):
-    what = f'n_group={found.groups} of {found.num} experts is not supported'
-  elif found.top_groups > found.groups:
-    what = f'topk_group={found.top_groups} of {found.groups} groups is not supported'
-  elif found.top_k > found.top_groups * size:
-    what = f'num_experts_per_tok={found.top_k} of {found.top_groups} groups of {size} is not supported'
-  elif found.first_dense >= layers:
-    what = f'{fields.first_dense}={found.first_dense} of {layers} layers is not supported'
+  elif experts.num % experts.groups or (experts.groups > 1 and group_size < 2):
+    problem = f'n_group={experts.groups} of {experts.num} experts is not supported'
+  elif experts.top_groups > experts.groups:
+    problem = f'topk_group={experts.top_groups} of {experts.groups} groups is not supported'
+  elif experts.top_k > experts.top_groups * group_size:
+    problem = f'num_experts_per_tok={experts.top_k} of {experts.top_groups} groups of {group_size} is not supported'
+  elif experts.first_dense >= layers:
+    problem = f'{fields.first_dense}={experts.first_dense} of {layers} layers is not supported'
   else:
     return
-  raise InputError(f'{where}: {what}')
+  raise InputError(f'{where}: {problem}')

@@ -1,7 +1,7 @@
 """config.json -> ModelConfig, for every family in `families.FAMILIES`; `config_export` writes it.
 
-`config_fields` reads the fields that hold for a whole model, `layer_fields` those that differ by layer (rotary
-embeddings, sliding windows), and the modules of `families.own_fields` those of other layers than a Llama's.
+`config_fields` reads the fields that are equal for all layers, `layer_fields` those that differ by layer (rotary
+embeddings, sliding windows), and the modules that `families.own_fields` returns those of layers that Llama lacks.
 """
 
 from typing import Any
@@ -21,16 +21,16 @@ def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[M
   """Reads a config.json as (ModelConfig, names of fields that have no effect here).
 
   Args:
-    text_only: of a multimodal model, reads the text model.
+    text_only: reads the text model of a multimodal model.
 
   Raises:
-    InputError: where the folder asks for something that is not implemented.
+    InputError: for values that are impossible, missing or not implemented.
   """
   if parts := config_fields.other_parts(raw):
     if not text_only:
       raise InputError(
         f'{where}: {parts[0]} of model_type {raw.get("model_type")!r} is not supported; set '
-        'config.model.text_only=True to train its text model and to export it among the other parts as they are'
+        'config.model.text_only=True to train its text model; an export keeps the other parts unchanged'
       )
     from jaxpost.formats import multimodal
 
@@ -45,51 +45,51 @@ def from_hf(raw: dict[str, Any], where: str, text_only: bool = False) -> tuple[M
   except KeyError as e:
     raise InputError(f'{where}: field {e.args[0]!r} is missing') from None
   except (AttributeError, OverflowError, TypeError, ValueError) as e:
-    raise InputError(f'{where}: a field has a value of another kind than it may: {e}') from e
+    raise InputError(f'{where}: a field has a value of the wrong type: {e}') from e
 
 
 def _read(raw: dict, family: Family, name: str, where: str) -> tuple[ModelConfig, list[str]]:
-  known = {**_DEFAULTS, **family.defaults, **raw}
-  config_fields.check_types(known, where)
-  own = families.own_fields(family)
-  if hasattr(own, 'completed'):
-    known = own.completed(known, family, where)
-  config_fields.check(known, family, where)
-  hidden = known['hidden_size']
-  heads = known['num_attention_heads']
-  layers = known['num_hidden_layers']
-  head_dim = known.get('head_dim') or hidden // heads
+  fields = {**_DEFAULTS, **family.defaults, **raw}
+  config_fields.check_types(fields, where)
+  fields_module = families.own_fields(family)
+  if hasattr(fields_module, 'completed'):
+    fields = fields_module.completed(fields, family, where)
+  config_fields.check(fields, family, where)
+  hidden = fields['hidden_size']
+  heads = fields['num_attention_heads']
+  layers = fields['num_hidden_layers']
+  head_dim = fields.get('head_dim') or hidden // heads
   fixed = dict(family.fixed)
   if fixed.get('embed_scale'):
     fixed['embed_scale'] = hidden**0.5
-  fixed['activation'] = config_fields.activation(known, family, where)
-  fixed['biases'] = fixed.get('biases', ()) + config_fields.biases(known, family)
-  if 'use_qk_norm' in family.fields and not known['use_qk_norm']:
+  fixed['activation'] = config_fields.activation(fields, family, where)
+  fixed['biases'] = fixed.get('biases', ()) + config_fields.biases(fields, family)
+  if 'use_qk_norm' in family.fields and not fields['use_qk_norm']:
     del fixed['qk_norm']
-  # Latent attention rotates a part of its heads that has a size of its own.
-  rotated = known['qk_rope_head_dim'] if family.latent else head_dim
-  rope, unknown = layer_fields.ropes(known, family, layers, rotated, where)
+  # Latent attention rotates a separate part of each head, of its own size.
+  rotated = fields['qk_rope_head_dim'] if family.latent else head_dim
+  rope, unknown = layer_fields.ropes(fields, family, layers, rotated, where)
   cfg = ModelConfig(
     family=name,
-    vocab_size=known['vocab_size'],
+    vocab_size=fields['vocab_size'],
     hidden_size=hidden,
-    intermediate_size=known['intermediate_size'],
+    intermediate_size=fields['intermediate_size'],
     num_layers=layers,
     num_heads=heads,
-    num_kv_heads=known.get('num_key_value_heads') or heads,
+    num_kv_heads=fields.get('num_key_value_heads') or heads,
     head_dim=head_dim,
-    norm_eps=known['rms_norm_eps'],
-    tie_embeddings=known['tie_word_embeddings'],
-    max_position=known['max_position_embeddings'],
+    norm_eps=fields['rms_norm_eps'],
+    tie_embeddings=fields['tie_word_embeddings'],
+    max_position=fields['max_position_embeddings'],
     num_labels=_num_labels(raw, where),
-    layer_windows=layer_fields.windows(known, family, layers, rope['layer_ropes'], where),
-    experts=config_fields.experts(known, family, where),
+    layer_windows=layer_fields.windows(fields, family, layers, rope['layer_ropes'], where),
+    experts=config_fields.experts(fields, family, where),
     **rope,
-    **config_fields.scalars(known, family),
+    **config_fields.scalars(fields, family),
     **fixed,
   )
-  if own:
-    cfg = own.read(known, cfg, where, family)
+  if fields_module:
+    cfg = fields_module.read(fields, cfg, where, family)
   unknown = [field for field in unknown if field not in family.ignored]
   return cfg, sorted([*config_fields.unread(raw, family), *unknown])
 

@@ -1,9 +1,9 @@
 """The table of families: an entry of `FAMILIES` for each `model_type` of config.json.
 
 A new family is one entry in the table below; `family.Family` explains its fields, each a difference from Llama
-(docs/models.md, "Adding a family"). Only this file knows the families' names. What a field of config.json means is a
-line in a dictionary of `family` (`SCALARS`, `BIASES`) or `config_fields` (`_NEUTRAL`; its type in `_INTEGERS`,
-`_POSITIVE` or `_BOOLEANS`): a field that no family has yet is one more line there.
+(docs/models.md, "Adding a family"). Only this file knows the families' names. A field of config.json that no family
+has yet needs a line in a dictionary that gives its meaning, in `family` (`SCALARS`, `BIASES`) or `config_fields`
+(`_NEUTRAL`), and one for its type in `config_fields` (`_INTEGERS`, `_POSITIVE` or `_BOOLEANS`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SCALED_ATTENTION = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_l
 # Facts that several families share.
 _GEMMA = dict(norm_offset=1.0, embed_scale='sqrt')  # of hidden_size
 _TANH = 'gelu_pytorch_tanh'
-# The general name of the number of experts, which files of any family may have.
+# A general name of the number of experts, which files of any family may use.
 _EXPERTS = {'num_local_experts': 'num_experts'}
 _QKV = ('q', 'k', 'v')
 _GLM = Family(
@@ -138,7 +138,7 @@ FAMILIES = {
     rope=dict(rope_type='yarn', factor=32.0, original_max_position_embeddings=4096)
     | dict(beta_fast=32.0, beta_slow=1.0, truncate=False),
     reads=('attention_bias', *_LAYERS),
-    # Spellings of what is read besides, in the files of OpenAI.
+    # OpenAI's files repeat fields under these names.
     ignored=('experts_per_token', 'initial_context_length', 'quantization_config'),
     defaults=dict(num_key_value_heads=8, head_dim=64, sliding_window=128, attention_bias=True, rms_norm_eps=1e-5)
     | dict(rope_theta=150_000.0, max_position_embeddings=131_072, num_local_experts=128, num_experts_per_tok=4)
@@ -148,7 +148,7 @@ FAMILIES = {
     architecture='GemmaForCausalLM',
     fixed=_GEMMA,
     reads=('attention_bias',),
-    activations={'gelu': 'gelu_tanh'},  # what it says for historic reasons
+    activations={'gelu': 'gelu_tanh'},  # its files say 'gelu' for the tanh form, for historic reasons
     defaults=dict(
       num_key_value_heads=16, head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192, hidden_act=_TANH
     ),
@@ -202,7 +202,7 @@ FAMILIES = {
       **dict.fromkeys(('gate_proj', 'up_proj'), 'gate_up_proj'),
     },
     rope_types={'su': 'longrope', 'yarn': 'longrope'},
-    # Microsoft's folders name code of their own, which is never run.
+    # Microsoft's folders name custom code, which is never run.
     reported=('auto_map',),
     ignored=('embd_pdrop', 'resid_pdrop'),
     defaults=dict(rms_norm_eps=1e-5, max_position_embeddings=4096, original_max_position_embeddings=4096),
@@ -311,16 +311,16 @@ FAMILIES = {
 
 
 def every() -> dict[str, Family]:
-  """Returns `FAMILIES` and those that need other layers than a Llama's, whose tables a run with them imports."""
+  """Returns all families: `FAMILIES`, and those with layers that Llama lacks, whose tables are imported on demand."""
   from jaxpost.formats import hybrid_families, latent_families, mixed_families
 
   return FAMILIES | latent_families.FAMILIES | hybrid_families.FAMILIES | mixed_families.FAMILIES
 
 
 def find(model_type: object, where: str) -> Family:
-  """Returns the family of a config.json, or raises InputError naming those there are."""
-  if isinstance(model_type, str) and (found := FAMILIES.get(model_type) or every().get(model_type)):
-    return found
+  """Returns the family of a `model_type`; InputError, which lists the supported ones, if there is none."""
+  if isinstance(model_type, str) and (family := FAMILIES.get(model_type) or every().get(model_type)):
+    return family
   from jaxpost.formats.not_built import NEEDED
 
   if isinstance(model_type, str) and model_type in NEEDED:
@@ -333,19 +333,19 @@ def find(model_type: object, where: str) -> Family:
 
 
 def of_model(family: str) -> Family:
-  """Returns the family of `ModelConfig.family`; that of custom models has no differences."""
+  """Returns the family named `ModelConfig.family`; for custom models, one without differences from Llama."""
   return FAMILIES.get(family) or every().get(family, Family())
 
 
 def own_fields(family: Family) -> Any:
-  """Returns the module that reads and writes what models with other layers than a Llama's have; None for others."""
-  own: Any = None
+  """Returns the module that reads and writes the fields of layers that Llama lacks; None if there are none."""
+  module: Any = None
   if family.hybrid:
-    from jaxpost.formats import hybrid_fields as own
+    from jaxpost.formats import hybrid_fields as module
   elif family.latent:
-    from jaxpost.formats import latent_fields as own
+    from jaxpost.formats import latent_fields as module
   elif family.mixed:
-    from jaxpost.formats import mixed_fields as own
+    from jaxpost.formats import mixed_fields as module
   elif family.chunked:
-    from jaxpost.formats import chunked_fields as own
-  return own
+    from jaxpost.formats import chunked_fields as module
+  return module

@@ -1,7 +1,7 @@
-"""Describes families of decoders as data: the record of a family, and the fields of config.json that families share.
+"""Families of decoders as data: the record that describes a family, and fields of config.json that families share.
 
-`families.py` has the table of families. Reading and writing a config.json (`config_json`, `config_export`) both use
-what is here.
+`families.py` has the table of families. Both `config_json`, which reads a config.json, and `config_export`, which
+writes one, use this module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 FULL, LOCAL = 'full_attention', 'sliding_attention'  # of `layer_types`
 ORIGINAL = 'original_max_position_embeddings'
-QUERY_SCALE = 'llama_4_scaling_beta'  # of the rope parameters, though it scales queries by position
+QUERY_SCALE = 'llama_4_scaling_beta'  # among the rope parameters; it scales queries by position
 # Value of `hidden_act` -> ModelConfig.activation.
 ACTIVATIONS = {
   'silu': 'silu',
@@ -21,7 +21,7 @@ ACTIVATIONS = {
   'gelu_pytorch_tanh': 'gelu_tanh',
   'gelu_new': 'gelu_tanh',
 }
-# Fields that say which projections have biases; `Family.biases` may say otherwise.
+# Fields that say which projections have biases; `Family.biases` replaces entries.
 BIASES = {'attention_bias': ('q', 'k', 'v', 'o'), 'mlp_bias': ('gate', 'up', 'down')}
 
 
@@ -61,20 +61,20 @@ class ExpertFields:
   """Names of the fields of config.json that describe a mixture of experts.
 
   The number of experts per token is `num_experts_per_tok` in all families. A name is ''
-  where the family lacks what it says.
+  if the family has no such field.
   """
 
   num: str  # number of routed experts
   size: str  # intermediate size of one expert
-  normalize: bool | None = None  # the chosen weights sum to 1; None: `norm_topk_prob` says
+  normalize: bool | None = None  # the chosen weights sum to 1; None: read `norm_topk_prob`
   limit: str = ''  # clipping of SwiGLU
-  alpha: str = ''  # slope of its gate
+  alpha: str = ''  # slope of the gate of SwiGLU
   shared: str = ''  # number of shared experts
   first_dense: str = ''  # number of leading layers with a dense MLP
-  grouped: bool = False  # `n_group` and `topk_group` say more of the router
+  grouped: bool = False  # experts are chosen within groups: `n_group`, `topk_group`
   scaled: bool = False  # weights are multiplied by `routed_scaling_factor`
   sigmoid: bool = False  # scores are sigmoids instead of a softmax
-  choice_bias: bool = False  # a bias per expert counts in the choice only
+  choice_bias: bool = False  # a bias per expert affects which are chosen, not their weights
   epsilon: float = 1e-20  # added to the sum of the chosen sigmoids
   optional: bool = False  # 0 experts: all layers are dense
   switch: str = ''  # a field that is false where all layers are dense
@@ -102,75 +102,75 @@ DEEPSEEK_ROUTER = ExpertFields(
   sigmoid=True,
   choice_bias=True,
 )
-# Adapters of dense and shared MLPs, where `peft` takes modules of these names for the experts.
+# Adapters of dense and shared MLPs, in families where `peft` mistakes modules of these names for experts.
 TAKEN_BY_EXPERTS = r'\.mlp\.(shared_experts?\.)?(gate|up|down)_proj\.'
 
 
 def fused_experts(tensor: str, order: str, *, inner: str = 'gate_up', down: str = 'down', kinds: tuple = ('',)) -> dict:
-  """Returns `Family.fused` of experts whose gates and up projections are in one tensor; `tensor` has %s."""
-  names = dict(gate=inner, up=inner, down=down)
-  return {f'layers/{x}{kind}': (tensor % y + kind, order) for x, y in names.items() for kind in kinds}
+  """Returns `Family.fused` of experts with gate and up in one tensor; %s in `tensor` stands for `inner` or `down`."""
+  modules = dict(gate=inner, up=inner, down=down)
+  return {f'layers/{name}{kind}': (tensor % module + kind, order) for name, module in modules.items() for kind in kinds}
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
   """A family of decoders as data. Every field is a difference from Llama.
 
-  The entry of `llama` itself has two more fields in `reads`: copy it for a Llama with changes.
+  The entry of `llama` has two more fields in `reads`: start from a copy of it for a variant of Llama.
   """
 
   architecture: str = ''  # its class in `transformers`, which an export names
-  classifier: str = ''  # the class with a scalar head, where it is not called after `architecture`
-  written_as: str = ''  # `model_type` of an export, where it is another family's
+  classifier: str = ''  # the class with a scalar head, where its name does not follow from `architecture`
+  written_as: str = ''  # `model_type` of an export, if it differs
 
   # config.json -> ModelConfig.
-  reads: tuple[str, ...] = ()  # fields that Llama lacks, besides those of `experts`; see `fields`
+  reads: tuple[str, ...] = ()  # fields that Llama lacks, except those of `experts`; see `fields`
   defaults: dict[str, Any] = _mapping()  # values of fields that config.json may leave out
-  fixed: dict[str, Any] = _mapping()  # fields of `ModelConfig` (models/config.py) alike in all its models
+  fixed: dict[str, Any] = _mapping()  # fields of `ModelConfig` (models/config.py) with one value in all its models
   aliases: dict[str, str] = _mapping()  # other spelling of a field -> the one that is read
   only: dict[str, Any] = _mapping()  # fields of which one value is supported
   ignored: tuple[str, ...] = ()  # fields without effect
-  reported: tuple[str, ...] = ()  # fields without effect on the model, named in a warning where they are set
+  reported: tuple[str, ...] = ()  # fields without effect on the model, named in a warning if they are set
   activation_field: str = 'hidden_act'
   activations: dict[str, str] = _mapping()  # value of that field -> ModelConfig.activation
-  biases: dict[str, tuple[str, ...]] = _mapping()  # projections of a field, where `BIASES` has others
+  biases: dict[str, tuple[str, ...]] = _mapping()  # field -> projections with biases, where `BIASES` differs
   experts: ExpertFields | None = None
   latent: bool = False  # multi-head latent attention (models/mla.py, latent_fields.py)
   # The mixer that some layers have instead of attention: 'delta', 'convolution' or 'state_space' (models/hybrid.py,
-  # hybrid_fields.py), and fields of `HybridConfig` alike in all models.
+  # hybrid_fields.py), and fields of `HybridConfig` with one value in all models.
   hybrid: str = ''
   mixer: dict[str, Any] = _mapping()
-  single: bool = False  # a layer is attention, another mixer, an MLP or experts
+  single: bool = False  # each layer is only one of attention, another mixer, an MLP or experts
   mixed: bool = False  # attention layers of two sizes (models/mixed_attention.py, mixed_fields.py)
   chunked: bool = False  # attention in chunks, and dense layers among those with experts (chunked_fields.py)
 
-  # Layers that differ. `window` is the rule for the layers that see `sliding_window` tokens where no `layer_types` is
+  # Layers that differ. `window` is the rule for the layers that see `sliding_window` tokens if no `layer_types` is
   # given: 'all', 'upper' (from `max_window_layers` on), 'no_rope' (without rotary embeddings), or n: all but each n-th.
   window: Literal['all', 'upper', 'no_rope'] | int | None = None
   local_rope: str = ''  # field with the rope base of sliding-window layers, which is never scaled
   rope: dict[str, Any] = _mapping()  # rope parameters of a folder that has none
   rope_types: dict[str, str] = _mapping()  # other names of rope types
   rope_optional: bool = False  # a rope_theta of null turns rotary embeddings off
-  interleaved: bool = False  # rotated pairs are adjacent entries, where `rope_interleave` does not say
+  interleaved: bool = False  # rotated pairs are adjacent entries, unless a field `rope_interleave` says otherwise
 
   # Tensors.
-  prefix: str = 'model'  # how the names of all but the head begin
+  prefix: str = 'model'  # beginning of the names of all tensors but the head
   spellings: dict[str, str] = _mapping()  # other spelling of a part of a name -> the one that is read
-  names: dict[str, str] = _mapping()  # Llama's module -> the family's; parameters of one name are its rows
-  # Parameter -> (tensor with all experts, order of its parameters): 'joined' one behind the other along the outputs of
-  # [experts, inputs, outputs], 'interleaved' entry by entry there, or 'transposed': joined in [experts, out, in].
+  names: dict[str, str] = _mapping()  # Llama's module -> the family's; parameters with one name are rows of that tensor
+  # Parameter -> (tensor with all experts, order of its parameters): 'joined' one after the other along the outputs of
+  # [experts, inputs, outputs], 'interleaved' entry by entry along them, or 'transposed': joined in [experts, out, in].
   fused: dict[str, tuple[str, str]] = _mapping()
-  rows: tuple[str, ...] = ()  # parameters that are matrices of one row in a folder
-  quantized: str = ''  # a `quant_method` that can be read, besides 'fp8'
+  rows: tuple[str, ...] = ()  # parameters that a folder stores as matrices of one row
+  quantized: str = ''  # a `quant_method` that can be read, in addition to 'fp8'
   unused: str = ''  # regular expression of tensors that folders may hold and that have no effect
   lost_adapters: str = ''  # regular expression of adapters that `peft` 0.21 drops or refuses
-  extra_layers: bool = False  # folders may hold layers for multi-token prediction behind the last
-  # Beginnings of names in that layer -> those of the family; None: such a module cannot be trained.
+  extra_layers: bool = False  # folders may hold layers for multi-token prediction after the last
+  # Beginnings of names in that layer -> the family's; None: its multi-token prediction cannot be trained.
   predictor: dict[str, str] | None = None
 
   @property
   def fields(self) -> tuple[str, ...]:
-    """Fields of config.json that Llama lacks; the *_fields.py modules say what each means."""
+    """Fields of config.json that Llama lacks; the *_fields.py modules read them."""
     return (*self.reads, *(self.experts.fields if self.experts else ()))
 
   @property

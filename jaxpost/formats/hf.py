@@ -1,7 +1,7 @@
 """Reads model folders of Hugging Face; `hf_export.py` writes them.
 
-`tensor_layout` knows which rows of which tensors a parameter is. Here layers are stacked and the vocabulary is padded
-with zero rows.
+`tensor_layout` maps each parameter to rows of tensors. In memory, layers are stacked and the vocabulary is padded with
+zero rows.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
   from jaxpost.models.parameters import Param
 
-# How names begin that only a multimodal folder has.
+# Beginnings of tensor names that only multimodal folders have.
 _MULTIMODAL = ('language_model.', 'model.language_model.', 'visual.')
 _HEAD = 'lm_head.weight'
 
 
 def read_config(folder: epath.PathLike, text_only: bool = False) -> ModelConfig:
-  """Reads the ModelConfig of a folder, or of its text model; warns of fields that have no effect here."""
+  """Reads the ModelConfig of a folder, or of its text model; warns of fields without effect here."""
   folder = model_folder.opened(folder)
   path = folder / 'config.json'
   if not path.is_file():
@@ -66,45 +66,44 @@ def load_params(
 ) -> dict:
   """Loads the parameters of a folder, nested, as arrays with these shardings.
 
-  Each process reads the slices that its devices hold, a piece at a time: no more than
-  that is in the memory of the host.
+  Each process reads the slices that its devices hold, a piece at a time: the memory of the host holds one piece.
 
   Args:
-    keep: maps each {path: parameter}, nested, to what is kept in its place, e.g. quantized.
-    write: see `tensor_reader.write`; one that does not take over the buffers of its first
-      argument has a parameter in memory twice.
+    keep: maps each {path: parameter}, nested, to the parameters that are kept, such as quantized ones.
+    write: see `tensor_reader.write`; it should be compiled so that the buffers of its first argument are donated,
+      or else a parameter is in memory twice.
   """
   folder = model_folder.opened(folder)
-  if jax.process_index() == 0 and not object_store.is_remote(folder):  # stores verify what they hold
+  if jax.process_index() == 0 and not object_store.is_remote(folder):  # object stores verify their files themselves
     seals.check(folder, [path.name for path in model_folder.weight_files(folder)[0]])
   out: dict[str, Any] = {}
   with contextlib.ExitStack() as stack:
     table = tensor_layout.table(model.config, model.table)
     tensors = _open(folder, table, model.config, stack)
-    for path, kept in table.items():
-      stored_as = np.dtype(kept.spec.dtype or dtype)
-      value = tensor_reader.load(kept, tensors, leaf(shardings, path), stored_as, write)
+    for path, stored in table.items():
+      param_dtype = np.dtype(stored.spec.dtype or dtype)
+      value = tensor_reader.load(stored, tensors, leaf(shardings, path), param_dtype, write)
       out = join(out, keep(nest({path: value})))
   return out
 
 
 def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: contextlib.ExitStack) -> dict[str, Any]:
   """Opens the tensors of the table by name, after checking names, shapes and types."""
-  found = model_folder.open_tensors(folder, stack)
-  if any(name.startswith(_MULTIMODAL) for name in found):
+  tensors = model_folder.open_tensors(folder, stack)
+  if any(name.startswith(_MULTIMODAL) for name in tensors):
     from jaxpost.formats import multimodal
 
-    found = multimodal.text_tensors(found, apart=not families.of_model(cfg.family).fused)
-  for theirs, ours in families.of_model(cfg.family).spellings.items():
-    found = {name.replace(theirs, ours): place for name, place in found.items()}
-  wanted = {name: kept.shape for kept in table.values() for name in kept.names}
-  for name, shape in wanted.items():
-    if name not in found:
+    tensors = multimodal.text_tensors(tensors, apart=not families.of_model(cfg.family).fused)
+  for spelling, standard in families.of_model(cfg.family).spellings.items():
+    tensors = {name.replace(spelling, standard): opened for name, opened in tensors.items()}
+  shapes = {name: stored.shape for stored in table.values() for name in stored.names}
+  for name, shape in shapes.items():
+    if name not in tensors:
       hint = ' (or set tie_word_embeddings to true in config.json)' if name == _HEAD else ''
       raise InputError(
         f'{folder}: tensor {name} {list(shape)} is missing; config.json asks for it, so the folder is incomplete{hint}'
       )
-    file, tensor = found[name]
+    file, tensor = tensors[name]
     if tuple(tensor.get_shape()) != shape:
       raise InputError(
         f'{file}: tensor {name} has shape {list(tensor.get_shape())}, '
@@ -115,27 +114,27 @@ def _open(folder: Path, table: dict[str, Stored], cfg: ModelConfig, stack: conte
         f'{file}: tensor {name} has type {tensor.get_dtype()}; supported: '
         f'{", ".join(safetensors_file.FLOATS)}: use an unquantized model'
       )
-  _check_extra(folder, found, wanted, cfg)
-  return {name: found[name][1] for name in wanted}
+  _check_extra(folder, tensors, shapes, cfg)
+  return {name: tensors[name][1] for name in shapes}
 
 
-def _check_extra(folder: Path, found: dict, wanted: dict, cfg: ModelConfig) -> None:
-  """Refuses tensors that the model has no place for, but for those known to be unused."""
-  tied = wanted.get('model.embed_tokens.weight')
+def _check_extra(folder: Path, tensors: dict, shapes: dict, cfg: ModelConfig) -> None:
+  """Raises InputError for tensors that are not part of the model, except those known to be unused."""
+  embedding_shape = shapes.get('model.embed_tokens.weight')
   extra_layers, family = 0, families.of_model(cfg.family)
   if family.extra_layers:
     extra_layers = object_store.read_json(folder / 'config.json').get('num_nextn_predict_layers') or 0
   extra = [
     name
-    for name, (_, tensor) in found.items()
-    if name not in wanted
+    for name, (_, tensor) in tensors.items()
+    if name not in shapes
     and not name.endswith('rotary_emb.inv_freq')
     and not (family.unused and re.fullmatch(family.unused, name))
     and not is_predictor(name, cfg, extra_layers)
-    and not (name == _HEAD and tuple(tensor.get_shape()) == tied)
+    and not (name == _HEAD and tuple(tensor.get_shape()) == embedding_shape)
   ]
   if extra:
-    file, tensor = found[extra[0]]
+    file, tensor = tensors[extra[0]]
     raise InputError(
       f'{file}: tensor {extra[0]} {list(tensor.get_shape())} and {len(extra) - 1} more '
       f'have no place in a {cfg.family} model of {cfg.num_layers} layers; '
@@ -144,10 +143,10 @@ def _check_extra(folder: Path, found: dict, wanted: dict, cfg: ModelConfig) -> N
 
 
 def is_predictor(name: str, cfg: ModelConfig, count: int) -> bool:
-  """True for tensors of modules that predict several tokens at once: the `count` layers after the last, or 'mtp'."""
+  """Returns whether a tensor is of modules for multi-token prediction: the `count` layers after the last, or 'mtp'."""
   family = families.of_model(cfg.family)
   if family.hybrid and name.startswith('mtp.'):
     return True
-  found = re.match(r'model\.layers\.(\d+)\.', name)
-  behind = found is not None and 0 <= int(found[1]) - cfg.num_layers < count
-  return family.extra_layers and (behind or bool(count) and name.startswith('model.mtp_'))
+  match = re.match(r'model\.layers\.(\d+)\.', name)
+  is_extra_layer = match is not None and 0 <= int(match[1]) - cfg.num_layers < count
+  return family.extra_layers and (is_extra_layer or bool(count) and name.startswith('model.mtp_'))

@@ -1,6 +1,6 @@
 """Writes model folders of Hugging Face, for `transformers` and vLLM.
 
-An export undoes what `hf.load_params` does: each layer is a tensor again, and the vocabulary has no padding.
+An export is the inverse of `hf.load_params`: each layer is a tensor again, and the vocabulary has no padding.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CARD = 'README.md'
 
 
 def check_target(folder: epath.PathLike) -> None:
-  """Raises InputError if `save` would replace a folder that is no export of this library."""
+  """Raises InputError if `save` would replace a folder that is not an export of this library."""
   folder = epath.Path(folder).expanduser()
   if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
     return
@@ -65,17 +65,17 @@ def save(
   Every process calls it; process 0 writes.
 
   Args:
-    generation: how to sample, see `read_generation`.
+    generation: sampling defaults, see `read_generation`.
     tokenizer_save: tokenizer_save(folder) writes the tokenizer's files.
-    max_shard_bytes: size of a file of weights, at most.
+    max_shard_bytes: largest size of a file of weights.
     merge: maps `params` to those of `model`, e.g. merging adapters; called for each layer.
-    origin: the folder that `model` is from, where an export copies other parts of it (`multimodal`, `predictors`).
+    origin: the folder of the original model, if the export copies other parts from it (`multimodal`, `predictors`).
   """
   writes = jax.process_index() == 0
   if writes:
     check_target(folder)
-  made = jax.eval_shape(merge, params)
-  dtype = np.dtype(jnp.result_type(*(leaf(made, p).dtype for p, spec in model.table.items() if not spec.dtype)))
+  merged = jax.eval_shape(merge, params)
+  dtype = np.dtype(jnp.result_type(*(leaf(merged, p).dtype for p, spec in model.table.items() if not spec.dtype)))
   with _staging(folder) if writes else contextlib.nullcontext() as staged:
     _write_weights(staged, model, params, dtype, max_shard_bytes, merge=merge, origin=origin)
     if staged is not None:
@@ -86,7 +86,7 @@ def save(
         tokenizer_save(staged)
       if origin is not None:
         origin.copy_files(staged)
-      seals.add(staged, [n for n in object_store.files(staged) if n != _CARD])  # which people edit
+      seals.add(staged, [n for n in object_store.files(staged) if n != _CARD])  # users may edit it
   if jax.process_count() > 1:
     from jax.experimental import multihost_utils
 
@@ -95,18 +95,18 @@ def save(
 
 @contextlib.contextmanager
 def _staging(folder: epath.PathLike) -> Iterator[pathlib.Path]:
-  """Makes a folder that replaces `folder` if nothing fails."""
+  """Yields a new folder that replaces `folder` on exit, unless an exception is raised."""
   if object_store.is_remote(folder):
     from jaxpost.storage import remote
 
     yield (staged := remote.folder())
     if epath.Path(folder).exists():
       epath.Path(folder).rmtree()
-    # A folder without config.json is no model: it goes last.
+    # config.json goes last: a folder without it is not taken for a model.
     remote.upload(staged, folder, last='config.json')
     shutil.rmtree(staged)
     return
-  folder = pathlib.Path(folder).expanduser().resolve()  # of a link, the folder that it names is replaced
+  folder = pathlib.Path(folder).expanduser().resolve()  # of a link, its target is replaced
   staged = folder.with_name(f'.{folder.name}.new')
   old = folder.with_name(f'.{folder.name}.old')
   shutil.rmtree(staged, ignore_errors=True)
@@ -138,37 +138,37 @@ def _write_weights(
   merge: Callable,
   origin: Origin | None,
 ) -> None:
-  """Writes shards in the order of the table, with one parameter on the host at a time."""
+  """Fills shards with tensors in the order of the table, with one parameter on the host at a time."""
   table = tensor_layout.table(model.config, model.table)
   if origin:
     table = origin.with_copies(table, model.config)
   tensors = {
-    name: (np.dtype(kept.spec.dtype or dtype), kept.shape)
+    name: (np.dtype(stored.spec.dtype or dtype), stored.shape)
     for group in tensor_layout.groups(table)
-    for kept in group.values()
-    for name in kept.names + kept.copies
+    for stored in group.values()
+    for name in stored.names + stored.copies
   }
-  sizes = {name: math.prod(shape) * kind.itemsize for name, (kind, shape) in tensors.items()}
+  sizes = {name: math.prod(shape) * tensor_dtype.itemsize for name, (tensor_dtype, shape) in tensors.items()}
   shards: list[list[str]] = [[]]
-  filled = 0  # bytes of the last shard
+  shard_bytes = 0  # bytes of the last shard
   for name, size in sizes.items():
-    if shards[-1] and filled + size > max_shard_bytes:
+    if shards[-1] and shard_bytes + size > max_shard_bytes:
       shards.append([])
-      filled = 0
+      shard_bytes = 0
     shards[-1].append(name)
-    filled += size
+    shard_bytes += size
   name_of = origin.name if origin else str
   files = [safetensors_file.SINGLE]
   if len(shards) > 1 or origin:
     files = [f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors' for i in range(len(shards))]
   exported = export_tensors(table, params, dtype, merge)
-  for at, names in enumerate(shards):
+  for file_name, names in zip(files, shards):
     with contextlib.ExitStack() as stack:
       if staged is not None:
-        file = stack.enter_context(open(staged / files[at], 'wb'))
+        file = stack.enter_context(open(staged / file_name, 'wb'))
         file.write(safetensors_file.header({name_of(n): tensors[n] for n in names}))
-      for name, (found, value) in zip(names, exported):  # `names` first: where it ends, no tensor is taken and lost
-        assert name == found, (name, found)
+      for name, (exported_name, value) in zip(names, exported):  # `names` first, so that zip drops no tensor
+        assert name == exported_name, (name, exported_name)
         if staged is not None:
           value.tofile(file)
   if staged is not None and files[0] != safetensors_file.SINGLE:
@@ -186,35 +186,35 @@ def export_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
   """Yields (name, tensor) in the order of the table; a collective across processes.
 
-  One layer of the parameters in a tensor at a time is merged, and on the host.
+  Merges one layer at a time, of the parameters that share a tensor; only that layer is on the host.
   """
   for group in tensor_layout.groups(table):
-    entries = [_entries(_held_parts(params, path), path, kept.spec, merge) for path, kept in group.items()]
-    kept = next(iter(group.values()))
-    for name, *values in zip(kept.names, *entries, strict=True):
-      value = tensor_layout.together(kept, list(map(tensor_layout.rows, group.values(), values)))
-      value = np.ascontiguousarray(value.astype(kept.spec.dtype or dtype, copy=False))
-      yield from ((copy, value) for copy in (name, *kept.copies))
+    entries = [_entries(_held_parts(params, path), path, stored.spec, merge) for path, stored in group.items()]
+    stored = next(iter(group.values()))
+    for name, *values in zip(stored.names, *entries, strict=True):
+      value = tensor_layout.together(stored, list(map(tensor_layout.rows, group.values(), values)))
+      value = np.ascontiguousarray(value.astype(stored.spec.dtype or dtype, copy=False))
+      yield from ((copy, value) for copy in (name, *stored.copies))
 
 
 def _held_parts(tree: dict, path: str) -> tuple[dict, dict]:
-  """Returns the leaves from which `Model.merge` makes one parameter.
+  """Selects the leaves from which `Model.merge` computes one parameter.
 
   Returns:
-    (its leaf or its quantized codes, and its adapter; other leaves that merging
-    reads: the final norm, whose type quantized matrices get), both nested.
+    (the parameter's own leaves: its values or quantized codes, and its adapter; other leaves that merging reads: the
+    final norm, whose type quantized matrices get), both nested.
   """
-  held = {p: x for p, x in flatten(tree).items() if f'/{path}/' in f'/{p}/'}
-  needs_norm = held.keys() != {path}
-  return nest(held), {k: x for k, x in tree.items() if k == 'norm' and needs_norm}
+  own_leaves = {p: x for p, x in flatten(tree).items() if f'/{path}/' in f'/{p}/'}
+  needs_norm = own_leaves.keys() != {path}
+  return nest(own_leaves), {k: x for k, x in tree.items() if k == 'norm' and needs_norm}
 
 
-def _entries(made_of: tuple[Any, dict], path: str, spec: Param, merge: Callable) -> Iterator[np.ndarray]:
-  """Yields the entries of a parameter that tensors are made of, fetched layer by layer."""
-  own, beside = made_of
+def _entries(held_parts: tuple[Any, dict], path: str, spec: Param, merge: Callable) -> Iterator[np.ndarray]:
+  """Yields the values of a parameter for one tensor after the other, merged and fetched layer by layer."""
+  own_leaves, other_leaves = held_parts
   for i in range(spec.shape[0] if spec.stack else 1):
-    some = jax.tree.map(lambda x, i=i: x[i][None] if spec.stack else x, own)  # a stack of one layer, as in the model
-    layer = to_host(leaf(merge(beside | some), path))
+    one_layer = jax.tree.map(lambda x, i=i: x[i][None] if spec.stack else x, own_leaves)  # keeps the axis of layers
+    layer = to_host(leaf(merge(other_leaves | one_layer), path))
     yield from layer.reshape(-1, *spec.shape[spec.stack :])  # [1 or experts, ...]
 
 
@@ -224,8 +224,8 @@ def read_generation(folder: epath.PathLike) -> dict[str, Any]:
   if not path.is_file():
     return {}
   seals.warn(path.parent, [path.name])
-  given = object_store.read_json(path)
-  return {k: v for k, v in given.items() if not k.startswith(('_', 'transformers')) and not k.endswith('_id')}
+  defaults = object_store.read_json(path)
+  return {k: v for k, v in defaults.items() if not k.startswith(('_', 'transformers')) and not k.endswith('_id')}
 
 
 def _write_configs(

@@ -27,7 +27,7 @@ QWEN3_5 = Family(
   fixed=dict(qk_norm='head', norm_offset=1.0),
   reads=(*_DELTA, 'partial_rotary_factor', 'layer_types'),
   only=dict(attn_output_gate=True),
-  # A text has the same positions in all sections of the rotary embedding.
+  # Text has the same positions in all sections of the rotary embedding.
   ignored=('mamba_ssm_dtype', 'rope_parameters.mrope_section', 'rope_parameters.mrope_interleaved'),
   reported=('mtp_num_hidden_layers', 'mtp_use_dedicated_embeddings'),
   predictor={'enorm': 'mtp.pre_fc_norm_embedding', 'hnorm': 'mtp.pre_fc_norm_hidden', 'eh_proj': 'mtp.fc'}
@@ -61,7 +61,7 @@ OLMO = Family(
   names={f'in_proj_{ours}': f'{theirs}_proj' for ours, theirs in zip('qkvzba', 'qkvgba')}
   | {'linear_attn.out_proj': 'linear_attn.o_proj', 'linear_attn.norm': 'linear_attn.o_norm'}
   | {'input_layernorm': 'attention_layer_norm', 'post_attention_layernorm': 'feedforward_layer_norm'},
-  # Published folders have this name in layers with attention; `transformers` reads both, and writes the other one.
+  # Published folders have this name in layers with attention. `transformers` reads both and writes the other one.
   spellings={'post_attention_layernorm': 'feedforward_layer_norm'},
   reads=(*_DELTA, 'layer_types', 'attention_bias', 'linear_allow_neg_eigval'),
   # Initial values.
@@ -84,7 +84,7 @@ KIMI = Family(
   | {'linear_attn.out_proj': 'self_attn.o_proj', 'linear_attn.norm': 'self_attn.o_norm', 'linear_attn': 'self_attn'}
   | {f'mlp.experts.{{}}.{ours}': f'{_MOE}.experts.{{}}.{theirs}' for ours, theirs in _W.items()}
   | {f'mlp.{name}': f'{_MOE}.{name}' for name in ('gate', 'shared_experts')},
-  # `transformers` reads both, and writes the names of experts in dense layers, too.
+  # `transformers` reads both and writes the names of experts in dense layers as well.
   spellings={f'{_MOE}.{name}': f'mlp.{name}' for name in _W},
   aliases={'model_max_length': 'max_position_embeddings', 'moe_renormalize': 'norm_topk_prob'}
   | {'num_expert_group': 'n_group', 'num_experts': 'n_routed_experts', 'num_local_experts': 'n_routed_experts'}
@@ -116,7 +116,7 @@ LFM2 = Family(
   aliases={'block_ff_dim': 'intermediate_size', 'tie_embedding': 'tie_word_embeddings', 'norm_eps': 'rms_norm_eps'},
   reads=('layer_types', 'full_attn_idxs', 'conv_L_cache', 'block_multiple_of')
   + ('block_auto_adjust_ff_dim', 'block_ffn_dim_multiplier'),
-  # Sizes that are said twice, and initial values.
+  # Repeated sizes, and initial values.
   ignored=tuple('block_dim conv_dim conv_dim_out num_heads use_pos_enc block_norm_eps block_use_swiglu'.split())
   + tuple('block_mlp_init_scale block_out_init_scale block_use_xavier_init conv_use_xavier_init'.split()),
   defaults=dict(num_key_value_heads=8, rope_theta=1e6, tie_word_embeddings=True, max_position_embeddings=128_000)
@@ -194,7 +194,7 @@ NEMOTRON_H = Family(
   reads=('mamba_conv_bias', 'time_step_min', 'moe_latent_size', 'moe_shared_expert_intermediate_size', *_SPACE)
   + ('layer_types', 'layers_block_type', 'hybrid_override_pattern'),
   only=dict(mamba_hidden_act='silu', n_shared_experts=1),
-  # Initial values, and how it is computed elsewhere.
+  # Initial values, and settings of other implementations.
   ignored=tuple('expand chunk_size time_step_limit time_step_max time_step_floor num_logits_to_keep'.split())
   + tuple('hidden_dropout use_mamba_kernels mamba_ssm_cache_dtype moe_shared_expert_overlap'.split())
   + tuple('residual_in_fp32 rescale_prenorm_residual mtp_layers_block_type mtp_hybrid_override_pattern'.split()),

@@ -1,8 +1,8 @@
-"""Fields of config.json of models with mixers beside attention <-> fields of HybridConfig.
+"""Fields of config.json of models with attention and another mixer <-> fields of HybridConfig.
 
-`Family.hybrid` says which fields those are: of Qwen3-Next, Qwen3.5 and OLMo Hybrid ('delta') and, with latent attention
-(`Family.latent`), Kimi Linear; of LFM2 ('convolution'); or of Granite 4 ('state_space') and, where layers have one part
-each (`Family.single`), Nemotron-H.
+`Family.hybrid` is the other mixer: 'delta' in Qwen3-Next, Qwen3.5, OLMo Hybrid and, with latent attention
+(`Family.latent`), Kimi Linear; 'convolution' in LFM2; 'state_space' in Granite 4 and, with layers of one part each
+(`Family.single`), Nemotron-H.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxpost.models.hybrid_config import HybridConfig
 if TYPE_CHECKING:
   from jaxpost.formats.family import Family
 
-# Fields of config.json -> those of HybridConfig, for each mixer; 'latent' is the delta rule beside latent attention.
+# Fields of config.json -> those of HybridConfig, by mixer; 'latent' is the delta rule of models with latent attention.
 _SIZES = {
   'delta': {
     'linear_num_key_heads': 'key_heads',
@@ -47,15 +47,15 @@ _KIMI_SIZES = {
   'linear_conv_kernel_dim': ('short_conv_kernel_size', 4),
 }
 _INFINITY = {'__float__': 'Infinity'}  # as transformers writes it
-# Name of the other mixer in `layer_types`, beside FULL, and other spellings of both.
+# Name of the other mixer in `layer_types`; attention is FULL. Then other spellings of both.
 _TYPES = {'delta': 'linear_attention', 'convolution': 'conv', 'state_space': 'linear_attention'}
 _SPELLINGS = {'mamba': 'linear_attention', 'attention': FULL}
-_PARTS = {'mlp': 'mlp', 'moe': 'moe'}  # layers without a mixer, where a layer has one part
+_PARTS = {'mlp': 'mlp', 'moe': 'moe'}  # layers without a mixer, in families of one part per layer
 _LETTERS = {'M': 'mamba', '*': 'attention', '-': 'mlp', 'E': 'moe'}  # of `hybrid_override_pattern`
 
 
 def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-  """Returns a config.json with the fields that follow from others.
+  """Returns a config.json with the fields that are derived from others.
 
   Raises:
     InputError: for a pattern of layers that is impossible; it names the field.
@@ -70,7 +70,7 @@ def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]
 
 
 def _blocks(raw: dict[str, Any], where: str) -> dict[str, Any]:
-  """Returns the names of the layers of one part each, which a pattern of letters may say, and their number."""
+  """Returns the types of layers with one part each, from a list or a pattern of letters, and their number."""
   pattern = raw.get('hybrid_override_pattern')
   if pattern is not None and (not isinstance(pattern, str) or {*pattern} - {*_LETTERS}):
     raise InputError(f'{where}: hybrid_override_pattern={pattern!r} must be letters among {" ".join(_LETTERS)}')
@@ -81,7 +81,7 @@ def _blocks(raw: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _delta_sizes(raw: dict[str, Any], where: str) -> dict[str, int]:
-  """Returns the heads of the delta rule and their sizes; those that are null follow from the attention's."""
+  """Returns the heads of the delta rule and their sizes; those that are null are derived from attention."""
   sizes = {field: raw[field] for field in _SIZES['delta']}
   for field in ('linear_num_key_heads', 'linear_num_value_heads'):
     if sizes[field] is None:
@@ -95,28 +95,29 @@ def _delta_sizes(raw: dict[str, Any], where: str) -> dict[str, int]:
 
 
 def _kimi_fields(raw: dict[str, Any], where: str) -> dict[str, Any]:
-  """Returns the fields of a Kimi Linear that its config.json has in one of two ways, or in both alike."""
+  """Returns the fields that a Kimi Linear has at the top level of config.json, in `linear_attn_config`, or in both."""
   nested = raw.get('linear_attn_config') or {}
   if not isinstance(nested, dict):
     raise InputError(f'{where}: linear_attn_config={nested!r} must be an object')
-  known = {'full_attn_layers', 'kda_layers', *(inner for inner, _ in _KIMI_SIZES.values())}
-  for name in sorted(nested.keys() - known):
+  supported = {'full_attn_layers', 'kda_layers', *(nested_name for nested_name, _ in _KIMI_SIZES.values())}
+  for name in sorted(nested.keys() - supported):
     raise InputError(f'{where}: linear_attn_config.{name} is not supported')
   out: dict[str, Any] = {}
-  for field, (inner, default) in _KIMI_SIZES.items():
-    found = _agreed(raw, field, nested.get(inner), f'linear_attn_config.{inner}', where)
-    out[field] = default if found is None else found
+  for field, (nested_name, default) in _KIMI_SIZES.items():
+    size = _agreed(raw, field, nested.get(nested_name), f'linear_attn_config.{nested_name}', where)
+    out[field] = default if size is None else size
   dense = None
-  if (kinds := raw.get('mlp_layer_types')) is not None:
-    dense = latent_fields.leading_dense(kinds, raw['num_hidden_layers'], where)
+  if (mlp_types := raw.get('mlp_layer_types')) is not None:
+    dense = latent_fields.leading_dense(mlp_types, raw['num_hidden_layers'], where)
   dense = _agreed(raw, 'first_k_dense_replace', dense, 'dense layers in mlp_layer_types', where)
   out |= {'first_k_dense_replace': 1 if dense is None else dense, 'layer_types': _kimi_types(raw, nested, where)}
   if raw.get('head_dim') and raw['head_dim'] * raw['num_attention_heads'] == raw['hidden_size']:
-    out['head_dim'] = None  # as published, of no effect
+    out['head_dim'] = None  # published files have it, without effect
   return out
 
 
 def _kimi_types(raw: dict[str, Any], nested: dict[str, Any], where: str) -> list[str]:
+  """Returns `layer_types`, by default full attention in the layers with indices 4, 8, 12, ..."""
   count = raw['num_hidden_layers']
   full, linear = nested.get('full_attn_layers'), nested.get('kda_layers')  # numbers from 1 on
   types = None
@@ -133,34 +134,34 @@ def _kimi_types(raw: dict[str, Any], nested: dict[str, Any], where: str) -> list
 
 
 def _agreed(raw: dict[str, Any], field: str, other: Any, name: str, where: str) -> Any:
-  """Returns the value of a field, or `other`, which the file says under another name; InputError if they differ."""
+  """Returns the value of a field, or `other`, its value under another name; InputError if the two differ."""
   value = raw.get(field)
   if None not in (value, other) and value != other:
-    raise InputError(f'{where}: {field}={value!r} beside {name}={other!r}')
+    raise InputError(f'{where}: {field}={value!r} contradicts {name}={other!r}')
   return other if value is None else value
 
 
 def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> ModelConfig:
   """Returns the config of a folder, from the common fields `cfg` and its config.json `raw`.
 
-  Of a model without other mixers than attention, where its family has such, it is a plain one.
+  A model of such a family that has attention in all layers gets a plain ModelConfig.
 
   Raises:
     InputError: for values that are impossible or not supported; it names the field.
   """
-  field, only = family.activation_field, next(iter(family.activations), 'silu')
-  if cfg.activation != only:
-    raise InputError(f'{where}: {field}={raw[field]!r} is not supported (only {only})')
+  name, supported = family.activation_field, next(iter(family.activations), 'silu')
+  if cfg.activation != supported:
+    raise InputError(f'{where}: {name}={raw[name]!r} is not supported (only {supported})')
   delta = _latent_delta if family.latent else _delta
   readers = {'delta': delta, 'convolution': _convolution, 'state_space': _single if family.single else _state_space}
-  own = readers[family.hybrid](raw, cfg, where)
-  if not own['mixers']:
-    return dataclasses.replace(cfg, **{k: own[k] for k in own.keys() & vars(cfg)})
-  return HybridConfig(**vars(cfg) | own | family.mixer)
+  fields = readers[family.hybrid](raw, cfg, where)
+  if not fields['mixers']:
+    return dataclasses.replace(cfg, **{k: fields[k] for k in fields.keys() & vars(cfg)})
+  return HybridConfig(**vars(cfg) | fields | family.mixer)
 
 
 def _delta(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
-  """Reads what models with the gated delta rule have."""
+  """Returns the fields of HybridConfig of models with the gated delta rule."""
   sizes = _sizes(raw, 'delta', where)
   check_whole(raw['full_attention_interval'], 'full_attention_interval', where)
   experts = cfg.experts
@@ -174,35 +175,35 @@ def _delta(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
   types = raw.get('layer_types')
   if types is None:
     types = [_TYPES['delta'] if (i + 1) % raw['full_attention_interval'] else FULL for i in range(cfg.num_layers)]
-  # Steps of up to 2 (Grazzi et al., arXiv:2411.12537).
+  # Step sizes of up to 2 allow negative eigenvalues (Grazzi et al., arXiv:2411.12537).
   beta_scale = 2.0 if raw.get('linear_allow_neg_eigval') else 1.0
   return sizes | dict(experts=experts, mixers=_mixers(types, 'delta', cfg, where), beta_scale=beta_scale)
 
 
 def _latent_delta(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
-  """Reads what models have with latent attention, without rotation, beside the gated delta rule of Kimi Linear."""
+  """Returns the fields of Kimi Linear: the gated delta rule, and latent attention without rotary embeddings."""
   mixers = _mixers(raw['layer_types'], 'delta', cfg, where)
   _check_sparse(mixers, cfg, 'first_k_dense_replace', where)
   unrotated: dict[str, Any] = dict(ropes=(Rope(),), layer_ropes=(-1,) * cfg.num_layers)
   sizes = _sizes(raw, 'latent', where)
-  # Queries, keys and values have as many heads, and all are of one size, which is the rank of the gates, too.
+  # Queries, keys and values have the same number and size of heads; that size is the rank of the gates as well.
   sizes |= dict(key_heads=sizes['value_heads'], value_size=sizes['key_size'], gate_rank=sizes['key_size'])
   latent = latent_fields.sizes(raw, dataclasses.replace(cfg, **unrotated), where)
   return latent | sizes | unrotated | dict(mixers=mixers)
 
 
 def _convolution(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
-  """Reads what models with short convolutions have."""
+  """Returns the fields of HybridConfig of models with short convolutions."""
   types = raw.get('layer_types')
-  attending = raw.get('full_attn_idxs')
-  by_index = None
-  if attending is not None:
-    if not isinstance(attending, list) or not all(type(i) is int and 0 <= i < cfg.num_layers for i in attending):
-      raise InputError(f'{where}: full_attn_idxs={attending!r} must be a list of numbers below {cfg.num_layers}')
-    by_index = [FULL if i in attending else _TYPES['convolution'] for i in range(cfg.num_layers)]
-    if types not in (None, by_index):
-      raise InputError(f'{where}: layer_types={types!r} beside full_attn_idxs={attending!r}')
-  mixers = _mixers(types or by_index or [FULL] * cfg.num_layers, 'convolution', cfg, where)
+  full_indices = raw.get('full_attn_idxs')
+  types_by_index = None
+  if full_indices is not None:
+    if not isinstance(full_indices, list) or not all(type(i) is int and 0 <= i < cfg.num_layers for i in full_indices):
+      raise InputError(f'{where}: full_attn_idxs={full_indices!r} must be a list of numbers below {cfg.num_layers}')
+    types_by_index = [FULL if i in full_indices else _TYPES['convolution'] for i in range(cfg.num_layers)]
+    if types not in (None, types_by_index):
+      raise InputError(f'{where}: layer_types={types!r} contradicts full_attn_idxs={full_indices!r}')
+  mixers = _mixers(types or types_by_index or [FULL] * cfg.num_layers, 'convolution', cfg, where)
   if cfg.hidden_size % cfg.num_heads:
     raise InputError(
       f'{where}: hidden_size={cfg.hidden_size} is not supported (only multiples of the {cfg.num_heads} attention '
@@ -220,7 +221,7 @@ def _check_sparse(mixers: tuple[str, ...], cfg: ModelConfig, field: str, where: 
 
 
 def _inner_size(raw: dict[str, Any], where: str) -> int:
-  """Returns the hidden size of an MLP, as LFM2 derives it from the one that it is given."""
+  """Returns the hidden size of an MLP, which LFM2 derives from `intermediate_size`."""
   if not check_boolean(raw['block_auto_adjust_ff_dim'], 'block_auto_adjust_ff_dim', where):
     return raw['intermediate_size']
   size = int(2 * raw['intermediate_size'] / 3)
@@ -231,23 +232,23 @@ def _inner_size(raw: dict[str, Any], where: str) -> int:
 
 
 def _state_space(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
-  """Reads what models with state spaces have, and the layers of which there are none in such a family."""
+  """Returns the fields of HybridConfig of models with state spaces; `mixers` is () if no layer has one."""
   limit = raw.get('time_step_limit') or [0, _INFINITY]
   if not isinstance(limit, (list, tuple)) or limit[0] != 0 or limit[1:] not in ([_INFINITY], [float('inf')]):
     raise InputError(f'{where}: time_step_limit={limit!r} is not supported (only from 0 to infinity)')
   position = raw['position_embedding_type']
   if position not in ('rope', 'nope', None):
     raise InputError(f'{where}: position_embedding_type={position!r} is not supported (only rope, nope)')
-  own: dict[str, Any] = dict(layer_ropes=() if position == 'rope' else (-1,) * cfg.num_layers)
-  # The size of the MLP of each layer, which is a shared expert where there are experts.
+  fields: dict[str, Any] = dict(layer_ropes=() if position == 'rope' else (-1,) * cfg.num_layers)
+  # The size of the MLP of each layer; in models with experts it is a shared expert.
   size = check_whole(raw['shared_intermediate_size'], 'shared_intermediate_size', where)
   if cfg.experts:
-    own['experts'] = dataclasses.replace(cfg.experts, shared=1, shared_size=size)
+    fields['experts'] = dataclasses.replace(cfg.experts, shared=1, shared_size=size)
   else:
-    own['intermediate_size'] = size
+    fields['intermediate_size'] = size
   types = raw.get('layer_types') or raw.get('layers_block_type') or ['mamba'] * cfg.num_layers
   if not {*types} - {FULL, 'attention'}:
-    return own | dict(mixers=(), biases=tuple(name for name in cfg.biases if name != 'conv'))
+    return fields | dict(mixers=(), biases=tuple(name for name in cfg.biases if name != 'conv'))
   inner_size = check_whole(raw['mamba_expand'], 'mamba_expand', where) * cfg.hidden_size
   if raw['mamba_d_head'] == 'auto':
     raw = raw | {'mamba_d_head': inner_size // check_whole(raw['mamba_n_heads'], 'mamba_n_heads', where)}
@@ -257,18 +258,18 @@ def _state_space(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str,
       f'{where}: mamba_n_heads={sizes["value_heads"]} of mamba_d_head={sizes["value_size"]} are not '
       f'mamba_expand={raw["mamba_expand"]!r} times the hidden_size of {cfg.hidden_size}'
     )
-  return own | sizes | dict(mixers=_mixers(types, 'state_space', cfg, where))
+  return fields | sizes | dict(mixers=_mixers(types, 'state_space', cfg, where))
 
 
 def _single(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]:
-  """Reads what models with state spaces have whose layers have one part each."""
+  """Returns the fields of HybridConfig of models with state spaces and layers of one part each."""
   types = raw['layers_block_type']
   mixers = _mixers(types, 'state_space', cfg, where, _PARTS)
   if {'mlp', 'moe'}.isdisjoint(mixers):
     raise InputError(f'{where}: layers_block_type={types!r} without an MLP or experts is not supported')
-  least = raw['time_step_min']
-  if type(least) not in (int, float) or not 0 <= least < float('inf'):
-    raise InputError(f'{where}: time_step_min={least!r} must not be below 0')
+  step_min = raw['time_step_min']
+  if type(step_min) not in (int, float) or not 0 <= step_min < float('inf'):
+    raise InputError(f'{where}: time_step_min={step_min!r} must not be below 0')
   latent = raw['moe_latent_size']
   if latent is not None:
     check_whole(latent, 'moe_latent_size', where)
@@ -276,14 +277,14 @@ def _single(raw: dict[str, Any], cfg: ModelConfig, where: str) -> dict[str, Any]
   experts = None
   if 'moe' in mixers:
     check_whole(raw['n_routed_experts'], 'n_routed_experts', where)
-    assert cfg.experts  # as their number is not 0
+    assert cfg.experts  # n_routed_experts is not 0
     experts = dataclasses.replace(cfg.experts, shared=1, shared_size=shared_size, latent=latent or 0)
-  own = dict(mixers=mixers, experts=experts, step_min=float(least), layer_ropes=(-1,) * cfg.num_layers)
-  return own | _sizes(raw, 'state_space', where)
+  fields = dict(mixers=mixers, experts=experts, step_min=float(step_min), layer_ropes=(-1,) * cfg.num_layers)
+  return fields | _sizes(raw, 'state_space', where)
 
 
 def _sizes(raw: dict[str, Any], mixer: str, where: str) -> dict[str, int]:
-  """Returns {name in HybridConfig: value} of whole numbers."""
+  """Returns {field of HybridConfig: whole number}."""
   for field, ours in _SIZES[mixer].items():
     check_whole(raw[field], field, where, least=2 if ours == 'taps' else 1)
   sizes = {ours: raw[field] for field, ours in _SIZES[mixer].items()}
@@ -295,15 +296,15 @@ def _sizes(raw: dict[str, Any], mixer: str, where: str) -> dict[str, int]:
 def _mixers(
   types: Any, mixer: str, cfg: ModelConfig, where: str, parts: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-  """Returns `HybridConfig.mixers`; `parts` are layers without a mixer."""
+  """Returns `HybridConfig.mixers`; `parts` has types of layers without a mixer -> their names in it."""
   other = _TYPES[mixer]
   types = [_SPELLINGS.get(name, name) for name in types]
-  known = {FULL: 'layers', other: mixer, **(parts or {})}
-  if len(types) != cfg.num_layers or not {*types} <= {*known}:
-    raise InputError(f'{where}: layer_types={types!r} must be {cfg.num_layers} times {" or ".join(known)}')
+  mixer_names = {FULL: 'layers', other: mixer, **(parts or {})}
+  if len(types) != cfg.num_layers or not {*types} <= {*mixer_names}:
+    raise InputError(f'{where}: layer_types={types!r} must be {cfg.num_layers} times {" or ".join(mixer_names)}')
   if FULL not in types or other not in types:
     raise InputError(f'{where}: layer_types={types[0]!r} alone is not supported; a model needs layers of both kinds')
-  return tuple(known[kind] for kind in types)
+  return tuple(mixer_names[kind] for kind in types)
 
 
 def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
@@ -322,7 +323,7 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
   out['layer_types'] = [names[name] for name in mixers]
   if family.hybrid == 'convolution':
     out['norm_eps'] = cfg.norm_eps
-    if 'block_auto_adjust_ff_dim' in family.fields:  # the size of an MLP is written as it is
+    if 'block_auto_adjust_ff_dim' in family.fields:  # intermediate_size is written as adjusted
       out['block_auto_adjust_ff_dim'] = False
   if family.single:
     assert isinstance(cfg, HybridConfig)  # `_single` reads no other
@@ -339,14 +340,14 @@ def write(cfg: ModelConfig, family: Family) -> dict[str, Any]:
 
 
 def _write_kimi(cfg: HybridConfig, family: Family, sizes: dict[str, Any]) -> dict[str, Any]:
-  """Returns the fields of a Kimi Linear, in both of the ways in which it is read."""
+  """Returns the fields of a Kimi Linear, both nested and at the top level."""
   assert cfg.experts
-  nested = {inner: sizes[field] for field, (inner, _) in _KIMI_SIZES.items()}
+  nested = {nested_name: sizes[field] for field, (nested_name, _) in _KIMI_SIZES.items()}
   for name, mixer in ('full_attn_layers', 'layers'), ('kda_layers', 'delta'):
-    nested[name] = [number for number, found in enumerate(cfg.mixers, 1) if found == mixer]
+    nested[name] = [number for number, layer_mixer in enumerate(cfg.mixers, 1) if layer_mixer == mixer]
   dense = cfg.experts.first_dense
-  kinds = ['dense'] * dense + ['sparse'] * (cfg.num_layers - dense)
-  return latent_fields.write(cfg, family) | dict(linear_attn_config=nested, mlp_layer_types=kinds)
+  mlp_types = ['dense'] * dense + ['sparse'] * (cfg.num_layers - dense)
+  return latent_fields.write(cfg, family) | dict(linear_attn_config=nested, mlp_layer_types=mlp_types)
 
 
 def _write_state_space(cfg: ModelConfig) -> dict[str, Any]:
@@ -357,4 +358,4 @@ def _write_state_space(cfg: ModelConfig) -> dict[str, Any]:
   }
   if isinstance(cfg, HybridConfig):
     return out | dict(mamba_expand=cfg.value_heads * cfg.value_size // cfg.hidden_size)
-  return out | dict(mamba_expand=2, mamba_n_heads=1)  # without effect, but readers ask for possible sizes
+  return out | dict(mamba_expand=2, mamba_n_heads=1)  # without effect, but readers check them

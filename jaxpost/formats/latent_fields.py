@@ -1,7 +1,7 @@
 """Fields of config.json of models with latent attention (MLA) <-> fields of LatentConfig.
 
-They are the fields of DeepSeek-V3 and its relatives (`Family.latent`): the sizes of the
-latents, and those of the indexer of sparse attention. Those of their experts are read by `config_fields`.
+DeepSeek-V3 and related families (`Family.latent`) have them: the sizes of the latents and of the indexer of sparse
+attention. `config_fields` reads the fields of their experts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INDEXED = 'indexed_attention'  # of `layer_types`
 
 
 def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-  """Returns `raw` with the fields of layers, as `transformers` 5 writes them, in the older spelling.
+  """Returns `raw` with the per-layer fields of `transformers` 5 in their older spelling.
 
   Raises:
     InputError: for lists of layers that are not supported.
@@ -32,26 +32,26 @@ def completed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]
     return raw
   layers = raw['num_hidden_layers']
   dense = raw['first_k_dense_replace']
-  if (kinds := raw.get('mlp_layer_types')) is not None:  # it wins, and the other field may be a default
-    dense = leading_dense(kinds, layers, where)
+  if (mlp_types := raw.get('mlp_layer_types')) is not None:  # takes precedence: the other field may be a default
+    dense = leading_dense(mlp_types, layers, where)
   if raw.get('layer_types') not in (None, [_INDEXED] * layers):
     raise InputError(f'{where}: layer_types={raw["layer_types"]!r} must be {layers} times {_INDEXED}')
   if (types := _indexers(raw)) != ['full'] * layers:
-    what = 'attention to the tokens that the indexer of another layer has chosen is not built'
-    raise InputError(f'{where}: indexers of layers={types!r} must be {layers} times full; {what}')
+    reason = 'sharing the indexer of another layer is not built'
+    raise InputError(f'{where}: indexers of layers={types!r} must be {layers} times full; {reason}')
   return raw | dict(first_k_dense_replace=dense, layer_types=None)
 
 
-def leading_dense(kinds: list[str], layers: int, where: str) -> int:
-  """Returns the number of dense layers by `mlp_layer_types`; InputError unless all others follow them."""
-  dense = kinds.count('dense')
-  if kinds != ['dense'] * dense + ['sparse'] * (layers - dense):
-    raise InputError(f'{where}: mlp_layer_types={kinds!r} must be {layers} times dense or sparse, dense ones first')
+def leading_dense(mlp_types: list[str], layers: int, where: str) -> int:
+  """Returns the number of dense layers in `mlp_layer_types`; InputError unless they are the first ones."""
+  dense = mlp_types.count('dense')
+  if mlp_types != ['dense'] * dense + ['sparse'] * (layers - dense):
+    raise InputError(f'{where}: mlp_layer_types={mlp_types!r} must be {layers} times dense or sparse, dense ones first')
   return dense
 
 
 def _indexers(raw: dict[str, Any]) -> list[str]:
-  """Returns 'full' for each layer with an indexer of its own and 'shared' for others, by any field that says so."""
+  """Returns 'full' for each layer with its own indexer and 'shared' for others, from any of three fields."""
   if raw.get('indexer_types') is not None:
     return raw['indexer_types']
   if raw.get('index_topk_pattern') is not None:
@@ -103,7 +103,7 @@ def _check_types(raw: dict[str, Any], where: str) -> None:
 
 
 def _check_indexer(raw: dict[str, Any], where: str) -> None:
-  for field in (*INDEX_SIZES, 'q_lora_rank'):  # whose queries are projected from the latent of the queries
+  for field in (*INDEX_SIZES, 'q_lora_rank'):  # the indexer projects its queries from the query latent
     check_whole(raw[field], field, where)
   size, rotated = raw['index_head_dim'], raw['qk_rope_head_dim']
   if size < rotated:
@@ -111,10 +111,10 @@ def _check_indexer(raw: dict[str, Any], where: str) -> None:
 
 
 def _check_combinations(raw: dict[str, Any], cfg: ModelConfig, where: str) -> None:
-  """Raises InputError for sizes that do not fit each other, the first that is found."""
+  """Raises InputError for the first combination of sizes that is impossible or not supported."""
 
-  def refuse(what: str) -> None:
-    raise InputError(f'{where}: {what} is not supported')
+  def refuse(setting: str) -> None:
+    raise InputError(f'{where}: {setting} is not supported')
 
   size = raw['qk_nope_head_dim'] + raw['qk_rope_head_dim']
   if raw.get('head_dim') not in (None, size, raw['qk_rope_head_dim']):
@@ -129,12 +129,12 @@ def _check_combinations(raw: dict[str, Any], cfg: ModelConfig, where: str) -> No
 
 
 def _attention_scale(cfg: ModelConfig, size: int) -> float:
-  """Returns 1 / sqrt(size), times the factor of YaRN (arXiv:2309.00071) for MLA."""
+  """Returns 1 / sqrt(size), times the squared factor of YaRN (arXiv:2309.00071)."""
   scaling = dict(cfg.ropes[0].scaling)
-  mscale = scaling.get('mscale_all_dim', 0)
+  mscale_all_dim = scaling.get('mscale_all_dim', 0)
   factor = scaling.get('factor', 1)
-  grown = 0.1 * mscale * math.log(factor) + 1 if mscale and factor > 1 else 1.0
-  return size**-0.5 * grown * grown  # for the queries and for the keys
+  yarn_mscale = 0.1 * mscale_all_dim * math.log(factor) + 1 if mscale_all_dim and factor > 1 else 1.0
+  return size**-0.5 * yarn_mscale * yarn_mscale  # once for queries, once for keys
 
 
 def write(cfg: LatentConfig | HybridConfig, family: Family) -> dict[str, Any]:

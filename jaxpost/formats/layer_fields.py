@@ -15,7 +15,7 @@ from jaxpost.models.config import Rope
 _SCALINGS = {
   'linear': (('factor',), ()),
   'proportional': ((), ('factor', 'partial_rotary_factor')),
-  'ntk_alpha': (('alpha',), ('factor',)),  # the factor has no effect, but readers ask for it
+  'ntk_alpha': (('alpha',), ('factor',)),  # the factor has no effect, but readers require it
   'dynamic': (('factor',), ()),
   'llama3': (('factor', 'low_freq_factor', 'high_freq_factor'), ()),
   'yarn': (('factor',), ('attention_factor', 'beta_fast', 'beta_slow', 'mscale', 'mscale_all_dim', 'truncate')),
@@ -37,39 +37,39 @@ def ropes(
     the rope parameters that have no effect.
   """
   main, local = _rope_parameters(raw, family, where)
-  off = family.rope_optional and main.get('rope_theta', raw['rope_theta']) is None
-  if off:
-    main['rope_theta'] = 1.0  # of the one table that a model has in any case, which no layer reads
-  # In the type 'proportional' the part that turns is no matter of shapes; in latent attention it has a size of its own.
-  whole = family.latent or main.get('rope_type') == 'proportional'
-  dim = head_dim if whole else _rotary_dim(main, raw, family, head_dim, where)
+  unrotated = family.rope_optional and main.get('rope_theta', raw['rope_theta']) is None
+  if unrotated:
+    main['rope_theta'] = 1.0  # of a table that no layer reads; a model always has one
+  # 'proportional' rotates some entries without changing shapes; latent attention has a separate size for them.
+  all_entries = family.latent or main.get('rope_type') == 'proportional'
+  dim = head_dim if all_entries else _rotary_dim(main, raw, family, head_dim, where)
   first, unknown = _rope(main, raw['rope_theta'], raw, family, dim, where=where)
   tables: tuple[Rope, ...] = (first,)
-  by_layer = (-1,) * layers if off else ()
+  layer_ropes = (-1,) * layers if unrotated else ()
   if 'no_rope_layers' in family.fields:
-    by_layer = _no_rope(raw, layers, where)
+    layer_ropes = _no_rope(raw, layers, where)
   if family.local_rope:
-    second, more = _rope(local, raw[family.local_rope], raw, family, dim, where=where)
-    unknown += more
+    second, local_unknown = _rope(local, raw[family.local_rope], raw, family, dim, where=where)
+    unknown += local_unknown
     types = layer_types(raw, family, layers, (), where)
     if second != first and LOCAL in types:
       tables = (first, second)
-      by_layer = tuple(int(t == LOCAL) for t in types)
-  return dict(ropes=tables, layer_ropes=by_layer, rotary_dim=0 if dim == head_dim else dim), unknown
+      layer_ropes = tuple(int(layer_type == LOCAL) for layer_type in types)
+  return dict(ropes=tables, layer_ropes=layer_ropes, rotary_dim=0 if dim == head_dim else dim), unknown
 
 
 def _rope_parameters(raw: dict, family: Family, where: str) -> tuple[dict, dict]:
-  """Returns the rope parameters, and those of sliding-window layers alone where they have some."""
-  scaling, given = raw.get('rope_scaling') or {}, raw.get('rope_parameters')
-  if given is None:
-    given = {} if scaling else family.rope
-  params = {**scaling, **given}
-  nested = {FULL, LOCAL} & set(params)
-  if family.local_rope and set(given) - nested:
+  """Returns the rope parameters, and those for sliding-window layers only ({} if there are none)."""
+  scaling, raw_params = raw.get('rope_scaling') or {}, raw.get('rope_parameters')
+  if raw_params is None:
+    raw_params = {} if scaling else family.rope
+  params = {**scaling, **raw_params}
+  layer_kinds = {FULL, LOCAL} & set(params)
+  if family.local_rope and set(raw_params) - layer_kinds:
     raise InputError(f'{where}: rope_parameters must hold {FULL} and {LOCAL}, for the two kinds of layers')
-  if nested and not family.local_rope:
-    raise InputError(f'{where}: rope_parameters of {sorted(nested)} not supported')
-  main = {k: v for k, v in params.items() if k not in nested}
+  if layer_kinds and not family.local_rope:
+    raise InputError(f'{where}: rope_parameters of {sorted(layer_kinds)} not supported')
+  main = {k: v for k, v in params.items() if k not in layer_kinds}
   return main | (params.get(FULL) or {}), params.get(LOCAL) or {}
 
 
@@ -77,11 +77,11 @@ def _rotary_dim(main: dict, raw: dict, family: Family, head_dim: int, where: str
   """Returns how many entries of a head are rotated."""
   share = main.get('partial_rotary_factor', 1)
   if 'partial_rotary_factor' in family.fields:
-    given = raw.get('rotary_dim') if 'rotary_dim' in family.fields else None
-    share = main.get('partial_rotary_factor', raw.get('partial_rotary_factor', (given or head_dim) / head_dim))
+    rotary_dim = raw.get('rotary_dim') if 'rotary_dim' in family.fields else None
+    share = main.get('partial_rotary_factor', raw.get('partial_rotary_factor', (rotary_dim or head_dim) / head_dim))
     check_positive(share, 'partial_rotary_factor', where)
-    if given not in (None, int(head_dim * share)):
-      raise InputError(f'{where}: rotary_dim={given!r} beside partial_rotary_factor={share!r} of {head_dim}')
+    if rotary_dim not in (None, int(head_dim * share)):
+      raise InputError(f'{where}: rotary_dim={rotary_dim!r} contradicts partial_rotary_factor={share!r} of {head_dim}')
   elif share != 1:
     raise InputError(f'{where}: partial_rotary_factor is not supported')
   dim = int(head_dim * share)
@@ -95,43 +95,43 @@ def _rotary_dim(main: dict, raw: dict, family: Family, head_dim: int, where: str
 
 def _no_rope(raw: dict, layers: int, where: str) -> tuple[int, ...]:
   """Returns layer_ropes: 0 for layers with rotary embeddings, -1 for those without."""
-  rotates = raw.get('no_rope_layers')
-  if rotates in (None, []):  # as published for Llama 4 Scout
+  has_rope = raw.get('no_rope_layers')
+  if has_rope in (None, []):  # [] is published for Llama 4 Scout
     interval = raw['no_rope_layer_interval']
-    rotates = [int((i + 1) % interval != 0) for i in range(layers)]
-  if not isinstance(rotates, list) or len(rotates) != layers or not set(rotates) <= {0, 1}:
-    raise InputError(f'{where}: no_rope_layers={rotates!r} must be {layers} times 0 or 1')
-  return tuple(int(r) - 1 for r in rotates) if 0 in rotates else ()
+    has_rope = [int((i + 1) % interval != 0) for i in range(layers)]
+  if not isinstance(has_rope, list) or len(has_rope) != layers or not set(has_rope) <= {0, 1}:
+    raise InputError(f'{where}: no_rope_layers={has_rope!r} must be {layers} times 0 or 1')
+  return tuple(int(rotated) - 1 for rotated in has_rope) if 0 in has_rope else ()
 
 
 def _rope(params: dict, theta: float, raw: dict, family: Family, dim: int, where: str) -> tuple[Rope, list[str]]:
-  """Returns one Rope, and the names of its parameters that have no effect."""
+  """Returns the Rope of `params`, and the names of those that have no effect."""
   theta = params.get('rope_theta', theta)
   check_positive(theta, 'rope_theta', where)
-  kind = str(params.get('rope_type', params.get('type', 'default')))
-  kind = family.rope_types.get(kind, kind)
+  rope_type = str(params.get('rope_type', params.get('type', 'default')))
+  rope_type = family.rope_types.get(rope_type, rope_type)
   interleaved = raw['rope_interleave'] if 'rope_interleave' in family.fields else family.interleaved
-  if kind == 'default':
+  if rope_type == 'default':
     return Rope(float(theta), interleaved=interleaved), _without_effect(params, ())
-  if kind not in _SCALINGS:
-    raise InputError(f'{where}: rope type {kind!r} is not supported (default, {", ".join(_SCALINGS)})')
-  required, optional = _SCALINGS[kind]
+  if rope_type not in _SCALINGS:
+    raise InputError(f'{where}: rope type {rope_type!r} is not supported (default, {", ".join(_SCALINGS)})')
+  required, optional = _SCALINGS[rope_type]
   if missing := [n for n in required if n not in params]:
-    raise InputError(f'{where}: rope type {kind} lacks {", ".join(missing)}')
-  if kind == 'yarn' and QUERY_SCALE in family.fields:
+    raise InputError(f'{where}: rope type {rope_type} lacks {", ".join(missing)}')
+  if rope_type == 'yarn' and QUERY_SCALE in family.fields:
     optional = (*optional, QUERY_SCALE)
-  values = _scaling(kind, (*required, *optional), params, raw, family, where=where)
+  values = _scaling(rope_type, (*required, *optional), params, raw, family, where=where)
   for name, value in values.items():
     _check_scaling(name, value, dim, where)
-  if kind == 'llama3' and values['low_freq_factor'] > values['high_freq_factor']:
+  if rope_type == 'llama3' and values['low_freq_factor'] > values['high_freq_factor']:
     raise InputError(f'{where}: rope_parameters.low_freq_factor must not be above the high one')
   pairs = [(k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(values.items())]
   unused = _without_effect(params, (*required, *optional, 'factor'))
-  return Rope(float(theta), (('rope_type', kind), *pairs), interleaved), unused
+  return Rope(float(theta), (('rope_type', rope_type), *pairs), interleaved), unused
 
 
 def _scaling(kind: str, names: Sequence[str], params: dict, raw: dict, family: Family, where: str) -> dict[str, Any]:
-  """Returns the parameters of a scaling: those of `names` that are given, and those that follow from other fields."""
+  """Returns the parameters of a scaling: those in `names` that are set, and those derived from other fields."""
   length = raw['max_position_embeddings']
   original = length if kind == 'dynamic' else params.get(ORIGINAL) or length
   if ORIGINAL in family.fields:
@@ -149,7 +149,7 @@ def _scaling(kind: str, names: Sequence[str], params: dict, raw: dict, family: F
 
 
 def _without_effect(params: dict, used: Sequence[str]) -> list[str]:
-  """Returns the names of rope parameters besides those `used` and those that are read, or repeated, in any type."""
+  """Returns the names of rope parameters that are neither `used` nor read (or repeated fields) in all types."""
   read = {'rope_theta', 'rope_type', 'type', 'partial_rotary_factor', 'max_position_embeddings', ORIGINAL, *used}
   return [f'rope_parameters.{name}' for name in params if name not in read]
 
@@ -171,19 +171,19 @@ def _check_scaling(name: str, value: Any, dim: int, where: str) -> None:
 def windows(
   raw: dict[str, Any], family: Family, layers: int, layer_ropes: Sequence[int], where: str
 ) -> tuple[int, ...]:
-  """Returns `ModelConfig.layer_windows`: tokens that each layer sees, 0 for all; () if all do."""
+  """Returns `ModelConfig.layer_windows`: the tokens that each layer attends to, 0 for all; () if all are 0."""
   types = [] if family.hybrid or family.chunked else layer_types(raw, family, layers, layer_ropes, where)
   size = _window(raw, family)
   if LOCAL not in types:
     return ()
   if size is None:
     raise InputError(f'{where}: layer_types has {LOCAL}, but there is no sliding_window')
-  return tuple(size if t == LOCAL else 0 for t in types)
+  return tuple(size if layer_type == LOCAL else 0 for layer_type in types)
 
 
 def _window(raw: dict, family: Family) -> int | None:
-  off = 'use_sliding_window' in family.fields and not raw.get('use_sliding_window')
-  return None if family.window is None or off else raw.get('sliding_window')
+  disabled = 'use_sliding_window' in family.fields and not raw.get('use_sliding_window')
+  return None if family.window is None or disabled else raw.get('sliding_window')
 
 
 def layer_types(raw: dict[str, Any], family: Family, layers: int, layer_ropes: Sequence[int], where: str) -> list[str]:
@@ -194,7 +194,7 @@ def layer_types(raw: dict[str, Any], family: Family, layers: int, layer_ropes: S
       raise InputError(f'{where}: layer_types={types!r} must be {layers} times {FULL} or {LOCAL}')
     if 'layer_types' in family.fields:
       return types
-    # Other families do not read the field, so windows in it have to be those of the rule.
+    # Other families do not read the field, so it must agree with the rule.
     if LOCAL in types and (family.window != 'all' or set(types) != {LOCAL}):
       raise InputError(f'{where}: layer_types {sorted(set(types))} not supported')
   rule = family.window

@@ -1,7 +1,6 @@
 """Families whose attention layers are of two kinds.
 
-Those of Gemma 4 have heads of two sizes (`mixed_fields.py`), and some of Llama 4 attend in chunks
-(`chunked_fields.py`).
+Gemma 4 has heads of two sizes (`mixed_fields.py`), and some layers of Llama 4 attend in chunks (`chunked_fields.py`).
 """
 
 from jaxpost.formats.family import FULL, LOCAL, ExpertFields, Family, fused_experts
@@ -27,7 +26,7 @@ FAMILIES = {
     aliases={'top_k_experts': 'num_experts_per_tok'},
     names={'mlp.shared_experts': 'mlp', 'mlp.gate': 'router.proj'},
     fused=fused_experts('model.layers.{}.experts.%s_proj', 'transposed'),
-    unused=r'model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight',  # of layers that read those of others
+    unused=r'model\.layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight',  # of layers with shared KV
     reads=('sliding_window', 'layer_types', 'final_logit_softcapping', *_SIDE, *_FULL, 'use_bidirectional_attention')
     + ('num_kv_shared_layers', 'use_double_wide_mlp'),
     defaults=dict(num_key_value_heads=4, head_dim=256, global_head_dim=512, num_global_key_value_heads=None)

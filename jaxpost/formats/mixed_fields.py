@@ -26,23 +26,23 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> M
     check_boolean(raw[field], field, where)
   for field in ('hidden_size_per_layer_input', 'vocab_size_per_layer_input', 'num_kv_shared_layers'):
     check_whole(raw[field], field, where, least=0)
-  both_ways = raw['use_bidirectional_attention']
-  if both_ways not in (None, False, 'vision'):  # of images
-    raise InputError(f'{where}: use_bidirectional_attention={both_ways!r} is not supported (only None, vision)')
+  bidirectional = raw['use_bidirectional_attention']
+  if bidirectional not in (None, False, 'vision'):  # 'vision' affects images only
+    raise InputError(f'{where}: use_bidirectional_attention={bidirectional!r} is not supported (only None, vision)')
   side_size = raw['hidden_size_per_layer_input']
   vocab = raw['vocab_size_per_layer_input']
   if side_size and vocab != cfg.vocab_size:
     raise InputError(
       f'{where}: vocab_size_per_layer_input={vocab} is not supported (only the vocab_size of {cfg.vocab_size})'
     )
-  windows = [bool(kind.window) for kind in cfg.layer_kinds]
-  if windows[-1]:
+  has_window = [bool(kind.window) for kind in cfg.layer_kinds]
+  if has_window[-1]:
     raise InputError(f'{where}: layer_types: the last layer has a sliding window, which is not supported')
-  size, heads = _full_heads(raw, cfg, windows, where)
-  full_rope, local_rope = cfg.ropes[0], cfg.ropes[-1]  # one and the same where both kinds of layers rotate alike
+  size, heads = _full_heads(raw, cfg, has_window, where)
+  full_rope, local_rope = cfg.ropes[0], cfg.ropes[-1]  # the same one if both kinds of layers rotate alike
   shared = raw['num_kv_shared_layers']
-  own = {*windows[: cfg.num_layers - shared]}  # kinds of the layers with keys and values of their own
-  if shared >= cfg.num_layers or own != {*windows}:
+  kinds_with_kv = {*has_window[: cfg.num_layers - shared]}  # kinds of layers with their own keys and values
+  if shared >= cfg.num_layers or kinds_with_kv != {*has_window}:
     raise InputError(f'{where}: num_kv_shared_layers={shared}: no earlier layer of the same kind has keys and values')
   experts = cfg.experts and dataclasses.replace(cfg.experts, shared=1, shared_size=cfg.intermediate_size)
   if experts and shared and raw['use_double_wide_mlp']:
@@ -52,7 +52,7 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> M
     | dict(
       experts=experts,
       ropes=(dataclasses.replace(full_rope, size=size), dataclasses.replace(local_rope, size=cfg.head_dim)),
-      layer_ropes=tuple(map(int, windows)),
+      layer_ropes=tuple(map(int, has_window)),
       full_head_dim=size,
       full_kv_heads=heads,
       values_are_keys=raw['attention_k_eq_v'],
@@ -63,14 +63,14 @@ def read(raw: dict[str, Any], cfg: ModelConfig, where: str, family: Family) -> M
   )
 
 
-def _full_heads(raw: dict[str, Any], cfg: ModelConfig, windows: list[bool], where: str) -> tuple[int, int]:
+def _full_heads(raw: dict[str, Any], cfg: ModelConfig, has_window: list[bool], where: str) -> tuple[int, int]:
   """Returns (head size, kv heads) of full layers, by the fields of published files or those of `transformers` 5.23."""
   size = raw['global_head_dim']
   heads = raw['num_global_key_value_heads'] if raw['attention_k_eq_v'] else None
   source = 'num_global_key_value_heads'
   if raw.get('per_layer_config') is not None:
     source = 'per_layer_config'
-    block = _full_layer(raw['per_layer_config'], windows, where)
+    block = _full_layer(raw['per_layer_config'], has_window, where)
     size = block.get('head_dim', cfg.head_dim)
     heads = block.get('num_key_value_heads')
   if heads is None:
@@ -86,13 +86,13 @@ def _full_heads(raw: dict[str, Any], cfg: ModelConfig, windows: list[bool], wher
   return size, heads
 
 
-def _full_layer(of_layers: Any, windows: list[bool], where: str) -> dict[str, Any]:
-  """Returns the fields that `per_layer_config`, {number of a layer: fields}, has for each full layer alike."""
-  full = {i for i, window in enumerate(windows) if not window}
-  blocks = list(of_layers.values()) if isinstance(of_layers, dict) else []
-  layers = {int(name) if name.isdecimal() else name for name in of_layers} if blocks else ()  # '05' is 5
-  if layers != full or any(block != blocks[0] for block in blocks):
-    raise InputError(f'{where}: per_layer_config={of_layers!r} must have the same fields for each layer of {FULL}')
+def _full_layer(per_layer: Any, has_window: list[bool], where: str) -> dict[str, Any]:
+  """Returns the fields in `per_layer_config`, {index of a layer: fields}, which are equal for all full layers."""
+  full_layers = {i for i, windowed in enumerate(has_window) if not windowed}
+  blocks = list(per_layer.values()) if isinstance(per_layer, dict) else []
+  configured_layers = {int(name) if name.isdecimal() else name for name in per_layer} if blocks else ()  # '05' is 5
+  if configured_layers != full_layers or any(block != blocks[0] for block in blocks):
+    raise InputError(f'{where}: per_layer_config={per_layer!r} must have the same fields for each layer of {FULL}')
   if unknown := {*blocks[0]} - {'head_dim', 'num_key_value_heads'}:
     raise InputError(f'{where}: per_layer_config: {sorted(unknown)} of layers are not supported')
   return blocks[0]

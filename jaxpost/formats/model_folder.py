@@ -1,4 +1,4 @@
-"""The files of a model folder: JSON, and which file holds which tensor.
+"""Opens the files of a model folder: its JSON files, and the tensors of its weight files.
 
 `stack` arguments close the files that are opened.
 """
@@ -26,19 +26,19 @@ _PICKLES = ('.bin', '.pt', '.pth', '.ckpt')
 def open_tensors(folder: Path, stack: contextlib.ExitStack) -> dict[str, tuple[Path, Any]]:
   """Opens every tensor in the folder: name -> (file, open slice)."""
   files, index = weight_files(folder)
-  found = {k: (file, v) for file in files for k, v in open_file(file, stack).items()}
+  tensors = {name: (file, tensor) for file in files for name, tensor in open_file(file, stack).items()}
   for name, file in index.items():
-    if name not in found or found[name][0].name != file:
+    if name not in tensors or tensors[name][0].name != file:
       raise InputError(f'{folder / file}: lacks tensor {name}, which {INDEX} places there; copy or download both again')
-  if any(tensor.get_dtype() == FLOAT8 for _, tensor in found.values()):
+  if any(tensor.get_dtype() == FLOAT8 for _, tensor in tensors.values()):
     from jaxpost.formats import fp8
 
-    found = fp8.joined(found, object_store.read_json(folder / 'config.json'))
-  if any(name.endswith('_blocks') for name in found):
+    tensors = fp8.joined(tensors, object_store.read_json(folder / 'config.json'))
+  if any(name.endswith('_blocks') for name in tensors):
     from jaxpost.formats import mxfp4
 
-    found = mxfp4.joined(found)
-  return found
+    tensors = mxfp4.joined(tensors)
+  return tensors
 
 
 def open_file(file: Path, stack: contextlib.ExitStack) -> dict[str, safetensors_file.Tensor]:
@@ -62,7 +62,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
   path = folder / INDEX
   if not path.is_file():
     names = sorted(p.name for p in folder.iterdir())
-    pickles = [n for n in names if n.endswith(_PICKLES)]
+    pickles = [name for name in names if name.endswith(_PICKLES)]
     if pickles:
       raise InputError(
         f'{folder / pickles[0]}: pickled weights can run code and are not '

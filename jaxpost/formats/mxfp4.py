@@ -2,10 +2,9 @@
 
 Legend: E experts, D inputs, F outputs.
 
-Along the inputs, 32 numbers of 4 bits (sign, 2 bits of exponent, 1 of
-mantissa) have one scale, a power of two: OCP Microscaling Formats, 2023.
-`NAME_blocks` [E, F, D / 32, 16] holds two numbers a byte, the low bits first,
-and `NAME_scales` [E, F, D / 32] exponents plus 127.
+Along the inputs, runs of 32 numbers of 4 bits (sign, 2 bits of exponent, 1 of mantissa) share a scale, a power of two
+(OCP Microscaling Formats, 2023). `NAME_blocks` [E, F, D / 32, 16] holds two numbers per byte, low bits first, and
+`NAME_scales` [E, F, D / 32] the exponents plus 127.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ _VALUES = np.concatenate([_VALUES, -_VALUES])
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-  """Both tensors as one slice of a safetensors file, of shape [E, D, F]."""
+  """Blocks and scales, with the interface of one slice of a safetensors file of shape [E, D, F]."""
 
   blocks: Any
   scales: Any
@@ -40,17 +39,17 @@ class Matrices:
     exponents = self.scales[experts, outputs, runs].astype(np.int32) - 127  # [E, F, runs]
     values = np.stack([_VALUES[packed & 15], _VALUES[packed >> 4]], axis=-1)  # [E, F, runs, 16, 2]
     values = np.ldexp(values.reshape(*packed.shape[:3], _RUN), exponents[..., None]).astype(ml_dtypes.bfloat16)
-    start = inputs.start - runs.start * _RUN  # of what is asked for, in the runs that were read
+    start = inputs.start - runs.start * _RUN  # of the requested inputs in the runs that were read
     return values.reshape(*packed.shape[:2], -1)[..., start : start + inputs.stop - inputs.start].swapaxes(1, 2)
 
 
-def joined(found: dict) -> dict:
-  """Name -> (file, slice), with each pair of tensors under its one name."""
+def joined(tensors: dict) -> dict:
+  """Returns {name: (file, slice)} with each pair of blocks and scales as one slice, without its suffix."""
   out = {}
-  for name, (file, tensor) in found.items():
-    pair = name.removesuffix(_BLOCKS) + _SCALES
-    if name.endswith(_BLOCKS) and pair in found:
-      out[name.removesuffix(_BLOCKS)] = file, Matrices(tensor, found[pair][1])
-    elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in found):
+  for name, (file, tensor) in tensors.items():
+    scales_name = name.removesuffix(_BLOCKS) + _SCALES
+    if name.endswith(_BLOCKS) and scales_name in tensors:
+      out[name.removesuffix(_BLOCKS)] = file, Matrices(tensor, tensors[scales_name][1])
+    elif not (name.endswith(_SCALES) and name.removesuffix(_SCALES) + _BLOCKS in tensors):
       out[name] = file, tensor
   return out

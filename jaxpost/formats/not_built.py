@@ -1,6 +1,6 @@
-"""The table of families of `transformers` that are refused by name, with what they need and is not built here."""
+"""Families of `transformers` that are refused by name, and the feature each needs that is not implemented here."""
 
-# model_type of a text model, or of the folder that holds it -> what is not built.
+# model_type of a text model, or of the folder that holds it -> the missing feature.
 NEEDED = {
   'deepseek_v2': 'groups of experts that are ranked by their best expert',
   'falcon_h1': 'attention and Mamba-2 side by side in each layer',

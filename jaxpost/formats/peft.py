@@ -1,7 +1,7 @@
-"""Adapter folders of the `peft` library, in and out.
+"""Reads and writes adapter folders of the `peft` library.
 
 A folder has adapter_config.json and adapter_model.safetensors. Adapters of experts are written as one tensor per
-expert, which `peft` joins for the modules of its `transformers`; the joined form is read, too (`peft_experts.py`).
+expert, which `peft` joins for the modules of `transformers`; the joined form can be read as well (`peft_experts.py`).
 
 Legend: r rank of an adapter.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
   from jaxpost.models.model import Model
 
-# Fields that change the function, and the values at which they do not.
+# Field of adapter_config.json -> supported values; with others, the adapter would compute something else.
 _SUPPORTED = {
   'peft_type': ('LORA',),
   'bias': ('none',),
@@ -45,10 +45,10 @@ _SUPPORTED = {
   'layers_to_transform': (None,),
   'layer_replication': (None,),
   'trainable_token_indices': (None,),
-  # Others, such as PiSSA, change the weights of the model, too.
+  # Others, such as PiSSA, also change the weights of the model.
   'init_lora_weights': (True, False, 'gaussian', 'eva', 'orthogonal'),
 }
-# `peft` adds both names to `modules_to_save` of any classifier; the decoders read here have a head called 'score'.
+# `peft` adds both names to `modules_to_save` of any classifier; decoders call their head 'score'.
 _HEADS = {'score', 'classifier'}
 
 
@@ -81,9 +81,9 @@ def read_spec(folder: epath.PathLike, cfg: ModelConfig) -> tuple:
     opened = _open(folder, raw, cfg, stack)
     targets = opened.adapted()
     if not targets:
-      first = next(iter(opened.places.values())).names[0]
-      raise peft_layout.other_model(folder, f'no tensor like {first} is in it')
-    if len({name.partition('/')[0] for name in opened.target_names.values()}) == 1:  # one stack, which needs no name
+      example = next(iter(opened.places.values())).names[0]
+      raise peft_layout.other_model(folder, f'no tensor like {example} is in it')
+    if len({name.partition('/')[0] for name in opened.target_names.values()}) == 1:  # one stack needs no name
       targets = [name.partition('/')[2] for name in targets]
     spec = (raw['r'], float(raw['lora_alpha']), bool(raw.get('use_rslora')), '|'.join(targets))
     plain = model_lib.build(dataclasses.replace(cfg, lora=()))
@@ -120,14 +120,14 @@ def load(folder: epath.PathLike, model: Model, shardings: dict, write: Callable 
 
 
 class _Folder(NamedTuple):
-  """An open folder, and all adapters that the model could have in one."""
+  """The tensors of an open folder, and the places of all adapters that the model could have."""
 
   tensors: dict  # name -> open tensor
   places: dict[str, Stored]  # path of an adapter row -> its place
   target_names: dict[str, str]  # path of a matrix -> its name in `config.lora.targets`
 
   def adapted(self) -> list[str]:
-    """Returns the target names of the matrices whose A is there."""
+    """Returns the target names of the matrices whose A is in the folder."""
     paths = [p for p, stored in self.places.items() if p.endswith('/a') and stored.names[0] in self.tensors]
     return [self.target_names[p.removeprefix(f'{parameters.ADAPTER_ROOT}/').removesuffix('/a')] for p in paths]
 
@@ -136,19 +136,19 @@ def _open(folder: epath.Path, raw: dict, cfg: ModelConfig, stack: contextlib.Exi
   """Opens the tensors of a folder, which are closed with `stack`."""
   table = transformer.param_table(dataclasses.replace(cfg, lora=()))
   target_names = {path: lora.target_name(path, table[path]) for path in lora.targets(table)}
-  everything = dataclasses.replace(cfg, lora=(1, 1.0, False, '|'.join(target_names.values())))
-  places = tensor_layout.table(cfg, lora.adapter_rows(table, everything))
+  all_targets = dataclasses.replace(cfg, lora=(1, 1.0, False, '|'.join(target_names.values())))
+  places = tensor_layout.table(cfg, lora.adapter_rows(table, all_targets))
   tensors = model_folder.open_file(folder / WEIGHTS, stack)
   return _Folder(peft_experts.split(folder, raw, tensors, places, cfg), places, target_names)
 
 
 def _modules_with_own_a(raw: dict) -> set[str]:
-  """Returns the modules of several matrices that have an A each; see `peft_layout`."""
+  """Returns the modules of several matrices in which each matrix has its own A; see `peft_layout`."""
   return {name.rpartition('.')[2] for name in raw.get('rank_pattern') or {}}
 
 
 def _check_config(path: epath.Path, raw: dict, cfg: ModelConfig) -> None:
-  """Raises InputError for settings of adapter_config.json that would need another model."""
+  """Raises InputError for settings of adapter_config.json that are not supported."""
   for field, values in _SUPPORTED.items():
     if field in raw and raw[field] not in values:
       raise InputError(f'{path}: {field}={raw[field]!r} is not supported (only {values[0]!r})')
@@ -162,23 +162,23 @@ def _check_config(path: epath.Path, raw: dict, cfg: ModelConfig) -> None:
 
 
 def _check_patterns(path: epath.Path, raw: dict, cfg: ModelConfig) -> None:
-  """Raises InputError for ranks and alphas of single modules, but those of several matrices (`peft_layout`)."""
-  given = {field: raw.get(field) or {} for field in ('rank_pattern', 'alpha_pattern')}
-  for field, pattern in given.items():
+  """Raises InputError for ranks and alphas of single modules, except modules of several matrices (`peft_layout`)."""
+  patterns = {field: raw.get(field) or {} for field in ('rank_pattern', 'alpha_pattern')}
+  for field, pattern in patterns.items():
     if not isinstance(pattern, dict):
       raise InputError(f'{path}: {field}={pattern!r} must be an object')
-  if not any(given.values()):
+  if not any(patterns.values()):
     return
   matrices = peft_layout.matrices_of_modules(cfg)
 
   def multiplied(value):
-    return {name: value * matrices.get(name.rpartition('.')[2], 0) for name in given['rank_pattern']}
+    return {name: value * matrices.get(name.rpartition('.')[2], 0) for name in patterns['rank_pattern']}
 
   supported = {'rank_pattern': multiplied(raw['r']), 'alpha_pattern': multiplied(raw['lora_alpha'])}
-  if given != supported or raw.get('use_rslora'):
-    patterns = ', '.join(f'{field}={pattern!r}' for field, pattern in given.items() if pattern)
+  if patterns != supported or raw.get('use_rslora'):
+    given = ', '.join(f'{field}={pattern!r}' for field, pattern in patterns.items() if pattern)
     known = ', '.join(f'{n} times r and lora_alpha for {name}' for name, n in matrices.items())
-    raise InputError(f'{path}: {patterns} is not supported (only {known or "none of this model"}, without use_rslora)')
+    raise InputError(f'{path}: {given} is not supported (only {known or "none of this model"}, without use_rslora)')
 
 
 def _check_tensors(folder: epath.Path, places: dict[str, Stored], tensors: dict) -> None:
@@ -187,9 +187,9 @@ def _check_tensors(folder: epath.Path, places: dict[str, Stored], tensors: dict)
   for name, shape in shapes.items():
     if name not in tensors:
       raise peft_layout.other_model(folder, f'tensor {name} {list(shape)} is missing')
-    found = tensors[name].get_shape()
-    if tuple(found) != shape:
-      raise peft_layout.other_model(folder, f'tensor {name} has shape {found}, not {list(shape)}')
+    actual_shape = tensors[name].get_shape()
+    if tuple(actual_shape) != shape:
+      raise peft_layout.other_model(folder, f'tensor {name} has shape {actual_shape}, not {list(shape)}')
   extra = sorted(set(tensors) - set(shapes))
   if extra:
     raise peft_layout.other_model(folder, f'tensor {extra[0]} and {len(extra) - 1} more have no place')
@@ -219,23 +219,23 @@ def writer(model: Model, params: dict, base: str) -> Callable:
   Every process calls this, which is a collective; one writes.
 
   Args:
-    base: name or folder of the model below the adapter; '' writes nothing, and warns.
+    base: name or folder of the adapter's base model; '' writes nothing and warns.
   """
 
-  def nothing(folder: epath.PathLike) -> None:
+  def write_nothing(folder: epath.PathLike) -> None:
     del folder
 
   if not model.config.lora:
-    return nothing
-  # The merged folder is complete without an adapter folder, so what prevents one is a warning.
+    return write_nothing
+  # The merged folder is complete without an adapter folder, so a reason not to write one is only a warning.
   if not base:
-    logging.warning('no adapter/ is written: it has no base with a name, or more than the adapter was trained')
-    return nothing
+    logging.warning('no adapter/ is written: its base model has no name, or more than the adapter was trained')
+    return write_nothing
   try:
     places = peft_layout.layout(model)
   except InputError as e:
     logging.warning('no adapter/ is written: %s', e)
-    return nothing
+    return write_nothing
   _warn_lost(model, places)
   tensors = dict(hf_export.export_tensors(places, params, np.dtype(np.float32)))
   config = _config(model, places, base)
@@ -261,7 +261,7 @@ def _config(model: Model, places: dict[str, Stored], base: str) -> dict:
   }
   has_experts = any(stored.spec.stack > 1 for stored in adapters.values())
   if rslora and (matrices or has_experts):
-    # `peft` would take the root of the rank of the whole tensor.
+    # `peft` would divide by the root of the whole tensor's rank.
     alpha, rslora = alpha * math.sqrt(rank), False
   is_judge = bool(model.config.num_labels)
   return {

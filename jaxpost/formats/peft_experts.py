@@ -1,4 +1,4 @@
-"""Adapters of experts in the form that `peft` gives them: one A and one B for all experts of a layer.
+"""Reads adapters of experts as `peft` stores them: one A and one B for all experts of a layer.
 
 The modules of `transformers` hold the experts of a layer as two parameters, gate_up_proj [E, 2 F, D] and down_proj
 [E, D, F]. With `target_parameters`, `peft` stores the adapter of such a parameter as A [E R, in] and B [out, R E]. The
@@ -23,7 +23,7 @@ from jaxpost.formats import families, peft_layout, tensor_layout
 if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
-_PARAMETER = {'gate': 'gate_up_proj', 'up': 'gate_up_proj', 'down': 'down_proj'}  # that holds a matrix of ours
+_PARAMETER = {'gate': 'gate_up_proj', 'up': 'gate_up_proj', 'down': 'down_proj'}  # matrix -> parameter with it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,23 +49,23 @@ class ExpertTensor:
 def split(
   folder: epath.Path, raw: dict, tensors: dict, rows: dict[str, tensor_layout.Stored], cfg: ModelConfig
 ) -> dict:
-  """Returns `tensors` with one tensor per expert in place of those of all experts.
+  """Returns `tensors` with one tensor per expert instead of one for all experts.
 
   Args:
     folder: of the adapter, for errors. raw: the content of its adapter_config.json.
     tensors: {name: open tensor} of the folder.
-    rows: {path: place} of all adapters that the model can have.
+    rows: {path: place} of all adapters that the model could have.
 
   Raises:
-    InputError: `target_parameters` names what is no parameter of experts, or a tensor has another shape.
+    InputError: `target_parameters` names another parameter than those of experts, or a tensor has a wrong shape.
   """
   parameters = _target_parameters(folder / peft_layout.CONFIG, raw, cfg)
   if not parameters:
     return tensors
-  assert cfg.experts  # else `_target_parameters` refuses
+  assert cfg.experts  # checked by `_target_parameters`
   experts, size = cfg.experts.num, cfg.experts.size
   rank = raw['r']
-  own_ranks = bool(raw.get('rank_pattern'))  # gate and up each have their own
+  own_ranks = bool(raw.get('rank_pattern'))  # gate and up have separate ranks
   out = dict(tensors)
 
   @functools.lru_cache(maxsize=1)  # all experts of a layer are read one after the other
@@ -81,13 +81,13 @@ def split(
     parameter = _PARAMETER.get(matrix)
     if stored.spec.stack < 2 or parameter not in parameters:  # no experts, or not adapted in this form
       continue
-    own_ranks_here = own_ranks and parameter == 'gate_up_proj'
-    tensor_rank = rank * (2 if own_ranks_here else 1)
-    first_rank = rank if own_ranks_here and matrix == 'up' else 0
+    separate_ranks = own_ranks and parameter == 'gate_up_proj'
+    tensor_rank = rank * (2 if separate_ranks else 1)
+    first_rank = rank if separate_ranks and matrix == 'up' else 0
     # `peft` wraps a module once for each of its parameters.
     wrapper = 'base_layer.' if parameter == 'gate_up_proj' and len(parameters) > 1 else ''
-    for place, own_name in enumerate(stored.names):
-      layer, expert = divmod(place, experts)
+    for number, expert_name in enumerate(stored.names):
+      layer, expert = divmod(number, experts)
       prefix = f'base_model.model.model.layers.{stored.spec.number(layer)}.mlp.experts.{wrapper}'
       name = f'{prefix}lora_{side.upper()}.weight'
       if name not in tensors:
@@ -102,16 +102,16 @@ def split(
         columns = slice(expert + first_rank * experts, (first_rank + rank) * experts, experts)
         index = _output_rows(matrix, size), columns
       out.pop(name, None)
-      out[own_name] = ExpertTensor(functools.partial(read, name, side == 'b' and own_ranks_here), shape, index)
+      out[expert_name] = ExpertTensor(functools.partial(read, name, side == 'b' and separate_ranks), shape, index)
   return out
 
 
 def _target_parameters(config_file: epath.Path, raw: dict, cfg: ModelConfig) -> set[str]:
   """Returns the last names of `target_parameters`, each of which is a parameter of experts."""
-  given = raw.get('target_parameters') or []
-  if not isinstance(given, list) or any(type(name) is not str for name in given):
-    raise InputError(f'{config_file}: target_parameters={given!r} must be a list of names')
-  names = {name.rpartition('.')[2] for name in given}
+  parameters = raw.get('target_parameters') or []
+  if not isinstance(parameters, list) or any(type(name) is not str for name in parameters):
+    raise InputError(f'{config_file}: target_parameters={parameters!r} must be a list of names')
+  names = {name.rpartition('.')[2] for name in parameters}
   one_tensor_per_expert = cfg.experts and not families.of_model(cfg.family).fused
   if names and (names - {*_PARAMETER.values()} or not one_tensor_per_expert):
     raise InputError(
@@ -122,5 +122,5 @@ def _target_parameters(config_file: epath.Path, raw: dict, cfg: ModelConfig) -> 
 
 
 def _output_rows(matrix: str, size: int) -> slice:
-  """The rows of B that belong to a matrix: gate and up are above each other in one parameter."""
+  """Returns the rows of B that belong to a matrix: in gate_up_proj, those of gate come first."""
   return {'gate': slice(size), 'up': slice(size, None)}.get(matrix, slice(None))

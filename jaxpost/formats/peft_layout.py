@@ -8,7 +8,7 @@ in one of two forms:
   own A      each matrix has its own r rows of A [n r, in], and its own rows and columns of B [out, n r], which is 0
              elsewhere. Such a tensor of n matrices has n times the rank and alpha (`rank_pattern`, `alpha_pattern`).
 
-Exports have the second form, because each matrix here has an adapter of its own.
+Exports use the second form, because each matrix here has its own adapter.
 
 Legend: r rank of an adapter.
 """
@@ -35,7 +35,7 @@ CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 
 def other_model(folder: epath.Path, why: str) -> InputError:
   """Returns the error for a folder whose tensors do not fit the model."""
-  return InputError(f'{folder / WEIGHTS}: {why}; the adapter is of another model than this one')
+  return InputError(f'{folder / WEIGHTS}: {why}; the adapter is of another model')
 
 
 def module_of(stored: Stored) -> str:
@@ -47,20 +47,20 @@ def matrices_of_modules(cfg: ModelConfig) -> dict[str, int]:
   """Returns {module: number of matrices that it has in one tensor}, where there are several."""
   plain = tensor_layout.table(dataclasses.replace(cfg, lora=()))
   names = collections.Counter(stored.names[0] for stored in plain.values())
-  found = {name.split('.')[-2]: n for name, n in names.items() if n > 1 and name.endswith('.weight')}
+  counts = {name.split('.')[-2]: n for name, n in names.items() if n > 1 and name.endswith('.weight')}
   if cfg.experts and not families.of_model(cfg.family).fused:
-    found['gate_up_proj'] = 2  # `transformers` joins what the folder keeps apart
-  return found
+    counts['gate_up_proj'] = 2  # `transformers` joins these two tensors
+  return counts
 
 
 def layout(model: Model, own_a: set[str] | None = None) -> dict[str, Stored]:
   """Returns {path: place in the folder} of the adapters, and of the head of a reward model.
 
   Args:
-    own_a: modules of several matrices where each has its own A; None: all. In others the matrices share A.
+    own_a: modules of several matrices in which each has its own A (None: all); in other modules they share A.
 
   Raises:
-    InputError: `peft` has no form for these adapters.
+    InputError: `peft` cannot represent these adapters.
   """
   rows = {path: spec for path, spec in model.table.items() if parameters.is_adapter(path)}
   if model.config.num_labels:
@@ -77,8 +77,7 @@ def layout(model: Model, own_a: set[str] | None = None) -> dict[str, Stored]:
     count = matrices_in_tensor[matrices[path.removeprefix(f'{parameters.ADAPTER_ROOT}/')].names[0]]
     if adapters_in_tensor[a.names[0]] < count:
       raise InputError(
-        f'{a.names[0]}: is of {count} matrices in `peft`, which this family keeps in one tensor: '
-        'all need adapters, or none'
+        f'{a.names[0]}: this family keeps {count} matrices in one tensor; for `peft`, all need adapters, or none'
       )
     if own_a is None or module_of(a) in own_a:
       places[f'{path}/b'] = dataclasses.replace(b, column=a.first, shape=(b.shape[0], a.shape[0]))
@@ -88,7 +87,7 @@ def layout(model: Model, own_a: set[str] | None = None) -> dict[str, Stored]:
 
 
 def _check_experts(model: Model, places: dict[str, Stored]) -> None:
-  """Raises InputError where `peft` would not put adapters of experts together."""
+  """Raises InputError for adapters of experts that `peft` cannot join."""
   adapted = {path.removesuffix('/a'): stored for path, stored in places.items() if path.endswith('/a')}
   experts = {path: stored for path, stored in adapted.items() if stored.spec.stack > 1}
   if not experts:

@@ -1,6 +1,6 @@
-"""Modules that predict several tokens at once (DeepSeek-V3, arXiv:2412.19437, section 2.2), which exports keep.
+"""Modules that predict several tokens at once (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-One of them can be trained (`with_module`). Nothing is sampled with them.
+Exports copy them from the original folder. One of them can be trained (`with_module`). Sampling does not use them.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from jaxpost.formats.tensor_layout import Stored
 from jaxpost.models.config import ModelConfig
 from jaxpost.storage import object_store
 
-# Fields of config.json: the number of such modules, by its name in one family or another, and how they are made.
+# Fields of config.json: the number of such modules, which families name differently, and their settings.
 _COUNTS = ('num_nextn_predict_layers', 'num_mtp_layers', 'mtp_num_hidden_layers')
 _FIELDS = (*_COUNTS, 'mtp_use_dedicated_embeddings', 'mtp_layers_block_type', 'mtp_hybrid_override_pattern')
 
 
 def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) -> ModelConfig:
-  """Returns the config with the module that `folder` has beside `cfg`, or a random one.
+  """Returns `cfg` with one more module, that of `folder` or a random one.
 
   Args:
     folder: None where weights are random.
-    key: the config field that asks for it, for errors.
+    key: the config field that enables it, for errors.
 
   Raises:
     InputError: there is no such module, or it cannot be trained.
   """
   if families.of_model(cfg.family).predictor is None:
-    able = sorted(name for name, family in families.every().items() if family.predictor is not None)
+    trainable = sorted(name for name, family in families.every().items() if family.predictor is not None)
     raise InputError(
-      f'{key}: a module for multi-token prediction can be trained in {", ".join(able)}, not in {cfg.family}, whose '
-      'module has other layers or names; set it to 0, and an export keeps the module as it is'
+      f'{key}: a module for multi-token prediction can be trained in {", ".join(trainable)}, not in {cfg.family}, '
+      'whose module has other layers or names; set it to 0: an export keeps the module unchanged'
     )
   if 'layers' not in cfg.layer_stacks:
     raise InputError(f'{key}: {cfg.family} with dense layers alone has no layer like that of the module; set it to 0')
@@ -47,27 +47,28 @@ def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) ->
     return cfg
   folder = model_folder.opened(folder)
   raw = object_store.read_json(folder / 'config.json')
-  text = raw.get('text_config') or raw
+  fields = raw.get('text_config') or raw
   with contextlib.ExitStack() as stack:
-    found = {multimodal.text_name(name) or name: x for name, (_, x) in model_folder.open_tensors(folder, stack).items()}
+    opened = model_folder.open_tensors(folder, stack)
+    tensors = {multimodal.text_name(name) or name: tensor for name, (_, tensor) in opened.items()}
     table = tensor_layout.table(cfg)
-    missing = table['mtp/in'].names[0] not in found
+    missing = table['mtp/in'].names[0] not in tensors
     root, first = ('model', cfg.num_layers) if families.of_model(cfg.family).extra_layers else ('mtp', 0)
-    numbers = {int(match[1]) for name in found if (match := re.match(rf'{root}\.layers\.(\d+)\.', name))}
-    count = max(sum(n >= first for n in numbers), *(text.get(name) or 0 for name in _COUNTS))
+    numbers = {int(match[1]) for name in tensors if (match := re.match(rf'{root}\.layers\.(\d+)\.', name))}
+    count = max(sum(number >= first for number in numbers), *(fields.get(name) or 0 for name in _COUNTS))
     if missing or count != 1:
-      what = 'no module' if missing else f'{count} modules'
+      have = 'no module' if missing else f'{count} modules'
       raise InputError(
-        f'{key}: {folder} has {what} for multi-token prediction, and only a single one can be trained; set it to 0'
+        f'{key}: {folder} has {have} for multi-token prediction, and only a single one can be trained; set it to 0'
       )
     for copy, path in _copies(table, cfg).items():
       name = table[path].names[0]
-      if copy in found and not _equal(found[copy], found[name]):
+      if copy in tensors and not _equal(tensors[copy], tensors[name]):
         raise InputError(
           f'{key}: {folder}: {copy} is another tensor than {name}, and a module with tables of its own is not built; '
           'set it to 0'
         )
-  if text.get('mtp_use_dedicated_embeddings'):
+  if fields.get('mtp_use_dedicated_embeddings'):
     raise InputError(
       f'{key}: mtp_use_dedicated_embeddings=true of {folder / "config.json"} is not built: the module would need an '
       'embedding of its own; set it to 0'
@@ -77,7 +78,7 @@ def with_module(cfg: ModelConfig, folder: model_folder.Path | None, key: str) ->
 
 
 def _copies(table: Mapping[str, Stored], cfg: ModelConfig) -> dict[str, str]:
-  """Returns {tensor: parameter} of the embedding and head that the module of a folder may have once more."""
+  """Returns {tensor: parameter} of copies of the embedding and head that a module may hold."""
   if not families.of_model(cfg.family).extra_layers:
     return {}
   block = f'model.layers.{cfg.num_layers}'
@@ -87,15 +88,15 @@ def _copies(table: Mapping[str, Stored], cfg: ModelConfig) -> dict[str, str]:
   }
 
 
-def _equal(one: Any, other: Any) -> bool:
-  """True for tensors of a folder with the same shape, and the same values in each 64th row."""
-  shape = one.get_shape()
+def _equal(a: Any, b: Any) -> bool:
+  """Returns True if two tensors have the same shape, and the same values in every 64th row."""
+  shape = a.get_shape()
   rows = range(0, shape[0], 64)
-  return shape == other.get_shape() and all(np.array_equal(one[i : i + 1], other[i : i + 1]) for i in rows)
+  return shape == b.get_shape() and all(np.array_equal(a[i : i + 1], b[i : i + 1]) for i in rows)
 
 
 class Predictors(multimodal.Origin):
-  """A folder of a text model that an export takes such modules from; closes its files as a context."""
+  """A folder of a text model from which an export copies such modules; a context that closes its files."""
 
   renames = False
 
@@ -104,7 +105,7 @@ class Predictors(multimodal.Origin):
     self._cfg = cfg
 
   def completed(self, config: dict[str, Any]) -> dict[str, Any]:
-    counted = _COUNTS if 'mtp' in self._cfg.more_heads else ()  # in `config`, of what is written
+    counted = _COUNTS if 'mtp' in self._cfg.more_heads else ()  # `config` counts the module that is written
     return config | {k: self._config[k] for k in _FIELDS if k in self._config and not (k in counted and k in config)}
 
   def name(self, text: str) -> str:
@@ -120,12 +121,12 @@ class Predictors(multimodal.Origin):
     return out
 
   def others(self, written: Collection[str] = (), unused: str = '') -> dict[str, Any]:
-    """Returns {name: tensor} of the modules; none if they are in blocks of float8, of which an export has no scales."""
+    """Returns {name: tensor} of the modules; none if they are in float8 (see `without_float8`)."""
     del unused
     count = self._config.get('num_nextn_predict_layers') or 0
-    found = {k: v for k, v in self._found.items() if hf.is_predictor(k, self._cfg, count)}
-    found = {k: v for k, v in found.items() if k.removesuffix('_scale_inv') not in written}
-    return self.without_float8(found)
+    modules = {name: tensor for name, tensor in self._found.items() if hf.is_predictor(name, self._cfg, count)}
+    modules = {name: tensor for name, tensor in modules.items() if name.removesuffix('_scale_inv') not in written}
+    return self.without_float8(modules)
 
   def copy_files(self, staged: Any) -> None:
     del staged

@@ -1,7 +1,7 @@
-"""Safetensors files by ranges of bytes, on disks and object stores, or written.
+"""Reads safetensors files by byte ranges, on disks and object stores, and writes their headers.
 
-The file begins with the length of its header (8 bytes, little endian) and the
-header, JSON of name -> type, shape and where the bytes are behind it.
+A file begins with the length of its header (8 bytes, little endian) and the header: JSON of name -> type, shape and
+byte range after the header.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxpost.errors import InputError
 
-# Files of a model folder with all of its weights, and with which file holds which tensor.
+# Files of a model folder: all of its weights, and an index of which file holds which tensor.
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
 FLOATS = {'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16}
@@ -30,16 +30,16 @@ _HEADER = 100_000_000  # bytes at most, as in the library of that name
 class Tensor:
   """A tensor in a file, with the interface of `safetensors.safe_open(...).get_slice(name)`.
 
-  Of a mapped file what is asked for is read, and is then on the host once:
-  its pages are given back. Of others, whole rows are.
+  Of a memory-mapped file, only the indexed part is copied, and its pages are released. Of other files, whole rows are
+  read.
   """
 
   file: typing.BinaryIO | mmap.mmap
   dtype: str
   shape: tuple[int, ...]
-  start: int  # of its bytes in the file
+  start: int  # first byte in the file
   where: str  # file and name, for errors
-  size: int  # of its bytes
+  size: int  # in bytes
 
   def get_shape(self) -> list[int]:
     return list(self.shape)
@@ -48,7 +48,7 @@ class Tensor:
     return self.dtype
 
   def __getitem__(self, index) -> np.ndarray:
-    """Rows that are read, and a part of them.
+    """Returns the indexed part of the tensor.
 
     Raises:
       InputError: the part holds NaN or infinity.
@@ -59,35 +59,35 @@ class Tensor:
     return value
 
   def pieces(self) -> Iterator[bytes]:
-    """Yields its bytes as they are, of any type."""
+    """Yields the stored bytes, for any type."""
     self.file.seek(self.start)
-    for at in range(0, self.size, _PIECE):
-      yield self.file.read(min(_PIECE, self.size - at))
+    for offset in range(0, self.size, _PIECE):
+      yield self.file.read(min(_PIECE, self.size - offset))
 
   def _read(self, index) -> np.ndarray:
-    rows, *rest = index if isinstance(index, tuple) else (index,)
+    rows, *inner_index = index if isinstance(index, tuple) else (index,)
     start, stop, _ = rows.indices(self.shape[0])
     dtype, inner = np.dtype(_DTYPES[self.dtype]), self.shape[1:]
-    size = math.prod(inner) * dtype.itemsize
-    begin, count = self.start + start * size, (stop - start) * size
+    row_bytes = math.prod(inner) * dtype.itemsize
+    first_byte, num_bytes = self.start + start * row_bytes, (stop - start) * row_bytes
 
     def part(data):
-      return np.frombuffer(data, dtype).reshape(-1, *inner)[(slice(None), *rest)]
+      return np.frombuffer(data, dtype).reshape(-1, *inner)[(slice(None), *inner_index)]
 
     if not isinstance(self.file, mmap.mmap):
-      self.file.seek(begin)
-      return part(self.file.read(count))
-    # Given back here: a thread that looks at the stack (`watchdog.place`) keeps
-    # what a frame holds, and a file that is still referenced cannot be closed.
-    with memoryview(self.file)[begin : begin + count] as data:
+      self.file.seek(first_byte)
+      return part(self.file.read(num_bytes))
+    # Released here, because a thread that inspects the stack (`watchdog.place`) keeps the objects of a frame alive,
+    # and a mapping that is still referenced cannot be closed.
+    with memoryview(self.file)[first_byte : first_byte + num_bytes] as data:
       out = part(data).copy()
-    page = begin - begin % mmap.PAGESIZE
-    self.file.madvise(mmap.MADV_DONTNEED, page, begin + count - page)
+    first_page = first_byte - first_byte % mmap.PAGESIZE
+    self.file.madvise(mmap.MADV_DONTNEED, first_page, first_byte + num_bytes - first_page)
     return out
 
 
 def _all_finite(x: np.ndarray) -> bool:
-  """Compares bit patterns as integers: at memory speed, where isfinite of a bfloat16 takes nine times as long."""
+  """Compares bit patterns as integers, which is nine times as fast as np.isfinite of bfloat16."""
   if x.dtype == np.uint8 or not x.size:
     return True
   signed, unsigned = f'i{x.itemsize}', f'u{x.itemsize}'
@@ -96,7 +96,7 @@ def _all_finite(x: np.ndarray) -> bool:
 
 
 def header(tensors: dict[str, tuple]) -> bytes:
-  """Returns the start of a file of {name: (dtype, shape), or (type in the file, shape, bytes)}, all in this order."""
+  """Returns the header of a file of {name: (dtype, shape) or (type in the file, shape, bytes)}, in this order."""
   names = {np.dtype(v): k for k, v in _DTYPES.items()}
   out: dict[str, dict[str, typing.Any]] = {'__metadata__': {'format': 'pt'}}
   end = 0
@@ -109,15 +109,15 @@ def header(tensors: dict[str, tuple]) -> bytes:
 
 
 def tensors(file: typing.BinaryIO | mmap.mmap, size: int, path: object = 'weights') -> dict[str, Tensor]:
-  """Name -> tensor of an open file; ValueError where it is none, or cut. `path` is for errors."""
-  length = int.from_bytes(file.read(8), 'little')
-  if not 2 <= length <= min(_HEADER, size):
+  """Returns {name: tensor} of an open file of `size` bytes; ValueError if it is damaged. `path` is for errors."""
+  header_bytes = int.from_bytes(file.read(8), 'little')
+  if not 2 <= header_bytes <= min(_HEADER, size):
     raise ValueError('it has no header of safetensors')
   try:
-    header = json.loads(file.read(length))
+    header = json.loads(file.read(header_bytes))
     header.pop('__metadata__', None)
-    found = {name: (x['dtype'], tuple(x['shape']), *x['data_offsets']) for name, x in header.items()}
-    for kind, shape, start, end in found.values():
+    entries = {name: (entry['dtype'], tuple(entry['shape']), *entry['data_offsets']) for name, entry in header.items()}
+    for kind, shape, start, end in entries.values():
       if (
         any(type(number) is not int for number in (*shape, start, end))
         or not 0 <= start <= end
@@ -126,16 +126,16 @@ def tensors(file: typing.BinaryIO | mmap.mmap, size: int, path: object = 'weight
         and (end - start != math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize)
       ):
         raise ValueError('its header is damaged')
-    ends = sorted((start, end) for *_, start, end in found.values())
-    if any(start != before for (start, _), (_, before) in zip(ends, [(0, 0), *ends])):
+    ends = sorted((start, end) for *_, start, end in entries.values())
+    if any(start != previous_end for (start, _), (_, previous_end) in zip(ends, [(0, 0), *ends])):
       raise ValueError('its header is damaged: tensors overlap, or leave bytes between them')
   except (AttributeError, KeyError, TypeError, RecursionError) as e:
     raise ValueError('its header is damaged') from e
-  begin = 8 + length
-  end = begin + max((x[3] for x in found.values()), default=0)
+  data_start = 8 + header_bytes
+  end = data_start + max((entry[3] for entry in entries.values()), default=0)
   if end != size:
-    raise ValueError(f'its header speaks of {end} bytes and it has {size}')
+    raise ValueError(f'its header describes {end} bytes, but the file has {size}')
   return {
-    name: Tensor(file, kind, shape, begin + start, f'{path}: tensor {name}', size=stop - start)
-    for name, (kind, shape, start, stop) in found.items()
+    name: Tensor(file, kind, shape, data_start + start, f'{path}: tensor {name}', size=stop - start)
+    for name, (kind, shape, start, stop) in entries.items()
   }

@@ -1,7 +1,7 @@
 """Maps parameters to the tensors of a Hugging Face folder; `tensor_reader.py` reads them.
 
-Matrices are stored transposed ([out, in]) and reshaped to the table's shape; the vocabulary is cut to the tokens that
-there are. Where a family keeps several parameters in one tensor, they are its rows in the order of the table.
+Matrices are stored as [outputs, inputs], each flattened to one dimension, and the vocabulary without padding. If a
+family keeps several parameters in one tensor, they are its rows, in the order of the table.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ AXES = {'joined': 2, 'transposed': 1}  # the dimension of a tensor in which para
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-  """The place of a parameter: rows of tensors, one for each layer (or expert).
+  """The place of a parameter: rows of tensors, one tensor for each layer (or expert).
 
-  names: of the tensors. shape: of each tensor. first: the first row in each, or the first entry where `order` (of
-  `Family.fused`) is not ''. column: the first column of a matrix. copies: further tensors that an export has of it.
+  names: of the tensors. shape: of each tensor. first: its first row in each, or its first entry if `order` (see
+  `Family.fused`) is not ''. column: its first column. copies: names of copies of the tensor that an export writes, too.
   """
 
   spec: Param
@@ -42,33 +42,33 @@ class Stored:
 
 
 def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, Stored]:
-  """Returns path -> place, for `rows` or the whole parameter table."""
+  """Returns {path: place} of the parameters in `rows`, by default all of the model."""
   family = families.of_model(cfg.family)
   out: dict[str, Stored] = {}
-  ends: dict[tuple[str, ...], int] = {}  # tensors -> rows, or entries, that they have so far
+  ends: dict[tuple[str, ...], int] = {}  # names of tensors -> their rows (or entries) so far
   for path, spec in (rows or transformer.param_table(cfg)).items():
-    inside = f'layers/{path.partition("/")[2]}'
-    if 'expert' in spec.axes and inside in family.fused:
-      name, order = family.fused[inside]
-      spec = dataclasses.replace(spec, hf=name, matrix=False)
-      *outer, last = spec.shape[spec.stack :]
+    layer_path = f'layers/{path.partition("/")[2]}'
+    if 'expert' in spec.axes and layer_path in family.fused:  # one tensor has all experts of a layer
+      hf_name, order = family.fused[layer_path]
+      spec = dataclasses.replace(spec, hf=hf_name, matrix=False)
+      *outer, outputs = spec.shape[spec.stack :]
       names = _names(spec.hf, spec)
       if order == 'interleaved':
-        turns = [x for x, (tensor, _) in family.fused.items() if tensor == name]
-        shape, first = (*outer, last * len(turns)), turns.index(inside)
+        sharing = [x for x, (tensor, _) in family.fused.items() if tensor == hf_name]
+        shape, first = (*outer, outputs * len(sharing)), sharing.index(layer_path)
       else:
-        shape = (outer[0], last, outer[1]) if order == 'transposed' else (*outer, last)
+        shape = (outer[0], outputs, outer[1]) if order == 'transposed' else (*outer, outputs)
         first = ends.get(names, 0)
-        ends[names] = first + last
+        ends[names] = first + outputs
       out[path] = Stored(spec, names, shape, first, order)
       continue
-    name = f'.{re.sub("^model(?=[.])", family.prefix, spec.hf)}.'
-    for ours, theirs in family.names.items():
-      name = name.replace(f'.{ours}.', f'.{theirs}.')
-    names = _names(name.strip('.'), spec)
+    hf_name = f'.{re.sub("^model(?=[.])", family.prefix, spec.hf)}.'
+    for llama_name, family_name in family.names.items():
+      hf_name = hf_name.replace(f'.{llama_name}.', f'.{family_name}.')
+    names = _names(hf_name.strip('.'), spec)
     if is_mtp(path):
-      names = tuple(_of_predictor(name, family.predictor or {}, cfg) for name in names)
-    if path in family.rows:
+      names = tuple(_of_predictor(hf_name, family.predictor or {}, cfg) for hf_name in names)
+    if path in family.rows:  # a vector that is stored as a matrix
       out[path] = Stored(spec, names, (1, *_shape(spec, cfg)))
       continue
     shape, first = _shape(spec, cfg), ends.get(names, 0)
@@ -78,25 +78,25 @@ def table(cfg: ModelConfig, rows: dict[str, Param] | None = None) -> dict[str, S
 
 
 def _of_predictor(name: str, names: Mapping[str, str], cfg: ModelConfig) -> str:
-  """Returns what a family calls a tensor of the layer behind the last one; `names` has the beginnings it replaces."""
+  """Returns the family's name of a tensor of the layer after the last one; `names` is `Family.predictor`."""
   block = f'model.layers.{cfg.num_layers}.'
-  rest = name.removeprefix(block)
-  ours = next((ours for ours in names if rest.startswith(ours)), None)
-  return name if ours is None else names[ours] + rest.removeprefix(ours)
+  inner_name = name.removeprefix(block)
+  prefix = next((prefix for prefix in names if inner_name.startswith(prefix)), None)
+  return name if prefix is None else names[prefix] + inner_name.removeprefix(prefix)
 
 
 def _whole(stored: Stored, rows: int | None) -> tuple[int, ...]:
-  """Returns the shape of the tensors of a parameter, which have `rows` rows of all their parameters, if several."""
+  """Returns the shape of the tensors of a parameter, in which all parameters together have `rows` rows."""
   if rows is None:
     return stored.shape
-  at = AXES.get(stored.order, 0)
-  return (*stored.shape[:at], rows, *stored.shape[at + 1 :])
+  axis = AXES.get(stored.order, 0)
+  return (*stored.shape[:axis], rows, *stored.shape[axis + 1 :])
 
 
 def _names(name: str, spec: Param) -> tuple[str, ...]:
   if not spec.stack:
     return (name,)
-  return tuple(name.format(spec.number(i), *rest) for i, *rest in np.ndindex(spec.shape[: spec.stack]))
+  return tuple(name.format(spec.number(i), *expert) for i, *expert in np.ndindex(spec.shape[: spec.stack]))
 
 
 def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:
@@ -108,7 +108,7 @@ def groups(table: dict[str, Stored]) -> list[dict[str, Stored]]:
 
 
 def _shape(spec: Param, cfg: ModelConfig) -> tuple[int, ...]:
-  """Returns the shape that one tensor of a parameter has in the folder."""
+  """Returns the shape that one tensor has in the folder, if it holds this parameter alone."""
   shape = spec.shape[spec.stack :]
   if spec.axes[0] == 'vocab':
     return (cfg.vocab_size, *shape[1:])
@@ -119,19 +119,19 @@ def _shape(spec: Param, cfg: ModelConfig) -> tuple[int, ...]:
 
 
 def rows(stored: Stored, value: np.ndarray) -> np.ndarray:
-  """Returns an entry of a parameter as it is stored: its rows of the tensor."""
+  """Returns the values of a parameter for one tensor as they are stored: its rows of the tensor."""
   if stored.spec.matrix:
-    size = math.prod(value.shape[: input_dims(stored.spec)])
-    value = value.reshape(size, -1).T  # [outputs, inputs]
-    others = stored.shape[1] - size  # columns of other parameters
-    return np.pad(value, ((0, 0), (stored.column, others - stored.column))) if others else value
+    inputs = math.prod(value.shape[: input_dims(stored.spec)])
+    value = value.reshape(inputs, -1).T  # [outputs, inputs]
+    padding = stored.shape[1] - inputs  # columns of other adapters in this tensor
+    return np.pad(value, ((0, 0), (stored.column, padding - stored.column))) if padding else value
   if stored.order == 'transposed':
     return value.swapaxes(1, 2)
   return value[None] if len(stored.shape) > value.ndim else value[: stored.shape[0]]
 
 
 def together(stored: Stored, parts: list[np.ndarray]) -> np.ndarray:
-  """Joins the `rows` of all parameters in a tensor."""
+  """Joins the `rows` of all parameters in a tensor, in the order of the table."""
   if stored.order == 'interleaved':
     return np.stack(parts, axis=-1).reshape(stored.shape)  # [..., F, parts] -> [..., F parts]
   return np.concatenate(parts, axis=AXES.get(stored.order, 0)) if len(parts) > 1 else parts[0]

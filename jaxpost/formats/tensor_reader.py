@@ -1,6 +1,6 @@
 """Reads parameters from the tensors of a Hugging Face folder, a piece at a time.
 
-`tensor_layout` knows which rows of which tensors a parameter is.
+`tensor_layout` maps each parameter to rows of tensors.
 """
 
 from __future__ import annotations
@@ -26,61 +26,62 @@ if TYPE_CHECKING:
 _PIECE = 16 << 20  # bytes that are read at a time
 
 
-def _row(spec: Param) -> int:
-  """Returns the dimension of a parameter along which a tensor has its rows."""
+def _row_axis(spec: Param) -> int:
+  """Returns the axis of a parameter along which the rows of its tensors lie."""
   return spec.stack + (input_dims(spec) if spec.matrix else 0)
 
 
 def _by_rows(spec: Param, to: NamedSharding) -> tuple[NamedSharding, tuple]:
   """Splits the reading of a parameter between the devices that need it.
 
-  Axes of the mesh that split columns, and those of replicas, split rows: no
-  byte is asked for twice, and whole rows are.
+  Mesh axes that split columns, and those of replicas, split rows instead: each device reads whole rows, and no byte is
+  read twice.
 
   Returns:
-    The sharding, and the moves that undo it (`write`).
+    The sharding of what is read, and the moves that lead from it to `to` (see `write`).
   """
-  row, parts = _row(spec), [axes_of(part) for part in to.spec]
+  row_axis, parts = _row_axis(spec), [axes_of(part) for part in to.spec]
   parts += [()] * (len(spec.shape) - len(parts))
-  moves: list[tuple] = [(i, axes) for i, axes in enumerate(parts) if axes and i >= spec.stack and i != row]
-  used = {a for axes in parts for a in axes}
-  moves += [(None, (a,)) for a in to.mesh.shape if a not in used]
-  rows, out = to.shard_shape(spec.shape)[row], []
-  for i, axes in moves:
-    size = math.prod(to.mesh.shape[a] for a in axes)
-    if size == 1 or rows % size:
+  moves: list[tuple] = [(i, axes) for i, axes in enumerate(parts) if axes and i >= spec.stack and i != row_axis]
+  used = {name for axes in parts for name in axes}
+  moves += [(None, (name,)) for name in to.mesh.shape if name not in used]
+  local_rows, out = to.shard_shape(spec.shape)[row_axis], []
+  for axis, axes in moves:
+    devices = math.prod(to.mesh.shape[name] for name in axes)
+    if devices == 1 or local_rows % devices:
       continue
-    rows //= size
-    parts[row] += axes
-    if i is not None:
-      parts[i] = ()
-    out.append((i, axes))
+    local_rows //= devices
+    parts[row_axis] += axes
+    if axis is not None:
+      parts[axis] = ()
+    out.append((axis, axes))
   return NamedSharding(to.mesh, PartitionSpec(*(part or None for part in parts))), tuple(out)
 
 
 def _flat(spec: Param, to: NamedSharding) -> tuple[Param, NamedSharding]:
   """Flattens the outputs of a matrix to one dimension, as it is stored.
 
-  Then the rows of a head can be split, too.
+  Then the rows of a head can be split between devices as well.
   """
-  row, parts = _row(spec), [*to.spec, *[None] * len(spec.shape)]
-  if not spec.matrix or any(parts[row + 1 :]):
+  row_axis, parts = _row_axis(spec), [*to.spec, *[None] * len(spec.shape)]
+  if not spec.matrix or any(parts[row_axis + 1 :]):
     return spec, to
-  shape = *spec.shape[:row], math.prod(spec.shape[row:])
-  flat = dataclasses.replace(spec, shape=shape, axes=spec.axes[: row + 1])
-  return flat, NamedSharding(to.mesh, PartitionSpec(*parts[: row + 1]))
+  shape = *spec.shape[:row_axis], math.prod(spec.shape[row_axis:])
+  flat = dataclasses.replace(spec, shape=shape, axes=spec.axes[: row_axis + 1])
+  return flat, NamedSharding(to.mesh, PartitionSpec(*parts[: row_axis + 1]))
 
 
-def _piece(spec: Param, shape: Sequence[int], limit: int, unit: int = 1) -> tuple[int, ...]:
+def _piece_shape(spec: Param, shape: Sequence[int], limit: int, unit: int = 1) -> tuple[int, ...]:
   """Returns the shape of the pieces in which a shard of `shape` is read.
 
-  Several layers (or experts), or some rows of one, a multiple of `unit`; at most `limit`
-  elements, if one unit has no more. The shard is a whole number of pieces.
+  A piece is several layers (or experts), or some rows of one, a multiple of `unit`. It has at most `limit` elements,
+  unless one unit has more, and divides the shard evenly.
   """
   shape = list(shape)
-  for i, step in *((i, 1) for i in range(spec.stack)), (_row(spec), unit):
-    fits = limit // math.prod(shape[:i] + shape[i + 1 :])
-    shape[i] = next(n for n in range(min(max(fits, step), shape[i]), 0, -1) if shape[i] % n == 0 == n % step)
+  for axis, multiple in [*((i, 1) for i in range(spec.stack)), (_row_axis(spec), unit)]:
+    fits = limit // math.prod(shape[:axis] + shape[axis + 1 :])
+    largest = min(max(fits, multiple), shape[axis])
+    shape[axis] = next(n for n in range(largest, 0, -1) if shape[axis] % n == 0 == n % multiple)
   return tuple(shape)
 
 
@@ -97,47 +98,46 @@ def read(stored: Stored, tensors: dict[str, Any], bounds: Sequence[tuple[int, in
     out[: len(value)] = value
     out[len(value) :] = 0  # padding beyond the vocabulary
     return out
-  kept, n = spec.shape[: spec.stack], spec.stack
-  for at in np.ndindex(out.shape[:n]):
-    number = np.ravel_multi_index([start + i for (start, _), i in zip(bounds, at)], kept)
-    out[at] = _read(stored, tensors[stored.names[number]], spec.shape[n:], bounds[n:])
+  stack_shape, stack = spec.shape[: spec.stack], spec.stack
+  for entry in np.ndindex(out.shape[:stack]):
+    index = np.ravel_multi_index([start + i for (start, _), i in zip(bounds, entry)], stack_shape)
+    out[entry] = _read(stored, tensors[stored.names[index]], spec.shape[stack:], bounds[stack:])
   return out
 
 
 def load(stored: Stored, tensors: dict[str, Any], to: NamedSharding, dtype: np.dtype, write: Callable) -> jax.Array:
   """Loads a parameter with one piece of it on the host at a time.
 
-  A parameter larger than a piece is read by all devices together, a part each, and they
-  exchange the parts: a collective.
+  Of a parameter larger than a piece, each device reads a part, and the devices exchange the parts: a collective.
 
   Args:
     tensors: name -> open slice of a safetensors file.
     write: see `hf.load_params`.
   """
-  whole = stored.spec.shape
-  if not to.addressable_devices_indices_map(whole):  # others have some of it
-    return jax.make_array_from_single_device_arrays(whole, to, [], dtype=dtype)
-  if math.prod(whole) * dtype.itemsize <= _PIECE:
-    return _place(stored, tensors, to, to.shard_shape(whole), 1, dtype=dtype, at=[0] * len(whole))
-  spec, goal = _flat(stored.spec, to)
-  stored, row = dataclasses.replace(stored, spec=spec), _row(spec)
-  sharding, moves = _by_rows(spec, goal)
+  full_shape = stored.spec.shape
+  if not to.addressable_devices_indices_map(full_shape):  # it is on devices of other processes only
+    return jax.make_array_from_single_device_arrays(full_shape, to, [], dtype=dtype)
+  if math.prod(full_shape) * dtype.itemsize <= _PIECE:
+    return _place(stored, tensors, to, to.shard_shape(full_shape), 1, dtype=dtype, offset=[0] * len(full_shape))
+  spec, target = _flat(stored.spec, to)
+  stored, row_axis = dataclasses.replace(stored, spec=spec), _row_axis(spec)
+  sharding, moves = _by_rows(spec, target)
   local = sharding.shard_shape(spec.shape)
-  split = goal.shard_shape(spec.shape)[row] // local[row]
-  # A device gathers a piece with its copies; its rows are whole heads.
+  split = target.shard_shape(spec.shape)[row_axis] // local[row_axis]
+  # Gathering over replicas makes a piece `copies` times as large; its rows are whole heads.
   copies = math.prod(to.mesh.shape[a] for dimension, axes in moves for a in axes if dimension is None)
-  head = 1 if spec.shape == whole else math.prod(whole[row + 1 :])
-  size = _piece(spec, local, _PIECE // dtype.itemsize // copies, head // math.gcd(head, split))
-  out = None
-  for number in np.ndindex(*(n // s for n, s in zip(local, size))):
-    at = np.multiply(number, size)
-    at[row] *= split
-    piece = _place(stored, tensors, sharding, size, split, dtype=dtype, at=at)
-    start = np.zeros(len(whole), np.int32)
-    start[: row + 1] = *at[:row], at[row] // head
-    jax.block_until_ready(out)  # at most two pieces are in memory, however slow the device is
-    out = write(out, piece, start, to, whole, rows=sharding, row=row, moves=moves)
-  return relabelled(out, to)
+  head_rows = 1 if spec.shape == full_shape else math.prod(full_shape[row_axis + 1 :])
+  piece_shape = _piece_shape(spec, local, _PIECE // dtype.itemsize // copies, head_rows // math.gcd(head_rows, split))
+  loaded = None
+  for piece_index in np.ndindex(*(n // s for n, s in zip(local, piece_shape))):
+    offset = np.multiply(piece_index, piece_shape)
+    offset[row_axis] *= split
+    piece = _place(stored, tensors, sharding, piece_shape, split, dtype=dtype, offset=offset)
+    start = np.zeros(len(full_shape), np.int32)
+    start[: row_axis + 1] = *offset[:row_axis], offset[row_axis] // head_rows
+    jax.block_until_ready(loaded)  # at most two pieces are in memory, however slow the device is
+    loaded = write(loaded, piece, start, to, full_shape, rows=sharding, row=row_axis, moves=moves)
+  return relabelled(loaded, to)
 
 
 def write(
@@ -150,18 +150,18 @@ def write(
   row: int,
   moves: tuple,
 ) -> jax.Array:
-  """`x` with `piece` written at offset `at` of each shard; an `x` of None is zeros of `shape`.
+  """Returns `x` with `piece` written at offset `at` of each shard; an `x` of None stands for zeros of `shape`.
 
   Args:
     piece: sharded by `rows`; its dimensions from `row` on may be flattened to one.
     at: [dimensions] int32, the offset inside a shard.
-    moves: ((dimension or None, axes), ...): mesh axes that split dimension
-      `row` of pieces, and in `x` split `dimension`, or nothing.
+    moves: ((dimension or None, mesh axes), ...): axes that split dimension `row` of a piece, but in `x` split
+      `dimension`, or nothing if it is None.
   """
 
-  # Bits are moved, since XLA:CPU would convert all of a bfloat16 x to float32.
+  # Moved as integers, because XLA:CPU would convert a whole bfloat16 x to float32.
   def bits(x, to):
-    return x if x.dtype.itemsize != 2 else (jax.lax.bitcast_convert_type(x, to))
+    return x if x.dtype.itemsize != 2 else jax.lax.bitcast_convert_type(x, to)
 
   def local(x, piece, at):
     if x is None:
@@ -172,7 +172,8 @@ def write(
         piece = jax.lax.all_gather(piece, axes, axis=row, tiled=True)
       else:
         piece = jax.lax.all_to_all(piece, axes, dimension, row, tiled=True)
-    piece = piece.reshape(*piece.shape[:row], -1, *shape[row + 1 :]) if (piece.ndim < len(shape)) else piece
+    if piece.ndim < len(shape):
+      piece = piece.reshape(*piece.shape[:row], -1, *shape[row + 1 :])
     return bits(jax.lax.dynamic_update_slice(bits(x, jnp.uint16), piece, list(at)), dtype)
 
   spec = sharding.spec
@@ -188,48 +189,48 @@ def _place(
   size: Sequence[int],
   split: int,
   dtype: Any,
-  at: Sequence[int] | np.ndarray,
+  offset: Sequence[int] | np.ndarray,
 ) -> jax.Array:
-  """Reads the piece that begins at `at` in each shard, `size` of it on each device.
+  """Reads the piece that begins at `offset` in each shard; a device gets an array of shape `size`.
 
-  split: the number of devices that read a piece of a shard's rows together, a part each.
+  split: number of devices that each read a part of the rows of a piece.
   """
-  shape, row = stored.spec.shape, _row(stored.spec)
+  shape, row_axis = stored.spec.shape, _row_axis(stored.spec)
   holders: dict[tuple[int, ...], list[jax.Device]] = {}
   for device, index in sharding.addressable_devices_indices_map(shape).items():
     starts = tuple(s.indices(n)[0] for s, n in zip(index, shape))
     holders.setdefault(starts, []).append(device)  # replicas are read once
   local, arrays = sharding.shard_shape(shape), []
   for starts, devices in holders.items():
-    begin = np.add(starts, at)
-    # The devices split the piece, and not the shard: theirs are side by side.
-    begin[row] += starts[row] // local[row] % split * (size[row] - local[row])
+    begin = np.add(starts, offset)
+    # The devices split the rows of a piece, not those of the shard: their parts are adjacent.
+    begin[row_axis] += starts[row_axis] // local[row_axis] % split * (size[row_axis] - local[row_axis])
     part = read(stored, tensors, list(zip(begin, begin + size)), dtype)
     arrays += [jax.device_put(part, device) for device in devices]
-    jax.block_until_ready(arrays)  # the host keeps one, not all
+    jax.block_until_ready(arrays)  # the host holds one part, not all
   whole = tuple(n // m * s for n, m, s in zip(shape, local, size))
   return jax.make_array_from_single_device_arrays(whole, sharding, arrays, dtype=dtype)
 
 
 def _read(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
-  """Reads the elements `bounds` of one stored tensor, in the table's shape."""
+  """Reads the elements `bounds` of one stored tensor, in the shape of the parameter without its stack axes."""
   if len(stored.shape) > len(shape):  # with a first dimension of 1
     return tensor[(slice(0, 1), *_slices(bounds))][0]
   if stored.spec.matrix:
     return _read_matrix(stored, tensor, shape, bounds)
-  (start, end), *rest = bounds
+  (start, end), *inner_bounds = bounds
   end = min(end, tensor.get_shape()[0])
   if start >= end:  # only padding beyond the vocabulary; safetensors refuses empty slices
-    return np.zeros((0, *(high - low for low, high in rest)))
+    return np.zeros((0, *(upper - lower for lower, upper in inner_bounds)))
   if stored.order:
-    return _read_fused(stored, tensor, slice(start, end), rest)
-  return tensor[(slice(stored.first + start, stored.first + end), *_slices(rest))]
+    return _read_fused(stored, tensor, slice(start, end), inner_bounds)
+  return tensor[(slice(stored.first + start, stored.first + end), *_slices(inner_bounds))]
 
 
 def _read_matrix(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequence[tuple[int, int]]) -> np.ndarray:
   """Reads a part of a matrix, which is stored as [outputs, inputs], each side flattened to one dimension.
 
-  Of a side of several dimensions, such as heads and head size, whole entries of the first are read, and cut afterwards.
+  If a side has several dimensions, such as heads and head size, whole entries of the first are read and cut afterwards.
   """
   cut = input_dims(stored.spec)  # the first dimension of the outputs
   (in_start, in_end), (out_start, out_end) = bounds[0], bounds[cut]
@@ -243,19 +244,19 @@ def _read_matrix(stored: Stored, tensor: Any, shape: Sequence[int], bounds: Sequ
   return value[tuple(parts)]
 
 
-def _read_fused(stored: Stored, tensor: Any, first: slice, rest: Sequence[tuple[int, int]]) -> np.ndarray:
-  """Reads a part of a parameter that shares a tensor of experts with others; `stored.order` says how.
+def _read_fused(stored: Stored, tensor: Any, first: slice, inner_bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+  """Reads a part of a parameter that shares a tensor of experts with others, in the order `stored.order`.
 
   Args:
-    first: entries of the first dimension. rest: bounds of the other dimensions.
+    first: entries of the first dimension. inner_bounds: of the other dimensions.
   """
   if stored.order == 'interleaved':
-    *outer, (low, high) = rest
+    *outer, (start, end) = inner_bounds
     step = stored.shape[-1] // stored.spec.shape[-1]
     # Every `step`-th output is of this parameter.
-    return tensor[(first, *_slices(outer), slice(step * low, step * high))][..., stored.first :: step]
-  inputs, (low, high) = rest
-  outputs = slice(stored.first + low, stored.first + high)
+    return tensor[(first, *_slices(outer), slice(step * start, step * end))][..., stored.first :: step]
+  inputs, (start, end) = inner_bounds
+  outputs = slice(stored.first + start, stored.first + end)
   if stored.order == 'joined':
     return tensor[first, slice(*inputs), outputs]
   return tensor[first, outputs, slice(*inputs)].swapaxes(1, 2)  # 'transposed'

@@ -1,7 +1,7 @@
-"""Shows on the console which work a run does.
+"""Shows on the console what a run is doing.
 
-On a terminal the last line of the screen says what is being done before and between the steps, and for how long.
-Elsewhere a line says so whenever nothing has been printed for almost five seconds. Imports no JAX.
+On a terminal, the last line of the screen shows what is being done before and between steps, and for how long.
+Elsewhere such a line is printed whenever nothing has been printed for almost five seconds. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from collections.abc import Callable, Iterator
 
 import rich.console
 
-PERIOD_S = 4.5  # of silence, after which a line says what is being done: no more than five seconds pass without one
+PERIOD_S = 4.5  # without output after which a line is printed, so that there is one every five seconds
 
 
 class Console(rich.console.Console):
-  """A console whose reader may leave, as in `| head`: the run goes on, and metrics.jsonl has what is not printed."""
+  """A console whose reader may end, as in `| head`: the run continues, and metrics.jsonl has all values."""
 
   def on_broken_pipe(self) -> None:
-    with contextlib.suppress(SystemExit):  # by rich, after it has turned the output off
+    with contextlib.suppress(SystemExit):  # raised by rich after it has turned off the output
       super().on_broken_pipe()
 
 
 class Activity(rich.console.RenderHook):
   """Shows what is being done: `with activity('reading data'): ...`.
 
-  One activity is shown at a time; another inside it replaces its text until it ends.
+  One activity is shown at a time: the innermost one.
   """
 
   def __init__(self, console: rich.console.Console, verbose: bool = False, period_s: float = PERIOD_S):
-    """`verbose`: whether tables are wanted where a line would do."""
+    """verbose: whether to print tables instead of single lines."""
     self.console, self.verbose, self._period = console, verbose, period_s
     self._live = console.is_terminal and not console.is_dumb_terminal
     self._lock = threading.Lock()
     self._open: list[list] = []  # [text, start] of each activity, innermost last
-    self._compiling: list[list] = []  # the same of each program that is being compiled
-    self._printed = time.perf_counter()  # when anything was printed last, or this was made
-    self._thread = threading.Thread()  # another for each outermost activity
+    self._compiling: list[list] = []  # the same for each program that is being compiled
+    self._printed = time.perf_counter()  # time of the last output, or of the start
+    self._thread = threading.Thread()  # a new one for each outermost activity
     self._wake = threading.Event()
 
   @contextlib.contextmanager
@@ -62,7 +62,7 @@ class Activity(rich.console.RenderHook):
         self.console.pop_render_hook()
 
   def note(self, text: str) -> None:
-    """Replaces the text of the work that goes on, such as by how much of it is done."""
+    """Replaces the text of the current activity, for example to show its progress."""
     with self._lock:
       if self._open:
         self._open[-1][0] = text
@@ -70,40 +70,40 @@ class Activity(rich.console.RenderHook):
   @contextlib.contextmanager
   def compiling(self, name: str, number: int, planned: int) -> Iterator[None]:
     """Shows that program `number` (from 1) of `planned` (0: unknown) is compiled; for `Ledger.announce`."""
-    this = [f'compiling {f"{number}/{planned}: " if planned else ""}{name}', time.perf_counter()]
-    self._compiling.append(this)
+    entry = [f'compiling {f"{number}/{planned}: " if planned else ""}{name}', time.perf_counter()]
+    self._compiling.append(entry)
     try:
       yield
     finally:
-      self._compiling.remove(this)
+      self._compiling.remove(entry)
 
   def following(self, doing: Callable[[], str]) -> contextlib.AbstractContextManager:
-    """Prints what `doing` returns after each silence; on a terminal nothing, as a bar is shown there."""
+    """Prints what `doing` returns after each period without output; nothing on a terminal, which shows a bar."""
     return contextlib.nullcontext() if self._live else self(doing)
 
   def process_renderables(self, renderables: list) -> list:
-    """Notes that something is printed; the console calls it."""
+    """Records the time of an output; called by the console."""
     self._printed = time.perf_counter()
     return renderables
 
   def _show(self) -> None:
-    """Renews the line each second on a terminal; elsewhere prints one after each silence."""
+    """Updates the line each second on a terminal; elsewhere prints one after each period without output."""
     if self._live:
       with self.console.status(self.text()) as status:
         while not self._wake.wait(1.0):
           status.update(self.text())
       return
-    while not self._wake.wait(max(0.1, self._printed + self._period - time.perf_counter())):  # a text may be empty
+    while not self._wake.wait(max(0.1, self._printed + self._period - time.perf_counter())):  # the text may be empty
       if time.perf_counter() - self._printed >= self._period and (text := self.text()):
         self.console.out(text, highlight=False)
 
   def text(self) -> str:
-    """Returns what is being done, and for how long; '' where nothing is."""
+    """Returns what is being done, and for how long; '' if nothing is."""
     with self._lock:
-      found = self._compiling or self._open
-      if not found:
+      entries = self._compiling or self._open
+      if not entries:
         return ''
-      text, start = found[-1]
+      text, start = entries[-1]
     if callable(text):
       return text()
     seconds = time.perf_counter() - start

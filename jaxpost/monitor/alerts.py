@@ -1,26 +1,26 @@
-"""Warnings about the known ways in which a run goes wrong, from the rows of its metrics."""
+"""Warns about known ways in which runs fail, based on the rows of metrics."""
 
 import collections
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-FIRST = 5  # rows that set the level a warning compares with
-PATIENCE = 10  # rows in a row before a noisy signal counts
+FIRST = 5  # rows whose mean is the reference level of a warning
+PATIENCE = 10  # consecutive rows before a noisy signal counts
 
 
 def nonfinite(values: Mapping[str, Any]) -> list[str]:
-  """Names of the values that are NaN, infinite or null."""
+  """Returns the names of values that are NaN, infinite or null."""
   return [k for k, v in values.items() if v is None or isinstance(v, float) and not math.isfinite(v)]
 
 
 class Signals(dict[str, Any]):
-  """The metrics of one row by their keys, and what `Alerts` derives; NaN for what a row lacks.
+  """The metrics of one row by key, with values that `Alerts` derives; NaN for keys that a row lacks.
 
-  weight: the least that corrections of the sampler leave, a mean weight or a share.
-  start/KEY: mean of a metric over the first rows of the stage. all_failed: the failed groups of these rows.
-  error: the first one of the reward in this step.
-  nonfinite: names of the losses and norms that are not finite, '' for none.
+  weight: the smallest mean weight, or share of kept tokens, of corrections of the sampler.
+  start/KEY: mean of a metric over the first rows of the stage. all_failed: failed groups of the stage so far.
+  error: the first error of the reward in this step.
+  nonfinite: names of losses and norms that are not finite; '' if there are none.
   """
 
   def __missing__(self, key: str) -> float:
@@ -28,11 +28,11 @@ class Signals(dict[str, Any]):
 
 
 class Rule(NamedTuple):
-  """A known way to go wrong.
+  """A known way in which runs fail.
 
   holds: whether a row shows it; comparisons with NaN are false.
-  text: the warning, with what to do; `str.format` fills in signals.
-  patience: rows in a row that must show it.
+  text: the warning and its remedy; `str.format` inserts signals.
+  patience: consecutive rows that must show it.
   every: steps after which it is printed again; 0: never.
   """
 
@@ -129,8 +129,8 @@ RULES = (
 class Alerts:
   """Warnings of a run, from its train rows.
 
-  `warnings` has one entry per kind and stage: {'stage', 'step', 'kind', 'text', 'count'}. They follow from values
-  alone, so every repetition of a run warns the same; only the error of a reward is not in the rows that a resume reads.
+  `warnings` has one entry per kind and stage: {'stage', 'step', 'kind', 'text', 'count'}. They depend on values only,
+  so each repetition of a run has the same warnings, except for the error of a reward, which a resumed run lacks.
   """
 
   def __init__(self) -> None:
@@ -141,22 +141,22 @@ class Alerts:
     self._failed: collections.Counter[str] = collections.Counter()
 
   def add(self, stage: str, step: int, kind: str, text: str, every: int = 0) -> bool:
-    """Counts a warning; True where it is to be printed: the first of its kind and stage, or `every` steps later."""
-    due = not every or step >= self._printed.get((stage, kind), -every) + every
-    if due:
+    """Counts a warning; returns whether to print it: the first of its kind and stage, or `every` steps later."""
+    is_due = not every or step >= self._printed.get((stage, kind), -every) + every
+    if is_due:
       self._printed[stage, kind] = step
-    for old in self.warnings:
-      if (old['stage'], old['kind']) == (stage, kind):
-        old['count'] += 1
-        return bool(every) and due
+    for earlier in self.warnings:
+      if (earlier['stage'], earlier['kind']) == (stage, kind):
+        earlier['count'] += 1
+        return bool(every) and is_due
     self.warnings.append({'stage': stage, 'step': step, 'kind': kind, 'text': text, 'count': 1})
     return True
 
   def check(self, stage: str, step: int, row: Mapping[str, Any], error: str = '') -> list[str]:
-    """Texts of the warnings to print: those that this row is the first to cause, and those that are due again.
+    """Returns the texts of warnings to print: those that this row causes first, and those that are due again.
 
     Args:
-      error: of a reward in this step; a resume, which has the row alone, points to the samples.
+      error: of a reward in this step; without one (a resumed run has rows only), the text points to the samples.
     """
     signals = self._signals(stage, row)
     signals['error'] = error or 'samples/ has the errors'
@@ -171,26 +171,26 @@ class Alerts:
     return new
 
   def _signals(self, stage: str, row: Mapping[str, Any]) -> Signals:
-    found = Signals({key: value for key, value in row.items() if value is not None})
+    signals = Signals({key: value for key, value in row.items() if value is not None})
     for key in ('entropy', 'completions/mean_length'):
-      found[f'start/{key}'] = self._level(stage, key, found[key])
-    self._failed[stage] += found.get('failed_groups', 0)
-    found['all_failed'] = self._failed[stage]
-    left = (found[key] for key in ('importance_weight', 'off_policy_kept', 'vespo/phi'))
-    found['weight'] = min(left, key=lambda x: (math.isnan(x), x))
+      signals[f'start/{key}'] = self._level(stage, key, signals[key])
+    self._failed[stage] += signals.get('failed_groups', 0)
+    signals['all_failed'] = self._failed[stage]
+    weights = (signals[key] for key in ('importance_weight', 'off_policy_kept', 'vespo/phi'))
+    signals['weight'] = min(weights, key=lambda x: (math.isnan(x), x))
     mismatch = row.get('sampler_mismatch', math.nan)
-    # Written as null, and so read by a resume, where it is not finite: it is the mean of exp of a difference.
-    found['mismatch'] = math.inf if mismatch is None or math.isinf(mismatch) else mismatch
-    if row.get('replay/used'):  # samples of an older policy
-      found['mismatch'] = math.nan
-    found['has_reward'] = 'reward' in row
-    # An overflow of the loss scale lowers it, and is no cause for alarm.
+    # It is a mean of exp(difference): if it overflows, rows have null for it.
+    signals['mismatch'] = math.inf if mismatch is None or math.isinf(mismatch) else mismatch
+    if row.get('replay/used'):  # samples are of an older policy
+      signals['mismatch'] = math.nan
+    signals['has_reward'] = 'reward' in row
+    # An overflow only lowers the loss scale.
     watched = () if row.get('overflowed_updates') else ('loss', 'grad_norm')
-    found['nonfinite'] = ' and '.join(key for key in nonfinite(row) if key in watched)
-    return found
+    signals['nonfinite'] = ' and '.join(key for key in nonfinite(row) if key in watched)
+    return signals
 
   def _level(self, stage: str, key: str, value: float) -> float:
-    """Mean over the first rows of a stage; NaN until there are enough."""
+    """Returns the mean over the first rows of a stage; NaN until there are FIRST of them."""
     first = self._first.setdefault((stage, key), [])
     if len(first) < FIRST:
       first.extend([value] if math.isfinite(value) else [])

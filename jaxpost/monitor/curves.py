@@ -1,4 +1,4 @@
-"""Curves of metrics: which of them matter most, by curves.toml, and the figures of a report. Imports no JAX."""
+"""Curves of metrics: the most important ones, by curves.toml, and their charts in a report. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ HEADLINES: tuple[str, ...] = tuple(_CURVES['every'])
 
 
 def chosen(algorithm: str, keys: Collection[str]) -> list[str]:
-  """Returns those of `keys` whose curves matter most: first what the algorithm is judged by, then HEADLINES."""
+  """Returns the most important of `keys`: first those that the algorithm is judged by, then HEADLINES."""
   return list(dict.fromkeys([*judged_by(algorithm, keys), *(key for key in HEADLINES if key in keys)]))
 
 
 def judged_by(algorithm: str, keys: Collection[str]) -> list[str]:
-  """Returns those of `keys` that curves.toml has for the algorithm, in its order."""
-  own = next((found for names, found in _CURVES['methods'].items() if algorithm in names.split()), ())
-  return list(itertools.chain(*(fnmatch.filter(sorted(keys), pattern) for pattern in own)))
+  """Returns those of `keys` that curves.toml lists for the algorithm, in its order."""
+  matched = next((patterns for names, patterns in _CURVES['methods'].items() if algorithm in names.split()), ())
+  return list(itertools.chain(*(fnmatch.filter(sorted(keys), pattern) for pattern in matched)))
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
-  """About `count` round numbers within [low, high]."""
+  """Returns about `count` round numbers within [low, high]."""
   raw = (high - low) / count
   unit = 10.0 ** math.floor(math.log10(raw))
   step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= raw * 0.999)
@@ -35,15 +35,15 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
 
 
 def _range(values: list[float]) -> tuple[float, float]:
-  """Limits of the y axis; lone spikes do not flatten the rest."""
+  """Returns limits of the y axis that leave out single spikes, which would flatten the curve."""
   ordered = sorted(values)
   low, high = ordered[0], ordered[-1]
   if len(ordered) >= 20:
-    cut = len(ordered) // 50 + 1  # this many at each end may be spikes
-    near, far = ordered[cut], ordered[-cut - 1]
-    if near < far:
-      low = max(low, near - 2 * (far - near))
-      high = min(high, far + 2 * (far - near))
+    spikes = len(ordered) // 50 + 1  # values at each end that may be spikes
+    low_bulk, high_bulk = ordered[spikes], ordered[-spikes - 1]
+    if low_bulk < high_bulk:
+      low = max(low, low_bulk - 2 * (high_bulk - low_bulk))
+      high = min(high, high_bulk + 2 * (high_bulk - low_bulk))
   if 0 < low < 0.4 * high:
     low = 0.0
   flat = high - low < 1e-9 * abs(high)
@@ -52,42 +52,42 @@ def _range(values: list[float]) -> tuple[float, float]:
 
 
 def smooth(values: list[float]) -> list[float]:
-  """Mean over a window around each point."""
+  """Returns the mean over a window around each point."""
   half = len(values) // 25
   windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
   return [sum(window) / len(window) for window in windows]
 
 
 def pick(items: list, most: int) -> list:
-  """At most `most` of them, evenly, first and last included."""
+  """Returns at most `most` items, evenly spaced, with the first and the last."""
   last, count = len(items) - 1, min(most, len(items))
   return [items[i * last // max(1, count - 1)] for i in range(count)]
 
 
 def chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, Any] | None:
-  """A figure with one line per split; at most `most` points can be hovered.
+  """Returns a chart with one line per split, of which at most `most` points can be hovered; None without finite values.
 
   Every x and y is a share of the frame: (0, 0) is its upper left corner, (1, 1) its lower right.
   """
   steps = [step for points in series.values() for step, _ in points]
-  lost = [step for points in series.values() for step, value in points if value is None]
+  nonfinite_steps = [step for points in series.values() for step, value in points if value is None]
   finite = {split: [(step, value) for step, value in points if value is not None] for split, points in series.items()}
   finite = {split: points for split, points in finite.items() if points}
   if not finite:
     return None
-  left, right = min(steps), max(max(steps), min(steps) + 1)
+  first_step, last_step = min(steps), max(max(steps), min(steps) + 1)
   low, high = _range([value for points in finite.values() for _, value in points])
 
   def x(step: float) -> float:
-    return (step - left) / (right - left)
+    return (step - first_step) / (last_step - first_step)
 
   def y(value: float) -> float:
     return (high - value) / (high - low)
 
-  lines, beyond = [], 0
+  lines, outside = [], 0
   for split, points in finite.items():
     inside = [(step, value) for step, value in points if low <= value <= high]
-    beyond += len(points) - len(inside)
+    outside += len(points) - len(inside)
     heights = [min(max(value, low), high) for _, value in points]
     heights = heights if key == 'lr' else smooth(heights)
     path = [(x(step), y(height)) for (step, _), height in zip(points, heights)]
@@ -96,8 +96,8 @@ def chart(key: str, series: Mapping[str, list[tuple]], most: int) -> dict[str, A
   return dict(
     key=key,
     rules=[(y(value), float(f'{value:.6g}')) for value in _ticks(low, high, 4)],
-    steps=[(x(step), int(step)) for step in _ticks(left, right, 6) if step == int(step)],
+    steps=[(x(step), int(step)) for step in _ticks(first_step, last_step, 6) if step == int(step)],
     lines=lines,
-    lost=[(x(step), step) for step in pick(lost, 40)],
-    notes={'beyond the frame': beyond, 'not finite': len(lost)},
+    lost=[(x(step), step) for step in pick(nonfinite_steps, 40)],
+    notes={'beyond the frame': outside, 'not finite': len(nonfinite_steps)},
   )

@@ -1,8 +1,8 @@
 """Cross-host health: stragglers and replica consistency.
 
-A straggler shows in the time that a process spends neither on devices nor on
-waiting: reading data, grading, packing, garbage collection. Replicas of
-parameters, which must be equal on all devices, are compared bit by bit.
+A straggler is a process that spends more time than others neither on devices nor waiting, but on reading data,
+grading, packing or garbage collection. Replicas of parameters, which must be equal on all devices, are compared bit by
+bit.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
   from jaxpost.programs.compile import Ledger
   from jaxpost.roles import Roles
 
-# Phases in which a host waits for devices, and with them for all hosts.
+# Phases in which a host waits for devices, and so for all hosts.
 _DEVICES = ('update', 'sample', 'reshard', 'score', 'eval', 'wait')
-_STRAGGLES = 0.1  # share of a step by which the slowest process is behind
+_STRAGGLES = 0.1  # of a step: larger delays of the slowest process are reported
 
 
 @dataclasses.dataclass
@@ -34,7 +34,7 @@ class HostHealth:
   """Compares the hosts of a run every `every` steps, with equal results on all.
 
   digests: {role: program that hashes its parameters per device}.
-  note: (text) -> prints it for people.
+  note: note(text) prints a message.
   """
 
   every: int
@@ -47,27 +47,27 @@ class HostHealth:
   _waited_s: float = 0.0  # seconds waited for other processes since the start
 
   def begin(self, step: int, roles: Roles) -> dict | None:
-    """Starts hashing the replicas after an update was dispatched.
+    """Starts to hash the replicas after an update was dispatched.
 
     Returns the pending digests, which `finish` takes one step later, or None in steps without a comparison.
     """
     if step % self.every:
       return None
-    found = {}
+    pending = {}
     for name, digest in self.digests.items():
       params = roles.trainable[name].state.params
-      # Shapes and shardings: the next update takes the buffers.
-      found[name] = (
+      # Only shapes and shardings, because the next update donates the buffers.
+      pending[name] = (
         digest(params),
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params),
       )
-    return found
+    return pending
 
   def finish(self, pending: dict | None, times: dict[str, float]) -> dict[str, Any]:
     """Returns the metrics of the step whose pending digests these are.
 
     Raises:
-      RuntimeError: replicas differ; names parameter, device and process.
+      RuntimeError: replicas differ; it names the parameter, device and process.
     """
     waited = seconds_waited() - self._waited_s
     self._host_s += max(0.0, times['time/step'] - waited - sum(times.get(f'time/{phase}', 0.0) for phase in _DEVICES))
@@ -80,17 +80,17 @@ class HostHealth:
     for name, (digest, params) in pending.items():
       digest = to_host(digest)
       row[f'param_hash/{name}'] = replicas.combined(digest)
-      wrong = replicas.differing(digest, params)
-      if wrong:
-        self._stop(wrong)
+      differing = replicas.differing(digest, params)
+      if differing:
+        self._stop(differing)
     return row
 
   def _speed(self) -> dict:
-    """Returns how far the slowest process is behind the median."""
-    hosts, own = zip(*coordination.all_gather([socket.gethostname(), self._host_s / self._steps]))
+    """Returns metrics of how far the slowest process is behind the median."""
+    hosts, host_seconds = zip(*coordination.all_gather([socket.gethostname(), self._host_s / self._steps]))
     step = self._step_s / self._steps
-    slowest = own.index(max(own))
-    skew = max(own) - statistics.median_low(own)
+    slowest = host_seconds.index(max(host_seconds))
+    skew = max(host_seconds) - statistics.median_low(host_seconds)
     if skew > _STRAGGLES * step:
       self.note(
         f'process {slowest} on {hosts[slowest]} is the slowest: it works '
@@ -100,13 +100,13 @@ class HostHealth:
     self._steps = 0
     return {'time/host_skew': skew, 'time/slowest_process': slowest}
 
-  def _stop(self, wrong: list) -> None:
+  def _stop(self, differing: list) -> None:
     hosts = coordination.all_gather(socket.gethostname())
-    path, device = wrong[0]
+    path, device = differing[0]
     place = f'{device} of process {device.process_index}'
     raise RuntimeError(
       f'replicas of the parameters differ: {path} on {place} on host '
-      f'{hosts[device.process_index]} (and {len(wrong) - 1} more shards); '
+      f'{hosts[device.process_index]} (and {len(differing) - 1} more shards); '
       'memory or a device is faulty, or programs differ: take that host out and start again from the last checkpoint'
     )
 

@@ -1,8 +1,8 @@
 """Metrics of a run: metrics.jsonl, TensorBoard, trackers, console, warnings.
 
-One row per step and split in metrics.jsonl: {'stage', 'split', 'step', key: number}; a number that is not finite is
-null and named in 'nonfinite'. Keys that depend on the clock are `time/*`, `*_per_s` and `mfu`, and those that depend on
-the machine `memory/*`; there are no others, so the rest of two runs can be compared byte by byte. Imports no JAX.
+metrics.jsonl has one row per step and split, {'stage', 'split', 'step', key: number}; numbers that are not finite are
+null and named in 'nonfinite'. Only `time/*`, `*_per_s` and `mfu` depend on the clock, and `memory/*` on the machine;
+all other values of two equal runs are equal byte by byte. Imports no JAX.
 """
 
 import datetime
@@ -25,9 +25,9 @@ from jaxpost.monitor.alerts import Alerts, nonfinite
 from jaxpost.storage import object_store, seals
 
 ROW_KEYS = ('stage', 'split', 'step', 'nonfinite')
-# Phases of a step in its order; other `time/*` keys are no share of it: pauses within one, skew, busy devices.
+# Phases of a step, in order. Other `time/*` keys are not parts of it: pauses within a phase, skew, busy devices.
 PHASES = ('data', 'reshard', 'wait', 'sample', 'pack', 'reward', 'score', 'update', 'eval')
-# Metrics that the console shows, where a row has them: key -> label.
+# Metrics that the console shows if a row has them: key -> label.
 SHOWN = {
   'loss': 'loss',
   'reward': 'reward',
@@ -44,12 +44,12 @@ SHOWN = {
 
 
 def is_clock_key(key: str) -> bool:
-  """True for the keys whose values depend on the clock or the machine."""
+  """Returns whether values of this key depend on the clock or the machine."""
   return key.startswith(('time/', 'memory/')) or (key.endswith('_per_s') or key == 'mfu')
 
 
 def plain(value: Any) -> Any:
-  """The value as JSON can hold it: arrays as lists, non-finite numbers as null."""
+  """Returns the value for JSON: arrays as lists, non-finite numbers as None."""
   if isinstance(value, Mapping):
     return {str(k): plain(v) for k, v in value.items()}
   if isinstance(value, (list, tuple)):
@@ -60,12 +60,12 @@ def plain(value: Any) -> Any:
 
 
 def read_rows(path: epath.PathLike) -> list[dict]:
-  """Returns the rows of a metrics.jsonl; a torn last line (kill -9) is left out."""
+  """Returns the rows of a metrics.jsonl; an incomplete last line (kill -9) is left out."""
   return read_growing(path, 'a row of metrics', keys=('stage', 'split', 'step'))
 
 
 def read_growing(path: epath.PathLike, what: str = 'JSON', keys: Sequence[str] = ()) -> list[dict]:
-  """Returns the objects of a .jsonl, all with these keys; a torn last line, which may still be written, is left out."""
+  """Returns the objects of a .jsonl, all with these keys, without an incomplete last line."""
   path, rows = epath.Path(path), []
   text = path.read_bytes().decode('utf-8', 'replace') if path.exists() else ''
   lines = text.rstrip('\0\r\n ').split('\n')
@@ -82,13 +82,13 @@ def read_growing(path: epath.PathLike, what: str = 'JSON', keys: Sequence[str] =
 
 
 def sample_files(folder: epath.Path) -> dict[int, epath.Path]:
-  """Returns {step: path} of the files samples/STAGE/STEP.jsonl in a stage's folder, in order; others are left out."""
-  found = {int(path.stem): path for path in folder.glob('*.jsonl') if path.stem.isdecimal()}
-  return dict(sorted(found.items()))
+  """Returns {step: path} of the files samples/STAGE/STEP.jsonl in a stage's folder, in order of steps."""
+  files = {int(path.stem): path for path in folder.glob('*.jsonl') if path.stem.isdecimal()}
+  return dict(sorted(files.items()))
 
 
 def comparable_rows(path: epath.PathLike) -> list[dict]:
-  """Rows without what depends on the clock: equal for equal runs."""
+  """Returns rows without values that depend on the clock or machine: equal for equal runs."""
   return [{k: v for k, v in row.items() if not is_clock_key(k)} for row in read_rows(path)]
 
 
@@ -123,32 +123,32 @@ class _Board:
 
   def start(self, stage: str, total: int, done: int) -> None:
     self._stage, self._total, self._next, self._due = stage, total, 0, 0.0
-    self._mark: tuple[float, int] | None = None  # time and step of the first row
+    self._first_row: tuple[float, int] | None = None  # its time and step
     if self._bar is not None:
       self._bar.start()
       self._task = self._bar.add_task(stage, total=total, completed=done, eta='', shown='')
 
   def _eta(self, step: int) -> str:
-    """Time left, from the second row on: the first one compiles."""
-    start, first = self._mark = self._mark or (time.monotonic(), step)
-    pace = (time.monotonic() - start) / max(1, step - first)
-    left = datetime.timedelta(seconds=round(pace * abs(self._total - step)))
-    return '' if step in (first, self._total) else f'left {left}'
+    """Returns the remaining time as text, from the second row on, because the first one compiles."""
+    start, first = self._first_row = self._first_row or (time.monotonic(), step)
+    step_seconds = (time.monotonic() - start) / max(1, step - first)
+    remaining = datetime.timedelta(seconds=round(step_seconds * abs(self._total - step)))
+    return '' if step in (first, self._total) else f'left {remaining}'
 
   def row(self, step: int, split: str, values: Mapping[str, Any]) -> None:
     names = SHOWN
     if split != 'train':
       from jaxpost.monitor import titles
 
-      rest = [k for k in values if not is_clock_key(k) and k not in SHOWN and not titles.says_nothing_new(k, values)]
-      names = SHOWN | {k: titles.title(k) for k in rest}
+      others = [k for k in values if not is_clock_key(k) and k not in SHOWN and not titles.says_nothing_new(k, values)]
+      names = SHOWN | {k: titles.title(k) for k in others}
     shown = '  '.join(f'{name} {short_number(values[key])}' for key, name in names.items() if key in values)
     if split != 'train':
       self.line(f'{self._stage} {step} {split}  {shown}', 'bold')
     elif self._bar is not None:
       self._bar.update(self._task, completed=step, eta=self._eta(step), shown=shown)
     elif step >= min(self._next, self._total) or time.monotonic() + values.get('time/step', 0) > self._due:
-      self._next, self._due = step + self._every, time.monotonic() + 4.5  # the row after this one would come too late
+      self._next, self._due = step + self._every, time.monotonic() + 4.5  # or a row would come too late
       self.line(f'{self._stage} {step}/{self._total}  {shown}  {self._eta(step)}'.rstrip())
 
   def line(self, text: str, style: str | None = None) -> None:
@@ -163,10 +163,10 @@ class _Board:
 
 
 class MetricsWriter:
-  """Writes the rows of a run; on any process but the first it does nothing.
+  """Writes the rows of a run on the first process; does nothing on others.
 
-  A context manager: bar and files are closed on any exception. A row must be
-  written before the checkpoint of its step is final, or a resume lacks it.
+  A context manager: bar and files are closed on any exception. A row must be written before the checkpoint of its step
+  is final, because a run that resumes from it would lack the row.
   """
 
   def __init__(
@@ -180,7 +180,7 @@ class MetricsWriter:
     print_every: int = 10,
     stages: Sequence[str] = (),
   ):
-    """`trackers` starts those of the run, see `trackers.Trackers`; `stages` are its names of stages, in order."""
+    """trackers: starts those of the run, see `trackers.Trackers`. stages: names of its stages, in order."""
     self.workdir = epath.Path(workdir)
     self.path = self.workdir / 'metrics.jsonl'
     # An object store cannot append: growing files are kept here and uploaded.
@@ -191,8 +191,8 @@ class MetricsWriter:
       self._remote, self._board_dir = remote, remote.folder()
     self._primary, self._tensorboard, self._stages = primary, tensorboard, [*stages]
     self.alerts, self._stage = Alerts(), ''
-    self._said: set[str] = set()
-    self._file: Any = None  # of text; on an object store an io.StringIO
+    self._noted: set[str] = set()  # beginnings of notes of this stage
+    self._file: Any = None  # a text file; on an object store an io.StringIO
     self._tb: Any = None
     if not primary:
       return
@@ -212,16 +212,16 @@ class MetricsWriter:
       self._board.warn(step, text)
 
   def note(self, text: str) -> None:
-    """Says once a stage what people should know and no metric can hold."""
-    if self._primary and text[:40] not in self._said:
-      self._said.add(text[:40])
+    """Prints a note once per stage, on something that no metric shows."""
+    if self._primary and text[:40] not in self._noted:
+      self._noted.add(text[:40])
       self._board.line(f'note: {text}')
 
   def start_stage(self, stage: str, total_steps: int, resume_step: int = 0) -> None:
-    """Keeps rows and samples of the stages before this one, and its own up to a resume_step > 0; others go."""
-    first = not self._stage
+    """Starts a stage; deletes rows and samples except those of earlier stages, and its own up to resume_step > 0."""
+    is_first = not self._stage
     self._stage = stage
-    self._said = set()
+    self._noted = set()
     if not self._primary:
       return
     self._close_stage()
@@ -229,7 +229,7 @@ class MetricsWriter:
     if seals.damaged(self.workdir, [self.path.name]):
       self._board.line(f'{self.path}: differs from its checksum: rows were damaged or changed since they were written')
     kept = self._drop_later(rows, resume_step)
-    for row in kept if first else ():  # levels and warnings of an earlier process go on
+    for row in kept if is_first else ():  # restores levels and warnings of an earlier process
       if row['split'] == 'train':
         self.alerts.check(row['stage'], row['step'], row)
     self._board.start(stage, total_steps, resume_step)
@@ -243,23 +243,23 @@ class MetricsWriter:
       self._trackers.start_stage(stage)
 
   def _drop_later(self, rows: list[dict], resume_step: int) -> list[dict]:
-    """Removes from the disk what the stage makes again; returns the rows that stay."""
+    """Deletes rows and samples that will be written again; returns the rows that are kept."""
     names = self._stages or [*dict.fromkeys(row['stage'] for row in rows), self._stage]
     earlier = names[: names.index(self._stage)]
 
-    def stays(stage: str, step: int) -> bool:
+    def is_kept(stage: str, step: int) -> bool:
       return stage in earlier or (stage == self._stage and resume_step > 0 and step <= resume_step)
 
-    kept = [row for row in rows if stays(row['stage'], row['step'])]
+    kept = [row for row in rows if is_kept(row['stage'], row['step'])]
     self._begin_file(kept)
     for folder in self.workdir.glob('samples/*'):
       for step, file in sample_files(folder).items():
-        if not stays(folder.name, step):
+        if not is_kept(folder.name, step):
           file.unlink()
     return kept
 
   def _begin_file(self, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes metrics.jsonl anew with these rows, and opens it for more."""
+    """Overwrites metrics.jsonl with these rows and opens it for appending."""
     text = ''.join(json.dumps(row) + '\n' for row in rows)
     object_store.write_text(self.path, text)
     # Object stores cannot append: there flush() writes the whole file.
@@ -275,7 +275,7 @@ class MetricsWriter:
     object_store.add_line(self.workdir / 'resumes.jsonl', json.dumps(resumed))
 
   def _start_tensorboard(self, resume_step: int) -> None:
-    import tensorboardX  # half a second, so only where it is used
+    import tensorboardX  # takes half a second, so only if it is used
 
     folder = os.fspath(self._board_dir / 'tensorboard' / self._stage)
     try:
@@ -283,18 +283,18 @@ class MetricsWriter:
     except OSError as error:
       if error.filename:
         raise
-      # Its queue takes a semaphore of the system; a container without a writable /dev/shm has none.
+      # Its queue needs a system semaphore, which a container without a writable /dev/shm lacks.
       self._board.line(f'tensorboard: left out ({error.strerror}; is /dev/shm writable?); metrics.jsonl has it all')
 
   def write(self, step: int, split: str, values: Mapping[str, Any], error: str = '') -> None:
-    """One row: to every sink, and in split 'train' under watch; `error` is one of the reward in this step."""
+    """Writes one row to all sinks and checks train rows for warnings; `error` is one of the reward in this step."""
     if not self._primary:
       return
     values = {k: int(v) if isinstance(v, (int, np.integer)) else float(v) for k, v in values.items()}
     assert not set(ROW_KEYS) & set(values), f'{ROW_KEYS} are taken'
     row = {'stage': self._stage, 'split': split, 'step': int(step)}
-    bad = [k for k in nonfinite(values) if not is_clock_key(k)]
-    row |= plain(values) | ({'nonfinite': bad} if bad else {})
+    bad_keys = [k for k in nonfinite(values) if not is_clock_key(k)]
+    row |= plain(values) | ({'nonfinite': bad_keys} if bad_keys else {})
     line = json.dumps(row) + '\n'
     self._file.write(line)
     self._size, self._crc = self._size + len(line.encode()), zlib.crc32(line.encode(), self._crc)
@@ -311,7 +311,7 @@ class MetricsWriter:
       self._watch(step, values, error)
 
   def _watch(self, step: int, values: Mapping[str, float], error: str) -> None:
-    """Prints what is wrong, and once what only looks wrong, by the metrics of a train step."""
+    """Prints warnings about a train step, and once a note about a loss that only looks wrong."""
     for text in self.alerts.check(self._stage, step, values, error):
       self._board.warn(step, text)
     if 'frac_reward_zero_std' in values and abs(values.get('loss', 1)) < 0.01:
@@ -331,7 +331,7 @@ class MetricsWriter:
         self._trackers.samples(self._stage, step, rows, name)
 
   def flush(self) -> None:
-    """Makes sure that the rows so far outlive this process and a loss of power."""
+    """Makes the rows so far durable against the end of this process and a loss of power."""
     if self._file is None:
       return
     if not self._remote:

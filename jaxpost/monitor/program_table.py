@@ -1,4 +1,4 @@
-"""The table of compiled programs that a run prints and plan.json holds."""
+"""The table of compiled programs that a run prints and writes to plan.json."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def make_plan(
 
   Args:
     rows: one per program; see `programs.compile.Ledger`.
-    memory: {program: most bytes in use on a device while it runs}.
-    choices: {config field, or experts: what is used, and what decided it}.
+    memory: {program: peak bytes in use on a device while it runs}.
+    choices: {config field or 'experts': the value that is used, and the reason}.
   """
   device = jax.devices()[0]
   return dict(
@@ -71,13 +71,13 @@ def console_table(title: str, columns: Sequence[str], left: Sequence[str], no_wr
 
 
 def mesh_text(meshes: dict[str, dict[str, int]]) -> str:
-  """Returns the axes that split something: 'train fsdp=8; rollout one device'."""
+  """Returns the mesh axes above 1 as text, such as 'train fsdp=8; rollout one device'."""
   axes = {phase: [f'{a}={n}' for a, n in mesh.items() if n > 1] for phase, mesh in meshes.items()}
   return '; '.join(f'{phase} {", ".join(split) or "one device"}' for phase, split in axes.items())
 
 
 def one_line(plan: dict) -> str:
-  """Returns what was compiled for a stage in one line."""
+  """Returns a summary of a stage's compiled programs in one line."""
   count, seconds = len(plan['programs']), sum(row['compile_s'] for row in plan['programs'])
   return (
     f'{plan["stage"]}: {metrics.short_number(plan["parameters"])} parameters, compiled {count} programs '
@@ -109,12 +109,12 @@ def render(plan: dict) -> rich.table.Table:
 
 
 def read(path: epath.Path, stages: list[str]) -> list[dict]:
-  """Returns the saved plans of these stages; [] where the file is gone or damaged, as nothing depends on it."""
+  """Returns the saved plans of these stages; [] if the file is missing or damaged, as nothing depends on it."""
   try:
     seals.check(path.parent, [path.name])
     return [p for p in json.loads(path.read_text()) if p['stage'] in stages] if path.exists() else []
   except (ValueError, KeyError, TypeError) as error:
-    logging.warning('%s: is made anew without what it held: %s', path, error)
+    logging.warning('%s: is written anew without its earlier plans: %s', path, error)
     return []
 
 

@@ -1,7 +1,7 @@
 """The report of a run: report.html, final figures, a terminal summary.
 
-Reads the files of a run and writes one page that needs nothing else: inline CSS and SVG, no scripts, no requests. The
-markup is report.html.jinja; this file prepares what it shows. Imports no JAX.
+Reads the files of a run and writes one self-contained page: inline CSS and SVG, no scripts, no requests. The markup is
+report.html.jinja; this module prepares its values. Imports no JAX.
 """
 
 import json
@@ -26,7 +26,7 @@ _TOTALS = ('failed_groups', 'timeouts')  # train metrics whose figure is the sum
 
 
 def number(x: Any) -> str:
-  """Returns a value of metrics as text; a number that was not finite is None there."""
+  """Returns a value of metrics as text; None stands for a number that was not finite."""
   if x is None or x != x:
     return 'not finite'
   if isinstance(x, bool) or not isinstance(x, (int, float)):
@@ -41,7 +41,7 @@ def _seconds(x: float) -> str:
 
 
 def _read_json(path: epath.Path, default: Any) -> Any:
-  """Returns the value in a .json file, or `default` where there is none."""
+  """Returns the value in a .json file, or `default` if it is missing or empty."""
   text = path.read_bytes().decode('utf-8', 'replace').rstrip('\0\n ') if path.exists() else ''
   try:
     return json.loads(text) if text else default
@@ -50,7 +50,7 @@ def _read_json(path: epath.Path, default: Any) -> Any:
 
 
 def _stages(rows: Sequence[dict]) -> dict[str, dict[str, list[dict]]]:
-  """{stage: {split: rows}} in the order of the run."""
+  """Returns {stage: {split: rows}} in the order of the run."""
   out: dict[str, dict[str, list[dict]]] = {}
   for row in rows:
     splits = out.setdefault(row['stage'], {'train': []})
@@ -59,30 +59,30 @@ def _stages(rows: Sequence[dict]) -> dict[str, dict[str, list[dict]]]:
 
 
 def _held_out(splits: Mapping[str, list[dict]]) -> list[dict]:
-  """Rows of every split but train."""
+  """Returns the rows of every split but train."""
   return [row for split, rows in splits.items() if split != 'train' for row in rows]
 
 
 def _values(rows: Sequence[Mapping], key: str) -> list[Any]:
-  """Values of a metric in the rows that have it and where it is finite."""
+  """Returns the values of a metric in the rows in which it is present and finite."""
   return [row[key] for row in rows if row.get(key) is not None]
 
 
 def _keys(rows: Sequence[Mapping]) -> set[str]:
-  """Keys that some of the rows have."""
+  """Returns the keys of all rows."""
   return {key for row in rows for key in row}
 
 
 def _recent(train: Sequence[Mapping], key: str) -> float | None:
-  """Mean of a metric over the last ten rows."""
-  last = _values(train[-10:], key)
-  return sum(last) / len(last) if last else None
+  """Returns the mean of a metric over the last ten rows; None if they lack it."""
+  recent = _values(train[-10:], key)
+  return sum(recent) / len(recent) if recent else None
 
 
 def figures(rows: Sequence[Mapping]) -> dict[str, float]:
-  """Final figures of rows of metrics, METRIC/STAGE: means of the last train rows, last eval, sums of failures.
+  """Returns {METRIC/STAGE: final figure}: means of the last train rows, the last evaluation, sums of failures.
 
-  An eval key that train rows have too gets `eval_` in front: eval_loss/sft.
+  Keys of evaluations that train rows have as well get the prefix `eval_`, as in eval_loss/sft.
   """
   stages = _stages(rows)
   out: dict[str, float] = {}
@@ -91,54 +91,54 @@ def figures(rows: Sequence[Mapping]) -> dict[str, float]:
     in_train = _keys(train)
     out[f'steps/{stage}'] = max(row['step'] for row in train + held_out)
     for key in curves.HEADLINES:
-      last = _recent(train, key)
-      if last is not None and key not in ('lr', 'grad_norm'):
-        out[f'{key}/{stage}'] = last
+      recent = _recent(train, key)
+      if recent is not None and key not in ('lr', 'grad_norm'):
+        out[f'{key}/{stage}'] = recent
     out |= {f'{key}/{stage}': total for key in _TOTALS if (total := sum(_values(train, key)))}
     for row in held_out:
       for key in row:
         if key not in ROW_KEYS:
           prefix = 'eval_' if key in in_train else ''
           out[f'{prefix}{key}/{stage}'] = row[key]
-  first = [f'{key}/{stage}' for stage in stages for key in curves.HEADLINES]
-  return {k: out[k] for k in [*first, *out] if k in out}
+  headlines = [f'{key}/{stage}' for stage in stages for key in curves.HEADLINES]
+  return {k: out[k] for k in [*headlines, *out] if k in out}
 
 
 def summary(
   workdir: epath.PathLike, values: Mapping[str, Any], warnings: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-  """Writes summary.json (METRIC/STAGE: number, and warnings), returns it."""
+  """Writes summary.json ({METRIC/STAGE: number, 'warnings'}) and returns its content."""
   out = metrics.plain({**values, 'warnings': warnings})
   seals.write(epath.Path(workdir) / 'summary.json', json.dumps(out, indent=2))
   return out
 
 
 def _shown(key: str, value: Any) -> Any:
-  """A value as the page shows it: the sampler mismatch, a ratio that is 1 at best, as what it exceeds 1 by."""
+  """Returns a value as the page shows it: the sampler mismatch, a ratio of at least 1, minus 1."""
   return value - 1 if key == 'sampler_mismatch' and value is not None else value
 
 
 def _charts(splits: Mapping[str, list[dict]], algorithm: str, budget: int) -> list[dict[str, Any]]:
-  """Charts of a stage; `folded`: a train metric of less weight, one that is 0 throughout, or shown already."""
+  """Returns the charts of a stage; `folded`: less important train metrics, those always 0, or shown by another."""
   in_train = _keys(splits['train'])
   keys = in_train.union(*_held_out(splits)).difference(ROW_KEYS)
   keys = {key for key in keys if not key.startswith('time/')}
-  most = max(12, min(150, budget // max(1, len(keys))))
+  max_points = max(12, min(150, budget // max(1, len(keys))))
   charts = []
-  first = curves.chosen(algorithm, keys)
-  for key in first + sorted(keys.difference(first)):
+  important = curves.chosen(algorithm, keys)
+  for key in important + sorted(keys.difference(important)):
     series = {
       split: [(row['step'], _shown(key, row[key])) for row in rows if key in row] for split, rows in splits.items()
     }
-    zero = all(value == 0 for points in series.values() for _, value in points)
-    known = all(titles.says_nothing_new(key, row) for rows in splits.values() for row in rows if key in row)
-    if made := curves.chart(key, series, most):
-      charts.append(made | {'folded': zero or known or key in in_train and key not in first})
+    is_zero = all(value == 0 for points in series.values() for _, value in points)
+    is_known = all(titles.says_nothing_new(key, row) for rows in splits.values() for row in rows if key in row)
+    if chart := curves.chart(key, series, max_points):
+      charts.append(chart | {'folded': is_zero or is_known or key in in_train and key not in important})
   return charts
 
 
 def phases(train: Sequence[Mapping]) -> dict[str, float]:
-  """Mean seconds a step of each phase that the timer knows, and `other`; without the first step's compile."""
+  """Returns mean seconds per step of each phase, and 'other'; without the first step, which compiles."""
   rows = [row for row in train if row.get('time/step') is not None]
   rows = rows[1:] or rows
   spent = {name: _values(rows, f'time/{name}') for name in (*metrics.PHASES, 'step')}
@@ -148,7 +148,7 @@ def phases(train: Sequence[Mapping]) -> dict[str, float]:
 
 
 def _text(prompt: Any) -> str:
-  """A prompt or completion, text or messages, as text."""
+  """Returns a prompt or completion, text or messages, as text."""
   return '\n'.join(
     f'{m.get("role")}: {m.get("content")}' if isinstance(m, dict) else str(m)
     for m in (prompt if isinstance(prompt, list) else [prompt])
@@ -156,7 +156,7 @@ def _text(prompt: Any) -> str:
 
 
 def _percentiles(rows: Sequence[dict]) -> dict[str, list[float]]:
-  """Returns {'reward', 'length': their percentiles 5, 50 and 95} of rows of samples that have them."""
+  """Returns {'reward' and 'length': percentiles 5, 50 and 95} of rows of samples, if they have them."""
   out = {}
   for key in ('reward', 'length'):
     values = sorted(row[key] for row in rows if isinstance(row.get(key), (int, float)))
@@ -166,21 +166,21 @@ def _percentiles(rows: Sequence[dict]) -> dict[str, list[float]]:
 
 
 def _samples(folder: epath.Path) -> dict[str, Any]:
-  """First and last samples of a stage, side by side where prompts agree."""
+  """Returns the first and last samples of a stage, in pairs if prompts are the same."""
   files = list(metrics.sample_files(folder).items())
-  titled = {f'before, step {step}': path for step, path in files[:-1][:1]}
-  titled |= {f'after, step {step}': path for step, path in files[-1:]}
+  files_by_title = {f'before, step {step}': path for step, path in files[:-1][:1]}
+  files_by_title |= {f'after, step {step}': path for step, path in files[-1:]}
   pairs: dict[str, dict[str, dict]] = {}  # {prompt: {title: its first sample}}
   spread: dict[str, dict[str, list[float]]] = {}
-  for title, path in titled.items():
+  for title, path in files_by_title.items():
     rows = read_growing(path)
     spread[title] = _percentiles(rows)
     for row in rows:
       pairs.setdefault(json.dumps(row.get('prompt')), {}).setdefault(title, row)
-  given = [row.get('reward') for pair in pairs.values() for row in pair.values()]
-  rewards = [reward for reward in given if isinstance(reward, (int, float))]
+  values = [row.get('reward') for pair in pairs.values() for row in pair.values()]
+  rewards = [reward for reward in values if isinstance(reward, (int, float))]
   shown = [pair for pair in pairs.values() if len(pair) == 2][:12]
-  for title in titled if not shown else ():
+  for title in files_by_title if not shown else ():
     shown += [pair for pair in pairs.values() if title in pair][:4]
   return dict(lowest=min(rewards, default=0), highest=max(rewards, default=0), pairs=shown, spread=spread)
 
@@ -188,30 +188,31 @@ def _samples(folder: epath.Path) -> dict[str, Any]:
 def _cards(
   values: Mapping[str, Any], stage: str, splits: Mapping[str, list[dict]], algorithm: str
 ) -> list[dict[str, Any]]:
-  """Final figures of a stage, each with its first value, those that the algorithm is judged by first.
+  """Returns final figures of a stage, each with its first value, beginning with those the algorithm is judged by.
 
-  Without times, counters that stayed 0, and steps, which the headline has.
+  Times, counters that stayed 0, and steps, which the headline shows, are left out.
   """
   train = splits['train']
-  ends = {name.removesuffix(f'/{stage}'): value for name, value in values.items() if name.endswith(f'/{stage}')}
-  own = {key: _recent(train, key) for key in curves.judged_by(algorithm, _keys(train) - ends.keys())}
-  ends |= {key: x for key, x in own.items() if x is not None and not titles.says_nothing_new(key, ends | own)}
-  first = curves.chosen(algorithm, {key.removeprefix('eval_') for key in ends})
-  ordered = [key for measured in first for key in (measured, f'eval_{measured}') if key in ends]
+  final = {name.removesuffix(f'/{stage}'): value for name, value in values.items() if name.endswith(f'/{stage}')}
+  judged = {key: _recent(train, key) for key in curves.judged_by(algorithm, _keys(train) - final.keys())}
+  known = final | judged
+  final |= {key: x for key, x in judged.items() if x is not None and not titles.says_nothing_new(key, known)}
+  chosen = curves.chosen(algorithm, {key.removeprefix('eval_') for key in final})
+  ordered = [key for metric in chosen for key in (metric, f'eval_{metric}') if key in final]
   cards = []
-  for key in dict.fromkeys([*ordered, *ends]):
-    measured = key.removeprefix('eval_')
-    past = _values(train, key) or _values(_held_out(splits), measured)
-    says_something = key in curves.HEADLINES or ends[key] or any(past)
-    if measured.startswith('time/') or key == 'steps' or not says_something:
+  for key in dict.fromkeys([*ordered, *final]):
+    metric = key.removeprefix('eval_')
+    history = _values(train, key) or _values(_held_out(splits), metric)
+    is_informative = key in curves.HEADLINES or final[key] or any(history)
+    if metric.startswith('time/') or key == 'steps' or not is_informative:
       continue
-    begins = past and key not in _TOTALS and not is_clock_key(measured)
-    cards.append(dict(key=key, value=_shown(key, ends[key]), first=_shown(key, past[0]) if begins else None))
+    has_first = history and key not in _TOTALS and not is_clock_key(metric)
+    cards.append(dict(key=key, value=_shown(key, final[key]), first=_shown(key, history[0]) if has_first else None))
   return cards
 
 
 def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: rich.console.Console) -> None:
-  """Prints final figures of the rows of metrics, a reward or loss sparkline, times and paths."""
+  """Prints final figures of rows of metrics, a sparkline of reward or loss, times and paths."""
   values = figures(rows)
   stages = _stages(rows)
   caption = 'Means of the last 10 steps; time of a step: of all steps but the first.'
@@ -232,7 +233,7 @@ def terminal_summary(workdir: epath.PathLike, rows: Sequence[Mapping], console: 
 
 
 def is_repeated(name: str, values: Mapping[str, Any]) -> bool:
-  """Returns whether the table can do without METRIC/STAGE: a time of an evaluation, or what another figure says."""
+  """Returns whether a table can omit METRIC/STAGE: times of evaluations, and values that another figure repeats."""
   key, _, stage = name.rpartition('/')
   of_stage = {k.rpartition('/')[0]: v for k, v in values.items() if k.endswith(f'/{stage}')}
   if not key.startswith('eval_'):
@@ -249,18 +250,18 @@ def _sparkline(values: list[float]) -> str:
 
 
 def write_report(workdir: epath.PathLike, rows: Sequence[Mapping] | None = None) -> epath.Path:
-  """Writes report.html from the files of a run, finished or alive, and its rows of metrics (None reads them, too)."""
+  """Writes report.html from the files of a run, finished or not, and its rows of metrics (None: read them, too)."""
   workdir = epath.Path(workdir)
   rows = read_rows(workdir / 'metrics.jsonl') if rows is None else rows
-  done = _read_json(workdir / 'summary.json', {})
+  summary = _read_json(workdir / 'summary.json', {})
   config = _read_json(workdir / 'config.json', {})
   stages = _stages(rows)
-  warnings = done.pop('warnings', ())
-  values = done or figures(rows)
+  warnings = summary.pop('warnings', ())
+  values = summary or figures(rows)
   methods = {stage: _algorithm(config, stage) for stage in stages}
   text = _template().render(
     name=object_store.resolved(workdir).rpartition('/')[2],
-    wall_s=done.get('wall_s'),
+    wall_s=summary.get('wall_s'),
     resumes=read_growing(workdir / 'resumes.jsonl'),
     warnings=warnings,
     stages={
@@ -278,21 +279,19 @@ def write_report(workdir: epath.PathLike, rows: Sequence[Mapping] | None = None)
     plans=_read_json(workdir / 'plan.json', []),
     config=config and json.dumps(config, indent=2, ensure_ascii=False),
   )
-  # A lone surrogate, which UTF-8 lacks, becomes `?`.
+  # A lone surrogate, which UTF-8 cannot encode, becomes `?`.
   object_store.write(workdir / 'report.html', text.encode('utf-8', 'replace'))
   return workdir / 'report.html'
 
 
 def _algorithm(config: dict, stage: str) -> str:
-  """Returns the algorithm of a stage by a run's config.json; the stage's name where that says nothing."""
-  own = config[stage] if isinstance(config.get(stage), dict) else {}
-  return own.get('algorithm') or config.get('algorithm') or stage
+  """Returns the algorithm of a stage from a run's config.json; the stage's name if it is not there."""
+  block = config[stage] if isinstance(config.get(stage), dict) else {}
+  return block.get('algorithm') or config.get('algorithm') or stage
 
 
 def start_of_run(workdir: epath.Path) -> dict[str, Any]:
-  """Returns the newest start of a run: `facts` {label: text}, `changes` {stage: {field: value}}, `count` of all,
-  and, of a run by a config file, its `recipe` and the `overrides` {field: text} of the command line.
-  """
+  """Returns the last start: facts {label: text}, changes {stage: {field: value}}, config file, overrides, and count."""
   rows = read_growing(workdir / 'starts.jsonl')
   if not rows:
     return {}
@@ -310,26 +309,26 @@ def start_of_run(workdir: epath.Path) -> dict[str, Any]:
   for name, stage in (last.get('stages') or {}).items():
     facts[name] = f'{stage.get("rows")} rows, {stage.get("steps")} steps of {stage.get("batch")}'
   shown = {label: str(value) for label, value in facts.items() if value not in (None, '')}
-  recipe, overrides = _given(words)
+  recipe, overrides = _config_flags(words)
   return dict(facts=shown, changes=last.get('changes') or {}, count=len(rows), recipe=recipe, overrides=overrides)
 
 
 def _command(words: list[str]) -> str:
-  """Returns a line to paste into a shell; a module of launch/ has its name there, and not the folder of a clone."""
+  """Returns a line to paste into a shell; modules of launch/ are named, without the folder of the clone."""
   program = re.sub(r'.*\blaunch[/\\](\w+)\.py', r'python -m launch.\1', words[0])
   return ' '.join([program, *map(shlex.quote, words[1:])])
 
 
-def _given(words: list[str]) -> tuple[str, dict[str, str]]:
+def _config_flags(words: list[str]) -> tuple[str, dict[str, str]]:
   """Returns (config file with its arguments, {field: text of its override}) of a command line."""
   recipe, overrides = '', {}
   for i, word in enumerate(words):
-    found = re.fullmatch(r'--?(no)?config(?:\.([^=]+))?(?:=(.*))?', word, re.DOTALL)
-    if not found:
+    match = re.fullmatch(r'--?(no)?config(?:\.([^=]+))?(?:=(.*))?', word, re.DOTALL)
+    if not match:
       continue
-    no, field, value = found.groups()
-    following = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith('-') else 'True'
-    value = 'False' if no else following if value is None else value
+    negated, field, value = match.groups()
+    next_word = words[i + 1] if i + 1 < len(words) and not words[i + 1].startswith('-') else 'True'
+    value = 'False' if negated else next_word if value is None else value
     if field:
       overrides[field] = value
     else:
@@ -343,8 +342,8 @@ def _title(key: str) -> str:
 
 
 def _template() -> jinja2.Template:
-  """The page in this folder, which escapes what it shows."""
+  """Returns the template in this folder, which escapes all values."""
   loader = jinja2.PackageLoader('jaxpost', 'monitor')
-  made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  made.filters.update(number=number, duration=_seconds, text=_text, title=_title)
-  return made.get_template('report.html.jinja')
+  environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+  environment.filters.update(number=number, duration=_seconds, text=_text, title=_title)
+  return environment.get_template('report.html.jinja')

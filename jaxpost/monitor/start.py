@@ -1,7 +1,7 @@
 """Describes the start of a run (versions, devices, commit, data, seed), prints it, and keeps it in starts.jsonl.
 
-Each start and each resume of a run adds an object to WORKDIR/starts.jsonl, which the
-report shows. Nothing in a run depends on it.
+Each start and each resume of a run adds an object to WORKDIR/starts.jsonl, which the report shows. Nothing in a run
+depends on it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'transformers
 
 
 def describe() -> dict[str, Any]:
-  """Returns facts about this process and its machine, as JSON."""
+  """Returns JSON-able facts about this process and its machine."""
   return dict(
     time=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec='seconds'),
     command=list(sys.argv),
@@ -48,17 +48,17 @@ def describe() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-  """Returns {package: version} of this library and those it computes with."""
-  found = {'jaxpost': sys.modules['jaxpost'].__version__}  # a clone need not be installed
+  """Returns {package: version} of this library and the packages that it computes with."""
+  out = {'jaxpost': sys.modules['jaxpost'].__version__}  # a clone need not be installed
   for name in _PACKAGES:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-      found[name] = importlib.metadata.version(name)
-  return found
+      out[name] = importlib.metadata.version(name)
+  return out
 
 
-@functools.cache  # the opening line of a run and its record have it
+@functools.cache  # used for the opening line of a run and for its record
 def commit() -> str:
-  """Returns the git commit of this clone, with '-dirty' if files differ from it; '' outside of a clone."""
+  """Returns the git commit of this clone, with '-dirty' if files differ from it; '' outside a clone."""
   root = pathlib.Path(__file__).parents[2]
   if not (root / '.git').exists():
     return ''
@@ -70,25 +70,25 @@ def commit() -> str:
 
 
 def code_files(changes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-  """Returns {path: digest} of the files of Python that a config names, as in reward='./my.py:fn'.
+  """Returns {path: digest} of the Python files that a config names, as in reward='./my.py:fn'.
 
   Args:
     changes: {stage: {field: value}} of the fields that are set.
   """
   out = {}
   for value in (value for fields in changes.values() for value in fields.values()):
-    for text in value if isinstance(value, list) else [value]:
-      path = str(text).rpartition(':')[0]
+    for reference in value if isinstance(value, list) else [value]:
+      path = str(reference).rpartition(':')[0]
       if path.endswith('.py') and epath.Path(path).exists():
         out[path] = hashlib.sha256(epath.Path(path).read_bytes()).hexdigest()
   return out
 
 
 def opening(seed: int, workdir: str) -> str:
-  """Returns the line that a run begins with, before anything is read: software, seed and folder."""
-  found = versions()
-  place = f' ({at})' if (at := commit()) else ''
-  return f'jaxpost {found["jaxpost"]}{place}, JAX {found["jax"]}, seed {seed}, workdir {workdir}'
+  """Returns the line that a run begins with, before anything is read: versions, seed and folder."""
+  packages = versions()
+  commit_text = f' ({git_commit})' if (git_commit := commit()) else ''
+  return f'jaxpost {packages["jaxpost"]}{commit_text}, JAX {packages["jax"]}, seed {seed}, workdir {workdir}'
 
 
 def lines(facts: Mapping[str, Any]) -> list[str]:
@@ -97,8 +97,8 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
   Args:
     facts: of `describe`, with `stages` ({name: {'rows', 'tokens_per_epoch', 'batch', 'steps'}}).
   """
-  several = f' on {facts["processes"]} processes' if facts['processes'] > 1 else ''
-  out = [f'devices: {facts["devices"]} x {facts["device_kind"]}{several}']
+  processes = f' on {facts["processes"]} processes' if facts['processes'] > 1 else ''
+  out = [f'devices: {facts["devices"]} x {facts["device_kind"]}{processes}']
   for name, stage in facts['stages'].items():
     text = f'{name}: {stage["steps"]} step{"s" * (stage["steps"] != 1)} of {stage["batch"]}, {stage["rows"]:,} rows'
     text += ' (less than a batch, which repeats them)' * (stage['epochs'] > stage['steps'])

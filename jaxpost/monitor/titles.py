@@ -1,4 +1,4 @@
-"""Titles of metrics, by titles.toml: the report and the console show no raw keys. Imports no JAX."""
+"""Titles of metrics, from titles.toml, which the report and the console show instead of keys. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import tomllib
 from collections.abc import Mapping
 
 _PLACES = {'NAME': '([^/]+)', 'ROLE': '([^/]+)', 'N': r'(\d+)'}
-_PLACE = re.compile('NAME|ROLE|(?<![A-Za-z])N(?![A-Za-z])')  # in a key of titles.toml
+_PLACE = re.compile('NAME|ROLE|(?<![A-Za-z])N(?![A-Za-z])')  # placeholders in keys of titles.toml
 
 
 def title(key: str) -> str:
-  """Returns the title of a metric; of a key that is not known, its words."""
+  """Returns the title of a metric; for an unknown key, its words."""
   exact, patterns = _known()
   if key in exact:
     return exact[key]
@@ -23,34 +23,34 @@ def title(key: str) -> str:
   if key.endswith('/unfiltered'):
     return f'{title(key.removesuffix("/unfiltered"))}, before dynamic sampling'
   for pattern, places, text in patterns:
-    if found := pattern.fullmatch(key):
-      for place, value in zip(places, found.groups()):
+    if match := pattern.fullmatch(key):
+      for place, value in zip(places, match.groups()):
         text = re.sub(rf'\b{place}\b', value.replace('\\', r'\\').replace('_', ' '), text)
-      return text.replace('@N', f'@{found[1]}')
+      return text.replace('@N', f'@{match[1]}')
   words = key.replace('_', ' ').replace('/', ', ')
   return words[:1].upper() + words[1:]
 
 
 def says_nothing_new(key: str, values: Mapping[str, float]) -> bool:
-  """Returns whether a line with all other values can do without this one.
+  """Returns whether a line with all other values can omit this one, because it is repeated or rarely of interest.
 
-  With one reward its mean is the reward, and pass@k by it is pass@k; the NLL is the loss of SFT; spreads, and a count
-  of what went wrong where nothing did, are in metrics.jsonl.
+  With a single reward, its mean is the reward and pass@k by it is pass@k. The NLL is the loss of SFT. Standard
+  deviations, and counts of failures that are 0, are in metrics.jsonl only.
   """
   if key.endswith('/std') or (key == 'ungraded_prompts' and not values[key]):
     return True
-  whole = 'reward' if key.startswith('rewards/') else 'loss' if key == 'nll' else key.partition('/')[0]
-  return whole != key and values.get(whole) == values[key]
+  same = 'reward' if key.startswith('rewards/') else 'loss' if key == 'nll' else key.partition('/')[0]
+  return same != key and values.get(same) == values[key]
 
 
 @functools.cache
 def _known() -> tuple[dict[str, str], list[tuple[re.Pattern, list[str], str]]]:
-  """Returns the titles of whole keys, and (pattern, places in it, title) of the others."""
+  """Returns titles of keys without placeholders, and (pattern, placeholders, title) of the others."""
   table = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('utf-8'))
   exact, patterns = {}, []
   for key, text in table.items():
     if places := _PLACE.findall(key):
-      pattern = _PLACE.sub(lambda found: _PLACES[found[0]], re.escape(key))
+      pattern = _PLACE.sub(lambda match: _PLACES[match[0]], re.escape(key))
       patterns.append((re.compile(pattern), places, text))
     else:
       exact[key] = text

@@ -1,7 +1,7 @@
-"""Experiment trackers that get a run's metrics, samples and report: wandb, trackio, MLflow.
+"""Sends a run's metrics, samples and report to experiment trackers: wandb, trackio, MLflow.
 
-Each is a package that is imported only where `config.log.trackers` names it. A tracker that fails
-in a run is left out from then on, with one warning: `metrics.jsonl` has all that it would get.
+A tracker's package is imported only if `config.log.trackers` names it. A tracker that fails during a run is left out
+from then on, with one warning: `metrics.jsonl` has all values.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Options(NamedTuple):
 class Client(NamedTuple):
   """A started tracker: log(values, step), file(path of a file in the run folder), finish().
 
-  define(stage) and show(stage, step, sample rows) where it has something for them.
+  define(stage) and show(stage, step, sample rows) do nothing by default.
   """
 
   log: Callable[[dict[str, float], int], Any]
@@ -49,11 +49,11 @@ class Client(NamedTuple):
 
 
 def _kept(folder: str, file: str, mark: str) -> str:
-  """Returns the mark of a folder's run, which its first start keeps in a file: it continues no other of its name."""
-  kept = epath.Path(folder) / file
-  if not kept.exists():
-    object_store.write_text(kept, mark)
-  return kept.read_text()
+  """Returns the mark by which a tracker knows the run of this folder; it is written at the first start."""
+  mark_file = epath.Path(folder) / file
+  if not mark_file.exists():
+    object_store.write_text(mark_file, mark)
+  return mark_file.read_text()
 
 
 def _wandb(options: Options, folder: str) -> Client:
@@ -102,16 +102,16 @@ def _mlflow(options: Options, folder: str) -> Client:
   experiment = options.project or 'jaxpost'
   if options.offline:
     mlflow.set_tracking_uri(f'sqlite:///{folder}/mlflow.db')
-    if mlflow.get_experiment_by_name(experiment) is None:  # Its default place for files is ./mlruns.
+    if mlflow.get_experiment_by_name(experiment) is None:  # its default folder for files is ./mlruns
       mlflow.create_experiment(experiment, artifact_location=pathlib.Path(folder, 'mlruns').as_uri())
   mlflow.set_experiment(experiment)
-  kept = epath.Path(folder) / 'mlflow_run.txt'  # the same folder continues the same run
+  id_file = epath.Path(folder) / 'mlflow_run.txt'  # the same folder continues the same run
   run = mlflow.start_run(
-    run_id=kept.read_text() if kept.exists() else None,
+    run_id=id_file.read_text() if id_file.exists() else None,
     run_name=options.run_name or os.path.basename(folder.rstrip('/')),
     tags=dict.fromkeys(options.tags, 'true') or None,
   )
-  object_store.write_text(kept, run.info.run_id)
+  object_store.write_text(id_file, run.info.run_id)
 
   def log(values: dict[str, float], step: int) -> None:
     mlflow.log_metrics({key.replace('@', '_at_'): value for key, value in values.items()}, step=step)
@@ -135,15 +135,15 @@ def check_installed(names: Sequence[str]) -> None:
 def start(config: Any, workdir: epath.PathLike) -> Trackers:
   """Starts the trackers of `config.log`."""
   log = config.log
-  place = dict(project=log.project, entity=log.entity, run_name=log.run_name)
-  return Trackers(Options(log.trackers, tags=log.tags, offline=log.offline, **place), workdir)
+  names = dict(project=log.project, entity=log.entity, run_name=log.run_name)
+  return Trackers(Options(log.trackers, tags=log.tags, offline=log.offline, **names), workdir)
 
 
 class Trackers:
-  """The trackers of a run. No failure of theirs ends it."""
+  """The trackers of a run, whose failures do not end it."""
 
   def __init__(self, options: Options, workdir: epath.PathLike):
-    """Starts them; `check_installed` has seen their packages."""
+    """Starts the trackers; `check_installed` has checked their packages."""
     self._folder = object_store.resolved(epath.Path(workdir))
     self._clients: dict[str, Client] = {}
     for name in options.names:
@@ -155,7 +155,7 @@ class Trackers:
         _left_out(name, 'start', error)
 
   def start_stage(self, stage: str) -> None:
-    """Says that the metrics of a stage have steps of their own."""
+    """Declares that the metrics of a stage have their own steps."""
     self._each('start of a stage', lambda client: client.define(stage))
 
   def log(self, stage: str, step: int, values: Mapping[str, float]) -> None:
@@ -163,23 +163,23 @@ class Trackers:
     self._each('metrics', lambda client: client.log({**values, f'{stage}/step': step}, step))
 
   def samples(self, stage: str, step: int, rows: Sequence[Mapping[str, Any]], name: str) -> None:
-    """Sends sample rows, which are in the file `name` of the run folder; one in a bucket stays there."""
+    """Sends sample rows, and the file `name` of the run folder that holds them, unless it is in a bucket."""
     self._each('samples', lambda client: client.show(stage, step, rows) if rows else None)
     path = os.path.join(self._folder, name)
     if os.path.isfile(path):
       self._each(name, lambda client: client.file(path))
 
   def finish(self) -> None:
-    """Sends the report as it is now, and ends them."""
+    """Sends the report in its current state, and ends the trackers."""
     started = dict(self._clients)
     self._each('the report', self._send_report)
-    self._clients = started  # one that has no report has an end, too
+    self._clients = started  # a tracker that failed to take the report still has to be ended
     self._each('the end', lambda client: client.finish())
     self._clients = {}
 
   @functools.cached_property
   def _report(self) -> str:
-    """The path of the report, which is written once for all of them."""
+    """The path of the report, which is written once for all trackers."""
     from jaxpost.monitor import report
 
     return os.fspath(report.write_report(self._folder))
@@ -198,8 +198,8 @@ class Trackers:
 
 
 def _left_out(name: str, what: str, error: BaseException) -> None:
-  """Warns of a failure, whatever it is: the errors of clients and their networks have no common type."""
-  if not isinstance(error, Exception):  # Ctrl-C, or the end of the process
+  """Warns of a failure of any type: the errors of clients and their networks have no common type."""
+  if not isinstance(error, Exception):  # such as KeyboardInterrupt or SystemExit
     raise error
   logging.warning(
     '%s failed at %s and is left out from here on (%s: %s); metrics.jsonl has everything',

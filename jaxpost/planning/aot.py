@@ -1,6 +1,6 @@
-"""Compiles the programs of a stage for described devices, into one row of figures each.
+"""Compiles the programs of a stage for described devices, and returns a row of figures for each program.
 
-No array is made: roles hold shapes and shardings in place of weights.
+No arrays are allocated: roles hold shapes and shardings instead of weights.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SAMPLING = tuple(x for x in memory.SAMPLING if x != 'reshard')
 
 @dataclasses.dataclass
 class Compiled:
-  """A stage whose programs are compiled; `rows` of the ledger, one per program."""
+  """A stage and the ledger rows of its compiled programs, one per program."""
 
   placed: place.PlacedStage
   rows: list[dict]
 
 
 class TooLargeError(InputError):
-  """XLA for TPU compiles no program for less memory than its temporaries take: `needed` bytes."""
+  """XLA for TPU refused to compile a program, because its temporaries of `needed` bytes exceed a device."""
 
   def __init__(self, program: str, needed: int):
     super().__init__(f'{program} does not fit: its temporaries alone take {needed / 2**30:.2f} GiB of a device')
@@ -48,7 +48,7 @@ class TooLargeError(InputError):
 
 
 def compile_stage(prepared: PreparedStage, topology: machines.Topology, only: tuple[str, ...] = ()) -> Compiled:
-  """Compiles what a run of this stage would compile before its first step.
+  """Compiles the programs that a run of this stage compiles before its first step.
 
   Args:
     prepared: a stage without data or weights; see `dry_run`.
@@ -56,7 +56,7 @@ def compile_stage(prepared: PreparedStage, topology: machines.Topology, only: tu
     only: names of the programs to compile; (): all.
 
   Raises:
-    TooLargeError: XLA refuses a program for its memory.
+    TooLargeError: XLA refuses a program that needs too much memory.
   """
   ledger = Ledger(dry=True, options=machines.compiler_options(topology), only=only)
   placed = place.place_stage(prepared, machines.devices(topology), ledger)
@@ -94,7 +94,7 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
     chunks = -(-length // chunk)
 
   def iterations(loop: str) -> int:
-    """Returns how often a loop runs whose end the HLO does not say; named by the loop's place in the code."""
+    """Returns how often a loop runs whose HLO does not say it; `loop` is its op_name, its place in the code."""
     if re.search(r'\brounds\)*/while$', loop):
       return 1
     if re.search(r'\bblocks\)*/while$', loop):
@@ -106,17 +106,17 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
     return cfg.experts.share(number) if cfg.experts else 1.0
 
   def branch(condition: str) -> bool | None:
-    """Returns False for the search of a truncation where the config draws from the whole distribution."""
+    """Returns False for the search of a truncation (top-k, top-p) if the config samples without one."""
     return False if re.search(r'\bchoose\)*/cond$', condition) and draws_from_all(placed) else None
 
   filled = filled_entries(placed) if name == 'generate' else 0
   totals = cost.count(compiled.as_text() or '', iterations, sent_share, branch, filled)
-  found: collections.Counter[str] = collections.Counter()
+  arguments: collections.Counter[str] = collections.Counter()
   for arg in args:
-    found.update(_parts(arg))
+    arguments.update(_parts(arg))
   analysis = compiled.cost_analysis()
   return dict(
-    arguments=dict(found),
+    arguments=dict(arguments),
     totals=totals,
     mesh=layout.mesh,
     filled=filled,
@@ -128,7 +128,7 @@ def look(placed: place.PlacedStage, name: str, compiled: jax.stages.Compiled, ar
 
 
 def filled_entries(placed: place.PlacedStage) -> int:
-  """Returns the entries of a slot's cache that blocks of decoding find filled, on average over a completion.
+  """Returns how many cache entries of a slot are filled when a decoding block starts, averaged over a completion.
 
   Prompts and completions have the maximum length.
   """
@@ -137,14 +137,14 @@ def filled_entries(placed: place.PlacedStage) -> int:
 
 
 def draws_from_all(placed: place.PlacedStage) -> bool:
-  """Returns True if the samples that are trained on are drawn without truncation, and no token is excluded."""
+  """Returns True if training samples are drawn from the whole distribution: no truncation, no excluded token."""
   r = placed.config.rollout
-  cut = r.top_k > 0 or r.top_p < 1 or r.min_p > 0 or r.temperature == 0 or r.forbidden_ids or r.min_new_tokens
-  return placed.algorithm.on_policy and not cut
+  truncated = r.top_k > 0 or r.top_p < 1 or r.min_p > 0 or r.temperature == 0 or r.forbidden_ids or r.min_new_tokens
+  return placed.algorithm.on_policy and not truncated
 
 
 def layout_of(placed: place.PlacedStage, name: str, args: Sequence[Any]) -> Layout:
-  """Returns the layout of the phase whose devices a program runs on; a reshard runs on those that train."""
+  """Returns the layout of the phase whose devices run a program; a reshard runs on the training devices."""
   if name in SAMPLING:
     return placed.rollout
   first = next(iter(jax.tree.leaves(args)), None)
@@ -156,7 +156,7 @@ def layout_of(placed: place.PlacedStage, name: str, args: Sequence[Any]) -> Layo
 def _blocks(placed: place.PlacedStage, layout: Layout, tokens: int) -> int:
   """Returns the expected number of row blocks that the experts of a device multiply, for a uniform router.
 
-  tokens: of whole rows; `context` splits them.
+  tokens: of whole rows, which the mesh axis `context` splits.
   """
   tokens //= row_shards(layout)
   experts = placed.model.config.experts
@@ -165,7 +165,7 @@ def _blocks(placed: place.PlacedStage, layout: Layout, tokens: int) -> int:
 
 
 def _parts(arg: Any) -> dict[str, int]:
-  """Returns bytes of an argument on a device, by purpose."""
+  """Returns {purpose: bytes on a device} of an argument of a program."""
   if isinstance(arg, TrainState):
     return dict(parameters=memory.size(arg.params), optimizer=memory.size(arg.opt_state))
   if isinstance(arg, (DecodeState, Prefilled)):

@@ -1,10 +1,9 @@
-"""Memory and seconds of a step by arithmetic: nothing is compiled, and no device is described to a compiler.
+"""Memory and seconds of a step by arithmetic, without compiling anything.
 
-Parameters, optimizer state, frozen models and the KV cache have their exact sizes, from the
-parameter table and the mesh. Activations, and what a program reads and writes, are counted for
-`remat=full`, where a layer keeps its input and is computed again when its gradient is, and for
-`remat=dots`, where it keeps the results of its projections and of attention, too. docs/fits.md
-has these figures beside those of compiled programs; `sampling_arithmetic.py` has those of sampling.
+Sizes of parameters, optimizer state, frozen models and the KV cache are exact, from the parameter table and the mesh.
+Activations and memory traffic are counted for `remat=full`, where a layer saves its input and is recomputed in the
+backward pass, and for `remat=dots`, where it also saves the results of its projections and of attention. docs/fits.md
+compares these figures with those of compiled programs; `sampling_arithmetic.py` has those of sampling.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ if TYPE_CHECKING:
   from jaxpost.planning import machines
   from jaxpost.stage.records import Inputs
 
-USABLE = 0.9  # of what JAX may take: the rest is for fragments, and for what is left out here
-# By how much XLA for TPU allocates more than is alive where layers keep several results, which leave gaps.
+USABLE = 0.9  # share of the memory that JAX may take; the rest is for fragmentation and for what is not counted here
+# Allocated bytes per live byte of XLA for TPU if layers save several results, which leave gaps.
 _GAPS = 1.2
-# Arrays of a layer's widths that are alive while its gradient is computed: the values and their gradients.
+# Live arrays of each width of a layer in its backward pass: the values and their gradients.
 _ALIVE = 2
-_PREFETCHED = 2  # layers whose weights are gathered at a time
-# Passes over the weights of an update: forward, and for the gradients of inputs and weights.
+_PREFETCHED = 2  # layers whose weights are gathered at the same time
+# Passes of an update over the weights: forward, and for the gradients of inputs and of weights.
 _PASSES = 3
-# Forward passes that the backward pass recomputes.
-_AGAIN = {'dots': 0.0, 'full': 1.0}
-ESTIMATED = ('auto', *_AGAIN)  # of config.model.remat, on accelerators
+# config.model.remat -> forward passes that the backward pass recomputes.
+_RECOMPUTED = {'dots': 0.0, 'full': 1.0}
+ESTIMATED = ('auto', *_RECOMPUTED)  # of config.model.remat, on accelerators
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +46,10 @@ class Estimate:
   """The memory and the seconds that a step takes on a device.
 
   updating: {purpose: bytes} during an update.
-  sampling: {purpose: bytes} while completions are drawn, to be trained on or evaluated; {} where none are.
-  seconds: {'update', 'score', 'sample': seconds of a step}: products, memory and network without overlap.
-  trained: tokens of a step.
-  scoring: bytes of frozen models that have devices of their own, on one of these.
+  sampling: {purpose: bytes} while completions for training or evaluation are sampled; {} if none are.
+  seconds: {'update', 'score' or 'sample': seconds of a step}: compute, memory and network without overlap.
+  trained: tokens that a step trains on.
+  scoring: bytes of frozen models on one of `mesh.score_devices`; 0 without such devices.
   """
 
   updating: dict[str, float]
@@ -61,7 +60,7 @@ class Estimate:
 
   @property
   def memory(self) -> dict[str, float]:
-    """{purpose: bytes} while the program of training that needs most of it runs."""
+    """{purpose: bytes} of updates or of sampling for training, whichever needs more."""
     return max(self.updating, self.sampling, key=_sum) if 'sample' in self.seconds else self.updating
 
   @property
@@ -78,7 +77,7 @@ def estimate(
 ) -> Estimate:
   """Estimates a step of a stage with the meshes `train` and `rollout`, {axis: size}.
 
-  branches: documents of a row branch, as pairs with one prompt do, which not every attention kernel supports.
+  branches: whether documents branch, such as pairs with one prompt; not every attention kernel supports that.
 
   Raises:
     InputError: the rows of a step do not split over the mesh.
@@ -86,31 +85,31 @@ def estimate(
   train_layout = meshes.layout(train)
   platform = 'gpu' if topology.gpu else 'tpu'
   section = inputs.config.model
-  known = chips.of_kind(topology.chip.kind)
-  most, triton = known.memory if known else 0.0, not topology.before_ampere
-  compute = compute_for(platform, section.dtype, section.remat, section.attention, most, triton=triton)
-  if compute.remat not in _AGAIN:
-    raise InputError(f'config.model.remat: memory is estimated for {" and ".join(_AGAIN)} only')
-  split = train_layout.mesh.shape['context'] > 1 and compute.attention in WHOLE_ROW_KERNELS
-  if split or branches and compute.attention not in BRANCHES:
+  chip = chips.of_kind(topology.chip.kind)
+  chip_memory, triton = chip.memory if chip else 0.0, not topology.before_ampere
+  compute = compute_for(platform, section.dtype, section.remat, section.attention, chip_memory, triton=triton)
+  if compute.remat not in _RECOMPUTED:
+    raise InputError(f'config.model.remat: memory is estimated for {" and ".join(_RECOMPUTED)} only')
+  splits_rows = train_layout.mesh.shape['context'] > 1 and compute.attention in WHOLE_ROW_KERNELS
+  if splits_rows or branches and compute.attention not in BRANCHES:
     compute = dataclasses.replace(compute, attention='chunked')
   on_policy = inputs.algorithm.on_policy
   shape = batch_shape.batch_shape(inputs.config, on_policy, train_layout.batch_shards, tokens=compute.micro_tokens)
   case = Case(inputs, topology, train_layout, meshes.layout(rollout, 'rollout'), compute, shape=shape)
-  stays = held.memory(case)
-  learning = [case]  # of each model that learns, one after the other
+  resident = held.memory(case)
+  trained = [case]  # one for each model that learns; they are updated one after the other
   if 'critic' in inputs.sources:
     critic, _ = critic_weights.model_of(inputs)
-    learning.append(dataclasses.replace(case, inputs=dataclasses.replace(inputs, model=critic)))
-  updating = stays | max(map(_activations, learning), key=_sum)
-  passes = shape.filled * inputs.config.rl.epochs if on_policy else shape.filled
-  seconds = {'update': _update_seconds(case, stays['optimizer']) * passes / shape.micro_rows}
+    trained.append(dataclasses.replace(case, inputs=dataclasses.replace(inputs, model=critic)))
+  updating = resident | max(map(_activations, trained), key=_sum)
+  rows_updated = shape.filled * inputs.config.rl.epochs if on_policy else shape.filled
+  seconds = {'update': _update_seconds(case, resident['optimizer']) * rows_updated / shape.micro_rows}
   if 'reference' in inputs.sources:
-    scored = case.seconds(_flops(case), _read(case, 1), _traffic(case, train=False))
+    scored = case.seconds(_flops(case), _memory_traffic(case, 1), _traffic(case, train=False))
     seconds['score'] = scored * shape.filled / shape.micro_rows
   trained = shape.rows * shape.row_length
-  sampling = stays | sampling_arithmetic.memory(case) if checks.samples(inputs.config, inputs.algorithm) else {}
-  if inputs.config.rollout.staleness and not inputs.config.mesh.rollout_devices:  # the sampler runs meanwhile
+  sampling = resident | sampling_arithmetic.memory(case) if checks.samples(inputs.config, inputs.algorithm) else {}
+  if inputs.config.rollout.staleness and not inputs.config.mesh.rollout_devices:  # the sampler runs during updates
     updating |= {k: sampling[k] for k in ('sampler', 'cache') if k in sampling}
   if on_policy:
     seconds['sample'] = sampling_arithmetic.seconds(case)
@@ -125,17 +124,17 @@ def _sum(parts: dict[str, float]) -> float:
 
 
 def _saved_width(case: Case) -> float:
-  """Returns the elements of a token that a layer keeps for `remat=dots`, in the residual type."""
+  """Returns the elements per token that a layer saves with `remat=dots`, counted in the residual dtype."""
   cfg = case.cfg
-  split = case.attention_width + 2 * case.mlp_width
-  if case.compute.attention == 'triton':  # a float32 statistic of each head
-    split += 2 * cfg.num_heads
-  # The input is kept, too, and the results of both projections to its width.
-  return split / case.train.mesh.shape['tensor'] + 3 * cfg.hidden_size
+  elements = case.attention_width + 2 * case.mlp_width
+  if case.compute.attention == 'triton':  # a float32 statistic per head
+    elements += 2 * cfg.num_heads
+  # The input is saved as well, and the results of both projections to hidden_size.
+  return elements / case.train.mesh.shape['tensor'] + 3 * cfg.hidden_size
 
 
 def _chunk(case: Case) -> float:
-  """Returns the logits of a device that are in memory at a time."""
+  """Returns the number of logits in the memory of a device at a time."""
   sizes = case.train.mesh.shape
   rows = case.shape.micro_rows // case.train.batch_shards
   length = case.shape.row_length // sizes['context']
@@ -144,41 +143,41 @@ def _chunk(case: Case) -> float:
 
 
 def _activations(case: Case) -> dict[str, float]:
-  """Returns the bytes that an update needs besides what is held: at its head, or at a layer."""
+  """Returns the bytes of gradients and activations in an update, at its peak: in a layer or at the head."""
   model, cfg = case.inputs.model, case.cfg
   residual = jnp.dtype(case.compute.residual).itemsize
   gradients = FLOAT * held.elements(partition.trained_part(model), case.train)
-  if case.shape.micro_rows < case.shape.update_rows:  # the sum, and those of the rows at hand
+  if case.shape.micro_rows < case.shape.update_rows:  # accumulated ones, and those of the micro-batch
     gradients *= 2
   width = cfg.hidden_size if case.compute.remat == 'full' else _saved_width(case)
-  kept = case.tokens * width * residual * (cfg.num_layers + model.trains_mtp)
+  saved = case.tokens * width * residual * (cfg.num_layers + model.trains_mtp)
   tensor = case.train.mesh.shape['tensor']
   weights = _ALIVE * case.attention_weights(case.tokens, case.shape.row_length, tensor)
   layer = _ALIVE * case.tokens * case.layer_width(tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
   logits = _chunk(case) if model.head else 0.0
   head = logits * (FLOAT + case.width) + case.tokens * cfg.hidden_size * FLOAT + _gathered(case, 'vocab')
-  activations = kept + max(weights + layer, head)
+  activations = saved + max(weights + layer, head)
   if case.compute.platform == 'tpu' and case.compute.remat != 'full':
     activations *= _GAPS
   return dict(gradients=gradients, activations=activations)
 
 
 def _gathered(case: Case, axis: str) -> float:
-  """Returns the bytes of one layer, or of embedding and head, gathered and in the type of products.
+  """Returns the bytes of gathered weights, of one layer (`axis` 'layers') or of embedding and head ('vocab').
 
-  All is gathered over fsdp, and what is no expert over expert. The gradients of what is gathered are whole, in float32,
-  before they are reduced.
+  Weights are gathered over fsdp, and all but those of experts over expert, in the dtype of products. Their gradients
+  have the same shape, in float32, before they are reduced.
   """
   sizes = dict(case.train.mesh.shape)
   total = 0.0
   model = case.inputs.model
-  for path, x in model.table.items():
-    if axis in x.axes and x.matrix | ('vocab' in x.axes) and path not in model.mtp:  # which is gathered on its own
-      over = ('fsdp',) if 'expert' in x.axes else ('fsdp', 'expert')
-      whole = meshes.layout(sizes | dict.fromkeys(over, 1)).sharding(x.axes, x.shape)
-      count = math.prod(whole.shard_shape(x.shape)) / (x.shape[0] if x.stacked else 1)
-      reduced = any(sizes[a] > 1 for a in over) and path not in model.frozen
-      total += count * (case.width + FLOAT * reduced)
+  for path, param in model.table.items():
+    if axis in param.axes and param.matrix | ('vocab' in param.axes) and path not in model.mtp:  # gathered separately
+      axes = ('fsdp',) if 'expert' in param.axes else ('fsdp', 'expert')
+      gathered = meshes.layout(sizes | dict.fromkeys(axes, 1)).sharding(param.axes, param.shape)
+      elements = math.prod(gathered.shard_shape(param.shape)) / (param.shape[0] if param.stacked else 1)
+      has_gradient = any(sizes[name] > 1 for name in axes) and path not in model.frozen
+      total += elements * (case.width + FLOAT * has_gradient)
   return total
 
 
@@ -197,8 +196,8 @@ def _flops(case: Case) -> float:
   return tokens * transformer.flops_per_token(case.cfg, case.context) / case.train.mesh.size
 
 
-def _read(case: Case, passes: float) -> float:
-  """Returns the bytes of weights and activations that so many passes over the layers move."""
+def _memory_traffic(case: Case, passes: float) -> float:
+  """Returns the bytes of weights, activations and logits that `passes` passes over the layers read or write."""
   cfg = case.cfg
   model = case.inputs.model
   tensor = case.train.mesh.shape['tensor']
@@ -210,13 +209,13 @@ def _read(case: Case, passes: float) -> float:
 
 
 def _update_seconds(case: Case, state: float) -> float:
-  """Returns the seconds of a micro-batch, with its part of the optimizer's pass over `state` bytes of its own."""
+  """Returns the seconds of a micro-batch, with its share of the optimizer step over `state` bytes of its state."""
   model = case.inputs.model
-  learned = held.elements(partition.trained_part(model), case.train)
-  micro = case.shape.update_rows / case.shape.micro_rows
-  optimizer = 2 * (state + learned * 2 * FLOAT) / micro
-  again = _AGAIN[case.compute.remat]
-  read = _read(case, _PASSES + again) + optimizer
+  trained_elements = held.elements(partition.trained_part(model), case.train)
+  num_micro_batches = case.shape.update_rows / case.shape.micro_rows
+  optimizer = 2 * (state + trained_elements * 2 * FLOAT) / num_micro_batches
+  recomputed = _RECOMPUTED[case.compute.remat]
+  moved = _memory_traffic(case, _PASSES + recomputed) + optimizer
   tokens = case.shape.micro_rows * case.shape.row_length
   flops = tokens * model.flops_of_update(case.context) / case.train.mesh.size
-  return case.seconds(flops + again * _flops(case), read, _traffic(case, train=True))
+  return case.seconds(flops + recomputed * _flops(case), moved, _traffic(case, train=True))

@@ -1,9 +1,8 @@
 """Resolves `config.mesh.train=auto` and `config.mesh.rollout=auto`: the fastest mesh that fits.
 
-The update is compiled for each candidate of `meshes`, with everything but the
-mesh as the config has it; the run then takes the chosen program from JAX's
-compilation cache. The same devices get the same mesh, so a run resumes
-exactly; other devices may get another.
+The update is compiled for each candidate of `meshes`, with all other fields as in the config. The run then takes the
+chosen program from JAX's compilation cache. The same devices always get the same mesh, so a run resumes exactly; other
+devices may get another mesh.
 """
 
 import dataclasses
@@ -22,26 +21,26 @@ AUTO = 'auto'
 
 
 def resolve(prepared: list[PreparedStage], note: Callable[[str], None]) -> list[PreparedStage]:
-  """Returns the stages with meshes for the devices of this run in place of 'auto', and with defaults that fit them.
+  """Returns the stages with meshes for the devices of this run instead of 'auto', and with defaults that fit.
 
   Args:
     prepared: the stages of a run.
-    note: (text) -> prints it for people.
+    note: note(text) prints a message.
   """
-  here = machines.here(jax.devices())
-  out = []
+  machine = machines.here(jax.devices())
+  resolved = []
   for p in prepared:
     if AUTO in (p.config.mesh.train, p.config.mesh.rollout):
-      dry = dry_run.with_made_up_data(p.inputs)  # the shapes of its weights are known, whatever names them
-      p = search.vary(p, coordination.broadcast(choose(dry, here, note)))
-    p = defaults.fitted(p, here, note)
-    nearest.check_state(p, here)
-    out.append(dataclasses.replace(p, check_fits=functools.partial(nearest.check_programs, p, here)))
-  return out
+      without_data = dry_run.with_made_up_data(p.inputs)  # the shapes of its weights are known, whatever names them
+      p = search.vary(p, coordination.broadcast(choose(without_data, machine, note)))
+    p = defaults.fitted(p, machine, note)
+    nearest.check_state(p, machine)
+    resolved.append(dataclasses.replace(p, check_fits=functools.partial(nearest.check_programs, p, machine)))
+  return resolved
 
 
 def planned(p: PreparedStage, options: stage.Options) -> dict:
-  """Returns the plan of a stage with the nearest that fits; InputError with it where XLA refuses a program."""
+  """Returns the plan of a stage with the nearest config that fits; if XLA refuses a program, InputError names it."""
   try:
     return nearest.of_plan(p, options.topology, stage.plan(p, options))
   except aot.TooLargeError as e:
@@ -49,37 +48,37 @@ def planned(p: PreparedStage, options: stage.Options) -> dict:
 
 
 def choose(p: PreparedStage, topology: machines.Topology, note: Callable[[str], None]) -> dict[str, str]:
-  """Returns {'mesh.train': mesh, 'mesh.rollout': mesh}, those of them that are 'auto' in the config.
+  """Returns {'mesh.train': mesh, 'mesh.rollout': mesh} for those of the two that are 'auto' in the config.
 
   Args:
     p: a stage without data or weights; see `dry_run`.
     topology: the machine.
-    note: (text) -> prints it for people.
+    note: note(text) prints a message.
 
   Raises:
     InputError: the update fits on no mesh.
   """
-  found = {}
+  chosen = {}
   if p.config.mesh.train == AUTO:
-    other = p.config.mesh.rollout.replace(AUTO, 'data=-1')
-    found['mesh.train'] = _train(search.vary(p, {'mesh.rollout': other}), topology, note)
-    note(f'config.mesh.train of {p.name}: {found["mesh.train"]}')
+    rollout = p.config.mesh.rollout.replace(AUTO, 'data=-1')
+    chosen['mesh.train'] = _train(search.vary(p, {'mesh.rollout': rollout}), topology, note)
+    note(f'config.mesh.train of {p.name}: {chosen["mesh.train"]}')
   if p.config.mesh.rollout == AUTO:
-    found['mesh.rollout'] = _rollout(search.vary(p, found), topology)
-    note(f'config.mesh.rollout of {p.name}: {found["mesh.rollout"]}')
-  return found
+    chosen['mesh.rollout'] = _rollout(search.vary(p, chosen), topology)
+    note(f'config.mesh.rollout of {p.name}: {chosen["mesh.rollout"]}')
+  return chosen
 
 
 def _train(p: PreparedStage, topology: machines.Topology, note: Callable) -> str:
-  found = list(meshes.training(p.inputs, topology, fixed=True))
-  if not found:
+  candidates = list(meshes.training(p.inputs, topology, fixed=True))
+  if not candidates:
     # Raises the error that names what does not divide.
     batch_shape.batch_shape(p.config, p.inputs.algorithm.on_policy, meshes.train_devices(p.inputs, topology))
-  if len(found) == 1 or not topology.chip.memory:
-    return found[0]
-  times = {}
+  if len(candidates) == 1 or not topology.chip.memory:
+    return candidates[0]
+  seconds_per_token = {}
   errors = []
-  for mesh in found:
+  for mesh in candidates:
     settings = {'mesh.train': mesh}
     try:
       plan = _plan(p, settings, topology, 'update')
@@ -88,24 +87,24 @@ def _train(p: PreparedStage, topology: machines.Topology, note: Callable) -> str
       note(f'{mesh}: {error}')
       continue
     if plan['fits']:
-      times[mesh] = search.seconds_a_token(search.Candidate(settings, search.timed(plan)))
-  if len(errors) == len(found):
+      seconds_per_token[mesh] = search.seconds_a_token(search.Candidate(settings, search.timed(plan)))
+  if len(errors) == len(candidates):
     raise errors[0]
-  if not times:
+  if not seconds_per_token:
     near = nearest.advice(search.vary(p, {'mesh.train': 'fsdp=-1'}), topology)
     raise InputError(
       f'config.mesh.train: the update of {p.name} fits on no mesh of {topology.text}; '
       + (near or 'take more chips, shorter rows, a smaller config.train.micro_batch_size or config.model.remat=full')
     )
-  return min(times, key=times.__getitem__)
+  return min(seconds_per_token, key=seconds_per_token.__getitem__)
 
 
 def _rollout(p: PreparedStage, topology: machines.Topology) -> str:
-  """Returns the mesh that splits the sampler's weights least and fits."""
-  found = meshes.sampling(p.inputs, topology)
+  """Returns the mesh that fits with the least split of the sampler's weights."""
+  candidates = meshes.sampling(p.inputs, topology)
   if not p.inputs.algorithm.on_policy or not topology.chip.memory:
-    return found[0]
-  for mesh in found:
+    return candidates[0]
+  for mesh in candidates:
     if _plan(p, {'mesh.rollout': mesh}, topology, 'generate')['fits']:
       return mesh
   raise InputError(
@@ -115,7 +114,7 @@ def _rollout(p: PreparedStage, topology: machines.Topology) -> str:
 
 def _plan(p: PreparedStage, settings: dict, topology: machines.Topology, program: str) -> dict:
   p = search.vary(p, settings)
-  # Each process compiles, so no process waits for another here.
+  # Each process compiles on its own, so this is not a collective.
   try:
     return stage.plan(search.vary(p, defaults.choose(p, topology)), stage.Options(topology, (program,)))
   except aot.TooLargeError:

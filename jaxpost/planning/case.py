@@ -26,7 +26,7 @@ FLOAT = 4  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-  """A stage on meshes of a machine; the rollout mesh is the training mesh where nothing is sampled."""
+  """A stage on meshes of a machine; the rollout mesh is the training mesh if nothing is sampled."""
 
   inputs: Inputs
   topology: machines.Topology
@@ -37,13 +37,13 @@ class Case:
 
   @property
   def cfg(self) -> ModelConfig:
-    found = self.inputs.model.config
-    assert not isinstance(found, CustomConfig)  # whose layers are unknown: `defaults.room` is None
-    return found
+    config = self.inputs.model.config
+    assert not isinstance(config, CustomConfig)  # `defaults.room` is None for custom models
+    return config
 
   @functools.cached_property
   def width(self) -> int:
-    """Bytes of an operand of products."""
+    """Bytes per element of the operands of matrix products."""
     return jnp.dtype(self.compute.dtype).itemsize
 
   @functools.cached_property
@@ -57,7 +57,7 @@ class Case:
 
   @property
   def scores_beside(self) -> bool:
-    """True if frozen models have the devices and the layout of training."""
+    """True if frozen models share the devices and the layout of training."""
     return self.score == self.train and not self.inputs.config.mesh.score_devices
 
   @functools.cached_property
@@ -66,7 +66,7 @@ class Case:
 
   @functools.cached_property
   def tokens(self) -> int:
-    """Tokens of a device at a time in training."""
+    """Tokens of a micro-batch on a device."""
     return self.shape.micro_rows * self.shape.row_length // self.row_shards
 
   @functools.cached_property
@@ -79,31 +79,28 @@ class Case:
 
   @property
   def attention_width(self) -> int:
-    """Elements of a token that attention computes: queries, results of the heads, and what is cached."""
+    """Elements per token that attention computes: queries, outputs of the heads, and cache entries."""
     heads, sizes = self.cfg.cached
     return self.cfg.num_heads * (self.cfg.head_dim + self.cfg.value_dim) + heads * sum(sizes)
 
   @property
   def mlp_width(self) -> int:
-    """Hidden size of the MLP, or of the experts of a token together."""
+    """Hidden size of the MLP, or the sum of those of a token's experts."""
     experts = self.cfg.experts
     return experts.top_k * experts.size if experts else self.cfg.intermediate_size
 
   def layer_width(self, tensor: int) -> float:
-    """Returns the elements of a token that a layer computes on a device of `tensor`: projections, attention, MLP."""
+    """Returns the elements per token that a layer computes on one of `tensor` devices: projections, attention, MLP."""
     return (self.attention_width + 3 * self.mlp_width) / tensor + 4 * self.cfg.hidden_size
 
   def attention_weights(self, tokens: int, length: int, tensor: int) -> float:
-    """Returns the bytes of the attention weights, in float32, of the queries in rows that XLA computes at a time.
-
-    With a kernel there are none.
-    """
+    """Returns the bytes of float32 attention weights of the queries that XLA computes at a time; 0 with a kernel."""
     if self.compute.uses_kernel:
       return 0.0
     return tokens * min(self.compute.q_chunk, length) * FLOAT * self.cfg.num_heads / tensor
 
   def seconds(self, flops: float, moved: float, sent: Mapping[str, Mapping[str, float]] | None = None) -> float:
-    """Returns the seconds of products, memory and network, one after the other.
+    """Returns the seconds of compute, memory and network, without overlap.
 
     Args:
       flops: of a device.

@@ -1,8 +1,7 @@
 """FLOPs, memory traffic and collectives of a compiled program, counted from its HLO.
 
-XLA's own cost analysis counts the body of a loop once. Here it counts as
-often as the loop runs, so that a scanned layer costs what all layers cost.
-Figures are those of one device.
+XLA's own cost analysis counts the body of a loop once. Here it counts as often as the loop runs, so that a scan over
+layers costs as much as all layers. Figures are those of one device.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from jaxpost.planning.loop_trips import Loops
 if TYPE_CHECKING:
   import jax
 
-_FUSIONS = 'fusion', 'fusion-start'  # the second beside others: ((arguments), results, context)
-# Written in place: the input that holds what is new.
+_FUSIONS = 'fusion', 'fusion-start'  # the second is asynchronous: ((arguments), results, context)
+# Operations that write in place -> index of the input with the new values.
 _IN_PLACE = {'dynamic-update-slice': 1, 'scatter': 2}
-# These move nothing: names, or halves of what was counted where it started.
+# These move nothing: names, or second halves of asynchronous operations, which count at their start.
 _FREE = frozenset(
   """parameter constant tuple get-tuple-element bitcast while
     conditional call after-all partition-id replica-id iota opt-barrier
@@ -38,11 +37,10 @@ _FREE = frozenset(
 class Totals:
   """Costs of a program on one device.
 
-  flops: of products, convolutions and kernels of attention. bytes: through
-  main memory. cycles: XLA's estimate, where it writes one. collectives:
-  {(kind, group): [bytes on the wire, number]}; group is a tuple of device
-  positions.
-  unknown: loops whose number of iterations is not known.
+  flops: of products, convolutions and kernels. bytes: through main memory.
+  cycles: XLA's estimate, if it writes one.
+  collectives: {(kind, group): [bytes that a device receives, number]}; group is a tuple of device positions.
+  unknown: op_names of loops whose number of iterations is not known.
   """
 
   flops: float = 0.0
@@ -52,15 +50,15 @@ class Totals:
   unknown: tuple = ()
 
   def add(self, other: Totals, times: float = 1) -> None:
-    """Adds the costs of a computation that runs so many times."""
+    """Adds the costs of a computation that runs `times` times."""
     self.flops += times * other.flops
     self.bytes += times * other.bytes
     self.cycles += times * other.cycles
     self.unknown += other.unknown
     for key, (size, number) in other.collectives.items():
-      mine = self.collectives.setdefault(key, [0, 0])
-      mine[0] += times * size
-      mine[1] += times * number
+      total = self.collectives.setdefault(key, [0, 0])
+      total[0] += times * size
+      total[1] += times * number
 
 
 def count(
@@ -74,11 +72,10 @@ def count(
 
   Args:
     text: `compiled.as_text()`.
-    iterations: `op_name` of a loop whose end is decided while it runs -> the
-      most iterations, or None.
+    iterations: `op_name` of a loop whose end depends on data -> its largest number of iterations, or None.
     sent_share: number of devices -> the share of its buffer that a ragged exchange between them sends.
-    branch: `op_name` of a condition -> its value, or None: the costlier branch is counted.
-    filled: entries of a slot's cache that a kernel of decoding finds filled; 0: all.
+    branch: `op_name` of a condition -> its value, or None to count the costlier branch.
+    filled: filled entries of a slot's cache that a decoding kernel reads; 0: all.
   """
   return _Counter(text, iterations, sent_share, branch, filled).total()
 
@@ -150,31 +147,31 @@ class _Counter:
     if fused:
       return
     out.bytes += self.traffic(ops, op) + moved
-    if found := re.search(r'"estimated_cycles":"(\d+)"', op.text):
-      out.cycles += int(found[1])
+    if match := re.search(r'"estimated_cycles":"(\d+)"', op.text):
+      out.cycles += int(match[1])
 
   def taken(self, op: hlo.Op, branches: list[str]) -> list[str]:
     """Returns the branch that a condition of known value takes, or all of them."""
     value = self.branch(hlo.op_name(op))
     if value is None or len(branches) != 2:
       return branches
-    first = op.attribute('true_computation').lstrip('%') == branches[0]  # by number, the first one is that of False
+    first = op.attribute('true_computation').lstrip('%') == branches[0]  # numbered branches start with False
     return branches[:1] if value == first else branches[1:]
 
   # ------------------------------------------------------------ matrix work
 
   def flops(self, ops: dict[str, hlo.Op], op: hlo.Op) -> float:
     if op.kind == 'dot':
-      left = self.shape(ops, op, 0)
-      inner = [left.dims[i] for i in op.numbers('lhs_contracting_dims')]
-      return 2.0 * math.prod(op.arrays[0].dims) * math.prod(inner)
+      lhs = self.shape(ops, op, 0)
+      contracted = [lhs.dims[i] for i in op.numbers('lhs_contracting_dims')]
+      return 2.0 * math.prod(op.arrays[0].dims) * math.prod(contracted)
     if op.kind == 'convolution':
       return _convolution(op, self.shape(ops, op, 0), self.shape(ops, op, 1))
     if op.kind == 'custom-call' and '__cublas' in op.text:
-      found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.text)
-      left = self.shape(ops, op, 0)
-      inner = [left.dims[int(i)] for i in re.findall(r'\d+', found[1] if found else '')]
-      return 2.0 * math.prod(op.arrays[0].dims) * math.prod(inner)
+      match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.text)
+      lhs = self.shape(ops, op, 0)
+      contracted = [lhs.dims[int(i)] for i in re.findall(r'\d+', match[1] if match else '')]
+      return 2.0 * math.prod(op.arrays[0].dims) * math.prod(contracted)
     return 0.0
 
   def shape(self, ops: dict[str, hlo.Op], op: hlo.Op, number: int) -> hlo.Array:
@@ -201,8 +198,8 @@ class _Counter:
     reads = 0.0
     parts = self.computations.get(op.attribute('calls').lstrip('%'), {}) if op.kind in _FUSIONS else {}
     for i, name in enumerate(op.inputs):
-      given = ops[name].arrays if name in ops else ()
-      reads += min(_slow(given), self.touched(parts, i, _slow(given)))
+      arrays = ops[name].arrays if name in ops else ()
+      reads += min(_slow(arrays), self.touched(parts, i, _slow(arrays)))
     written = _slow(results)
     for inner in parts.values():  # a fusion that ends in an update writes only what is new
       if inner.root and inner.kind in _IN_PLACE:
@@ -210,7 +207,7 @@ class _Counter:
     return reads + written
 
   def touched(self, parts: dict, number: int, default: float) -> float:
-    """Returns the bytes of an argument that a fusion reads: slices, or all."""
+    """Returns the bytes that a fusion reads of an argument: those of slices, or `default` for all."""
     names = {o.name for o in parts.values() if o.kind == 'parameter' and o.inner == str(number)}
     size = 0.0 if parts else default
     for op in parts.values():
@@ -222,7 +219,7 @@ class _Counter:
         size += op.arrays[0].bytes
       elif op.kind in _IN_PLACE and op.inputs[0] in names:
         size += parts[op.inputs[_IN_PLACE[op.kind]]].arrays[0].bytes
-      elif op.kind == 'fusion':  # in a fusion
+      elif op.kind == 'fusion':  # nested
         inner = self.computations[op.attribute('calls').lstrip('%')]
         size += sum(self.touched(inner, i, default) for i, name in enumerate(op.inputs) if name in names)
       else:
@@ -246,20 +243,21 @@ class _Counter:
     size *= self.sent_share(number) if ragged else 1
     if kind == 'all-reduce' and fused and any(o.kind == 'dynamic-slice' for o in ops.values()):
       kind = 'reduce-scatter'  # as XLA for TPU writes it
-    # Bytes that a device of a ring receives, by those that it has before.
-    others = (number - 1) / number
-    factor = {'all-gather': number - 1, 'all-reduce': 2 * others, 'collective-permute': 1}.get(kind, others)
-    mine = out.collectives.setdefault((kind, group), [0, 0])
-    mine[0] += size * factor
-    mine[1] += 1
+    # Bytes that a device of a ring receives, per byte of its input.
+    share = (number - 1) / number
+    factor = {'all-gather': number - 1, 'all-reduce': 2 * share, 'collective-permute': 1}.get(kind, share)
+    total = out.collectives.setdefault((kind, group), [0, 0])
+    total[0] += size * factor
+    total[1] += 1
 
 
-def _slow(given: Sequence[hlo.Array]) -> float:
-  return float(sum(a.bytes for a in given if not a.fast))
+def _slow(arrays: Sequence[hlo.Array]) -> float:
+  """Returns the bytes of arrays in main memory."""
+  return float(sum(a.bytes for a in arrays if not a.fast))
 
 
-def _convolution(op: hlo.Op, left: hlo.Array, right: hlo.Array) -> float:
-  """Returns the FLOPs of a convolution: products with elements, without padding and holes."""
+def _convolution(op: hlo.Op, lhs: hlo.Array, rhs: hlo.Array) -> float:
+  """Returns the FLOPs of a convolution: products with elements of the input, not with padding or dilation holes."""
   # The letters of dimensions, such as b01f_01io->b01f.
   ((inputs, kernel, result),) = re.findall(r'dim_labels=(\w+)_(\w+)->(\w+)', op.text)
   window = re.search(r'window=\{([^}]*)\}', op.text)
@@ -270,23 +268,20 @@ def _convolution(op: hlo.Op, left: hlo.Array, right: hlo.Array) -> float:
 
   spatial = sorted(c for c in inputs if c.isdigit())
   pairs = 1.0
-  for d in spatial:
-    i = int(d)
-    size = right.dims[kernel.index(d)]
-    low = int(of_dimension('pad', i, '0_0').split('_')[0])
-    stride, wide, holes = (int(of_dimension(n, i, '1')) for n in ('stride', 'lhs_dilate', 'rhs_dilate'))
-    length = left.dims[inputs.index(d)]
-    out = np.arange(op.arrays[0].dims[result.index(d)])[:, None] * stride
-    at = out + np.arange(size) * holes - low
-    good = (at >= 0) & (at % wide == 0) & (at // wide < length)
-    pairs *= float(good.sum())
+  for letter in spatial:
+    i = int(letter)
+    size = rhs.dims[kernel.index(letter)]
+    padding = int(of_dimension('pad', i, '0_0').split('_')[0])
+    stride, lhs_dilation, rhs_dilation = (int(of_dimension(n, i, '1')) for n in ('stride', 'lhs_dilate', 'rhs_dilate'))
+    length = lhs.dims[inputs.index(letter)]
+    # Pairs of an output and a kernel position that read an element of the input.
+    starts = np.arange(op.arrays[0].dims[result.index(letter)])[:, None] * stride
+    positions = starts + np.arange(size) * rhs_dilation - padding
+    valid = (positions >= 0) & (positions % lhs_dilation == 0) & (positions // lhs_dilation < length)
+    pairs *= float(valid.sum())
   groups = (op.numbers('batch_group_count') or [1])[0]
   return (
-    2.0
-    * pairs
-    * left.dims[inputs.index('b')]
-    / groups
-    * (right.dims[kernel.index('i')] * right.dims[kernel.index('o')])
+    2.0 * pairs * lhs.dims[inputs.index('b')] / groups * (rhs.dims[kernel.index('i')] * rhs.dims[kernel.index('o')])
   )
 
 
@@ -298,9 +293,9 @@ def by_axis(totals: Totals, mesh: jax.sharding.Mesh) -> dict[str, dict[str, list
   shape = tuple(mesh.shape.values())
   out: dict[str, dict[str, list]] = collections.defaultdict(dict)
   for (kind, group), (size, number) in totals.collectives.items():
-    places = np.array(np.unravel_index(group, shape))
-    axes = '+'.join(name for name, row in zip(mesh.shape, places) if len(set(row)) > 1)
-    mine = out[kind].setdefault(axes, [0, 0, group])
-    mine[0] += size
-    mine[1] += number
+    positions = np.array(np.unravel_index(group, shape))
+    axes = '+'.join(name for name, row in zip(mesh.shape, positions) if len(set(row)) > 1)
+    entry = out[kind].setdefault(axes, [0, 0, group])
+    entry[0] += size
+    entry[1] += number
   return dict(out)

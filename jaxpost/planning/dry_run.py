@@ -1,4 +1,4 @@
-"""A config as a stage without data, tokenizer, weights or devices."""
+"""Prepares stages from a config alone, without data, tokenizer, weights or devices."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
   from jaxpost.stage.config import Config
 
-# Made-up rows, of which one suits each method that learns from data.
+# Kinds of generated rows; each method that learns from data can use one of them.
 _ROWS = ('', '_pairs', '_labels', '_scores', '_steps')
 
 
 def named_shape(name: str) -> ModelConfig | None:
-  """'qwen3_8b', 'Qwen/Qwen3-8B' or 'Llama-3.1-8B-Instruct' -> its shape."""
+  """Returns the shape of a preset or hub name, such as 'qwen3_8b' or 'Llama-3.1-8B-Instruct'; None if unknown."""
 
   def plain(text):
     return re.sub('[^a-z0-9]', '', text.lower())
 
-  wanted = plain(re.sub('(?i)-(instruct|base|it|hf|chat).*$', '', name.partition('@')[0].rpartition('/')[2]))
+  key = plain(re.sub('(?i)-(instruct|base|it|hf|chat).*$', '', name.partition('@')[0].rpartition('/')[2]))
   shapes = {plain(k): v for k, v in presets.every().items()}
-  return shapes.get(wanted.removeprefix('meta'))
+  return shapes.get(key.removeprefix('meta'))
 
 
 def shape_of(text: str, key: str, text_only: bool = False) -> ModelConfig:
-  """The shape that a name, or a folder with a config.json, stands for."""
+  """Returns the shape of a model by its name, or by a folder with a config.json."""
   shape = named_shape(text)
   if shape is not None:
     return shape
@@ -56,7 +56,7 @@ def shape_of(text: str, key: str, text_only: bool = False) -> ModelConfig:
 
 
 def find(text: str, key: str, earlier: dict, text_only: bool = False) -> Source:
-  """The source that `text` names; a name that is no path here has a shape and no weights (`weight_sources.find`)."""
+  """Returns the source named `text` like `weight_sources.find`; a name that is no local path gives a shape only."""
   is_here = '://' not in text and epath.Path(manifest.split_run(text)[0]).expanduser().exists()
   if is_here or text.startswith('stage:'):
     return weight_sources.find(text, key, earlier, text_only)
@@ -68,12 +68,12 @@ def find(text: str, key: str, earlier: dict, text_only: bool = False) -> Source:
 
 def prepare_all(config: Mapping, stage: str = '') -> list[PreparedStage]:
   """Prepares the stages of a config, or the one called `stage`, without reading anything."""
-  done: list[PreparedStage] = []
+  prepared: list[PreparedStage] = []
   for name, (algorithm, section) in prepare_lib.resolve_all(config).items():
-    done.append(prepare(name, algorithm, section, done))
-  chosen = [p for p in done if not stage or p.name == stage]
+    prepared.append(prepare(name, algorithm, section, prepared))
+  chosen = [p for p in prepared if not stage or p.name == stage]
   if not chosen:
-    raise InputError(f'--stage: there is no {stage!r}, only {", ".join(p.name for p in done)}')
+    raise InputError(f'--stage: there is no {stage!r}, only {", ".join(p.name for p in prepared)}')
   return chosen
 
 
@@ -89,7 +89,7 @@ def with_made_up_data(inputs: Inputs) -> PreparedStage:
 
 
 def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage] = ()) -> Inputs:
-  """Makes the first record of a stage from its resolved config alone, see `stage.prepare.resolve`."""
+  """Makes the inputs of a stage from its resolved config (`stage.prepare.resolve`) alone."""
   optim.check(config.optim)
   checks.check_mesh(config, algorithm)
   if config.reference.every:
@@ -100,15 +100,15 @@ def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequenc
   else:
     source = Source(prepare_lib.source_of_model(section).config)
   earlier = {p.name: Source(p.inputs.model.config, stage=p.name) for p in before}
-  found = prepare_lib.find_weights(
+  weights = prepare_lib.find_weights(
     config, algorithm, source, earlier, functools.partial(find, text_only=section.text_only)
   )
-  prepare_lib.check_weights(config, algorithm, found)
-  return prepare_lib.make_inputs(name, config, algorithm, found, tokenizer_lib.load('bytes'))
+  prepare_lib.check_weights(config, algorithm, weights)
+  return prepare_lib.make_inputs(name, config, algorithm, weights, tokenizer_lib.load('bytes'))
 
 
 def _made_up_data(inputs: Inputs) -> Data:
-  """Data of the config's shapes: random prompts, or generated rows."""
+  """Returns data of the config's shapes: random prompts, or generated rows."""
   config, algorithm = inputs.config, inputs.algorithm
   prompts = testing.RandomPrompts(config.rollout.prompts, config.rollout.max_prompt_length, 256)
   if algorithm.on_policy:
@@ -125,7 +125,7 @@ def _made_up_data(inputs: Inputs) -> Data:
 
 
 def _generated_rows(inputs: Inputs) -> Data:
-  """The first kind of generated rows that the algorithm learns from."""
+  """Returns the first kind of generated rows that the algorithm accepts."""
   # One row at a time: grain shuffles few rows slowly, 5 minutes for a row of 32,768 tokens.
   config = dataclasses.replace(inputs.config, train=dataclasses.replace(inputs.config.train, batch_size=1))
   inputs = dataclasses.replace(inputs, config=config)

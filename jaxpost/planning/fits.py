@@ -1,7 +1,7 @@
 """Finds by arithmetic which methods of a model fit on which common devices.
 
-Each cell is the fastest mesh whose memory fits, with as many rows at a time as help;
-`arithmetic.py` has what a step takes.
+Each cell has the fastest mesh that fits in memory, with as many rows at a time as make it faster; `arithmetic.py`
+estimates its memory and time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ METHODS = {
   'GRPO': ('grpo_gsm8k', ''),
   'GRPO LoRA': ('grpo_gsm8k', ',lora=16'),
 }
-_HOST = 8  # chips of the largest host; of v5p 4
+_HOST = 8  # chips of the largest host; 4 for v5p
 
 
 class Cell(NamedTuple):
@@ -74,18 +74,18 @@ def topology(device: str) -> Topology:
 
 
 def devices(names: Sequence[str]) -> list[str]:
-  """Returns the names of machines as DEVICES spells them, all of those for none; InputError if one is unknown."""
+  """Returns names of machines as DEVICES spells them, or DEVICES without names; InputError if one is unknown."""
   return list(dict.fromkeys(machines.spell(topology(name)) for name in names)) or list(DEVICES)
 
 
 def methods(names: Sequence[str]) -> list[str]:
-  """Returns the names as METHODS has them, all of them for none; InputError if one is unknown."""
-  known = {name.lower().replace(' ', '_'): name for name in METHODS}
-  asked = {name.lower().replace(' ', '_'): name for name in names}
-  for key, name in asked.items():
-    if key not in known:
-      raise InputError(f'--methods: there is no {name!r}; known: {", ".join(known)}')
-  return [known[key] for key in asked] or list(METHODS)
+  """Returns names as METHODS spells them, or all without names; InputError if one is unknown."""
+  spellings = {name.lower().replace(' ', '_'): name for name in METHODS}
+  chosen = {name.lower().replace(' ', '_'): name for name in names}
+  for key, name in chosen.items():
+    if key not in spellings:
+      raise InputError(f'--methods: there is no {name!r}; known: {", ".join(spellings)}')
+  return [spellings[key] for key in chosen] or list(METHODS)
 
 
 def prices(text: str, names: Sequence[str]) -> dict[str, float]:
@@ -113,79 +113,79 @@ def cells(raw: Mapping[str, Mapping], names: Sequence[str]) -> list[Cell]:
 
 
 def _best(inputs: Inputs, machine: Topology) -> Cell:
-  """Returns the fastest that fits, or else what needs least memory.
+  """Returns the fastest cell that fits, or else the one that needs least memory.
 
-  Batches are those of the recipe, or one row a shard where that is more.
+  The batch is that of the recipe, or one row per shard if that is more.
   """
-  whole = batch_shape.batch_shape(inputs.config, inputs.algorithm.on_policy, 1).rows
+  batch_rows = batch_shape.batch_shape(inputs.config, inputs.algorithm.on_policy, 1).rows
   for slots in _slots(inputs):
-    found: list[Cell] = []
+    tried: list[Cell] = []
     for sizes in meshes.every(inputs, machine, machine.devices):
       shards = math.prod(sizes[a] for a in BATCH_AXES)
-      rows = 1  # of a shard at a time; twice as many as long as they fit and the batch has them
-      while rows == 1 or (rows * shards <= whole and found[-1].fits):
-        found.append(_on_mesh(inputs, machine, sizes, rows=rows, slots=slots))
+      rows = 1  # per shard; doubled while they fit and the batch has them
+      while rows == 1 or (rows * shards <= batch_rows and tried[-1].fits):
+        tried.append(_on_mesh(inputs, machine, sizes, rows=rows, slots=slots))
         rows *= 2
-    fitting = [cell for cell in found if cell.fits]
+    fitting = [cell for cell in tried if cell.fits]
     if fitting:
       return max(fitting, key=operator.attrgetter('estimate.tokens_per_s'))
-  return min(found, key=operator.attrgetter('estimate.total'))
+  return min(tried, key=operator.attrgetter('estimate.total'))
 
 
 def _slots(inputs: Inputs) -> list[int]:
-  """Returns the sequences to sample at a time, those of the recipe or fewer; [0] where nothing is sampled."""
+  """Returns numbers of slots to try, those of the recipe and fewer; [0] if nothing is sampled."""
   if not inputs.algorithm.on_policy:
     return [0]
   rollout = inputs.config.rollout
-  most = batch_shape.slots(rollout, rollout.prompts * rollout.group_size)
-  return [n for i in range(5) if (n := most >> i)]
+  recipe_slots = batch_shape.slots(rollout, rollout.prompts * rollout.group_size)
+  return [n for i in range(5) if (n := recipe_slots >> i)]
 
 
 def _on_mesh(inputs: Inputs, machine: Topology, sizes: dict[str, int], rows: int, slots: int) -> Cell:
-  """Returns the cell of a training mesh, with the sampler split as little as fits."""
+  """Returns the cell of a training mesh, with the least split of the sampler that fits."""
   on_policy = inputs.algorithm.on_policy
-  micro = rows * math.prod(sizes[a] for a in BATCH_AXES)
+  micro_batch = rows * math.prod(sizes[a] for a in BATCH_AXES)
   settings: dict[str, Any] = {'model.dtype': 'float16'} if machine.before_ampere else {}
-  settings |= {'model.remat': 'full', 'mesh.train': meshes.spell(sizes), 'train.micro_batch_size': micro}
+  settings |= {'model.remat': 'full', 'mesh.train': meshes.spell(sizes), 'train.micro_batch_size': micro_batch}
   batch = inputs.config.train.batch_size
-  if not on_policy and batch % micro:
-    settings['train.batch_size'] = math.ceil(batch / micro) * micro
+  if not on_policy and batch % micro_batch:
+    settings['train.batch_size'] = math.ceil(batch / micro_batch) * micro_batch
   if on_policy and slots < _slots(inputs)[0]:
     settings['rollout.slots'] = slots
   changed = search.vary(PreparedStage(inputs), settings).inputs
-  found = []
+  tried = []
   for tensor in meshes.tensors(inputs, machine.devices) if on_policy else [1]:
     rollout = dict.fromkeys(AXES, 1) | dict(data=machine.devices // tensor, tensor=tensor)
     estimate = arithmetic.estimate(changed, machine, sizes, rollout)
-    more = {'mesh.rollout': f'data=-1,tensor={tensor}'} if tensor > 1 else {}
-    found.append(Cell(machine, settings | more, estimate))
-    if found[-1].fits:
-      return found[-1]
-  return min(found, key=operator.attrgetter('estimate.total'))
+    rollout_setting = {'mesh.rollout': f'data=-1,tensor={tensor}'} if tensor > 1 else {}
+    tried.append(Cell(machine, settings | rollout_setting, estimate))
+    if tried[-1].fits:
+      return tried[-1]
+  return min(tried, key=operator.attrgetter('estimate.total'))
 
 
 def command(cell: Cell, model: str) -> str:
   """Returns the command that trains like this; `model` is a folder or the name of a repository on the hub."""
-  recipe, more = METHODS[cell.method]
+  recipe, arguments = METHODS[cell.method]
   fields = [f'--config.{key}={value}' for key, value in cell.settings.items()]
-  words = [f'--config=configs/{recipe}.py:model={model}{more}', *fields, '--workdir=runs/fits']
+  words = [f'--config=configs/{recipe}.py:model={model}{arguments}', *fields, '--workdir=runs/fits']
   largest = _HOST // 2 if cell.machine.name == 'v5p' else _HOST
   return shlex.join(['python', '-m', 'launch.train', *words, *['--distributed'] * (cell.machine.chips > largest)])
 
 
 def text(cell: Cell) -> str:
-  """Returns a cell as a few words for a page."""
+  """Returns a cell as short text for docs/fits.md."""
   if not cell.fits:
     return f'no: {gib(cell.estimate.total)}'
   return f'{gib(cell.estimate.total)}, {short_number(cell.estimate.tokens_per_s)}/s'
 
 
-def table(found: Sequence[Cell], priced: Mapping[str, float], title: str) -> rich.table.Table:
+def table(cells: Sequence[Cell], priced: Mapping[str, float], title: str) -> rich.table.Table:
   """Returns the cells as a table for the console; a price adds the column of cost."""
   columns = ['method', 'device', 'fits', 'GiB', 'of', 'tokens/s', 'mesh', 'rows at a time']
   out = console_table(title, columns + ['USD per million tokens'] * bool(priced), left=('method', 'device', 'mesh'))
-  for cell in found:
-    cost = f'{cell.dollars(priced[cell.device]):.3g}' if cell.device in priced and cell.fits else ''
+  for cell in cells:
+    usd = f'{cell.dollars(priced[cell.device]):.3g}' if cell.device in priced and cell.fits else ''
     out.add_row(
       cell.method,
       cell.device,
@@ -195,7 +195,7 @@ def table(found: Sequence[Cell], priced: Mapping[str, float], title: str) -> ric
       short_number(cell.estimate.tokens_per_s) if cell.fits else '',
       ' '.join(f'{k}={v}' for k, v in cell.settings.items() if k.startswith('mesh')) if cell.fits else '',
       str(cell.settings['train.micro_batch_size']) if cell.fits else '',
-      *[cost] * bool(priced),
+      *[usd] * bool(priced),
     )
   return out
 

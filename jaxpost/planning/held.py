@@ -1,4 +1,4 @@
-"""Lists what stays on the devices of a stage, with its exact size: weights, optimizer states, critic, frozen models."""
+"""Exact sizes of what stays on the devices of a stage: weights, optimizer states, critic, frozen models."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 
 def elements(model: Model, layout: Layout) -> float:
-  """Returns the parameters of a device."""
+  """Returns the number of parameters of `model` on a device."""
   return float(sum(math.prod(layout.sharding(x.axes, x.shape).shard_shape(x.shape)) for x in model.table.values()))
 
 
 def optimizer(inputs: Inputs, layout: Layout, dtype: str, role: str = 'policy', model: Model | None = None) -> float:
-  """Returns the bytes of an optimizer's state on a device, with those of a reference that follows the policy.
+  """Returns the bytes of an optimizer's state on a device, with the weights of a reference that follows the policy.
 
   Args:
-    dtype: of products.
+    dtype: of matrix products.
     model: of the role; None: the policy's.
   """
   part = partition.trained_part(model or inputs.model)
-  made, _ = assemble.make_optimizer(inputs, role, part, dtype)
+  transformation, _ = assemble.make_optimizer(inputs, role, part, dtype)
   params = nest({path: jax.ShapeDtypeStruct(x.shape, jnp.float32) for path, x in part.table.items()})
-  shardings = programs.state_shardings(part, made, layout).opt_state
-  state = jax.tree.map(lambda x, s: x.update(sharding=s), jax.eval_shape(made.init, params), shardings)
+  shardings = programs.state_shardings(part, transformation, layout).opt_state
+  state = jax.tree.map(lambda x, s: x.update(sharding=s), jax.eval_shape(transformation.init, params), shardings)
   return float(memory_lib.size(state))
 
 
 def memory(case: Case) -> dict[str, float]:
-  """Returns {purpose: bytes} of a device that trains."""
+  """Returns {purpose: bytes} on a training device."""
   inputs, train, dtype = case.inputs, case.train, case.inputs.config.model.param_dtype
   out = dict(
     parameters=float(memory_lib.size(load_weights.described(inputs.model, train, dtype))),
@@ -50,26 +50,26 @@ def memory(case: Case) -> dict[str, float]:
   )
   if 'critic' in inputs.sources:
     model, shares = critic_weights.model_of(inputs)
-    own = partition.trained_part(model) if shares else model
+    critic_part = partition.trained_part(model) if shares else model
     states = optimizer(inputs, train, case.compute.dtype, 'critic', model)
-    out['critic'] = memory_lib.size(load_weights.described(own, train, dtype)) + states
-  if found := teacher_heads(case) + (0.0 if inputs.config.mesh.score_devices else frozen(case)):
-    out['frozen'] = found
+    out['critic'] = memory_lib.size(load_weights.described(critic_part, train, dtype)) + states
+  if frozen_bytes := teacher_heads(case) + (0.0 if inputs.config.mesh.score_devices else frozen(case)):
+    out['frozen'] = frozen_bytes
   return out
 
 
 def frozen(case: Case) -> float:
-  """Returns the bytes of the weights that frozen models do not share with the policy, on a device that scores."""
+  """Returns the bytes of frozen models' weights that are not shared with the policy, on a scoring device."""
   inputs, config = case.inputs, case.inputs.config
-  others = inputs.sources.keys() - {'policy', 'critic', *inputs.algorithm.precompute(config)}
-  if config.reference.every:  # in the state of the optimizer
-    others -= {'reference'}
-  parts = (frozen_roles.models_of(inputs, name, case.scores_beside)[1] for name in others)
+  roles = inputs.sources.keys() - {'policy', 'critic', *inputs.algorithm.precompute(config)}
+  if config.reference.every:  # its weights are in the optimizer state
+    roles -= {'reference'}
+  parts = (frozen_roles.models_of(inputs, name, case.scores_beside)[1] for name in roles)
   return case.width * sum(elements(part, case.score) for part in parts)
 
 
 def teacher_heads(case: Case) -> float:
-  """Returns the bytes of copies of teachers' output embeddings, which the loss reads, on a device that trains."""
+  """Returns the bytes of copies of teachers' output embeddings, which the loss reads, on a training device."""
   inputs = case.inputs
   if case.scores_beside or inputs.algorithm.objective(inputs.config).divergence is None:
     return 0.0

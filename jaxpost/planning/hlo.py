@@ -1,4 +1,4 @@
-"""XLA's text of a compiled program, parsed: instructions and their shapes."""
+"""Parses XLA's text (HLO) of a compiled program: instructions and their shapes."""
 
 import dataclasses
 import math
@@ -36,11 +36,11 @@ _ARRAY = re.compile(r'([a-z]\w*)\[([\d,]*)\](\{[^{}]*\})?')
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-  """One array of a shape as XLA writes it: f32[2,3]{1,0:S(1)}."""
+  """One array of a shape, which XLA writes as f32[2,3]{1,0:S(1)}."""
 
   dtype: str
   dims: tuple[int, ...]
-  fast: bool  # in a memory on the chip that is not its main one
+  fast: bool  # in on-chip memory, not in main memory
 
   @property
   def bytes(self) -> int:
@@ -55,21 +55,21 @@ class Op:
   kind: str
   arrays: tuple[Array, ...]  # of the result
   inputs: tuple[str, ...]
-  text: str  # all that follows the inputs
-  inner: str  # between the parentheses
+  text: str  # everything after the inputs
+  inner: str  # the text between the parentheses
   root: bool
 
   def attribute(self, name: str) -> str:
-    """The text of `name=...`: a word, or what stands in braces."""
-    found = re.search(rf'(?<![\w]){name}=(\{{[^{{}}]*\}}|[%\w.\-:>]+)', self.text)
-    return found[1] if found else ''
+    """Returns the value of `name=...`: a word, or text in braces; '' if it is missing."""
+    match = re.search(rf'(?<![\w]){name}=(\{{[^{{}}]*\}}|[%\w.\-:>]+)', self.text)
+    return match[1] if match else ''
 
   def numbers(self, name: str) -> list[int]:
     return [int(n) for n in re.findall(r'\d+', self.attribute(name))]
 
 
 def arrays(text: str) -> tuple[Array, ...]:
-  """The arrays in a shape; tokens and contexts have no dimensions."""
+  """Returns the arrays in the text of a shape, without tokens and contexts."""
   return tuple(
     Array(kind, tuple(int(n) for n in dims.split(',') if n), 'S(1)' in (layout or ''))
     for kind, dims, layout in _ARRAY.findall(text)
@@ -78,46 +78,46 @@ def arrays(text: str) -> tuple[Array, ...]:
 
 
 def parse(text: str) -> tuple[dict[str, dict[str, Op]], str]:
-  """({computation: {name: Op}}, the name of the entry)."""
-  found: dict[str, dict[str, Op]] = {}
-  ops: dict[str, Op] | None = None  # of the computation at hand
+  """Returns ({computation: {name: Op}}, name of the entry computation)."""
+  computations: dict[str, dict[str, Op]] = {}
+  ops: dict[str, Op] | None = None  # of the current computation
   entry = ''
   # Backend configs of kernels span several lines, which are joined.
   for line in re.sub(r'\n(?="|}})', ' ', text).splitlines():
     if line.endswith('{') and ' -> ' in line and ' = ' not in line[: line.find('(')]:
-      head = line.split('(')[0].split()
-      name = head[-1].lstrip('%')
-      entry = name if head[0] == 'ENTRY' else entry
-      ops = found[name] = {}
+      words = line.split('(')[0].split()
+      name = words[-1].lstrip('%')
+      entry = name if words[0] == 'ENTRY' else entry
+      ops = computations[name] = {}
     elif ops is not None and ' = ' in line:
       op = _op(line.strip())
       if op:
         ops[op.name] = op
-  return found, entry
+  return computations, entry
 
 
 def _op(line: str) -> Op | None:
-  name, _, rest = line.removeprefix('ROOT ').partition(' = ')
-  end = _close(rest) if rest.startswith('(') else rest.find(' ')
-  shape, rest = rest[:end], rest[end:].lstrip()
-  start = rest.find('(')
+  name, _, tail = line.removeprefix('ROOT ').partition(' = ')
+  end = _close(tail) if tail.startswith('(') else tail.find(' ')
+  shape, tail = tail[:end], tail[end:].lstrip()
+  start = tail.find('(')
   if start < 0:
     return None
-  stop = start + _close(rest[start:])
-  inner = rest[start + 1 : stop - 1]
+  stop = start + _close(tail[start:])
+  inner = tail[start + 1 : stop - 1]
   return Op(
     name.lstrip('%'),
-    rest[:start],
+    tail[:start],
     arrays(shape),
     tuple(re.findall(r'%([\w.\-]+)', inner)),
-    rest[stop:],
+    tail[stop:],
     inner=inner,
     root=line.startswith('ROOT '),
   )
 
 
 def _close(text: str) -> int:
-  """The place after the parenthesis that closes the first one."""
+  """Returns the index after the parenthesis that closes the first one."""
   depth = 0
   for i, c in enumerate(text):
     depth += (c == '(') - (c == ')')
@@ -127,8 +127,8 @@ def _close(text: str) -> int:
 
 
 def op_name(op: Op) -> str:
-  found = re.search(r'op_name="([^"]*)"', op.text)
-  return found[1] if found else op.name
+  match = re.search(r'op_name="([^"]*)"', op.text)
+  return match[1] if match else op.name
 
 
 def constant(op: Op) -> int | None:
@@ -136,48 +136,48 @@ def constant(op: Op) -> int | None:
 
 
 def collective(op: Op) -> str:
-  """Which one an instruction is, or begins: 'all-reduce', ...; or ''.
+  """Returns the collective that an instruction is or starts, such as 'all-reduce'; '' if none.
 
-  Between slices XLA for TPU writes a send and a recv that say what they do.
+  Between slices, XLA for TPU writes a send and a recv, with the collective as an attribute.
   """
   if op.kind == 'send':
-    found = re.search(r'megascale_transfer_type="(\w+)"', op.text)
-    name = found[1].lower().replace('_', '-') if found else ''
+    match = re.search(r'megascale_transfer_type="(\w+)"', op.text)
+    name = match[1].lower().replace('_', '-') if match else ''
     return {'one-to-one': 'collective-permute'}.get(name, name)
-  found = _COLLECTIVE.match(op.kind)
-  return found[1] if found else ''
+  match = _COLLECTIVE.match(op.kind)
+  return match[1] if match else ''
 
 
 def group_of(op: Op) -> tuple[int, ...]:
-  """The first group of devices that take part, as positions in the mesh."""
-  if found := re.search(r'megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"', op.text):
-    slices, chips = map(_count, found.groups())
+  """Returns the first group of participating devices, as positions in the mesh."""
+  if match := re.search(r'megascale_target="\{([\d,:]+)\}x\{([\d,:]+)\}"', op.text):
+    slices, chips = map(_count, match.groups())
     return tuple(range(0, slices * chips, chips))
   if 'collective-permute' in op.kind:
     pairs = re.search(r'source_target_pairs=\{\{(\d+),(\d+)\}', op.text)
     return (int(pairs[1]), int(pairs[2])) if pairs else ()
   text = op.text.partition('replica_groups=')[2]
-  if found := re.match(r'\{\{([\d,]*)\}', text):
-    return tuple(int(n) for n in found[1].split(',') if n)
-  if found := re.match(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text):
-    return tuple(_iota(found[2], found[3]).reshape(_ints(found[1]))[0].tolist())
-  if found := re.match(
+  if match := re.match(r'\{\{([\d,]*)\}', text):
+    return tuple(int(name) for name in match[1].split(',') if name)
+  if match := re.match(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text):
+    return tuple(_iota(match[2], match[3]).reshape(_ints(match[1]))[0].tolist())
+  if match := re.match(
     r'mesh\[([^\]]*)\](?:, device_ids=\(([^)]*\)?)\))?'
     r' ?\{([^}]*)\}',
     text,
   ):
-    sizes = {n: int(s) for n, s in re.findall(r"'(\w+)'=(\d+)", found[1])}
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
     ids = np.arange(math.prod(sizes.values()))
-    if order := re.match(r'\[([\d,]+)\](?:T\(([\d,]+)\)?)?', found[2] or ''):
+    if order := re.match(r'\[([\d,]+)\](?:T\(([\d,]+)\)?)?', match[2] or ''):
       ids = _iota(order[1], order[2])
-    along = re.findall(r"'(\w+)'", found[3])
-    pick = tuple(slice(None) if n in along else 0 for n in sizes)
-    return tuple(ids.reshape(tuple(sizes.values()))[pick].ravel().tolist())
+    axes = re.findall(r"'(\w+)'", match[3])
+    index = tuple(slice(None) if name in axes else 0 for name in sizes)
+    return tuple(ids.reshape(tuple(sizes.values()))[index].ravel().tolist())
   return ()
 
 
 def _count(text: str) -> int:
-  """Number of elements in a list that XLA writes as '1,2' or '0:3'."""
+  """Returns the number of elements in a list that XLA writes as '1,2' or '0:3'."""
   ends = [_ints(part.replace(':', ',')) for part in text.split(',')]
   return sum(end[-1] - end[0] + 1 for end in ends)
 
@@ -187,7 +187,7 @@ def _ints(text: str) -> tuple[int, ...]:
 
 
 def _iota(shape: str, order: str | None) -> np.ndarray:
-  """Device numbers as XLA writes them: [8,2]T(1,0), flat."""
+  """Returns the flat device numbers that XLA writes as [8,2]T(1,0)."""
   sizes = _ints(shape)
   ids = np.arange(math.prod(sizes)).reshape(sizes)
   return (ids.transpose(_ints(order)) if order else ids).ravel()

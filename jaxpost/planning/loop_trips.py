@@ -1,8 +1,7 @@
-"""How often the loops of a compiled program run, from the HLO of their counters and bounds.
+"""Derives how often the loops of a compiled program run, from the HLO of their counters and bounds.
 
-XLA notes the number for some loops. For others it follows from the condition
-(`counter < bound`), the counter's first value and what an iteration adds to
-it, where these are constants that may have come through tuples and fusions.
+XLA annotates some loops with their trip count. For others it follows from the condition (`counter < bound`), the
+counter's first value and its increment, if these are constants, possibly passed through tuples and fusions.
 """
 
 from __future__ import annotations
@@ -28,40 +27,39 @@ class Loops:
     Args:
       computations: {name: {name: instruction}}.
       callers: {computation: (computation, instruction) that runs it}.
-      iterations: `op_name` of a loop whose end is decided while it runs -> the
-        most iterations, or None.
+      iterations: `op_name` of a loop whose end depends on data -> its largest number of iterations, or None.
     """
     self._computations = computations
     self._callers = callers
     self._iterations = iterations
 
   def trips(self, caller: str, op: hlo.Op) -> int | None:
-    """Returns how often a loop runs; None where only the run decides it."""
-    known = re.search(r'known_trip_count\W+n\W+(\d+)', op.text)
-    if known:
-      return int(known[1])
+    """Returns how often a loop runs; None if it depends on data."""
+    annotated = re.search(r'known_trip_count\W+n\W+(\d+)', op.text)
+    if annotated:
+      return int(annotated[1])
     ops = self._computations[op.attribute('condition').lstrip('%')]
-    ends = [o for o in ops.values() if o.kind == 'compare']
+    comparisons = [o for o in ops.values() if o.kind == 'compare']
     root = next(o for o in ops.values() if o.root)
     if root.kind == 'fusion':
       inner = self._computations[root.attribute('calls').lstrip('%')]
-      ends = [o for o in inner.values() if o.kind == 'compare']
-    if len(ends) == 1:
-      index = self._counter(ops, root, ends[0])
+      comparisons = [o for o in inner.values() if o.kind == 'compare']
+    if len(comparisons) == 1:
+      index = self._counter(ops, root, comparisons[0])
       if index is not None:
         first = self._initial(caller, op, index)
         step = self._step(op, index, first)
-        last = self._bound(caller, op, ops, root, ends[0])
-        if first is not None and last is not None and step is not None and step > 0:
-          if 'direction=LE' in ends[0].text:  # the bound itself is reached
-            last += 1
-          return max(0, math.ceil((last - first) / step))
+        bound = self._bound(caller, op, ops, root, comparisons[0])
+        if first is not None and bound is not None and step is not None and step > 0:
+          if 'direction=LE' in comparisons[0].text:  # the bound is included
+            bound += 1
+          return max(0, math.ceil((bound - first) / step))
     return self._iterations(hlo.op_name(op))
 
-  def _sources(self, ops: dict[str, hlo.Op], root: hlo.Op, end: hlo.Op) -> list[hlo.Op | None]:
+  def _sources(self, ops: dict[str, hlo.Op], root: hlo.Op, comparison: hlo.Op) -> list[hlo.Op | None]:
     """Returns the operations on both sides of a comparison inside the condition of a loop."""
     out: list[hlo.Op | None] = []
-    for name in end.inputs:
+    for name in comparison.inputs:
       source: hlo.Op | None
       if root.kind == 'fusion':
         inner = self._computations[root.attribute('calls').lstrip('%')]
@@ -75,16 +73,16 @@ class Loops:
       out.append(source)
     return out
 
-  def _counter(self, ops: dict[str, hlo.Op], root: hlo.Op, end: hlo.Op) -> int | None:
-    """Returns the place of the counter in the loop's tuple; None where the left side is no field of it."""
-    left = self._sources(ops, root, end)[0]
+  def _counter(self, ops: dict[str, hlo.Op], root: hlo.Op, comparison: hlo.Op) -> int | None:
+    """Returns the index of the counter in the loop's tuple; None if the left side is not a field of it."""
+    left = self._sources(ops, root, comparison)[0]
     if left is None or left.kind != 'get-tuple-element':
       return None
     return int(left.attribute('index'))
 
-  def _bound(self, caller: str, loop: hlo.Op, ops: dict[str, hlo.Op], root: hlo.Op, end: hlo.Op) -> int | None:
-    """Returns the number that the counter is compared with; None where only the run decides it."""
-    right = self._sources(ops, root, end)[1]
+  def _bound(self, caller: str, loop: hlo.Op, ops: dict[str, hlo.Op], root: hlo.Op, comparison: hlo.Op) -> int | None:
+    """Returns the number that the counter is compared with; None if it depends on data."""
+    right = self._sources(ops, root, comparison)[1]
     if right is None:
       return None
     if right.kind == 'constant':
@@ -94,7 +92,7 @@ class Loops:
     return None
 
   def _initial(self, caller: str, loop: hlo.Op, index: int) -> int | None:
-    """Returns the value that a field of the loop's tuple has before the first turn."""
+    """Returns the value of a field of the loop's tuple before the first iteration."""
     return self._field(caller, loop.inputs[0], index)
 
   def _field(self, name: str, value: str, index: int) -> int | None:
@@ -124,7 +122,7 @@ class Loops:
     return None if after is None else after - first
 
   def _number(self, name: str, value: str, state: dict[int, int]) -> int | None:
-    """Evaluates a scalar that depends on constants and `state`, the fields of the loop's tuple; None if it cannot."""
+    """Evaluates a scalar that depends on constants and `state`, the fields of the loop's tuple; None for others."""
     ops = self._computations[name]
     op = ops.get(value)
     if op is None:

@@ -1,4 +1,4 @@
-"""`--topology=NAME`: machines as described devices that need not be there."""
+"""`--topology=NAME`: machines described by name, whose devices need not exist here."""
 
 import dataclasses
 import math
@@ -11,16 +11,16 @@ from jaxpost.errors import InputError, did_you_mean
 from jaxpost.hardware import host
 from jaxpost.hardware.chips import CHIPS, Chip, before_ampere, of_kind
 
-# GPUs that a described cluster may have: those of one generation, whose compiler target is known.
+# GPUs that programs can be compiled for without a device: those whose compiler target is known.
 GPUS = ('h100', 'h200')
-# GiB of a TPU that programs do not get, as its compiler says.
+# GiB of a TPU that its compiler reserves.
 _RESERVED = {'v4': 1.25, 'v5e': 0.25, 'v6e': 0.75, 'tpu7x': 1.25}
-# Describes a GPU that is not there to the compiler (GpuTargetConfigProto); braces are doubled for str.format.
+# Describes an absent GPU to the compiler (GpuTargetConfigProto); braces are doubled for str.format.
 _TARGET = pathlib.Path(__file__).with_name('gpu_target.pbtxt')
 FORMS = '8xH100, h100:8, h200:1x8x8 (slices x hosts x GPUs of a host), v5e-16 or v5e:4x4'
 _MACHINE = re.compile('(?:([1-9][0-9]*)x)?([a-z][a-z0-9_]*)(?:([-:])([1-9][0-9]*(?:x[1-9][0-9]*)*))?')
 _OTHER_NAMES = {'a100': 'a100_80gb', 'a100_40gb': 'a100', 'v5litepod': 'v5e'}
-_HOST = 8  # GPUs
+_HOST = 8  # GPUs of a host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Topology:
 
   @property
   def devices(self) -> int:
-    """Number of devices that JAX shows; of owned chips, each device was counted as one."""
+    """Number of devices that JAX shows; each owned device counts as one."""
     return len(self.owned) or self.chips * self.chip.devices
 
   @property
@@ -53,12 +53,12 @@ class Topology:
 
   @property
   def before_ampere(self) -> bool:
-    """Tells whether its GPUs have no bfloat16, and no Triton that XLA compiles."""
+    """True for GPUs without bfloat16 and without Triton support in XLA."""
     return any(map(before_ampere, self.owned[:1])) or self.name == 't4'
 
   @property
   def memory(self) -> float:
-    """Bytes of a device that JAX may take, which a device that is there says itself; 0 where they are unknown."""
+    """Bytes of a device that JAX may take, as reported by owned devices; 0 if unknown."""
     if self.owned:
       return self.chip.memory
     return self.chip.memory * (host.GPU_SHARE if self.gpu else 1) - _RESERVED.get(self.name, 0) * 2**30
@@ -69,66 +69,66 @@ class Topology:
 
 
 def here(devices: list) -> Topology:
-  """Returns the machine that these devices belong to; of an unknown chip, only its memory."""
-  own = next(d for d in devices if d.process_index == devices[0].client.process_index())
-  kind, stats = own.device_kind, own.memory_stats()  # which devices of other processes do not tell
+  """Returns the machine of these devices; of an unknown chip, only the memory is known."""
+  local_device = next(d for d in devices if d.process_index == devices[0].client.process_index())
+  kind, stats = local_device.device_kind, local_device.memory_stats()  # not available for devices of other processes
   chip = of_kind(kind) or Chip(kind, 0.0)
   if stats:
     chip = dataclasses.replace(chip, memory=stats.get('bytes_limit', chip.memory))
-  name = next((name for name, known in CHIPS.items() if known.kind == chip.kind), own.platform)
+  name = next((name for name, known in CHIPS.items() if known.kind == chip.kind), local_device.platform)
   slices = {d.slice_index for d in devices if d.platform == 'tpu'}
-  count = max(1, len(slices))
-  return Topology(f'{len(devices)} x {kind}', name, chip, (len(devices) // count,), count, owned=tuple(devices))
+  groups = max(1, len(slices))
+  return Topology(f'{len(devices)} x {kind}', name, chip, (len(devices) // groups,), groups, owned=tuple(devices))
 
 
 def price(text: str) -> float:
   """Parses US dollars per chip and hour; InputError unless they are a number from 0."""
   try:
-    found = float(text)
+    usd = float(text)
   except ValueError:
-    found = math.nan
-  if not 0 <= found < math.inf:
+    usd = math.nan
+  if not 0 <= usd < math.inf:
     raise InputError(
       f'--price: {text!r}: write US dollars per chip and hour, as in 1.5; with --fits also as H100=2.5,v5e-8=1.2'
     )
-  return found
+  return usd
 
 
 def parse(text: str, slices: int = 1, *, flag: str = '--topology', compiled: bool = True) -> Topology:
-  """Parses one of FORMS; InputError with all of them otherwise.
+  """Parses one of FORMS; an InputError lists them all.
 
   Args:
     text: '8xH100' or 'h100:8' (one slice), 'h100:1x1x8' (slices x hosts x GPUs of a host), 'v5e-16' (a slice as the
       cloud names it), 'v5e:4x4', 'cpu:8'.
     slices: of TPUs.
-    flag: is named in errors.
-    compiled: only chips that programs can be compiled for, not all that are known.
+    flag: the command-line flag to name in errors.
+    compiled: accept only chips that programs can be compiled for, not all known ones.
   """
-  found = _MACHINE.fullmatch(text.lower())
-  count, name, between, size = found.groups('') if found else ('', text.lower().partition(':')[0], '', '')
+  match = _MACHINE.fullmatch(text.lower())
+  count, name, separator, size = match.groups('') if match else ('', text.lower().partition(':')[0], '', '')
   name = _OTHER_NAMES.get(name, name)
-  known = [n for n, c in CHIPS.items() if not compiled or c.largest or n in GPUS] + ['cpu'] * compiled
-  if name not in known:
-    hint = did_you_mean(name, known, 0.4)
-    raise InputError(f'{flag}: {text!r}: there is no chip {name!r}; {hint}known: {", ".join(known)}; write {FORMS}')
+  supported = [n for n, c in CHIPS.items() if not compiled or c.largest or n in GPUS] + ['cpu'] * compiled
+  if name not in supported:
+    hint = did_you_mean(name, supported, 0.4)
+    raise InputError(f'{flag}: {text!r}: there is no chip {name!r}; {hint}known: {", ".join(supported)}; write {FORMS}')
   numbers = tuple(int(n) for n in size.split('x')) if size else ()
-  dashed = between == '-'
+  dashed = separator == '-'
   if name == 'cpu':
-    if not found or count or dashed or len(numbers) > 1 or slices != 1:
+    if not match or count or dashed or len(numbers) > 1 or slices != 1:
       raise InputError(f'{flag}: {text!r}: write cpu, or cpu:8 for 8 pretended devices')
     return Topology(text, name, Chip('cpu', 0.0), numbers or (1,))
   chip = CHIPS[name]
   is_gpu = not chip.largest
   if is_gpu and slices != 1:
     raise InputError(f'--slices: of GPUs they are the first number of {flag}, as in {name}:{slices}x8x8')
-  numbers, why = (_gpus if is_gpu else _tpus)(name, numbers, count, dashed)
-  if why or not found:
-    raise InputError(f'{flag}: {text!r}: {why or "is none of the forms"}; write {FORMS}')
+  numbers, problem = (_gpus if is_gpu else _tpus)(name, numbers, count, dashed)
+  if problem or not match:
+    raise InputError(f'{flag}: {text!r}: {problem or "is none of the forms"}; write {FORMS}')
   return Topology(text, name, chip, numbers, slices)
 
 
 def _gpus(name: str, numbers: tuple[int, ...], count: str, dashed: bool) -> tuple[tuple[int, ...], str]:
-  """Returns slices, hosts and GPUs of a host, and what is wrong, '' if nothing."""
+  """Returns (slices, hosts, GPUs of a host), and the problem or ''."""
   chip = CHIPS[name]
   counted_twice = bool(count and numbers)  # as in 8xH100:8
   if dashed or counted_twice or len(numbers) not in (0, 1, 3):
@@ -144,7 +144,7 @@ def _gpus(name: str, numbers: tuple[int, ...], count: str, dashed: bool) -> tupl
 
 
 def _tpus(name: str, numbers: tuple[int, ...], count: str, dashed: bool) -> tuple[tuple[int, ...], str]:
-  """Returns the chips along each dimension, and what is wrong, '' if nothing."""
+  """Returns the chips along each dimension, and the problem or ''."""
   largest = CHIPS[name].largest
   if dashed:
     sizes = _slices(name)
@@ -162,7 +162,7 @@ def _tpus(name: str, numbers: tuple[int, ...], count: str, dashed: bool) -> tupl
 
 
 def _slices(name: str) -> dict[int, tuple[int, ...]]:
-  """Returns {number: chips along each dimension} of a TPU's slices as the cloud names them."""
+  """Returns {number in the cloud's name of a TPU slice: chips along each dimension}."""
   largest, out = CHIPS[name].largest, {}
   rank = len(largest)
   for power in range(math.prod(largest).bit_length()):
@@ -173,7 +173,7 @@ def _slices(name: str) -> dict[int, tuple[int, ...]]:
 
 
 def _cores(name: str) -> int:
-  """Returns how much of the number in a slice's name is one chip: these count cores."""
+  """Returns what a chip adds to the number in a slice's name: some names count cores."""
   return 2 if name in ('v4', 'v5p', 'tpu7x') else 1
 
 
@@ -182,26 +182,26 @@ def _text(size: tuple[int, ...]) -> str:
 
 
 def spell(machine: Topology) -> str:
-  """Returns the shortest name of a machine that is one slice, of those that `parse` reads: '8xH100', 'v5e-16'."""
+  """Returns the shortest name of a machine of one slice that `parse` reads, such as '8xH100' or 'v5e-16'."""
   number = machine.chips
   if machine.gpu:
     kind = {v: k for k, v in _OTHER_NAMES.items()}.get(machine.name, machine.name).upper()
     short = f'{number}x{kind}' if number > 1 else kind
-    same = machine.size == (1, max(1, number // _HOST), min(number, _HOST))
+    is_standard = machine.size == (1, max(1, number // _HOST), min(number, _HOST))
   else:
     number *= _cores(machine.name)
-    short, same = f'{machine.name}-{number}', _slices(machine.name).get(number) == machine.size
-  return short if same else f'{machine.name}:{_text(machine.size)}'
+    short, is_standard = f'{machine.name}-{number}', _slices(machine.name).get(number) == machine.size
+  return short if is_standard else f'{machine.name}:{_text(machine.size)}'
 
 
 def set_environment(topology: Topology) -> None:
-  """Sets the environment for described devices; call it before JAX starts, which then touches no accelerator."""
+  """Sets the environment for described devices; called before JAX starts, so that it uses no accelerator."""
   os.environ['JAX_PLATFORMS'] = 'cpu'
   os.environ['TPU_SKIP_MDS_QUERY'] = '1'
   os.environ['ALLOW_MULTIPLE_LIBTPU_LOAD'] = '1'  # several plans at a time
   for name in ('TF_CPP_MIN_LOG_LEVEL', 'TPU_STDERR_LOG_LEVEL', 'TPU_MIN_LOG_LEVEL'):
     os.environ.setdefault(name, '3')
-  if not topology.local:  # what was compiled could not be loaded here
+  if not topology.local:  # compiled programs cannot be loaded here
     os.environ['JAX_ENABLE_COMPILATION_CACHE'] = 'false'
   if topology.local and topology.chips > 1:
     os.environ['XLA_FLAGS'] = (
@@ -210,7 +210,7 @@ def set_environment(topology: Topology) -> None:
 
 
 def _describe_gpu() -> None:
-  """Lets Triton kernels be compiled without a GPU, which JAX refuses from 0.11 on."""
+  """Makes JAX 0.11 and later compile Triton kernels without a GPU."""
   import jax
 
   if jax.__version_info__ < (0, 11):
@@ -218,7 +218,7 @@ def _describe_gpu() -> None:
   from jax._src.pallas.triton import gpu_info  # private: the public way needs a mesh around the whole lowering
 
   ampere = gpu_info.GpuInfo(gpu_version=gpu_info.GpuVersion.A100, arch_name='8.0', compute_capability=80)
-  gpu_info.registry['cpu'] = lambda: ampere  # lowering only asks for this much; XLA compiles for the described chip
+  gpu_info.registry['cpu'] = lambda: ampere  # lowering needs no more; XLA compiles for the described chip
 
 
 def devices(topology: Topology) -> list:
@@ -228,13 +228,13 @@ def devices(topology: Topology) -> list:
   if topology.owned:
     return list(topology.owned)
   if topology.local:
-    found = jax.devices('cpu')
-    if len(found) < topology.chips:
+    cpus = jax.devices('cpu')
+    if len(cpus) < topology.chips:
       raise InputError(
-        f'--topology: {topology.text}: JAX has started with {len(found)} '
-        'devices; the command sets their number, a notebook cannot'
+        f'--topology: {topology.text}: JAX has started with {len(cpus)} '
+        'devices; set their number in a command, because a notebook cannot'
       )
-    return found[: topology.chips]
+    return cpus[: topology.chips]
   from jax.experimental import topologies
 
   chip, size = topology.chip, _text(topology.size)
@@ -243,20 +243,20 @@ def devices(topology: Topology) -> list:
       _describe_gpu()
       target = _TARGET.read_text().format(kind=chip.kind, memory=int(chip.memory), bandwidth=int(chip.bandwidth))
       return topologies.get_topology_desc(topology.name, 'cuda', topology=size, target_config=target).devices
-    more: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
+    options: dict[str, Any] = {'num_slices': topology.slices} if topology.slices > 1 else {}
     if topology.name == 'v4':  # both cores of a chip as one device
-      more['chip_config_name'] = 'megacore'
-    return topologies.get_topology_desc(f'{topology.name}:{size}', 'tpu', **more).devices
+      options['chip_config_name'] = 'megacore'
+    return topologies.get_topology_desc(f'{topology.name}:{size}', 'tpu', **options).devices
   except (jax.errors.JaxRuntimeError, RuntimeError, ImportError) as e:
-    lacks = "'jax[cuda13]'" if topology.gpu else "-e '.[plan]' in a clone, or 'jax[tpu]'"
+    package = "'jax[cuda13]'" if topology.gpu else "-e '.[plan]' in a clone, or 'jax[tpu]'"
     reason = str(e).splitlines()[0]
-    hint = f'the compiler comes with pip install {lacks}, and needs no device; launch.plan --fits answers by arithmetic'
+    hint = f'the compiler comes with pip install {package} and needs no device; launch.plan --fits uses arithmetic'
     if 'INVALID' in reason:
       hint = f'choose another size ({FORMS})'
     raise InputError(f'--topology: {topology.text}: {reason}; {hint}') from e
 
 
 def compiler_options(topology: Topology) -> dict | None:
-  """Returns compiler options where there is no device to autotune on; None elsewhere."""
-  without = topology.gpu and not topology.owned
-  return {'xla_gpu_autotune_level': 0} if without else None
+  """Returns compiler options without autotuning for described GPUs; None for others."""
+  described = topology.gpu and not topology.owned
+  return {'xla_gpu_autotune_level': 0} if described else None

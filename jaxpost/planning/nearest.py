@@ -1,7 +1,7 @@
-"""The nearest config that fits, for one that does not: by the arithmetic that chooses defaults.
+"""Finds the nearest config that fits for one that does not, by the arithmetic that chooses defaults.
 
-What a step computes stays the same if it can: less at a time, more recomputation, other meshes. Where that is not
-enough, one proposal of each other kind that fits is made.
+If possible, a step computes the same result: with smaller micro-batches, more recomputation or other meshes. Otherwise
+there is one proposal that fits of each other kind.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
   from jaxpost.planning.machines import Topology
   from jaxpost.stage.records import PreparedStage
 
-# Fields that leave a step's result as it is, with the values that leave them open, in the order in which they are
-# opened: none beside those that the config leaves open, one, several.
+# Fields that do not change the result of a step -> values at which `defaults` chooses them, and the order in which sets
+# of them are tried: none (only those that the config leaves open), one, several.
 _SLOTS = {'rollout.slots': 0}
 _ROWS = {'train.micro_batch_size': 0}
 _REMAT = {'model.remat': 'auto'}
@@ -48,7 +48,7 @@ class Proposal(NamedTuple):
 
 
 def check_state(p: PreparedStage, topology: Topology) -> None:
-  """Raises InputError where weights and optimizer states alone, whose sizes are exact, are more than a device has."""
+  """Raises InputError if weights and optimizer states alone, whose sizes are exact, exceed the memory of a device."""
   limits = defaults.room(p, topology)
   if not limits:
     return
@@ -66,19 +66,19 @@ def check_state(p: PreparedStage, topology: Topology) -> None:
 
 
 def check_programs(p: PreparedStage, topology: Topology, predicted: dict[str, int], device: jax.Device) -> None:
-  """Raises InputError if programs need more than an accelerator has; `predicted` is of `memory.predict`."""
+  """Raises InputError if a program needs more memory than `device` has; `predicted` is from `memory.predict`."""
   limit = (device.memory_stats() or {}).get('bytes_limit')
   name = max(predicted, key=lambda k: (predicted[k], k != 'peak'))
   if limit and predicted[name] > limit:
-    found = advice(p, topology, name, predicted[name])
+    hint = advice(p, topology, name, predicted[name])
     raise InputError(
       f'{name} needs {predicted[name] / 2**30:.1f} GiB of memory, of which a device ({device.device_kind}) has '
-      f'{limit / 2**30:.1f}; ' + (found or 'take config.model.remat=full, or less at a time, or more devices')
+      f'{limit / 2**30:.1f}; ' + (hint or 'take config.model.remat=full, smaller micro-batches or more devices')
     )
 
 
 def of_plan(p: PreparedStage, topology: Topology, plan: dict) -> dict:
-  """Returns the plan of a stage with `advice` as 'nearest': '' where all of its programs fit."""
+  """Returns the plan of a stage with `advice` as 'nearest', which is '' if all of its programs fit."""
   if plan['fits'] is not False:
     return plan | {'nearest': ''}
   worst = max(plan['programs'], key=lambda row: row['bytes_per_chip']['total'])
@@ -86,24 +86,24 @@ def of_plan(p: PreparedStage, topology: Topology, plan: dict) -> dict:
 
 
 def advice(p: PreparedStage, topology: Topology, program: str = '', needed: float = 0.0) -> str:
-  """Returns what to change so that a stage fits, as flags of a command; '' where nothing is known.
+  """Returns what to change so that a stage fits, as command-line flags; '' if the memory is unknown.
 
   Args:
-    p: the stage, with what was chosen for it.
-    program: whose memory XLA has counted, as `needed` bytes; '': none.
+    p: the stage, with the defaults that were chosen for it.
+    program: a program whose memory, `needed` bytes, is known from XLA; '': none.
   """
   limits = defaults.room(p, topology)
   if not limits:
     return ''
   if program:
     limits = dataclasses.replace(limits, scale=_scale(p, limits, program, needed))
-  found = nearest(p, limits)
-  if not found:
+  proposals = nearest(p, limits)
+  if not proposals:
     return f'nothing fits up to {2**_MORE_DEVICES} times as many devices; take a smaller model'
   prefix = f'--config.{p.name}.' if p.config.stages else '--config.'
   lines = []
-  for settings, times in found:
-    flags = ' '.join(shlex.quote(f'{prefix}{k}={v}') for k, v in settings.items())
+  for settings, times in proposals:
+    flags = ' '.join(shlex.quote(f'{prefix}{key}={value}') for key, value in settings.items())
     if times > 1:
       flags = f'{times * topology.devices} of these devices' + (f' with {flags}' if flags else '')
     lines.append(flags)
@@ -111,21 +111,22 @@ def advice(p: PreparedStage, topology: Topology, program: str = '', needed: floa
 
 
 def nearest(p: PreparedStage, limits: Room) -> list[Proposal]:
-  """Returns the smallest change that fits and leaves a step's result as it is, or else one change of each kind."""
-  left_open = _OPEN | {'rollout.offload': False}
-  opened = search.vary(p, {k: left_open[k] for k in p.by_memory})
+  """Returns the smallest change that fits and keeps a step's result, or else one change of each kind."""
+  defaults_open = _OPEN | {'rollout.offload': False}
+  opened = search.vary(p, {k: defaults_open[k] for k in p.by_memory})
   for settings in _same(opened, limits):
-    if found := _fitting(opened, Proposal(settings), limits):
-      return [found]
+    if fitting := _fitting(opened, Proposal(settings), limits):
+      return [fitting]
   out = []
-  for kind in (_smaller(opened), _shorter(opened), _wider(opened, limits)):
-    tried = (_fitting(opened, x._replace(settings=_OPEN | x.settings), limits) for x in kind)
-    out += [x for x in (next(filter(None, tried), None),) if x]
+  for proposals in (_smaller(opened), _shorter(opened), _wider(opened, limits)):
+    attempts = (_fitting(opened, x._replace(settings=_OPEN | x.settings), limits) for x in proposals)
+    if first := next(filter(None, attempts), None):
+      out.append(first)
   return out
 
 
 def _fitting(p: PreparedStage, proposal: Proposal, limits: Room) -> Proposal | None:
-  """Returns a proposal with what defaults add to it, without what the config says already; None if it does not fit."""
+  """Returns a proposal with the defaults chosen for it and without the config's own values; None if it does not fit."""
   machine = limits.machine
   size = (*machine.size[:-1], machine.size[-1] * proposal.times)
   machine = dataclasses.replace(machine, size=size, owned=machine.owned * proposal.times)
@@ -135,14 +136,14 @@ def _fitting(p: PreparedStage, proposal: Proposal, limits: Room) -> Proposal | N
     inputs = changed.inputs
     model = prepare.make_inputs(p.name, inputs.config, inputs.algorithm, inputs.sources, inputs.tokenizer)
     changed = dataclasses.replace(changed, inputs=model)
-    found = defaults.choose_in(changed, limits)
-    if not limits.fits(changed, found):
+    chosen = defaults.choose_in(changed, limits)
+    if not limits.fits(changed, chosen):
       return None
-  except InputError:  # the model, its method or this number of devices does not take it
+  except InputError:  # not possible with the model, its method or this number of devices
     return None
-  if limits.scale == (1.0, 1.0):  # a run finds the same where the config leaves it open
-    found = {k: v for k, v in found.items() if k in _OPEN and _value(p, k) != _OPEN[k]}
-  settings = {k: v for k, v in (proposal.settings | found).items() if _value(p, k) != v}
+  if limits.scale == (1.0, 1.0):  # a run chooses the same for fields that are open
+    chosen = {key: value for key, value in chosen.items() if key in _OPEN and _value(p, key) != _OPEN[key]}
+  settings = {key: value for key, value in (proposal.settings | chosen).items() if _value(p, key) != value}
   return proposal._replace(settings=settings)
 
 
@@ -152,7 +153,7 @@ def _value(p: PreparedStage, key: str) -> Any:
 
 
 def _scale(p: PreparedStage, limits: Room, program: str, needed: float) -> tuple[float, float]:
-  """Returns `Room.scale` for a program that XLA says needs so many bytes."""
+  """Returns `Room.scale` for a program that needs `needed` bytes according to XLA."""
   needs = limits.needs(p, {} if p.config.model.remat in arithmetic.ESTIMATED else {'model.remat': 'dots'})
   if program in memory.SAMPLING:
     return 1.0, max(1.0, needed / needs.sampling) if needs.sampling else 1.0
@@ -160,12 +161,12 @@ def _scale(p: PreparedStage, limits: Room, program: str, needed: float) -> tuple
 
 
 def _same(p: PreparedStage, limits: Room) -> Iterator[dict[str, Any]]:
-  """Yields changes that leave a step's result as it is."""
+  """Yields settings that do not change the result of a step."""
   samples = checks.samples(p.config, p.inputs.algorithm)
   yield from (x for x in _OPENED if samples or 'rollout.slots' not in x)
   if limits.machine.devices == 1:
     return
-  # All state split over the devices; then tensor axes, of the sampler and of training.
+  # All state split over the devices; then also with tensor axes, of the sampler and of training.
   tensors = meshes.tensors(p.inputs, limits.machine.devices)
   for sampler in tensors if samples else tensors[:1]:
     for tensor in tensors:
@@ -174,10 +175,10 @@ def _same(p: PreparedStage, limits: Room) -> Iterator[dict[str, Any]]:
 
 
 def _smaller(p: PreparedStage) -> Iterator[Proposal]:
-  """Yields other types of weights, and adapters."""
+  """Yields smaller dtypes of weights, and adapters."""
   yield Proposal(_HALF)
   model = p.inputs.model
-  adapters = {} if model.frozen - model.mtp else _LORA  # what is frozen already gets smaller instead
+  adapters = {} if model.frozen - model.mtp else _LORA  # a model with frozen weights has smaller dtypes only
   yield from (Proposal(adapters | x) for x in ({}, _HALF, _QUANTIZED) if adapters | x)
 
 
@@ -187,12 +188,12 @@ def _shorter(p: PreparedStage) -> Iterator[Proposal]:
   name = 'rollout.max_new_tokens' if on_policy else 'train.row_length'
   tokens = p.config.rollout.max_new_tokens if on_policy else row_length(p.config, on_policy)
   while (tokens := tokens // 2) >= _SHORTEST:
-    # Rows of a length of their own do not get shorter with completions.
+    # A fixed row_length would not get shorter with completions.
     yield Proposal({name: tokens} | ({'train.row_length': 0} if on_policy else {}))
 
 
 def _wider(p: PreparedStage, limits: Room) -> Iterator[Proposal]:
-  """Yields more of the same devices, with all state split over them."""
+  """Yields larger numbers of the same devices, with all state split over them."""
   samples = checks.samples(p.config, p.inputs.algorithm)
   for times in (2**i for i in range(1, _MORE_DEVICES + 1)):
     for tensor in meshes.tensors(p.inputs, limits.machine.devices * times):

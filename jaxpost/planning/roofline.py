@@ -1,12 +1,11 @@
-"""Roofline: seconds, rates and cost that follow from what programs compute, read and send.
+"""Roofline: seconds, rates and cost derived from the FLOPs, memory traffic and communication of programs.
 
-A program takes as long as the slowest of its three parts, were they perfectly
-overlapped: products at the peak rate, bytes through the memory, bytes over
-the network. The sum of the three is what it takes without any overlap. What is expected uses the
-rates that a chip was measured to reach, where they are known; docs/performance.md compares it with steps.
+With perfect overlap, a program takes as long as the slowest of three parts: matrix products at the peak rate, bytes
+through the memory, bytes over the network. Without overlap it takes their sum. The estimate 'expected' uses rates that
+were measured on the chip, if they are known; docs/performance.md compares it with measured steps.
 
-Programs of a step follow each other. Where sampling is asynchronous (`rl/rollout_queue.py`),
-those on devices of their own run at the same time.
+Programs of a step run one after the other. With asynchronous sampling (`rl/rollout_queue.py`), programs on separate
+devices run at the same time.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
   from jaxpost.stage.place import PlacedStage
 
 _ESTIMATES = 'roofline', 'expected', 'no_overlap', 'xla'
-# Shares of FLOP/s and bandwidth that large products and copies reached on an H200, which has the die of an H100.
+# Shares of peak FLOP/s and bandwidth of large products and copies on an H200, which has the same die as an H100.
 _REACHED = 0.72, 0.86
 _MEASURED = 'H100', 'H200'
 _SCORING = 'score', 'values'
-# Programs that training and sampling devices both wait for, or an update does.
+# Programs that both training and sampling devices wait for, or that an update waits for.
 _WAITED_FOR = 'reshard', 'hidden'
 
 
@@ -44,8 +43,8 @@ _WAITED_FOR = 'reshard', 'hidden'
 class Step:
   """How often a step calls its programs, and for how many tokens.
 
-  calls: {program: how often}. trained, sampled: tokens at most.
-  reads: {cache entries: the share of blocks of decoding that attend to so many}.
+  calls: {program: calls}. trained, sampled: largest numbers of tokens.
+  reads: {number of cache entries: share of decoding blocks that attend to it}.
   """
 
   calls: dict
@@ -55,11 +54,11 @@ class Step:
 
 
 def step_of(placed: PlacedStage) -> Step:
-  """Returns the step in which every row and every completion is as long as it may be."""
+  """Returns the step in which every row and every completion has the maximum length."""
   config, on_policy = placed.config, placed.algorithm.on_policy
   calls = {'update': 1}
-  for name, held in (('score', 'reference'), ('values', 'reward_model')):
-    calls[name] = int(held in placed.inputs.sources)
+  for name, role in (('score', 'reference'), ('values', 'reward_model')):
+    calls[name] = int(role in placed.inputs.sources)
   teachers = sum(k.startswith('teacher_') for k in placed.inputs.sources)
   calls['hidden'] = teachers if placed.distills else 0
   if not on_policy:
@@ -68,10 +67,10 @@ def step_of(placed: PlacedStage) -> Step:
   scores = placed.algorithm.scores(config)
   calls['update'] = rl.epochs * rl.minibatches
   critic = 'critic' in placed.inputs.sources
-  # A pass of the reference, or of each teacher; and one of the policy.
-  of_frozen = (1 if placed.distills else max(teachers, 1)) if 'ref_logprobs' in scores else 0
-  of_policy = 'old_logprobs' in scores or 'entropy' in scores or ('values' in scores and not critic)
-  calls['score'] = of_frozen + int(of_policy)
+  # One pass of the reference or of each teacher, and one of the policy.
+  frozen_passes = (1 if placed.distills else max(teachers, 1)) if 'ref_logprobs' in scores else 0
+  needs_policy_pass = 'old_logprobs' in scores or 'entropy' in scores or ('values' in scores and not critic)
+  calls['score'] = frozen_passes + int(needs_policy_pass)
   calls['values'] += int('values' in scores and critic)
   total = r.prompts * r.group_size
   slots = batch_shape.slots(r, total)
@@ -88,7 +87,7 @@ def step_of(placed: PlacedStage) -> Step:
 
 
 def _reads(placed: PlacedStage) -> dict[int, float]:
-  """The shares of `Step.reads`, of a completion as long as it may be; see `rollout/buckets.py`."""
+  """Returns `Step.reads` of a completion of maximum length; see `rollout/buckets.py`."""
   r = placed.config.rollout
   block = min(placed.decode_block, r.max_new_tokens)
   length = buckets.cache_length(r.max_prompt_length + r.max_new_tokens, block, r.page_size)
@@ -125,10 +124,10 @@ def programs(compiled: aot.Compiled, topology: machines.Topology) -> list[dict]:
 
 
 def _calls(row: dict, rows: list, step: Step) -> float:
-  """Returns calls a step. Programs of one name share them: evenly, or as their rows say."""
+  """Returns the calls of a program per step. Programs with the same name share them, evenly or by their rows."""
   same = [r for r in rows if r['program'] == row['program']]
   calls = step.calls.get(row['program'], 0)
-  if row['program'] in ('update', 'reshard'):  # each does a part of it
+  if row['program'] in ('update', 'reshard'):  # each program does a part
     return calls * row['calls_per_step']
   if row['program'] == 'generate':
     return calls * _share_of_blocks(row, same, step)
@@ -136,30 +135,30 @@ def _calls(row: dict, rows: list, step: Step) -> float:
 
 
 def _share_of_blocks(row: dict, rows: list, step: Step) -> float:
-  """The share of the blocks of decoding that one of its programs computes: one of all slots, as none is idle."""
-  most = max(r['slots'] for r in rows)
-  if row['slots'] < most:
+  """Returns the share of decoding blocks that a program computes; those with fewer than all slots get 0."""
+  all_slots = max(r['slots'] for r in rows)
+  if row['slots'] < all_slots:
     return 0.0
-  # A kernel that reads what is filled is in one program.
+  # Without buckets of the cache (a kernel reads its filled part), there is one program.
   return step.reads.get(row['read'], 0.0) if row['read'] else 1.0
 
 
 def _runs_on(placed: PlacedStage, mesh: jax.sharding.Mesh) -> str:
-  """Returns the phase that has these devices; training, if it shares them."""
+  """Returns the phase of these devices, 'train' if several phases share them."""
   return next(name for name in ('train', 'rollout', 'score') if _shared(mesh, vars(placed)[name].mesh))
 
 
 def _handed_over(placed: PlacedStage, row: dict, topology: machines.Topology) -> dict:
-  """Returns the bytes that a training device sends to the sampling devices after a reshard."""
-  ours = placed.train.mesh
-  theirs = placed.rollout.mesh
-  if row['program'] != 'reshard' or _shared(ours, theirs):
+  """Returns the copies that a training device sends to the sampling devices after a reshard; {} if none."""
+  train = placed.train.mesh
+  rollout = placed.rollout.mesh
+  if row['program'] != 'reshard' or _shared(train, rollout):
     return {}
-  whole = math.prod(theirs.shape[a] for a in bridge.WHOLE)
-  copies = ours.size * whole // theirs.size
-  times = math.ceil(whole / copies)
-  hosts = {host for mesh in (ours, theirs) for _, host in host_of(topology, mesh)}
-  return dict(bytes=times * row['output_bytes'], number=times, between_hosts=len(hosts) > 1)
+  whole = math.prod(rollout.shape[a] for a in bridge.WHOLE)
+  copies = train.size * whole // rollout.size
+  copies_sent = math.ceil(whole / copies)
+  hosts = {host for mesh in (train, rollout) for _, host in host_of(topology, mesh)}
+  return dict(bytes=copies_sent * row['output_bytes'], number=copies_sent, between_hosts=len(hosts) > 1)
 
 
 def _shared(mesh: jax.sharding.Mesh, other: jax.sharding.Mesh) -> bool:
@@ -171,21 +170,21 @@ def memory(row: dict, limit: float) -> dict:
 
   Args:
     row: of `aot.Compiled`.
-    limit: bytes of a device that may be in use; 0 where they are unknown.
+    limit: usable bytes of a device; 0 if unknown.
   """
-  given = row['arguments']
+  arguments = row['arguments']
   out = dict(
-    parameters=given.get('parameters', 0),
-    optimizer=given.get('optimizer', 0),
-    kv_cache=given.get('kv_cache', 0),
-    batch=given.get('batch', 0),
-    other=given.get('other', 0),
+    parameters=arguments.get('parameters', 0),
+    optimizer=arguments.get('optimizer', 0),
+    kv_cache=arguments.get('kv_cache', 0),
+    batch=arguments.get('batch', 0),
+    other=arguments.get('other', 0),
     outputs=row['output_bytes'] - row['alias_bytes'],
     temporaries=row['temp_bytes'],
   )
-  own = row['argument_bytes'] + out['outputs'] + row['temp_bytes']
-  out['elsewhere'] = max(0, row['in_use_bytes'] - own)
-  out['total'] = own + out['elsewhere']
+  needed = row['argument_bytes'] + out['outputs'] + row['temp_bytes']
+  out['elsewhere'] = max(0, row['in_use_bytes'] - needed)
+  out['total'] = needed + out['elsewhere']
   fits = out['total'] <= limit if limit else None
   return dict(fits=fits, free_bytes=int(limit - out['total']) if limit else None, bytes_per_chip=out)
 
@@ -200,16 +199,16 @@ def work(
     mesh: of the program.
     topology: with the chip's rates.
     hosts: {position in the mesh: host or slice}; see `host_of`.
-    handed: what leaves for other devices afterwards, if anything; see `_handed_over`.
+    handed: copies sent to other devices afterwards, see `_handed_over`.
   """
   totals = row['totals']
   chip = topology.chip
-  least = {k: {a: float(n) for a, n in v.items()} for k, v in row['least'].items()}
+  lower_bounds = {kind: {axis: float(size) for axis, size in by_axis.items()} for kind, by_axis in row['least'].items()}
   sent = _collectives(totals, mesh, hosts)
   if handed:
-    least['copy'] = dict(rollout=float(handed['bytes']))
+    lower_bounds['copy'] = dict(rollout=float(handed['bytes']))
     sent['copy'] = dict(rollout=handed)
-  wire = sum(_wire_seconds(found, chip) for axes in sent.values() for found in axes.values())
+  wire = sum(_wire_seconds(entry, chip) for axes in sent.values() for entry in axes.values())
   model = (row['flops'] or 0) / mesh.size
   if row['program'] == 'prefill':  # runs no head, which `flops` counts
     model = min(model, totals.flops)
@@ -218,17 +217,17 @@ def work(
     memory=totals.bytes / chip.bandwidth if chip.bandwidth else None,
     network=wire if chip.link else None,
   )
-  known = [x for x in parts.values() if x is not None]
-  seconds = max(known) if known else None
+  known_parts = [x for x in parts.values() if x is not None]
+  seconds = max(known_parts) if known_parts else None
   return dict(
     flops=dict(model=model, program=totals.flops, xla_once=row['xla_flops_once']),
     memory_traffic_bytes=totals.bytes,
     collective_bytes=sent,
-    collective_minimum=least,
+    collective_minimum=lower_bounds,
     seconds=dict(
       roofline=seconds,
       expected=expected(totals.flops, totals.bytes, wire, chip),
-      no_overlap=sum(known) if known else None,
+      no_overlap=sum(known_parts) if known_parts else None,
       **parts,
       xla=totals.cycles / chip.clock if chip.clock and totals.cycles else None,
     ),
@@ -238,7 +237,7 @@ def work(
 
 
 def _collectives(totals: cost.Totals, mesh: jax.sharding.Mesh, hosts: Mapping[int, int]) -> dict[str, dict[str, dict]]:
-  """Returns {kind: {axis: bytes and number of the collectives, and whether they leave a host}} of a program."""
+  """Returns {kind: {axis: bytes, number, and whether they cross hosts}} of a program's collectives."""
   return {
     kind: {
       axis: dict(bytes=count, number=number, between_hosts=len({hosts[i] for i in group}) > 1)
@@ -249,15 +248,15 @@ def _collectives(totals: cost.Totals, mesh: jax.sharding.Mesh, hosts: Mapping[in
 
 
 def _wire_seconds(sent: Mapping[str, Any], chip: Chip) -> float:
-  """Returns the seconds of what is sent along an axis; 0 where the rate of the chip is unknown."""
+  """Returns the seconds of the collectives along an axis; 0 if the chip's rate is unknown."""
   rate = chip.network if sent['between_hosts'] else chip.link
   return sent['bytes'] / rate if rate else 0.0
 
 
 def expected(flops: float, count: float, wire: float, chip: Chip) -> float | None:
-  """Returns the seconds of a program at the rates that a chip reaches, None where they are unknown.
+  """Returns the seconds of a program at measured rates of the chip; None if they are unknown.
 
-  The longest of products, memory and network, and half of the others: the overlap of what was measured on an H200.
+  It is the longest of compute, memory and network plus half of the others, which is the overlap measured on an H200.
 
   Args:
     count: bytes through the memory.
@@ -282,25 +281,25 @@ def host_of(topology: machines.Topology, mesh: jax.sharding.Mesh) -> list[tuple[
 def step_seconds(rows: list[dict], name: str, staleness: int) -> float:
   """Returns seconds of a step: the sum of its programs, except that asynchronous ones overlap.
 
-  With a staleness of 1 sampling runs beside the update, with more also the scores of the rollout before it. Weights
-  move when sampling and the update are done; both wait for them, and an update waits for the teachers' outputs for its
-  batch.
+  With a staleness of 1, sampling overlaps with the update; above 1, also with the scores of the previous rollout.
+  Weights are sent when sampling and the update are done, and both wait for them. An update waits for the teachers'
+  outputs on its batch.
 
   Args:
     rows: of `programs`.
-    name: which estimate, one of _ESTIMATES.
+    name: the estimate, one of _ESTIMATES.
     staleness: as in config.rollout.
   """
-  alone = 0.0
+  sequential = 0.0
   phases: dict[str, float] = collections.defaultdict(float)
-  for r in rows:
-    took = r['calls'] * r['seconds'][name]
-    scores_wait = staleness == 1 and r['program'] in _SCORING
-    if not staleness or r['program'] in _WAITED_FOR or scores_wait:
-      alone += took
+  for row in rows:
+    seconds = row['calls'] * row['seconds'][name]
+    scores_wait = staleness == 1 and row['program'] in _SCORING
+    if not staleness or row['program'] in _WAITED_FOR or scores_wait:
+      sequential += seconds
     else:
-      phases[r['runs_on']] += took
-  return alone + max(phases.values(), default=0.0)
+      phases[row['runs_on']] += seconds
+  return sequential + max(phases.values(), default=0.0)
 
 
 def summary(placed: PlacedStage, topology: machines.Topology, rows: list, price: float) -> dict:

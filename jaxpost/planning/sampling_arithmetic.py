@@ -1,4 +1,4 @@
-"""Memory and seconds of sampling by arithmetic: weights, the cache, logits, and how long completions take."""
+"""Memory and seconds of sampling by arithmetic: weights, KV cache, logits, prefill and decoding."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 def slots(inputs: Inputs) -> tuple[int, int]:
-  """Returns (sequences that are sampled at a time, how often), for training or else for evaluation."""
+  """Returns (sequences sampled at a time, number of such waves), for training or else for evaluation."""
   rollout, held_out = inputs.config.rollout, inputs.config.eval
   total = rollout.prompts * rollout.group_size if inputs.algorithm.on_policy else held_out.size * held_out.samples
-  found = batch_shape.slots(rollout, total)
-  return found, math.ceil(total / found)
+  num_slots = batch_shape.slots(rollout, total)
+  return num_slots, math.ceil(total / num_slots)
 
 
 def prefilled(inputs: Inputs) -> int:
-  """Returns the prompts of the largest prefill, the only ones whose prefixes are there, see `Buckets.prefill_rows`.
+  """Returns the number of prompts of the largest prefill, see `Buckets.prefill_rows`.
 
-  Requests of an environment come one by one, so that each of them may be a prompt of its own.
+  Requests of an environment come one by one, so each of them may be a separate prompt.
   """
   config = inputs.config
   group = config.rollout.group_size if inputs.algorithm.on_policy else config.eval.samples
@@ -37,13 +37,13 @@ def prefilled(inputs: Inputs) -> int:
 
 
 def entry_bytes(case: Case) -> float:
-  """Returns the bytes of a token in the KV cache of a device; one of 8 bits has a scale beside each head's codes."""
+  """Returns the bytes of a token in the KV cache of a device; an 8-bit cache also has a scale per head."""
   tensor = case.rollout.mesh.shape['tensor']
-  coded = case.inputs.config.rollout.cache
+  quantized = case.inputs.config.rollout.cache
   total = 0.0
   for heads, sizes in case.cfg.layer_caches:
-    of_head = sum(n + case.width if coded else n * case.width for n in sizes)
-    total += of_head * (heads / tensor if heads % tensor == 0 else heads)
+    head_bytes = sum(n + case.width if quantized else n * case.width for n in sizes)
+    total += head_bytes * (heads / tensor if heads % tensor == 0 else heads)
   return total
 
 
@@ -51,71 +51,72 @@ def weight_bytes(case: Case) -> float:
   """Returns the bytes of the sampler's weights on a device."""
   model = case.inputs.model.base or case.inputs.model
   saved = 0.0
-  if case.inputs.config.rollout.weights:  # of 8 bits
+  if case.inputs.config.rollout.weights:  # 8-bit weights
     from jaxpost.models import scaled
 
     saved = scaled.bytes_saved(model, case.rollout, case.width)
-  kept = model.table.keys() - model.mtp
-  return memory_lib.size(load_weights.described(model, case.rollout, case.compute.dtype, kept)) - saved
+  paths = model.table.keys() - model.mtp
+  return memory_lib.size(load_weights.described(model, case.rollout, case.compute.dtype, paths)) - saved
 
 
 def _own_weights(case: Case) -> float:
-  """Returns the bytes of the sampler's weights without those of training that it reads in place."""
+  """Returns the bytes of the sampler's weights, without training weights that it reads in place."""
   inputs, model = case.inputs, case.inputs.model
   if not inputs.config.rollout.share_base:
     return weight_bytes(case)
-  # A frozen weight that the layouts split in different ways is a copy, too.
+  # Frozen weights that the two layouts split differently are copied as well.
   specs = {path: {x.spec(p.axes, p.shape) for x in (case.train, case.rollout)} for path, p in model.table.items()}
-  own = [path for path in specs if path not in model.frozen or len(specs[path]) > 1]
-  return float(memory_lib.size(load_weights.described(model, case.rollout, inputs.config.model.param_dtype, own)))
+  copied = [path for path in specs if path not in model.frozen or len(specs[path]) > 1]
+  return float(memory_lib.size(load_weights.described(model, case.rollout, inputs.config.model.param_dtype, copied)))
 
 
 def _state(cfg: ModelConfig, tensor: int) -> float:
-  """Returns the bytes of a device that layers with a state instead of keys and values keep of a sequence."""
+  """Returns the bytes per sequence on a device of layers with a recurrent state instead of a KV cache."""
   layers = sum(stack in STATEFUL for stack in cfg.layer_stacks)
   sizes = (math.prod(shape) / (tensor if shape[0] % tensor == 0 else 1) for shape in cfg.state_shapes)
   return layers * sum(sizes) * FLOAT
 
 
 def memory(case: Case) -> dict[str, float]:
-  """Returns the bytes of the sampler's weights, cache, what a block copies of it, and logits.
+  """Returns the bytes of the sampler's weights, its cache, the part of it that a decoding block copies, and logits.
 
-  'prefill': what a prefill needs more than a block of decoding does, which never runs at the same time.
+  'prefill' is what a prefill needs more than a decoding block, which never runs at the same time.
   """
   cfg = case.cfg
   rollout = case.inputs.config.rollout
   tensor = case.rollout.mesh.shape['tensor']
   at_a_time = slots(case.inputs)[0]
-  mine = math.ceil(at_a_time / case.rollout.batch_shards)
-  # A block of decoding may run past the last token that counts.
+  slots_per_device = math.ceil(at_a_time / case.rollout.batch_shards)
+  # A decoding block may run past the last token that counts.
   length = rollout.max_prompt_length + rollout.max_new_tokens + (rollout.block or case.compute.decode_block)
-  logits = 2 * mine * cfg.padded_vocab_size / tensor * FLOAT
+  logits = 2 * slots_per_device * cfg.padded_vocab_size / tensor * FLOAT
   prompts = math.ceil(prefilled(case.inputs) / case.rollout.batch_shards)
   padded = buckets.bucket(rollout.max_prompt_length, rollout.max_prompt_length + rollout.max_new_tokens)
   tokens = prompts * padded
   entry = entry_bytes(case)
   state = _state(cfg, tensor)
-  # A block attends to the part of the cache that is filled, up to a power of two, and copies it if it is not all; the
-  # decoding kernel of GPUs copies nothing. States are there before and after it.
+  # A block copies the filled part of the cache that it attends to, up to a power of two, unless that is all of it. The
+  # decoding kernel of GPUs copies nothing. States are held twice: before and after the block.
   in_place = not rollout.cache and attention_kernels.compute_of_decoding(case.compute, cfg, rollout).decode_kernel
   copied_entries = 0 if in_place else 2 ** int(math.log2(length - 1))
-  copied = mine * (copied_entries * entry + state)
-  cache = (mine * length + tokens) * entry + (mine + prompts) * state
+  copied = slots_per_device * (copied_entries * entry + state)
+  cache = (slots_per_device * length + tokens) * entry + (slots_per_device + prompts) * state
   prefill = tokens * case.layer_width(tensor) * case.width + case.attention_weights(tokens, padded, tensor)
-  more = max(0.0, prefill - copied - logits)
-  return dict(sampler=_own_weights(case), cache=cache, copied=copied, logits=logits, prefill=more)
+  prefill_excess = max(0.0, prefill - copied - logits)
+  return dict(sampler=_own_weights(case), cache=cache, copied=copied, logits=logits, prefill=prefill_excess)
 
 
 def seconds(case: Case) -> float:
-  """Returns the seconds of sampling: each token reads the weights and, on average, half of its answer's cache."""
+  """Returns the seconds of sampling: a token reads the weights, its prompt's cache and half of its answer's."""
   cfg = case.cfg
   rollout = case.inputs.config.rollout
   tensor = case.rollout.mesh.shape['tensor']
   at_a_time, waves = slots(case.inputs)
-  mine = math.ceil(at_a_time / case.rollout.batch_shards)
+  slots_per_device = math.ceil(at_a_time / case.rollout.batch_shards)
   weights = weight_bytes(case)
-  seen = rollout.max_prompt_length + rollout.max_new_tokens / 2
-  one = case.seconds(mine * transformer.flops_per_token(cfg, seen) / tensor, weights + mine * seen * entry_bytes(case))
+  context = rollout.max_prompt_length + rollout.max_new_tokens / 2
+  flops = slots_per_device * transformer.flops_per_token(cfg, context) / tensor
+  token_seconds = case.seconds(flops, weights + slots_per_device * context * entry_bytes(case))
   tokens = rollout.prompts * rollout.max_prompt_length / case.rollout.batch_shards
   prefill = tokens * transformer.flops_per_token(cfg, rollout.max_prompt_length / 2) / tensor
-  return waves * rollout.max_new_tokens * one + case.seconds(prefill, weights)
+  return waves * rollout.max_new_tokens * token_seconds + case.seconds(prefill, weights)

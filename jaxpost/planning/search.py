@@ -1,9 +1,8 @@
-"""Searches for the mesh, rematerialization and batch that fit and are fastest.
+"""Searches for the fastest mesh, rematerialization and batch that fit.
 
-Every candidate's update is compiled. First each mesh with the least memory:
-everything recomputed, one row a shard; where that does not fit, nothing on
-that mesh does. On the fastest of them less recomputation and more rows at a
-time are tried next.
+Every candidate's update is compiled. Each mesh is tried first with the least memory: full recomputation, one row per
+shard. If that does not fit, nothing on that mesh does. On the fastest mesh, less recomputation and more rows at a time
+are tried next.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ if TYPE_CHECKING:
   from jaxpost.stage.records import PreparedStage
 
 _REMAT = ('none', 'dots')
-_MOST_ROWS = 8  # of a shard at a time
+_MOST_ROWS = 8  # per shard
 
 
 class Candidate(NamedTuple):
-  """Settings {'section.field': value} in place of those of a config, and the plan with them."""
+  """Settings {'section.field': value} that replace those of a config, and the plan with them."""
 
   settings: dict
   plan: dict
 
   @property
   def fits(self) -> bool:
-    """False if a program needs more memory than a device has; True also where that is unknown."""
+    """False if a program needs more memory than a device has; True also if that is unknown."""
     return self.plan['fits'] is not False
 
 
@@ -49,7 +48,7 @@ def search(
     raw: the config.
     options: of the plans, with the topology.
     console: to print on.
-    words: arguments of the calling command; the launch line takes over its config.
+    words: arguments of the calling command, from which the launch line takes the config flags.
 
   Raises:
     InputError: the chips are unknown, or nothing fits.
@@ -79,28 +78,28 @@ def search(
 
 def launch_line(words: tuple, proposed: dict) -> str:
   """Returns a command line of `launch.train` with the config flags among `words` and the proposed ones."""
-  given = {}
-  rest = list(words)
-  while rest:
-    word = '--' + rest.pop(0).lstrip('-')
+  flags = {}
+  remaining = list(words)
+  while remaining:
+    word = '--' + remaining.pop(0).lstrip('-')
     name, equals, _ = word.partition('=')
     if not re.match(r'--(no)?config(\.|$)', name):
       continue
-    value = rest and not equals and not rest[0].startswith('-')
-    given[name] = f'{word}={rest.pop(0)}' if value else word
-  given |= {k: f'{k}={v}' for k, v in proposed.items()}
-  return ' '.join(['python -m launch.train', *map(shlex.quote, given.values()), '--workdir=runs/planned'])
+    has_value = remaining and not equals and not remaining[0].startswith('-')
+    flags[name] = f'{word}={remaining.pop(0)}' if has_value else word
+  flags |= {k: f'{k}={v}' for k, v in proposed.items()}
+  return ' '.join(['python -m launch.train', *map(shlex.quote, flags.values()), '--workdir=runs/planned'])
 
 
 def timed(plan: dict) -> dict:
-  """Returns the plan of an update alone, with the seconds of a step that follow from it."""
+  """Returns the plan of an update alone, with the seconds of a step that consists of it."""
   row = plan['programs'][0]
   plan['step'] = plan['step'] or {'no_overlap': {'step_s': row['calls'] * row['seconds']['no_overlap']}}
   return plan
 
 
 def seconds_a_token(candidate: Candidate) -> float:
-  """Returns seconds a trained token without overlap, so that traffic over the network counts."""
+  """Returns seconds per trained token without overlap, so that network traffic counts."""
   plan = candidate.plan
   return plan['step']['no_overlap']['step_s'] / plan['trained_tokens']
 
@@ -115,26 +114,26 @@ def vary(p: PreparedStage, settings: dict) -> PreparedStage:
 
 
 def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.Console) -> list[Candidate]:
-  """Returns what was tried, whether it fits or not."""
+  """Returns all candidates that were compiled, including those that do not fit."""
   shards = meshes.training(p.inputs, options.topology, fixed=False)
   tried = []
 
   def attempt(mesh: str, remat: str, rows: int) -> Candidate:
-    """Plans the update with `rows` rows a shard at a time."""
-    at_once = rows * shards[mesh]
-    settings = {'mesh.train': mesh, 'model.remat': remat, 'train.micro_batch_size': at_once}
-    if not p.inputs.algorithm.on_policy and p.config.train.batch_size < at_once:
-      settings['train.batch_size'] = at_once
+    """Plans the update with micro-batches of `rows` rows per shard."""
+    micro_batch = rows * shards[mesh]
+    settings = {'mesh.train': mesh, 'model.remat': remat, 'train.micro_batch_size': micro_batch}
+    if not p.inputs.algorithm.on_policy and p.config.train.batch_size < micro_batch:
+      settings['train.batch_size'] = micro_batch
     try:
       plan = timed(stage.plan(vary(p, settings), dataclasses.replace(options, only=('update',))))
     except TooLargeError as error:
-      console.print(f'{mesh} remat={remat} rows={at_once}: {error}')
+      console.print(f'{mesh} remat={remat} rows={micro_batch}: {error}')
       tried.append(Candidate(settings, {'fits': False}))
       return tried[-1]
     row = plan['programs'][0]
     candidate = Candidate(settings, plan)
     console.print(
-      f'{mesh} remat={remat} rows={at_once}: '
+      f'{mesh} remat={remat} rows={micro_batch}: '
       + ('does NOT fit' if row['fits'] is False else 'fits')
       + f', {tables.gib(row["bytes_per_chip"]["total"])} GiB, '
       f'{1e6 * seconds_a_token(candidate):.3f} us a token'
@@ -142,17 +141,17 @@ def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.
     tried.append(candidate)
     return candidate
 
-  frugal = {}
+  least_memory = {}
   errors = []
   for mesh in shards:
     try:
-      frugal[mesh] = attempt(mesh, 'full', 1)
+      least_memory[mesh] = attempt(mesh, 'full', 1)
     except InputError as error:  # not every stage supports every axis
       errors.append(error)
       console.print(f'{mesh}: {error}')
-  if not frugal:
+  if not least_memory:
     raise errors[0]
-  seconds = {mesh: seconds_a_token(candidate) for mesh, candidate in frugal.items() if candidate.fits}
+  seconds = {mesh: seconds_a_token(candidate) for mesh, candidate in least_memory.items() if candidate.fits}
   if not seconds:
     return tried
   best = min(seconds, key=seconds.__getitem__)
@@ -172,24 +171,24 @@ def _candidates(p: PreparedStage, options: stage.Options, console: rich.console.
 def _with_rollout(
   winner: Candidate, p: PreparedStage, options: stage.Options, console: rich.console.Console
 ) -> Candidate:
-  """Returns the winner with the mesh that splits the sampler's weights least and fits, if one does."""
+  """Returns the winner with the least split of the sampler's weights that fits, if one does."""
   for mesh in meshes.sampling(p.inputs, options.topology):
     settings = winner.settings | {'mesh.rollout': mesh}
     try:
-      whole = stage.plan(vary(p, settings), dataclasses.replace(options, only=()))
+      plan = stage.plan(vary(p, settings), dataclasses.replace(options, only=()))
     except TooLargeError:
-      whole = {'fits': False}
-    console.print(f'mesh.rollout={mesh}: ' + ('fits' if whole['fits'] else 'does NOT fit'))
-    if whole['fits'] is not False:
-      return Candidate(settings, whole)
+      plan = {'fits': False}
+    console.print(f'mesh.rollout={mesh}: ' + ('fits' if plan['fits'] else 'does NOT fit'))
+    if plan['fits'] is not False:
+      return Candidate(settings, plan)
   return winner
 
 
-def ranking(found: list[Candidate]) -> rich.table.Table:
+def ranking(candidates: list[Candidate]) -> rich.table.Table:
   """Returns the candidates as a table."""
   columns = ('settings', 'GiB a device', 'us a token', 'MFU')
   out = console_table('what fits, fastest first', columns, left=('settings',))
-  for candidate in found:
+  for candidate in candidates:
     row = next(r for r in candidate.plan['programs'] if r['program'] == 'update')
     out.add_row(
       ' '.join(f'{k}={v}' for k, v in candidate.settings.items()),

@@ -34,7 +34,7 @@ class Options:
 
 
 def check_names(programs: Sequence[str]) -> None:
-  """Raises InputError, with the nearest, for a name that no program has."""
+  """Raises InputError, with the most similar name, for a name that no program has."""
   for name in programs:
     if name not in PROGRAMS:
       hint = did_you_mean(name, PROGRAMS)
@@ -42,7 +42,7 @@ def check_names(programs: Sequence[str]) -> None:
 
 
 def plan(prepared: PreparedStage, options: Options) -> dict:
-  """Compiles the programs of a stage and returns their plan; InputError if none has a wanted name."""
+  """Compiles the programs of a stage and returns their plan; InputError if none is in `options.only`."""
   topology = options.topology
   compiled = aot.compile_stage(prepared, topology, options.only)
   placed = compiled.placed
@@ -55,7 +55,7 @@ def plan(prepared: PreparedStage, options: Options) -> dict:
     layouts |= dict(rollout=placed.rollout)
   if placed.config.mesh.score:
     layouts |= dict(score=placed.score)
-  # Seconds of a step need all its programs; a step that samples nothing is its updates.
+  # Seconds of a step need all its programs; a step without sampling consists of its updates.
   timed = not options.only or ('update' in options.only and not step.sampled)
   return dict(
     stage=prepared.name,

@@ -31,7 +31,7 @@ def gib(count: float) -> str:
 
 
 def memory(rows: list[dict], limit: float) -> rich.table.Table:
-  """Returns GiB a device of each program, and a bar of what fills it; limit: bytes of a device, 0 if unknown."""
+  """Returns GiB on a device of each program, with a bar by purpose; limit: bytes of a device, 0 if unknown."""
   table = console_table(
     'memory, GiB a device' + (f' of {gib(limit)}' if limit else ''),
     ('program', 'shapes', 'fits', 'free', 'params', 'optim.', 'KV', 'temp.', 'held', ''),
@@ -58,7 +58,7 @@ def memory(rows: list[dict], limit: float) -> rich.table.Table:
 
 
 def bar(parts: dict, full: float) -> str:
-  """Returns a bar of first letters, each as often as its purpose takes memory; ! marks more than `full` bytes."""
+  """Returns a bar of first letters of purposes, in proportion to their memory; ! marks more than `full` bytes."""
   line = ''
   for name, color in _COLORS.items():
     count = round(_WIDTH / 2 * parts[name] / full)
@@ -95,24 +95,24 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def traffic(rows: list[dict]) -> rich.table.Table:
-  """Returns MiB a device of each kind of collective, along each axis."""
+  """Returns MiB per device of each kind of collective, along each axis."""
   table = console_table(
     'collectives: MiB that a device receives, and the lower bound',
     ('program', 'axis', 'kinds', 'sent', 'bound', 'ratio', 'network'),
     left=('program', 'axis', 'kinds', 'network'),
   )
   for r in rows:
-    for axis, found in by_axis(r).items():
-      sent = found['sent'] / 2**20
-      bound = found['bound'] / 2**20
+    for axis, entry in by_axis(r).items():
+      sent = entry['sent'] / 2**20
+      bound = entry['bound'] / 2**20
       table.add_row(
         r['program'],
         axis,
-        ', '.join(f'{k} {v / 2**20:,.1f}' for k, v in found['kinds'].items()),
+        ', '.join(f'{kind} {size / 2**20:,.1f}' for kind, size in entry['kinds'].items()),
         f'{sent:,.1f}',
         f'{bound:,.1f}',
         f'{sent / bound:.2f}' if bound else '',
-        'between' if found['far'] else 'inside',
+        'between' if entry['far'] else 'inside',
       )
   return table
 
@@ -120,17 +120,17 @@ def traffic(rows: list[dict]) -> rich.table.Table:
 def by_axis(row: dict) -> dict:
   """Returns {axis: {'sent': bytes, 'bound': lower bound, 'kinds': {kind: bytes}, 'far': between hosts}} of a program.
 
-  Axes along which next to nothing moves (64 KiB) are left out.
+  Axes with at most 64 KiB of traffic are left out.
   """
-  kinds = [*row['collective_bytes'].values(), *row['collective_minimum'].values()]
+  tables = [*row['collective_bytes'].values(), *row['collective_minimum'].values()]
   out: dict[str, dict[str, Any]] = {
-    axis: dict(sent=0.0, bound=0.0, kinds={}, far=False) for axes in kinds for axis in axes
+    axis: dict(sent=0.0, bound=0.0, kinds={}, far=False) for axes in tables for axis in axes
   }
   for kind, sent in row['collective_bytes'].items():
-    for axis, found in sent.items():
-      out[axis]['sent'] += found['bytes']
-      out[axis]['kinds'][kind] = found['bytes']
-      out[axis]['far'] |= found['between_hosts']
+    for axis, entry in sent.items():
+      out[axis]['sent'] += entry['bytes']
+      out[axis]['kinds'][kind] = entry['bytes']
+      out[axis]['far'] |= entry['between_hosts']
   for bounds in row['collective_minimum'].values():
     for axis, count in bounds.items():
       out[axis]['bound'] += count
@@ -145,16 +145,16 @@ def totals(plan: dict) -> rich.table.Table:
     ('estimate', 's a step', 'tokens/s', 'tokens/s/chip', 'MFU', 'USD/M tokens', 'where it goes'),
     left=('estimate', 'where it goes'),
   )
-  for name, found in plan['step'].items():
-    cost = found.get('usd_per_million_tokens')
+  for name, estimate in plan['step'].items():
+    cost, step_s = estimate.get('usd_per_million_tokens'), estimate['step_s']
     table.add_row(
       {'no_overlap': 'no overlap', 'xla': 'XLA, no network'}.get(name, name),
-      f'{found["step_s"]:.3f}',
-      short_number(found['tokens_per_s']),
-      f'{found["tokens_per_s_per_chip"]:,.0f}',
-      f'{found["mfu"]:.1%}',
+      f'{step_s:.3f}',
+      short_number(estimate['tokens_per_s']),
+      f'{estimate["tokens_per_s_per_chip"]:,.0f}',
+      f'{estimate["mfu"]:.1%}',
       f'{cost:.4f}' if cost else '',
-      ', '.join(f'{k} {v / found["step_s"]:.0%}' for k, v in found['seconds'].items() if v > found['step_s'] / 200),
+      ', '.join(f'{k} {v / step_s:.0%}' for k, v in estimate['seconds'].items() if v > step_s / 200),
     )
   return table
 
@@ -174,7 +174,7 @@ def show(plan: dict, console: rich.console.Console) -> None:
     console.print(totals(plan))
   if any(r['program'] == 'verify' for r in plan['programs']):
     console.print(
-      'drafts (rollout.speculation) are not counted: how many are accepted depends on the texts', soft_wrap=True
+      'drafts (rollout.speculation) are not counted: how many are accepted depends on the text', soft_wrap=True
     )
   too_large = [r for r in plan['programs'] if r['fits'] is False]
   if too_large:

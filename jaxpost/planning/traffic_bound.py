@@ -1,18 +1,14 @@
 """Lower bound on a program's collective traffic, from its shardings alone.
 
-Figures are per micro-batch, in bytes that one device receives (a ring's count: gathering
-n shards of s bytes is (n - 1) s, reducing and keeping a shard as much,
-reducing an array of b bytes everywhere 2 b (n - 1) / n).
+Figures are per micro-batch, in bytes that one device of a ring receives: an all-gather of n shards of s bytes costs
+(n - 1) s, a reduce-scatter the same, an all-reduce of b bytes 2 b (n - 1) / n. By mesh axis, training communicates:
 
-Training gathers each matrix over fsdp once forward and once backward in the
-type of products, and reduces gradients in the type of parameters; over tensor
-two activations a layer are summed forward and two backward, and one again
-where the backward pass recomputes a layer. Over expert a token goes to each
-device that has one of its experts, were all as likely, and back; so do the
-gradients; what is no expert is split over fsdp and expert together. Over
-context the keys and values of a layer are gathered forward, and again where it
-is recomputed, and their gradients scattered; those of parameters are summed as
-over data.
+  fsdp     each matrix is gathered once forward and once backward, in the dtype of products, and its gradient is
+           reduced in the dtype of parameters. All but experts are split over fsdp and expert together.
+  tensor   two activations per layer are summed forward, two backward, and one more if the layer is recomputed.
+  expert   a token goes to each device with one of its experts, all equally likely, and back; so do its gradients.
+  context  keys and values of a layer are gathered forward, and again if it is recomputed, and their gradients are
+           scattered; gradients of parameters are summed as over data.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ if TYPE_CHECKING:
   from jaxpost.models.parameters import Param
   from jaxpost.stage.place import PlacedStage
 
-_SAMPLED = 16  # devices looked at for what a reshard moves
+_SAMPLED = 16  # devices over which the bytes of a reshard are averaged
 
 
 def of_program(
@@ -47,7 +43,7 @@ def of_program(
 ) -> dict[str, dict[str, float]]:
   """Returns {kind: {axis: bytes}} of a program with these arguments; {} for programs without a bound.
 
-  layout: it runs in; times: calls that share the work.
+  layout: of the program; times: calls that share the work.
   """
   model = placed.model
   second = args[1] if len(args) > 1 else None
@@ -79,7 +75,7 @@ def of_pass(
   micro, rows, length = shape
   parts = layout.mesh.shape['context']
   tokens = math.ceil(rows / layout.batch_shards) * length // parts
-  one = _Pass(
+  single_pass = _Pass(
     model,
     layout,
     compute,
@@ -90,14 +86,14 @@ def of_pass(
     full=jnp.dtype(param_dtype).itemsize,
   )
   out: dict[str, dict[str, float]] = collections.defaultdict(lambda: collections.defaultdict(float))
-  if parts > 1:  # the last layer's outputs go from stripes to the order of the head
-    out['all-to-all']['context'] += micro * (1 + train) * one.activation * (parts - 1) / parts
+  if parts > 1:  # outputs of the last layer are moved from stripes to contiguous parts
+    out['all-to-all']['context'] += micro * (1 + train) * single_pass.activation * (parts - 1) / parts
   for path, param in model.table.items():
-    if path in model.mtp and not (train and model.trains_mtp):  # no program runs it
+    if path in model.mtp and not (train and model.trains_mtp):  # not run by any program
       continue
-    for traffic in (one.of_weights(path, param), one.of_activations(path, param)):
-      for kind, axis, count in traffic:
-        out[kind][axis] += micro * count
+    for traffic in (single_pass.of_weights(path, param), single_pass.of_activations(path, param)):
+      for kind, axis, size in traffic:
+        out[kind][axis] += micro * size
   return {k: dict(v) for k, v in out.items()}
 
 
@@ -105,8 +101,8 @@ def of_pass(
 class _Pass:
   """A pass over one micro-batch, or an update on it; its methods yield (kind, axis, bytes that a device receives).
 
-  tokens: of a device. activation: bytes of their residual stream. wide, full: bytes of a number in products, and of a
-  stored parameter.
+  tokens: of a device. activation: bytes of their residual stream. wide, full: bytes of a number in matrix products and
+  of a stored parameter.
   """
 
   model: Model
@@ -123,7 +119,7 @@ class _Pass:
     return self.layout.sharding(param.axes, param.shape).shard_shape(param.shape)
 
   def of_weights(self, path: str, param: Param) -> Iterator[tuple[str, str, float]]:
-    """Yields what moves a parameter and its gradient."""
+    """Yields the collectives of a parameter and its gradient."""
     sizes = self.layout.mesh.shape
     shard = math.prod(self.shard(param))
     learns = self.train and path not in self.model.frozen
@@ -139,25 +135,25 @@ class _Pass:
         yield 'all-reduce', axis, 2 * shard * self.full * (n - 1) / n
 
   def of_activations(self, path: str, param: Param) -> Iterator[tuple[str, str, float]]:
-    """Yields what moves activations and their gradients because of a matrix."""
+    """Yields the collectives of activations and their gradients that a matrix causes."""
     sizes = self.layout.mesh.shape
     train, remat = self.train, self.compute.remat
-    shards, parts, tensor = sizes['expert'], sizes['context'], sizes['tensor']
+    expert, context, tensor = sizes['expert'], sizes['context'], sizes['tensor']
     experts = self.model.config.experts
-    if experts and shards > 1 and path.endswith('/router'):
-      # Dispatch and combine, both again for gradients, and dispatch where the backward pass recomputes a layer.
+    if experts and expert > 1 and path.endswith('/router'):
+      # Dispatch and combine, the same for gradients, and dispatch again if the backward pass recomputes a layer.
       exchanges = 2
       if train:
         exchanges += 3 if remat == 'full' else 2
-      share = experts.share(shards)
-      yield 'ragged-all-to-all', 'expert', exchanges * share * param.shape[0] * self.activation * (shards - 1)
-    if path in ('layers/k', 'layers/v', 'mtp/k', 'mtp/v') and parts > 1:
+      share = experts.share(expert)
+      yield 'ragged-all-to-all', 'expert', exchanges * share * param.shape[0] * self.activation * (expert - 1)
+    if path in ('layers/k', 'layers/v', 'mtp/k', 'mtp/v') and context > 1:
       # The keys or values of a device's tokens, in all layers: a matrix is [layers, hidden, heads, head size].
-      own = param.shape[0] * self.tokens * self.wide * math.prod(self.shard(param)[2:])
-      again = train and remat != 'none'
-      yield 'all-gather', 'context', (1 + again) * own * (parts - 1)
+      local_bytes = param.shape[0] * self.tokens * self.wide * math.prod(self.shard(param)[2:])
+      recomputed = train and remat != 'none'
+      yield 'all-gather', 'context', (1 + recomputed) * local_bytes * (context - 1)
       if train:
-        yield 'reduce-scatter', 'context', own * (parts - 1)
+        yield 'reduce-scatter', 'context', local_bytes * (context - 1)
     tied = bool(self.model.head) and 'head' not in self.model.table
     if count := _sums(path, param, self.layout.spec(param.axes, param.shape), train, remat, tied=tied):
       yield 'all-reduce', 'tensor', count * self.activation * 2 * (tensor - 1) / tensor
@@ -172,11 +168,11 @@ def _gathered(spec: PartitionSpec, param: Param) -> Iterator[Sequence[str]]:
 
 
 def _sums(path: str, param: Param, spec: PartitionSpec, train: bool, remat: str, tied: bool) -> int:
-  """Returns how often the activations are summed over tensor because of a matrix."""
+  """Returns how often activations are summed over tensor because of a matrix."""
   if 'tensor' not in spec:
     return 0
   layers = param.shape[0] if param.stacked else 1
-  if path.endswith('/o'):  # summed again where a layer is recomputed
+  if path.endswith('/o'):  # summed again if the layer is recomputed
     return layers * (1 + train + (train and remat == 'full'))
   if path.endswith('down'):
     return layers * (1 + train)
@@ -186,37 +182,39 @@ def _sums(path: str, param: Param, spec: PartitionSpec, train: bool, remat: str,
 def of_reshard(
   model: Model, moved_of: Mapping, times: int, train: Layout, rollout: Layout, dtype: str
 ) -> dict[str, dict[str, float]]:
-  """Returns {kind: {axis: bytes}}: what a device receives on average to have the weights as the sampler does.
+  """Returns {kind: {axis: bytes}}: what a device receives on average to get its part of the sampler's weights.
 
   Args:
     model: whose weights are moved.
-    moved_of: groups of parameters that the program moves.
+    moved_of: first parts of the paths of parameters that the program moves.
     times: calls of the program until all are moved.
-    train: layout that they have.
-    rollout: layout that they get.
+    train: the current layout.
+    rollout: the layout after the reshard.
     dtype: of the sampler's weights.
   """
   moved: dict[str, float] = collections.defaultdict(float)
   devices = list(train.mesh.devices.flat)
-  some = devices[:: max(1, len(devices) // _SAMPLED)]
+  sampled = devices[:: max(1, len(devices) // _SAMPLED)]
   for path, param in model.table.items():
     if path.split('/')[0] not in moved_of:
       continue
     skip = int(param.stacked)
     axes, shape = param.axes[skip:], param.shape[skip:]
-    old, new = (x.sharding(axes, shape) for x in (train, rollout))
-    have, want = (x.devices_indices_map(shape) for x in (old, new))
-    lacking = 0.0
-    for d in some:
-      whole = 1  # elements that the device is to have
-      both = 1  # those of them that it has
-      for had, wanted, n in zip(have[d], want[d], shape):
-        first, end, _ = had.indices(n)
-        wanted_first, wanted_end, _ = wanted.indices(n)
-        whole *= wanted_end - wanted_first
-        both *= max(0, min(end, wanted_end) - max(first, wanted_first))
-      lacking += (whole - both) / len(some)
+    old = train.sharding(axes, shape)
+    new = rollout.sharding(axes, shape)
+    held = old.devices_indices_map(shape)
+    needed = new.devices_indices_map(shape)
+    missing = 0.0
+    for device in sampled:
+      needed_elements = 1  # of the new part
+      held_elements = 1  # of these, already on the device
+      for held_slice, needed_slice, n in zip(held[device], needed[device], shape):
+        held_first, held_end, _ = held_slice.indices(n)
+        needed_first, needed_end, _ = needed_slice.indices(n)
+        needed_elements *= needed_end - needed_first
+        held_elements *= max(0, min(held_end, needed_end) - max(held_first, needed_first))
+      missing += (needed_elements - held_elements) / len(sampled)
     names = [part for part in old.spec if part and part not in new.spec]
     count = param.shape[0] if param.stacked else 1
-    moved['+'.join(map(str, names)) or 'all'] += lacking * count * jnp.dtype(dtype).itemsize
+    moved['+'.join(map(str, names)) or 'all'] += missing * count * jnp.dtype(dtype).itemsize
   return {'all-gather': {k: v / times for k, v in moved.items() if v}}

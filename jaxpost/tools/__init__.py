@@ -1,5 +1,5 @@
-"""Work on runs and model folders from outside: evaluate, sample, chat, view, compare, export; converters, benches.
+"""Tools on finished runs and model folders: evaluate, sample, chat, view, compare, export; converters, benchmarks.
 
-`own_loop` gives the parts of a stage to a training loop of the user. Imports any room below; launch/ imports it. Never
-here: what a run of a config needs.
+`own_loop` gives the parts of a stage to a custom training loop. This package may import any other one; launch/ imports
+it. Code that a run needs does not belong here.
 """

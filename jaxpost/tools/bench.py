@@ -1,7 +1,7 @@
 """The standard workload: SFT, sampling and GRPO of two small Qwen3 shapes.
 
-Documents of 32 to 512 random tokens (log-normal), prompts of 60 (--prompt),
-AdamW. It runs the stages that `launch.train` runs, on data made up in memory.
+Documents have 32 to 512 random tokens (log-normal), prompts 60 (--prompt); the optimizer is AdamW. It runs the same
+stages as `launch.train`, on data made in memory.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Options:
 
 
 def even_words(completions: list[str], **columns: Any) -> list[float]:
-  """Reward of the GRPO workload: even numbers among the first 32 words."""
+  """The reward of the GRPO workload: the count of even numbers among the first 32 words."""
   del columns
   return [float(sum(int(w) % 2 == 0 for w in c.split()[:32])) for c in completions]
 
@@ -85,7 +85,7 @@ def record(what: str, options: Options, figures: dict) -> dict:
 
 
 def make_stage(what: str, options: Options, workdir: epath.PathLike) -> tuple[place.PlacedStage, Stage]:
-  """Returns the stage that a config for this workload would give, ready to train."""
+  """Returns the stage of this workload, ready to train, as from a config."""
   placed, params = place_with_weights(what, options)
   writer = MetricsWriter(workdir, tensorboard=False, primary=False)
   return placed, assemble.assemble(placed, workdir, writer, params)
@@ -157,7 +157,7 @@ def update(stage: Stage, item: Item) -> list:
 
 
 def sft(options: Options, workdir: epath.PathLike) -> dict:
-  """Times SFT: tokens a second without padding, after the first two steps."""
+  """Times SFT: tokens per second without padding, after the first two steps."""
   placed, stage = make_stage('sft', options, workdir)
   times = []
   cpu = []
@@ -165,15 +165,15 @@ def sft(options: Options, workdir: epath.PathLike) -> dict:
   for _ in range(options.steps + 2):
     item = next(stage.stream)
     start = time.perf_counter()
-    busy = time.process_time()
+    cpu_start = time.process_time()
     jax.block_until_ready(update(stage, item))
     times.append(time.perf_counter() - start)
-    cpu.append(time.process_time() - busy)
+    cpu.append(time.process_time() - cpu_start)
     tokens.append(item.info['tokens'])
   stage.stream.close()
-  real = sum(tokens[2:]) / sum(times[2:])
-  rate = probe.matmul_rate(jnp.bfloat16 if options.bf16 else jnp.float32)
-  # A token of a document of n attends to n / 2 others on average, and long documents hold more tokens.
+  tokens_per_s = sum(tokens[2:]) / sum(times[2:])
+  matmul_flops = probe.matmul_rate(jnp.bfloat16 if options.bf16 else jnp.float32)
+  # A token in a document of n tokens attends to n / 2 on average, and long documents have more tokens.
   lengths = testing.document_lengths(_DOCUMENTS)
   context = (lengths**2).sum() / lengths.sum() / 2
   flops = 3 * flops_per_token(placed.model.config, context)
@@ -181,10 +181,10 @@ def sft(options: Options, workdir: epath.PathLike) -> dict:
   return dict(
     step_s=step,
     cpu_s=float(np.mean(cpu[2:])),
-    real_tokens_per_s=real,
+    real_tokens_per_s=tokens_per_s,
     padded_tokens_per_s=options.batch * _ROW_LENGTH / step,
-    matmul_gflops=rate / 1e9,
-    share_of_matmul=flops * real / rate,
+    matmul_gflops=matmul_flops / 1e9,
+    share_of_matmul=flops * tokens_per_s / matmul_flops,
     all=[round(t, 3) for t in times],
     **memory(placed, 'update'),
   )
@@ -199,7 +199,7 @@ def memory(placed: place.PlacedStage, program: str) -> dict:
 
 
 def sample(options: Options, workdir: epath.PathLike) -> dict:
-  """Times sampling: tokens a second, with --batch sequences in flight and --samples in all."""
+  """Times sampling: tokens per second, with --batch sequences at a time and --samples in total."""
   del workdir
   options = dataclasses.replace(options, samples=options.samples or options.batch)
   placed, params = place_with_weights('sample', options)
@@ -213,19 +213,19 @@ def sample(options: Options, workdir: epath.PathLike) -> dict:
   for step in range(options.steps + 1):
     prompts, _ = next(source)
     start = time.perf_counter()
-    busy = time.process_time()
+    cpu_start = time.process_time()
     rollout = engine(prompts, group_size=1, run_key=key, step=step)
     times.append(time.perf_counter() - start)
-    cpu.append(time.process_time() - busy)
+    cpu.append(time.process_time() - cpu_start)
     counts.append(int(rollout.lengths.sum()))
   rates = [n / t for n, t in zip(counts[1:], times[1:])]
-  # Prefill is counted as if it were decoding, too.
+  # Prefill time is counted as decoding.
   slots = engine.max_concurrent_decodes
   seconds = float(np.median(times[1:])) * rollout.occupancy * slots / counts[-1]
-  # On average a completion is half done when its cache is read.
+  # On average, half of a completion is in the cache when it is read.
   filled = (options.prompt + counts[-1] / options.samples / 2) / engine.length
   _, state = engine.described(params)
-  read = decode_bytes(engine.weights, state.cache, filled)
+  read_bytes = decode_bytes(engine.weights, state.cache, filled)
   bandwidth = memory_rate.measure()
   return dict(
     wall_s=float(np.median(times[1:])),
@@ -237,24 +237,24 @@ def sample(options: Options, workdir: epath.PathLike) -> dict:
     slot_occupancy=rollout.occupancy,
     **rollout.figures,
     decode_s=seconds,
-    decode_bytes=read,
+    decode_bytes=read_bytes,
     bytes_per_s=bandwidth,
-    share_of_bandwidth=read / bandwidth / seconds,
+    share_of_bandwidth=read_bytes / bandwidth / seconds,
   )
 
 
 def decode_bytes(weights: dict, cache: Any, filled: float) -> float:
-  """Lower bound on the bytes that a device reads to decode one token in all slots.
+  """Returns a lower bound on the bytes that a device reads to decode one token in all slots.
 
-  filled: share of the cache.
+  filled: share of the cache that is filled.
   """
-  if 'head' in weights:  # else the embedding is read whole, as the head
+  if 'head' in weights:  # otherwise the whole embedding is read as the head
     weights = {k: x for k, x in weights.items() if k != 'embed'}
   return memory_lib.size(weights) + memory_lib.size(cache) * filled
 
 
 def grpo(options: Options, workdir: epath.PathLike) -> dict:
-  """Times GRPO: seconds a step, and what each phase takes of it."""
+  """Times GRPO: seconds per step and per phase."""
   placed, stage = make_stage('grpo', options, workdir)
   times = []
   stage.timer.pop()
@@ -265,13 +265,13 @@ def grpo(options: Options, workdir: epath.PathLike) -> dict:
       jax.block_until_ready(update(stage, item))
     times.append(stage.timer.pop())
   stage.stream.close()
-  named = {k: float(np.median([t[k] for t in times[1:]])) for k in times[0]}
-  step = named['time/step']
+  seconds = {k: float(np.median([t[k] for t in times[1:]])) for k in times[0]}
+  step = seconds['time/step']
   return dict(
     step_s=step,
     completions_per_step=options.batch,
-    controller_share=(named['time/pack'] + named['time/data']) / step,
-    **named,
+    controller_share=(seconds['time/pack'] + seconds['time/data']) / step,
+    **seconds,
     all=[round(t['time/step'], 3) for t in times],
     **memory(placed, 'update'),
   )

@@ -1,4 +1,4 @@
-"""A chat on the terminal: answers that appear as they are decoded."""
+"""A chat on the terminal, whose answers appear as they are decoded."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from jaxpost.types import Prompt
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
-_CONTEXT = 4096  # tokens of a chat at most, where the model has positions for them
+_CONTEXT = 4096  # largest number of tokens of a chat, if the model has positions for them
 
 
 @dataclasses.dataclass
 class Speaker:
-  """A model that answers, with its own side of the chat.
+  """A model that answers, with its messages of the chat.
 
-  name: shown before its answers; '' where it is the only one.
-  room: most tokens of a chat before an answer.
+  name: shown before its answers; '' if it is the only one.
+  room: largest number of tokens of a chat before an answer.
   """
 
   name: str
@@ -57,20 +57,20 @@ def check_templates(models: Mapping[str, Weights]) -> None:
 def chat_loop(
   models: Mapping[str, Weights], draws: Draws, mesh: str, first: Iterable[str], asked: TextIO, out: TextIO
 ) -> None:
-  """Answers messages of a user, line by line, until the end of `asked`.
+  """Answers the messages of a user, line by line, until the end of `asked`.
 
   Args:
-    models: {name: weights} of the models that answer, one after the other, each with its own chat.
+    models: {name: weights} of the models that answer in turn, each in its own chat.
     draws: how to sample.
     mesh: as config.mesh.rollout.
     first: messages before those of `asked`.
     asked: lines, such as sys.stdin.
     out: gets the answers as they are decoded.
   """
-  for weights in models.values():  # a template that cannot render a chat is reported before an engine is made
+  for weights in models.values():  # reports a template that cannot render a chat early
     prompts_lib.encode_prompt(weights.inputs.tokenizer, [{'role': 'user', 'content': ''}], {}, '--chat')
   if isinstance(asked, io.TextIOWrapper):
-    asked.reconfigure(errors='surrogateescape')  # or a byte that is no UTF-8 would end the chat in some locales
+    asked.reconfigure(errors='surrogateescape')  # otherwise a byte that is not UTF-8 ends the chat in some locales
   with working('preparing to sample'):
     speakers = [_speaker(name if len(models) > 1 else '', weights, draws, mesh) for name, weights in models.items()]
   for turn, text in enumerate(itertools.chain(first, _lines(asked, out))):
@@ -83,8 +83,8 @@ def chat_loop(
       for speaker in speakers:
         _reply(speaker, text, turn, draws, out)
       continue
-    left = [command(text, speaker.messages, out if speaker is speakers[0] else io.StringIO()) for speaker in speakers]
-    for speaker, messages in zip(speakers, left):
+    for speaker in speakers:  # only the first one reports what it does; all of them end at the same command
+      messages = command(text, speaker.messages, out if speaker is speakers[0] else io.StringIO())
       if messages is None:
         return
       speaker.messages = messages
@@ -117,8 +117,8 @@ HELP = '/reset: begin anew; /system TEXT: begin anew with this system message; /
 
 def opening(name: str, step: int | None, draws: Draws) -> str:
   """Returns the first line of a chat: the model, its step if it is known, the temperature, and `HELP`."""
-  at = '' if step is None else f', step {step}'
-  return f'{name}{at}, temperature {draws.temperature:g}. {HELP}'
+  step_text = '' if step is None else f', step {step}'
+  return f'{name}{step_text}, temperature {draws.temperature:g}. {HELP}'
 
 
 def begin(system: str) -> list[dict]:
@@ -127,20 +127,20 @@ def begin(system: str) -> list[dict]:
 
 
 def command(text: str, messages: list[dict], out: TextIO) -> list[dict] | None:
-  """Does what a line that begins with / asks for.
+  """Executes a line that begins with /.
 
   Returns:
-    The messages to go on with; None to end the chat.
+    The messages to continue with; None to end the chat.
   """
-  name, _, rest = text[1:].partition(' ')
+  name, _, argument = text[1:].partition(' ')
   if name == 'exit':
     return None
   if name == 'reset':
     out.write('a new chat\n')
     return [m for m in messages[:1] if m['role'] == 'system']
   if name == 'system':
-    out.write('a new chat with this system message\n' if rest.strip() else 'a new chat without a system message\n')
-    return begin(rest.strip())
+    out.write('a new chat with this system message\n' if argument.strip() else 'a new chat without a system message\n')
+    return begin(argument.strip())
   out.write(f'{HELP}\n')
   return messages
 
@@ -149,12 +149,12 @@ def _answer(engine: NativeEngine, tokenizer: Tokenizer, prompt: Prompt, draws: D
   """Writes `prefix` and an answer as it is decoded, and returns the answer."""
   parts = TextStream(tokenizer.decode)
 
-  with contextlib.ExitStack() as silent:  # until the first tokens, which wait for compilations
-    silent.callback(out.write, prefix)
-    silent.enter_context(working('sampling'))
+  with contextlib.ExitStack() as until_first_tokens:  # shown until the first tokens, which wait for compilation
+    until_first_tokens.callback(out.write, prefix)
+    until_first_tokens.enter_context(working('sampling'))
 
     def write(tokens: np.ndarray) -> None:
-      silent.close()
+      until_first_tokens.close()
       out.write(parts.add(tokens))
       out.flush()
 
@@ -164,7 +164,7 @@ def _answer(engine: NativeEngine, tokenizer: Tokenizer, prompt: Prompt, draws: D
 
 
 def _lines(asked: TextIO, out: TextIO) -> Iterator[str]:
-  """Yields the lines that are not empty, each after a prompt sign."""
+  """Yields lines that are not empty, after writing a prompt sign for each."""
   while True:
     out.write('> ')
     out.flush()
@@ -178,18 +178,18 @@ def _lines(asked: TextIO, out: TextIO) -> Iterator[str]:
 
 def stream(engine: NativeEngine, prompt: Prompt, draws: Draws, on_tokens: Callable[[np.ndarray], None]) -> Completion:
   """Returns one completion; calls `on_tokens(its token ids)` after each block."""
-  done = []
+  completed = []
 
-  def follow(completions, idle):
+  def collect(completions, idle):
     del idle
-    done.extend(completions)
+    completed.extend(completions)
     return ()
 
   engine.serve(
     [Request(prompt.tokens, prompt.index, 0, {**sampling_of(draws), 'max_tokens': draws.max_new_tokens})],
     run_key=on_policy.run_key(draws.seed, 3),
     step=0,
-    next_requests=follow,
+    next_requests=collect,
     on_tokens=lambda request, ids: on_tokens(ids),
   )
-  return done[0]
+  return completed[0]

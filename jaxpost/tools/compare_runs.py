@@ -1,8 +1,7 @@
 """Compares runs: configs, final figures, curves, rewards on shared prompts, the first sample that differs.
 
-Draws depend on the seed, the step, the prompt and the number of the sample alone, so that two
-runs that differ in one field share prompts and random numbers. Their rewards are then compared
-in pairs, which removes the variance between prompts.
+Random draws depend only on the seed, the step, the prompt and the index of the sample, so two runs that differ in one
+field share prompts and random numbers. Their rewards are compared in pairs, which removes the variance between prompts.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store
 
 _LEVEL = 0.95
-_IGNORED = ('log.', 'save.', 'stages')  # fields that change nothing of what a stage computes
+_IGNORED = ('log.', 'save.', 'stages')  # fields that do not change what a stage computes
 
 
 @dataclasses.dataclass(frozen=True)
 class Paired:
   """The mean difference of rewards, the second run minus the first, over shared prompts.
 
-  low, high: its 95 % confidence interval, from the means of prompts; nan for a single prompt.
+  low, high: its 95 % confidence interval, over the means of prompts; nan for a single prompt.
   """
 
   stage: str
@@ -54,14 +53,14 @@ class Paired:
 
 @dataclasses.dataclass(frozen=True)
 class Parting:
-  """The first sample of the same prompt that differs: its place, and both texts from where they part."""
+  """The first sample of a shared prompt that differs: its place, and both texts from the first difference on."""
 
   stage: str
   split: str
   step: int
   prompt: str
   sample: int
-  shared: str  # what both begin with
+  shared: str  # their common beginning
   first: str
   second: str
 
@@ -70,7 +69,7 @@ class Parting:
 class Comparison:
   """Two runs side by side; `fields` is {stage.field: (first, second)}, `figures` {METRIC/STAGE: (first, second)}.
 
-  Figures that others of their run repeat are left out. `sampled`: both runs have samples.
+  Figures that repeat others of their run are left out. `sampled`: both runs have samples.
   """
 
   names: tuple[str, ...]
@@ -94,7 +93,7 @@ def compare(first: epath.PathLike, second: epath.PathLike) -> Comparison:
     key
     for key in values[0] | values[1]
     if not metrics.is_clock_key(key.rpartition('/')[0].removeprefix('eval_'))
-    and not all(report.is_repeated(key, of_run) for of_run in values if key in of_run)
+    and not all(report.is_repeated(key, run_values) for run_values in values if key in run_values)
   ]
   stages = list(dict.fromkeys(key.rpartition('/')[2] for key in keys))
   keys.sort(key=lambda key: stages.index(key.rpartition('/')[2]))
@@ -133,35 +132,37 @@ def _run(path: epath.PathLike) -> epath.Path:
 def config_difference(first: epath.Path, second: epath.Path) -> dict[str, tuple]:
   """Returns {stage.field: (first, second)} of the fields that decide what two runs compute.
 
-  Stages of the same name are compared; of the others the last with the last, and so on backward, as 'FIRST/SECOND'.
-  Values that are left to the method are those that it uses.
+  Stages with the same name are compared; the others are paired from the last one backward, as 'FIRST/SECOND'. Values
+  that are left to the method are those that it uses.
   """
   configs = [config_lib.parse_saved(run / 'config.json') for run in (first, second)]
   order = tuple(list(stages) for stages in configs)
   fields: dict[str, tuple] = {'stages': order} if order[0] != order[1] else {}
-  alone = [[name for name in mine if name not in others] for mine, others in (order, order[::-1])]
+  unpaired = [[name for name in own if name not in others] for own, others in (order, order[::-1])]
   pairs = [(name, name) for name in order[0] if name in configs[1]]
-  pairs += reversed(list(zip(reversed(alone[0]), reversed(alone[1]))))
-  for one, two in pairs:
-    found = _stage_difference(configs[0][one], configs[1][two])
-    fields |= {f'{one if one == two else f"{one}/{two}"}.{key}': values for key, values in found.items()}
+  pairs += reversed(list(zip(reversed(unpaired[0]), reversed(unpaired[1]))))
+  for a, b in pairs:
+    differences = _stage_difference(configs[0][a], configs[1][b])
+    label = a if a == b else f'{a}/{b}'
+    fields |= {f'{label}.{key}': values for key, values in differences.items()}
   return fields
 
 
 def _stage_difference(*stages: config_lib.Config) -> dict[str, tuple]:
-  """Returns {field: (first, second)}; what one of two methods does not read is there only if the configs differ."""
+  """Returns {field: (first, second)}; fields that a method does not read only if the configs themselves differ."""
   written = consistency.difference(*(consistency.spelled(vars(config)) for config in stages))
   resolved = [_resolved(config) for config in stages]
   used = consistency.difference(*(consistency.spelled(vars(config)) for config, _ in resolved))
-  shared = {key: values for key, values in used.items() if all(key.partition('.')[0] not in x for _, x in resolved)}
-  found = {key: values for key, values in used.items() if key in written} | shared
-  return {key: found[key] for key in sorted(found) if not key.startswith(_IGNORED)}
+  unread = {section for _, sections in resolved for section in sections}
+  shared = {key: values for key, values in used.items() if key.partition('.')[0] not in unread}
+  differences = {key: values for key, values in used.items() if key in written} | shared
+  return {key: differences[key] for key in sorted(differences) if not key.startswith(_IGNORED)}
 
 
 def _resolved(config: config_lib.Config) -> tuple[config_lib.Config, set[str]]:
   """Returns the config as the method uses it, and the sections that the method does not read.
 
-  The config itself where a method of the user's own cannot be imported here.
+  If a custom method cannot be imported here, returns the config itself.
   """
   try:
     algorithm = algorithms.load_algorithm(config.algorithm)
@@ -175,12 +176,13 @@ def _resolved(config: config_lib.Config) -> tuple[config_lib.Config, set[str]]:
 def _shared_samples(first: epath.Path, second: epath.Path) -> Iterator[tuple[str, int, list[tuple[dict, dict]]]]:
   """Yields (stage, step, pairs of rows of the same prompt and sample), in the order of training."""
   for stage in config_lib.parse_saved(first / 'config.json'):
-    ours, others = (metrics.sample_files(run / 'samples' / stage) for run in (first, second))
-    for step in ours:
-      if step not in others:
+    first_files = metrics.sample_files(first / 'samples' / stage)
+    second_files = metrics.sample_files(second / 'samples' / stage)
+    for step, file in first_files.items():
+      if step not in second_files:
         continue
-      theirs = {_key(row): row for row in metrics.read_growing(others[step])}
-      rows = [(row, theirs[_key(row)]) for row in metrics.read_growing(ours[step]) if _key(row) in theirs]
+      others = {_key(row): row for row in metrics.read_growing(second_files[step])}
+      rows = [(row, others[_key(row)]) for row in metrics.read_growing(file) if _key(row) in others]
       if rows:
         yield stage, step, rows
 
@@ -192,15 +194,15 @@ def _key(row: Mapping) -> tuple:
 def _pairs(stage: str, step: int, rows: Sequence[tuple[dict, dict]]) -> Iterator[Paired]:
   """Yields the paired difference of each split with rewards."""
   by_split: dict[str, dict] = collections.defaultdict(lambda: collections.defaultdict(list))
-  for one, two in rows:
-    values = one.get('reward'), two.get('reward')
+  for row, other in rows:
+    values = row.get('reward'), other.get('reward')
     if None not in values:
-      by_split[one['split']][_key(one)[1:3]].append(values)
+      by_split[row['split']][_key(row)[1:3]].append(values)
   for split, prompts in by_split.items():
-    means = [tuple(statistics.fmean(v) for v in zip(*values)) for values in prompts.values()]
-    differences = [two - one for one, two in means]
-    middle, half = statistics.fmean(differences), half_width(differences)
-    first, second = (statistics.fmean(v) for v in zip(*means))
+    means = [tuple(statistics.fmean(rewards) for rewards in zip(*values)) for values in prompts.values()]
+    differences = [other - row for row, other in means]
+    middle, half_interval = statistics.fmean(differences), half_width(differences)
+    first, second = (statistics.fmean(rewards) for rewards in zip(*means))
     yield Paired(
       stage,
       split,
@@ -209,8 +211,8 @@ def _pairs(stage: str, step: int, rows: Sequence[tuple[dict, dict]]) -> Iterator
       samples=sum(map(len, prompts.values())),
       first=first,
       second=second,
-      low=middle - half,
-      high=middle + half,
+      low=middle - half_interval,
+      high=middle + half_interval,
     )
 
 
@@ -222,45 +224,46 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def _first_difference(stage: str, step: int, rows: Sequence[tuple[dict, dict]]) -> Parting | None:
-  for one, two in rows:
-    texts = str(one.get('completion')), str(two.get('completion'))
+  for row, other in rows:
+    texts = str(row.get('completion')), str(other.get('completion'))
     if texts[0] != texts[1]:
-      same = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts)))
+      shared = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), min(map(len, texts)))
       return Parting(
         stage,
-        one.get('split', 'train'),
+        row.get('split', 'train'),
         step,
-        prompt=str(one.get('prompt')),
-        sample=one.get('sample', 0),
-        shared=texts[0][:same],
-        first=texts[0][same:],
-        second=texts[1][same:],
+        prompt=str(row.get('prompt')),
+        sample=row.get('sample', 0),
+        shared=texts[0][:shared],
+        first=texts[0][shared:],
+        second=texts[1][shared:],
       )
   return None
 
 
 def write_page(runs: Sequence[epath.PathLike], out: epath.PathLike) -> None:
-  """Writes one HTML page: each run against the first, and the curves of all with common axes."""
+  """Writes one HTML page: each run compared with the first, and curves of all runs with common axes."""
   paths = [_run(run) for run in runs]
   names = labels(runs)
   rows = {name: metrics.read_rows(path / 'metrics.jsonl') for name, path in zip(names, paths)}
-  algorithms = {s: c.algorithm for path in paths for s, c in config_lib.parse_saved(path / 'config.json').items()}
+  configs = [config_lib.parse_saved(path / 'config.json') for path in paths]
+  algorithms = {stage: config.algorithm for stages in configs for stage, config in stages.items()}
   loader = jinja2.PackageLoader('jaxpost', 'tools')
-  made = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  made.filters |= {'number': report.number, 'title': titles.title}
-  text = made.get_template('compare.html.jinja').render(
+  environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+  environment.filters |= {'number': report.number, 'title': titles.title}
+  text = environment.get_template('compare.html.jinja').render(
     names=names, comparisons=[compare(runs[0], run) for run in runs[1:]], charts=list(_charts(rows, algorithms))
   )
   object_store.write(epath.Path(out), text.encode('utf-8', 'replace'))
 
 
 def _charts(rows: Mapping[str, list[dict]], algorithms: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-  """Yields a chart for each stage, split and metric that matters to its method, with a line for each run."""
-  places = dict.fromkeys((row['stage'], row['split']) for found in rows.values() for row in found)
-  for stage, split in places:
-    mine = {n: [r for r in found if (r['stage'], r['split']) == (stage, split)] for n, found in rows.items()}
-    keys = {key for found in mine.values() for r in found for key in r if not titles.says_nothing_new(key, r)}
+  """Yields a chart for each stage, split and important metric of its method, with a line for each run."""
+  splits = dict.fromkeys((row['stage'], row['split']) for run_rows in rows.values() for row in run_rows)
+  for stage, split in splits:
+    by_run = {n: [r for r in run_rows if (r['stage'], r['split']) == (stage, split)] for n, run_rows in rows.items()}
+    keys = {key for run_rows in by_run.values() for r in run_rows for key in r if not titles.says_nothing_new(key, r)}
     for key in curves.chosen(algorithms.get(stage, stage), keys):
-      series = {n: [(r['step'], r[key]) for r in found if key in r] for n, found in mine.items()}
-      if chart := curves.chart(key, {n: points for n, points in series.items() if points}, most=60):
+      series = {n: [(r['step'], r[key]) for r in run_rows if key in r] for n, run_rows in by_run.items()}
+      if chart := curves.chart(key, {name: points for name, points in series.items() if points}, most=60):
         yield chart | {'where': f'{stage}, {split}'}

@@ -1,4 +1,4 @@
-"""Completions of many prompts, into a file that a killed call can continue, or row by row."""
+"""Completes many prompts, into a file that a repeated call continues, or row by row."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from jaxpost.types import Prompt, Rollout
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
-_TOGETHER = 256  # sequences of a file between two writes
-_HINT = 'completions are written beside the columns of their prompts: make it text, numbers, lists or dicts, or drop it'
+_TOGETHER = 256  # sequences between two writes to the file
+_HINT = 'completions are written with the columns of their prompts: make it text, numbers, lists or dicts, or drop it'
 
 
 def complete_file(
@@ -40,10 +40,8 @@ def complete_file(
 ) -> int:
   """Writes {**row, completions, completion_ids, logprobs} for each prompt.
 
-  Rows that `out` already has stay, if they are of the same weights, prompts
-  and draws: a call continues where the same call was killed, and the file is
-  the one that a single call would have written. `OUT.of.json` beside it names
-  weights, draws and prompts.
+  Rows that `out` already has are kept if they are of the same weights, prompts and draws: a call continues where the
+  same call was killed, with the same result as a single call. `OUT.of.json` identifies the weights, draws and prompts.
 
   Args:
     weights: to sample from.
@@ -54,58 +52,58 @@ def complete_file(
     source: name of the weights.
 
   Returns:
-    The number of prompts that were completed now.
+    The number of prompts that this call completed.
 
   Raises:
-    InputError: `out` is about something else, or JSON cannot represent a column of the prompts.
+    InputError: `out` is of other weights, prompts or draws, or JSON cannot represent a column of the prompts.
   """
   _check_columns(prompts)
-  together = max(1, _TOGETHER // draws.n)
+  batch_prompts = max(1, _TOGETHER // draws.n)
   policy = weights.inputs.sources['policy']
   content = seals.fingerprint(weight_sources.identity(policy, None, 0, here=False))
-  about = dict(
+  identity = dict(
     weights=[source, weights.inputs.name, str(policy.folder or policy.checkpoints or ''), weights.step, content],
     draws=dataclasses.asdict(draws),
     prompts=seals.fingerprint([[p.tokens.tolist(), p.columns] for p in prompts]),
   )
-  done = _keep_finished_rows(out, about, together, len(prompts))
-  if done == len(prompts):
+  finished = _keep_finished_rows(out, identity, batch_prompts, len(prompts))
+  if finished == len(prompts):
     return 0
   with working('preparing to sample'):
     engine = engine_for(weights, prompts, draws, mesh)
   tokenizer = weights.inputs.tokenizer
-  bar, at = _bar(), done
+  bar, completed = _bar(), finished
 
-  def doing() -> str:
-    return f'sampling: {at} of {len(prompts)} prompts are done'
+  def progress_text() -> str:
+    return f'sampling: {completed} of {len(prompts)} prompts are done'
 
-  with open(out, 'a', encoding='utf-8') as file, bar, working.following(doing):
-    task = bar.add_task('prompts', total=len(prompts), completed=done)
-    for start in range(done, len(prompts), together):
-      part = prompts[start : start + together]
+  with open(out, 'a', encoding='utf-8') as file, bar, working.following(progress_text):
+    task = bar.add_task('prompts', total=len(prompts), completed=finished)
+    for start in range(finished, len(prompts), batch_prompts):
+      part = prompts[start : start + batch_prompts]
       rows = _rows_of(draw(engine, part, draws), tokenizer)
       file.write(''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in rows))
       file.flush()
       bar.advance(task, len(part))
-      at += len(part)
-  return len(prompts) - done
+      completed += len(part)
+  return len(prompts) - finished
 
 
 def _check_columns(prompts: Sequence[Prompt]) -> None:
-  """Raises InputError for a column that cannot be written beside its completions."""
+  """Raises InputError for a column that cannot be written as JSON."""
   for prompt in prompts:
     for column, value in prompt.columns.items():
       check_json(column, value, f'prompt {prompt.index}', _HINT)
 
 
 def _bar() -> progress.Progress:
-  """Returns a bar of progress on stderr that ends with what is being compiled."""
+  """Returns a progress bar on stderr that ends with the program that is being compiled."""
   columns = *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(), _Line()
   return progress.Progress(*columns, console=rich.console.Console(stderr=True))
 
 
 class _Line(progress.ProgressColumn):
-  """Shows what is being compiled, at the end of the bar."""
+  """Shows the program that is being compiled, at the end of the bar."""
 
   def render(self, task: progress.Task) -> rich.text.Text:
     return rich.text.Text('' if task.finished else working.text())
@@ -131,32 +129,32 @@ def _rows_of(rollout: Rollout, tokenizer: Tokenizer) -> list[dict]:
   return rows
 
 
-def _keep_finished_rows(out: str | os.PathLike[str], about: dict, together: int, total: int) -> int:
-  """Cuts the file after its last whole batch; returns the number of rows that stay.
+def _keep_finished_rows(out: str | os.PathLike[str], identity: dict, batch_prompts: int, total: int) -> int:
+  """Truncates the file after its last whole batch; returns the number of rows that are kept.
 
-  Only whole batches stay, as the number of sequences sampled together decides
-  the last bits of their log-probs.
+  Only whole batches are kept, because the number of sequences that are sampled together affects the last bits of their
+  log-probs.
 
   Raises:
-    InputError: the file is about something else.
+    InputError: the file is of other weights, prompts or draws.
   """
-  beside = pathlib.Path(f'{out}.of.json')
-  about = json.loads(json.dumps(about))  # tuples become lists, as in the file
+  identity_file = pathlib.Path(f'{out}.of.json')
+  identity = json.loads(json.dumps(identity))  # tuples become lists, as in the file
   out = pathlib.Path(out)
   if not out.exists():
     out.parent.mkdir(parents=True, exist_ok=True)
-    object_store.write_text(beside, json.dumps(about))
+    object_store.write_text(identity_file, json.dumps(identity))
     out.touch()
     return 0
-  was = json.loads(beside.read_text()) if beside.exists() else {}
-  for key, value in about.items():
-    if was.get(key) != value:
+  earlier = json.loads(identity_file.read_text()) if identity_file.exists() else {}
+  for key, value in identity.items():
+    if earlier.get(key) != value:
       raise InputError(
-        f'{out}: is there and of other {key} ({was.get(key, "unknown")}, now {value}); name another file, or remove it'
+        f'{out}: exists, with other {key} ({earlier.get(key, "unknown")}, now {value}); name another file, or remove it'
       )
   lines = out.read_bytes().splitlines(keepends=True)
-  whole = sum(line.endswith(b'\n') for line in lines)
-  kept = whole if whole == total else whole // together * together
+  whole_lines = sum(line.endswith(b'\n') for line in lines)
+  kept = whole_lines if whole_lines == total else whole_lines // batch_prompts * batch_prompts
   os.truncate(out, sum(map(len, lines[:kept])))
   return kept
 
@@ -173,14 +171,13 @@ def finish(
   """Completes prompts into the file `out`, or passes them row by row to `show`.
 
   Args:
-    each: {name: weights}, as `inference.adapters` returns them; a row has the
-      name of its adapter.
+    each: {name: weights} of `inference.adapters`; a row has the name of its adapter.
     prompts, draws, mesh, out, source: as in `complete_file`; out: '' calls `show`.
     show: gets the rows of `completions.completion_rows`.
   """
   if out:
-    left = complete_file(only(each, '--out'), prompts, out, draws, mesh, source=source)
-    to_stderr(f'{out}: {len(prompts)} rows, {left} of them new')
+    new = complete_file(only(each, '--out'), prompts, out, draws, mesh, source=source)
+    to_stderr(f'{out}: {len(prompts)} rows, {new} of them new')
     return
   for name, weights in each.items():
     rollout = complete(weights, prompts, draws, mesh)

@@ -1,6 +1,6 @@
 """Completions of a list of prompts from trained weights.
 
-Legend: N prompts, n samples a prompt, P prompt tokens.
+Legend: n samples per prompt, P prompt tokens.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
   from jaxpost.stage import schema
 
 
-_SLOTS = 64  # sequences at a time, where they fit
-_LOOKED_AT = 100  # rows, until the map keeps one
-_ASKING = ('messages', 'prompt', 'text', 'chosen')  # columns that tell whether data is chats or plain text
+_SLOTS = 64  # largest number of sequences at a time
+_LOOKED_AT = 100  # largest number of rows to read until the map keeps one
+_ASKING = ('messages', 'prompt', 'text', 'chosen')  # columns that show whether data is chats or plain text
 
 
 def make_prompts(
@@ -51,16 +51,15 @@ def make_prompts(
   as_chat: bool | None = None,
   tell: Callable[[str], Any] = str,
 ) -> list[Prompt]:
-  """Returns prompts of the rows of `file`, then of `texts`.
+  """Returns the prompts of the rows of `file`, then of `texts`.
 
   Args:
-    weights: with the tokenizer.
+    weights: those whose tokenizer is used.
     texts: one prompt each.
     file: any data with the column prompt, messages, prompt_ids or text.
-    as_chat: True makes a text a user's message, False lets the model continue
-      it; None: rows of `file` are read as training reads them, and `texts` as
-      `typed_as_chat` says.
-    tell: gets a line about how text is read, where as_chat is None and the tokenizer has a chat template.
+    as_chat: True makes a text a user's message, False lets the model continue it; None reads rows of `file` as in
+      training, and `texts` by `typed_as_chat`.
+    tell: gets a line on how text is read if as_chat is None and the tokenizer has a chat template.
   """
   ambiguous = as_chat is None and weights.inputs.tokenizer.chat_template
   prompts = prompts_of(weights, read_whole(file), bool(as_chat)) if file else []
@@ -78,17 +77,17 @@ def make_prompts(
 
 
 def read_whole(path: str, columns: str = '', map_fn: str = '') -> sources.Rows:
-  """Returns the rows of a data file, all of them read; the arguments are those of `sources.read`."""
+  """Returns all rows of a data file, read at once; arguments as in `sources.read`."""
   with working(f'reading {path}'):
     rows = sources.read(path, columns, map_fn or None)
-  assert isinstance(rows, sources.Rows)  # which all are that are not streamed
+  assert isinstance(rows, sources.Rows)  # not streamed
   return rows
 
 
 def typed_as_chat(weights: Weights) -> bool:
-  """Returns whether `--prompt` is a user's message.
+  """Returns whether `--prompt` is read as a user's message.
 
-  It is if the tokenizer has a chat template, unless the model was trained by a run on plain text.
+  It is if the tokenizer has a chat template, unless the weights are of a run on plain text.
   """
   if not weights.inputs.tokenizer.chat_template:
     return False
@@ -103,10 +102,10 @@ def _is_plain(data: schema.DataSection) -> bool:
     return next(iter(sources.split(option or '')), '')
 
   path = first(data.path)
-  here = [p for p in (path, path.rpartition(':')[0]) if p and epath.Path(p).expanduser().exists()]
-  if not (here or path.startswith('generated:')):
+  local = [p for p in (path, path.rpartition(':')[0]) if p and epath.Path(p).expanduser().exists()]
+  if not (local or path.startswith('generated:')):
     return False
-  for streaming in (True, False):  # all formats can be read whole, and large files need not be
+  for streaming in (True, False):  # not all formats can be streamed; large files should be
     try:
       rows = sources.read(path, first(data.columns), first(data.map) or None, streaming=streaming)
       row: dict[str, Any] = next((row for row in itertools.islice(rows, _LOOKED_AT) if row is not None), {})
@@ -117,7 +116,7 @@ def _is_plain(data: schema.DataSection) -> bool:
 
 
 def prompts_of(weights: Weights, rows: sources.Rows, as_chat: bool = False, start: int = 0) -> list[Prompt]:
-  """Returns the prompts of rows, numbered from `start`; `as_chat` makes a text a user's message."""
+  """Returns the prompts of rows, with indices from `start`; `as_chat` makes a text a user's message."""
   tokenizer = weights.inputs.tokenizer
   prompts: list[Prompt] = []
   for i in range(len(rows)):
@@ -140,7 +139,7 @@ def prompts_of(weights: Weights, rows: sources.Rows, as_chat: bool = False, star
 
 
 def check_ids(ids: Any, tokenizer: Tokenizer, where: str) -> np.ndarray:
-  """Returns a row's `prompt_ids` as [P] int32; InputError if they are no list of token ids."""
+  """Returns a row's `prompt_ids` as [P] int32; InputError if they are not a list of token ids."""
   size = tokenizer.vocab_size
   if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < size for i in ids):
     raise InputError(f'{where}: prompt_ids: must be a list of token ids below {size}')
@@ -171,27 +170,27 @@ def complete(weights: Weights, prompts: Sequence[Prompt], draws: Draws = Draws()
 
 
 def engine_for(weights: Weights, prompts: Sequence[Prompt], draws: Draws, mesh: str) -> NativeEngine:
-  """Returns a sampler that is large enough for these prompts, with as many slots as the memory has room for."""
+  """Returns a sampler that is large enough for these prompts, with as many slots as fit in memory."""
   make = functools.partial(
     make_engine,
     weights,
-    max_prompt=max(len(x.tokens) for x in prompts),
+    max_prompt=max(len(prompt.tokens) for prompt in prompts),
     max_new_tokens=draws.max_new_tokens,
     mesh=mesh,
     top_logprobs=draws.top_logprobs,
   )
   engine = make(slots=min(len(prompts) * draws.n, _SLOTS))
-  # A block of decoding copies up to as much as the cache holds.
+  # A decoding block copies up to the whole cache.
   slots = engine.max_concurrent_decodes
-  room = sampler_config.free_bytes(engine.layout) / (2 * engine.cache_bytes() + 1)
-  if room >= 1:
+  share_of_need = sampler_config.free_bytes(engine.layout) / (2 * engine.cache_bytes() + 1)
+  if share_of_need >= 1:
     return engine
-  del engine  # its weights, too
-  return make(slots=max(int(slots * room), 1))
+  del engine  # frees its weights as well
+  return make(slots=max(int(slots * share_of_need), 1))
 
 
 def draw(engine: NativeEngine, prompts: Sequence[Prompt], draws: Draws) -> Rollout:
-  """Samples completions with an engine; `draws.max_new_tokens` is that of the engine."""
+  """Samples completions with an engine that was made with `draws.max_new_tokens`."""
   return engine(
     prompts, group_size=draws.n, run_key=on_policy.run_key(draws.seed, 3), step=0, sampling=sampling_of(draws)
   )
@@ -221,13 +220,13 @@ def make_engine(
     max_new_tokens: tokens of the longest completion.
     mesh: as config.mesh.rollout.
     top_logprobs: most probable tokens reported at each position.
-    share_base: samples from these weights without a copy of them, slower.
+    share_base: samples from these weights without copying them, which is slower.
   """
   inputs = weights.inputs
   model = inputs.model
   if model.head is None:
     raise InputError(f'{inputs.name}: is a reward model, which writes no text')
-  if share_base:  # nothing is trained here
+  if share_base:  # as nothing is trained here
     model = dataclasses.replace(model, frozen=frozenset(model.table))
   platform = jax.default_backend()
   compute = compute_for(platform, inputs.config.model.dtype, 'none', triton=not chips.before_ampere(jax.devices()[0]))
@@ -235,8 +234,8 @@ def make_engine(
   if compute.uses_kernel:
     from jaxpost.hardware import kernel_check
 
-    room = max_prompt + max_new_tokens
-    rows = [kernel_check.KernelUse(model.config, bucket(n, room)) for n in range(1, room + 1)]
+    longest = max_prompt + max_new_tokens
+    rows = [kernel_check.KernelUse(model.config, bucket(n, longest)) for n in range(1, longest + 1)]
     compute = kernel_check.verify(compute, rows, [model.config])
   if compute.grouped_kernel:
     from jaxpost.hardware import grouped_check
@@ -275,16 +274,16 @@ def share_base(weights: Weights, name: str, folders: Sequence[str], mesh: str = 
     folders: NAME=FOLDER of each adapter, as `inference.adapters` takes them.
     mesh: as config.mesh.rollout.
   """
-  if folders:  # the base goes to the sampler's layout once, for all engines
+  if folders:  # puts the base in the sampler's layout once for all engines
     weights = merged(weights)
     layout = make_layout(mesh, 'rollout', '--mesh')
     weights = dataclasses.replace(
       weights, layout=layout, params=jax.device_put(weights.params, weights.inputs.model.shardings(layout))
     )
-  each = {k: w for k, w in adapters(weights, folders).items() if k}
-  if name in each:
-    raise InputError(f'--adapter: {name} is what the model below is called')
-  return {name: weights} | each
+  adapted = {adapter_name: adapter for adapter_name, adapter in adapters(weights, folders).items() if adapter_name}
+  if name in adapted:
+    raise InputError(f'--adapter: {name} is already the name of the model')
+  return {name: weights} | adapted
 
 
 def make_engines(
@@ -333,23 +332,23 @@ def completion_rows(rollout: Rollout, tokenizer: Tokenizer) -> list[dict]:
 def text_after(tokenizer: Tokenizer, prompt_ids: Iterable[int], ids: Iterable[int]) -> str:
   """Returns the text that a completion adds to its prompt.
 
-  Decoded alone, some tokenizers drop the space that it begins with.
+  Some tokenizers drop the space at the beginning of a completion that is decoded alone.
   """
-  before = tokenizer.decode(prompt_ids)
-  whole = tokenizer.decode([*prompt_ids, *ids])
-  return whole[len(before) :] if whole.startswith(before) else (tokenizer.decode(ids))
+  prompt_text = tokenizer.decode(prompt_ids)
+  full_text = tokenizer.decode([*prompt_ids, *ids])
+  return full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else tokenizer.decode(ids)
 
 
 def printer(n: int, as_json: bool) -> Callable[[dict], None]:
-  """Returns what prints the rows of `completion_rows`, of n samples a prompt, one after the other."""
+  """Returns a function that prints a row of `completion_rows`, of n samples per prompt."""
   return show_json if as_json else functools.partial(show, numbered=n > 1)
 
 
 def show(row: dict, numbered: bool = False) -> None:
-  """Prints a row of `completion_rows` for people: prompt and completion.
+  """Prints a row of `completion_rows` as text: prompt and completion.
 
   Args:
-    numbered: the completion has its number, from 1, in a line below the prompt, which the first sample alone has.
+    numbered: print numbers of completions, from 1, each in a new line, and the prompt with the first one only.
   """
   console = rich.console.Console(highlight=False, soft_wrap=True)
   prompt = row['prompt']
@@ -369,7 +368,7 @@ def show_json(row: dict) -> None:
 
 
 def only(each: dict[str, Weights], flag: str) -> Weights:
-  """Returns the weights if they are of one model; InputError if there are several adapters."""
+  """Returns the weights if they are of one model; InputError for several adapters."""
   if len(each) > 1:
-    raise InputError(f'{flag}: is for one model; name one --adapter')
+    raise InputError(f'{flag}: takes one model; name one --adapter')
   return next(iter(each.values()))

@@ -1,8 +1,8 @@
-"""Settings of TRL, verl, Tunix or MaxText as a config of ours; every one is mapped, or named as not mapped.
+"""Converts settings of TRL, verl, Tunix or MaxText to a config; each setting is mapped, or listed as not mapped.
 
-Names come from convert.toml and from stage/field_names.toml, which also answers misspelled
-fields. A value is taken only if the field accepts it; nothing is guessed. Equal names
-need not mean equal results: docs/from_trl_and_verl.md says where definitions differ.
+Names come from convert.toml and from stage/field_names.toml, which also has hints for misspelled fields. A value is
+mapped only if the field accepts it; nothing is guessed. Equal names need not mean equal results:
+docs/from_trl_and_verl.md explains where definitions differ.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from jaxpost.tools.converted_value import Setting, named, ours, spelled, tracker
 _TABLES = {name: table for name, table in converted_value.TABLES.items() if name != 'values'}
 _EVERY, _NEEDS = (_TABLES.pop(name) for name in ('every', 'needs'))
 LIBRARIES = tuple(_TABLES)
-# Their steps are updates, but num_batches of MaxText; those of verl are rollouts, as here.
+# Libraries whose steps are updates, except num_batches of MaxText; steps of verl are rollouts, as here.
 _COUNT_UPDATES = ('trl', 'tunix', 'maxtext')
-# Another setting, as the value of one.
-_OTHER = re.compile(r'\$\{(?:oc\.select:)?(?P<name>\.?[A-Za-z_][\w.]*)(?:,(?P<default>[^{}]*))?\}')
-_MOST_OTHERS = 9  # of one another; more are a circle
+# A reference to another setting as a value.
+_REFERENCE = re.compile(r'\$\{(?:oc\.select:)?(?P<name>\.?[A-Za-z_][\w.]*)(?:,(?P<default>[^{}]*))?\}')
+_MAX_REFERENCES = 9  # in a chain; more are a cycle
 _REFUSED = re.compile(r'config\.([\w.]+): ')
-NOT_NEEDED = 'is not needed here'  # the reason of a setting that asks for what is done anyway
+NOT_NEEDED = 'is not needed here'  # the reason of a setting for something that is always done
 
 
 def read(path: str) -> dict[str, Any]:
   """Returns {dotted name: value} of a .yaml or .json file, or of the options in a shell script (`shell_options`).
 
   Raises:
-    InputError: the file is not there, or holds no settings.
+    InputError: the file is missing, or has no settings.
   """
   file = pathlib.Path(path).expanduser()
   if not file.is_file():
@@ -48,14 +48,14 @@ def read(path: str) -> dict[str, Any]:
   try:
     text = file.read_text('utf-8')
     if file.suffix in ('.yaml', '.yml', '.json'):
-      found = _interpolated(_flat(json.loads(text) if file.suffix == '.json' else yaml.safe_load(text)))
+      settings = _interpolated(_flat(json.loads(text) if file.suffix == '.json' else yaml.safe_load(text)))
     else:
-      found = shell_options.options(text)
+      settings = shell_options.options(text)
   except (ValueError, yaml.YAMLError) as error:
     raise InputError(f'{path}: {" ".join(str(error).split())}') from None
-  if not found:
+  if not settings:
     raise InputError(f'{path}: holds no settings; give a .yaml or .json file, or a script with name=value options')
-  return found
+  return settings
 
 
 def _flat(value: Any, prefix: str = '') -> dict[str, Any]:
@@ -67,46 +67,46 @@ def _flat(value: Any, prefix: str = '') -> dict[str, Any]:
   return out
 
 
-def _interpolated(found: dict[str, Any]) -> dict[str, Any]:
-  """The settings with the values of others, which OmegaConf writes as ${a.b}, ${.b} or ${oc.select:a.b,DEFAULT}."""
+def _interpolated(settings: dict[str, Any]) -> dict[str, Any]:
+  """Resolves references of OmegaConf to other settings: ${a.b}, ${.b} or ${oc.select:a.b,DEFAULT}."""
 
-  def filled(name: str, value: Any, depth: int = 0) -> Any:
-    match = _OTHER.fullmatch(value) if isinstance(value, str) and depth < _MOST_OTHERS else None
+  def resolved(name: str, value: Any, depth: int = 0) -> Any:
+    match = _REFERENCE.fullmatch(value) if isinstance(value, str) and depth < _MAX_REFERENCES else None
     if match is None:
       return value
-    other = match['name'] if match['name'][0] != '.' else name.rpartition('.')[0] + match['name']
-    if other in found:
-      return filled(other, found[other], depth + 1)
+    referenced = match['name'] if match['name'][0] != '.' else name.rpartition('.')[0] + match['name']
+    if referenced in settings:
+      return resolved(referenced, settings[referenced], depth + 1)
     return value if match['default'] is None else yaml.safe_load(match['default'])
 
-  return {name: filled(name, value) for name, value in found.items()}
+  return {name: resolved(name, value) for name, value in settings.items()}
 
 
 def convert(library: str, given: dict[str, Any], algorithm: str = '') -> tuple[dict[str, Any], list[Setting]]:
-  """Returns the config as nested dicts, and every setting with what became of it.
+  """Returns the config as nested dicts, and every setting with its fields here, or why it has none.
 
   Args:
     library: one of LIBRARIES.
     given: {dotted name: value}, of `read`.
-    algorithm: our name of the method; '' for the one that the settings name, else grpo.
+    algorithm: our name of the method; '': the one that the settings name, by default grpo.
   """
   method = algorithm or method_of(library, given)
   return read_by(method, settings_of(library, given, method))
 
 
 def settings_of(library: str, given: dict[str, Any], method: str) -> list[Setting]:
-  """Returns every setting with its fields and value for a method of ours, or why it has none."""
+  """Returns every setting with its fields and value for one of our methods, or why it has none."""
   settings = []
   for name, value in given.items():
-    found = _setting(library, name, value, method)
-    other = found.fields == ('algorithm',) and ours(name, 'algorithm', value) != method
-    settings.append(Setting(name, value, (), f'gives way to the algorithm {method}') if other else found)
+    setting = _setting(library, name, value, method)
+    other_method = setting.fields == ('algorithm',) and ours(name, 'algorithm', value) != method
+    settings.append(setting.unmapped(f'gives way to the algorithm {method}') if other_method else setting)
   settings = [converted_names.known_here(library, setting, given) for setting in settings]
   settings = [converted_sizes.computed(setting, given) for setting in _without_epochs(settings)]
   settings = converted_sizes.without_overridden(library, settings, given)
-  peak = next((ours(s.name, 'optim.lr', s.value) for s in settings if s.fields == ('optim.lr',)), 0)
-  settings = [converted_sizes.end_of_schedule(setting, peak) for setting in settings]
-  counts_updates = library in _COUNT_UPDATES and (library, method) != ('trl', 'ppo')  # which TRL has no longer
+  peak_lr = next((ours(s.name, 'optim.lr', s.value) for s in settings if s.fields == ('optim.lr',)), 0)
+  settings = [converted_sizes.end_of_schedule(setting, peak_lr) for setting in settings]
+  counts_updates = library in _COUNT_UPDATES and (library, method) != ('trl', 'ppo')  # TRL no longer has PPO
   if counts_updates and learns_from_rewards(method):
     updates = converted_sizes.updates_of_a_rollout(settings)
     settings = [s if s.name == 'num_batches' else converted_sizes.in_rollouts(s, updates) for s in settings]
@@ -115,32 +115,33 @@ def settings_of(library: str, given: dict[str, Any], method: str) -> list[Settin
 
 
 def looks_like(library: str, given: dict[str, Any]) -> str:
-  """Returns another library that knows far more of the names of these settings, '' for none."""
+  """Returns another library that knows far more of the names of these settings; '' if there is none."""
 
-  def known(other: str) -> int:
+  def count_known(other: str) -> int:
     names = {key.partition('=')[0].partition('@')[0] for key in _TABLES[other]}
-    return sum(any(f'.{name}'.endswith(f'.{n}') for n in names) for name in given)
+    return sum(any(f'.{name}'.endswith(f'.{known_name}') for known_name in names) for name in given)
 
-  other = max(LIBRARIES, key=known)
-  return other if known(other) > 2 * known(library) + 2 else ''
+  other = max(LIBRARIES, key=count_known)
+  return other if count_known(other) > 2 * count_known(library) + 2 else ''
 
 
 def read_by(method: str, settings: list[Setting]) -> tuple[dict[str, Any], list[Setting]]:
-  """Returns the config of the settings, without those that it would be refused for, and the settings."""
+  """Returns the config of the settings, and the settings; those for which it would be refused are left out."""
   while True:
     config: dict[str, Any] = {'algorithm': method}
-    for setting in sorted(settings, key=lambda s: -len(s.fields)):  # one clip range for both sides gives way to its own
+    # A setting of one field overrides one of several, such as a clip range for both sides.
+    for setting in sorted(settings, key=lambda s: -len(s.fields)):
       for field in setting.fields:
         _put(config, field, ours(setting.name, field, setting.value))
     config['algorithm'] = method
-    refused, why = _refused(config)
+    refused, reason = _refused(config)
     if not any(refused in s.fields for s in settings):
       return config, settings
-    settings = [Setting(s.name, s.value, (), why) if refused in s.fields else s for s in settings]
+    settings = [s.unmapped(reason) if refused in s.fields else s for s in settings]
 
 
 def _refused(config: dict[str, Any]) -> tuple[str, str]:
-  """The field that the config is refused for, and the words of the refusal; '' where there is none."""
+  """Returns the field for which the config is refused, and the reason; two '' if it is accepted."""
   from jaxpost.stage import prepare
 
   try:
@@ -152,21 +153,21 @@ def _refused(config: dict[str, Any]) -> tuple[str, str]:
 
 
 def _with_its_switch(setting: Setting, given: dict[str, Any], needs: dict[str, str]) -> Setting:
-  """Leaves out a setting that has no effect, as what switches it on is off."""
+  """Leaves out a setting without effect, because the setting that enables it is off."""
   for name, switch in needs.items():
     if setting.fields and f'.{setting.name}'.endswith(f'.{name}'):
-      needed, _, on = switch.partition('=')
-      if spelled(named(given, needed)) != on:
-        return Setting(setting.name, setting.value, (), f'has no effect without {switch}')
+      switch_name, _, enabling_value = switch.partition('=')
+      if spelled(named(given, switch_name)) != enabling_value:
+        return setting.unmapped(f'has no effect without {switch}')
   return setting
 
 
 def _of_a_pair(setting: Setting, method: str) -> Setting:
-  """Doubles TRL's longest sequence where a row has to hold the two of a pair."""
+  """Doubles TRL's largest sequence length if a row has to hold both answers of a pair."""
   if setting.name != 'max_length' or not isinstance(setting.value, int) or method not in algorithms.ALGORITHMS:
     return setting
-  in_pairs = algorithms.load_algorithm(method).mean_per(plain(method)) == 'pair'
-  return setting._replace(value=2 * setting.value) if in_pairs else setting
+  trains_on_pairs = algorithms.load_algorithm(method).mean_per(plain(method)) == 'pair'
+  return setting._replace(value=2 * setting.value) if trains_on_pairs else setting
 
 
 def plain(method: str) -> config_lib.Config:
@@ -176,15 +177,15 @@ def plain(method: str) -> config_lib.Config:
 
 
 def _without_epochs(settings: list[Setting]) -> list[Setting]:
-  """Leaves out the epochs where there is a number of steps, too, which ends a run in all of these libraries."""
+  """Leaves out epochs if there is also a number of steps, which ends a run in all of these libraries."""
   if not any('train.steps' in s.fields for s in settings):
     return settings
-  why = 'is not needed beside the number of steps, which ends the run'
-  return [Setting(s.name, s.value, (), why) if s.fields == ('train.epochs',) else s for s in settings]
+  reason = 'is not needed beside the number of steps, which ends the run'
+  return [s.unmapped(reason) if s.fields == ('train.epochs',) else s for s in settings]
 
 
 def method_of(library: str, given: dict[str, Any]) -> str:
-  """Returns our name of the method that the settings name, else grpo, or ppo where they have a section of it."""
+  """Returns our name of the method of the settings; by default grpo, or ppo if they have a section for it."""
   for name, value in given.items():
     if _fields(library, name, value, '') == ('algorithm',):
       return str(ours(name, 'algorithm', value))
@@ -193,17 +194,17 @@ def method_of(library: str, given: dict[str, Any]) -> str:
 
 
 def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...] | str:
-  """The fields that a name stands for, or the reason why there are none."""
+  """Returns the fields that a name stands for, or the reason why there are none."""
   if name.startswith('$'):
     return 'is a variable that the script assigns and does not use'
   parts = name.replace('/', '.').split('.')
   table = _EVERY | _TABLES[library]
-  # A setting of another model, or of the evaluation, is none of the policy's: the part that says so is never cut off.
-  apart = max((i for i, part in enumerate(parts) if part in converted_sizes.APART), default=len(parts) - 1)
-  tails = ['.'.join(parts[i:]) for i in range(apart + 1)]
+  # A setting of another model or of the evaluation is not the policy's: a tail always keeps the part that says so.
+  last_start = max((i for i, part in enumerate(parts) if part in converted_sizes.APART), default=len(parts) - 1)
+  tails = ['.'.join(parts[i:]) for i in range(last_start + 1)]
   for tail in tails:
-    kinds = [f'{tail}@{method}', *[f'{tail}@RL'] * learns_from_rewards(method)]
-    for key in (f'{tail}={spelled(value)}', *kinds, tail):
+    keys_by_method = [f'{tail}@{method}', *[f'{tail}@RL'] * learns_from_rewards(method)]
+    for key in (f'{tail}={spelled(value)}', *keys_by_method, tail):
       if key in table:
         return table[key][1:] if table[key].startswith('!') else tuple(table[key].split()) or NOT_NEEDED
   for tail in tails:
@@ -212,20 +213,20 @@ def _fields(library: str, name: str, value: Any, method: str) -> tuple[str, ...]
   for section in parts[:-1]:
     if f'{section}.*' in table:
       return table[f'{section}.*'].removeprefix('!') or NOT_NEEDED
-  if parts[apart] in converted_sizes.APART:
-    return f'is of {converted_sizes.APART[parts[apart]]}, for which nothing here has this name'
-  same = [
+  if parts[last_start] in converted_sizes.APART:
+    return f'is of {converted_sizes.APART[parts[last_start]]}, for which nothing here has this name'
+  same_name = [
     field
-    for field, kind in field_names.FIELDS.items()
-    if field.rpartition('.')[2] == name and not dataclasses.is_dataclass(kind)
+    for field, field_type in field_names.FIELDS.items()
+    if field.rpartition('.')[2] == name and not dataclasses.is_dataclass(field_type)
   ]
-  return tuple(same) or 'nothing here has this name'
+  return tuple(same_name) or 'nothing here has this name'
 
 
 def learns_from_rewards(method: str) -> bool:
-  """Returns whether this is a method of ours that samples and is given rewards."""
-  found = algorithms.load_algorithm(method) if method in algorithms.ALGORITHMS else None
-  return found is not None and found.on_policy and found.rewards
+  """Returns whether this is one of our methods that sample and get rewards."""
+  algorithm = algorithms.load_algorithm(method) if method in algorithms.ALGORITHMS else None
+  return algorithm is not None and algorithm.on_policy and algorithm.rewards
 
 
 def _setting(library: str, name: str, value: Any, method: str) -> Setting:
@@ -241,10 +242,10 @@ def _setting(library: str, name: str, value: Any, method: str) -> Setting:
       return Setting(name, value, (), f'may stand for {", ".join(fields)}; choose')
     fields = chosen
   if value is None or '$' in str(value):
-    why = (
+    problem = (
       'has no value in this file' if value is None else 'holds a variable that this file does not set; write its value'
     )
-    return Setting(name, value, (), f'is {fields[0]}, but {why}')
+    return Setting(name, value, (), f'is {fields[0]}, but {problem}')
   if fields == ('log.trackers',) and not trackers(value):
     return Setting(name, value, (), NOT_NEEDED)
   for field in fields:
@@ -270,7 +271,7 @@ def as_yaml(
   """Returns a YAML config that names, in comments, what each line was and what was not mapped.
 
   Args:
-    defaults: of the library, which the config has although the file does not.
+    defaults: of the library, which are in the config but not in the file.
   """
   mapped = [s for s in settings if s.fields]
   page = 'from_tunix_and_maxtext' if library in ('tunix', 'maxtext') else 'from_trl_and_verl'

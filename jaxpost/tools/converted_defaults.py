@@ -1,4 +1,4 @@
-"""Adds the defaults of another library to a converted config, by convert_defaults.toml, where ours differ."""
+"""Adds those defaults of another library, from convert_defaults.toml, that differ from ours to a converted config."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ DEFAULTS = tomllib.loads(pathlib.Path(__file__).with_name('convert_defaults.toml
 def convert_with_defaults(
   library: str, given: dict[str, Any], algorithm: str = ''
 ) -> tuple[dict[str, Any], list[Setting], list[Setting]]:
-  """Returns (config, settings, defaults): as `convert.convert`, and the defaults of the library that the config has.
+  """Returns (config, settings, defaults): as `convert.convert`, and the library's defaults that the config has.
 
-  A default gives way to a setting of the file for the same field, and is left out where ours is equal.
+  A default is left out if the file has a setting for the same field, or if our default is equal.
   """
   tables = DEFAULTS.get(library, {})
   method = algorithm or convert.method_of(library, tables.get('RL', {}) | given)
   if method not in algorithms.ALGORITHMS:
     return *convert.convert(library, given, algorithm), []
-  switched = [kind for kind in tables if '=' in kind and _is_on(kind, given)]
-  kinds = ('every', *['RL'] * convert.learns_from_rewards(method), method, *switched)
-  defaults = {name: value for kind in kinds for name, value in tables.get(kind, {}).items() if name not in given}
+  switched = [name for name in tables if '=' in name and _is_on(name, given)]
+  table_names = ('every', *['RL'] * convert.learns_from_rewards(method), method, *switched)
+  defaults = {k: v for name in table_names for k, v in tables.get(name, {}).items() if k not in given}
   settings, plain = convert.settings_of(library, defaults | given, method), convert.plain(method)
-  taken = {field for s in settings if s.name in given for field in s.fields}
+  set_fields = {field for s in settings if s.name in given for field in s.fields}
 
-  def stays(setting: Setting) -> bool:
+  def is_kept(setting: Setting) -> bool:
     differs = any(ours(setting.name, f, setting.value) != operator.attrgetter(f)(plain) for f in setting.fields)
-    return setting.name in given or (differs and taken.isdisjoint(setting.fields))
+    return setting.name in given or (differs and set_fields.isdisjoint(setting.fields))
 
-  config, left = convert.read_by(method, [s for s in settings if stays(s)])
-  return config, [s for s in left if s.name in given], [s for s in left if s.name in defaults and s.fields]
+  config, kept = convert.read_by(method, [s for s in settings if is_kept(s)])
+  return config, [s for s in kept if s.name in given], [s for s in kept if s.name in defaults and s.fields]
 
 
 def _is_on(switch: str, given: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""A setting of another library, and its value in the words and the type of our field, by the tables of convert.toml."""
+"""Settings of other libraries, and their values in the words and types of our fields, by convert.toml."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ class Setting(NamedTuple):
   fields: tuple[str, ...]
   reason: str = ''
 
+  def unmapped(self, reason: str) -> Setting:
+    """Returns the setting without fields, and the reason."""
+    return self._replace(fields=(), reason=reason)
+
 
 def ours(name: str, field: str, value: Any) -> Any:
-  """A value as our field has it: other words for it, text for numbers, one path for a list of one."""
+  """Returns a value as our field takes it: other words, numbers from text, one path from a list of one."""
   words = TABLES['values'].get(field, {}) | TABLES['values'].get(name.rpartition('.')[2], {})
   if spelled(value) in words:
     value = words[spelled(value)]
@@ -44,7 +48,7 @@ def ours(name: str, field: str, value: Any) -> Any:
 
 
 def trackers(value: Any) -> list:
-  """Returns trackers as a list, without what every run writes: lines on the console, and TensorBoard's files."""
+  """Returns trackers as a list, without the console and TensorBoard, which every run writes to."""
   return [v for v in (value if isinstance(value, list) else [value]) if v not in ('console', 'tensorboard', 'none')]
 
 
@@ -53,12 +57,12 @@ def spelled(value: Any) -> str:
 
 
 def named(given: dict[str, Any], name: str) -> Any:
-  """Returns the value of the setting whose name ends like this; None without one."""
+  """Returns the value of the setting whose dotted name ends with `name`; None if there is none."""
   return next((value for other, value in given.items() if f'.{other}'.endswith(f'.{name}')), None)
 
 
 def integer(given: dict[str, Any], name: str, default: int = 0) -> int:
-  """Returns a setting that is a whole number above 0, `default` where it is not given, and 0 for another value."""
+  """Returns a setting that is an integer above 0; `default` if it is not set, and 0 for other values."""
   value = named(given, name)
   if value is None:
     return default

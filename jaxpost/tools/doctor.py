@@ -34,13 +34,13 @@ _OPTIONAL = {
   'mlflow': ('mlflow', 'config.log.trackers=mlflow'),
 }
 _GIB = 2**30
-_REDUCED = 2**24  # bytes a device
+_REDUCED = 2**24  # bytes per device
 _FEW_FILES = 1024  # a run with many workers has more files open
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """One line: what was looked at, what was found, and what to do; '' where nothing is wrong."""
+  """One line: the subject, what was found, and what to do ('' if nothing is wrong)."""
 
   what: str
   found: str
@@ -48,21 +48,21 @@ class Finding:
 
 
 def examine(workdir: str) -> list[Finding]:
-  """Returns what was found on this machine, and between hosts; runs small programs on the devices.
+  """Returns the findings on this machine and between hosts; runs small programs on the devices.
 
-  Where several processes are connected, all must call this.
+  If several processes are connected, all must call this.
 
   Args:
-    workdir: where runs are to be written; it need not be there yet.
+    workdir: where runs are to be written; it need not exist yet.
   """
   return [*_software(), *_devices(), *_kernels(), *_host(workdir), *_network()]
 
 
 def _software() -> list[Finding]:
-  found = ', '.join(f'{name} {version}' for name, version in start.versions().items())
+  packages = ', '.join(f'{name} {version}' for name, version in start.versions().items())
   python = f'{sys.version_info.major}.{sys.version_info.minor}'
   fix = '' if sys.version_info >= (3, 11) else 'jaxpost needs Python 3.11 or newer'
-  out = [Finding('Python', python, fix), Finding('versions', found), Finding('commit', start.commit() or 'no clone')]
+  out = [Finding('Python', python, fix), Finding('versions', packages), Finding('commit', start.commit() or 'no clone')]
   missing = [f"{use} (pip install -e '.[{extra}]')" for name, (extra, use) in _OPTIONAL.items() if not _has(name)]
   return [*out, Finding('not installed', '; '.join(missing) or 'nothing that is optional')]
 
@@ -84,14 +84,14 @@ def _devices() -> list[Finding]:
   if 'bytes_limit' in stats:
     used = f'{stats["bytes_in_use"] / _GIB:.1f} of {stats["bytes_limit"] / _GIB:.1f} GiB in use'
     out.append(Finding('device memory', used))
-  known = chips.of_kind(kind)
-  if platform != 'cpu' and not known:
+  chip = chips.of_kind(kind)
+  if platform != 'cpu' and not chip:
     out.append(Finding('peak', 'unknown', f'{kind} is not in hardware/chips.py, so there is no MFU and no plan for it'))
   return out
 
 
 def _kernels() -> list[Finding]:
-  """The kernels of this platform for attention and experts on small shapes, against XLA."""
+  """Compares the platform's kernels for attention and experts with XLA on small shapes."""
   from jaxpost.hardware import grouped_check, kernel_check
   from jaxpost.matmul import compute_for
   from jaxpost.models import presets
@@ -115,15 +115,15 @@ def _host(workdir: str) -> list[Finding]:
   fix = 'below 2 GiB; end other programs' if free < 2 * _GIB else ''
   out = [Finding('host memory', f'{free / _GIB:.1f} GiB free', fix)]
   out += [_disk_of_runs(workdir), _disk('disk of compiled programs', host.use_compile_cache())]
-  files, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: without a limit
+  open_files, limit = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: no limit
   fix = ''
-  if 0 < files < _FEW_FILES:
-    fix = f'raise it: ulimit -n {min(most, 65536) if most > 0 else 65536}'
-  return [*out, Finding('open files', str(files), fix)]
+  if 0 < open_files < _FEW_FILES:
+    fix = f'raise it: ulimit -n {min(limit, 65536) if limit > 0 else 65536}'
+  return [*out, Finding('open files', str(open_files), fix)]
 
 
 def _disk_of_runs(workdir: str) -> Finding:
-  """The disk of a folder that a run may have; checked as training does."""
+  """Examines the disk of a folder for runs, which is checked as in training."""
   try:
     folder = consistency.check_workdir(workdir)
   except InputError as error:
@@ -134,33 +134,33 @@ def _disk_of_runs(workdir: str) -> Finding:
 
 
 def _disk(what: str, path: epath.PathLike) -> Finding:
-  place = pathlib.Path(path).expanduser().absolute()
-  there = next(p for p in (place, *place.parents) if p.exists())
-  left = shutil.disk_usage(there).free
+  folder = pathlib.Path(path).expanduser().absolute()
+  existing = next(p for p in (folder, *folder.parents) if p.exists())
+  free = shutil.disk_usage(existing).free
   fix = ''
-  if left < 5 * _GIB:
-    fix = f'below 5 GiB; a checkpoint needs 12 bytes a parameter, choose another folder than {there}'
-  return Finding(what, f'{left / _GIB:.1f} GiB free in {there}', fix)
+  if free < 5 * _GIB:
+    fix = f'below 5 GiB; a checkpoint needs 12 bytes a parameter, choose another folder than {existing}'
+  return Finding(what, f'{free / _GIB:.1f} GiB free in {existing}', fix)
 
 
 def _network() -> list[Finding]:
-  """Examines the hosts: whether they are equal, and how fast messages and reductions between them are."""
+  """Examines whether the hosts are equal, and the speed of messages and reductions between them."""
   if coordination.process_count() == 1:
     return [Finding('hosts', 'one; give --distributed or --coordinator on each to examine several')]
-  mine = {'host': socket.gethostname(), 'devices': len(jax.local_devices()), 'versions': start.versions()}
-  hosts = coordination.all_gather(mine)
+  this_host = {'host': socket.gethostname(), 'devices': len(jax.local_devices()), 'versions': start.versions()}
+  hosts = coordination.all_gather(this_host)
   names = ', '.join(f'{i}: {host["host"]} ({host["devices"]} devices)' for i, host in enumerate(hosts))
   out = [Finding('hosts', names, _unlike(hosts))]
-  begun = time.perf_counter()
+  start_time = time.perf_counter()
   coordination.all_gather(0)
-  out.append(Finding('message to all hosts and back', f'{1e3 * (time.perf_counter() - begun):.1f} ms'))
+  out.append(Finding('message to all hosts and back', f'{1e3 * (time.perf_counter() - start_time):.1f} ms'))
   seconds = _reduce_seconds()
   speed = f'{seconds * 1e3:.1f} ms, {_REDUCED / seconds / 1e9:.2f} GB/s a device'
   return [*out, Finding(f'all-reduce of {_REDUCED >> 20} MiB a device', speed)]
 
 
 def _unlike(hosts: list[dict]) -> str:
-  """Returns what to do about hosts that differ where a run needs them to be equal; '' if none does."""
+  """Returns what to do about hosts that differ in what must be equal; '' if none does."""
   for i, other in enumerate(hosts):
     for key in 'versions', 'devices':
       if other[key] != hosts[0][key]:
@@ -169,12 +169,12 @@ def _unlike(hosts: list[dict]) -> str:
 
 
 def _reduce_seconds() -> float:
-  """Seconds of a sum over all devices of all hosts, compiled before."""
+  """Returns the seconds of a compiled sum over all devices of all hosts."""
   mesh = jax.make_mesh((jax.device_count(),), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
   shape = (jax.device_count(), _REDUCED // 4)
-  part = jax.NamedSharding(mesh, jax.P('data'))
-  values = jax.make_array_from_callback(shape, part, lambda index: np.ones((1, shape[1]), np.float32))
+  sharding = jax.NamedSharding(mesh, jax.P('data'))
+  values = jax.make_array_from_callback(shape, sharding, lambda index: np.ones((1, shape[1]), np.float32))
   jax.block_until_ready(jnp.sum(values, axis=0))
-  begun = time.perf_counter()
+  start_time = time.perf_counter()
   jax.block_until_ready(jnp.sum(values, axis=0))
-  return time.perf_counter() - begun
+  return time.perf_counter() - start_time

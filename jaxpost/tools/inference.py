@@ -1,7 +1,7 @@
 """Loads, exports and evaluates trained weights without the run that trained them.
 
-Model and tokenizer come from a run's config.json, or from a Hugging Face
-folder; data, rewards and the mesh of the run are not used.
+Model and tokenizer come from a run's config.json or from a Hugging Face folder. Data, rewards and the mesh of the run
+are not used.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Weights:
   """Parameters, and what is needed to use them.
 
   inputs: model, tokenizer and config; its only source is the policy.
-  params: in `layout`. step: updates that made them; 0 of a model folder.
+  params: in `layout`. step: number of updates that trained them; 0 for a model folder.
   """
 
   inputs: Inputs
@@ -82,7 +82,7 @@ def load(
 
   Args:
     run, model, stage, step, config, warn: see there.
-    template_kwargs: a JSON object: variables of the chat template, over those that the tokenizer has.
+    template_kwargs: variables of the chat template as a JSON object; they override those of the tokenizer.
   """
   if bool(run) == bool(model):
     raise InputError('give one of --run=DIR and --model=FOLDER')
@@ -97,10 +97,10 @@ def load(
 
 
 def with_template_kwargs(tokenizer: Tokenizer, text: str) -> Tokenizer:
-  """Returns the tokenizer with the variables of its chat template that `text`, a JSON object, gives."""
-  given = {'chat_template_kwargs': messages.parse_json(text, '--template_kwargs')}
-  given = messages.template_kwargs_of(given, '--template_kwargs')
-  return tokenizer.with_template_kwargs(given)
+  """Returns the tokenizer with the variables of its chat template in the JSON object `text`."""
+  kwargs = {'chat_template_kwargs': messages.parse_json(text, '--template_kwargs')}
+  kwargs = messages.template_kwargs_of(kwargs, '--template_kwargs')
+  return tokenizer.with_template_kwargs(kwargs)
 
 
 def from_run(
@@ -126,10 +126,9 @@ def from_run(
 
 
 def from_folder(folder: epath.PathLike, config: config_lib.Config | None = None, name: str = 'model') -> Weights:
-  """Loads the weights of a Hugging Face folder (or org/name), to be used as `config` says.
+  """Loads the weights of a Hugging Face folder (or org/name), for use with `config`.
 
-  Without a config, products are computed in float32 on CPU and in bfloat16
-  elsewhere.
+  Without a config, matrix products are computed in float32 on CPU and in bfloat16 elsewhere.
   """
   if config is None:
     dtype = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
@@ -154,15 +153,15 @@ def merged(base: Weights) -> Weights:
 
 
 def adapters(base: Weights, values: Sequence[str]) -> dict[str, Weights]:
-  """Loads PEFT folders, ('NAME=FOLDER', ...), that share a base; {name: weights}, without any folder {'': base}."""
-  pairs = [v.partition('=') for v in values]
+  """Loads PEFT folders 'NAME=FOLDER' that share a base; returns {name: weights}, or {'': base} without folders."""
+  pairs = [value.partition('=') for value in values]
   if not all(name and folder for name, _, folder in pairs) or len({name for name, *_ in pairs}) < len(pairs):
     raise InputError(f'--adapter: takes NAME=FOLDER, each name once; not {", ".join(values)}')
   out = {}
-  below = base.inputs.sources['policy']
+  base_source = base.inputs.sources['policy']
   params = merged(base).params if pairs else {}
   for name, _, folder in pairs:
-    source = weight_sources.with_adapter(folder, below)
+    source = weight_sources.with_adapter(folder, base_source)
     model = partition.frozen_base_model(source.config)
     adapter = frozen_roles.load_adapter(source, model, base.layout, None)
     inputs = dataclasses.replace(base.inputs, model=model, sources={'policy': source})
@@ -197,20 +196,20 @@ def find_step(
   pick(dict.fromkeys(names), stage, run)
   for name in [stage] if stage else reversed(names):
     folder = run / 'checkpoints' / name
-    there = finished_steps(folder)
-    if there:
+    steps = finished_steps(folder)
+    if steps:
       break
   else:
     raise NoCheckpointError(f'{run}: no checkpoint of {stage or "any stage"} was finished there')
   if step is None:
     with _checkpoints(run, name) as checkpointer:
       step = checkpointer.latest()
-    if step is None:  # a run that goes on keeps few
+    if step is None:  # a run in progress deletes old ones
       raise NoCheckpointError(f'{folder}: its checkpoints have been removed meanwhile')
-    if step != there[0]:
-      warn(f'checkpoint: using step {step} of {folder}; {there[0]} is damaged')
-  elif step not in there:
-    raise NoCheckpointError(f'{folder}: step {step} is not there; there is {", ".join(map(str, there))}')
+    if step != steps[0]:
+      warn(f'checkpoint: using step {step} of {folder}; {steps[0]} is damaged')
+  elif step not in steps:
+    raise NoCheckpointError(f'{folder}: step {step} is not there; there is {", ".join(map(str, steps))}')
   return name, step
 
 
@@ -218,20 +217,21 @@ def _checkpoints(run: epath.Path, name: str) -> contextlib.closing[Checkpointer]
   return contextlib.closing(Checkpointer(run / 'checkpoints' / name))
 
 
-def prepare_model(name: str, config: config_lib.Config, made: Source | None = None) -> Inputs:
-  """Returns model and tokenizer of a stage, and nothing else of it.
+def prepare_model(name: str, config: config_lib.Config, trained: Source | None = None) -> Inputs:
+  """Returns inputs of a stage with its model and tokenizer only.
 
   Args:
     name: of the stage.
     config: of the stage.
-    made: where its checkpoint is; None for the weights that the config names.
+    trained: the source of its checkpoint; None for the weights that the config names.
   """
   algorithm = algorithms.load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
   source = prepare.source_of_model(config.model)
-  made = made or weight_sources.with_adapter(config.lora.path, source)
+  trained = trained or weight_sources.with_adapter(config.lora.path, source)
   checks.check_head(source, algorithm.scalar_head, 'config.model.path')
-  return prepare.make_inputs(name, config, algorithm, {'policy': made}, prepare.load_tokenizer(config, source, made))
+  tokenizer = prepare.load_tokenizer(config, source, trained)
+  return prepare.make_inputs(name, config, algorithm, {'policy': trained}, tokenizer)
 
 
 def export(weights: Weights, folder: epath.PathLike) -> None:
@@ -255,36 +255,36 @@ def evaluate_as(
   samples: int | None = None,
   template_kwargs: str = '',
 ) -> dict[str, Any]:
-  """Evaluates weights as `config` does, or as the config of their run; returns the metrics.
+  """Evaluates weights as in `config`, or as in the config of their run; returns the metrics.
 
   Args:
     run, model, stage, step, template_kwargs: as in `load`.
     config: a ConfigDict or nested dict; a model folder needs one.
     mesh: as config.mesh.rollout.
-    data, size, samples: in place of those of `config.eval`.
+    data, size, samples: replace those of `config.eval`.
   """
   stages: dict[str, config_lib.Config] = {}
-  wanted = None
+  eval_config = None
   name = stage
   if config is not None:
     stages = config_lib.parse(prepare.as_dict(config))
   if model and stages:
-    name, wanted = pick(stages, name, '--config')
-  weights = load(run, model, name, step, wanted, template_kwargs=template_kwargs)
+    name, eval_config = pick(stages, name, '--config')
+  weights = load(run, model, name, step, eval_config, template_kwargs=template_kwargs)
   name = weights.inputs.name
-  if run and stages:  # a stage of that name, else the last
-    wanted = stages.get(name) or pick(stages, '', '--config')[1]
-  wanted = wanted or weights.inputs.config
-  held_out = wanted.eval
+  if run and stages:  # the stage with that name, or else the last one
+    eval_config = stages.get(name) or pick(stages, '', '--config')[1]
+  eval_config = eval_config or weights.inputs.config
+  held_out = eval_config.eval
   if data:
     held_out = dataclasses.replace(held_out, data=dataclasses.replace(held_out.data, path=data))
   if size is not None:
     held_out = dataclasses.replace(held_out, size=size)
   if samples is not None:
     held_out = dataclasses.replace(held_out, samples=samples)
-  wanted = dataclasses.replace(wanted, eval=held_out)
+  eval_config = dataclasses.replace(eval_config, eval=held_out)
   with working('evaluating'):
-    metrics = evaluate(weights, wanted, mesh)
+    metrics = evaluate(weights, eval_config, mesh)
   return dict(weights=run or model, stage=name, step=weights.step, **metrics)
 
 
@@ -319,13 +319,13 @@ def evaluate(weights: Weights, config: config_lib.Config, mesh: str = 'data=-1')
     placed = place.place_stage(PreparedStage(inputs, Data(rows, held_out=held_out), Workers(rewards, environment)))
     placed.ledger.announce = working.compiling
     evaluator = assemble.make_evaluator(placed, on_policy.make_engine(placed) if samples else None)
-    assert evaluator is not None  # as there is held-out data
+    assert evaluator is not None  # there is held-out data
     metrics, _ = evaluator(Roles(_policy(weights, placed)), weights.step)
   return dict(data=config.eval.data.path, rows=min(len(rows), config.eval.size), **metrics)
 
 
 def _check_evaluation(config: config_lib.Config, algorithm: Algorithm) -> None:
-  """Raises InputError where the method has no evaluation, or one with roles that only training has."""
+  """Raises InputError if the method has no evaluation, or one that needs roles that only training has."""
   if algorithm.on_policy and not config.eval.samples:
     raise InputError(
       f'config.eval.samples: 0 measures the loss only, and {config.algorithm}'
@@ -341,7 +341,7 @@ def _check_evaluation(config: config_lib.Config, algorithm: Algorithm) -> None:
 
 
 def _policy(weights: Weights, placed: place.PlacedStage) -> Policy:
-  """Returns the weights as a policy that is evaluated and never trained."""
+  """Returns the weights as a policy for evaluation only."""
   step = placed.train.put(np.int32(weights.step))
   return Policy(
     model=weights.inputs.model,
@@ -354,7 +354,7 @@ def _policy(weights: Weights, placed: place.PlacedStage) -> Policy:
 
 
 def _on_these_devices(config: config_lib.Config, on_policy: bool, layout: Layout, mesh: str) -> config_lib.Config:
-  """Returns the config with a mesh and a batch that fit these devices, and no 8 bits, whatever the run had."""
+  """Returns the config with a mesh and a batch for these devices, and without 8-bit weights and cache."""
   train = config.train
   rows = train.micro_batch_size or train.batch_size
   shards = layout.batch_shards

@@ -1,4 +1,4 @@
-"""The parts of a stage for a training loop of your own."""
+"""The parts of a stage for a custom training loop."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 def policy_and_stream(config: Any, choose_mesh: Callable | None = None) -> tuple[Policy, DataStream | Controller]:
   """Returns the policy and the stream of a run with one stage, for a custom loop.
 
-  `policy.update(next(stream).updates[0][1])` is a step. Of an on-policy algorithm the stream is a `Controller`, which
-  has `sampler`, `prompts`, `pool` and the rest. Nothing is written; `stream.close()` ends workers and threads.
+  `policy.update(next(stream).updates[0][1])` is a step. For on-policy algorithms, the stream is a `Controller`, with
+  `sampler`, `prompts`, `pool` and so on. Nothing is written; `stream.close()` ends workers and threads.
   """
   imports.forget_edited_files()
   raw = stages.with_dtype(prepare.as_dict(config), epath.Path(''), rich.console.Console())
   names = list(config_lib.parse(raw))
   if len(names) > 1:
-    raise InputError(f'config.stages: {", ".join(names)} are several; a loop of your own drives one')
+    raise InputError(f'config.stages: {", ".join(names)} are several; a custom loop drives one')
   (prepared,) = stages.with_meshes(prepare.prepare_all(raw), choose_mesh)
   placed = place.place_stage(prepared)
   roles, stream, _ = assemble.make_parts(placed, stages.initial_params(placed, None))

@@ -1,4 +1,4 @@
-"""Previews a stage from its config: model, rows as the model reads them, rewards. Loads no weights."""
+"""Previews a stage: its model, rows as the model reads them, rewards. Loads no weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxpost.rl.reward_metrics import REWARD_MODEL
 from jaxpost.stage import batch_shape, checks, epochs, reward_models, sampling_inputs
 from jaxpost.stage.records import Data, Inputs, PreparedStage
 
-_COUNTED = 512  # rows behind the table of lengths
+_COUNTED = 512  # rows in the table of lengths
 _IDS = 24  # token ids shown of a row
 
 
@@ -22,40 +22,40 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
   """Returns rich renderables: model, `rows` rows as the model reads them, rewards.
 
   Args:
-    stage: prepared as for training, so that all checks before the first step have passed.
+    stage: prepared as for training, so it has passed all checks before the first step.
   """
   inputs = stage.inputs
   data = stage.data
   config = stage.config
   tokenizer = inputs.tokenizer
-  read = data.rows
-  assert read is not None  # as the stage trains
+  data_rows = data.rows
+  assert data_rows is not None
   per_epoch = epochs.steps_of(inputs, data)
   parameters = transformer.num_params(inputs.model.config)
   passes = f'{short_number(config.train.steps / per_epoch)} epochs'
   passes += f' of {short_number(per_epoch)} steps' if per_epoch >= 1 else ''
-  of_data = f'data: {len(read)} row{"s" * (len(read) > 1)} of {config.data.path}'
-  if read.dropped:
-    of_data += f', {read.dropped} more dropped by config.data.map'
+  data_line = f'data: {len(data_rows)} row{"s" * (len(data_rows) > 1)} of {config.data.path}'
+  if data_rows.dropped:
+    data_line += f', {data_rows.dropped} more dropped by config.data.map'
   out = [
     rich_text.Text(f'{stage.name}: {config.algorithm}, {config.train.steps} steps, {passes}', 'bold'),
     f'model: {config.model.path or config.model.preset}, {parameters:,} '
     f'parameters, {tokenizer.vocab_size} tokens of {tokenizer.source}',
-    of_data,
+    data_line,
   ]
   out += [f'warning: {text}' for text in epochs.warnings(inputs, data)]
   if data.held_out:
     count = len(data.held_out.rows)
     out.append(f'held out: {min(count, config.eval.size)} of {count} rows of {config.eval.data.path}')
-  if of_method := inputs.algorithm.defaults.get('rl', ()):
-    out.append('method: ' + ', '.join(f'rl.{name} {vars(config.rl)[name]}' for name in of_method))
+  if method_fields := inputs.algorithm.defaults.get('rl', ()):
+    out.append('method: ' + ', '.join(f'rl.{name} {vars(config.rl)[name]}' for name in method_fields))
   tools = None
   if stage.workers.environment:
     tools = stage.workers.environment.tools
     by_name = tools if isinstance(tools, dict) else {config.environment: tools}
-    out += [f'tool: {tool["function"]["name"]} of {name}' for name, some in by_name.items() for tool in some]
+    out += [f'tool: {tool["function"]["name"]} of {name}' for name, its_tools in by_name.items() for tool in its_tools]
   on_policy = inputs.algorithm.on_policy
-  out += _show_prompts(inputs, read, rows, tools) if on_policy else _show_rows(inputs, data, rows)
+  out += _show_prompts(inputs, data_rows, rows, tools) if on_policy else _show_rows(inputs, data, rows)
   if checks.samples(config, inputs.algorithm):
     out += _show_rewards(inputs)
   return out
@@ -63,11 +63,11 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
 
 def _show_rows(inputs: Inputs, data: Data, count: int) -> list:
   config, tokenizer = inputs.config, inputs.tokenizer
-  read = range(min(max(count, _COUNTED), len(data.rows)))
-  found = {i: example for i in read if (example := data.documents.plain(i)) is not None}
-  if not found:  # a map drops rows while they are streamed
-    return [f'the first {len(read)} rows are all dropped by config.data.map']
-  numbers, examples = list(found), list(found.values())
+  indices = range(min(max(count, _COUNTED), len(data.rows)))
+  examples_by_index = {i: example for i in indices if (example := data.documents.plain(i)) is not None}
+  if not examples_by_index:  # a map may drop streamed rows
+    return [f'the first {len(indices)} rows are all dropped by config.data.map']
+  numbers, examples = list(examples_by_index), list(examples_by_index.values())
   length = batch_shape.row_length(config, False)
   *shown, _ = preview.preview(examples[:count] or examples[:1], tokenizer)
   out = []
@@ -85,7 +85,7 @@ def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | No
   prompts = sampling_inputs.prompt_stream(inputs, data, shuffle=False, tools=tools)
   for i in range(min(count, len(prompts))):
     prompt = prompts.prompt(i)
-    if prompt is None:  # a row that is read as it is drawn, and is left out
+    if prompt is None:  # a streamed row that is dropped
       continue
     out += [
       _heading(f'prompt {i}', prompt.tokens),
@@ -104,7 +104,7 @@ def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | No
 
 def _show_rewards(inputs: Inputs) -> list:
   config = inputs.config
-  decides = sampling_inputs.correct_by(config, reward_models.grades(config, inputs.algorithm))
+  correct_by = sampling_inputs.correct_by(config, reward_models.grades(config, inputs.algorithm))
   names = iter(sampling_inputs.reward_names(config))
   specs = config.rewards_tuple()
   out = []
@@ -113,13 +113,13 @@ def _show_rewards(inputs: Inputs) -> list:
       name, place = spec, config.reward_model.path
     else:
       name, place = next(names), builtin.locate(spec) if isinstance(spec, str) else 'in this process'
-    out.append(f'reward: {name} ({place}), weight {weight:g}' + ', decides what is correct' * (name == decides))
+    out.append(f'reward: {name} ({place}), weight {weight:g}' + ', decides what is correct' * (name == correct_by))
   return out
 
 
 def _heading(place: str, tokens: np.ndarray) -> rich_text.Text:
-  """Returns the heading of a row: its place in the file, its length and its first token ids."""
+  """Returns the heading of a row: its place, its length and its first token ids."""
   place = f'...{place[-37:]}' if len(place) > 40 else place
   ids = ' '.join(map(str, tokens[:_IDS].tolist()))
-  more = ' ...' if len(tokens) > _IDS else ''
-  return rich_text.Text.assemble((f'{place}: {len(tokens)} tokens', 'bold'), f'  {ids}{more}')
+  ellipsis = ' ...' if len(tokens) > _IDS else ''
+  return rich_text.Text.assemble((f'{place}: {len(tokens)} tokens', 'bold'), f'  {ids}{ellipsis}')

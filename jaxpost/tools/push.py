@@ -1,4 +1,4 @@
-"""Sends an exported folder to the Hugging Face hub."""
+"""Uploads an exported folder to the Hugging Face hub."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ from jaxpost.storage import hub, object_store
 
 
 def push(folder: str, repo: str, public: bool, say: Callable[[str], None]) -> None:
-  """Uploads a folder to the hub; without a token says what would be sent.
+  """Uploads a folder to the hub; without a token, only lists what would be sent.
 
   Raises:
     InputError: `repo` is not org/name, or the hub refuses it.

@@ -38,9 +38,8 @@ def reproduce(
 ) -> dict[str, Any]:
   """Samples `row` of a step again; returns it with what the update learned from it.
 
-  Repeats the steps since the newest checkpoint before the step, or since the
-  start of the stage: a run is a function of its config. Nothing in the folder
-  of the run changes.
+  Repeats the steps since the newest checkpoint before the step, or since the start of the stage, because a run is a
+  function of its config. The folder of the run does not change.
 
   Args:
     run: folder of the run.
@@ -50,8 +49,8 @@ def reproduce(
     choose_mesh: see `stages.run`.
 
   Returns:
-    JSON-able; 'identical' is True if tokens and log-probs are, to the last
-    bit, those that the run has stored, None if it has stored none of this step.
+    A JSON-able dict; 'identical' is True if tokens and log-probs equal those that the run has stored, bit for bit, and
+    None if it has stored none of this step.
   """
   run = epath.Path(run).expanduser()
   configs = inference.run_config(run)
@@ -67,8 +66,8 @@ def reproduce(
       raise InputError(f'{run}: {name} ({config.algorithm}) samples nothing; name another --stage')
     placed = place.place_stage(p)
     roles, stream, _ = assemble.make_parts(placed, stages.initial_params(placed, run), run)
-    done = restore(run, name, step - 1, roles, stream)
-    for _ in range(done, step - 1):
+    restored_step = restore(run, name, step - 1, roles, stream)
+    for _ in range(restored_step, step - 1):
       for role, batch in next(stream).updates:
         roles.trainable[role].update(batch)
     item = next(stream)
@@ -94,7 +93,7 @@ def restore(run: epath.Path, name: str, most: int, roles: Roles, stream: Control
     for step in steps:
       try:
         _, states, meta = checkpointer.restore(template, step)
-      except NoCheckpointError as error:  # damaged: an older one leads to the same step
+      except NoCheckpointError as error:  # damaged; older ones lead to the same step
         logging.warning('%s', error)
         continue
       for key, role in roles.trainable.items():
@@ -106,22 +105,22 @@ def restore(run: epath.Path, name: str, most: int, roles: Roles, stream: Control
 
 def compare(run: epath.Path, name: str, step: int, row: int, item: Item) -> bool | None:
   """Returns True if the sample equals the one that the run has stored; None if it has stored none."""
-  assert item.experience is not None and item.samples is not None  # as the step samples
-  ours = item.experience.rollout
-  length = ours.lengths[row]
+  assert item.experience is not None and item.samples is not None  # the step samples
+  again = item.experience.rollout
+  length = again.lengths[row]
   path = run / 'rollouts' / name / f'{step}.npz'
   if path.exists():
-    theirs, _ = rollout_files.load(path)
+    stored, _ = rollout_files.load(path)
     return bool(
-      theirs.lengths[row] == length
-      and np.array_equal(ours.completions[row, :length], theirs.completions[row, :length])
-      and np.array_equal(ours.logprobs[row, :length], theirs.logprobs[row, :length])
+      stored.lengths[row] == length
+      and np.array_equal(again.completions[row, :length], stored.completions[row, :length])
+      and np.array_equal(again.logprobs[row, :length], stored.logprobs[row, :length])
     )
   path = run / 'samples' / name / f'{step}.jsonl'
   if not path.exists():
     return None
   trained = [r for r in read_growing(path) if r['split'] == 'train']
-  if row >= len(trained):  # the file has only what an evaluation of this step drew
+  if row >= len(trained):  # the file has only samples of an evaluation
     return None
   sample = item.samples()[row]
   return all(trained[row][k] == sample[k] for k in ('prompt', 'completion', 'length', 'logprob'))
@@ -131,7 +130,7 @@ def explain(placed: place.PlacedStage, roles: Roles, controller: Controller, ite
   """Returns prompt, tokens, rewards, advantage and loss of a sample."""
   experience = item.experience
   credit = item.credit
-  assert experience is not None and credit is not None and item.samples is not None  # as the step samples
+  assert experience is not None and credit is not None and item.samples is not None  # the step samples
   rollout = experience.rollout
   length = rollout.lengths[row]
   shown = item.samples()[row]
@@ -170,11 +169,10 @@ def losses(
 ) -> dict[str, float | None]:
   """Returns the sample's part of the loss of the first update that it is in, with the weights before the step.
 
-  'loss_share' compares absolute values: |loss| of the sample over |loss| of
-  the samples with positive plus |loss| of those with negative advantage.
+  'loss_share' is |loss| of the sample / (|loss| of samples with positive advantage + |loss| of the others).
   """
   config, algorithm = placed.config, placed.algorithm
-  if algorithm.pack:  # trains on pairs of samples
+  if algorithm.pack:  # such methods train on pairs of samples
     return dict(loss=None, loss_of_update=None, loss_share=None)
   members = next(m for m in batching.minibatches(len(credit.mask), config.rl, config.seed, experience.step) if row in m)
   weights = np.zeros_like(credit.mask)
@@ -187,12 +185,13 @@ def losses(
     batch = policy.place(
       batching.to_batch(experience.rollout, members, weights * kept[:, None], credit.arrays, *controller.update_shape)
     )
-    found = evaluate(policy.state.params, algorithm.prepare(batch, roles, config), policy.state.step, policy.frozen)
-    return float(found['loss'])
+    metrics = evaluate(policy.state.params, algorithm.prepare(batch, roles, config), policy.state.step, policy.frozen)
+    return float(metrics['loss'])
 
-  gained = (credit.arrays.get('advantages', weights) * credit.mask).sum(1) > 0
-  of_sample = loss(np.arange(len(weights)) == row)
-  of_gained = loss(gained)
-  of_lost = loss(~gained)
-  size = abs(of_gained) + abs(of_lost)
-  return dict(loss=of_sample, loss_of_update=of_gained + of_lost, loss_share=abs(of_sample) / size if size else 0.0)
+  positive = (credit.arrays.get('advantages', weights) * credit.mask).sum(1) > 0
+  sample_loss = loss(np.arange(len(weights)) == row)
+  positive_loss = loss(positive)
+  other_loss = loss(~positive)
+  total = abs(positive_loss) + abs(other_loss)
+  share = abs(sample_loss) / total if total else 0.0
+  return dict(loss=sample_loss, loss_of_update=positive_loss + other_loss, loss_share=share)

@@ -1,9 +1,8 @@
-"""An index of the samples of a run: samples/STAGE/STEP.jsonl, found, filtered and read page by page.
+"""An index of the samples of a run (samples/STAGE/STEP.jsonl), which are filtered, sorted and read page by page.
 
-Only the short fields of an episode are kept in memory; its texts are read from the file when
-they are shown or searched. `refresh` reads files that are new or were written again, and forgets those
-that a resume has removed, so that an index can follow a run that goes on. A search for a text reads each file
-once and parses few of its lines; the answers to the last few queries are kept, so that their next pages cost nothing.
+Only short fields of an episode are kept in memory; its texts are read from the file when they are shown or searched.
+`refresh` reads new and changed files and forgets removed ones, so an index can follow a run in progress. A text search
+reads each file once and parses few lines. Answers to the last few queries are cached, so their next pages cost nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jaxpost.errors import InputError
 from jaxpost.monitor import metrics
 
 _SHORT = 160  # characters of a prompt and a completion in a list
-_KEPT = 16  # queries whose answers are kept; 0.8 MB each where all of 100,000 episodes are found
+_CACHED = 16  # queries whose answers are cached; 0.8 MB each if they find 100,000 episodes
 _ASCII = bytes(range(128))
 _TEXTS = (b'prompt', b'completion', b'expected', b'error')
 _ESCAPED = re.compile(rb'\\u(?!00[01])[\da-fA-F]{4}')  # a character that is no control character
@@ -37,11 +36,11 @@ ONLY = ('', 'failed', 'truncated', 'right', 'wrong')
 
 @dataclasses.dataclass(frozen=True)
 class Query:
-  """Which episodes are asked for, in which order.
+  """The episodes to find, and their order.
 
-  only: '' for all; 'failed' have no reward; 'truncated' did not end; 'right' and 'wrong'
-    have the highest reward of the run, or less.
-  text: what prompt, completion, expected answer, error, messages or tool calls contain, in any case.
+  only: '' for all; 'failed' without a reward; 'truncated' without an end; 'right' and 'wrong' with the highest reward
+    of the run, or a lower one.
+  text: a text in the prompt, completion, expected answer, error, messages or tool calls, ignoring case.
   prompt: key of a prompt, see `Index.episodes`.
   sort: 'trouble' has failed and truncated ones first, then the newest.
   """
@@ -62,11 +61,11 @@ class _File:
   """A file of samples as it was read.
 
   size: in bytes.
-  time: when it was written, in seconds since 1970.
-  lines: id of the episode in each line; -1 for a line that is no row, such as a torn one.
-  folding: its characters outside of ASCII that case folding changes, such as `Ö`. Few files have any, and a search
-    that knows them need not fold all characters of a file, which takes longer than to read it.
-  foreign: no run has written it so: it has `\\u00d6` for a character, or other spaces. A search parses all its lines.
+  time: modification time, in seconds since 1970.
+  lines: id of the episode in each line; -1 for a line that is not a row, such as an incomplete one.
+  folding: its non-ASCII characters that case folding changes, such as `Ö`. Few files have any, so a search need not
+    fold all characters of a file, which takes longer than reading it.
+  foreign: it is not formatted as a run writes it (`\\u00d6` for a character, other spaces): a search parses all lines.
   """
 
   size: int
@@ -88,7 +87,7 @@ class Index:
     """Reads the samples of a run's folder.
 
     Raises:
-      InputError: there is no such folder, or it is none of a run.
+      InputError: there is no such folder, or it is not that of a run.
     """
     self.run = epath.Path(run).expanduser()
     if not self.run.is_dir():
@@ -97,55 +96,55 @@ class Index:
       raise InputError(f'--run: {run}: not the folder of a run; name the folder that training was given as --workdir')
     self.episodes: list[dict[str, Any]] = []
     self._files: dict[str, _File] = {}
-    self._changes = 0  # of files; what is kept was computed at one of these numbers
-    self._found = functools.lru_cache(_KEPT)(self._find)
+    self._changes = 0  # number of changes of files, a key of the caches below
+    self._found = functools.lru_cache(_CACHED)(self._find)
     self._ordered = functools.lru_cache(len(SORTS))(self._sort)
-    self._refreshing = threading.Lock()  # requests of a page come in threads of their own
-    self._places: list[tuple[str, int, int]] = []  # of an episode: file, begin and bytes of its line
+    self._refreshing = threading.Lock()  # requests come in separate threads
+    self._places: list[tuple[str, int, int]] = []  # of each episode: file, and begin and size of its line in bytes
     self.refresh()
 
   def refresh(self) -> bool:
-    """Reads files that have changed and forgets those that are gone; returns whether there are any."""
+    """Reads changed files and forgets removed ones; returns whether there were any."""
     changed = False
-    there = set()
+    present = set()
     with self._refreshing:
       for folder in sorted(self.run.glob('samples/*')):
         for path in metrics.sample_files(folder).values():
           with contextlib.suppress(FileNotFoundError):  # removed after it was listed
             stat = path.stat()
             name, size, time = str(path), int(stat.length), int(stat.mtime)
-            known = self._files.get(name)
-            if known is None or (known.size, known.time) != (size, time):
+            earlier = self._files.get(name)
+            if earlier is None or (earlier.size, earlier.time) != (size, time):
               changed = True
               self._forget(name)
               self._files[name] = self._read(path, size, time)
               self._changes += 1
-            there.add(name)
-      for name in self._files.keys() - there:
+            present.add(name)
+      for name in self._files.keys() - present:
         changed = True
         self._forget(name)
     return changed
 
   def _forget(self, name: str) -> None:
-    """Marks the episodes of a file, if it is known, as gone."""
-    if known := self._files.pop(name, None):
-      for number in known.lines:
+    """Marks the episodes of a file as gone, if it was read before."""
+    if file := self._files.pop(name, None):
+      for number in file.lines:
         if number >= 0:
           self.episodes[number]['gone'] = True
       self._changes += 1
 
   def _read(self, path: epath.Path, size: int, time: int) -> _File:
-    """Adds the episodes of a file of this size and time; a torn last line is left out."""
+    """Adds the episodes of a file of this size and time, without an incomplete last line."""
     name, stage, step = str(path), path.parent.name, int(path.stem)
     data = path.read_bytes()
-    ends = 0
+    end = 0
     lines, foreign = [], None
     for line in data.split(b'\n'):
-      begin, ends = ends, ends + len(line) + 1
+      begin, end = end, end + len(line) + 1
       try:
         row = json.loads(line)
       except ValueError:
-        lines.append(-1)  # still being written, or the nothing after the last line
+        lines.append(-1)  # still being written, or empty after the last line
         continue
       if foreign is None:
         foreign = _ESCAPED.search(data) or json.dumps(row, ensure_ascii=False).encode('utf-8', 'surrogatepass') != line
@@ -158,7 +157,7 @@ class Index:
     """Returns an episode with its texts, as the run wrote it, and the fields of `episodes`.
 
     Raises:
-      InputError: there is no such episode, or not any more.
+      InputError: there is no such episode, or it was removed.
     """
     if not 0 <= number < len(self.episodes):
       raise InputError(f'episode {number}: there are {len(self.episodes)}')
@@ -168,7 +167,7 @@ class Index:
       raise InputError(f'episode {number}: a resume of the run has removed it; load the page again') from None
 
   def _line(self, number: int) -> bytes:
-    """The line of an episode; b'' if its file is not there any more or was written again."""
+    """Returns the line of an episode; b'' if its file was removed or written again."""
     path, begin, size = self._places[number]
     if 'gone' in self.episodes[number]:
       return b''
@@ -180,95 +179,95 @@ class Index:
       return b''
 
   def find(self, query: Query) -> list[int]:
-    """Returns the ids of the episodes that a query asks for, in its order."""
+    """Returns the ids of the episodes that match a query, in its order."""
     if query.sort not in SORTS or query.only not in ONLY:
       raise InputError(f'sort: one of {", ".join(SORTS)}; only: one of {", ".join(ONLY[1:])}')
     return list(self._found(query, self._changes))
 
   def _find(self, query: Query, changes: int) -> list[int]:
-    """Returns what `find` does, after so many changes of files."""
+    """Computes `find`; `changes` is the number of changes of files so far."""
     best = max((e['reward'] for e in self.episodes if e['reward'] is not None and 'gone' not in e), default=0.0)
-    found = [n for n in self._ordered(query.sort, changes) if _fits(self.episodes[n], query, best)]
+    numbers = [n for n in self._ordered(query.sort, changes) if _fits(self.episodes[n], query, best)]
     if query.text:
-      with_text = self._with_text({self._places[n][0] for n in found}, query.text)
-      found = [n for n in found if n in with_text]
-    return found
+      with_text = self._with_text({self._places[n][0] for n in numbers}, query.text)
+      numbers = [n for n in numbers if n in with_text]
+    return numbers
 
   def _sort(self, sort: str, changes: int) -> list[int]:
-    """Returns the ids of all episodes in an order, after so many changes of files."""
-    del changes  # which tells the answers that are kept apart
+    """Returns the ids of all episodes in an order; `changes` is the number of changes of files so far."""
+    del changes  # only a key of the cache
     return [e['id'] for e in sorted(self.episodes, key=lambda e: _order(e, sort))]
 
   def _with_text(self, names: Iterable[str], text: str) -> set[int]:
-    """Returns the ids of the episodes in these files of which a text has `text` in it, in any case."""
-    found: set[int] = set()
+    """Returns the ids of the episodes in these files that have `text` in one of their texts, ignoring case."""
+    numbers: set[int] = set()
     for name in names:
       file = self._files.get(name)
       try:
         data = epath.Path(name).read_bytes()
       except FileNotFoundError:  # since the last refresh
         continue
-      if file is not None:  # a refresh may have forgotten it meanwhile
+      if file is not None:  # a refresh may have removed it in the meantime
         hits = _lines_with(data, file, text.casefold())
-        found.update(file.lines[line] for line in hits if line < len(file.lines))
-    return found
+        numbers.update(file.lines[line] for line in hits if line < len(file.lines))
+    return numbers
 
   def group(self, number: int) -> list[int]:
-    """Returns the ids of the samples of one prompt in one step, this one among them."""
-    own = self.episodes[number]
-    same = ('stage', 'split', 'prompt', 'index')
-    of_step = (e for e in self.episodes if e['step'] == own['step'] and 'gone' not in e)
-    return [e['id'] for e in of_step if all(e[k] == own[k] for k in same)]
+    """Returns the ids of all samples of this one's prompt in its step."""
+    episode = self.episodes[number]
+    keys = ('stage', 'split', 'prompt', 'index')
+    step_episodes = (e for e in self.episodes if e['step'] == episode['step'] and 'gone' not in e)
+    return [e['id'] for e in step_episodes if all(e[k] == episode[k] for k in keys)]
 
   def history(self, number: int) -> list[int]:
     """Returns the ids of all samples of the same prompt over training, oldest first."""
-    own = self.episodes[number]
-    return self.find(Query(stage=own['stage'], prompt=own['prompt'], sort='oldest'))
+    episode = self.episodes[number]
+    return self.find(Query(stage=episode['stage'], prompt=episode['prompt'], sort='oldest'))
 
   def overview(self) -> dict[str, Any]:
     """Returns counts of the run: episodes, failed and truncated ones, and the steps of each stage."""
-    alive = [e for e in self.episodes if 'gone' not in e]
+    present = [e for e in self.episodes if 'gone' not in e]
     stages: dict[str, dict[str, Any]] = {}
-    for e in alive:
+    for e in present:
       stage = stages.setdefault(e['stage'], {'steps': {}, 'splits': {}})
       stage['steps'][e['step']] = stage['splits'][e['split']] = True
     return dict(
       run=str(self.run),
-      episodes=len(alive),
-      failed=sum(e['reward'] is None for e in alive),
-      truncated=sum(e['finished'] is False for e in alive),
+      episodes=len(present),
+      failed=sum(e['reward'] is None for e in present),
+      truncated=sum(e['finished'] is False for e in present),
       stages={name: {k: list(v) for k, v in stage.items()} for name, stage in stages.items()},
     )
 
 
 def _folding(data: bytes) -> frozenset[str]:
-  """Returns the characters of a text outside of ASCII that case folding changes."""
+  """Returns the non-ASCII characters of a text that case folding changes."""
   if data.isascii():
     return frozenset()
   others = data.translate(None, _ASCII).decode('utf-8', 'replace')
-  there = np.zeros(sys.maxunicode + 1, bool)  # an array, as a set of them takes as long as to parse the file
-  there[np.frombuffer(others.encode('utf-32-le'), np.uint32)] = True
-  return frozenset(c for c in map(chr, np.flatnonzero(there).tolist()) if c.casefold() != c)
+  is_present = np.zeros(sys.maxunicode + 1, bool)  # a set would take as long as parsing the file
+  is_present[np.frombuffer(others.encode('utf-32-le'), np.uint32)] = True
+  return frozenset(c for c in map(chr, np.flatnonzero(is_present).tolist()) if c.casefold() != c)
 
 
 def _folded(data: bytes, folding: Iterable[str], wanted: str) -> bytes:
-  """Returns the bytes of a file with all folded that may be a part of a folded text, and the same lines.
+  """Returns the bytes of a file, with the same lines, folded as far as a search for the folded text `wanted` needs it.
 
-  A character that is not in `folding`, or whose folded form shares none with `wanted`, cannot become a part of it.
+  Characters that are not in `folding`, or whose folded form has no character of `wanted`, cannot become a part of it.
   """
   for letter in folding:
     if set(letter.casefold()) & set(wanted):
       data = data.replace(letter.encode(), letter.casefold().encode())
-  return data.lower()  # of bytes: the letters of ASCII
+  return data.lower()  # affects ASCII letters only
 
 
-def _lines_with(data: bytes, file: _File, wanted: str) -> Iterator[int]:
-  """Yields the number of each line of a file that has a folded text in a text of its episode, in order."""
+def _lines_with(data: bytes, file: _File, text: str) -> Iterator[int]:
+  """Yields the number of each line of a file that has `text`, folded, in a text of its episode, in order."""
   lines = data.split(b'\n')
   if file.foreign:
-    yield from (number for number, line in enumerate(lines) if _has(line, wanted))
+    yield from (number for number, line in enumerate(lines) if _has(line, text))
     return
-  as_written = json.dumps(wanted, ensure_ascii=False)[1:-1]
+  as_written = json.dumps(text, ensure_ascii=False)[1:-1]
   data = _folded(data, file.folding, as_written)
   number = counted = at = 0
   while (at := data.find(as_written.encode('utf-8', 'surrogatepass'), at)) >= 0:
@@ -276,16 +275,16 @@ def _lines_with(data: bytes, file: _File, wanted: str) -> Iterator[int]:
     counted = at
     begin, end = data.rfind(b'\n', 0, at) + 1, data.find(b'\n', at)
     end = end if end >= 0 else len(data)
-    there = _in_text(data, begin, at, end)
-    if there is None:
-      there, at = _has(lines[number], wanted), end
-    if there:
+    is_hit = _in_text(data, begin, at, end)
+    if is_hit is None:
+      is_hit, at = _has(lines[number], text), end
+    if is_hit:
       yield number
-    at = end if there else at + 1
+    at = end if is_hit else at + 1
 
 
 def _in_text(data: bytes, begin: int, place: int, end: int) -> bool | None:
-  """Whether a place in a line of a file, which is from `begin` to `end`, is in a text; None: only parsing tells.
+  """Returns whether `place` in the line from `begin` to `end` is in a text of the episode; None: parse the line.
 
   A quote in a text has a backslash before it, so `": "` begins a text and `", "` ends one.
   """
@@ -296,13 +295,13 @@ def _in_text(data: bytes, begin: int, place: int, end: int) -> bool | None:
   return None if data.find(b'"turns": ', begin, end) >= 0 else False
 
 
-def _has(line: bytes, wanted: str) -> bool:
-  """Whether a text of the episode in a line has a folded text in it."""
+def _has(line: bytes, text: str) -> bool:
+  """Returns whether the episode in a line has `text`, folded, in one of its texts."""
   try:
     row = json.loads(line)
   except ValueError:  # written again since the last refresh
     return False
-  return any(wanted in text.casefold() for text in _texts(row))
+  return any(text in episode_text.casefold() for episode_text in _texts(row))
 
 
 def _texts(row: dict) -> Iterator[str]:

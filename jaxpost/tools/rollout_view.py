@@ -1,9 +1,8 @@
-"""The viewer of a run's episodes: a local server that pages, or one HTML file.
+"""The viewer of a run's episodes: a local server, or one HTML file.
 
-Both show the page view.html. The server answers /api/overview, /api/episodes, /api/episode,
-/api/group and /api/history in JSON; in a file the same answers stand in the page. Tokens are
-colored by what the run kept of its rollouts (`log.rollouts_every`); the page names the fields
-that save the rest.
+Both show the page view.html. The server answers /api/overview, /api/episodes, /api/episode, /api/group and /api/history
+in JSON; in a file, the page contains these answers. Tokens are colored by the saved rollouts of the run
+(`log.rollouts_every`); the page names the config fields that save missing values.
 
 Legend: C tokens of a completion.
 """
@@ -36,14 +35,14 @@ if TYPE_CHECKING:
 
 _PAGE_FILE = pathlib.Path(__file__).with_name('view.html')
 _MAX_PAGE = 500
-# Colors of tokens that not every run can show -> the config fields that save what they need.
+# Colors of tokens that not every run can show -> the config fields that save their values.
 _SCORED = 'rl.importance=token_truncated, or several updates of a rollout (rl.minibatches, rl.epochs)'
 SAVED_BY = {'ratio': _SCORED, 'entropy': _SCORED, 'kl': 'rl.kl_coef above 0'}
 _LOCAL = ('localhost', '127.0.0.1', '[::1]')
 
 
 class Viewer:
-  """Answers what the page asks; `answer` is the whole interface."""
+  """Answers the requests of the page (`answer`)."""
 
   def __init__(self, run: epath.PathLike):
     self.index = Index(run)
@@ -71,21 +70,21 @@ class Viewer:
       asked: its query string.
 
     Raises:
-      InputError: there is no such thing.
+      InputError: there is no such request, or no such episode.
     """
     index = self.index
     if path == '/api/overview':
       index.refresh()
       return index.overview()
     if path == '/api/episodes':
-      found = index.find(_query(asked))
+      numbers = index.find(_query(asked))
       size = min(_MAX_PAGE, max(1, _integer(asked, 'size', PAGE)))
       first = max(0, _integer(asked, 'page', 0)) * size
-      return dict(total=len(found), episodes=[index.episodes[n] for n in found[first : first + size]])
+      return dict(total=len(numbers), episodes=[index.episodes[n] for n in numbers[first : first + size]])
     number = _integer(asked, 'id', -1)
     if path == '/api/episode':
       return self.episode(number)
-    index.full(number)  # refuses an unknown one
+    index.full(number)  # raises for an unknown episode
     if path == '/api/group':
       return [index.full(n) for n in index.group(number)]
     if path == '/api/history':
@@ -95,7 +94,7 @@ class Viewer:
   def episode(self, number: int) -> dict[str, Any]:
     """Returns an episode with `tokens`, {'text', 'logprob', 'advantage', ...} of [C] each, or None.
 
-    `missing`: {color that cannot be shown: the fields that save it}; without tokens, what keeps them.
+    `missing` is {color that cannot be shown: the config fields that save its values}; without tokens, what saves them.
     """
     row = self.index.full(number)
     short = row['short']
@@ -110,30 +109,30 @@ class Viewer:
   def _tokens(self, path: epath.Path, short: dict) -> dict[str, list] | None:
     rollout, arrays = self._rollout(path)
     size = len(rollout.lengths) // len(rollout.prompts)
-    places = [i for i, prompt in enumerate(rollout.prompts) if prompt.index == short['index']]
-    if not places or short['sample'] >= size:
+    positions = [i for i, prompt in enumerate(rollout.prompts) if prompt.index == short['index']]
+    if not positions or short['sample'] >= size:
       return None
-    n = places[0] * size + short['sample']
-    length = int(rollout.lengths[n])
-    ids = rollout.completions[n, :length].tolist()
+    row = positions[0] * size + short['sample']
+    length = int(rollout.lengths[row])
+    ids = rollout.completions[row, :length].tolist()
     tokenizer = self._tokenizer(short['stage'])
     out: dict[str, Any] = {'text': [tokenizer.decode([i], skip_special=False) for i in ids]}
-    out['logprob'] = rollout.logprobs[n, :length]
+    out['logprob'] = rollout.logprobs[row, :length]
     for name, array in arrays.items():
-      kind, _, measured = name.partition('/')
-      of_tokens = kind in ('credit', 'score') and array.shape == rollout.completions.shape
-      if of_tokens and measured != 'sampler_logprobs':
-        out[measured.removesuffix('s')] = array[n, :length]
+      kind, _, quantity = name.partition('/')
+      is_per_token = kind in ('credit', 'score') and array.shape == rollout.completions.shape
+      if is_per_token and quantity != 'sampler_logprobs':
+        out[quantity.removesuffix('s')] = array[row, :length]
     if 'old_logprob' in out:
       out['ratio'] = np.exp(out['old_logprob'] - out['logprob'])
-    if 'ref_logprob' in out:  # k3, which is never negative; with one update of a rollout, the sampler is the policy
+    if 'ref_logprob' in out:  # the k3 estimate, which is >= 0; with one update per rollout, the sampler is the policy
       log_ratio = out['ref_logprob'] - out.get('old_logprob', out['logprob'])
       out['kl'] = np.expm1(log_ratio) - log_ratio
-    out['trained'] = arrays['trained'][n, :length]
+    out['trained'] = arrays['trained'][row, :length]
     return plain(out)
 
   def _load_tokenizer(self, stage: str) -> Tokenizer:
-    """Returns the tokenizer that a stage of the run samples with."""
+    """Returns the tokenizer of a stage of the run."""
     from jaxpost.stage import weight_sources
 
     section = config_lib.parse_saved(self.index.run / 'config.json')[stage].model
@@ -142,11 +141,11 @@ class Viewer:
 
 def _query(asked: dict[str, str]) -> Query:
   fields = {f.name for f in dataclasses.fields(Query)}
-  given: dict[str, Any] = {k: v for k, v in asked.items() if k in fields and v != ''}
-  for name, kind in (('step', int), ('lowest', float), ('highest', float)):
-    if name in given:
-      given[name] = _number(name, given[name], kind)
-  return Query(**given)
+  values: dict[str, Any] = {k: v for k, v in asked.items() if k in fields and v != ''}
+  for name, convert in (('step', int), ('lowest', float), ('highest', float)):
+    if name in values:
+      values[name] = _number(name, values[name], convert)
+  return Query(**values)
 
 
 def _integer(asked: dict[str, str], name: str, default: int) -> int:
@@ -165,13 +164,13 @@ def _number(name: str, text: Any, kind: type) -> Any:
 
 def page(data: Any = None) -> str:
   """Returns the page; with `data`, {request: answer}, it asks no server."""
-  # `<` could end the script in which the data stand; U+2028 is a line end in old scripts.
+  # `<` could end the script that contains the data; U+2028 is a line end in old scripts.
   text = json.dumps(data, ensure_ascii=False).replace('<', '\\u003c').replace('\u2028', '\\u2028')
   return _PAGE_FILE.read_text('utf-8').replace('/*DATA*/ null', text, 1)
 
 
 def write_file(run: epath.PathLike, out: epath.PathLike, most: int) -> int:
-  """Writes one HTML file with the first `most` episodes, those with trouble first; returns how many."""
+  """Writes one HTML file with the first `most` episodes, failed and truncated ones first; returns their number."""
   viewer = Viewer(run)
   chosen = viewer.index.find(Query())[:most]
   data = dict(overview=viewer.index.overview(), episodes=[viewer.episode(n) for n in chosen])
@@ -180,25 +179,25 @@ def write_file(run: epath.PathLike, out: epath.PathLike, most: int) -> int:
 
 
 def make_server(run: epath.PathLike, port: int) -> http.server.ThreadingHTTPServer:
-  """Returns a server of the page, for this machine, which `serve_forever` runs; InputError if the port is taken."""
+  """Returns a local server of the page, to be run by `serve_forever`; InputError if the port is in use."""
   viewer = Viewer(run)
 
   class Handler(http.server.BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-      # A page of another site that has bound its name to this address gets nothing.
-      named = self.headers.get('Host', '').rpartition(':')[0] or self.headers.get('Host', '')
-      if named not in _LOCAL:
+      # Refuses pages of other sites whose name was rebound to this address.
+      host = self.headers.get('Host', '').rpartition(':')[0] or self.headers.get('Host', '')
+      if host not in _LOCAL:
         return self._send(403, 'text/plain', b'open this page as localhost')
       url = urllib.parse.urlsplit(self.path)
       if url.path == '/':
         return self._send(200, 'text/html; charset=utf-8', page().encode())
       try:
-        found = viewer.answer(url.path, dict(urllib.parse.parse_qsl(url.query)))
+        answer = viewer.answer(url.path, dict(urllib.parse.parse_qsl(url.query)))
       except InputError as error:
         return self._send(404, 'application/json', json.dumps({'error': str(error)}).encode())
-      self._send(200, 'application/json', json.dumps(plain(found)).encode())
+      self._send(200, 'application/json', json.dumps(plain(answer)).encode())
 
     def _send(self, status: int, kind: str, body: bytes) -> None:
       self.send_response(status)

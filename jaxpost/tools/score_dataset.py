@@ -1,6 +1,6 @@
 """Scores a model on a data file with any reward function: pass@k, majority vote, mean reward.
 
-Legend: N prompts, K samples a prompt.
+Legend: N prompts, K samples per prompt.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
   from jaxpost.tools.inference import Weights
   from jaxpost.types import Prompt
 
-_TOGETHER = 512  # groups that are graded at a time
-# Columns of known data sets -> the function that makes prompts of them.
+_TOGETHER = 512  # groups that are graded at the same time
+# Columns of known data sets -> the function that makes prompts from them.
 _MAPS = {('question', 'answer'): 'jaxpost.data.maps:gsm8k', ('problem', 'answer'): 'jaxpost.data.maps:math'}
 
 
@@ -46,7 +46,7 @@ def read(path: str, columns: str = '', map_fn: str = '', size: int = 0) -> sourc
     if map_fn:
       column = 'question' if 'question' in row else 'problem'
       print(
-        f'{path}: read by {map_fn}, which adds to each question how to answer; --columns=prompt={column} asks as it is',
+        f'{path}: read by {map_fn}, which adds instructions to the questions; --columns=prompt={column} does not',
         file=sys.stderr,
       )
   rows = completions.read_whole(path, columns, map_fn)
@@ -72,8 +72,7 @@ def measure(
   Args:
     weights: of the model.
     rows: of `read`.
-    rewards: as config.reward: a name, pkg.module:fn or ./file.py:fn, or
-      several with commas.
+    rewards: as config.reward: a name, pkg.module:fn or ./file.py:fn, or several with commas.
     out: folder of completions.jsonl and graded.jsonl; '' keeps neither.
     draws: how to sample; draws.n is K.
     mesh: as config.mesh.rollout.
@@ -84,12 +83,11 @@ def measure(
     timeout_s: seconds for a group of samples.
 
   Returns:
-    pass@k and maj@k by `correct_by`, pass@k/NAME by each reward, and
-    'frac_reward_differs': the share of prompts whose K samples differ in the
-    sum of rewards, from which alone group-relative methods learn.
+    pass@k and maj@k by `correct_by`, pass@k/NAME by each reward, and 'frac_reward_differs', the share of prompts whose
+    K samples differ in the sum of rewards: group-relative methods learn from these prompts only.
   """
   prompts = completions.prompts_of(weights, rows)
-  specs = tuple(r.strip() for r in rewards.split(',') if r.strip())
+  specs = tuple(spec.strip() for spec in rewards.split(',') if spec.strip())
   with tempfile.TemporaryDirectory() as scratch, RewardPool(specs, workers=workers, timeout_s=timeout_s) as pool:
     folder = pathlib.Path(out or scratch)
     correct_by = builtin.pick(pool.names, correct_by, '--correct_by')
@@ -97,21 +95,19 @@ def measure(
     with working('starting the reward functions'):
       pool.check(['prompt', *names])  # before anything is sampled
     completion_files.complete_file(weights, prompts, folder / 'completions.jsonl', draws, mesh, source=source)
-    done = read_growing(folder / 'completions.jsonl')
+    rows_done = read_growing(folder / 'completions.jsonl')
     graded = []
-    groups = [_group(p, row) for p, row in zip(prompts, done, strict=True)]
+    groups = [_group(prompt, row) for prompt, row in zip(prompts, rows_done, strict=True)]
     with working(f'grading the completions of {len(groups)} prompts'):
       for start in range(0, len(groups), _TOGETHER):
         graded += pool.grade(groups[start : start + _TOGETHER])
-    object_store.write_text(
-      folder / 'graded.jsonl',
-      ''.join(json.dumps(dict(rewards=g.rewards, components=g.components, error=g.error)) + '\n' for g in graded),
-    )
-  return summary(done, graded, weights.inputs.tokenizer.stop_ids, pass_reward, correct_by)
+    lines = [json.dumps(dict(rewards=g.rewards, components=g.components, error=g.error)) + '\n' for g in graded]
+    object_store.write_text(folder / 'graded.jsonl', ''.join(lines))
+  return summary(rows_done, graded, weights.inputs.tokenizer.stop_ids, pass_reward, correct_by)
 
 
 def _group(prompt: Prompt, row: dict) -> Group:
-  """Returns the completions of a prompt as reward functions take them."""
+  """Returns the completions of a prompt in the form that reward functions take."""
   texts = row['completions']
   size = len(texts)
   if not isinstance(prompt.prompt, str):
@@ -133,28 +129,28 @@ def summary(
     pass_reward, correct_by: as in `measure`; here '' is the sum of rewards.
 
   Raises:
-    InputError: no prompt is left.
+    InputError: no prompt was graded.
   """
   table = reward_table(graded)
-  decided = verdicts(graded, table, correct_by)
-  whole = np.isfinite(decided).all(axis=1)
-  if not whole.any():
+  values = verdicts(graded, table, correct_by)
+  is_graded = np.isfinite(values).all(axis=1)
+  if not is_graded.any():
     errors = [g.error for g in graded if g.error]
     raise InputError(
       '--reward: no prompt could be graded' + (f'; {errors[0]}' if errors else ': each has a sample without reward')
     )
-  ids = [x for row in rows for x in row['completion_ids']]
-  ended = [bool(x) and x[-1] in stop_ids for x in ids]
+  all_ids = [ids for row in rows for ids in row['completion_ids']]
+  ended = [bool(ids) and ids[-1] in stop_ids for ids in all_ids]
   k = table.shape[1]
-  passed = decided[whole] >= pass_reward
-  votes = [majority(row['completions'], p) for row, p in zip(itertools.compress(rows, whole), passed)]
+  passed = values[is_graded] >= pass_reward
+  votes = [majority(row['completions'], p) for row, p in zip(itertools.compress(rows, is_graded), passed)]
   return {
-    **pass_metrics(graded, decided, pass_reward),
+    **pass_metrics(graded, values, pass_reward),
     f'maj@{k}': float(np.mean(votes)),
     'count': len(rows),
-    'reward': float(table[whole].mean()),
-    'frac_reward_differs': float((np.ptp(table[whole], axis=1) > 0).mean()),
-    'completions/mean_length': float(np.mean([len(x) for x in ids])),
+    'reward': float(table[is_graded].mean()),
+    'frac_reward_differs': float((np.ptp(table[is_graded], axis=1) > 0).mean()),
+    'completions/mean_length': float(np.mean([len(ids) for ids in all_ids])),
     'completions/clipped_ratio': 1 - float(np.mean(ended)),
   }
 
@@ -166,6 +162,6 @@ def majority(texts: Sequence[str], passed: Sequence[bool] | np.ndarray) -> float
   """
   answers = [math.answer_of(text) for text in texts]
   counts = collections.Counter(answers)
-  most = max(counts.values())
-  first = [answers.index(a) for a, n in counts.items() if n == most]
-  return float(np.mean([passed[i] for i in first]))
+  votes = max(counts.values())
+  representatives = [answers.index(a) for a, n in counts.items() if n == votes]
+  return float(np.mean([passed[i] for i in representatives]))

@@ -1,6 +1,6 @@
-"""Log-probs of given texts by a model: teacher-forced, by the program that scores rollouts in training.
+"""Log-probs of texts (teacher forcing), by the program that scores rollouts in training.
 
-Legend: T tokens, k most probable ones.
+Legend: T tokens of a text, k most probable tokens.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from jaxpost.stage.records import PreparedStage
 from jaxpost.tools.inference import Weights
 from jaxpost.tools.working import working
 
-_ROWS = 8  # of a device at a time
+_ROWS = 8  # per device at a time
 _SMALLEST = 64  # tokens of a row
 
 
 class TextScore(NamedTuple):
-  """The log-probs of a text, at temperature 1; 0 where the example has no weight, and at its first token."""
+  """The log-probs of a text, at temperature 1; 0 at the first token and at tokens without weight."""
 
   logprobs: np.ndarray  # [T] float32
-  top_ids: np.ndarray  # [T, k] int32, the most probable tokens in place of each, most probable first
+  top_ids: np.ndarray  # [T, k] int32, alternatives of each token, most probable first
   top_logprobs: np.ndarray  # [T, k] float32
 
 
@@ -44,7 +44,7 @@ class Scorer:
   Args:
     weights: of a language model.
     top: most probable tokens that are reported at each position.
-    room: longest text, in tokens; 0: what the model can read.
+    room: largest number of tokens of a text; 0: that of the model.
   """
 
   def __init__(self, weights: Weights, top: int = 0, room: int = 0) -> None:
@@ -60,12 +60,12 @@ class Scorer:
       yield from scores
 
   def chunks(self, examples: Sequence[Example], where: str = 'prompt') -> Iterator[list[TextScore]]:
-    """Compiles what is needed, and returns an iterator of the scores of as many examples as are read at a time.
+    """Compiles the program, and returns an iterator over lists of scores, one list per batch.
 
     Raises:
-      InputError: which begins with `where`, if an example is too long.
+      InputError: an example is too long; the message begins with `where`.
     """
-    longest = max(len(e.tokens) for e in examples)
+    longest = max(len(example.tokens) for example in examples)
     if longest > self.room:
       raise InputError(f'{where}: {longest} tokens are more than the {self.room} that can be scored')
     shards = self._weights.layout.batch_shards
@@ -73,20 +73,22 @@ class Scorer:
     length = bucket(longest, self.room, _SMALLEST)
     layout, program = self._program(rows, length)
 
-    def placed(some):
-      return place(layout, rows, packing.to_batch([[e] for e in some], length, rows, normalize=False))
+    def placed(batch):
+      return place(layout, rows, packing.to_batch([[example] for example in batch], length, rows, normalize=False))
 
     program.compile(self._weights.params, placed(examples[:rows]))
 
-    def scores(some):
-      found = to_host(program(self._weights.params, placed(some)))
+    def scores(batch):
+      result = to_host(program(self._weights.params, placed(batch)))
       if self.top:
-        ids, top, own = found
+        top_ids, top_logprobs, logprobs = result
       else:
-        own = found.logprobs
-        ids, top = (np.zeros((*own.shape, 0), dtype) for dtype in (np.int32, np.float32))
-      # [1, rows, length, ...]: one micro-batch, a text a row
-      return [TextScore(*(x[0, i, : len(e.tokens)] for x in (own, ids, top))) for i, e in enumerate(some)]
+        logprobs = result.logprobs
+        top_ids = np.zeros((*logprobs.shape, 0), np.int32)
+        top_logprobs = np.zeros((*logprobs.shape, 0), np.float32)
+      # Arrays are [1, rows, length, ...]: one micro-batch, one text per row.
+      arrays = logprobs, top_ids, top_logprobs
+      return [TextScore(*(x[0, i, : len(e.tokens)] for x in arrays)) for i, e in enumerate(batch)]
 
     return (scores(examples[start : start + rows]) for start in range(0, len(examples), rows))
 

@@ -1,4 +1,4 @@
-"""Files of launch.serve, the API key and a record of all answers, and a request to try."""
+"""Files of launch.serve (the API key, a record of all answers), and an example request."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def recorder(path: str) -> Callable[[dict], None] | None:
 
 
 def public_name(model: str) -> str:
-  """Returns the name under which a model is served: the last part of a path, so that clients see no folders."""
+  """Returns the name under which a model is served: the last part of a path, to hide folders from clients."""
   path = os.path.expanduser(model)
   return os.path.basename(os.path.abspath(path)) if os.path.exists(path) else model
 
 
 def curl_command(url: str, name: str, key_file: str) -> str:
-  """Returns a curl command that asks a model of a server for an answer."""
+  """Returns a curl command that sends an example request to a model of a server."""
   body = json.dumps({'model': name, 'messages': [{'role': 'user', 'content': 'Hello'}]})
   token = f' -H "Authorization: Bearer $(cat {shlex.quote(key_file)})"' if key_file else ''
   return f"curl {url}/chat/completions -H 'Content-Type: application/json'{token} -d {shlex.quote(body)}"

@@ -1,4 +1,4 @@
-"""Suites of `launch.evaluate --suite`: known data sets from local files, each with its prompts and verdict."""
+"""Suites of `launch.evaluate --suite`: known data sets from local files, with their prompts and grading."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Suite(NamedTuple):
-  """How a data set is asked and graded.
+  """How the questions of a data set are asked and graded.
 
-  columns: that its rows have. reward: grades samples; '' where log-probs of choices decide. map: of rows to
-  prompts. letters: the letters of the choices are scored, not their texts. help: for people.
+  columns: required in its rows. reward: the function that grades samples; '' compares log-probs of choices. map: makes
+  prompts from rows. letters: score letters of the choices, not their texts. help: what counts as correct.
   """
 
   columns: tuple[str, ...]
@@ -42,7 +42,7 @@ SUITES = {
 
 
 def find(name: str) -> Suite:
-  """Returns the suite of a name; InputError names the nearest."""
+  """Returns the suite of a name; InputError, which names the nearest one, if there is none."""
   if name not in SUITES:
     raise InputError(f'--suite: there is no {name!r}; {did_you_mean(name, SUITES)}known: {", ".join(SUITES)}')
   return SUITES[name]
@@ -62,7 +62,7 @@ def measure(
   """Evaluates a suite; see `score_dataset.measure` and `choices.measure` for the figures.
 
   Args:
-    data: a file or another source of rows, as config.data.path. size: rows at most; 0: all.
+    data: a file or another source of rows, as config.data.path. size: largest number of rows; 0: all.
     out: folder for completions and grades of suites that sample; '' keeps none.
   """
   suite = find(name)
@@ -70,18 +70,18 @@ def measure(
   rows = completions.read_whole(data, map_fn=suite.map)
   count = min(size or len(rows), len(rows))
   if suite.reward:
-    found = score_dataset.measure(weights, rows[:count], suite.reward, out, draws, mesh=mesh, source=source)
+    figures = score_dataset.measure(weights, rows[:count], suite.reward, out, draws, mesh=mesh, source=source)
   else:
     questions = [choices.question(rows[i], rows.where(i), suite.letters) for i in range(count)]
     with working(f'scoring the choices of {count} questions'):
-      found = choices.measure(weights, questions)
-  return dict(suite=name, data=data, **found)
+      figures = choices.measure(weights, questions)
+  return dict(suite=name, data=data, **figures)
 
 
 def _check_columns(name: str, suite: Suite, data: str) -> None:
   """Raises InputError if the first row lacks a column."""
   first = completions.read_whole(data)[0]
-  mapped = name in ('gsm8k', 'math500') and 'prompt' in first  # as training data may be
-  lacking = [column for column in suite.columns if column not in first and not mapped]
-  if lacking:
-    raise InputError(f'--suite={name}: {data}: rows lack {", ".join(lacking)}; docs/sampling.md has the columns')
+  mapped = name in ('gsm8k', 'math500') and 'prompt' in first  # as in training data
+  missing = [column for column in suite.columns if column not in first and not mapped]
+  if missing:
+    raise InputError(f'--suite={name}: {data}: rows lack {", ".join(missing)}; docs/sampling.md has the columns')

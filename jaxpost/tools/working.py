@@ -1,7 +1,7 @@
-"""Shows on stderr what a command does while it prints nothing else, as stdout has its results alone.
+"""Shows on stderr what a command is doing; stdout has only its results.
 
-Imports no JAX, as it is shown before JAX is imported. On a terminal nothing may be printed on stdout meanwhile, as the
-line that shows it would take that up.
+Imports no JAX, because it is used before JAX is imported. On a terminal, nothing may be printed on stdout at the same
+time, because the status line would interfere with it.
 """
 
 from jaxpost.monitor import activity

@@ -17,13 +17,13 @@ cd "${SLURM_SUBMIT_DIR:?submit this file with sbatch, from the clone}"
 source .venv/bin/activate  # python3 -m venv .venv; pip install -e '.[cuda,data]'
 export JAX_COMPILATION_CACHE_DIR={{ cache | q }}
 
-# jax gives a Slurm task one GPU, the one of its local rank, unless told
-# otherwise. Here a task drives all GPUs of its node.
+# By default, jax gives a Slurm task one GPU, that of its local rank. Here a
+# task uses all GPUs of its node.
 export JAX_LOCAL_DEVICE_IDS
 JAX_LOCAL_DEVICE_IDS=$(seq -s, 0 $((${SLURM_GPUS_ON_NODE:-{{ devices }}} - 1)))
 
-# jax reads address, rank and size from Slurm. --kill-on-bad-exit=0 lets the
-# tasks that were told to stop finish the save they make together.
+# jax reads address, rank and size from Slurm. --kill-on-bad-exit=0 lets
+# tasks that are stopping finish their common save.
 for failures in $(seq 0 {{ retries }}); do
   code=0
   srun --kill-on-bad-exit=0 python -m launch.train --distributed \

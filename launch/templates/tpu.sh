@@ -20,7 +20,7 @@ everywhere '
 '
 
 # jax finds its peers by itself on a slice. A failure on one host ends all of
-# them, and all begin again from the last checkpoint.
+# them, and all restart from the last checkpoint.
 everywhere '
   cd jaxpost
   export JAX_COMPILATION_CACHE_DIR={{ cache | q }}

@@ -1,4 +1,4 @@
-"""Rows about the device itself: its kind, its rates, and whether its kernels are right."""
+"""Measurements of the device itself: its kind, its rates, and the correctness of its kernels."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _PLUGINS = ('jax-cuda13-plugin', 'jax-cuda12-plugin', 'nvidia-cudnn-cu13', 'nvid
 
 
 def versions() -> dict[str, Any]:
-  """Returns what is installed and what JAX sees."""
+  """Returns installed versions and the devices of JAX."""
   device = jax.devices()[0]
   chip = chips.of_kind(device.device_kind)
-  found = {}
+  packages = {}
   for name in (*_PACKAGES, *_PLUGINS):
     try:
-      found[name] = importlib.metadata.version(name)
+      packages[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
       continue
   return dict(
@@ -36,7 +36,7 @@ def versions() -> dict[str, Any]:
     compute_capability=getattr(device, 'compute_capability', None),
     platform_version=device.client.platform_version,
     python=platform.python_version(),
-    packages=found,
+    packages=packages,
     memory_limit_bytes=(device.memory_stats() or {}).get('bytes_limit'),
     memory_of_data_sheet_bytes=chip and chip.memory,
     dtype=probe.matmul_type(),
@@ -45,10 +45,10 @@ def versions() -> dict[str, Any]:
 
 @functools.cache
 def measured(size: int = 0) -> dict[str, float]:
-  """Returns FLOP/s of products, and bytes/s of reads and copies of this device, measured once a process.
+  """Returns FLOP/s of products, and bytes/s of reads and copies of this device, measured once per process.
 
   Args:
-    size: rows of the product, and KiB of the arrays; 0: what lasts on this device.
+    size: rows of the product, and KiB of the arrays; 0: large enough for this device.
   """
   dtype = probe.matmul_type()[0]
   return dict(
@@ -59,29 +59,29 @@ def measured(size: int = 0) -> dict[str, float]:
 
 
 def rates(size: int) -> dict[str, Any]:
-  """Returns `measured` beside the data sheet, and the seconds of a dispatch."""
-  found = measured(size)
+  """Returns `measured`, its shares of the data sheet, and the seconds of a dispatch."""
+  measured_rates = measured(size)
   chip = chips.of_kind(jax.devices()[0].device_kind)
   shares = {}
   if chip and chip.flops:
-    shares['matmul_of_data_sheet'] = found['matmul_flops'] / chip.flops
+    shares['matmul_of_data_sheet'] = measured_rates['matmul_flops'] / chip.flops
   if chip and chip.bandwidth:
-    shares['copy_of_data_sheet'] = found['copy_bytes_per_s'] / chip.bandwidth
-  return found | shares | {f'dispatch_{k}_s': v for k, v in memory_rate.dispatch().items()}
+    shares['copy_of_data_sheet'] = measured_rates['copy_bytes_per_s'] / chip.bandwidth
+  return measured_rates | shares | {f'dispatch_{k}_s': v for k, v in memory_rate.dispatch().items()}
 
 
 def compiler_options() -> dict[str, Any]:
-  """Returns which of the options that runs set this compiler knows, and the reason where it does not."""
-  wanted = GPU_OPTIONS | GATHER_OPTIONS | probe.HOSTS_OPTIONS | probe.DETERMINISTIC_OPTIONS
-  return dict(options=probe.try_options(jax.devices()[0], wanted))
+  """Returns which options of runs this compiler knows, and the reason if it does not know one."""
+  options = GPU_OPTIONS | GATHER_OPTIONS | probe.HOSTS_OPTIONS | probe.DETERMINISTIC_OPTIONS
+  return dict(options=probe.try_options(jax.devices()[0], options))
 
 
 def kernels(kernel_length: int) -> dict[str, Any]:
   """Returns the largest errors of the kernels of this platform, in the shapes of all families.
 
-  An error is the largest difference from XLA in float32 over the largest value: of attention in training and of experts
-  ('PRESET experts D x F') forward and backward, of decoding single tokens forward ('PRESET decode'). Shapes that the
-  limit of time leaves are in 'not_checked'.
+  An error is the largest difference from XLA in float32 over the largest value. Attention in training and experts
+  ('PRESET experts D x F') are checked forward and backward, decoding of single tokens ('PRESET decode') forward. Shapes
+  that are left when the time is up are in 'not_checked'.
 
   Args:
     kernel_length: tokens of a row.
@@ -91,27 +91,27 @@ def kernels(kernel_length: int) -> dict[str, Any]:
   name = compute.attention
   if name not in attention_kernels.REFUSALS:
     return dict(kernel=name, errors={}, note='XLA computes attention on this platform; there is no kernel to check')
-  todo: dict[tuple[str, Any], str] = {}  # (kernel, shape) -> its name in the result
+  cases: dict[tuple[str, Any], str] = {}  # (kernel, shape) -> its name in the result
   for preset, cfg in presets.every().items():
-    todo.setdefault((name, attention_kernels.attention_shape(cfg, kernel_length, 1)), preset)
+    cases.setdefault((name, attention_kernels.attention_shape(cfg, kernel_length, 1)), preset)
     for shape in kernel_check.decoded_shapes(compute, cfg):
-      todo.setdefault((kernel_check.DECODE, shape), f'{preset} decode')
+      cases.setdefault((kernel_check.DECODE, shape), f'{preset} decode')
     for matrix in grouped_check.matrices(cfg) if compute.grouped_kernel else ():
-      todo.setdefault((grouped_check.GROUPED, matrix), f'{preset} experts {matrix.inputs} x {matrix.outputs}')
+      cases.setdefault((grouped_check.GROUPED, matrix), f'{preset} experts {matrix.inputs} x {matrix.outputs}')
   errors: dict[str, Any] = {}
   refused: dict[str, str] = {}
-  left = dict(todo)
-  with contextlib.suppress(TimeoutError):  # the limit of this row
-    for (kernel, shape), label in todo.items():
+  not_checked = dict(cases)
+  with contextlib.suppress(TimeoutError):  # the time limit of this row
+    for (kernel, shape), label in cases.items():
       if kernel == grouped_check.GROUPED:
         errors[label] = grouped_check.trusted(kernel, shape, compute.dtype) or grouped_check.errors(
           shape, compute.dtype
         )
-      elif why := attention_kernels.REFUSALS[name](shape.head_dim, shape.value_dim, compute.dtype):
-        refused[label] = why
+      elif refusal := attention_kernels.REFUSALS[name](shape.head_dim, shape.value_dim, compute.dtype):
+        refused[label] = refusal
       else:
         errors[label] = kernel_check.trusted(kernel, shape, compute.dtype) or {
           str(window): kernel_check.errors(kernel, shape, compute.dtype, window) for window in shape.windows
         }
-      del left[kernel, shape]
-  return dict(kernel=name, dtype=compute.dtype, errors=errors, refused=refused, not_checked=[*left.values()])
+      del not_checked[kernel, shape]
+  return dict(kernel=name, dtype=compute.dtype, errors=errors, refused=refused, not_checked=[*not_checked.values()])

@@ -1,4 +1,4 @@
-"""The sampler: seconds a token against the memory it has to read, and whether it agrees with the trainer."""
+"""Measures the sampler: seconds per token against memory reads, and its agreement with the trainer."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _ROUNDS = 5
 
 
 def _config(prompt: int, new: int, **rollout: Any) -> dict[str, Any]:
-  given = dict(max_prompt_length=prompt, max_new_tokens=new, prompts=1, group_size=2) | rollout
-  return dict(algorithm='grpo', train=dict(steps=1), rollout=given)
+  section = dict(max_prompt_length=prompt, max_new_tokens=new, prompts=1, group_size=2) | rollout
+  return dict(algorithm='grpo', train=dict(steps=1), rollout=section)
 
 
 def _loaded(running: Running, slots: int) -> NativeEngine:
-  """Returns an engine that has the weights of the stage; the training copy is freed."""
+  """Returns an engine with the weights of the stage, and frees the training copy."""
   engine = on_policy.make_engine(running.placed, slots=slots)
   engine.load(running.params, 0)
   running.params = {}
   return engine
 
 
-def _best(work: Callable[[], Any], rounds: int = _ROUNDS) -> float:
-  """Returns the median seconds of `work`, which returns arrays that are waited for, after one call that compiles."""
+def _median_seconds(work: Callable[[], Any], rounds: int = _ROUNDS) -> float:
+  """Returns the median seconds of `work`, including the wait for its results, after a call that compiles."""
   jax.block_until_ready(work())
   times = []
   for _ in range(rounds):
@@ -55,12 +55,13 @@ def _entry(engine: NativeEngine, prompt: np.ndarray, slots: int) -> Any:
 
 
 def _share(seconds: float, count: float) -> dict[str, float]:
+  """Returns `count` bytes and the share of copy bandwidth at which they were read."""
   size = 0 if chips.of_kind(jax.devices()[0].device_kind) else 64
   return dict(bytes_read=count, share_of_copy=count / seconds / chip.measured(size)['copy_bytes_per_s'])
 
 
 def decode(preset: str, layers: int, slots: int, length: int, block: int, top_p: float = 1.0) -> dict[str, Any]:
-  """Times a block of decoding in full slots, whose caches are filled to about `length` entries.
+  """Times a decoding block with all slots in use and caches filled to about `length` entries.
 
   Args:
     slots: sequences decoded at a time.
@@ -77,51 +78,51 @@ def decode(preset: str, layers: int, slots: int, length: int, block: int, top_p:
     state = engine.insert(
       engine.init_decode_state(), prefilled, _entry(engine, prompt, slots), on_policy.run_key(0, 1), 0
     )
-    read = engine.buckets.decode(min(length, engine.length), engine.max_concurrent_decodes)
-    held = [state]
+    read_bucket = engine.buckets.decode(min(length, engine.length), engine.max_concurrent_decodes)
+    state_cell = [state]
 
     def run() -> Any:
-      held[0], drawn = engine.generate(held[0], read)
+      state_cell[0], drawn = engine.generate(state_cell[0], read_bucket)
       return drawn
 
-    seconds = _best(run, blocks - 2) / engine.block
-    found = workload.profile(lambda: jax.block_until_ready(run()), per=engine.block)
-    weights, cache = engine.weights, held[0].cache
+    seconds = _median_seconds(run, blocks - 2) / engine.block
+    profiled = workload.profile(lambda: jax.block_until_ready(run()), per=engine.block)
+    weights, cache = engine.weights, state_cell[0].cache
     filled = decode_bytes(weights, cache, length / engine.length)
     return dict(
       slots=engine.max_concurrent_decodes,
       token_s=seconds,
       tokens_per_s=slots / seconds,
       cache_bytes=memory.size(cache),
-      read_entries=read or length,
+      read_entries=read_bucket or length,
       cache_entries=engine.length,
       **_share(seconds, filled),
-      operations_per_token=found.pop('operations', None),
-      profile=found,
+      operations_per_token=profiled.pop('operations', None),
+      profile=profiled,
       programs=running.programs(),
     )
 
 
 def prefill(preset: str, layers: int, prompts: int, length: int) -> dict[str, Any]:
-  """Times the prefill of a batch of prompts: tokens a second and MFU, the head left out."""
+  """Times the prefill of a batch of prompts: tokens per second and MFU, without the head."""
   cfg = workload.shape_of(preset, layers)
   with workload.stage(cfg, _config(length, 16), ('prompts', np.array([length] * 2))) as running:
     engine = _loaded(running, prompts)
     texts = [np.full(length, 5, np.int32)] * prompts
-    seconds = _best(lambda: engine.prefill(texts, rows=prompts))
+    seconds = _median_seconds(lambda: engine.prefill(texts, rows=prompts))
     head = 2 * cfg.padded_vocab_size * cfg.hidden_size
     flops = prompts * length * (flops_per_token(cfg, length / 2) - head)
-    known = chips.of_kind(jax.devices()[0].device_kind)
+    chip_spec = chips.of_kind(jax.devices()[0].device_kind)
     return dict(
       prefill_s=seconds,
       tokens_per_s=prompts * length / seconds,
-      mfu=flops / seconds / known.flops if known and known.flops else None,
+      mfu=flops / seconds / chip_spec.flops if chip_spec and chip_spec.flops else None,
       programs=running.programs(),
     )
 
 
 def moves(preset: str, layers: int, slots: int, length: int) -> dict[str, Any]:
-  """Times what stands between blocks: `insert` into one slot and into all, `move`, and the transfer of weights."""
+  """Times the work between decoding blocks: `insert` into one slot and all slots, `move`, and sending weights."""
   cfg = workload.shape_of(preset, layers)
   prompt = np.full(max(16, length // 2), 5, np.int32)
   config = _config(len(prompt), length - len(prompt), slots=slots)
@@ -132,30 +133,30 @@ def moves(preset: str, layers: int, slots: int, length: int) -> dict[str, Any]:
       start = time.perf_counter()
       moved = engine.load(running.params, 0)['bytes']
       loads.append(time.perf_counter() - start)
-    read = sum(x.nbytes for x in jax.tree.leaves(running.params))
+    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(running.params))
     prefilled, key = engine.prefill([prompt]), on_policy.run_key(0, 1)
-    held = [engine.init_decode_state()]
+    state_cell = [engine.init_decode_state()]
 
     def insert(count: int) -> Callable[[], Any]:
       entry = _entry(engine, prompt, count)
 
       def run() -> Any:
-        held[0] = engine.insert(held[0], prefilled, entry, key, 0)
-        return held[0].positions
+        state_cell[0] = engine.insert(state_cell[0], prefilled, entry, key, 0)
+        return state_cell[0].positions
 
       return run
 
     def move() -> Any:
-      held[0] = engine.move(held[0], {engine.max_concurrent_decodes - 1: 0})
-      return held[0].positions
+      state_cell[0] = engine.move(state_cell[0], {engine.max_concurrent_decodes - 1: 0})
+      return state_cell[0].positions
 
     return dict(
-      insert_one_s=_best(insert(1)),
-      insert_all_s=_best(insert(slots)),
-      move_one_s=_best(move),
+      insert_one_s=_median_seconds(insert(1)),
+      insert_all_s=_median_seconds(insert(slots)),
+      move_one_s=_median_seconds(move),
       reshard_s=min(loads[1:]),
-      reshard_bytes=read + moved,
-      reshard_share_of_copy=_share(min(loads[1:]), read + moved)['share_of_copy'],
+      reshard_bytes=weight_bytes + moved,
+      reshard_share_of_copy=_share(min(loads[1:]), weight_bytes + moved)['share_of_copy'],
       programs=running.programs(),
     )
 
@@ -164,7 +165,7 @@ def mismatch(preset: str, layers: int, contexts: tuple[int, ...], new: int) -> d
   """Compares log-probs of the sampler with those of the trainer for the same tokens, by tokens of context.
 
   The KL divergence of the sampler from the trainer is estimated over the drawn tokens by the mean of
-  exp(d) - 1 - d, d being the trainer's log-prob minus the sampler's (k3, http://joschu.net/blog/kl-approx.html).
+  exp(d) - 1 - d with d = log p_trainer - log p_sampler (k3, http://joschu.net/blog/kl-approx.html).
 
   Args:
     contexts: tokens of the prompts.
@@ -179,14 +180,14 @@ def mismatch(preset: str, layers: int, contexts: tuple[int, ...], new: int) -> d
     rollout = controller.sample(0).rollout
     mask = batching.completion_mask(rollout)
     batch = batching.to_batch(rollout, range(len(mask)), mask, {}, *controller.step_shape)
-    trained = jax.device_get(roles.policy.score(batch).logprobs)
-    theirs = batching.from_rows(rollout, trained, *controller.step_shape)
+    row_logprobs = jax.device_get(roles.policy.score(batch).logprobs)
+    trainer_logprobs = batching.from_rows(rollout, row_logprobs, *controller.step_shape)
     controller.close()
     by_context = {}
     lengths = batching.prompt_lengths(rollout)
     for n in sorted(set(lengths.tolist())):
-      own = (lengths == n)[:, None] & (mask > 0)
-      d = (theirs - rollout.logprobs)[own].astype(np.float64)
+      selected = (lengths == n)[:, None] & (mask > 0)
+      d = (trainer_logprobs - rollout.logprobs)[selected].astype(np.float64)
       by_context[str(n)] = dict(
         tokens=len(d), kl=float(np.mean(np.expm1(d) - d)), max_difference=float(np.abs(d).max()), mean=float(d.mean())
       )

@@ -1,4 +1,4 @@
-"""The measurements of `launch.bench accelerator`, in order of worth."""
+"""The measurements of `launch.bench accelerator`, most important first."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Row:
   """One measurement.
 
   measure: 'module:function' in this package.
-  seconds: after which it is given up.
-  given: arguments of the function. `tiny` replaces those that TINY names.
-  tiny_preset: in place of the argument `preset` at tiny sizes.
+  seconds: time limit.
+  given: arguments of the function; with `tiny`, those in TINY are replaced.
+  tiny_preset: replaces the argument `preset` at tiny sizes.
   """
 
   measure: str
@@ -32,7 +32,7 @@ class Row:
     return getattr(importlib.import_module(f'.{module}', __package__), function)(**given)
 
 
-# Arguments of all rows at sizes that a CPU measures in a second: they show that the code runs.
+# Arguments of all rows at sizes for a CPU, which takes a second: they only test that the code runs.
 TINY = dict(
   size=64,
   kernel_length=64,
@@ -112,19 +112,19 @@ ROWS = {
 
 
 def chosen(names: str) -> dict[str, Row]:
-  """Returns the rows that a comma-separated list names, in their order here; a name also means all below it.
+  """Returns the rows in a comma-separated list, in the order of ROWS; a name also means all rows below it.
 
   Args:
     names: for example 'rates,decode' or 'sft/qwen3_1_7b'; '': all.
 
   Raises:
-    ValueError: a name means no row.
+    ValueError: no row has one of the names.
   """
-  wanted = [n for n in names.split(',') if n]
-  for name in wanted:
+  chosen_names = [name for name in names.split(',') if name]
+  for name in chosen_names:
     if not any(_below(name, row) for row in ROWS):
       raise ValueError(f'there is no row {name!r}; the rows are {", ".join(ROWS)}')
-  return {k: row for k, row in ROWS.items() if not wanted or any(_below(n, k) for n in wanted)}
+  return {k: row for k, row in ROWS.items() if not chosen_names or any(_below(name, k) for name in chosen_names)}
 
 
 def _below(name: str, row: str) -> bool:

@@ -1,6 +1,6 @@
-"""Runs the rows of `rows.py` in a process of their own, and outlives it.
+"""Runs the rows of `rows.py` in a separate process, and survives its failures.
 
-No JAX here: a device that hangs or a compiler that aborts ends the worker, not the measurement.
+It imports no JAX: a device that hangs or a compiler that aborts ends the worker, not the measurement.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxpost.tools.accelerator import rows as rows_lib
 
-_GRACE = 60.0  # seconds after its limit in which a row may end by itself
+_GRACE = 60.0  # seconds for a row to end by itself after its limit
 _START = 300.0  # seconds until a worker has found the devices
 
 
@@ -30,16 +30,16 @@ def run(
   A line has 'row', 'seconds' (wall time) and either the figures, or 'error', or 'skipped' with the reason.
 
   Args:
-    budget: seconds for everything; a row is not started when none are left.
+    budget: seconds for all rows; no row is started after them.
     names: see `rows.chosen`.
-    tiny: measure at sizes for CPUs, which shows that the code runs and nothing else.
+    tiny: measure at sizes for CPUs, which only tests that the code runs.
     traces: folder that keeps the profile of each row; '': none are kept.
     say: called with a line of text for each row.
 
   Returns:
     The number of rows with an error.
   """
-  left = list(rows_lib.chosen(names))
+  remaining = list(rows_lib.chosen(names))
   end = time.monotonic() + budget
   failed = 0
   pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
@@ -52,12 +52,12 @@ def run(
       state = line.get('error') or line.get('skipped') or 'done'
       say(f'{line["row"]}: {state} ({line.get("seconds", 0)} s)')
 
-    while left and time.monotonic() < end:
-      for line in _worker(left, end, tiny, traces):
-        left.remove(line['row'])
+    while remaining and time.monotonic() < end:
+      for line in _worker(remaining, end, tiny, traces):
+        remaining.remove(line['row'])
         failed += 'error' in line
         write(line)
-    for name in left:
+    for name in remaining:
       write(dict(row=name, skipped='the budget is used up'))
   return failed
 
@@ -80,15 +80,16 @@ def _worker(names: list[str], end: float, tiny: bool, traces: str) -> Iterator[d
       limit = min(began + _GRACE + (rows_lib.ROWS[running].seconds if running else 0), end)
       if not running:
         yield message
-    late = time.monotonic() >= limit
+    timed_out = time.monotonic() >= limit
   finally:
     messages.close()
     if process.poll() is None:
       _end(process)
   if running:
     code = process.wait()
-    why = f'gave no result in {time.monotonic() - began:.0f} s' if late else f'its process ended with code {code}'
-    yield dict(row=running, seconds=round(time.monotonic() - began, 1), error=why)
+    seconds = time.monotonic() - began
+    error = f'gave no result in {seconds:.0f} s' if timed_out else f'its process ended with code {code}'
+    yield dict(row=running, seconds=round(seconds, 1), error=error)
 
 
 class _Messages:
@@ -98,7 +99,7 @@ class _Messages:
     self._fd, self._buffer = fd, b''
 
   def next(self, until: float) -> dict[str, Any] | None:
-    """Returns the next line; None if the pipe is closed, or at the time `until` of `time.monotonic`."""
+    """Returns the next line; None if the pipe is closed or `time.monotonic` reaches `until`."""
     while b'\n' not in self._buffer:
       ready, _, _ = select.select([self._fd], [], [], max(0.0, until - time.monotonic()))
       chunk = os.read(self._fd, 65536) if ready else b''
@@ -113,7 +114,7 @@ class _Messages:
 
 
 def _end(process: subprocess.Popen) -> None:
-  """Ends a worker and its children: politely, so that it closes its devices, then by force."""
+  """Ends a worker and its children: by SIGTERM, so that it can close its devices, then by SIGKILL."""
   for sign, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 30)):
     try:
       os.killpg(process.pid, sign)

@@ -1,4 +1,4 @@
-"""Updates and whole steps: tokens a second, MFU, memory against the plan."""
+"""Measures updates and whole steps: tokens per second, MFU, and memory compared with the plan."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def sft(
   """Times updates of a method that learns from data.
 
   Args:
-    layers: of the model; 0: all.
-    documents: mean tokens of a document; 0: as an instruction set has them.
+    layers: number of layers of the model; 0: all.
+    documents: mean tokens of a document; 0: lengths as in an instruction data set.
     rank: of adapters on bfloat16 weights; 0: all weights are trained, in float32.
-    head_elements: logits that exist at a time; 0: the default.
+    head_elements: largest number of logits in memory; 0: the default.
   """
   cfg = workload.shape_of(preset, layers)
   config = dict(
@@ -55,26 +55,26 @@ def sft(
     items, metrics, seconds = _updates(stage, watch, steps)
     tokens = [item.info['tokens'] for item in items]
     context = float(np.average([item.info['mean_context'] for item in items], weights=tokens))
-    rate = sum(tokens) / sum(seconds)
-    found = workload.profile(lambda: jax.block_until_ready(update(stage, items[-1])))
+    tokens_per_s = sum(tokens) / sum(seconds)
+    profiled = workload.profile(lambda: jax.block_until_ready(update(stage, items[-1])))
     return dict(
       start_s=compiled_s,
       **workload.spread(seconds),
-      tokens_per_s=rate,
+      tokens_per_s=tokens_per_s,
       mean_context=context,
-      **model_flops(stage, rate, context),
+      **model_flops(stage, tokens_per_s, context),
       loss=float(metrics[0]['loss']),
       attention=running.placed.compute.attention,
       rejected_shapes=len(running.placed.compute.rejected_shapes),
       remat=running.placed.compute.remat,
       **watch.memory(stage.memory_usage()['memory/predicted_bytes']),
       programs=running.programs(),
-      profile=found,
+      profile=profiled,
     )
 
 
 def _updates(stage: Stage, watch: workload.Watch, steps: int) -> tuple[list[Item], list[dict], list[float]]:
-  """Returns the items and the seconds of `steps` updates after the first ones, and the metrics of the last."""
+  """Returns the items and the seconds of `steps` updates after the warm-up, and the metrics of the last one."""
   items, seconds = [], []
   for _ in range(steps + _FIRST):
     items.append(next(stage.stream))
@@ -85,13 +85,13 @@ def _updates(stage: Stage, watch: workload.Watch, steps: int) -> tuple[list[Item
 
 
 def model_flops(stage: Stage, tokens_per_s: float, context: float) -> dict[str, Any]:
-  """Returns the FLOP/s of the model at a rate of tokens, and their share of the data sheet and of measured products."""
+  """Returns the model's FLOP/s at a rate of tokens, and its shares of the data sheet and of measured products."""
   rate = stage.roles.policy.model.flops_of_update(context) * tokens_per_s
-  known = chips.of_kind(jax.devices()[0].device_kind)
-  size = 0 if known else 512  # a device without a data sheet is measured briefly
+  chip_spec = chips.of_kind(jax.devices()[0].device_kind)
+  size = 0 if chip_spec else 512  # a device without a data sheet is measured briefly
   return dict(
     model_flops_per_s=rate,
-    mfu=rate / known.flops / jax.device_count() if known and known.flops else None,
+    mfu=rate / chip_spec.flops / jax.device_count() if chip_spec and chip_spec.flops else None,
     share_of_matmul=rate / chip.measured(size)['matmul_flops'] / jax.device_count(),
   )
 
@@ -109,13 +109,13 @@ def on_policy(
   micro: int = 0,
   share: bool = False,
 ) -> dict[str, Any]:
-  """Times whole steps of a method that samples, by phase, after one that is not timed.
+  """Times whole steps of a method that samples, by phase, after a warm-up step.
 
   Args:
     group: completions of each of the `prompts`, which have `prompt` tokens.
     slots: sequences sampled at a time; 0: the default.
     micro: rows of a micro-batch; 0: the default.
-    share: completions of a prompt are packed behind one copy of it.
+    share: pack completions of a prompt after one copy of it.
   """
   cfg = workload.shape_of(preset, layers)
   config = dict(
@@ -157,13 +157,13 @@ def on_policy(
 
 
 def _of_policy(item: Item, metrics: list[dict]) -> dict[str, float]:
-  """Returns the metrics of the first update of the policy in a step, {} if there is none."""
-  found = [m for (role, _), m in zip(item.updates, metrics) if role == 'policy']
-  return {k: float(v) for k, v in found[0].items()} if found else {}
+  """Returns the metrics of the policy's first update in a step; {} if there is none."""
+  policy_metrics = [update_metrics for (role, _), update_metrics in zip(item.updates, metrics) if role == 'policy']
+  return {k: float(v) for k, v in policy_metrics[0].items()} if policy_metrics else {}
 
 
 def _refused(stage: Stage, metrics: dict[str, float]) -> str:
-  """Returns why a run would end at its first step, with these metrics; '' if it would not."""
+  """Returns why a run with these metrics would end at its first step; '' if it would not."""
   try:
     stage.check_first_step(metrics)
   except AssertionError as e:
@@ -181,12 +181,12 @@ def repeat(preset: str, layers: int, rows: int, row_length: int, steps: int) -> 
       stage = running.assembled()
       losses = [float(update(stage, next(stage.stream))[0]['loss']) for _ in range(steps)]
       runs.append((losses, [np.asarray(x) for x in jax.tree.leaves(stage.roles.policy.params)]))
-  (first, mine), (second, theirs) = runs
-  different = [int((a.view(np.uint8) != b.view(np.uint8)).any()) for a, b in zip(mine, theirs)]
+  (first, first_params), (second, second_params) = runs
+  different = [int((a.view(np.uint8) != b.view(np.uint8)).any()) for a, b in zip(first_params, second_params)]
   return dict(
     bit_equal=first == second and not any(different),
     losses=[first, second],
     different_arrays=sum(different),
     arrays=len(different),
-    largest_difference=max(float(np.abs(a - b).max()) for a, b in zip(mine, theirs)),
+    largest_difference=max(float(np.abs(a - b).max()) for a, b in zip(first_params, second_params)),
   )

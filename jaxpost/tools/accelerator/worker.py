@@ -1,7 +1,7 @@
 """The process that measures: `worker.py OPTIONS ROW...`, started by `supervisor.py`.
 
-Writes to a pipe {"begin": row} before each row and its line after it. An exception, or a
-limit of time that passes, is the row's error, and the next row runs.
+Writes to a pipe {"begin": row} before each row and its line after it. After an exception or a timeout, which is the
+error of the row, the next row runs.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from jaxpost import errors
 from jaxpost.hardware import host
 from jaxpost.tools.accelerator import rows as rows_lib
 
-# After these a device answers nothing more: the process ends, and the supervisor starts another.
+# After these errors a device does not work any more: the process ends, and the supervisor starts another.
 _FATAL = ('CUDA_ERROR_ILLEGAL_ADDRESS', 'CUDA_ERROR_LAUNCH_FAILED', 'CUDA_ERROR_ASSERT', 'device-side assert')
 
-_MARGIN = 5.0  # seconds before the end of the budget, in which a row reports what it has
+_MARGIN = 5.0  # seconds before the end of the budget, for the row to report its error
 
-# Errors of measurements, of JAX (JaxRuntimeError is a RuntimeError) and of limits. Another ends the process, and is
-# the row's error as well.
+# Errors of measurements, of JAX (JaxRuntimeError is a RuntimeError) and of time limits. Any other error ends the
+# process, and is the row's error as well.
 _FAILURES: tuple[type[Exception], ...]
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, OSError)
 _FAILURES += (RuntimeError, TypeError, ValueError, errors.InputError)
 
 
 def measure(name: str, row: rows_lib.Row, tiny: bool, left: float = math.inf) -> dict[str, Any]:
-  """Returns the line of a row: its figures, or what went wrong.
+  """Returns the line of a row: its figures, or its error.
 
-  It is given up after `row.seconds`, or when only `left` seconds of the budget are.
+  The row is stopped after `row.seconds`, or after `left` seconds, which remain of the budget.
   """
   start, seconds = time.perf_counter(), max(0.1, min(row.seconds, left))
 
@@ -46,18 +46,18 @@ def measure(name: str, row: rows_lib.Row, tiny: bool, left: float = math.inf) ->
   signal.signal(signal.SIGALRM, give_up)
   signal.setitimer(signal.ITIMER_REAL, seconds)
   try:
-    found = row.run(tiny)
+    figures = row.run(tiny)
   except _FAILURES as e:
     traceback.print_exc()
-    found = dict(error=f'{type(e).__name__}: {e}'[:2000])
+    figures = dict(error=f'{type(e).__name__}: {e}'[:2000])
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
-  line = dict(row=name, seconds=round(time.perf_counter() - start, 1), **({'tiny': True} if tiny else {}), **found)
+  line = dict(row=name, seconds=round(time.perf_counter() - start, 1), **({'tiny': True} if tiny else {}), **figures)
   return _finite(line)
 
 
 def _finite(x: Any) -> Any:
-  """Returns `x` with null in place of numbers that JSON does not have."""
+  """Returns `x` with None instead of NaN and infinity, which JSON lacks."""
   if isinstance(x, dict):
     return {k: _finite(v) for k, v in x.items()}
   if isinstance(x, (list, tuple)):
@@ -68,8 +68,8 @@ def _finite(x: Any) -> Any:
 def main(argv: list[str]) -> None:
   """Measures the rows that the command line names.
 
-  The first argument is JSON: the number of the `pipe`, `tiny`, `traces` (a folder or ''), and when to `end`, by
-  `time.monotonic`.
+  The first argument is JSON: the file descriptor `pipe`, `tiny`, `traces` (a folder or ''), and `end`, the time of
+  `time.monotonic` at which to stop.
   """
   options, *names = json.loads(argv[0]), *argv[1:]
   host.tune_host()
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> None:
         workload.keep_traces(os.path.join(options['traces'], name.replace('/', '-')))
       left = options['end'] - time.monotonic() - _MARGIN
       line = measure(name, rows_lib.ROWS[name], options['tiny'], left)
-      gc.collect()  # the arrays of a row before those of the next
+      gc.collect()  # frees the arrays of a row before the next one
       send(line)
       if any(x in line.get('error', '') for x in _FATAL):
         return

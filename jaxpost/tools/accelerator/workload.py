@@ -1,4 +1,4 @@
-"""Stages for measurements, on random weights and documents that are made up; and what each row reports of them."""
+"""Stages for measurements, with random weights and documents, and the figures that rows report about them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _DOCUMENTS = 512
 _SAMPLES = 10  # largest operations of a profile that are reported
-_traces = ''  # where the profile of the row is kept
+_traces = ''  # folder that keeps the profile of the current row
 
 
 def shape_of(preset: str, layers: int) -> ModelConfig:
@@ -50,7 +50,7 @@ def shape_of(preset: str, layers: int) -> ModelConfig:
 
 
 def lengths_of(mean: int, longest: int) -> np.ndarray:
-  """Returns lengths of documents in tokens: as an instruction set has them, or around `mean`."""
+  """Returns lengths of documents in tokens: as in an instruction data set, or around `mean`."""
   if not mean:
     return testing.document_lengths(_DOCUMENTS, high=min(512, longest), low=min(32, longest // 2))
   drawn = np.random.default_rng(0).normal(mean, mean / 4, _DOCUMENTS)
@@ -58,7 +58,7 @@ def lengths_of(mean: int, longest: int) -> np.ndarray:
 
 
 def write_rows(path: str, kind: str, lengths: np.ndarray, vocab: int) -> None:
-  """Writes jsonl rows whose tokens are random numbers: kind 'sft', 'dpo' or 'prompts'; lengths of a row in all."""
+  """Writes jsonl rows of kind 'sft', 'dpo' or 'prompts' with random tokens; `lengths` are total tokens per row."""
   rng = np.random.default_rng(0)
 
   def words(count: int) -> str:
@@ -67,8 +67,8 @@ def write_rows(path: str, kind: str, lengths: np.ndarray, vocab: int) -> None:
   with open(path, 'w', encoding='utf-8') as file:
     for n in lengths.tolist():
       if kind == 'prompts':
-        row = dict(prompt=words(n - 1))  # after the token that begins a text
-      elif kind == 'dpo':  # a pair shares a row, with the prompt
+        row = dict(prompt=words(n - 1))  # plus the BOS token
+      elif kind == 'dpo':  # a row holds the prompt and both answers
         row = dict(prompt=words(n // 4), chosen=words(n // 3), rejected=words(n // 3))
       else:
         row = dict(prompt=words(n // 8), completion=words(n - n // 8 - 2))
@@ -84,25 +84,25 @@ class Running:
   workdir: str
 
   def assembled(self) -> Stage:
-    """Compiles the programs of the stage; its parameters are taken over."""
+    """Compiles the programs of the stage, which takes over the parameters."""
     writer = MetricsWriter(self.workdir, tensorboard=False, primary=False)
     return assemble.assemble(self.placed, self.workdir, writer, self.params)
 
   def programs(self) -> list[dict[str, Any]]:
-    """Returns a row for each compiled program: compile time, memory, and the roofline where the chip is known."""
+    """Returns a row for each compiled program: compile time, memory, and the roofline if the chip is known."""
     topology = machines.here(list(self.placed.train.mesh.devices.flat))
     out = []
     for row in self.placed.ledger.rows:
-      found = {k: row[k] for k in ('program', 'shapes', 'compile_s', 'temp_bytes', 'argument_bytes')}
-      found['in_use_bytes'] = row.get('in_use_bytes')
+      figures = {k: row[k] for k in ('program', 'shapes', 'compile_s', 'temp_bytes', 'argument_bytes')}
+      figures['in_use_bytes'] = row.get('in_use_bytes')
       if 'totals' in row:
         hosts = dict(roofline.host_of(topology, row['mesh']))
         work = roofline.work(row, row['mesh'], topology, hosts)
         seconds = work['seconds']
-        found |= dict(roofline_s=seconds['roofline'], expected_s=seconds['expected'])
-        found |= {f'{k}_flops': work['flops'][k] for k in ('program', 'model')}
-        found |= dict(memory_traffic_bytes=work['memory_traffic_bytes'], filled=row['filled'])
-      out.append(found)
+        figures |= dict(roofline_s=seconds['roofline'], expected_s=seconds['expected'])
+        figures |= {f'{k}_flops': work['flops'][k] for k in ('program', 'model')}
+        figures |= dict(memory_traffic_bytes=work['memory_traffic_bytes'], filled=row['filled'])
+      out.append(figures)
     return out
 
 
@@ -113,12 +113,12 @@ def stage(
   """Places a stage with random weights.
 
   Args:
-    cfg: shape of its model; `config` names no other.
+    cfg: shape of its model.
     config: sections as in a config file.
     rows: kind and lengths of its documents or prompts; see `write_rows`.
-    head_elements: logits that exist at a time; 0: the default.
+    head_elements: largest number of logits in memory; 0: the default.
   """
-  with tempfile.TemporaryDirectory() as workdir, contextlib.ExitStack() as undo:
+  with tempfile.TemporaryDirectory() as workdir, contextlib.ExitStack() as cleanup:
     path = os.path.join(workdir, 'rows.jsonl')
     write_rows(path, *rows, cfg.vocab_size)
     sections = dict(config)
@@ -128,16 +128,16 @@ def stage(
     ((name, parsed),) = config_lib.parse(sections).items()
     algorithm, parsed = prepare.resolve(parsed)
     source = Source(cfg)
-    found = prepare.find_weights(parsed, algorithm, source, {})
-    if 'critic' in found:
-      found['critic'] = Source(model_lib.with_scalar_head(cfg))
-    inputs = prepare.make_inputs(name, parsed, algorithm, found, testing.IntTokenizer(cfg.vocab_size))
+    sources = prepare.find_weights(parsed, algorithm, source, {})
+    if 'critic' in sources:
+      sources['critic'] = Source(model_lib.with_scalar_head(cfg))
+    inputs = prepare.make_inputs(name, parsed, algorithm, sources, testing.IntTokenizer(cfg.vocab_size))
     data = prepare.make_data(inputs, data_sources.read_sources(path))
     rewards = RewardPool(f'{bench.__name__}:even_words', workers=1) if sections.get('reward') else None
     prepared = PreparedStage(inputs, data, Workers(rewards))
-    undo.callback(prepared.close)
-    if close := getattr(data.stream, 'close', None):  # the thread that reads ahead
-      undo.callback(close)
+    cleanup.callback(prepared.close)
+    if close := getattr(data.stream, 'close', None):  # ends the prefetching thread
+      cleanup.callback(close)
     placed = place.place_stage(prepared)
     if head_elements:
       placed = dataclasses.replace(placed, compute=dataclasses.replace(placed.compute, head_elements=head_elements))
@@ -147,7 +147,7 @@ def stage(
 
 
 class Watch:
-  """Wall time and memory of a row, against what was predicted."""
+  """Wall time of a row, and its memory compared with the prediction."""
 
   def __init__(self) -> None:
     self._start = time.perf_counter()
@@ -160,7 +160,7 @@ class Watch:
     return seconds
 
   def memory(self, predicted: int) -> dict[str, Any]:
-    """Returns measured and predicted bytes. The peak is of the process: unknown where a row before used more."""
+    """Returns measured and predicted bytes. The peak is that of the process, so unknown if an earlier row used more."""
     peak = memory.peak().get('memory/peak_bytes', 0)
     measured = peak if peak > self._peak else None
     return dict(peak_bytes=measured, predicted_bytes=predicted, peak_share=measured and measured / max(predicted, 1))
@@ -172,25 +172,25 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 def keep_traces(folder: str) -> None:
-  """Keeps the profile of the row that follows in a folder, to be opened with xprof or Perfetto."""
+  """Keeps the profile of the next row in a folder, to be opened with xprof or Perfetto."""
   global _traces
   _traces = folder
 
 
 def profile(work: Any, per: int = 1) -> dict[str, Any]:
-  """Traces `work()`, which waits for the devices; returns the ten largest operations and how many ran.
+  """Traces `work()`, which waits for the devices; returns the ten longest operations and the number of operations.
 
   Args:
     per: operations are counted over this number of tokens or steps.
   """
-  with tempfile.TemporaryDirectory() as own:
-    folder = _traces or own
+  with tempfile.TemporaryDirectory() as scratch:
+    folder = _traces or scratch
     with jax.profiler.trace(folder):
       work()
     files = glob.glob(f'{folder}/**/*.xplane.pb', recursive=True)
     if not files:
       return dict(profile='this version of JAX wrote no trace')
-    newest = max(files, key=os.path.getmtime)  # a folder that is kept may have older ones
+    newest = max(files, key=os.path.getmtime)  # a kept folder may have older ones
     planes = list(jax.profiler.ProfileData.from_file(newest).planes)
     seconds: Counter[str] = Counter()
     count = 0
@@ -203,7 +203,7 @@ def profile(work: Any, per: int = 1) -> dict[str, Any]:
 
 
 def _operations(planes: list[Any]) -> Iterator[Any]:
-  """Yields the events of what ran on the first device: on streams of a GPU, operations of a TPU or CPU."""
+  """Yields the events of the first device: on streams of a GPU, operations of a TPU or CPU."""
   devices = sorted(p.name for p in planes if p.name.startswith('/device:') and 'CUSTOM' not in p.name)
   for plane in planes:
     if devices and plane.name != devices[0]:
