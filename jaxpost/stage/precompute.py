@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from etils import epath
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
   from jaxpost.algorithms.base import Precompute
   from jaxpost.data.examples import Example
   from jaxpost.stage.place import PlacedStage
-  from jaxpost.stage.records import Source
   from jaxpost.types import Batch
 
 # Host batch [rows, row_length] -> {name: [rows, row_length, ...]}, by a frozen role.
@@ -50,10 +49,7 @@ def digest(examples: Iterable[Example | None]) -> str:
 
 
 def precompute(
-  placed: PlacedStage,
-  make_run: Callable[[str, Precompute], Run],
-  identity: Callable[[Source], Any],
-  workdir: epath.PathLike | None,
+  placed: PlacedStage, make_run: Callable[[str, Precompute], Run], workdir: epath.PathLike | None
 ) -> tuple[str, ...]:
   """Fills a stage's documents with what frozen roles compute; returns the names of these roles.
 
@@ -63,7 +59,6 @@ def precompute(
   Args:
     placed: the stage, whose documents (and held-out ones) are filled.
     make_run: makes the `run` of a role.
-    identity: makes JSON that tells a source from others.
     workdir: the run's folder; None keeps nothing.
   """
   wanted = placed.algorithm.precompute(placed.config)
@@ -83,7 +78,7 @@ def precompute(
         theirs = spec.texts(placed, name, examples, rows, tokenizer)
       key = fingerprint(
         [
-          identity(placed.inputs.sources[name]),
+          weight_sources.identity(placed.inputs.sources[name], workdir, placed.config.seed),
           digest(examples),
           placed.compute.dtype,
           placed.config.model.param_dtype,
@@ -92,7 +87,7 @@ def precompute(
           shape.row_length,
           spec.options,
           sorted(spec.arrays),
-          *([digest(theirs.theirs)] if theirs else []),
+          theirs and digest(theirs.theirs),
         ]
       )
       # Times of files may differ between hosts.
