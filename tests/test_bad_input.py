@@ -283,7 +283,7 @@ def test_rows_that_do_not_split():
   from jaxpost.stage import batch_shape, config
 
   parsed = config.parse(dict(train=dict(batch_size=6)))['sft']
-  with pytest.raises(InputError, match='6 rows at a time do not split over 4'):
+  with pytest.raises(InputError, match='6 rows of a micro-batch do not split over 4'):
     batch_shape.batch_shape(parsed, False, 4)
 
 
