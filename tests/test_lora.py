@@ -728,7 +728,7 @@ def test_adapter_of_another_model_is_refused(base, tmp_path, fields, text):
 
 def test_another_rank_than_that_of_the_adapter_is_refused(base, tmp_path):
   path = adapter(tmp_path / 'adapter', base)
-  with pytest.raises(InputError, match='config.lora.rank: 7 is not that of .*, which has . and decides it; leave it 0'):
+  with pytest.raises(InputError, match='config.lora.rank: 7 is not the rank of the adapter .*, .; leave it 0'):
     prepare.prepare_all(sft(base, lora=dict(rank=7, path=path)))
 
 
