@@ -229,7 +229,7 @@ def test_a_chat_that_ends_with_a_question_is_a_prompt_as_it_is(plain):
   row = {'messages': [USER, ANSWER, USER_2]}
   answered = {'messages': [*row['messages'], ANSWER]}
   assert prompts_lib.prompt_of(row, 'x') == row['messages'] == prompts_lib.prompt_of(answered, 'x')
-  with pytest.raises(InputError, match='nothing stands before the last assistant turn'):
+  with pytest.raises(InputError, match='there is nothing before the last assistant turn'):
     prompts_lib.prompt_of({'messages': [ANSWER]}, 'x')
 
 
