@@ -200,7 +200,7 @@ def test_a_call_that_the_template_leaves_out_is_refused(plain):
       render(plain, row, train_on=train_on)
     assert str(caught.value) == (
       "a.jsonl:1: message 1: the chat template leaves out its call of 'f'; set config.data.chat_template to a template "
-      'that shows calls of tools'
+      'that shows tool calls'
     )
   flat = {'role': 'assistant', 'content': 'A', 'tool_calls': [{'name': 'f', 'arguments': {}}]}
   with pytest.raises(InputError, match="leaves out its call of 'f'"):
@@ -413,7 +413,7 @@ def test_bad_rows_are_named(plain, row, message):
 
 def test_weights_and_training_on_all_exclude_each_other(plain):
   row = {'messages': [USER, {**ANSWER, 'weight': 1}]}
-  with pytest.raises(InputError, match='x: messages with a weight, and train'):
+  with pytest.raises(InputError, match='x: messages have a weight, which train'):
     chat.make_example(plain, row, 'x', train_on='all')
 
 
@@ -423,8 +423,8 @@ def test_bad_prompts_are_named(plain):
     ({'question': 'x'}, {}, 'needs the column prompt'),
     ({'prompt': ''}, {}, 'prompt: is empty'),
     ({'prompt': 'x'}, {'system_prompt': 'S'}, 'plain text'),
-    ({'prompt': [system, USER]}, {'system_prompt': 'S'}, 'of its own'),
-    ({'messages': [ANSWER]}, {}, 'nothing stands before'),
+    ({'prompt': [system, USER]}, {'system_prompt': 'S'}, 'its own system message'),
+    ({'messages': [ANSWER]}, {}, 'there is nothing before'),
   ]:
     with pytest.raises(InputError, match='^a.jsonl:1: .*' + message):
       prompts_lib.prompt_tokens(plain, row, 'a.jsonl:1', **options)

@@ -261,7 +261,7 @@ BAD_PAIRS = [
   ({**TEXT, 'rejected': 'a'}, 'rejected: equals chosen'),
   ({**TEXT, 'chosen': ' \n'}, 'chosen: is empty'),
   ({**TEXT, 'rejected': 5}, 'rejected: is an int'),
-  ({**TEXT, 'rejected': BAD}, 'one is text and one a list'),
+  ({**TEXT, 'rejected': BAD}, 'one is text and one is a list'),
   ({**TEXT, 'prompt': [USER]}, 'prompt is a list and chosen a str'),
   ({**MESSAGES, 'prompt': 'Q1'}, 'both text or both lists of messages$'),
   # UltraFeedback as it is on the hub; and with the prompt as messages, too.
