@@ -384,7 +384,7 @@ BAD_ROWS = [
   ({'prompt': [USER], 'completion': [USER, ANSWER]}, 'the answer begins with its prompt, which'),
   ({'prompt': [USER], 'completion': [USER_2]}, 'has no assistant turn'),
   ({'prompt': 1, 'completion': 2}, 'prompt: is an int, must be a list'),
-  ({'messages': [USER, {**ANSWER, 'weight': -1}]}, r'messages\[1\].weight: -1 is no number >= 0'),
+  ({'messages': [USER, {**ANSWER, 'weight': -1}]}, r'messages\[1\].weight: -1 is not a number >= 0'),
   ({'messages': [USER, {**ANSWER, 'weight': True}]}, 'weight: True is no numb'),
   ({'messages': [USER, {**ANSWER, 'weight': float('inf')}]}, 'weight: inf is'),
   (
