@@ -56,7 +56,7 @@ class Bytes:
     special = {token.content: i for i, token in tokenizer.hf.added_tokens_decoder.items() if token.special}
     vocabulary = tokenizer.hf.get_vocab()
     texts: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
-    # Byte-level tokenizers write space and line break as Ġ and Ċ; SentencePiece may have both as letters, and ▁ as space.
+    # Byte-level tokenizers write space and line break as Ġ and Ċ; in SentencePiece these are letters, and ▁ is space.
     is_byte_level = {'Ġ', 'Ċ'} <= vocabulary.keys() and '▁' not in vocabulary
     to_bytes = _from_letters if is_byte_level else _from_piece
     for token, i in vocabulary.items():
