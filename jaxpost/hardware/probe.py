@@ -166,7 +166,7 @@ def _cpu() -> str:
 
 
 def measured_dtype(saved: epath.Path, stages: list[str], console: rich.console.Console) -> str:
-  """Returns the dtype of `stages` in `saved`, a run's config.json or, if there is none, the fastest one on process 0."""
+  """Returns the dtype of `stages` in `saved`, the config.json of a run; if there is none, the fastest on process 0."""
   dtype = coordination.broadcast(_saved_dtype(saved, stages))
   if not dtype:
     jax.devices()  # on all processes, as they wait for each other
