@@ -170,7 +170,7 @@ def _span(
   if end < start:
     problem = f'renders message {n} differently than its generation prompt'
     raise InputError(f'{where}: the chat template {problem}; add generation markers to the template')
-  # Include the special token that ends the turn: it begins at `end`, or before, if both texts end in a part of it.
+  # Include the special token that ends the turn. It begins at `end`, or before if both renderings share a part of it.
   for special in tokenizer.special_texts:
     at = text.find(special, max(start, end - len(special) + 1), end + len(special))
     if at >= 0:

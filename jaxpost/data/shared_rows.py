@@ -28,7 +28,7 @@ _WINDOW_ROWS = 64  # approximate number of rows of a window
 
 
 class Facts(NamedTuple):
-  """What all processes know about a document; it can be packed like an Example."""
+  """The figures of a document that all processes know; they can be packed like an Example."""
 
   length: int
   context: float  # sum over its tokens of the number of tokens that each attends to
@@ -95,7 +95,7 @@ class SharedStream(loader.PackedStream):
   def __next__(self) -> tuple[Batch, dict[str, float]]:
     start, before = time.perf_counter(), self._channel.waited if self._thread else 0.0
     batch_and_info = super().__next__()
-    # Of the time that this call has waited for a batch, count the time that the thread waited for other processes.
+    # Count only the part of this call's waiting in which the thread waited for other processes.
     seconds_waited(min(time.perf_counter() - start, self._channel.waited - before))
     return batch_and_info
 

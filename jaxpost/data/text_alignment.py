@@ -122,7 +122,7 @@ def spans(mine: Example, theirs: Example, texts: tuple[Bytes, Bytes]) -> Iterato
     their_pieces, they_stop = _pieces(theirs.tokens[slice(*pair[1])].tolist(), texts[1])
     pieces = my_pieces, their_pieces
     _drop_leading_space(pieces)
-    # As Latin-1, each byte is a character.
+    # Each byte is one character of Latin-1.
     common = chat.common_length(*(b''.join(side).decode('latin-1') for side in pieces))
     # {bytes of text so far: number of tokens} of either side.
     ends = [dict(zip(itertools.accumulate(map(len, side)), range(1, len(side) + 1))) for side in pieces]

@@ -118,7 +118,7 @@ class Tokenizer:
 
   @functools.cached_property
   def adds_space(self) -> bool:
-    """Whether encoding puts a space before the text, as SentencePiece models do."""
+    """True if encoding puts a space before the text, as SentencePiece models do."""
     return self.decode(self.encode('a') + self.encode('a')) != 'aa'
 
   def render_chat(
@@ -240,7 +240,7 @@ def load(
   eos = next((i for i in candidates if i is not None), None)
   if eos is None:
     raise InputError(f'{path}: the tokenizer has no end-of-text token; set "eos_token" in its tokenizer_config.json')
-  # With gpt-oss, <|return|> ends a turn, and <|end|> only its reasoning.
+  # In gpt-oss, <|return|> ends a turn, and <|end|> only its reasoning.
   ends_reasoning = '<|end|>' if '<|return|>' in templates else ''
   turn_ends = [hf.get_vocab().get(text) for text in _TURN_ENDS if text in templates and text != ends_reasoning]
   return Tokenizer(

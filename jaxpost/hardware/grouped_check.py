@@ -94,8 +94,8 @@ def errors(matrix: Matrix, dtype: str) -> dict[str, float]:
   @functools.partial(jax.jit, compiler_options=kernel_check.compiler_options())
   def measured(key: jax.Array) -> list[jax.Array]:
     dtypes = ((compute.dtype, 'float32'), ('float32', compute.dtype))  # if all weights are trained, and of adapters
-    found = [jnp.stack(_errors(matrix, compute, rows, key, *pair)) for rows in _ROWS for pair in dtypes]
-    return list(jnp.max(jnp.stack(found), axis=0))
+    cases = [jnp.stack(_errors(matrix, compute, rows, key, *pair)) for rows in _ROWS for pair in dtypes]
+    return list(jnp.max(jnp.stack(cases), axis=0))
 
   return dict(zip(('out', 'x', 'w'), map(float, measured(jax.random.key(0)))))
 

@@ -219,7 +219,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   with fewer heads. The stripes of a row that is split are computed one after the other.
   """
   if name == DECODE:
-    # With few slots, the kernel splits the entries of a slot over thread blocks; with many it does not.
+    # The kernel splits the entries of a slot over thread blocks if there are few slots, but not if there are many.
     return dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
   length, size, values = work.length, work.head_dim, work.value_dim
   rows, kv_heads = _sizes(work)

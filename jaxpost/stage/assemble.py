@@ -58,7 +58,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     trace = Trace(workdir / 'profile' / placed.name, log.profile_from, log.profile_steps, config.train.steps)
 
   def check_first_step(metrics: dict):
-    # With dropout or rollouts of another run, the training logprobs of step 1 need not equal those of the sampler.
+    # Dropout and rollouts of another run change metrics that are known at step 1, such as importance ratios of 1.
     if not model.dropout and not config.train_on_rollouts:
       inputs.algorithm.check_first_step(metrics, config)
 

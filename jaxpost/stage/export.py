@@ -41,8 +41,7 @@ _REWARD_MODEL_USAGE = (
   '    transformers.AutoModelForSequenceClassification.from_pretrained("FOLDER")  # its logit is the score',
   '    python -m launch.train ... --config.reward=reward_model --config.reward_model.path=FOLDER',
 )
-# Where a reward model of each loss gives its score: transformers and servers read the logit of the last token, whatever
-# that token is.
+# {loss: the token whose logit is the score}; transformers and servers read the logit of the last token of any text.
 _SCORE_POSITIONS = {
   'process': 'The logit at the line break after each step is the score of the step. No other token was trained.',
   '': 'The score is the logit at the stop token that ends an answer, the only one that was trained. Many chat '

@@ -21,7 +21,7 @@ def longest(cfg: ModelConfig) -> int:
   length = cfg.max_position
   for rope in cfg.ropes:
     scaling = dict(rope.scaling)
-    # With yarn, max_position_embeddings may be the length before scaling; with llama3 and longrope it is the one after.
+    # For yarn, max_position_embeddings may be the length before scaling; for llama3 and longrope it is the one after.
     if scaling.get('rope_type') in ('linear', 'dynamic', 'yarn'):
       length = max(length, int(scaling.get('factor', 1) * scaling.get(_ORIGINAL, cfg.max_position)))
   return length

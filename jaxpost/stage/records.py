@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """Where the weights of a model come from. They are random if `folder`, `checkpoints` and `stage` are all empty.
+  """The origin of the weights of a model, which are random if `folder`, `checkpoints` and `stage` are all empty.
 
   Attributes:
     config: shape of the model.
@@ -143,7 +143,7 @@ def has_branches(inputs: Inputs, data: Data) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-  """Processes that run the user's functions; None where the stage has none."""
+  """Processes that run the user's functions; None if the stage has none."""
 
   rewards: RewardPool | None = None
   environment: EnvironmentPool | PoolsBySource | None = None

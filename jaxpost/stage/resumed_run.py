@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Fields and sections that a resumed run may change.
 _FREE = (
   *('log', 'save', 'eval', 'rewards', 'mesh', 'train.steps'),
-  # What fits into memory: a run that ran out of memory, or moves to other devices, may continue with other values.
+  # These decide memory: a run that ran out of it, or moves to other devices, may continue with other values.
   *('train.micro_batch_size', 'model.remat', 'model.attention', 'rollout.slots', 'rollout.offload'),
   *('tools.workers', 'tools.timeout_s', 'tools.env_vars'),
 )

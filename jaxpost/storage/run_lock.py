@@ -113,10 +113,7 @@ class RunLock:
 
   @contextlib.contextmanager
   def _alone(self) -> Iterator[bool]:
-    """Yields whether this process alone, of those on this machine, may replace the file.
-
-    Processes of other machines are told apart by `_take_over`.
-    """
+    """Yields True if no other process of this machine may replace the file; `_take_over` handles other machines."""
     try:
       file = None if object_store.is_remote(self._path) else open(self._path, 'rb')
     except FileNotFoundError:
