@@ -147,7 +147,7 @@ def trusted(name: str, work: AttentionShape, dtype: str) -> str:
   """Checks a kernel for each window of a model; returns '' if all are right, otherwise what differs from XLA."""
 
   def all_errors() -> dict[str, float]:
-    out = {}
+    out: dict[str, float] = {}
     for window in work.windows:
       label = f' with window {window}' if window else ''
       out |= {f'{array}{label}': error for array, error in errors(name, work, dtype, window).items()}
