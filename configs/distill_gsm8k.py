@@ -8,7 +8,7 @@ Figures of similar runs: docs/defaults.md.
 `:model=NAME` and `:teacher=NAME` take a name below, a hub id or a folder.
 `:top_k=32` first caches the teacher's 32 most probable tokens on disk, so that
 training needs no teacher in memory. To use custom data, set
---config.data.path=FILE with question and answer, or prompt and answer.
+--config.data.path=FILE with question and answer, or prompt and completion.
 `:runlocal` needs no network: the student is a tiny random model, the teacher the same one after 40 steps of SFT on
 generated sums. Held out, `divergence` goes from 4.17 to 0.00 in 40 steps.
 """

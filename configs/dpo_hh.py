@@ -1,11 +1,11 @@
-"""DPO and its family on the helpful and harmless preferences of HH-RLHF.
+"""DPO and its family on the preferences for helpful answers of HH-RLHF.
 
 python -m launch.train --config=configs/dpo_hh.py --workdir=runs/dpo_hh
 
 Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
 metric is rewards/accuracies on held-out pairs (split `eval`). Figures of similar runs: docs/defaults.md.
-`:method=NAME` is dpo, orpo, cpo or simpo; `:loss=NAME` selects another pair loss
-(ipo, hinge, robust, apo_zero, ...: docs/config.md). `:model=NAME` takes a name
+`:method=NAME` is dpo, ld_dpo, wpo, orpo, cpo or simpo; `:loss=NAME` selects another pair
+loss (ipo, hinge, robust, ...: docs/methods/dpo.md). `:model=NAME` takes a name
 below, a hub id or a folder; data of your own: --config.data.path=FILE with
 prompt, chosen and rejected. --config.preference.precompute_ref=True caches the
 reference log-probs on disk, so that no second model is in memory.

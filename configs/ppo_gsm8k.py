@@ -2,12 +2,12 @@
 
 python -m launch.train --config=configs/ppo_gsm8k.py --workdir=runs/ppo_gsm8k
 
-Policy, critic and reference are three models of one size; with --config.critic.value_head=True the critic is a
-second head of the policy. Meant for one accelerator of 80 GB; time and accuracy have not been measured yet. The
-metric is pass@1 of the greedy answers to test questions (split `eval`); watch critic/explained_variance rise, too.
-With `:model=qwen2_5_0_5b` verl reports 0.57 (docs/defaults.md). `:method=vapo` is PPO for long reasoning, with VAPO's
-lambdas, 50 steps for the critic alone, 16 answers to a prompt and no KL. `:model=NAME` takes a name below, a hub id
-or a folder; data of your own: --config.data.path=FILE with question and answer, or prompt and answer.
+Policy, critic and reference are three models of one size. With --config.critic.value_head=True --config.critic.lr=0
+--config.critic.warmup_steps=0 the critic is a second head of the policy. Meant for one accelerator of 80 GB; time and
+accuracy have not been measured yet. The metric is pass@1 of greedy answers to test questions (split `eval`); watch
+critic/explained_variance, too. With `:model=qwen2_5_0_5b` verl reports 0.57 (docs/defaults.md). `:method=vapo` is PPO
+for long reasoning: VAPO's lambdas, 50 steps for the critic alone, 16 answers to a prompt, no KL. `:model=NAME` takes a
+name below, a hub id or a folder; data of your own: --config.data.path=FILE with question or prompt, and answer.
 `:runlocal` (no network): a random model learns to begin with a digit; `reward` goes from 0.06 to 0.94 in 24 steps.
 """
 

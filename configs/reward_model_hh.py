@@ -1,4 +1,4 @@
-"""A reward model of the helpful and harmless preferences of HH-RLHF.
+"""A reward model of the preferences for helpful answers of HH-RLHF.
 
 python -m launch.train --config=configs/reward_model_hh.py --workdir=runs/rm_hh
 

@@ -56,7 +56,8 @@ each member. `"--config.optim={'lr': 1e-4}"` replaces a whole section: fields th
 it leaves out have their defaults, or the values of a stage's block.
 
 A config can be YAML, too: `--config=my.yaml` reads nested fields, each value as the type of its
-field (`run_name: 12e5` is text), and overrides and stages work as above.
+field (`run_name: 12e5` is text), and overrides and stages work as above. So does `--config=runs/NAME/config.json`, the
+whole config that a run has saved.
 `docs/config_schema.json` is the schema by which an editor completes and checks it:
 
     # yaml-language-server: $schema=docs/config_schema.json

@@ -37,7 +37,7 @@ MADE = '<!-- Written by docs/make_method_pages.py from docs/method_texts.toml. -
 FAMILIES = {
   'On data': 'No rewards, or rewards that only select what is learned.',
   'Preferences': 'Pairs, labels and scores of given answers.',
-  'Teachers': 'Another model says what is likely.',
+  'Teachers': 'Another model gives the probabilities to learn.',
   'Groups of samples': 'Rewards of several samples of a prompt are compared. The surrogate loss differs.',
   'Baselines': 'What is subtracted from a reward, or divides it, differs.',
   'Off policy': 'Surrogates for samples that are older than the policy.',
@@ -48,29 +48,29 @@ HEAD = f"""# One page for each method
 
 {MADE}
 
-`config.algorithm` names a method. Each page has its formula as it is computed here, where that differs from the paper,
-its defaults, a command, what was measured, when to use it and what goes wrong, with the metric to look at.
-[Which choices go together](../combinations.md) has the parts of policy gradients that can be mixed.
+`config.algorithm` names a method. Each page has the formula as it is computed here, how that differs from the paper,
+the defaults, a command, measurements, when to use the method, and what can go wrong, with the metric that shows it.
+[Which choices go together](../combinations.md) lists the parts of policy gradients that can be combined.
 
 ## Notation
 
 ```
-y, y_t       an answer, and its token t; sums and means over tokens count the trained ones
+y, y_t       an answer, and its token t; sums and means over tokens are over the trained ones
 pi           the policy that is trained
 pi_old       the policy before the updates of a rollout, or the sampler (rl.old_policy)
 mu           the policy that sampled, as the sampler computed it
 ref          the reference model
-r_t          pi(y_t) / pi_old(y_t); |log r_t| is held to at most 20
+r_t          pi(y_t) / pi_old(y_t); log r_t is clamped to [-20, 20]
 R_i          sum of the rewards of sample i, each times its weight (reward_weights)
 mean, std    over the samples of a group that have a reward; std is unbiased; a group without variance gives exactly 0
 A, H_t       the advantage, and the entropy of the next token
-sg           no gradient flows through it
+sg(x)        x, without a gradient
 clip_low     and other names with an underscore are fields of the config, in the sections that the tables name
 ```
 
-All log-probs of methods that sample are at `rollout.temperature`. Every policy gradient may also have the terms of
-[options](../rl_options.md): a KL in the loss (`rl.kl_coef`), an entropy bonus (`rl.entropy_coef`), weights for old
-samples (`rl.importance`). Pages other than that of `grpo` leave out those that are off by default.
+Log-probs of policy gradients and of `online_dpo` are of logits / `rollout.temperature`. Every policy gradient may also
+have the terms of [options](../rl_options.md): a KL in the loss (`rl.kl_coef`), an entropy bonus (`rl.entropy_coef`),
+weights for old samples (`rl.importance`). They are off by default, and only the page of `grpo` writes them out.
 """
 
 
@@ -126,7 +126,7 @@ def sections(name: str, mark: str) -> list[str]:
     *(f'{mark} What was measured', '', *measured(name)),
     *(f'{mark} When to use it', '', *(wrapped(item, '* ') for item in text['when']), ''),
     *(f'{mark} Pitfalls', '', *(wrapped(item, '* ') for item in text['pitfalls']), ''),
-    *(wrapped(f'The report shows first, of those that a run has: {shown} ([metrics](../metrics.md)).'), ''),
+    *(wrapped(f'The report shows these metrics first, if the run has them: {shown} ([metrics](../metrics.md)).'), ''),
   ]
 
 

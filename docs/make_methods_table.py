@@ -31,17 +31,17 @@ CASES = learning.CASES | learning.VARIANTS
 SEEDS = 0, 1, 2
 HEAD = """# What each method learns
 
-Written by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.15 M parameters) has
-been trained on sums of numbers up to 99, half of them with wrong answers. Each method continues
-from this start on two CPU cores, and is evaluated on held-out data: the mean and the standard
-deviation of seeds 0, 1 and 2, which draw other batches and samples. Most differences between methods
-are smaller than that deviation: the task shows that a method learns, and not which one is better.
+Written by `python docs/make_methods_table.py`. A tiny Qwen3-style model (0.15 M parameters) was
+trained on sums of numbers up to 99, half of them with wrong answers. Each method continues
+from this start on two CPU cores and is evaluated on held-out data. The table has the mean and the standard
+deviation of seeds 0, 1 and 2, which draw different batches and samples. Most differences between methods
+are smaller than that deviation: the task shows that a method learns, not which one is better.
 
-* `tests/test_learning.py` requires these gains with seed 0 for the rows above `gmpo`.
+* `tests/test_learning.py` trains the rows above `gmpo` with seed 0 and requires a least gain of each.
 * pass@1 is measured on 256 sums with 4 samples each, the other metrics on 256 pairs or labels. Before
   training, policy and reference are equal, so all pairs tie, which counts as 0.5.
-* ORPO, CPO and SimPO start from a model with a quarter of that training. SimPO, which has no term for
-  good answers alone, widens the margins of such a model and leaves its ranking of pairs as it is.
+* ORPO, CPO and SimPO start from a model with a quarter of that training. SimPO has no term for chosen
+  answers alone: it widens the margins of such a model and does not change its ranking of pairs.
 * OPSD and SDPO start from a model that has also seen prompts with a hint, which says the sum, and whose
   answers were right. They have no reward: the teacher is that model with the hint.
 * `mt_grpo` and `gigpo` start from a model that plays the game of [environments.md](environments.md) at
@@ -50,11 +50,11 @@ are smaller than that deviation: the task shows that a method learns, and not wh
 * Rows without backticks are options of the algorithm in parentheses ([options](rl_options.md)).
 * Replay and surplus groups have groups of two, which are often all right or all wrong, and six passes over
   1,280 sums; curricula have three passes over 640.
-* Process rewards grade two lines, an addition in each; the start writes half of its solutions with a slip. A
-  verifier of both lines counts twice as much as they do. The judge tells right from wrong in 97 % of held-out
-  lines, since slips make odd sums of even terms. A judge of sums up to 99, which has to add, learned only that slips
-  come with time, and taught nothing: compare a judge with such a rule first ([rewards](rewards.md)).
-* A row is of one machine, and rows are not all of the same: the starts, which are trained there, differ (column
+* Process rewards grade solutions of two lines with an addition in each; half of the solutions of the start have an
+  error. A verifier of both lines has twice their weight. The process reward model is right about 97 % of held-out
+  lines, since errors make odd sums of even terms. One for sums up to 99, which has to add, learned only that errors
+  are in later lines, and taught nothing: compare a process reward model with such a rule first ([rewards](rewards.md)).
+* All seeds of a row ran on one machine, but rows are of several: the starts, which are trained there, differ (column
   "before").
 
 [One page for each method](methods/index.md) has its formula, its defaults beside those of the paper, when to use it and

@@ -1,7 +1,7 @@
 """jaxpost: post-training of large language models, native to JAX.
 
 `run(config, workdir)` starts or resumes a run of any algorithm;
-`policy_and_stream(config)` gives the parts for a loop of your own. The nouns of
+`policy_and_stream(config)` gives the parts for a loop of your own. The types of
 the library (Batch, Rollout, TrainState, Objective, Algorithm, Policy,
 Sampler, Stage, ...) can be imported from here. Nothing is imported before it is
 used, so that reward workers and `--help` need no JAX.
@@ -34,7 +34,7 @@ __all__ = ['run', 'policy_and_stream', 'choose_mesh', *_WHERE]
 
 
 def run(config, workdir='runs/latest', console=None, verbose=False) -> dict:
-  """Starts or resumes the run in `workdir`; see `jaxpost.stages.run`.
+  """Starts or resumes the run in `workdir` and returns what its summary.json holds; see `jaxpost.stages.run`.
 
   `verbose` prints the table of compiled programs. A mesh of 'auto' is chosen by compiling for the devices of this run.
   """

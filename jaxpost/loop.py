@@ -2,7 +2,7 @@
 
 The order inside a step is a contract: metrics of a step are written before its checkpoint, so that a checkpoint always
 has its metrics (a resume drops later rows), and the stream is read only after the step before it was dispatched. After
-a stop signal, a run saves at once; the evaluation of that step, if it has one, is the first thing that a resume makes.
+a stop signal the run saves at once; if that step is due for an evaluation, the resumed run makes it first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxpost.distributed.transfer import to_host
 from jaxpost.errors import DivergedError
 from jaxpost.monitor import nonfinite
 
-if typing.TYPE_CHECKING:  # passed in; the loop needs nothing else of them
+if typing.TYPE_CHECKING:  # for annotations only: the objects are passed in
   from jaxpost.hardware.signals import StopSignal
   from jaxpost.monitor.host_health import HostHealth
   from jaxpost.monitor.metrics import MetricsWriter
@@ -41,12 +41,12 @@ class Stage:
   writer: MetricsWriter
   timer: Timeline
   meta: dict  # goes into each checkpoint, besides the stream's state
-  on_step_begin: Callable[[int], None]  # with the number of the step
+  on_step_begin: Callable[[int], None]  # called with the number of the step, from 1
   forbid_compiles: Callable[[], None]  # after the first step a compilation is a warning
   check_first_step: Callable[[dict], None]  # raises if the metrics of `first_policy_step` cannot be right
   stop_profiler: Callable[[], None] | None  # after the last step, or an error; None: nothing is profiled
   wait_for_update: bool  # the next item needs the weights of this update
-  host_health: HostHealth | None = None  # compares the processes of a run; None: there is one
+  host_health: HostHealth | None = None  # compares the processes of a run; None if there is only one
   first_policy_step: int = 1  # the steps before it update a critic only
   save_rollout: Callable[[int, Experience, Credit], None] | None = None
   memory_usage: Callable[[], dict] = dict
@@ -83,13 +83,13 @@ def states(stage: Stage) -> dict[str, TrainState]:
 
 
 def run_stage(stage: Stage, start: int, stop: StopSignal) -> None:
-  """Runs the steps after `start`, the number of steps done; raises Preempted after a save if a stop signal arrived."""
+  """Runs the steps after `start`, the number of steps done; after a stop signal, saves and raises Preempted."""
   run = _Progress(stage)
   stage.timer.place = f'{stage.name} {start}/{stage.steps}'
-  stage.timer.pop()  # compilation is no step's time
+  stage.timer.pop()  # no step is charged with the compilation
   if stage.evaluates(start) and (start == 0 or not stage.checkpointer.metrics(start)):
     run.evaluate(start)
-    if start:  # its checkpoint was saved before; the rows of a step must be on disk before it has these metrics
+    if start:  # the checkpoint exists; the rows of its step must be on disk before it gets these metrics
       stage.writer.flush()
       stage.checkpointer.add_metrics(start, run.evaluated[start])
   for step in range(start + 1, stage.steps + 1):
@@ -98,24 +98,24 @@ def run_stage(stage: Stage, start: int, stop: StopSignal) -> None:
     with stage.timer('data'):
       item = next(stage.stream)
     with stage.timer('update'):
-      done = [(role, stage.roles.trainable[role].update(batch)) for role, batch in item.updates]
-      stage.timer.watch('update', done)
+      role_metrics = [(role, stage.roles.trainable[role].update(batch)) for role, batch in item.updates]
+      stage.timer.watch('update', role_metrics)
       stop.unsaved = True  # from here on, ending the process would lose this step
       run.log_pending()  # of the step before, while the devices are busy with this one
       if stage.wait_for_update:
-        jax.block_until_ready(done)
+        jax.block_until_ready(role_metrics)
     replica_check = stage.host_health.begin(step, stage.roles) if stage.host_health else None
     # If the host does not wait for the devices, the time of a step ends when its metrics are read.
     times = stage.timer.pop() if stage.wait_for_update else {}
-    run.pending = _PendingStep(step, item, done, times, replica_check)
+    run.pending = _PendingStep(step, item, role_metrics, times, replica_check)
     if step == stage.first_policy_step:
-      stage.check_first_step(to_host(next(metrics for role, metrics in done if role == 'policy')))
+      stage.check_first_step(to_host(next(metrics for role, metrics in role_metrics if role == 'policy')))
     if step == start + 1:
       stage.forbid_compiles()
     preempted = stop.reached()
     if stage.evaluates(step) and not preempted:
       run.evaluate(step)
-      preempted = stop.reached()  # it may have taken minutes
+      preempted = stop.reached()  # the evaluation may have taken minutes
     if step == stage.steps or preempted or (stage.save_every and step % stage.save_every == 0):
       run.save(step)
     stage.checkpointer.check()
@@ -130,8 +130,8 @@ class _PendingStep(typing.NamedTuple):
 
   step: int
   item: Item
-  done: list[tuple[str, dict]]  # (role, metrics) of each update
-  times: dict  # empty until the metrics are read, where the host did not wait for them
+  role_metrics: list[tuple[str, dict]]  # (role, metrics on the devices) of each update
+  times: dict  # seconds of each phase; {} if the host did not wait for the devices: read with the metrics
   replica_check: dict | None
 
 
@@ -142,8 +142,8 @@ class _Progress:
     self.stage = stage
     self.pending: _PendingStep | None = None
     self.skipped = 0.0  # bad steps, less a tenth of one for each good step since
-    self.in_doubt = False
-    self.evaluated: dict[int, dict] = {}  # the step evaluated last: its finite metrics
+    self.in_doubt = False  # the metrics logged last suggest that the state may not be finite
+    self.evaluated: dict[int, dict] = {}  # {the step evaluated last: its finite metrics}
 
   def log_pending(self) -> None:
     """Writes the metrics, samples and rollout of the step dispatched last."""
@@ -152,7 +152,7 @@ class _Progress:
       return
     self.pending = None
     step, item = pending.step, pending.item
-    row = nonfinite.merge_metrics([(role, to_host(metrics)) for role, metrics in pending.done])
+    row = nonfinite.merge_metrics([(role, to_host(metrics)) for role, metrics in pending.role_metrics])
     times = pending.times or stage.timer.pop()
     self.skipped = self.skipped + 1 if row['skipped_updates'] else max(0, self.skipped - 0.1)
     self.in_doubt = nonfinite.is_doubtful(row)
@@ -164,14 +164,14 @@ class _Progress:
       row['mfu'] = stage.update_flops(item.updates, row['mean_context']) * row['tokens_per_s'] / stage.peak_flops
     stage.writer.write(step, 'train', row, item.error)
     if item.samples and (step % stage.samples_every == 0 or step in (1, stage.steps)):
-      stage.writer.samples(step, [{'split': 'train', **row} for row in item.samples()])
+      stage.writer.samples(step, [{'split': 'train', **sample} for sample in item.samples()])
     if item.experience and stage.save_rollout:
       stage.save_rollout(step, item.experience, item.credit)
     if self.skipped >= stage.max_skipped:
       raise DivergedError(
         f'{stage.name}: loss, gradient or updated weights were not finite in about {self.skipped:.0f} steps up to '
         f'{step}; lower config.optim.lr or inspect the data of those steps (config.optim.max_skipped sets the '
-        f'limit){nonfinite.explain(item, pending.done, stage.roles)}'
+        f'limit){nonfinite.explain(item, pending.role_metrics, stage.roles)}'
       )
 
   def evaluate(self, step: int) -> None:
@@ -186,7 +186,7 @@ class _Progress:
     self.stage.writer.write(step, 'eval', metrics)
     self.evaluated = {step: {name: value for name, value in metrics.items() if math.isfinite(value)}}
     if samples:
-      self.stage.writer.samples(step, [{'split': 'eval', **row} for row in samples])
+      self.stage.writer.samples(step, [{'split': 'eval', **sample} for sample in samples])
 
   def save(self, step: int) -> None:
     """Saves a checkpoint, with the metrics of this step's evaluation."""

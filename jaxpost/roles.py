@@ -33,9 +33,9 @@ class Trainable:
 
   Attributes:
     micro_batch_size: rows of a micro-batch; 0: all rows.
-    make_score: makes the program of `score`, which most dense losses never need.
-    objective: what `update` minimizes.
-    frozen: what the objective reads besides state and batch: 'params' that are
+    make_score: makes the program of `score` when it is first called, as many algorithms never score.
+    objective: the loss that `update` minimizes.
+    frozen: arrays that the objective reads besides state and batch: 'params' that are
       not trained, 'teacher_heads'.
   """
 
@@ -58,18 +58,18 @@ class Trainable:
     return join(self.frozen.get('params', {}), self.state.params)
 
   def place(self, batch: Batch) -> Batch:
-    """Host rows [B, T] -> device micro-batches [M, B / M, T]."""
+    """Returns host rows [B, T] as micro-batches [M, B / M, T] on the devices."""
     return place(self.layout, self.micro_batch_size, batch)
 
   def update(self, batch: Batch) -> dict:
-    """One optimizer step on host rows or placed ones; metrics on the device."""
+    """Makes one optimizer step on a host batch or a placed one; returns its metrics, on the devices."""
     self.state, metrics = self.update_program(self.state, self._placed(batch), self.frozen)
     return metrics
 
   def score(self, batch: Batch) -> Outputs:
-    """Returns outputs [M, B / M, T] of host rows or placed ones.
+    """Returns outputs [M, B / M, T] of a host batch or a placed one.
 
-    Log-probs are those of tokens with a loss weight; the values of a scalar head are those of all tokens.
+    Only tokens with a loss weight have log-probs; all tokens have values of a scalar head.
     """
     return self.score_program(self.params, without_signal(self._placed(batch)))
 
@@ -78,7 +78,7 @@ class Trainable:
 
 
 def place(layout: Layout, micro_batch_size: int, batch: Batch) -> Batch:
-  """Host rows [B, T] -> device micro-batches [M, B / M, T] in `layout`."""
+  """Returns host rows [B, T] as micro-batches [M, B / M, T] on the devices, in `layout`."""
   rows = micro_batch_size or batch.tokens.shape[0]
 
   def split(x):
@@ -90,7 +90,7 @@ def place(layout: Layout, micro_batch_size: int, batch: Batch) -> Batch:
 
 @dataclasses.dataclass
 class Policy(Trainable):
-  """The model that the run is for."""
+  """The language model or reward model that the run trains and exports."""
 
   export_fn: Callable | None = None  # (folder, params) -> None
 
@@ -105,7 +105,7 @@ class Frozen:
   """Weights that are not trained: a reference, a teacher or a reward model.
 
   Attributes:
-    program: scores, hidden states or values of a batch.
+    program: computes scores, hidden states or values of a batch.
   """
 
   params: dict
@@ -127,7 +127,7 @@ class Frozen:
 
 
 def without_signal(batch: Batch) -> Batch:
-  """Drops what only updates read: scoring compiles once for all algorithms."""
+  """Returns the batch without fields that only updates read, so that scoring compiles once for all algorithms."""
   return batch.replace(sequence_ids=None, arrays={}, teacher_hidden=())
 
 
@@ -144,5 +144,5 @@ class Roles:
   @property
   def trainable(self) -> dict[str, Trainable]:
     """The policy and, if there is one, the critic."""
-    both = {'policy': self.policy, 'critic': self.critic}
-    return {k: v for k, v in both.items() if v is not None}
+    roles = {'policy': self.policy, 'critic': self.critic}
+    return {name: role for name, role in roles.items() if role is not None}

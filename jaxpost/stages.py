@@ -44,12 +44,11 @@ def run(
   """Starts or resumes the run in `workdir`; returns what summary.json holds.
 
   Args:
-    config: a ConfigDict or nested dict (`jaxpost.defaults()` has all
-      fields).
+    config: a ConfigDict or nested dict (`jaxpost.defaults()` has all fields).
     console: a rich console for progress; None prints to standard output.
     choose_mesh: resolves `config.mesh` fields that are 'auto', as
       `jaxpost.planning.auto.resolve` does; None refuses them.
-    stop: the signals that end the run, where a command has entered them; None: the run's own.
+    stop: handler of the signals that end the run, entered by the calling command; None: the run enters its own.
     verbose: print the table of compiled programs.
 
   Raises:
@@ -72,7 +71,7 @@ def run(
 
     stop.end = end
     activity = activity_lib.Activity(console or activity_lib.Console(), verbose)
-    cleanup.enter_context(activity.following(watchdog.operation))  # where nothing inside says more
+    cleanup.enter_context(activity.following(watchdog.operation))  # shown while no inner activity is
     return _run(prepare.as_dict(config), workdir, activity, choose_mesh, stop, lock=lock)
 
 
@@ -90,7 +89,7 @@ def _run(
   lock: run_lock.RunLock,
 ) -> dict:
   start, console = time.perf_counter(), activity.console
-  if several := coordination.process_count() > 1:
+  if multi_process := coordination.process_count() > 1:
     from jaxpost.stage import agreement
 
     agreement.check_config(raw)
@@ -103,7 +102,7 @@ def _run(
     from jaxpost.stage import resumed_run
 
     resumed_run.check_config(workdir, configs, console)
-  if several:
+  if multi_process:
     agreement.check_workdir(workdir, configs)
   if consistency.is_finished(workdir, configs):
     return _read_summary(workdir, console)
@@ -126,7 +125,7 @@ def _run(
       from jaxpost.formats import hf_export
 
       hf_export.check_target(workdir / 'export')
-    if several:
+    if multi_process:
       agreement.check_inputs(prepared)
     # From here on devices are used.
     if (workdir / 'checkpoints').exists():
@@ -156,7 +155,7 @@ def _begin(
   prepared: Sequence[PreparedStage],
   console: rich.console.Console,
 ) -> None:
-  """Writes config.json and what the run starts with; until the run ends there is no summary."""
+  """Takes the lock, deletes an old summary, writes config.json and the facts of this start, and prints the latter."""
   if coordination.process_index() == 0:
     lock.acquire(console.print)
     (workdir / 'summary.json').unlink(missing_ok=True)
@@ -182,7 +181,7 @@ def with_meshes(
   Args:
     prepared: the stages of a config.
     choose_mesh: see `run`.
-    note: gets a line about each choice.
+    note: called with a line about each choice.
   """
   auto = any('auto' in vars(p.config.mesh).values() for p in prepared)
   if not auto and (choose_mesh is None or jax.default_backend() == 'cpu'):
@@ -203,7 +202,7 @@ def with_dtype(raw: dict, workdir: epath.Path, console: rich.console.Console) ->
   blocks = {name: raw[name] for name in raw.get('stages') or () if isinstance(raw.get(name), dict)}
   auto = [name for name, block in blocks.items() if (block.get('model') or {}).get('dtype') == 'auto']
   if (raw.get('model') or {}).get('dtype', 'auto') == 'auto':
-    auto.insert(0, '')  # the run
+    auto.insert(0, '')  # stands for the run
   if not auto:
     return raw
   from jaxpost.hardware import probe
@@ -227,8 +226,8 @@ def _finish(
   summary = None
   if coordination.process_index() == 0:
     rows = metrics.read_rows(workdir / 'metrics.jsonl')
-    found: dict[str, Any] = {**report.figures(rows), 'wall_s': round(time.perf_counter() - start, 1), 'paths': paths}
-    summary = report.summary(workdir, found, warnings)
+    figures: dict[str, Any] = {**report.figures(rows), 'wall_s': round(time.perf_counter() - start, 1), 'paths': paths}
+    summary = report.summary(workdir, figures, warnings)
     report.write_report(workdir, rows)
     samples = [f'samples/{name}' for name in object_store.files(workdir / 'samples')]
     seals.add(workdir, ['metrics.jsonl', *samples])
@@ -284,7 +283,7 @@ def _run_stages(
         export.export(last.inputs, workdir / 'export', params)
         if coordination.process_index() == 0:
           export.write_card(workdir / 'export', workdir, last.name, last.config.train.steps)
-    if done == len(placed):  # no step has passed the rows to the alerts
+    if done == len(placed):  # all rows are of earlier starts, so no step has passed them to the alerts
       for row in metrics.read_rows(writer.path):
         if row['split'] == 'train':
           writer.alerts.check(row['stage'], row['step'], row)
@@ -293,14 +292,14 @@ def _run_stages(
 
 def _takes_over(placed: PlacedStage, before: PlacedStage) -> bool:
   """True if a stage starts from the weights of the one before, and those in memory are what a resume would load."""
-  was, now = before.model, placed.model
-  # Codes of a quantized base are not made again; adapters that it has would be merged into them.
-  same_codes = was.quantized == now.quantized and (not was.quantized or was.config.lora in ((), now.config.lora))
+  old, new = before.model, placed.model
+  # The codes of a quantized base are never computed again, and adapters would have to be merged into them.
+  same_codes = old.quantized == new.quantized and (not old.quantized or old.config.lora in ((), new.config.lora))
   return placed.inputs.sources['policy'].stage == before.name and same_codes
 
 
 def _adopt(params: dict, before: PlacedStage, placed: PlacedStage) -> dict:
-  """The weights of the stage before, as a stage has them."""
+  """Returns the weights of the stage before in the model structure, layout and type of the next one."""
   config = placed.config
   return partition.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, seed=config.seed)
 
@@ -326,7 +325,7 @@ def _run_stage(
   plans: list[dict],
   stop: signals.StopSignal,
 ) -> None:
-  """Resumes a stage and runs its steps; `plans` are those of the stages so far."""
+  """Resumes a stage and runs its steps; `plans` has the entries of plan.json up to this stage."""
   with contextlib.ExitStack() as cleanup:  # in reverse order
     cleanup.callback(stage.checkpointer.close)  # waits for a save in progress
     cleanup.callback(placed.timer.close)
@@ -366,8 +365,8 @@ def stages_done(placed: Sequence[PlacedStage], workdir: epath.Path) -> int:
 def _is_complete(placed: PlacedStage, folder: epath.Path) -> bool:
   """Returns whether a good checkpoint has all steps of a stage and, where data is held out, the last evaluation."""
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
-    newest = checkpointer.latest() or 0  # if the newest is damaged, steps are made again
-    evaluated = not placed.data.held_out or checkpointer.metrics(newest)  # not if a stop signal came before
+    newest = checkpointer.latest() or 0  # a damaged checkpoint does not count: its steps are made again
+    evaluated = not placed.data.held_out or checkpointer.metrics(newest)  # a stop signal may have come before
     return bool(evaluated) and newest >= placed.config.train.steps
 
 

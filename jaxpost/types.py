@@ -16,8 +16,8 @@ from flax import struct
 
 Array = Any  # jax.Array or np.ndarray
 
-# The logit or score of what cannot be chosen. Finite, unlike -inf: a softmax over
-# nothing else, and differences of masked entries, must not become NaN.
+# The logit or score of masked entries. Finite, unlike -inf: neither a softmax over
+# masked entries alone nor their differences may become NaN.
 MASKED_LOGIT = -1e30
 
 
@@ -46,7 +46,7 @@ class Batch:
 
   Each branch is contiguous. The chosen sequence of a pair has an odd number, the rejected one the next.
 
-  `arrays` holds what an algorithm adds per token, under these names: advantages, old_logprobs (policy before the first
+  `arrays` holds per-token inputs of the objective, under these names: advantages, old_logprobs (policy before the first
   update), ref_logprobs, sampler_logprobs, importance_weights, values and returns (critic), margin, label, nll_weights.
   """
 
@@ -60,7 +60,7 @@ class Batch:
   teacher_hidden: tuple = ()  # [B, T, D'] of each teacher, to distill from
   experts: Array | None = None  # [B, T, L, k] uint16 recorded, for routing replay (`models/routing_replay.py`)
   allowed: Array | None = None  # [B, T, k] int32, see `Rollout`
-  temperature: Array | None = None  # [B, T] float32, of the source (`rl.sources`); 0 and None: of the run
+  temperature: Array | None = None  # [B, T] float32, that of the source (`rl.sources`); 0 and None: that of the run
 
 
 @struct.dataclass
@@ -85,7 +85,7 @@ class Outputs:
   mean_logprob: Array = None  # [B, T], over the vocabulary
   collision: Array = None  # [B, T], log of the sum of p^2 over the vocabulary; without gradient
   divergence: Array = None  # [B, T], from the teachers' distributions
-  values: Array = None  # [B, T], of the text up to and including a token
+  values: Array = None  # [B, T], of a scalar head: the value of the text up to and including a token
 
 
 @struct.dataclass
@@ -99,18 +99,18 @@ class Cache:
   v: tuple  # the same shapes
   table: Array | None = None  # [S, n] int32
   experts: tuple = ()  # L x [S, 1, length, k] uint16, recorded for routing replay
-  states: tuple = ()  # of the layers without attention: arrays [S, heads, ...] of fixed size
+  states: tuple = ()  # recurrent states of the layers without attention: arrays [S, heads, ...] of fixed size
 
 
 @struct.dataclass
 class Prompt:
   """One prompt, tokenized once; `columns` go to the reward functions."""
 
-  index: int = struct.field(pytree_node=False)  # global: goes on counting in the next epoch
+  index: int = struct.field(pytree_node=False)  # place in the endless order of prompts; each epoch counts on
   tokens: np.ndarray = struct.field(pytree_node=False)  # [P] int32
   prompt: Any = struct.field(pytree_node=False)  # text or list of messages
   columns: dict = struct.field(pytree_node=False)  # the row's other columns
-  source: dict = struct.field(pytree_node=False, default_factory=dict)  # of `rl.mixture.parse`; {}: as the config says
+  source: dict = struct.field(pytree_node=False, default_factory=dict)  # from `rl.mixture.parse`; {}: all as in config
 
 
 @struct.dataclass
@@ -133,21 +133,21 @@ class Rollout:
   tokens the policy sampled.
 
   Attributes:
-    logprobs: under the distribution with temperature, before truncation.
-    behavior_logprobs: under the truncated one that tokens were drawn from; nothing is trained with it.
+    logprobs: under the distribution with temperature, before truncation (top-k, top-p, min-p).
+    behavior_logprobs: under the truncated distribution that tokens were drawn from; no loss reads them.
     finished: ended by a stop id, not by max_new_tokens.
-    step: that it was sampled for.
+    step: the step of training, from 0, that it was sampled for.
     version: number of optimizer updates that produced the weights (0: the initial ones).
     from_data: completions are demonstrations, nothing was sampled.
-    mask: None: the policy sampled all tokens.
-    versions: per token, after an in-flight weight update; None: `version`.
-    rewards: name -> [N] float64 that came with it, from an environment; NaN: none.
-    turn_rewards: those of turns, at their last tokens; `rewards` has their sums, too.
-    verdicts: `Experience.verdicts` that were recorded with it.
-    messages: of each sequence, the turns of model and tools.
-    top_ids, top_logprobs: most probable tokens at each position.
-    expert, replayed: completions of the data (`rl.expert`; log-probs are 0), samples of earlier steps (`rl.replay`).
-    experts: chosen by the router at each position of prompt and completion.
+    mask: True on tokens that the policy sampled; None: it sampled all.
+    versions: the version of each token, if weights were updated in the middle of the rollout; None: `version`.
+    rewards: {name: rewards that an environment gave or that were recorded with the rollout}; NaN: none.
+    turn_rewards: rewards of turns, at the last token of each; `rewards` has their sums, too.
+    verdicts: `Experience.verdicts` that were recorded with the rollout.
+    messages: the turns of model and tools, of each sequence.
+    top_ids, top_logprobs: the n most probable tokens at each position.
+    demonstration, replayed: whether it is of the data (`rl.expert`; log-probs 0), or an earlier sample (`rl.replay`).
+    experts: indices of the experts that the router chose at each position of prompt and completion.
     allowed: 1 + each id that could be drawn, padded with 0; `logprobs` are renormalized over them (`rl.sampling_mask`).
   """
 
@@ -172,7 +172,7 @@ class Rollout:
   top_ids: np.ndarray | None = None  # [N, C, n] int32
   top_logprobs: np.ndarray | None = None  # [N, C, n] float32
   allowed: np.ndarray | None = None  # [N, C, k] int32
-  expert: np.ndarray | None = None  # [N] bool
+  demonstration: np.ndarray | None = None  # [N] bool
   replayed: np.ndarray | None = None  # [N] bool
 
 
@@ -189,7 +189,7 @@ class Scores(NamedTuple):
   entropy: Array | None = None  # of the policy before the first update of the step
 
   def computed(self) -> dict[str, Array]:
-    """{name: array} without those that are None."""
+    """Returns {name: array} of the scores that are not None."""
     return {name: x for name, x in self._asdict().items() if x is not None}
 
 
@@ -200,12 +200,12 @@ class Experience:
   Host arrays, equal on every process.
 
   Attributes:
-    rewards: NaN where a completion has none; components: each reward by itself, likewise.
+    rewards: the sum of all rewards of each completion; NaN: it has none.
     mask: 1 on the tokens that the policy sampled.
-    arrays: per token of the completions: sampler_logprobs, and those of
-      old_logprobs, ref_logprobs, entropy and values that the algorithm lists in `scores`.
+    arrays: sampler_logprobs, and those of old_logprobs, ref_logprobs, entropy and values that `Algorithm.scores` names.
     baseline: rewards of greedy answers (ReMax); step: from 0.
-    verdicts: of the one reward that decides what is correct (`rl.correct_by`).
+    verdicts: values of the one reward that decides what is correct (`rl.correct_by`).
+    components: {name: (weight in the sum, values of this reward)}; NaN: none.
     memory: state of the algorithm between steps; goes into checkpoints, so numbers and strings only.
   """
 
@@ -235,7 +235,7 @@ class Credit:
   """Advantages and other training signals that an algorithm computes.
 
   Attributes:
-    arrays: per token, for `Batch.arrays` of the update.
+    arrays: per-token inputs of the objective, for `Batch.arrays` of the update.
     mask: weights of the trained tokens, usually 1; sequences whose row is all 0 are not trained on.
     metrics: for the row of the step.
     memory: `Experience.memory` of the next step.
@@ -271,8 +271,8 @@ class Item:
     info: metrics of the data; always has 'tokens', the tokens of the step, and 'mean_context', the mean number of
       tokens that one of them attends to.
     samples: () -> rows for samples/STAGE/STEP.jsonl.
-    experience, credit: what an on-policy step learns from, for rollouts/.
-    error: the first one of the reward in the step, '' for none.
+    experience, credit: the graded rollout and the advantages of an on-policy step, for rollouts/.
+    error: the first error of a reward function in the step, '' for none.
   """
 
   updates: list[Update]
@@ -284,11 +284,11 @@ class Item:
 
 
 Metrics = dict[str, Array]
-# (outputs, `Batch.arrays`) -> (loss, metrics), all elementwise in tokens.
+# (outputs, `Batch.arrays`) -> (loss [B, T], metrics [B, T]), elementwise in tokens.
 TokenLoss = Callable[[Outputs, dict[str, Array]], tuple[Array, Metrics]]
 # (outputs, batch) -> (loss [], metrics []), sums over the batch, weighted by `loss_weights`.
 BatchLoss = Callable[[Outputs, Batch], tuple[Array, Metrics]]
-# (logits [B, C, V] of the student, those of each teacher, {name: [B, C, ...]}) -> [B, C].
+# (logits [B, C, V] of the student, those of each teacher, {name: [B, C, ...]}) -> [B, C], for C tokens of each row.
 Divergence = Callable[[Array, Sequence[Array], dict[str, Array]], Array]
 
 

@@ -4,10 +4,10 @@
   srun python -m launch.bench sft --distributed --batch=64 >> runs.jsonl
   python -m launch.bench accelerator --budget=40m --out=FILE
 
-The first two print one line of JSON; jaxpost/tools/bench.py explains its keys. The folder
-benchmarks/ of a clone compares such lines over numbers of processes, and times parts of the
-sampler. The third measures one accelerator (docs/accelerators.md): rates, kernels, training,
-decoding, a line of JSON in FILE for each row as it ends; --rows chooses some of them.
+The first two print one line of JSON; jaxpost/tools/bench.py explains its keys. The folder benchmarks/ of a clone
+compares such lines over numbers of processes, and times parts of the sampler. The third measures one accelerator
+(docs/accelerators.md): rates, kernels, training, decoding, a line of JSON in FILE for each row as it ends; --rows
+chooses some of them. The exit code is 1 if a row failed.
 """
 
 import json
@@ -67,13 +67,13 @@ def _accelerator():
   if not (given := re.fullmatch(r'(\d+)([sm])', _BUDGET.value)):
     raise errors.InputError(f'--budget={_BUDGET.value}: write seconds or minutes, as in 90s or 40m')
   try:
-    rows.chosen(_ROWS.value)
+    chosen = rows.chosen(_ROWS.value)
   except ValueError as e:
     raise errors.InputError(f'--rows: {e}') from e
   seconds = int(given[1]) * {'s': 1, 'm': 60}[given[2]]
   failed = supervisor.run(_OUT.value, seconds, _ROWS.value, _TINY.value, _TRACES.value)
   if failed:
-    print(f'{failed} rows have an error; {_OUT.value} has all of them')
+    raise SystemExit(f'{failed} of {len(chosen)} rows failed; {_OUT.value} has the error of each')  # exit code 1
 
 
 if __name__ == '__main__':

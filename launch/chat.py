@@ -4,7 +4,7 @@
   python -m launch.chat --model=FOLDER_OR_ADAPTER --system='Answer in one sentence.'
   python -m launch.chat --run=runs/quickstart --beside_model=FOLDER    # both answer
 
-Needs a tokenizer with a chat template. /reset begins anew, /system TEXT begins anew with a system
+Needs a tokenizer with a chat template. /reset starts over, /system TEXT starts over with a system
 message, /exit or Ctrl-D ends.
 """
 

@@ -5,7 +5,7 @@
 
 Prints the fields in which the configs differ, final figures, the difference of rewards on
 prompts that both runs sampled in the same step, with a 95 % confidence interval, and the first
-sample where the runs part. --out writes one HTML page with the curves of all. Uses no device.
+sample that differs. --out writes one HTML page with the curves of all. Uses no device.
 """
 
 from absl import flags

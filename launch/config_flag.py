@@ -78,9 +78,9 @@ def joined(argv: Sequence[str]) -> list[str]:
 
 
 def _read_yaml(word: str) -> str:
-  """--config=FILE.yaml as the config file that reads it; other words as they are."""
+  """--config=FILE.yaml, or the config.json of a run, as the config file that reads it; other words as they are."""
   flag, _, path = word.partition('=')
-  if flag not in ('--config', '-config') or not path.endswith(('.yaml', '.yml')):
+  if flag not in ('--config', '-config') or not path.endswith(('.yaml', '.yml', '.json')):  # JSON is YAML
     return word
   _check_file(path)
   return f'{flag}={pathlib.Path(__file__).with_name("yaml_config.py")}:{path}'

@@ -1,11 +1,11 @@
-"""Says what this machine has for a run, and what to mend.
+"""Shows what this machine has for a run, and what to fix.
 
   python -m launch.doctor
   python -m launch.doctor --workdir=/mnt/runs
   python -m launch.doctor --distributed     # on each host
 
 Versions, devices and their memory, the attention kernel checked against XLA's attention, memory of
-the host, disks, limits; of several hosts also whether they are alike, and the network between them.
+the host, disks, limits; of several hosts also whether they are equal, and the network between them.
 Lines that begin with `fix` say what to do. Ends with 2 if there are any.
 """
 

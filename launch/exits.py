@@ -52,6 +52,9 @@ def run(main: Callable, argv: list[str] | None = None, words: int = 0):
   except BrokenPipeError:
     end_if_unread()
     raise
+  except KeyboardInterrupt:  # Python ends by the signal, after it has called this hook
+    sys.excepthook = lambda *error: print('interrupted', file=sys.stderr)
+    raise
   except errors.KNOWN as error:
     sys.exit(watchdog.print_reason(str(error), error.exit_code, sys.stderr))
   except RuntimeError as error:  # jax.errors.JaxRuntimeError among them

@@ -14,7 +14,7 @@ flags.disclaim_key_flags()  # the flags belong to launch.plan
 
 
 class FitsFlags(NamedTuple):
-  """The flags of `launch.plan` that ask what fits where."""
+  """The flags of `launch.plan` for a table of what fits on which devices."""
 
   fits: flags.FlagHolder
   model: flags.FlagHolder
@@ -25,8 +25,8 @@ class FitsFlags(NamedTuple):
 def define() -> FitsFlags:
   """Defines the flags, and that they, or --config and --topology, are given."""
   found = FitsFlags(
-    flags.DEFINE_bool('fits', False, 'Say what fits where of --model, by arithmetic; nothing is compiled.'),
-    flags.DEFINE_string('model', '', 'With --fits: a folder with a config.json, or the name of a known shape.'),
+    flags.DEFINE_bool('fits', False, 'Show by arithmetic on which devices --model fits; nothing is compiled.'),
+    flags.DEFINE_string('model', '', 'With --fits: a folder with a config.json, a run, or the name of a known shape.'),
     flags.DEFINE_list(
       'devices', [], 'With --fits: these, as H100,8xH100,h100:1x2x8,v5e-16; default: those of docs/fits.md.'
     ),
@@ -54,7 +54,7 @@ def show(given: FitsFlags, price: str, out: str):
   from jaxpost.planning import dry_run, fits
   from jaxpost.storage import object_store
 
-  dry_run.shape_of(model, '--model')  # an unknown name is an error of that flag
+  dry_run.find(model, '--model', {})  # an unknown name is an error of that flag
   names = fits.devices(given.devices.value)
   prices = fits.prices(price, names)
   methods, configs = fits.methods(given.methods.value), recipes(model)

@@ -7,7 +7,7 @@
   python -m launch.plan --config=my.py --topology=v5p:4x4x4 --search
   python -m launch.plan --fits --model=Qwen/Qwen3-8B --devices=H100,v5e-16 --price=H100=2.5
 
-The last one says by arithmetic, in seconds, what fits where: SFT, DPO, GRPO, and LoRA, on
+The last one compiles nothing. It computes in seconds which of SFT, DPO, GRPO and LoRA fit on
 common GPUs and TPU slices, with the command for each (docs/fits.md). Named models need no
 weights, tokenizer or data. No device is used. docs/planning.md explains the output.
 """
@@ -38,7 +38,7 @@ _FITS = fits_flags.define()
 
 
 def main(argv):
-  """Plans each stage, searches for its mesh, or says what fits where, and prints the tables."""
+  """Plans each stage, searches for its mesh, or computes what fits on which devices, and prints the tables."""
   del argv
   logging.getLogger().setLevel(logging.ERROR)
   if _FITS.fits.value:

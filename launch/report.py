@@ -2,7 +2,7 @@
 
   python -m launch.report --run=runs/quickstart
 
-For a run that goes on, was stopped or has failed. Writes report.html into the folder of the run, from its
+For a run that is in progress, was stopped or has failed. Writes report.html into the folder of the run, from its
 metrics and samples, and prints its path. Uses no device.
 """
 

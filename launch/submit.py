@@ -10,7 +10,8 @@
 
 Arguments after `--` go to launch.train. --dry_run prints the job without starting
 it. Every job resumes after a preemption (exit code 42) or a failure, and stops at 0
-(done), 2 (bad input), 3 (no usable checkpoint), 4 (diverged) and 5 (no room on the disk).
+(done), 2 (bad input), 3 (no usable checkpoint), 4 (diverged) and 5 (no room on the disk);
+SkyPilot restarts after any failure, --retries times.
 """
 
 import pathlib

@@ -7,17 +7,17 @@ VERBS = {
   'evaluate': 'score a checkpoint or a model folder on a data set',
   'sample': 'complete prompts with a checkpoint or a model folder',
   'reproduce': 'draw one sample of a run again and show what was learned from it',
-  'serve': "answer as OpenAI's API does, on loopback",
+  'serve': "serve a model with OpenAI's HTTP API, on this machine",
   'inspect': 'show what a config reads, trains on and builds; trains nothing',
-  'report': 'write the report of a run that goes on, was stopped or has failed',
+  'report': 'write the report of a run that is in progress, was stopped or has failed',
   'view': 'show the episodes of a run: prompts, completions, rewards, tokens',
   'compare': 'compare runs: configs, rewards on shared prompts, the first sample that differs',
   'chat': 'talk with a checkpoint, a model folder or an adapter',
-  'doctor': 'say what this machine has for a run, and what to mend',
+  'doctor': 'show what this machine has for a run, and what to fix',
   'convert': 'make a config of the settings of TRL, verl, Tunix or MaxText',
   'export': 'write a checkpoint as a Hugging Face folder',
-  'plan': 'compile a run for a described machine: fits, seconds, cost',
-  'bench': 'time the standard workload on this machine',
+  'plan': 'compile a run for a described machine: whether it fits, how long it takes, what it costs',
+  'bench': 'time a fixed workload on this machine, or measure its accelerator',
 }
 WORDS = {'bench': 1, 'compare': 99, 'convert': 2, 'local': 99, 'submit': 99}  # arguments that are no flags
 

@@ -3,7 +3,7 @@
   python -m launch.view --run=runs/quickstart
   python -m launch.view --run=runs/quickstart --out=episodes.html
 
-Starts a server on this machine and prints its address; the page follows a run that goes on.
+Starts a server on this machine and prints its address; the page follows a run in progress.
 With --out, writes one HTML file that needs no server, of the first --most episodes. Episodes without
 a reward and truncated ones come first. In steps of which the run kept the rollouts
 (`--config.log.rollouts_every=1`), tokens are colored by advantage and log-prob, and by what the method

@@ -220,7 +220,7 @@ def experience(config: config_lib.Config | None = None, on_policy: bool = True) 
     logprobs=log_probs['sampler'],
     behavior_logprobs=log_probs['sampler'] + np.float32(0.2),
     finished=finished,
-    expert=np.arange(len(index)) % SIZE == SIZE - 1 if config.rl.expert else None,
+    demonstration=np.arange(len(index)) % SIZE == SIZE - 1 if config.rl.expert else None,
   )
   graded = GradedRollout(
     rollout=rollout,

@@ -333,7 +333,7 @@ The sandbox and the server are described in [Security](security.md), resuming in
 
 {host}.
 
-| | what is tried | held | not covered |
+| | what is tried | result | not covered |
 |---|---|---|---|
 {chr(10).join(lines)}
 

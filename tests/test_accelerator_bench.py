@@ -90,6 +90,16 @@ def test_rows_beyond_the_budget_are_named(tmp_path):
   assert all(line['skipped'] == 'the budget is used up' for line in lines_of(out))
 
 
+def test_the_command_ends_with_1_where_a_row_failed(tmp_path):
+  """And measures the rows after it."""
+  out = tmp_path / 'out.jsonl'
+  command = [sys.executable, '-m', 'launch.bench', 'accelerator', '--tiny', '--rows=versions,rates', f'--out={out}']
+  done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {'JAX_PLATFORMS': 'nowhere'})
+  assert done.returncode == 1, done.stderr[-3000:]
+  assert done.stderr.endswith(f'2 of 2 rows failed; {out} has the error of each\n')
+  assert ['nowhere' in line['error'] for line in lines_of(out)] == [True, True]
+
+
 @pytest.mark.long
 def test_mfu_counts_the_context_of_packed_documents(tmp_path, monkeypatch):
   """Documents of 64 in rows of 256 attend to 32 tokens on average; half a row would be 128."""

@@ -444,9 +444,9 @@ def test_the_platform_chooses(monkeypatch):
 @pytest.mark.parametrize(
   'platform, name, dtype, fields, words',
   [
-    ('tpu', 'splash', 'float32', {}, 'splash cannot do .*dtype=float32'),
+    ('tpu', 'splash', 'float32', {}, 'splash does not support .*dtype=float32'),
     ('tpu', 'splash', 'bfloat16', dict(branches=True), 'share_prompt'),
-    ('gpu', 'triton', 'float32', {}, 'triton cannot do .*dtype=float32'),
+    ('gpu', 'triton', 'float32', {}, 'triton does not support .*dtype=float32'),
   ],
 )
 def test_what_is_asked_for_and_cannot_be_is_refused_by_name(monkeypatch, platform, name, dtype, fields, words):
@@ -469,7 +469,7 @@ def test_triton_is_not_asked_for_parts_of_rows(monkeypatch, name):
     assert jax.eval_shape(run, *args[:3]).shape == (2, 512, 4, 64)
     assert parts == [2]
   else:
-    with pytest.raises(InputError, match='config.model.attention: triton cannot do rows that a context axis splits'):
+    with pytest.raises(InputError, match='triton does not support rows that a context axis splits'):
       jax.eval_shape(run, *args[:3])
 
 

@@ -186,6 +186,21 @@ FIELDS = {
   'mesh of nothing': ('sft', dict(mesh=dict(train='fsdp=0')), 'mesh.train: .*sizes are 1 or more'),
   'context to sample': ('grpo', dict(mesh=dict(rollout='context=2')), 'mesh.rollout: the context axis splits rows'),
   'devices to sample nothing': ('sft', dict(mesh=dict(rollout_devices=4)), 'mesh.rollout_devices: sft samples nothing'),
+  'devices to sample nothing held out': (
+    'sft',
+    dict(mesh=dict(rollout_devices=4), eval=dict(samples=2)),
+    'mesh.rollout_devices: sft samples nothing',
+  ),
+  'devices to score nothing': (
+    'sft',
+    dict(mesh=dict(score_devices=4)),
+    'mesh.score_devices: sft has no reference, teacher or reward model; leave it 0',
+  ),
+  'devices to score without a reference': (
+    'grpo',
+    dict(mesh=dict(score_devices=1), rl=dict(kl_coef=0.0)),
+    'mesh.score_devices: grpo has no reference, teacher or reward model; leave it 0',
+  ),
   'lag of a greedy answer': (
     'grpo',
     dict(algorithm='remax', rollout=dict(staleness=1)),
@@ -194,7 +209,7 @@ FIELDS = {
   'parked while others sample': (
     'grpo',
     dict(rollout=dict(staleness=1, offload=True)),
-    'rollout.offload: with rollout.staleness',
+    'rollout.offload: rollout.staleness',
   ),
   'more top log-probs than there are tokens': (
     'grpo',
@@ -205,6 +220,11 @@ FIELDS = {
     'grpo',
     dict(lora=dict(rank=2), rollout=dict(share_base=True), mesh=dict(rollout_devices=1)),
     'rollout.share_base: the sampler has its own devices',
+  ),
+  'parked for a sampler elsewhere': (
+    'grpo',
+    dict(rollout=dict(offload=True), mesh=dict(rollout_devices=1)),
+    'rollout.offload: rollout.staleness and mesh.rollout_devices sample beside training',
   ),
   'swap without a lag': (
     'grpo',

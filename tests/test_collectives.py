@@ -233,7 +233,7 @@ def test_an_update_for_described_chips(topology, job):
 
 
 LOOPS = r"""
-import json, sys
+import json, math, sys
 from jaxpost.planning import machines
 topology = machines.parse('cpu:8')
 machines.set_environment(topology)
@@ -242,7 +242,7 @@ out, texts, count = {}, [], aot.cost.count
 aot.cost.count = lambda *args: (texts.append(args[0]), count(*args))[1]
 
 def sent(text):
-  '''(collectives, those of them that a loop has in it).'''
+  '''(collectives; kind and float32 numbers of those that a loop has in it).'''
   parts, _ = hlo.parse(text)
   calls = {name: {other for op in ops.values() for other in parts if (
       '%' + other in op.text or '%' + other in op.inner)}
@@ -252,9 +252,10 @@ def sent(text):
   while more - inside:
     inside |= more
     more = set().union(*(calls[name] for name in more))
-  each = {name: sum(bool(hlo.collective(op)) for op in ops.values())
+  each = {name: [(op.kind, sum(math.prod(x.dims) for x in op.arrays if x.dtype == 'f32'))
+                 for op in ops.values() if hlo.collective(op)]
           for name, ops in parts.items()}
-  return sum(each.values()), sum(each[name] for name in inside)
+  return sum(map(len, each.values())), sum((each[name] for name in inside), [])
 
 for mesh in sys.argv[1:]:
   texts.clear()
@@ -269,7 +270,10 @@ print(json.dumps(out))
 
 
 def test_slots_on_devices_of_their_own_wait_for_nobody():
-  """No token asks another device, only what the host reads of a block is."""
+  """No token asks another device, only what the host reads of a block is.
+
+  Over `tensor`, each token has one all-to-all of the logits, from parts of the vocabulary to parts of the slots.
+  """
   done = subprocess.run(
     [sys.executable, '-c', LOOPS, 'data=8', 'fsdp=4,data=2', 'data=4,tensor=2'],
     capture_output=True,
@@ -284,6 +288,59 @@ def test_slots_on_devices_of_their_own_wait_for_nobody():
     assert programs
     for sent, each_token in programs:
       assert sent and bool(each_token) == ('tensor' in mesh), mesh
+      if each_token:
+        vocab, mine = 320, 16 // 8
+        assert [size for kind, size in each_token if kind == 'all-to-all'] == [vocab * mine]
+        # Log-probs.
+        assert all(size <= 16 for kind, size in each_token if kind not in ('all-to-all', 'all-reduce')), each_token
+
+
+DRAWS = r"""
+import json
+import jax, jax.numpy as jnp, numpy as np
+import test_sampler, tiny
+from jaxpost.distributed.phases import make_layout
+from jaxpost.models import model as model_lib
+from jaxpost.programs import generate
+
+model = model_lib.build(tiny.config())
+random = np.random.default_rng(0)
+whole = {k: np.asarray(random.integers(-8, 8, x.shape), np.float32) / 8  # whose products are exact
+         for k, x in model.table.items() if len(x.shape) == 2 and 'vocab' in x.axes}
+out = []
+for mesh, slots in ('tensor=4', 8), ('tensor=4', 6), ('data=2,tensor=2', 6):
+  state = generate.DecodeState(
+      cache=None, hidden=np.asarray(random.integers(-8, 8, (slots, model.config.hidden_size)), np.float32) / 16,
+      positions=jnp.zeros(slots, int), counts=jnp.zeros(slots, int), active=jnp.ones(slots, bool),
+      sampling=test_sampler.slots_of(slots, top_k=jnp.arange(slots), top_logprobs=jnp.full(slots, 3)),
+      keys=jnp.zeros((slots, 2), jnp.uint32))
+  uniform = random.uniform(size=slots).astype(np.float32)
+  drawn = []
+  for layout in tiny.one_device('rollout'), make_layout(mesh, 'rollout', devices=jax.devices()):
+    weights = {k: jax.device_put(x, layout.sharding(model.table[k].axes, x.shape)) for k, x in whole.items()}
+    placed = generate.slot_shardings(layout)(state)
+    draw = jax.jit(lambda *given: generate.draw(
+        model, *given, report=dict(top=3, allowed=4), compute=tiny.EXACT, layout=layout))
+    drawn.append(draw(weights, jax.device_put(state, placed), uniform))
+  same = [bool((np.asarray(a) == np.asarray(b)).all()) for a, b in zip(*map(jax.tree.leaves, drawn), strict=True)]
+  out.append(dict(mesh=mesh, slots=slots, same=same, tokens=np.asarray(drawn[0].tokens).tolist()))
+print(json.dumps(out))
+"""
+
+
+def test_a_tensor_device_draws_for_slots_of_its_own():
+  """Draws are those of one device, bit for bit, also where the devices do not divide the slots."""
+  done = subprocess.run(
+    [sys.executable, '-c', DRAWS],
+    capture_output=True,
+    text=True,
+    timeout=600,
+    cwd=ROOT,
+    env=children.environment(devices=4),
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  for case in json.loads(done.stdout.splitlines()[-1]):
+    assert all(case['same']) and len(set(case['tokens'])) > 3, case
 
 
 ADAPTED = r"""

@@ -91,7 +91,7 @@ def test_what_dynamic_sampling_left_out_is_observed():
     rounds=[prompts(0, 1), prompts(8, 9)], grader=types.SimpleNamespace(correct_by='right'), info={}
   )
   results = [graded(1.0, 1.0), graded(1.0, 0.0), graded(1.0, None), graded(None, None)]
-  rollout = types.SimpleNamespace(expert=None)
+  rollout = types.SimpleNamespace(demonstration=None)
   chosen.observe(pending, types.SimpleNamespace(rollout=rollout, verdicts=None, sampled=results))
   assert chosen.rates == {0: 1.0, 1: 0.5, 2: 1.0}
   assert pending.info['curriculum/solved'] == 2 and pending.info['curriculum/seen'] == 3
@@ -100,7 +100,7 @@ def test_what_dynamic_sampling_left_out_is_observed():
 def test_answers_of_the_data_are_no_pass():
   """With `rl.expert` the last sample of a group is right, whatever the policy can do."""
   chosen = make('prioritized', [])
-  rollout = types.SimpleNamespace(prompts=[Prompt(0, None, '', {})], expert=np.array([False, False, True]))
+  rollout = types.SimpleNamespace(prompts=[Prompt(0, None, '', {})], demonstration=np.array([False, False, True]))
   grades = types.SimpleNamespace(rollout=rollout, verdicts=np.array([[0.0, 0.0, 1.0]]), sampled=None)
   chosen.observe(types.SimpleNamespace(info={}), grades)
   assert chosen.rates == {0: 0.0}

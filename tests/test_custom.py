@@ -252,9 +252,9 @@ class Dropping(nnx.Module):
       lambda: custom.linen(Plain(), vocab_size=11, head='embed/embedding', axes=[('emb', ('vocab', None))]),
       "'emb' in `axes`",
     ),
-    (lambda: custom.linen(Scaled(), vocab_size=11, head='embed/embedding'), 'scale without a dimension'),
+    (lambda: custom.linen(Scaled(), vocab_size=11, head='embed/embedding'), 'the scalar scale'),
     (lambda: custom.linen(Counting(), vocab_size=11, head='embed/embedding'), 'collections params, state'),
-    (lambda: custom.nnx(Dropping, vocab_size=11, head='embed/embedding'), 'no nnx.Param'),
+    (lambda: custom.nnx(Dropping, vocab_size=11, head='embed/embedding'), 'not an nnx.Param'),
   ],
 )
 def test_modules_that_cannot_be_used(make, message):

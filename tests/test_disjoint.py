@@ -21,11 +21,24 @@ def low(completion_ids, **columns):
   return [sum(t < 64 for t in ids) / len(ids) for ids in completion_ids]
 """
 LAGS = {'sync': 0, 'ahead': 2}
+LABELS = dict(path='generated:arithmetic_labels:max=9,size=40,split=train')
+# References on devices of the second process: on as many as training has, and on fewer.
+SCORED = {
+  'same': dict(algorithm='kto', data=LABELS, mesh=dict(score_devices=2)),
+  'fewer': dict(
+    mesh=dict(score_devices=1, rollout='data=1', rollout_devices=1), eval=dict(data=dict(path=''), samples=0)
+  ),
+}
 
 
 def config(folder, name):
   import tiny
 
+  if name == 'same':  # nothing is sampled
+    base = dict(mesh=dict(train='fsdp=2'), train=dict(steps=MIDDLE, batch_size=4, row_length=128))
+    return tiny.run_config(str(folder / 'model'), **tiny.merged(base, SCORED[name]))
+  if name in SCORED:
+    return tiny.merged(tiny.merged(config(folder, 'sync'), dict(train=dict(steps=MIDDLE))), SCORED[name])
   return tiny.run_config(
     str(folder / 'model'),
     algorithm='grpo',
@@ -64,8 +77,8 @@ def folder(tmp_path_factory):
   root = tmp_path_factory.mktemp('disjoint')
   tiny.folder(root / 'model', num_heads=4, num_kv_heads=4)
   (root / 'rewards.py').write_text(REWARD)
-  finish(start(root, 'one', LAGS, 1, 4))
-  finish(start(root, 'two', LAGS, 2, 2))
+  finish(start(root, 'one', [*LAGS, *SCORED], 1, 4))
+  finish(start(root, 'two', [*LAGS, *SCORED], 2, 2))
   for name in LAGS:  # killed after the middle
     again = root / 'two' / f'again_{name}'
     shutil.copytree(root / 'two' / name, again)
@@ -86,6 +99,12 @@ def rows(folder, tag, name):
 def test_two_processes_are_one(folder, name):
   assert rows(folder, 'two', name) == rows(folder, 'one', name)
   assert rows(folder, 'two', name)[-1]['step'] == STEPS
+
+
+@pytest.mark.parametrize('name', SCORED)
+def test_a_reference_on_another_process_scores_the_same(folder, name):
+  assert rows(folder, 'two', name) == rows(folder, 'one', name)
+  assert rows(folder, 'two', name)[-1]['step'] == MIDDLE
 
 
 @pytest.mark.parametrize('name', LAGS)

@@ -259,7 +259,7 @@ def test_a_student_comes_nearer_to_a_teacher_with_other_tokens(student, teacher,
     (dict(distill=dict(temperature=2.0)), 'config.distill.temperature'),
     (dict(distill=dict(top_k=300)), '300 of 259 tokens'),
     (dict(), 'has no tokenizer of its own'),
-    (dict(algorithm='gkd', distill=dict(top_k=0), train=dict(row_length=0)), 'config.distill.align: text is of data'),
+    (dict(algorithm='gkd', distill=dict(top_k=0), train=dict(row_length=0)), 'config.distill.align: text needs data'),
   ],
 )
 def test_what_cannot_be_aligned_is_refused(student, over, message):

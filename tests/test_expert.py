@@ -41,7 +41,7 @@ def test_the_gradient_is_that_of_both_parts(loss):
     logprobs=logp[index] * ~expert[:, None],
     behavior_logprobs=logp[index] * ~expert[:, None],
     finished=np.ones(len(index), bool),
-    expert=expert,
+    demonstration=expert,
   )
   scores = dict(sampler_logprobs=logp[index], old_logprobs=logp[index])  # as `Controller.make_experience` gives them
   mask = np.ones((len(index), 2), np.float32)
@@ -99,23 +99,26 @@ def item(folder):
 
 def test_each_group_ends_with_the_answer_of_the_data(item):
   experience, rollout = item.experience, item.experience.rollout
-  assert rollout.expert.reshape(experience.groups, 4).tolist() == [[False] * 3 + [True]] * experience.groups
-  assert (experience.rewards[rollout.expert] == 1).all() and rollout.finished[rollout.expert].all()
-  assert not rollout.logprobs[rollout.expert].any()
+  assert rollout.demonstration.reshape(experience.groups, 4).tolist() == [[False] * 3 + [True]] * experience.groups
+  assert (experience.rewards[rollout.demonstration] == 1).all() and rollout.finished[rollout.demonstration].all()
+  assert not rollout.logprobs[rollout.demonstration].any()
   np.testing.assert_array_equal(
-    experience.arrays['sampler_logprobs'][rollout.expert], experience.arrays['old_logprobs'][rollout.expert]
+    experience.arrays['sampler_logprobs'][rollout.demonstration],
+    experience.arrays['old_logprobs'][rollout.demonstration],
   )
   trained = experience.mask > 0
-  np.testing.assert_array_equal(item.credit.arrays['expert'], trained & rollout.expert[:, None])
-  assert (item.credit.arrays['advantages'][rollout.expert][:, 0] > 0).all()
-  assert [row.get('expert', False) for row in item.samples()] == rollout.expert.tolist()
+  np.testing.assert_array_equal(item.credit.arrays['demonstration'], trained & rollout.demonstration[:, None])
+  assert (item.credit.arrays['advantages'][rollout.demonstration][:, 0] > 0).all()
+  assert [row.get('demonstration', False) for row in item.samples()] == rollout.demonstration.tolist()
   again = rollout_codec.from_text(rollout_codec.to_text(rollout))
-  np.testing.assert_array_equal(again.expert, rollout.expert)
+  np.testing.assert_array_equal(again.demonstration, rollout.demonstration)
+  earlier = rollout_codec.encode({}, dict(expert=rollout.demonstration))  # as files called it once
+  assert [*rollout_codec.decode(earlier)[1]] == ['demonstration']
 
 
 def test_metrics_are_those_of_the_samples(item):
   info, experience = item.info, item.experience
-  own = ~experience.rollout.expert
+  own = ~experience.rollout.demonstration
   assert info['expert/reward'] == 1
   assert info['reward'] == info['rewards/correct/mean'] == experience.rewards[own].mean() < 1
   assert info['completions/mean_length'] == pytest.approx(experience.rollout.lengths[own].mean())

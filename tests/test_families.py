@@ -740,6 +740,42 @@ def test_every_field_that_is_read_counts(reference, case):
       assert wrong != right or value == raw[field], (field, value)
 
 
+def without(raw, *names):
+  return {field: value for field, value in raw.items() if field not in names}
+
+
+@pytest.mark.parametrize('case', [case for case in CASES if case not in WRITTEN])
+def test_what_a_config_leaves_out_is_what_transformers_takes(case):
+  """Each field in turn, or null in it; and parameters of the rope. A folder may be refused, but not read otherwise."""
+  import transformers
+
+  kind, fields = CASES[case]
+  make_config = getattr(transformers, f'{kind}Config')
+  raw = json.loads(json.dumps(make_config(**BASE | fields).to_dict()))
+  raw['architectures'] = [kind.removesuffix('Text') + 'ForCausalLM']
+  rope = raw.get('rope_parameters')
+  less = {f'no {field}': without(raw, field) for field in raw}
+  less |= {f'{field}=null': raw | {field: None} for field in raw}
+  less |= {f'no rope {field}': raw | {'rope_parameters': without(rope, field)} for field in rope} if rope else {}
+  family = families.every()[raw['model_type']]
+  if not family.local_rope:  # of Olmo 3, transformers 5.23 would apply it to full layers only
+    less['rope_theta alone'] = without(raw, 'rope_parameters') | {'rope_theta': 77.0}
+  compared = 0
+  for name, given in less.items():
+    try:
+      theirs = make_config(**without(copy.deepcopy(given), 'model_type', 'transformers_version'))
+    except Exception:  # of many kinds
+      continue
+    filled = json.loads(json.dumps(theirs.to_dict())) | {'architectures': raw['architectures']}
+    try:
+      wanted, found = (config_json.from_hf(x, 'here')[0] for x in (filled, given))
+    except InputError:
+      continue
+    assert found == wanted, name
+    compared += 1
+  assert compared > 30
+
+
 ORIGINAL = 'original_max_position_embeddings'
 # (case, rope parameter, another value, tokens of the row that shows it).
 ROPES = [

@@ -105,6 +105,15 @@ def test_a_critic_with_adapters_shares_the_frozen_base():
   assert whole['critic'] == pytest.approx(12 * SIZE, rel=0.01)
 
 
+def test_an_update_takes_what_the_larger_of_policy_and_critic_does():
+  """They learn one after the other: all weights of the critic, and of the policy as many or the last ones."""
+  made = (prepared('ppo', train=dict(micro_batch_size=1, freeze=names)).inputs for names in ('', '(?!norm$).*'))
+  whole, part = (estimate(x).updating for x in made)
+  assert whole['gradients'] == 8 * SIZE  # of a micro-batch, and their sum
+  assert part['gradients'] == pytest.approx(8 * SIZE, rel=0.01)
+  assert part['activations'] < whole['activations']  # without logits
+
+
 def test_a_teacher_counts_with_its_own_size():
   teacher = transformer.num_params(presets.PRESETS['qwen3_1_7b'])
   found = estimate(prepared('opd', rl=dict(reference='qwen3_1_7b')).inputs).updating

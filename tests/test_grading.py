@@ -249,7 +249,7 @@ def test_a_stored_rollout_is_the_whole_record(tmp_path):
   assert read(1.0).lengths.size  # each prompt has its own temperature
   for fields, said in (
     (dict(from_data=True), 'answers of the data'),
-    (dict(expert=np.array([False, True] * P)), 'answers of the data'),
+    (dict(demonstration=np.array([False, True] * P)), 'answers of the data'),
     (dict(allowed=np.ones((2 * P, C, 2), np.int32)), 'was sampled with config.rl.sampling_mask'),
   ):
     made = stored(**fields)

@@ -249,7 +249,7 @@ def test_a_reward_model_that_is_named_grades(algorithm):
     ('opd', {}, 'config.rl.reference: is empty; name the teacher'),
     ('opd', dict(reference='teacher', kl_coef=0.0), 'config.rl.kl_coef: 0 leaves the teacher out'),
     ('grpo', dict(reference='teacher', kl_coef=0.1), 'config.rl.reference: .* would ignore it'),
-    ('ppo', dict(kl_in='advantage', kl_coef=0.1), 'config.rl.kl_in: the critic of ppo is to know the KL'),
+    ('ppo', dict(kl_in='advantage', kl_coef=0.1), 'config.rl.kl_in: the critic of ppo learns from rewards'),
   ],
 )
 def test_teachers_that_would_be_ignored_are_refused(algorithm, rl, message):
@@ -278,7 +278,7 @@ def test_distillation_without_a_reward_refuses_what_needs_one(rl):
 
 def test_kl_cov_in_the_only_update_needs_the_sampler_as_an_older_policy():
   for over in (dict(rollout=dict(staleness=1)), dict(rl=dict(old_policy='sampler'))):
-    with pytest.raises(InputError, match='config.rl.kl_cov: holds tokens to the old policy'):
+    with pytest.raises(InputError, match='config.rl.kl_cov: is a KL to the old policy'):
       rl_fields.check(config_of('grpo', **tiny.merged(dict(rl=dict(kl_cov=0.1)), over)))
   rl_fields.check(config_of('grpo', rl=dict(kl_cov=0.1, old_policy='sampler'), rollout=dict(staleness=1)))
   rl_fields.check(config_of('grpo', rl=dict(kl_cov=0.1, minibatches=2)))
@@ -659,6 +659,17 @@ def test_the_first_step_allows_what_rounding_made_on_an_accelerator():
     grpo.check_first_step(metrics | {'sampler_mismatch': mismatch}, config)
   with pytest.raises(AssertionError, match='sampler_mismatch'):
     grpo.check_first_step(metrics | {'sampler_mismatch': 1.06}, config)
+
+
+@pytest.mark.parametrize('dtype, rounding', [('float32', 2e-7), ('bfloat16', 0.023)])
+@pytest.mark.parametrize('estimator', ['k1', 'abs', 'k1+'])
+def test_the_first_step_allows_rounding_in_a_kl_that_is_no_square(dtype, rounding, estimator):
+  """Two programs compute the two log-probs; the mean of |their difference| was 2e-7 in the 'tiny' preset."""
+  rl = dict(kl_coef=0.1, kl_estimator=estimator, kl_weighted=estimator == 'k1')
+  config = config_of('grpo', model=dict(dtype=dtype), rl=rl)
+  grpo.check_first_step({'ratio': 1.0, 'kl': rounding}, config)
+  with pytest.raises(AssertionError, match='kl is'):
+    grpo.check_first_step({'ratio': 1.0, 'kl': 0.1}, config)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

@@ -8,7 +8,9 @@ import contextlib
 import json
 import os
 import pathlib
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -442,6 +444,19 @@ def test_what_fits_names_its_own_flag_and_no_folder_in_vain(call):
   assert code == 0 and 'NO' in out and 'FOLDER' not in out
 
 
+def test_what_fits_of_a_run(run, call, tmp_path):
+  """Its shape is that of its last stage; a folder with spaces is one word of the command for a shell."""
+  (tmp_path / 'my run').symlink_to(run)
+  code, out, err = call('plan', '--fits', f'--model={tmp_path}/my run', '--devices=T4', '--methods=sft')
+  assert code == 0, err
+  assert shlex.split(out.splitlines()[0])[6] == f'--config=configs/sft_gsm8k.py:model={tmp_path}/my run'
+
+
+def test_the_config_that_a_run_has_saved_is_a_config(run, call):
+  code, out, err = call('inspect', f'--config={run}/config.json', '--stage=sft', '--config.sft.train.steps=1')
+  assert code == 0, err
+
+
 def test_a_folder_without_its_flag(call, tmp_path):
   refused(call('report', tmp_path), 2, f"'{tmp_path}' is no flag; write --run={tmp_path}")
   refused(call('report', tmp_path / 'no'), 2, '--run is the folder of a run')
@@ -450,6 +465,13 @@ def test_a_folder_without_its_flag(call, tmp_path):
 def test_a_chat_has_one_answer_to_a_message(call):
   assert '--n:' not in call('chat', '--help')[1] and '--n:' in call('sample', '--help')[1]
   refused(call('chat', '--run=x', '--n=2'), 2, '--n: there is no such flag')
+
+
+def test_ctrl_c_prints_no_traceback():
+  """The process ends by the signal, as a shell expects that waits for it in a loop."""
+  script = 'import signal\nfrom launch import exits\nexits.run(lambda argv: signal.raise_signal(signal.SIGINT), ["x"])'
+  done = subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, cwd=CLONE)
+  assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, '', 'interrupted\n')
 
 
 def test_usage_into_a_closed_pipe():

@@ -675,12 +675,12 @@ def adapter(folder, base, cfg=None, **changes):
   [
     (dict(lora=dict(targets='query')), "targets: 'query' matches none of layers/q, "),
     (dict(lora=dict(targets='q_proj,foo_proj')), "targets: 'foo_proj' matches none of layers/q, "),
-    (dict(lora=dict(targets='(q')), 'targets: .* is no regular expression'),
+    (dict(lora=dict(targets='(q')), 'targets: .* is not a regular expression'),
     (dict(lora=dict(rank=9)), r'rank: 9 is larger than layers/k, .* at most 8'),
     (dict(lora=dict(dropout=0.1), algorithm='grpo', reward='exact_match'), 'lora.dropout: an on-policy method'),
     (dict(train=dict(freeze='heads')), "freeze: 'heads' matches none of embed"),
     (dict(train=dict(freeze='.*')), "freeze: '.*' leaves nothing to train"),
-    (dict(train=dict(freeze='[')), 'freeze: .* is no regular expression'),
+    (dict(train=dict(freeze='[')), 'freeze: .* is not a regular expression'),
   ],
 )
 def test_bad_config_is_one_line(base, over, text):

@@ -216,7 +216,7 @@ def test_all_linear_is_every_matrix_of_layers_but_those_of_experts(caplog):
     lora.warn_left_out(partition.build(tiny.latent(lora=(rank, 2.0, False, pattern))))
     return caplog.text
 
-  assert 'kv_a, kv_b' in warned(lora.DEFAULT) and 'all-linear has them' in warned(lora.DEFAULT)
+  assert 'kv_a, kv_b' in warned(lora.DEFAULT) and 'all-linear includes them' in warned(lora.DEFAULT)
   assert not warned('o') and not warned(lora.ALL_LINEAR)
   least = min(lora.full_rank(latent[p]) for p in lora.all_linear(latent))
   small = [p for p in lora.all_linear(latent) if lora.full_rank(latent[p]) == least]

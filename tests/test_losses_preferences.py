@@ -169,7 +169,7 @@ def test_options_of_pairs():
       PreferenceOptions(**wrong)
   with pytest.raises(InputError, match='label_smoothing is 0'):
     preferences.exo_pair(pairs, PreferenceOptions())
-  with pytest.raises(InputError, match=r"\['apo_zero'\] do not have"):
+  with pytest.raises(InputError, match=r"\['apo_zero'\] do not support"):
     preferences.weighted(['ipo', 'apo_zero'], [1, 1], pairs, alpha)
   with pytest.raises(InputError, match='one weight for each'):
     preferences.weighted(['ipo'], [], pairs, PreferenceOptions())

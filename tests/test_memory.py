@@ -174,7 +174,7 @@ def test_evaluation_samples_with_the_optimizer_on_the_host(monkeypatch):
       events.append('sample')
       raise LookupError
 
-  roles = types.SimpleNamespace(policy=types.SimpleNamespace(params={}, layout=tiny.one_device()))
+  roles = types.SimpleNamespace(policy=types.SimpleNamespace(params={}))  # which may be on other processes alone
   for offloads, before in ((True, ['pinned_host']), (False, [])):
     with pytest.raises(LookupError):
       evaluate.SampledEval(Sampler(), None, (), 1, 1.0, 0.0, offload=offloads)(roles, 0)

@@ -132,7 +132,7 @@ def test_every_step_has_one_shape(share):
   'over, message',
   [
     (dict(rollout=dict(group_size=1)), 'group_size: 1 sample is no pair'),
-    (dict(rl=dict(minibatches=2)), 'rl.minibatches: would tear pairs'),
+    (dict(rl=dict(minibatches=2)), 'rl.minibatches: would split pairs'),
     (dict(rl=dict(kl_coef=0.1)), r'rl.kl_coef: online_dpo \(.*\) would ignore'),
     (dict(rl=dict(entropy_coef=0.1)), 'rl.entropy_coef: online_dpo'),
     (dict(rl=dict(importance=('icepop',))), 'rl.importance: online_dpo'),

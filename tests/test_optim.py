@@ -1,5 +1,8 @@
 """Optimizers of optax and optax.contrib by name; Muon on stacked layers."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +10,15 @@ import optax
 import pytest
 import rich.console
 import tiny
+from flax import nnx
 from optax import contrib
 
 import jaxpost
 from jaxpost.errors import InputError
+from jaxpost.models import custom, partition
+from jaxpost.models import lora as lora_lib
 from jaxpost.models import model as model_lib
-from jaxpost.models.parameters import leaf
+from jaxpost.models.parameters import flatten, leaf
 from jaxpost.monitor import metrics
 from jaxpost.programs import train as programs
 from jaxpost.stage import optim
@@ -70,6 +76,44 @@ def test_muon_leaves_all_else_to_adamw(muon, model):
   for path in ('embed', 'head', 'norm', 'layers/q_norm', 'layers/mlp_norm'):
     np.testing.assert_allclose(leaf(found, path), leaf(wanted, path), rtol=1e-4, atol=1e-7)
   assert not np.allclose(leaf(found, 'layers/q'), leaf(wanted, 'layers/q'), rtol=0.1)
+
+
+# Parts of paths of vectors and filters, in any family; all else of these is a matrix or an embedding.
+NO_MATRICES = 'norm|bias|sinks|log_decay|skip|conv|router_choice|router_in|router_scale|^scalar$'
+DECAYED = {
+  'qwen2': tiny.config(biases=('q', 'k', 'v', 'o', 'gate', 'up', 'down', 'sinks')),
+  'deepseek_v3': tiny.latent(),
+  'llama4': tiny.chunked(),
+  'gemma4': tiny.mixed(),
+  **{family: tiny.hybrid(family) for family in tiny.HYBRIDS},
+}
+
+
+@pytest.mark.parametrize('family', DECAYED)
+def test_weight_decay_is_for_matrices_and_embeddings(family):
+  """Not for norms, biases, decays and time steps of recurrences, or taps of convolutions; for A and B alike."""
+  lora = (2, 4.0, False, lora_lib.ALL_LINEAR)
+  model = partition.build(dataclasses.replace(DECAYED[family], lora=lora, more_heads=('value',)))
+  found = flatten(optim.decayed(model))
+  assert {path for path, decays in found.items() if not decays} == {
+    path for path in model.table if re.search(NO_MATRICES, path.rpartition('/')[2])
+  }
+  assert {path.startswith('lora/') for path, decays in found.items() if decays} == {True, False}
+
+
+def test_weight_decay_reaches_matrices_of_custom_models_whose_axes_have_no_names():
+  def make(rngs):
+    module = Blocks()
+    module.embed, module.scale = nnx.Param(jnp.ones((131, 8))), nnx.Param(jnp.ones(8))
+    module.w = nnx.Param(jnp.ones((8, 8)))
+    return module
+
+  model = custom.nnx(make, vocab_size=131, head='embed', axes=[('w', (None, None))])
+  assert optim.decayed(model) == dict(embed=True, w=True, scale=False)
+
+
+class Blocks(nnx.Module):
+  """Parameters alone."""
 
 
 def test_the_state_of_muon_is_split_like_its_parameters(model):

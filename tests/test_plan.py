@@ -961,6 +961,33 @@ def test_other_methods_are_described(algorithm):
     assert found.data.first_batch.tokens.shape[1] == 512
 
 
+@pytest.mark.parametrize(
+  'over, field',
+  [
+    (dict(algorithm='grpo', model=dict(preset='tiny_hybrid'), train=dict(share_prompt=True)), 'train.share_prompt'),
+    (dict(algorithm='ppo', model=dict(preset='tiny_moe'), router=dict(routing_replay=True)), 'router.routing_replay'),
+  ],
+)
+def test_what_the_models_of_a_run_cannot_do_is_not_planned(over, field):
+  with pytest.raises(InputError, match=f'config.{field}: '):
+    dry_run.prepare_all(dict(reward='gsm8k') | over)
+
+
+@pytest.mark.parametrize(
+  'algorithm, over, words',
+  [
+    ('grpo', dict(mesh=dict(rollout='context=2')), 'mesh.rollout: sampling has no use for context'),
+    ('sft', dict(mesh=dict(rollout_devices=4)), 'mesh.rollout_devices: sft samples nothing'),
+    ('sft', dict(mesh=dict(score_devices=2)), 'mesh.score_devices: sft has no reference'),
+    ('sft', dict(train=dict(share_prompt=True)), 'train.share_prompt: sft samples nothing'),
+  ],
+)
+def test_what_a_run_refuses_is_not_planned(algorithm, over, words):
+  config = dict(algorithm=algorithm, data=dict(path='none'))
+  with pytest.raises(InputError, match=words):
+    dry_run.prepare_all(config | over | (dict(reward='gsm8k') if algorithm == 'grpo' else {}))
+
+
 def test_programs_that_can_be_asked_for():
   made = [path.read_text() for room in ('programs', 'rollout') for path in (CLONE / 'jaxpost' / room).glob('*.py')]
   names = {name for text in made for name in re.findall(r"\b(?:Program|reader)\('(\w+)'", text)}
@@ -1138,6 +1165,7 @@ def test_devices_are_counted_not_chips(mesh, shards):
 
   (p,) = dry_run.prepare_all(
     dict(algorithm='grpo', reward='gsm8k', data=dict(path='none'), mesh=mesh, model=dict(path='qwen3_8b'))
+    | dict(rl=dict(kl_coef=0.1))
   )
   top = machines.parse('tpu7x:1x2x2')
   assert meshes.training(p.inputs, top, False)['fsdp=-1'] == shards

@@ -1,10 +1,12 @@
 """A run warns where its rows are longer than the positions that its model was trained on."""
 
+import contextlib
 import logging
 
 import pytest
 import tiny
 
+from jaxpost.errors import InputError
 from jaxpost.models.config import Rope
 from jaxpost.stage import model_limits, prepare
 
@@ -49,3 +51,40 @@ def test_rows_beyond_the_positions_are_told(over, told, tmp_path, caplog):
       stage.close()
   lines = [record.getMessage() for record in caplog.records if 'positions' in record.getMessage()]
   assert len(lines) == bool(told) and all(told in line for line in lines)
+
+
+LONGROPE = (('factor', 4.0), ('long_factor', (2.0,) * 4), ('original_max_position_embeddings', 64))
+LONGROPE += (('rope_type', 'longrope'), ('short_factor', (1.0,) * 4))
+DYNAMIC = (('factor', 4.0), ('original_max_position_embeddings', 64), ('rope_type', 'dynamic'))
+ONLINE = dict(
+  algorithm='online_dpo', reward='exact_match', rollout=dict(max_prompt_length=40, max_new_tokens=24, group_size=2)
+)
+ONLINE |= dict(data=dict(path='generated:arithmetic:size=8'))
+
+
+PAIRS = dict(algorithm='dpo', data=dict(path='generated:arithmetic_pairs:size=8'))
+
+
+@pytest.mark.parametrize(
+  'family, scaling, over, refused',
+  [
+    ('phi3', LONGROPE, PAIRS, True),
+    ('llama', DYNAMIC, PAIRS, True),
+    ('phi3', LONGROPE, PAIRS | dict(algorithm='reward_model'), True),
+    ('phi3', LONGROPE, dict(algorithm='kto', data=dict(path='generated:arithmetic_labels:size=8')), True),
+    ('phi3', LONGROPE, PAIRS | dict(preference=dict(share_prompt=False)), False),
+    ('llama', DYNAMIC, PAIRS | dict(train=dict(row_length=64)), False),
+    ('phi3', LONGROPE, dict(data=dict(path='generated:arithmetic:size=8')), False),
+    ('phi3', LONGROPE, ONLINE, False),  # whose sequences are not longer than 64 tokens
+  ],
+)
+def test_answers_share_no_prompt_whose_rotation_follows_the_longer_one(family, scaling, over, refused, tmp_path):
+  folder = tiny.folder(
+    tmp_path / 'model', family=family, qk_norm='', max_position=64, vocab_size=259, ropes=(Rope(1e4, scaling),)
+  )
+  config = tiny.merged(tiny.run_config(folder), tiny.merged(dict(train=dict(row_length=128)), over))
+  with contextlib.ExitStack() as stack:
+    if refused:
+      stack.enter_context(pytest.raises(InputError, match='^config.preference.share_prompt: .* beyond 64 '))
+    for stage in prepare.prepare_all(config):
+      stage.close()

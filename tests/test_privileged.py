@@ -12,7 +12,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.errors import InputError
 from jaxpost.losses import head_chunk
 from jaxpost.rl import teachers
-from jaxpost.stage import algorithms
+from jaxpost.stage import algorithms, prepare
 from jaxpost.stage import config as config_lib
 from jaxpost.types import Prompt, Rollout
 
@@ -85,6 +85,15 @@ def test_prompts_that_are_missing_or_too_long(columns, message):
   config = config_of(rollout=dict(max_prompt_length=20))
   with pytest.raises(InputError, match=f'config.rl.privileged: .*{message}'):
     teachers.privileged_rollout(rollout_with(**columns), config, tokenizer_lib.load('bytes'))
+
+
+@pytest.mark.parametrize('last, message', [({}, "no column 'hint'"), ({'hint': 'y' * 99}, 'raise')])
+def test_prompts_of_later_steps_are_read_at_the_start(folder, tmp_path, last, message):
+  rows = [{'prompt': f'{a}+1=', 'hint': f'It is {a + 1}.'} for a in range(20)] + [{'prompt': '20+1=', **last}]
+  (tmp_path / 'data.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  over = dict(algorithm='opd', reward='', data=dict(path=str(tmp_path / 'data.jsonl')), rl=dict(privileged='hint'))
+  with pytest.raises(InputError, match=f'config.rl.privileged: .*{message}'):
+    prepare.prepare_all(tiny.grpo_config(folder, **over))
 
 
 @pytest.mark.parametrize(

@@ -336,9 +336,9 @@ def test_a_critic_that_is_trained_whole_has_no_codes(base):
   [
     (
       dict(lora=dict(rank=0)),
-      "quantize: 'nf4' is for weights that are not trained, and layers/q is; set config.lora.rank",
+      "quantize: 'nf4' is for weights that are not trained, and layers/q is trained; set config.lora.rank",
     ),
-    (dict(train=dict(freeze='embed')), 'layers/q is; set'),
+    (dict(train=dict(freeze='embed')), 'layers/q is trained; set'),
     (dict(model=dict(quantize='int4')), 'quantize'),
   ],
 )

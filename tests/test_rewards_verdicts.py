@@ -112,7 +112,7 @@ def test_expected_outputs_that_are_long_blank_or_no_text():
   long = 'a\n' * 750_000
   program = 'print("a \\n" * 750000)'
   assert reward([program, 'pass'], inputs=[['']] * 2, outputs=[[long], [' \n']]) == [1.0, None]
-  for outputs, why in ((['\ud800'], 'no text'), (['a' * (1 << 22) + 'a'], '4194305 bytes')):
+  for outputs, why in ((['\ud800'], 'UTF-8 cannot encode'), (['a' * (1 << 22) + 'a'], '4194305 bytes')):
     with pytest.raises(call.RewardError, match=why):
       reward([program], inputs=[['']], outputs=[outputs])
 

@@ -15,6 +15,7 @@ CASES = {
   'data=8': ('data=8', 8, dict(slots=8), 1),
   'slots of each of two': ('data=2', 2, dict(slots=6), 4),
   'tensor=8': ('tensor=8', 8, dict(slots=8), None),
+  'slots that tensor=4 does not divide': ('tensor=4', 4, dict(slots=6), None),
   'data=2,tensor=4': ('data=2,tensor=4', 8, dict(slots=4), None),
   'pages, tensor=2': ('tensor=2', 2, dict(slots=8, page_size=8), 2),
   'as accelerators do': ('data=2', 2, dict(slots=6, platform='gpu'), None),

@@ -216,3 +216,9 @@ def test_what_cannot_be_is_refused(tmp_path, family, over, message):
   fields = {} if family == 'qwen3' else dict(family=family, num_layers=3, num_heads=4, num_kv_heads=4)
   with pytest.raises(InputError, match=message):
     prepare.prepare_all(tiny.grpo_config(tiny.folder(tmp_path / 'm', **fields), **over))
+
+
+@pytest.mark.parametrize('cfg', [tiny.latent(), tiny.hybrid('kimi_linear')], ids=['all_layers', 'some_layers'])
+def test_latents_are_not_cached_in_8_bits(cfg):
+  with pytest.raises(InputError, match='rollout.cache: .* models do not cache keys and values of heads'):
+    scaled.check(RolloutSection(cache='int8'), model_lib.build(cfg))

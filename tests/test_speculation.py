@@ -110,7 +110,7 @@ def test_drafts_that_are_wrong_are_given_up_and_tried_again(cheap):
 
 
 def test_texts_are_forgotten_by_prompt(cheap, monkeypatch):
-  monkeypatch.setattr(drafts, '_MOST_TOKENS', 10)
+  monkeypatch.setattr(drafts, '_MAX_TOKENS', 10)
   seen = drafts.Drafts(8, 'cpu')
   live = repeating(0) | {1: repeating(1)[0]}
   assert seen.propose(live, 2).lengths.tolist() == [4, 4]

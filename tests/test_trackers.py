@@ -90,9 +90,17 @@ def test_wandb(tmp_path, monkeypatch):
 
 def test_trackio(tmp_path, monkeypatch):
   (fake,) = run(tmp_path, monkeypatch, Fake('trackio'), tags=('night', 'b'))
-  assert fake.of('init')[0][1] == {'project': 'jaxpost', 'name': 'mine', 'group': 'night', 'resume': 'allow'}
+  ((_, given),) = fake.of('init')
+  assert given == {'project': 'jaxpost', 'name': given['name'], 'group': 'night', 'resume': 'allow'}
+  assert re.fullmatch('mine-[0-9a-f]{8}', given['name'])  # trackio has no other mark of a run, and merges equal names
   assert fake.of('log')[0][0][0] == {'sft/train/loss': 1.0, 'sft/step': 1}
   assert names(fake.of('save'))[-1] == 'report.html' and fake.calls[-1][0] == 'finish'
+  (again,) = run(tmp_path, monkeypatch, Fake('trackio'))  # the same folder, the same run
+  assert again.of('init')[0][1]['name'] == given['name']
+  (other,) = run(tmp_path / 'other', monkeypatch, Fake('trackio'))  # a folder that is called `mine`, too
+  assert other.of('init')[0][1]['name'].startswith('mine-') and other.of('init')[0][1]['name'] != given['name']
+  (named,) = run(tmp_path / 'named', monkeypatch, Fake('trackio'), run_name='night 3')
+  assert named.of('init')[0][1]['name'].startswith('night 3-')
   monkeypatch.setenv('TRACKIO_SPACE_ID', 'a/b')
   with pytest.raises(InputError, match='offline.*TRACKIO_SPACE_ID'):
     run(tmp_path, monkeypatch, Fake('trackio'), offline=True)

@@ -28,6 +28,10 @@ from jaxpost.types import Credit, Prompt, Rollout
 GROUP = 4
 
 
+CALLS = [{'type': 'function', 'function': {'name': 'add', 'arguments': {'city': 'Zürich', 'n': 77}}}]
+TURNS = [{'role': 'assistant', 'content': 'a', 'tool_calls': CALLS}, {'role': 'tool', 'content': 'b', 'name': 'add'}]
+
+
 def row(step, prompt, sample, **fields):
   return {
     'split': 'train',
@@ -101,7 +105,7 @@ def test_filters(run, query, count):
   assert len(rollout_index.Index(run).find(rollout_index.Query(**query))) == count
 
 
-def test_a_text_is_found_as_if_each_line_were_folded(tmp_path):
+def test_a_text_is_found_as_if_each_row_were_parsed_and_folded(tmp_path):
   """Files are searched as bytes. Letters whose case folding is longer, or in ASCII, must not make a difference."""
   random = np.random.default_rng(0)
   letters = [*'kKsSiIfFlL n"\\\n', *'ßẞſKİıŉǰﬁﬄﬆÖöΣςσᾼᾳДдꭰᏠ数🙂', '\u2028', '\x01', '\ud800', '\ufffd']
@@ -109,23 +113,41 @@ def test_a_text_is_found_as_if_each_line_were_folded(tmp_path):
   for step in range(6):
     path = tmp_path / f'samples/grpo/{step}.jsonl'
     metrics = [row(step, 0, s, completion=text) for s, text in enumerate(texts[50 * step : 50 * step + 50])]
-    object_store.write_text(path, ''.join(json.dumps(m, ensure_ascii=step == 5) + '\n' for m in metrics))
+    metrics[0] |= {'turns': [{'role': 'tool', 'content': texts[50 * step]}]}
+    written = dict(ensure_ascii=step == 5, separators=(',', ':') if step == 2 else None)
+    object_store.write_text(path, ''.join(json.dumps(m, **written) + '\n' for m in metrics))
   with (tmp_path / 'samples/grpo/3.jsonl').open('rb+') as file:
     file.truncate(3000)  # ends in a torn line
   with (tmp_path / 'samples/grpo/4.jsonl').open('rb+') as file:
     file.write(b'\xff')  # the first line is no UTF-8
   index = rollout_index.Index(tmp_path)
-  lines = {e['id']: index._line(e['id']).decode('utf-8', 'replace').casefold() for e in index.episodes}
-  assert 200 < len(lines) < 299
+  rows = {e['id']: json.loads(index._line(e['id'])) for e in index.episodes}
+  assert 200 < len(rows) < 299
   places = random.integers(0, 10, 300)
   asked = [texts[n % 300][at : at + 1 + n % 3] for n, at in enumerate(places)]
   counts = set()
-  for text in [*asked, *map(str.upper, asked), 'strasse', 'completion', 'said']:
-    wanted = json.dumps(text, ensure_ascii=False)[1:-1].casefold()
+  for text in [*asked, *map(str.upper, asked), 'strasse', '": "', '", "', 'completion', '42', 'quest']:
+    wanted = text.casefold()
     found = index.find(rollout_index.Query(text=text, sort='oldest'))
-    assert found == [n for n, line in lines.items() if wanted in line], text
+    holds = [n for n, r in rows.items() if any(wanted in r[k].casefold() for k in ('prompt', 'completion', 'expected'))]
+    assert found == holds, text
     counts.add(len(found))
-  assert {0, 1, len(lines)} < counts
+  assert {0, 1, len(rows)} < counts
+
+
+@pytest.mark.parametrize(
+  'text', ['reward', 'step', 'train', 'exact_match', '1.0', 'finished', 'true', 'role', 'tool', 'x']
+)
+def test_keys_and_figures_are_no_texts(run, text):
+  write(run, 3, [row(3, 0, 0, completion='a\nb', turns=TURNS), row(3, 0, 1, error='judge: "timeout"', reward=None)])
+  index = rollout_index.Index(run)
+
+  def found(text):
+    return index.find(rollout_index.Query(step=3, text=text))
+
+  assert not index.find(rollout_index.Query(text=text))
+  assert found('ADD') == found('zÜrich') == found('city') == found('77') == found('a\nB') == [16]
+  assert found('"Timeout"') == [17] and len(found('question')) == 2
 
 
 def test_a_search_reads_each_file_once_and_its_next_page_none(run, monkeypatch):
@@ -363,6 +385,7 @@ def test_one_file(run, tmp_path):
 @pytest.mark.skipif(not shutil.which('node'), reason='node is not installed')
 def test_the_script_of_the_file_filters_as_the_server_does(run, tmp_path):
   """The page's own filter, run by node on the data of a file, against the index."""
+  write(run, 3, [row(3, 0, 0, turns=TURNS)])
   rollout_view.write_file(run, tmp_path / 'a.html', most=99)
   script = re.search(r'<script>\n(.*)</script>', (tmp_path / 'a.html').read_text('utf-8'), re.S)[1]
   queries = [
@@ -373,6 +396,7 @@ def test_the_script_of_the_file_filters_as_the_server_does(run, tmp_path):
     dict(lowest='0.5'),
     dict(sort='-length'),
     dict(sort='oldest'),
+    *(dict(text=text) for text in ('zürich', 'city', '77', 'timeout', 'reward', 'tool')),
   ]
   asked = [{'page': 0, 'size': 50, 'sort': 'trouble', **q} for q in queries]
   parts = [

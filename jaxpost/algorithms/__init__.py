@@ -6,7 +6,6 @@
 `token_terms` its optional terms of single tokens;
 `preference` serves DPO, ORPO, CPO and SimPO.
 
-Imports losses/, types, and the examples and chats of data/; is chosen by name in
-stage/algorithms.py and imported by nothing else. Never here: sampling, reading of files, layouts
-of devices.
+Imports losses/, types, and the examples and chats of data/. stage/algorithms.py imports a method
+by its name, and nothing else does. Never here: sampling, reading of files, layouts of devices.
 """

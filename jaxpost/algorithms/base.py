@@ -1,4 +1,4 @@
-"""The record of functions that makes one algorithm differ from another.
+"""`Algorithm`, the record of functions and settings in which training methods differ.
 
 Legend: N sequences, C completion tokens, M micro-batches, B rows, T tokens.
 
@@ -26,7 +26,7 @@ Config = Any
 
 
 def _always(value: Any) -> Callable[..., Any]:
-  """Returns a function that returns `value`, whatever it is given."""
+  """Returns a function that returns `value` for any arguments."""
   return lambda *args: value
 
 
@@ -42,7 +42,7 @@ class Precompute:
     read: output of the role's program -> {name: [M, B / M, T, ...]}.
     options: config fields, besides the role's weights and the data, that decide what is computed; part of the name of
       the cache file.
-    texts: for a role that reads the rows in tokens of its own, see `teacher_text.TextsOfTeacher`.
+    texts: for a role whose tokenizer is not the policy's, see `teacher_text.TextsOfTeacher`; None: it is the same.
   """
 
   arrays: Mapping[str, tuple]
@@ -53,13 +53,13 @@ class Precompute:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-  """An algorithm: an objective, and how its batches come about.
+  """An algorithm: an objective, and the functions that make its batches.
 
   Attributes:
     objective: config -> Objective of the policy.
     defaults: {section: {field: value}} of the config fields that are left to the algorithm; a value may be a function
       of the config.
-    sections: which of the config sections nll, preference, reward_model, distill, rl and critic it reads; None: all.
+    sections: the config sections that it reads, of nll, preference, reward_model, distill, rl and critic; None: all.
     critic: config -> Objective of a second trainable role with a scalar head, or None.
     value_head: config -> True if the policy has a scalar head, too.
     needs: config -> names of the frozen roles: 'reference', 'teachers'. A reward model is named by `config.reward`.
@@ -83,7 +83,7 @@ class Algorithm:
 
     on_policy: `rl.controller.Controller` samples the batches.
     rewards: it learns from rewards; False: its samples need none.
-    data_share: config -> share of the steps that take completions of the data instead of samples.
+    data_share: config -> fraction of the steps that take completions of the data instead of samples.
     scores: config -> names of `types.Scores` to compute of each rollout: 'old_logprobs', 'ref_logprobs', 'values'.
     greedy_baseline: config -> True if a greedy answer is graded, too.
     credit: (Experience, config) -> Credit.
@@ -118,16 +118,16 @@ class Algorithm:
     return self.per(config) if callable(self.per) else self.per
 
 
-def learning_rate(of_weights: float) -> Callable[[Config], float]:
-  """Returns the default of `config.optim.lr`: this for all weights, ten times that for adapters.
+def learning_rate(full: float) -> Callable[[Config], float]:
+  """Returns the default of `config.optim.lr`: `full` if all weights are trained, ten times that for LoRA adapters.
 
   The factor is that of "LoRA Without Regret" (Schulman et al. 2025). docs/defaults.md has the source of each rate.
   """
-  return lambda config: of_weights * (10 if config.lora.rank or config.lora.path else 1)
+  return lambda config: full * (10 if config.lora.rank or config.lora.path else 1)
 
 
 def expect(metrics: Mapping[str, float], limits: Mapping[str, tuple[float, float]], why: str) -> None:
-  """Raises AssertionError unless each metric is within its (value, tolerance)."""
+  """Raises AssertionError unless each metric is within its (value, tolerance); `why` explains the expected values."""
   for name, (value, tolerance) in limits.items():
     # Written so that NaN fails too.
     if name in metrics and not abs(metrics[name] - value) <= tolerance:

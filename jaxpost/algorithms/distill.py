@@ -1,7 +1,7 @@
 """Distillation: a student learns the next-token distributions of its teachers.
 
 Legend: M micro-batches, B rows, T tokens, C tokens of a chunk, V vocabulary,
-D' hidden size of a teacher, k of its most probable tokens.
+D' hidden size of a teacher, k number of its most probable tokens that are kept.
 
 DISTILL trains on the data (Hinton et al. 2015, arXiv:1503.02531); GKD trains on the
 student's own samples in a fraction of the steps (arXiv:2306.13649, algorithm 1).
@@ -72,7 +72,7 @@ def from_logits(options: DistillOptions) -> Divergence:
     del arrays
     total = 0
     for weight, teacher in zip(shares(options), teachers):
-      student = jnp.where(teacher <= MASKED_LOGIT / 2, MASKED_LOGIT, logits)  # not where the teacher is NaN
+      student = jnp.where(teacher <= MASKED_LOGIT / 2, MASKED_LOGIT, logits)  # written so that NaN is not masked
       total += weight * divergences.generalized_jsd(student, teacher, options.beta, options.temperature)
     return total
 
@@ -80,9 +80,9 @@ def from_logits(options: DistillOptions) -> Divergence:
 
 
 def from_cache(options: DistillOptions) -> Divergence:
-  """Returns the divergence of two distributions over the teachers' top k tokens and the rest.
+  """Returns the divergence of two distributions over the teachers' top k tokens and one event for all others.
 
-  Tokens that the teacher lacks are left out of the student's rest, as in `from_logits`.
+  Tokens that the teacher lacks are left out of the student's, too, as in `from_logits`.
   """
 
   def divergence(logits, teachers, arrays):
@@ -115,7 +115,7 @@ def needs(config: Config) -> tuple[str, ...]:
 
 
 def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
-  """Adds the hidden states of the teachers, in the layout of training."""
+  """Adds the hidden states of the teachers, moved to the layout of training."""
   del config
   layout = roles.policy.layout
   hidden = [transfer.move(layout, teacher(batch), None, 'batch') for teacher in roles.teachers]
@@ -123,7 +123,7 @@ def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
 
 
 def precompute(config: Config) -> dict[str, Precompute]:
-  """Returns the top-k caches of the teachers, which then are not needed in training."""
+  """Returns the specs of the teachers' top-k caches, with which training needs no teacher; {} if there are none."""
   options = config.distill
   if options.align == 'text':
     from jaxpost.algorithms import teacher_text
@@ -138,8 +138,8 @@ def _top_k_cache(teacher: int, options: DistillOptions) -> Precompute:
   names = ids, logprobs, vocab_size = _cache_names(teacher)
   shape = (options.top_k,)
 
-  def read(found):
-    return dict(zip(names, found))
+  def read(outputs):
+    return dict(zip(names, outputs))
 
   arrays = {ids: (shape, np.int32), logprobs: (shape, np.float32), vocab_size: ((), np.int32)}
   return Precompute(arrays, read, options=(options.top_k, options.temperature))
@@ -190,9 +190,8 @@ def check_on_data(config: Config) -> None:
   )
   refuse(
     bool(config.distill.top_k and config.data.streaming),
-    'config.distill.top_k: is found for all rows before the first step, '
-    'and config.data.streaming reads them when needed; set one of them '
-    'to its default',
+    'config.distill.top_k: is computed for all rows before the first step, and config.data.streaming reads rows '
+    'when they are needed; set one of them to its default',
   )
 
 
@@ -202,12 +201,12 @@ def check_on_policy(config: Config) -> None:
   options = config.distill
   refuse(
     options.align == 'text',
-    'config.distill.align: text is of data that is known before the first step; set it to tokens, or '
+    'config.distill.align: text needs data that is known before the first step; set it to tokens, or '
     'config.algorithm=distill',
   )
   refuse(
     options.top_k > 0,
-    'config.distill.top_k: a cache knows no samples that are still to be made; '
+    'config.distill.top_k: is cached before the first step, when samples do not exist yet; '
     'set it to 0, or config.algorithm=distill',
   )
   refuse(
@@ -218,10 +217,10 @@ def check_on_policy(config: Config) -> None:
   refuse_unread(config.rl, rl_fields_read(config.rl), 'gkd')
 
 
-def check_teachers(config: Config, found: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+def check_teachers(config: Config, sources: Mapping[str, Any], tokenizer: Tokenizer) -> None:
   """Raises InputError for teachers that cannot read the student's tokens."""
-  for i in range(sum(name.startswith('teacher_') for name in found)):
-    source = found[f'teacher_{i}']
+  for i in range(sum(name.startswith('teacher_') for name in sources)):
+    source = sources[f'teacher_{i}']
     key = f'config.distill.teachers[{i}]: {config.distill.teachers[i]}'
     if config.distill.align == 'text':
       from jaxpost.algorithms import distill_text
@@ -229,7 +228,7 @@ def check_teachers(config: Config, found: Mapping[str, Any], tokenizer: Tokenize
       distill_text.check_teacher(key, source, config.distill.top_k)
       continue
     check_teacher(key, source, tokenizer)
-    size = min(source.config.vocab_size, found['policy'].config.vocab_size)
+    size = min(source.config.vocab_size, sources['policy'].config.vocab_size)
     refuse(
       config.distill.top_k > size,
       f'config.distill.top_k: {config.distill.top_k} of {size} tokens that student and teacher share; '
@@ -238,28 +237,26 @@ def check_teachers(config: Config, found: Mapping[str, Any], tokenizer: Tokenize
 
 
 def check_teacher(key: str, source: Any, tokenizer: Tokenizer) -> None:
-  """Raises InputError, which names `key`, for a source of weights that cannot read the student's tokens."""
+  """Raises InputError, which begins with `key`, for a source of weights that cannot read the student's tokens."""
   probe = 'Zwölf: 12 + 345 = 357, so x_1 ≥ 2\n\treturn "ja"; 日本'
   size = source.config.vocab_size
-  refuse(
-    bool(source.config.num_labels), f'{key} is a reward model, which says nothing of tokens; name a language model'
-  )
+  refuse(bool(source.config.num_labels), f'{key} is a reward model, which predicts no tokens; name a language model')
   refuse(
     size < tokenizer.vocab_size,
     f'{key} has a vocabulary of {size}, less than the {tokenizer.vocab_size} tokens of {tokenizer.source}; '
     'a teacher must read what the student reads',
   )
   if source.folder and (source.folder / 'tokenizer.json').exists():
-    theirs = tokenizer_lib.load(str(source.folder))
+    teacher_tokenizer = tokenizer_lib.load(str(source.folder))
     refuse(
-      theirs.encode(probe) != tokenizer.encode(probe),
+      teacher_tokenizer.encode(probe) != tokenizer.encode(probe),
       f'{key} has another tokenizer than {tokenizer.source}; its tokens mean something else, '
       'so choose a teacher of the same family',
     )
 
 
 def rl_fields_read(rl: Any) -> set[str]:
-  """Returns the fields of `config.rl` that count in GKD."""
+  """Returns the fields of `config.rl` that GKD reads."""
   del rl
   return {'aggregate', 'correct_by', 'epochs', 'minibatches'}
 

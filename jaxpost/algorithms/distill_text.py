@@ -1,12 +1,12 @@
 """Distillation from teachers whose tokenizers are not the student's: `distill.align=text`.
 
-Student and teacher read the same text in tokens of their own (`data.text_alignment`). A span of one token of each
-compares next-token distributions, over the tokens that both have and the rest. A span of more tokens compares the
-probability of its text, the product of the conditional probabilities of its tokens, as one event (ALM, "approximate
-likelihood matching", arXiv:2503.20083, eq. 8). Both are lower bounds of the divergence of the two distributions of
-texts. ULD (arXiv:2402.12030) and GOLD (Hugging Face 2025) match sorted probabilities in place of the rest.
+Each tokenizes the same text, and `data.text_alignment` splits it into spans. For a span of one token of each, the loss
+compares next-token distributions over the tokens that both have, and one event for all others. For a longer span it
+compares the probability of the text, the product of the conditional probabilities of its tokens, as one event (ALM,
+"approximate likelihood matching", arXiv:2503.20083, eq. 8). Both are lower bounds of the divergence of the two
+distributions of texts. ULD (arXiv:2402.12030) and GOLD (Hugging Face 2025) match sorted probabilities of the others.
 
-Legend: B rows, T tokens, k of the teacher's most probable tokens.
+Legend: B rows, T tokens, k number of the teacher's most probable tokens that are kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxpost.errors import refuse
 from jaxpost.losses import divergences
 from jaxpost.types import Batch, Objective, Outputs
 
-# `teacher_N_kind` of a token: in no span; a span of one token of each; the first of a longer span; another of it.
+# `teacher_N_kind` of a token: in no span; a span of one token of each; the first of a longer span; its other tokens.
 NONE, PAIR, FIRST, FURTHER = range(4)
 
 
@@ -36,11 +36,11 @@ def objective(config: Config, shares: Sequence[float]) -> Objective:
   """Returns the loss: divergences of all spans / tokens of the student, and nll_coef * cross entropy.
 
   Args:
-    shares: weight of each teacher; they sum to 1.
+    shares: weights of the teachers, which sum to 1.
   """
   options = config.distill
 
-  def of_pairs(logits, teachers, arrays):
+  def pair_divergence(logits, teachers, arrays):
     del teachers
     total = 0
     for i, share in enumerate(shares):
@@ -49,20 +49,20 @@ def objective(config: Config, shares: Sequence[float]) -> Objective:
     return total
 
   def loss(outputs: Outputs, batch: Batch):
-    value, aligned = outputs.divergence, 0
+    divergence, aligned = outputs.divergence, 0
     for i, share in enumerate(shares):
       *_, kind, span = (batch.arrays[name] for name in names(i))
-      value += share * of_spans(outputs.logprobs, kind, span, options.beta)
+      divergence += share * of_spans(outputs.logprobs, kind, span, options.beta)
       aligned += share * (kind != NONE)
-    metrics = {'divergence': value, 'nll': -outputs.logprobs, 'entropy': outputs.entropy, 'aligned': aligned}
+    metrics = {'divergence': divergence, 'nll': -outputs.logprobs, 'entropy': outputs.entropy, 'aligned': aligned}
 
     def total(x):
       return jnp.sum(batch.loss_weights * x)
 
-    return total(value - options.nll_coef * outputs.logprobs), jax.tree.map(total, metrics)
+    return total(divergence - options.nll_coef * outputs.logprobs), jax.tree.map(total, metrics)
 
   return Objective(
-    loss, coupled=True, token_means=True, reads=('entropy',), learns=('divergence',), divergence=of_pairs
+    loss, coupled=True, token_means=True, reads=('entropy',), learns=('divergence',), divergence=pair_divergence
   )
 
 
@@ -77,14 +77,14 @@ def of_spans(logprobs: jax.Array, kind: jax.Array, span: jax.Array, beta: float)
   Returns:
     [B, T] float32.
   """
-  first = kind == FIRST
-  number = jnp.where(kind >= FIRST, jnp.cumsum(first, axis=1), 0)  # of the span in its row, from 1
+  is_first = kind == FIRST
+  span_number = jnp.where(kind >= FIRST, jnp.cumsum(is_first, axis=1), 0)  # of the span in its row, from 1
   parts = jnp.where(kind >= FIRST, logprobs, 0)
-  sums = jax.vmap(lambda x, n: jax.ops.segment_sum(x, n, x.shape[0] + 1))(parts, number)
-  text = jnp.take_along_axis(sums, number, axis=1)
+  sums = jax.vmap(lambda x, n: jax.ops.segment_sum(x, n, x.shape[0] + 1))(parts, span_number)
+  text_logprob = jnp.take_along_axis(sums, span_number, axis=1)
   # The inner `where` keeps gradients finite where there is no span.
-  found = divergences.event_jsd(jnp.where(first, text, -1.0), jnp.where(first, span, -1.0), beta)
-  return jnp.where(first, found, 0)
+  divergence = divergences.event_jsd(jnp.where(is_first, text_logprob, -1.0), jnp.where(is_first, span, -1.0), beta)
+  return jnp.where(is_first, divergence, 0)
 
 
 def check(config: Config) -> None:
@@ -102,12 +102,12 @@ def check(config: Config) -> None:
 
 
 def check_teacher(key: str, source: Any, top_k: int) -> None:
-  """Raises InputError, which names `key`, for a source of weights that cannot read text with a tokenizer of its own."""
-  refuse(bool(source.config.num_labels), f'{key} is a reward model, which says nothing of tokens')
+  """Raises InputError, which begins with `key`, for a source of weights without a tokenizer, or with no token head."""
+  refuse(bool(source.config.num_labels), f'{key} is a reward model, which predicts no tokens; name a language model')
   refuse(
     bool(source.stage), f'{key} is a stage of this run, which has the tokens of the student; set distill.align=tokens'
   )
   size = source.config.vocab_size
   refuse(top_k > size, f'config.distill.top_k: {top_k} of {size} tokens of {key.partition(": ")[2]}; lower it')
-  own = source.checkpoints is not None or source.folder and (source.folder / 'tokenizer.json').exists()
-  refuse(not own, f'{key} has no tokenizer of its own (tokenizer.json), which distill.align=text needs')
+  has_tokenizer = source.checkpoints is not None or source.folder and (source.folder / 'tokenizer.json').exists()
+  refuse(not has_tokenizer, f'{key} has no tokenizer of its own (tokenizer.json), which distill.align=text needs')

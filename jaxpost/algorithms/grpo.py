@@ -2,8 +2,7 @@
 
 Legend: N sequences, G samples per prompt, P = N / G prompts, C completion tokens, B rows, T tokens.
 
-There is one surrogate and one credit assignment, both selected by `config.rl`; the methods at the end of the file
-differ in the fields that they set.
+`config.rl` selects the surrogate and the credit; the methods at the end of the file differ in its fields.
 """
 
 from __future__ import annotations
@@ -54,35 +53,36 @@ def objective(config: Config) -> Objective:
 
 
 def _old_logprobs(logp, arrays, rl) -> jax.Array:
-  """The log-probs [B, T] of the policy that ratios are taken to."""
+  """The log-probs [B, T] of the old policy, the denominator of the ratio."""
   if rl.old_policy == 'sampler':
     return arrays['sampler_logprobs']
-  # The recomputed old policy is the present one if a rollout has one update.
+  # If a rollout has one update, the old policy is the current one, and its log-probs need not be recomputed.
   return arrays.get('old_logprobs', jax.lax.stop_gradient(logp))
 
 
 def _surrogate(logp, old, arrays, rl, reducer) -> policy_gradient.LossAndMetrics:
-  """The surrogate of `rl.loss`; `reducer` makes a reduction of packed rows one of [B, T], for coupled losses only."""
-  chosen = policy_gradient.LOSSES[rl.loss]
+  """The surrogate of `rl.loss`; `reducer` turns a reduction over sequences into a function of [B, T], if coupled."""
+  surrogate = policy_gradient.LOSSES[rl.loss]
   options = rl_fields.options(policy_gradient.SurrogateOptions, rl)
-  gains = arrays['advantages']
-  coupling = (reducer(chosen.per_sequence),) if chosen.per_sequence else ()
-  loss, metrics = chosen.fn(logp, old, gains, options, *coupling)
-  if 'expert' in arrays:
-    loss = jax.numpy.where(arrays['expert'] > 0, policy_gradient.expert(logp, gains, rl.expert_gamma), loss)
+  advantage = arrays['advantages']
+  per_sequence = (reducer(surrogate.per_sequence),) if surrogate.per_sequence else ()
+  loss, metrics = surrogate.fn(logp, old, advantage, options, *per_sequence)
+  if 'demonstration' in arrays:
+    shaped = policy_gradient.expert(logp, advantage, rl.expert_gamma)
+    loss = jax.numpy.where(arrays['demonstration'] > 0, shaped, loss)
   return loss, metrics
 
 
 def _multipliers(logp, arrays, rl, reducer) -> dict[str, jax.Array]:
-  """Returns {name of its metric: factor [B, T]} of all that multiplies the surrogate, and no other term of the loss."""
-  found = {}
+  """Returns {name of its metric: factor [B, T]} of the factors that multiply the surrogate alone."""
+  multipliers = {}
   if 'opsm' in rl.importance:
-    found['off_policy_kept'] = policy_gradient.off_policy_kept(
+    multipliers['off_policy_kept'] = policy_gradient.off_policy_kept(
       logp, arrays['sampler_logprobs'], arrays['advantages'], rl.opsm_threshold, reducer(reduce.sequence_mean)
     )
   if 'importance_weights' in arrays:
-    found['importance_weight'] = arrays['importance_weights']
-  return found
+    multipliers['importance_weight'] = arrays['importance_weights']
+  return multipliers
 
 
 def _added_terms(outputs, old, arrays, rl) -> tuple[list[jax.Array], dict[str, jax.Array]]:
@@ -91,7 +91,7 @@ def _added_terms(outputs, old, arrays, rl) -> tuple[list[jax.Array], dict[str, j
   terms, metrics = [], {}
   if rl.kl_coef > 0 and rl.kl_in == 'loss':
     metrics['kl'] = policy_gradient.KL[rl.kl_estimator](logp, arrays['ref_logprobs'])
-    # Weighted, it is the KL of the present policy although an older one sampled (arXiv:2512.02556).
+    # Weighted by pi / pi_old, it estimates the KL of the current policy from samples of the old one (arXiv:2512.02556).
     weight = policy_gradient.importance_ratio(logp, old) if rl.kl_weighted else 1.0
     terms.append(rl.kl_coef * weight * metrics['kl'])
   if 'kl_cov' in arrays:
@@ -116,9 +116,9 @@ def _arrays_in_loss(config: Config) -> tuple[str, ...]:
 
 
 def _diagnosis(outputs, arrays, metrics) -> dict[str, jax.Array]:
-  """Metrics of every surrogate: clips by sign of the advantage, how far policy and sampler differ."""
+  """Metrics of every surrogate: entropy, distance of policy and sampler, clip ratios by sign of the advantage."""
   logp, sampler = outputs.logprobs, arrays['sampler_logprobs']
-  found = {
+  diagnosis = {
     'entropy': outputs.entropy,
     'sampler_mismatch': policy_gradient.mismatch(logp, sampler),
     'sampler_kl/k1': policy_gradient.KL['k1'](sampler, logp),
@@ -127,12 +127,12 @@ def _diagnosis(outputs, arrays, metrics) -> dict[str, jax.Array]:
   if 'clip_ratio/low_mean' in metrics:
     clipped = metrics['clip_ratio/low_mean'] + metrics['clip_ratio/high_mean']
     positive = arrays['advantages'] > 0
-    found |= {
+    diagnosis |= {
       'clip_ratio/region_mean': clipped,
       'clip_ratio/positive_mean': clipped * positive,
       'clip_ratio/negative_mean': clipped * ~positive,
     }
-  return found
+  return diagnosis
 
 
 def scores(config: Config) -> tuple[str, ...]:
@@ -173,8 +173,7 @@ def trained_tokens(experience: Experience, valid: np.ndarray, config: Config) ->
 
 def kl_penalty(experience: Experience, mask: np.ndarray, config: Config) -> tuple[np.ndarray | float, dict, dict]:
   """Returns (KL penalty [N, C] to subtract from rewards or advantages, memory, metrics)."""
-  rl = config.rl
-  arrays = experience.arrays
+  rl, arrays = config.rl, experience.arrays
   if not rl.kl_coef or rl.kl_in == 'loss':
     return 0.0, {}, {}
   coef = experience.memory.get('kl_coef', rl.kl_coef)
@@ -182,25 +181,25 @@ def kl_penalty(experience: Experience, mask: np.ndarray, config: Config) -> tupl
     return 0.0, {'kl_coef': coef}, {'kl_coef': coef}
   estimate = np.asarray(policy_gradient.KL[rl.kl_estimator](arrays['old_logprobs'], arrays['ref_logprobs'])) * mask
   mean = float(estimate.sum() / mask.sum())
-  after = advantages.adaptive_kl(coef, mean, rl.kl_target, rl.kl_horizon, len(mask)) if rl.kl_target else coef
-  return coef * estimate, {'kl_coef': float(after)}, {'kl': mean, 'kl_coef': coef}
+  next_coef = advantages.adaptive_kl(coef, mean, rl.kl_target, rl.kl_horizon, len(mask)) if rl.kl_target else coef
+  return coef * estimate, {'kl_coef': float(next_coef)}, {'kl': mean, 'kl_coef': coef}
 
 
 def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
-  """Advantages [N, C] by `config.rl.advantage`."""
+  """Advantages [N, C] by the estimator `config.rl.advantage`."""
   rl = config.rl
   estimator = advantages.ESTIMATORS[rl.advantage]
   shape = (experience.groups, -1)
-  # Not the groups that only fill up a step (`rl.dynamic_sampling`): the mean of the loss does not count them, either.
+  # Groups that only fill up a step (`rl.dynamic_sampling`) do not count, as in the mean of the loss.
   trained = experience.mask.reshape(shape).any(axis=1, keepdims=True)
-  kl, of_token = (0.0, kl) if rl.kl_in == 'advantage' else (kl, 0.0)
+  kl_in_reward, kl_in_advantage = (0.0, kl) if rl.kl_in == 'advantage' else (kl, 0.0)
   arrays = {
-    # An estimator of groups has one reward per sequence, so the KL is summed over it.
-    'rewards': (experience.rewards - np.sum(kl * np.ones_like(mask), axis=1)).reshape(shape),
+    # Estimators that compare groups read one reward per sequence, so the KL is summed over its tokens.
+    'rewards': (experience.rewards - np.sum(kl_in_reward * np.ones_like(mask), axis=1)).reshape(shape),
     'valid': valid.reshape(shape) & trained,
     'lengths': (mask > 0).sum(axis=1).reshape(shape),
     'mask': mask,
-    'token_rewards': advantages.token_rewards(experience.rewards, mask, kl, experience.turn_rewards),
+    'token_rewards': advantages.token_rewards(experience.rewards, mask, kl_in_reward, experience.turn_rewards),
     'turn_rewards': experience.turn_rewards,
     'sampled': experience.mask,
     'completions': experience.rollout.completions,
@@ -210,22 +209,23 @@ def _advantages(experience, valid, mask, kl, config) -> np.ndarray:
     arrays['greedy'] = np.repeat(np.nan_to_num(experience.baseline), len(valid) // experience.groups)
   options = {argument: vars(rl)[field] for argument, field in estimator.reads.items()}
   values = estimator.fn(*(arrays[name] for name in estimator.takes), **options)
-  return (values if values.shape == mask.shape else values.reshape(-1, 1)) * np.ones_like(mask) - of_token
+  if values.shape != mask.shape:  # one advantage per sequence, which all its tokens get
+    values = values.reshape(-1, 1)
+  return values * np.ones_like(mask) - kl_in_advantage
 
 
 def finish(
   experience: Experience, values: np.ndarray, mask: np.ndarray, metrics: dict, memory: dict, config: Config
 ) -> Credit:
   """Returns the Credit of advantages `values` [N, C], with the arrays that the surrogate reads."""
-  rl = config.rl
-  arrays = experience.arrays
+  rl, arrays = config.rl, experience.arrays
   out = {'advantages': np.asarray(values, np.float32) * (mask > 0), 'sampler_logprobs': arrays['sampler_logprobs']}
   out |= {k: arrays[k] for k in rl_fields.scores_in_loss(config)}
   counted = mask > 0
   if counted.any():
-    kept = out['advantages'][counted]
-    figures = dict(mean=kept.mean(), std=kept.std(), max=kept.max(), min=kept.min())
-    figures |= dict(frac_positive=(kept > 0).mean(), frac_zero=(kept == 0).mean())
+    trained = out['advantages'][counted]
+    figures = dict(mean=trained.mean(), std=trained.std(), max=trained.max(), min=trained.min())
+    figures |= dict(frac_positive=(trained > 0).mean(), frac_zero=(trained == 0).mean())
     metrics |= {f'advantages/{name}': float(x) for name, x in figures.items()}
   if rl_fields.has_token_terms(rl):
     from jaxpost.algorithms import token_terms
@@ -263,9 +263,9 @@ def check_first_step(metrics: dict, config: Config) -> None:
     ratio, clipped = 1e-2, 1e-2  # the program that computed the old log-probs may round bfloat16 differently
   else:
     ratio, clipped = 1e-4, 0.0
-  is_product = policy_gradient.LOSSES[rl.loss].per_sequence is reduce.sequence_total  # which adds up all rounding
+  is_product = policy_gradient.LOSSES[rl.loss].per_sequence is reduce.sequence_total  # it accumulates rounding errors
   # Rounding to bfloat16 alone made 0.023 in 28 layers on an H200 (docs/performance.md).
-  mismatch = 0.5 if quantized else 1e-4 if exact else 0.05
+  rounding, square = (1e-4, 1e-8) if exact else (0.05, 1e-3)
   expect(
     metrics,
     {
@@ -273,15 +273,15 @@ def check_first_step(metrics: dict, config: Config) -> None:
       # Rounding alone may leave a clip range as narrow as GSPO's.
       'clip_ratio/low_mean': (0.0, clipped if rl.clip_low > 0.02 else 1.0),
       'clip_ratio/high_mean': (0.0, clipped if rl.clip_high > 0.02 else 1.0),
-      'kl': (0.0, 1e-8 if exact else 1e-3),
-      'sampler_mismatch': (1.0, mismatch),
+      'kl': (0.0, square if rl.kl_estimator in ('k2', 'k3', 'k3+') else rounding),
+      'sampler_mismatch': (1.0, 0.5 if quantized else rounding),
     },
     'sampler, reference and trainer do not compute the same model',
   )
 
 
 def method(**choices: Any) -> Algorithm:
-  """Returns an algorithm of this family with other defaults in `config.rl`."""
+  """Returns an algorithm of this family whose defaults in `config.rl` are `choices`."""
   return Algorithm(
     objective,
     {'rl': rl_fields.defaults(choices), 'optim': {'lr': learning_rate(1e-6)}},

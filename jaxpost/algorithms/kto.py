@@ -3,8 +3,8 @@
 Legend: M micro-batches, B rows, T tokens, N sequences of a row (padded).
 
 Each document has a completion (odd sequence, trained) and, after the same prompt, the
-completion of another prompt (even sequence, scored only). The mean log-ratio of the
-latter is KTO's reference point z, one number per batch.
+completion of another prompt (even sequence, scored only). The mean log-ratio of these
+mismatched completions is KTO's reference point z, one number per batch.
 Ethayarajh et al. 2024 (arXiv:2402.01306), section 4.1.
 """
 
@@ -36,67 +36,67 @@ def objective(config: Config) -> Objective:
   """Returns the loss 1 - sigmoid(+-beta (log-ratio - z)), + for desirable completions (eq. 8)."""
   p = config.preference
   options = {'beta': p.beta, 'desirable_weight': p.desirable_weight, 'undesirable_weight': p.undesirable_weight}
-  shifted = _reads_mismatched(config)
+  reads_z = _reads_mismatched(config)
 
   def over_sequences(outputs, batch):
     ids = batch.sequence_ids
     arrays = batch.arrays
     mask = batch.loss_weights != 0
 
-    def of_sequence(x):
+    def per_sequence(x):  # [B, T] -> [B, N], of an array that is the same at all trained tokens of a sequence
       return pairs.sequence_max(x, ids)
 
-    weights = of_sequence(batch.loss_weights)  # [B, N], 0 for the sequences that are scored only
+    weights = per_sequence(batch.loss_weights)  # [B, N], 0 for the sequences that are scored only
     logps = reduce.sequence_sum(outputs.logprobs * mask, ids)
     ratio = logps - reduce.sequence_sum(arrays['ref_logprobs'] * mask, ids)
-    desirable = of_sequence(arrays['label']) > 0
-    z = jnp.max(arrays['kl']) if shifted else jnp.zeros(())  # the same everywhere
+    desirable = per_sequence(arrays['label']) > 0
+    z = jnp.max(arrays['kl']) if reads_z else jnp.zeros(())  # all tokens have the same value
     loss = preferences.kto(ratio, desirable, z, **options)
     metrics = {
       'kl': z,
       'rewards/accuracies': (ratio > z) == desirable,
-      'entropy': of_sequence(reduce.sequence_mean(outputs.entropy, mask, ids)),
+      'entropy': per_sequence(reduce.sequence_mean(outputs.entropy, mask, ids)),
     }
     metrics = {name: (weights * x).sum() for name, x in metrics.items()}
-    # Each label has a mean of its own, so its metrics have weights of their own.
-    label_weights = of_sequence(arrays['label_weights'])
+    # The next metrics are means over the completions of one label, whose weights sum to 1.
+    label_weights = per_sequence(arrays['label_weights'])
     for name, is_label in (('chosen', desirable), ('rejected', ~desirable)):
       metrics[f'rewards/{name}'] = (label_weights * is_label * p.beta * ratio).sum()
       metrics[f'logps/{name}'] = (label_weights * is_label * logps).sum()
     metrics['rewards/margins'] = metrics['rewards/chosen'] - metrics['rewards/rejected']
     return (weights * loss).sum(), metrics
 
-  arrays = ('ref_logprobs', 'kl') if shifted else ('ref_logprobs',)
+  arrays = ('ref_logprobs', 'kl') if reads_z else ('ref_logprobs',)
   return Objective(over_sequences, coupled=True, reads=('entropy',), arrays=arrays)
 
 
 def _reads_mismatched(config: Config) -> bool:
-  """Returns True if the loss reads z, which 'apo_zero_unpaired' holds at 0."""
+  """Returns True if the loss reads z; in 'apo_zero_unpaired' z is 0."""
   return config.preference.losses == ('kto',)
 
 
 def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
   """Adds the log-probs of the reference and z, repeated for every token."""
-  # Also the mismatched completions are scored, whose loss weights are 0.
+  # The mismatched completions, whose loss weights are 0, are scored, too.
   ids = jnp.asarray(batch.sequence_ids)  # `render` numbers the sequences of every example
   scored = batch.replace(loss_weights=(ids > 0).astype(jnp.float32))
   arrays = {**preference.prepare(scored, roles, config).arrays}
   if _reads_mismatched(config):
     log_ratios = roles.policy.score(scored).logprobs - arrays['ref_logprobs']
     z = mismatch(log_ratios, arrays['kl_mask'], ids)
-    arrays['kl'] = jnp.full_like(batch.loss_weights, z)
+    arrays['kl'] = 0 * batch.loss_weights + z  # `full_like` needs a device of this process
   return batch.replace(arrays=arrays)
 
 
 def mismatch(log_ratios: jax.Array, kl_mask: jax.Array, sequence_ids: jax.Array) -> jax.Array:
-  """Returns z = max(0, mean log-ratio of the sequences of kl_mask) [].
+  """Returns z [] = max(0, the mean over mismatched completions of their log-ratios).
 
   Args:
-    log_ratios, kl_mask, sequence_ids: [M, B, T].
+    log_ratios, kl_mask, sequence_ids: [M, B, T]; the mask is 1 on the tokens of mismatched completions.
   """
-  number = jax.vmap(pairs.sequence_max)(kl_mask, sequence_ids).sum()
+  count = jax.vmap(pairs.sequence_max)(kl_mask, sequence_ids).sum()
   total = (log_ratios * kl_mask).sum()
-  return jnp.maximum(total / jnp.maximum(number, 1), 0)
+  return jnp.maximum(total / jnp.maximum(count, 1), 0)
 
 
 def render(rows: Rows, tokenizer: Tokenizer, config: Config) -> Callable[[int], Example]:
@@ -116,7 +116,7 @@ def check(config: Config) -> None:
   """Raises InputError for losses and fields that cannot work together."""
   p = config.preference
   refuse(
-    len(p.losses) != 1, f'config.preference.losses: {len(p.losses)} of them; kto learns by one, {" or ".join(LOSSES)}'
+    len(p.losses) != 1, f'config.preference.losses: {len(p.losses)} of them; kto has one loss, {" or ".join(LOSSES)}'
   )
   preference.check_name(p.losses[0], LOSSES)
   refuse(
@@ -131,7 +131,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
   """Raises AssertionError unless rewards and z are 0 and the loss is that of sigmoid(0) = 1/2."""
   p = config.preference
   exact = config.model.dtype == 'float32'
-  # Sums over a completion, from programs that may round bfloat16 elsewhere.
+  # Rewards are sums over a completion, and the two programs may round bfloat16 at different places.
   tolerance = 1e-4 if exact else 0.5 * p.beta
   limits = {
     'rewards/chosen': (0.0, tolerance),

@@ -1,4 +1,4 @@
-"""Online DPO: the best and the worst of the policy's own answers are a pair.
+"""Online DPO: the best and the worst of the policy's answers to a prompt are a pair.
 
 Legend: N sequences, G samples per prompt, C completion tokens, B rows, T tokens.
 
@@ -47,14 +47,14 @@ def credit(experience: Experience, config: Config) -> Credit:
   valid = valid.reshape(groups, -1)
   best = np.where(valid, rewards, -np.inf).argmax(axis=1)
   worst = np.where(valid, rewards, np.inf).argmin(axis=1)
-  every = np.arange(groups)
-  best_reward = rewards[every, best]
-  worst_reward = rewards[every, worst]
+  group = np.arange(groups)
+  best_reward = rewards[group, best]
+  worst_reward = rewards[group, worst]
   differs = valid.any(axis=1) & (best_reward > worst_reward)
 
   choice = np.zeros(rewards.shape, np.float32)
-  choice[every[differs], best[differs]] = 1
-  choice[every[differs], worst[differs]] = -1
+  choice[group[differs], best[differs]] = 1
+  choice[group[differs], worst[differs]] = -1
   metrics |= {'pairs': int(differs.sum()), 'groups_without_pair': int((~differs).sum())}
   if differs.any():
     metrics['reward_gap'] = float((best_reward - worst_reward)[differs].mean())
@@ -65,7 +65,7 @@ def credit(experience: Experience, config: Config) -> Credit:
 def pack(
   experience: Experience, credit: Credit, members: Sequence[int], config: Config, num_rows: int, row_length: int
 ) -> Batch:
-  """Returns a Batch [num_rows, row_length] of pairs, with the sampled tokens."""
+  """Returns a Batch [num_rows, row_length] of the pairs of sampled completions among `members`."""
   rollout = experience.rollout
   sign = credit.arrays['choice'].sum(axis=1)
   group_size = len(sign) // max(experience.groups, 1)
@@ -84,7 +84,7 @@ def pack(
   share_prompt = config.preference.share_prompt
   examples = [
     pair(rollout.prompts[group].tokens, answer(chosen[group]), answer(rejected[group]), share_prompt)
-    for group in sorted({*chosen, *rejected})  # half a pair is an error, not dropped
+    for group in sorted({*chosen, *rejected})  # a pair that lacks one side raises KeyError
   ]
   packed = packing.pack_examples(examples, row_length)
   batch = packing.to_batch([[examples[i] for i in row] for row in packed], row_length, num_rows, per='pair')
@@ -97,14 +97,14 @@ def pack(
 
 
 def pair(prompt: np.ndarray, chosen: Answer, rejected: Answer, share_prompt: bool) -> Example:
-  """Returns one document with a prompt and two answers; see `types.Batch` for branches."""
-  # The last token of a shared prompt is repeated in each branch: it predicts its first token.
+  """Returns an Example of a prompt and two answers: as branches of a document (see `types.Batch`), or two documents."""
+  # The last token of a shared prompt is repeated in each branch: it predicts the first token of the answer.
   num_shared = len(prompt) - 1 if share_prompt else 0
   shared = prompt[:num_shared]
   repeated = prompt[num_shared:]
   branches = [np.concatenate([repeated, tokens]) for tokens, _ in (chosen, rejected)]
   masks = [np.concatenate([0 * repeated, mask]) for _, mask in (chosen, rejected)]
-  numbers = np.repeat(np.arange(3, dtype=np.int32), [num_shared, *map(len, branches)])
+  numbers = np.repeat(np.arange(3, dtype=np.int32), [num_shared, *map(len, branches)])  # 0: shared, 1, 2: branches
   mask = np.concatenate([0 * shared, *masks]).astype(np.float32)
   positions = [np.arange(num_shared)]
   positions += [num_shared + np.arange(len(branch)) for branch in branches]
@@ -137,7 +137,7 @@ def check(config: Config) -> None:
   refuse(rollout.group_size < 2, 'config.rollout.group_size: 1 sample is no pair; use at least 2')
   length = config.train.row_length
   longest = pair_length(config)
-  # The rows that a step has: enough for all its samples, packed one by one.
+  # The number of rows of a step, which is enough for all its samples, packed one by one.
   samples_per_row = max(1, length // (two_rows(config) // 2))
   num_rows = math.ceil(rollout.prompts * rollout.group_size / samples_per_row)
   refuse(
@@ -149,12 +149,12 @@ def check(config: Config) -> None:
     config.preference.precompute_ref,
     'config.preference.precompute_ref: samples are not known before they are drawn; set it to False',
   )
-  refuse(rl.minibatches > 1, 'config.rl.minibatches: would tear pairs apart; use rl.epochs, or fewer rollout.prompts')
+  refuse(rl.minibatches > 1, 'config.rl.minibatches: would split pairs; use rl.epochs, or fewer rollout.prompts')
   refuse_unread(rl, rl_fields_read(rl), 'online_dpo (preference.beta holds the policy)')
 
 
 def rl_fields_read(rl: Any) -> set[str]:
-  """Returns the fields of `config.rl` that count in online DPO."""
+  """Returns the fields of `config.rl` that online DPO reads."""
   del rl
   return {'epochs', 'minibatches', 'dynamic_sampling', 'mask_truncated', 'correct_by'}
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 
-# Fields of `config.rl` that need rewards; without any, all advantages of groups are 0.
+# Fields of `config.rl` that need rewards; without any, the advantages of GRPO are all 0.
 _OF_REWARDS = ('advantage', 'scale_rewards', 'std_eps', 'singleton', 'pass_k', 'gamma', 'turn_gamma', 'step_weight')
 _OF_REWARDS += ('dynamic_sampling', 'keep_surplus', 'replay', 'correct_nll_coef', 'keep_reward', 'correct_by')
 
@@ -40,25 +40,25 @@ def needs(config: Config) -> tuple[str, ...]:
 
 def check(config: Config) -> None:
   """Raises InputError for combinations of fields that cannot work."""
-  several = bool(config.distill.teachers)
+  has_teachers = bool(config.distill.teachers)
   refuse(
-    not (config.rl.reference or config.rl.privileged or several),
+    not (config.rl.reference or config.rl.privileged or has_teachers),
     'config.rl.reference: is empty; name the teacher, a folder or RUN[@step], several in config.distill.teachers, '
     'or rl.privileged for self-distillation',
   )
   refuse(
-    several and bool(config.rl.reference),
+    has_teachers and bool(config.rl.reference),
     'config.rl.reference: config.distill.teachers would ignore it; add it there, or leave one of them empty',
   )
-  refuse_unread(config.distill, ('teachers', 'weights') if several else ('teachers',), 'opd', 'distill')
-  if several:
+  refuse_unread(config.distill, ('teachers', 'weights') if has_teachers else ('teachers',), 'opd', 'distill')
+  if has_teachers:
     distill.check(config)
   refuse(
     bool(config.rl.privileged) and bool(config.environment or config.router.routing_replay),
-    'config.rl.privileged: goes with neither an environment nor router.routing_replay, which belong to one prompt',
+    'config.rl.privileged: goes with neither an environment nor router.routing_replay, which record one prompt only',
   )
   refuse(not config.rl.kl_coef, 'config.rl.kl_coef: 0 leaves the teacher out; 1 is usual')
-  # GRPO refuses a reference that is another model, as it checks no tokenizer.
+  # The checks of GRPO would refuse a reference of another model, because GRPO compares no tokenizers.
   config = dataclasses.replace(config, rl=dataclasses.replace(config.rl, reference='', privileged=''))
   is_graded = config.rewards_tuple() or config.environment
   refuse(
@@ -68,14 +68,15 @@ def check(config: Config) -> None:
   if not (is_graded or config.train_on_rollouts):
     read = {field.name for field in dataclasses.fields(config.rl)} - {*_OF_REWARDS}
     refuse_unread(config.rl, read, 'opd without a reward')
-  (rl_fields.check if is_graded else rl_fields.check_shared)(config)
+  check_rl = rl_fields.check if is_graded else rl_fields.check_shared
+  check_rl(config)
 
 
-def check_roles(config: Config, found: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+def check_roles(config: Config, sources: Mapping[str, Any], tokenizer: Tokenizer) -> None:
   """Raises InputError for a teacher that cannot read the student's tokens."""
-  distill.check_teachers(config, found, tokenizer)
-  if 'reference' in found:
-    distill.check_teacher(f'config.rl.reference: {config.rl.reference}', found['reference'], tokenizer)
+  distill.check_teachers(config, sources, tokenizer)
+  if 'reference' in sources:
+    distill.check_teacher(f'config.rl.reference: {config.rl.reference}', sources['reference'], tokenizer)
 
 
 def check_first_step(metrics: dict, config: Config) -> None:

@@ -2,7 +2,7 @@
 
 Legend: N sequences, C completion tokens, B rows, T tokens.
 
-The last token of a completion has its reward, and every token is penalized by the KL
+The last token of a completion gets its reward, and every token is penalized by the KL
 to the reference. GAE computes advantages and returns; the policy is trained with the
 surrogate of `grpo.py`, the critic with a clipped value loss. The value of a token is
 the critic's output at the token before it: the state in which it was sampled.
@@ -39,13 +39,14 @@ def objective(config: Config) -> Objective:
     weights = batch.loss_weights
     return jnp.sum(weights * loss), {name: jnp.sum(weights * x) for name, x in metrics.items()}
 
-  def both(outputs, batch):
+  def policy_and_value_loss(outputs, batch):
     loss, metrics = policy_loss(outputs, batch)
     value_loss, value_metrics = value.fn(outputs, batch)
     metrics |= {f'critic/{name}': x for name, x in value_metrics.items()}
     return loss + config.critic.coef * value_loss, metrics
 
-  return dataclasses.replace(policy, fn=both, coupled=True, arrays=policy.arrays + value.arrays)
+  arrays = policy.arrays + value.arrays
+  return dataclasses.replace(policy, fn=policy_and_value_loss, coupled=True, arrays=arrays)
 
 
 def value_objective(config: Config) -> Objective:
@@ -54,7 +55,8 @@ def value_objective(config: Config) -> Objective:
   def clipped(outputs, batch):
     weights = batch.loss_weights
     arrays = batch.arrays
-    # The first token of a row has no weight, so what wraps never counts.
+    # The value of a token is the output at the token before. The one that wraps around is at the first token of a row,
+    # which has no weight.
     values = jnp.where(weights > 0, jnp.roll(outputs.values, 1, axis=1), 0)
     loss, is_clipped = values_lib.clipped_value_loss(
       values, arrays['values'], arrays['returns'], config.critic.value_clip
@@ -83,7 +85,7 @@ def scores(config: Config) -> tuple[str, ...]:
 def credit(experience: Experience, config: Config) -> Credit:
   """Returns whitened advantages [N, C] (GAE, arXiv:1506.02438), and the returns for the critic.
 
-  The two may have a lambda each (VC-PPO, arXiv:2503.01491).
+  Advantages and returns may have different lambdas (VC-PPO, arXiv:2503.01491).
   """
   rl = config.rl
   mask, metrics = grpo.trained_tokens(experience, np.isfinite(experience.rewards), config)
@@ -91,10 +93,11 @@ def credit(experience: Experience, config: Config) -> Credit:
   rewards = advantages.token_rewards(experience.rewards, mask, kl, experience.turn_rewards)
   values = np.where(mask > 0, experience.arrays['values'], 0)
   lam = values_lib.length_adaptive_lam(mask, rl.length_alpha) if rl.length_alpha else rl.lam
-  gains, returns = values_lib.gae(rewards, values, mask, rl.gamma, lam)
+  advantage, returns = values_lib.gae(rewards, values, mask, rl.gamma, lam)
   if config.critic.lam >= 0:
     _, returns = values_lib.gae(rewards, values, mask, rl.gamma, config.critic.lam)
-  out = grpo.finish(experience, token_advantages.whiten(gains, mask), mask, metrics | kl_metrics, memory, config=config)
+  whitened = token_advantages.whiten(advantage, mask)
+  out = grpo.finish(experience, whitened, mask, metrics | kl_metrics, memory, config=config)
   out.arrays.update(values=values, returns=returns)
   out.metrics.update(_value_metrics(values, returns, mask))
   trained = mask.any(axis=1)
@@ -111,7 +114,7 @@ def _value_metrics(values: np.ndarray, returns: np.ndarray, mask: np.ndarray) ->
   metrics = {'values/mean': float(values[counted].mean()), 'returns/mean': float(returns[counted].mean())}
   metrics |= {'values/std': float(values[counted].std()), 'returns/std': float(returns[counted].std())}
   explained = values_lib.explained_variance(values, returns, mask)
-  if np.isfinite(explained):  # equal returns have nothing to explain
+  if np.isfinite(explained):  # NaN if all returns are equal: they have no variance
     metrics['critic/explained_variance'] = explained
   return metrics
 
@@ -122,11 +125,11 @@ def check(config: Config) -> None:
   section = config.critic
   refuse(
     rl.advantage != 'gae',
-    f'config.rl.advantage: {rl.advantage!r} asks no critic, and ppo has one; leave it empty, or use the algorithm grpo',
+    f'config.rl.advantage: {rl.advantage!r} has no critic, and ppo has one; leave it empty, or use the algorithm grpo',
   )
   refuse(
     rl.kl_in == 'advantage',
-    'config.rl.kl_in: the critic of ppo is to know the KL, which an advantage hides from it; use reward',
+    'config.rl.kl_in: the critic of ppo learns from rewards, so a KL in the advantage is hidden from it; use reward',
   )
   refuse(
     rl.scale_rewards != 'none', 'config.rl.scale_rewards: ppo whitens advantages over the batch instead; leave it empty'
@@ -161,8 +164,8 @@ def method(
   """Returns PPO with other defaults in `config.rl` and `config.critic`.
 
   Args:
-    critic_lam: lambda of the targets of the critic.
-    critic_lr: its learning rate by that of the policy: verl's, or the same if that is larger.
+    critic_lam: lambda of the critic's targets; -1: that of the advantages.
+    critic_lr: learning rate of the policy -> that of the critic; by default verl's 1e-5, or the policy's if larger.
   """
 
   def rate(config: Config) -> float:

@@ -98,25 +98,25 @@ def reads_reference(config: Config) -> bool:
 
 
 def pairs_of(outputs: Outputs, batch: Batch, with_reference: bool, ld_alpha: float = 1.0) -> tuple[Pairs, jax.Array]:
-  """Returns (`Pairs` [B, P], the weight of each pair [B, P]: 1 / pairs of the global batch)."""
+  """Returns (`Pairs` [B, P], the weight of each pair [B, P]: 1 / number of pairs in the global batch)."""
   ids = batch.sequence_ids
   weights = batch.loss_weights
   mask = weights != 0
-  share = mask if ld_alpha == 1 else pairs_lib.desensitized(mask, ids, ld_alpha)
+  logprob_weights = mask if ld_alpha == 1 else pairs_lib.desensitized(mask, ids, ld_alpha)
 
   def sums(x, token_weights):
     return pairs_lib.split_pairs(reduce.sequence_sum(x * token_weights, ids))
 
-  def largest(x):  # of a pair, as all tokens of an answer that are trained have its weight
+  def weights_of_answers(x):  # the maximum, as all trained tokens of an answer have the weight of the pair
     return pairs_lib.split_pairs(pairs_lib.sequence_max(x, ids))
 
-  chosen, rejected = sums(outputs.logprobs, share)
-  ref_chosen, ref_rejected = sums(batch.arrays['ref_logprobs'] if with_reference else 0 * weights, share)
+  chosen, rejected = sums(outputs.logprobs, logprob_weights)
+  ref_chosen, ref_rejected = sums(batch.arrays['ref_logprobs'] if with_reference else 0 * weights, logprob_weights)
   chosen_length, rejected_length = sums(jnp.ones_like(weights), mask)
-  pair_weights, rejected_weights = largest(weights)
-  # A pair of which truncation or a limit left one side is none.
+  pair_weights, rejected_weights = weights_of_answers(weights)
+  # A pair that lost all trained tokens of one side, to truncation or a limit, does not count.
   valid = (pair_weights > 0) & (rejected_weights > 0)
-  nll_weights, _ = largest(batch.arrays['nll_weights'])
+  nll_weights, _ = weights_of_answers(batch.arrays['nll_weights'])
   pairs = pairs_lib.Pairs(
     chosen=chosen,
     rejected=rejected,
@@ -139,7 +139,7 @@ def _pair_entropy(outputs: Outputs, batch: Batch) -> jax.Array:
 
 
 def _means(pairs: Pairs) -> Pairs:
-  """The pairs with log-probs that are means over tokens; no reference."""
+  """The pairs with log-probs averaged over tokens; those of the reference are left as they are."""
   return pairs._replace(
     chosen=pairs.chosen / jnp.maximum(pairs.chosen_length, 1),
     rejected=pairs.rejected / jnp.maximum(pairs.rejected_length, 1),
@@ -156,13 +156,12 @@ def prepare(batch: Batch, roles: Roles, config: Config) -> Batch:
   del config
   if roles.reference is None:
     return batch
-  logprobs = roles.reference(batch).logprobs
-  found = transfer.move(roles.policy.layout, logprobs, None, 'batch')
-  return batch.replace(arrays={**batch.arrays, 'ref_logprobs': found})
+  logprobs = transfer.move(roles.policy.layout, roles.reference(batch).logprobs, None, 'batch')
+  return batch.replace(arrays={**batch.arrays, 'ref_logprobs': logprobs})
 
 
 def precompute(config: Config) -> dict[str, Precompute]:
-  """Returns the cache of the reference log-probs; training then needs no reference model."""
+  """Returns the spec of cached reference log-probs, with which training needs no reference model; {} if off."""
   if not config.preference.precompute_ref:
     return {}
 
@@ -206,10 +205,10 @@ def check(config: Config) -> None:
     'exo_pair' in p.losses and not p.label_smoothing,
     "config.preference.label_smoothing: is 0, and 'exo_pair' needs a number above it, such as 0.001",
   )
-  plain = preferences.without_f_divergence(p.losses)
+  reverse_kl_only = preferences.without_f_divergence(p.losses)
   refuse(
-    p.f_divergence != 'reverse_kl' and bool(plain),
-    f'config.preference.f_divergence: {", ".join(plain)} hold to reverse_kl; leave it, or drop them',
+    p.f_divergence != 'reverse_kl' and bool(reverse_kl_only),
+    f'config.preference.f_divergence: {", ".join(reverse_kl_only)} support reverse_kl only; leave it, or drop them',
   )
   refuse(
     p.ld_alpha != 1 and bool({*p.losses} - {*preferences.readers('ld_alpha')}),
@@ -237,7 +236,7 @@ def check_name(name: str, known: Collection[str]) -> None:
 
 
 _UNPAIRED = ('kto', 'apo_zero_unpaired')  # losses of single completions
-# Fields that are read whatever the options of a loss are: by losses of single completions, or by all of pairs.
+# {field: losses that read it} of the fields that are not options of the losses in `losses.preferences`.
 _READERS = dict.fromkeys(('desirable_weight', 'undesirable_weight'), _UNPAIRED) | {'weighting': tuple(LOSSES)}
 
 
@@ -246,16 +245,15 @@ def check_fields(config: Config) -> None:
   p = config.preference
   refuse(
     bool(p.loss_weights) and len(p.loss_weights) != len(p.losses),
-    f'config.preference.loss_weights: {len(p.loss_weights)} weights for '
-    f'{len(p.losses)} losses ({", ".join(p.losses)}); give one each, '
-    'or ()',
+    f'config.preference.loss_weights: {len(p.loss_weights)} weights for {len(p.losses)} losses '
+    f'({", ".join(p.losses)}); give one each, or ()',
   )
   refuse(
     p.label_smoothing >= 0.5,
     f'config.preference.label_smoothing: {p.label_smoothing} would flip the preferences; give less than 0.5',
   )
   for field in dataclasses.fields(p):
-    # No loss in particular reads `beta` and the like: there are no readers, and nothing to refuse.
+    # Fields such as `beta`, which are not of particular losses, have no readers here and are never refused.
     readers = _READERS.get(field.name) or preferences.readers(field.name)
     ignored = bool(readers) and not set(readers) & set(p.losses)
     refuse(
@@ -272,7 +270,7 @@ def check_first_step(metrics: dict, config: Config) -> None:
   has_pairs = metrics.get('logps/chosen')
   if not reads_reference(config) or not has_pairs:
     return
-  # Sums over an answer, from programs that may round bfloat16 elsewhere.
+  # Rewards are sums over an answer, and the two programs may round bfloat16 at different places.
   tolerance = 1e-4 if exact else 0.5 * p.beta
   limits = {f'rewards/{name}': (0.0, tolerance) for name in ('chosen', 'rejected', 'margins')}
   is_dpo = p.losses == ('sigmoid',) and not p.nll_coef and (p.f_divergence, p.weighting) == ('reverse_kl', 'none')

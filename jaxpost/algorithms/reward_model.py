@@ -2,13 +2,14 @@
 
 Legend: B rows, T tokens a row, P pairs of a row.
 
-From pairs (Bradley-Terry) and from scores the head is read at the last token
-of a completion, from judged steps (a process reward model) at the last token
-of each step. Those tokens, and no others, have a weight.
+Trained on pairs (Bradley-Terry) or on scores, the head is read at the last token
+of a completion; trained on labeled steps (a process reward model), at the last token
+of each step. Only those tokens have a weight.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -36,26 +37,23 @@ def objective(config: Config) -> Objective:
 
 
 def _bradley_terry(center_coef: float) -> Objective:
-  """-log sigmoid(score of chosen - score of rejected - margin), per pair."""
-
-  def bradley_terry(chosen, rejected, margin):
-    return values.bradley_terry(chosen, rejected, margin, center_coef)
+  """-log sigmoid(score of chosen - score of rejected - margin), the mean over pairs."""
 
   def over_pairs(outputs, batch):
     weights = batch.loss_weights
 
     def at_end(x):
-      # One token of a sequence has a weight: the sum picks what stands there.
+      # Only the last token of a sequence has a weight, so the sum is the value there.
       return pairs.split_pairs(reduce.sequence_sum(jnp.where(weights > 0, x, 0), batch.sequence_ids))
 
     chosen, rejected = at_end(outputs.values)
-    margin, _ = at_end(batch.arrays['margin'])  # that the data ask for
+    margin, _ = at_end(batch.arrays['margin'])  # a column of the data
     pair_weights, _ = at_end(weights)  # [B, P], 0 where there is no pair
 
     def total(x):
       return jnp.sum(pair_weights * x)
 
-    loss = jax.vmap(bradley_terry)(chosen, rejected, margin)
+    loss = jax.vmap(functools.partial(values.bradley_terry, center_coef=center_coef))(chosen, rejected, margin)
     return total(loss), {
       'rewards/chosen': total(chosen),
       'rewards/rejected': total(rejected),
@@ -68,10 +66,10 @@ def _bradley_terry(center_coef: float) -> Objective:
 
 
 def _per_token(loss_and_metrics: Callable[[jax.Array, jax.Array], tuple[jax.Array, dict]]) -> Objective:
-  """The weighted sums over tokens of a function of scores and labels, both [B, T]."""
+  """The weighted sums over tokens of the loss and metrics, a function of scores and labels, both [B, T]."""
 
   def over_tokens(outputs, batch):
-    # Elsewhere labels mean nothing, and inf times 0 would be NaN.
+    # The score of a token with weight 0 may be infinite, and inf * 0 is NaN.
     scores = jnp.where(batch.loss_weights > 0, outputs.values, 0)
     loss, metrics = loss_and_metrics(scores, batch.arrays['label'])
 
@@ -84,7 +82,7 @@ def _per_token(loss_and_metrics: Callable[[jax.Array, jax.Array], tuple[jax.Arra
 
 
 def _regression(scores, labels):
-  """Squared error of a score to a number."""
+  """Squared error of the score."""
   metrics = {'rewards/mean': scores, 'labels/mean': labels, 'rewards/error': jnp.abs(scores - labels)}
   return values.squared_error(scores, labels), metrics
 

@@ -36,10 +36,9 @@ def credit(experience: Experience, config: Config) -> Credit:
 
 
 def best_of_n(rewards: np.ndarray, valid: np.ndarray) -> np.ndarray:
-  """Returns [N, G] bool: the best valid sample of each group, the first of equals.
+  """Returns [N, G] bool: True for the best valid sample of each group, the first of several equal ones.
 
-  Rejection sampling (RAFT, arXiv:2304.06767). Groups without a valid sample
-  select none.
+  Rejection sampling (RAFT, arXiv:2304.06767). A group without a valid sample has no True.
   """
   same_shape('rewards, valid [N, G]', 2, rewards, valid)
   best = np.where(valid, rewards, -np.inf).argmax(axis=1)

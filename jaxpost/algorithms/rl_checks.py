@@ -1,6 +1,6 @@
-"""Refusals of features and estimators of `config.rl` that are off by default, a function for each.
+"""Checks of the features and estimators of `config.rl` that are off by default, one function for each.
 
-`rl_fields.py` calls `check_estimator` and `check_features` where one of them is on, and refuses the rest itself.
+`rl_fields.py` calls `check_estimator` or `check_features` if one of them is on, and makes all other checks itself.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from jaxpost.losses import advantages, importance
 
 
 def check_estimator(config: Config) -> None:
-  """Raises InputError where the estimator `config.rl.advantage`, another than GRPO's, lacks what it reads."""
+  """Raises InputError if an estimator `config.rl.advantage` other than GRPO's cannot work with the other fields."""
   check_pass_at_k(config)
   check_rewards_of_estimator(config)
   check_turns(config)
 
 
 def check_features(config: Config) -> None:
-  """Raises InputError for a feature that is on in a config that it does not go with."""
+  """Raises InputError for an optional feature that does not go with the other fields."""
   check_kl_target(config)
   check_sampling_mask(config)
   check_expert(config)
@@ -85,12 +85,12 @@ def check_sampling_mask(config: Config) -> None:
 
 
 def check_expert(config: Config) -> None:
-  """Refuses completions of the data among the samples of a prompt where something is estimated from samples."""
+  """Refuses completions of the data in groups of samples where terms of the loss are estimated from samples."""
   rl = config.rl
   estimated = rl.kl_coef or rl.clip_cov or rl.kl_cov or rl.entropy_target
   refuse(
     rl.expert and bool(estimated or _from_environment_or_file(config) or config.router.routing_replay),
-    'config.rl.expert: what is estimated from samples does not hold for completions of the data; leave out kl_coef, '
+    'config.rl.expert: estimates from samples do not hold for completions of the data; leave out kl_coef, '
     'clip_cov, kl_cov, entropy_target, environment, train_on_rollouts and routing_replay',
   )
   refuse(
@@ -100,13 +100,13 @@ def check_expert(config: Config) -> None:
 
 
 def check_replay(config: Config) -> None:
-  """Refuses a buffer of old groups where groups change after they are drawn, or no weight corrects for their age."""
+  """Refuses replayed samples where groups change after they are drawn, or no weight corrects for the age of samples."""
   rl = config.rl
   if not rl.replay:
     return
-  changed = rl.dynamic_sampling or rl.expert or _from_environment_or_file(config) or not config.reward
+  groups_change = rl.dynamic_sampling or rl.expert or _from_environment_or_file(config) or not config.reward
   refuse(
-    bool(changed),
+    bool(groups_change),
     'config.rl.replay: needs a reward function, and groups that stay as they were drawn; leave out dynamic_sampling, '
     'expert, environment and train_on_rollouts',
   )
@@ -130,10 +130,10 @@ def check_quantized_sampler(config: Config) -> None:
 def check_covariance(config: Config) -> None:
   """Refuses Clip-Cov and KL-Cov where they would change no token."""
   rl = config.rl
-  older = rl.old_policy == 'sampler' and (config.rollout.staleness or rl.keep_surplus or rl.replay)
+  is_stale = rl.old_policy == 'sampler' and (config.rollout.staleness or rl.keep_surplus or rl.replay)
   refuse(
-    rl.kl_cov > 0 and rl.epochs * rl.minibatches == 1 and not older,
-    'config.rl.kl_cov: holds tokens to the old policy, which they have not left in the only update of a rollout; '
+    rl.kl_cov > 0 and rl.epochs * rl.minibatches == 1 and not is_stale,
+    'config.rl.kl_cov: is a KL to the old policy, which is 0 in the only update of a rollout; '
     'use rl.clip_cov, more config.rl.minibatches, or rl.old_policy=sampler with config.rollout.staleness',
   )
   refuse(

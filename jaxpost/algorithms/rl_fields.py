@@ -1,6 +1,6 @@
-"""The fields of `config.rl`: which go together, which count, and the defaults of a method.
+"""The fields of `config.rl`: which go together, which are read, and the defaults of a method.
 
-`rl_checks.py` refuses combinations of what is off by default; `docs/combinations.md` lists the refused pairs.
+`rl_checks.py` refuses combinations of features that are off by default; `docs/combinations.md` lists refused pairs.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _OPTIONS = (
 
 
 def corrections(rl: RlSection) -> tuple[str, ...]:
-  """The corrections of `rl.importance` that are computed before the update: all but opsm."""
+  """Returns the corrections of `rl.importance` that are computed before the update: all but opsm."""
   return tuple(name for name in rl.importance if name != 'opsm')
 
 
 def options(kind: type, rl: RlSection) -> Any:
-  """Returns options of this kind, whose fields are fields of `config.rl`."""
+  """Returns an instance of the dataclass `kind` whose fields are set from the fields of `config.rl` of these names."""
   return kind(**{name: vars(rl)[name] for name in kind.__dataclass_fields__})
 
 
 def has_token_terms(rl: RlSection) -> bool:
-  """Returns whether a field asks for a term of `token_terms.py`."""
+  """Returns whether a field switches on a term of `token_terms.py`."""
   return rl.top_entropy < 1 or bool(rl.clip_cov or rl.kl_cov or rl.entropy_target or rl.correct_nll_coef or rl.expert)
 
 
 def scores_in_loss(config: Config) -> tuple[str, ...]:
-  """Names of the log-probs that the surrogate compares with."""
+  """Returns the names of the log-probs, besides the sampler's, that the surrogate compares the policy's with."""
   rl = config.rl
   names = []
   if (rl.epochs * rl.minibatches > 1 and rl.old_policy == 'recomputed') or corrections(rl):
@@ -61,8 +61,8 @@ def check(config: Config) -> None:
   estimator = advantages.ESTIMATORS[rl.advantage]
   refuse(
     config.rollout.group_size < 2 and estimator.compares,
-    'config.rollout.group_size: 1 sample has nothing to be compared '
-    f'with, and rl.advantage={rl.advantage!r} compares; use at least 2',
+    f'config.rollout.group_size: rl.advantage={rl.advantage!r} compares the samples of a group, and 1 has nothing to '
+    'be compared with; use at least 2',
   )
   refuse(
     rl.scale_rewards not in estimator.scales,
@@ -77,7 +77,7 @@ def check(config: Config) -> None:
 
 
 def check_shared(config: Config) -> None:
-  """Raises InputError for combinations that cannot work with any estimator; methods with one of their own call it."""
+  """Raises InputError for combinations that cannot work with any estimator, those of PPO and OPD included."""
   rl = config.rl
   refuse(
     rl.kl_in != 'loss' and rl.kl_estimator != 'k1',
@@ -101,7 +101,7 @@ def check_shared(config: Config) -> None:
     rl_checks.check_features(config)
   refuse(min(rl.clip_low, rl.clip_high) < 0, 'config.rl.clip_low, clip_high: must not be below 0')
   for name in ('length_alpha', 'correct_nll_coef', 'turn_gamma'):
-    refuse(vars(rl)[name] < 0, f'config.rl.{name}: must not be below 0, but for -1')
+    refuse(vars(rl)[name] < 0, f'config.rl.{name}: must not be below 0, except -1')
   refuse(0 < rl.dual_clip <= 1, f'config.rl.dual_clip: {rl.dual_clip} must be above 1, or 0 for off')
   if rl.importance:
     from jaxpost.losses import importance
@@ -111,8 +111,8 @@ def check_shared(config: Config) -> None:
 
 
 def fields_read(rl: RlSection) -> set[str]:
-  """Returns the fields of `config.rl` that count with these choices."""
-  estimator = advantages.ESTIMATORS.get(rl.advantage)  # None for those of other algorithms
+  """Returns the names of the fields of `config.rl` that are read, given the values of the others."""
+  estimator = advantages.ESTIMATORS.get(rl.advantage)  # None for 'gae' and 'best_of_n', of other algorithms
   read = {*policy_gradient.LOSSES[rl.loss].reads, *(estimator.reads.values() if estimator else ())}
   if corrections(rl):
     from jaxpost.losses import importance
@@ -141,24 +141,24 @@ def fields_read(rl: RlSection) -> set[str]:
 
 
 def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the defaults of `config.rl` of a method with these choices.
+  """Returns the defaults of `config.rl` of a method that is defined by `choices`.
 
-  Where a config names another surrogate or estimator than the method's, what belongs
-  to it precedes these choices: with rl.loss=gspo, DAPO has GSPO's clip range and mean; with clip, LUSPO has PPO's.
+  If a config names another surrogate or estimator than the method's, the defaults of that one come first: with
+  rl.loss=gspo, DAPO has GSPO's clip range and mean; with clip, LUSPO has PPO's.
   """
   method_loss = choices.get('loss', 'clip')
   method_advantage = choices.get('advantage', 'group')
 
-  def choose(config: Config, field: str, of: Mapping[str, Any] = choices) -> Any:
-    return of.get(field, config.rl.__dataclass_fields__[field].metadata['auto'])
+  def choose(config: Config, field: str, values: Mapping[str, Any] = choices) -> Any:
+    return values.get(field, config.rl.__dataclass_fields__[field].metadata['auto'])
 
   def of_loss(config: Config, field: str) -> Any:
     loss = config.rl.loss or method_loss
-    sets = policy_gradient.LOSSES[loss].sets
+    loss_defaults = policy_gradient.LOSSES[loss].sets
     if loss == method_loss:
-      return choose(config, field, {**sets, **choices})
-    # A method's clip range is one for its own surrogate.
-    return choose(config, field, sets if field.startswith('clip_') else {**choices, **sets})
+      return choose(config, field, {**loss_defaults, **choices})
+    # A method's clip range is meant for its own surrogate.
+    return choose(config, field, loss_defaults if field.startswith('clip_') else {**choices, **loss_defaults})
 
   def scale_rewards(config: Config) -> str:
     estimator = advantages.ESTIMATORS.get(config.rl.advantage or method_advantage)
@@ -166,19 +166,19 @@ def defaults(choices: Mapping[str, Any]) -> dict[str, Any]:
     return choose(config, 'scale_rewards') if fits else estimator.scales[0]
 
   def turn_gamma(config: Config) -> float:
-    own = config.rl.advantage in ('', method_advantage)
-    return choose(config, 'turn_gamma', choices if own else {})
+    is_method_estimator = config.rl.advantage in ('', method_advantage)
+    return choose(config, 'turn_gamma', choices if is_method_estimator else {})
 
   def importance(config: Config) -> tuple[str, ...]:
-    """A correction if samples come from other weights than the old policy's: older ones, or ones in 8 bits."""
+    """A correction if the sampler's weights differ from the old policy's: they are older, or in 8 bits."""
     rl, rollout = config.rl, config.rollout
     recomputed = (rl.old_policy or of_loss(config, 'old_policy')) == 'recomputed'
-    older = rollout.staleness or rl.keep_surplus or rl.replay
+    stale = rollout.staleness or rl.keep_surplus or rl.replay
     quantized = rollout.weights or rollout.cache
-    return ('token_truncated',) if recomputed and (older or quantized) else ()
+    return ('token_truncated',) if recomputed and (stale or quantized) else ()
 
   def kl_estimator(config: Config) -> str:
-    """Outside of the loss only k1 has the gradient of the KL, in it k1 has none (arXiv:2512.21852)."""
+    """In a reward or advantage only k1 has the gradient of the KL; in the loss k1 has none (arXiv:2512.21852)."""
     return 'k3' if (config.rl.kl_in or choices.get('kl_in', 'loss')) == 'loss' else 'k1'
 
   by_loss = {f: functools.partial(of_loss, field=f) for f in ('aggregate', 'clip_low', 'clip_high', 'old_policy')}

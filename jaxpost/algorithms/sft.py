@@ -43,7 +43,7 @@ def objective(config: Config) -> Objective:
       loss += nll.z_loss * metrics['z_loss']
     return loss, metrics
 
-  # The head computes only the outputs that are named, and their gradients.
+  # The head computes only the outputs in `reads`, and gradients only of those in `learns`.
   learns = []
   if nll.label_smoothing:
     learns.append('mean_logprob')

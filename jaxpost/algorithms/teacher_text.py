@@ -1,6 +1,7 @@
-"""Log-probs of a teacher with a tokenizer of its own, placed at the tokens of the student (`distill.align=text`).
+"""Log-probs of a teacher with another tokenizer, aligned with the tokens of the student (`distill.align=text`).
 
-Legend: T tokens of a document, S read tokens of all, k most probable tokens.
+Legend: T tokens of a document, S read tokens of all documents, k most probable tokens. A token is read if a loss or a
+metric needs its log-prob (`Example.read`).
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ class TextsOfTeacher:
 
   Attributes:
     placed: the stage, a `stage.place.PlacedStage`.
-    teacher: name of its role.
-    mine: as the student reads them; None for a row that a map drops.
-    rows: of the data that they come from.
-    tokenizer: of the teacher, as it is stored with its weights.
+    teacher: name of its role, teacher_N.
+    student_examples: the documents in the student's tokens; None for a row that a map drops.
+    rows: the rows of the data that they come from.
+    tokenizer: the teacher's, as it is stored with its weights.
   """
 
   placed: Any
   teacher: str
-  mine: Sequence[Example | None]
+  student_examples: Sequence[Example | None]
   rows: Rows
   tokenizer: Tokenizer
 
@@ -51,88 +52,88 @@ class TextsOfTeacher:
     tokenizer = tokenizer.with_template_kwargs(inputs.config.data.template_kwargs)
     self.texts = text_alignment.Bytes.of(inputs.tokenizer), text_alignment.Bytes.of(tokenizer)
     render = inputs.algorithm.render(self.rows, tokenizer, inputs.config)
-    return [None if e is None else render(n) for n, e in enumerate(self.mine)]
+    return [None if e is None else render(n) for n, e in enumerate(self.student_examples)]
 
   def read(self, spec: Precompute, run: Callable, read: Callable) -> dict[str, np.ndarray]:
-    """Returns {name: [S, ...]} of the student's read tokens, by the arrays of `spec`.
+    """Returns {name: [S, ...]} for the student's read tokens, with the names of `spec.arrays`.
 
     Args:
-      run, read: of `stage.precompute`.
+      run: runs the teacher's program, and read: collects its outputs, see `stage.precompute`.
     """
     shape = self.placed.shape
     number = int(self.teacher.removeprefix('teacher_'))
     (k,) = spec.options  # `distill.top_k`
-    outputs = {'ids': ((k,), np.int32), 'top': ((k,), np.float32), 'own': ((), np.float32)}
-    found = read(self.theirs.__getitem__, len(self.theirs), outputs, run, shape.rows, row_length=shape.row_length)
-    stops = np.cumsum([0 if e is None else int(e.read.sum()) for e in self.theirs])  # [N] ends in the arrays of `found`
+    fields = {'ids': ((k,), np.int32), 'top': ((k,), np.float32), 'own': ((), np.float32)}
+    outputs = read(self.theirs.__getitem__, len(self.theirs), fields, run, shape.rows, row_length=shape.row_length)
+    stops = np.cumsum([0 if e is None else int(e.read.sum()) for e in self.theirs])  # document -> its end in `outputs`
     same = text_alignment.same_tokens(*self.texts, self._ends())  # teacher's id -> student's id of the same text, or -1
     parts = {name: [np.zeros((0, *tail), dtype)] for name, (tail, dtype) in spec.arrays.items()}
-    for mine, theirs, stop in zip(self.mine, self.theirs, stops):
-      if mine is None or theirs is None:
+    for student, teacher, stop in zip(self.student_examples, self.theirs, stops):
+      if student is None or teacher is None:
         continue
-      known = theirs.read
-      outputs_of = {name: _unread(x[stop - known.sum() : stop], known) for name, x in found.items()}
-      arrays = self._of_document(mine, theirs, outputs_of, same, k)
+      is_read = teacher.read
+      document_outputs = {name: _unread(x[stop - is_read.sum() : stop], is_read) for name, x in outputs.items()}
+      arrays = self._of_document(student, teacher, document_outputs, same, k)
       for name, x in zip(distill_text.names(number), arrays):
-        parts[name].append(x[mine.read])
+        parts[name].append(x[student.read])
     return {name: np.concatenate(part) for name, part in parts.items()}
 
   def _ends(self) -> dict[int, int]:
-    """Returns {token at which a turn of the teacher ends: the student's}."""
+    """Returns {stop token of the teacher: the stop token of the student that ends the same turn}."""
     ends = {}
-    for mine, theirs in zip(self.mine, self.theirs):
-      if mine is None or theirs is None:
+    for student, teacher in zip(self.student_examples, self.theirs):
+      if student is None or teacher is None:
         continue
-      for pair in zip(text_alignment.runs(mine), text_alignment.runs(theirs)):
-        own, other = (int(e.tokens[stop - 1]) for e, (_, stop) in zip((mine, theirs), pair))
-        if own in self.texts[0].stop_ids and other in self.texts[1].stop_ids:
-          ends[other] = own
+      for (_, student_stop), (_, teacher_stop) in zip(text_alignment.runs(student), text_alignment.runs(teacher)):
+        student_end, teacher_end = int(student.tokens[student_stop - 1]), int(teacher.tokens[teacher_stop - 1])
+        if student_end in self.texts[0].stop_ids and teacher_end in self.texts[1].stop_ids:
+          ends[teacher_end] = student_end
     return ends
 
   def _of_document(
-    self, mine: Example, theirs: Example, outputs: dict[str, np.ndarray], same: np.ndarray, k: int
+    self, student: Example, teacher: Example, outputs: dict[str, np.ndarray], same: np.ndarray, k: int
   ) -> tuple[np.ndarray, ...]:
     """Returns (ids [T, k], log-probs [T, k], kind [T], log-prob of the span [T]) of the student's tokens."""
-    size = len(mine.tokens)
+    size = len(student.tokens)
     ids, logprobs = np.zeros((size, k), np.int32), np.zeros((size, k), np.float32)
-    kind, span = np.zeros(size, np.int32), np.zeros(size, np.float32)
-    mine_read, theirs_read = mine.trained, theirs.trained
-    theirs_read[self.placed.shape.row_length :] = False  # cut
-    for found in text_alignment.spans(mine, theirs, self.texts):
-      own, other = (slice(*part) for part in found)
-      if not (mine_read[own].all() and theirs_read[other].all()):
+    kind, span_logprobs = np.zeros(size, np.int32), np.zeros(size, np.float32)
+    student_trained, teacher_trained = student.trained, teacher.trained
+    teacher_trained[self.placed.shape.row_length :] = False  # cut off: the teacher has read one row of a document
+    for span in text_alignment.spans(student, teacher, self.texts):
+      student_span, teacher_span = (slice(*part) for part in span)
+      if not (student_trained[student_span].all() and teacher_trained[teacher_span].all()):
         continue
-      first = own.start
-      if found.is_pair:
+      first = student_span.start
+      if span.is_pair:
         kind[first] = distill_text.PAIR
-        shared = same[outputs['ids'][other.start]] + 1  # [k], 0: the student has no token of this text
-        # The more probable of two tokens with the same text counts.
+        shared = same[outputs['ids'][teacher_span.start]] + 1  # [k], 0: the student has no token of this text
+        # `np.unique` keeps the first, so the more probable, of two tokens with the same text.
         _, keep = np.unique(shared, return_index=True)
         ids[first, keep] = shared[keep]
-        logprobs[first] = outputs['top'][other.start]
+        logprobs[first] = outputs['top'][teacher_span.start]
       else:
-        kind[own] = distill_text.FURTHER
+        kind[student_span] = distill_text.FURTHER
         kind[first] = distill_text.FIRST
-        # log p of the text, of several of the teacher's tokens
-        span[first] = outputs['own'][other].sum(dtype=np.float64)
-    return ids, logprobs, kind, span
+        # log p of the text is the sum over the teacher's tokens.
+        span_logprobs[first] = outputs['own'][teacher_span].sum(dtype=np.float64)
+    return ids, logprobs, kind, span_logprobs
 
 
 def precompute(config: Config) -> dict[str, Precompute]:
   """Returns the specs of all teachers; `read` gives `TextsOfTeacher` the outputs of their program."""
   k = config.distill.top_k
-  found = {}
+  specs = {}
   for i in range(len(config.distill.teachers)):
     ids, logprobs, kind, span = distill_text.names(i)
     arrays = {ids: ((k,), np.int32), logprobs: ((k,), np.float32), kind: ((), np.int32), span: ((), np.float32)}
-    found[f'teacher_{i}'] = Precompute(
+    specs[f'teacher_{i}'] = Precompute(
       arrays, lambda outputs: dict(zip(('ids', 'top', 'own'), outputs)), (k,), texts=TextsOfTeacher
     )
-  return found
+  return specs
 
 
 def _unread(values: np.ndarray, read: np.ndarray) -> np.ndarray:
-  """Returns values of the read tokens as an array of all tokens of a document."""
+  """Returns values of the read tokens as an array of all tokens of a document, 0 at the others."""
   out = np.zeros((len(read), *values.shape[1:]), values.dtype)
   out[read] = values
   return out

@@ -1,7 +1,7 @@
-"""Terms of single tokens beside the surrogate: entropy control, the NLL of right answers, experts.
+"""Optional per-token terms of the loss: entropy control, the NLL of right answers, the loss of demonstrations.
 
-`grpo.finish` calls `apply` where a field of `config.rl` asks for one. They are computed on
-the host once a rollout; the surrogate reads their arrays.
+`grpo.finish` calls `apply` if a field of `config.rl` switches one on. The arrays are computed on
+the host once a rollout; the surrogate reads them.
 
 Legend: N sequences, C completion tokens.
 """
@@ -26,14 +26,14 @@ def apply(
   counts it, as in the papers.
 
   Args:
-    out: has 'advantages'; gets 'entropy_coef', 'kl_cov', 'nll_weights' and 'expert' where they are asked for.
-    mask: the trained tokens, bool.
+    out: has 'advantages'; gets those of 'entropy_coef', 'kl_cov', 'nll_weights' and 'demonstration' that are on.
+    mask: the trained tokens, [N, C] bool.
   """
   rl = config.rl
   metrics: dict[str, float] = {}
   memory: dict[str, float] = {}
   if not mask.any():
-    # The surrogate reads the arrays of an empty update, too.
+    # An update without tokens has the same arrays, so that its program is the same.
     out |= {name: np.zeros(mask.shape, np.float32) for name in arrays(rl)}
     if rl.entropy_target:
       memory['entropy_coef'] = experience.memory.get('entropy_coef', rl.entropy_coef)
@@ -55,32 +55,32 @@ def apply(
     out['advantages'] = out['advantages'] * kept
     metrics['top_entropy/threshold'] = float(entropy[kept].min())
   if rl.entropy_target:
-    # -log p of what was sampled has the entropy as its mean, without another pass.
+    # The mean of -log p of the sampled tokens estimates the entropy of the sampler without another pass.
     mean_entropy = float(-out['sampler_logprobs'][mask].mean())
-    before = experience.memory.get('entropy_coef', rl.entropy_coef)
-    weight, after = entropy_control.adaptive_coef(before, mean_entropy, rl.entropy_target, rl.entropy_step)
+    coef = experience.memory.get('entropy_coef', rl.entropy_coef)
+    weight, next_coef = entropy_control.adaptive_coef(coef, mean_entropy, rl.entropy_target, rl.entropy_step)
     out['entropy_coef'] = np.full(mask.shape, weight, np.float32)
-    memory['entropy_coef'] = after
+    memory['entropy_coef'] = next_coef
     metrics['entropy_coef'] = weight
-  expert = experience.rollout.expert
-  if rl.expert and expert is not None:
-    out['expert'] = np.asarray(mask & expert[:, None], np.float32)
+  demonstration = experience.rollout.demonstration
+  if rl.expert and demonstration is not None:
+    out['demonstration'] = np.asarray(mask & demonstration[:, None], np.float32)
   if rl.correct_nll_coef:
     right = mask & (experience.verdicts >= rl.keep_reward)[:, None]
-    # The loss divides by tokens, by sequences, or by sequences of the longest length; the term is a mean of its own.
+    # The loss divides by `normalizer`; multiplying by it makes the term a mean over the right tokens or sequences.
     sequences = int(mask.any(axis=1).sum())
-    divided, kept = {
+    normalizer, right_units = {
       'token': (int(mask.sum()), right),
       'sequence': (sequences, right.any(axis=1)),
       'constant': (sequences * config.rollout.max_new_tokens, right),
     }[rl.aggregate]
-    scale = rl.correct_nll_coef * divided / max(int(kept.sum()), 1)
+    scale = rl.correct_nll_coef * normalizer / max(int(right_units.sum()), 1)
     out['nll_weights'] = np.asarray(scale * right, np.float32)
   return metrics, memory
 
 
 def arrays(rl: Any) -> tuple[str, ...]:
-  """Returns the names of the arrays that the surrogate reads with these fields."""
-  asked = {'entropy_coef': rl.entropy_target, 'kl_cov': rl.kl_cov, 'nll_weights': rl.correct_nll_coef}
-  asked['expert'] = rl.expert
-  return tuple(name for name, value in asked.items() if value)
+  """Returns the names of the arrays that the surrogate reads, by the fields that switch them on."""
+  switches = {'entropy_coef': rl.entropy_target, 'kl_cov': rl.kl_cov, 'nll_weights': rl.correct_nll_coef}
+  switches['demonstration'] = rl.expert
+  return tuple(name for name, value in switches.items() if value)

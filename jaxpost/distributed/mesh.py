@@ -33,6 +33,7 @@ RULES = {
   },
   'rollout': {
     'batch': BATCH_AXES,
+    'slots': (*BATCH_AXES, 'tensor'),  # where each device needs the full vocabulary of a few
     'vocab': 'tensor',
     'heads': 'tensor',
     'kv_heads': 'tensor',
@@ -82,15 +83,15 @@ class Layout:
   def spec(self, axes: Sequence[str | None], shape: Sequence[int] | None = None) -> PartitionSpec:
     """Returns the partition of an array with the logical `axes`.
 
-    A dimension whose size is no multiple of its shards (4 KV heads on 8 tensor shards) is replicated.
+    A dimension whose size is no multiple of its shards (4 KV heads on 8 tensor shards) is replicated; slots are then
+    split over fewer axes.
     """
     rules = RULES[self.phase]
     parts, used = [], set()
     for i, axis in enumerate(axes):
       names = tuple(n for n in axes_of(rules.get(axis)) if n not in used and self.mesh.shape[n] > 1)
-      size = math.prod(self.mesh.shape[n] for n in names)
-      if shape is not None and shape[i] % size:
-        names = ()
+      while shape is not None and shape[i] % math.prod(self.mesh.shape[n] for n in names):
+        names = names[:-1] if axis == 'slots' else ()
       used |= set(names)  # a mesh axis can split only one dimension of an array
       parts.append(names[0] if len(names) == 1 else names or None)
     return PartitionSpec(*parts)

@@ -45,7 +45,7 @@ class Session:
     between: tokens that the agent has added since the last answer.
     new_context: the tokens of a request that starts over, until it is answered.
     full: True after a request beyond the token limit of an episode.
-    busy: an episode has one request at a time.
+    busy: held while a request is in progress, as an episode has one at a time.
   """
 
   episode: Episode
@@ -62,7 +62,7 @@ class Session:
   busy: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
   def context(self, body: dict, encode: Callable[[], np.ndarray]) -> tuple[np.ndarray, bool]:
-    """Returns ([P] int32 all tokens before the answer, True if the episode does not begin so and starts over).
+    """Returns ([P] int32 all tokens before the answer, True if they do not continue the episode, which starts over).
 
     Args:
       encode: tokenizes the whole body; used if it does not continue the conversation.
@@ -79,7 +79,7 @@ class Session:
     return ids, not continues
 
   def _tokens(self) -> np.ndarray:
-    """Returns all tokens of the episode: the context and what followed."""
+    """Returns all tokens of the episode: the context and those after it."""
     e = self.episode
     context = np.zeros(0, np.int32) if e.context is None else e.context
     return np.concatenate([context, [t.id for t in e.tokens]]).astype(np.int32)
@@ -100,14 +100,14 @@ class Session:
       # The episode changes only when the request is answered: the engine may still refuse it.
       self.new_context = ids if restarts else None
       self.between = [] if restarts else ids[len(self._tokens()) :].tolist()
-      left = self.limits.tokens - len(self.between) - (0 if restarts else len(e.tokens))
-      if left < 1:
+      remaining = self.limits.tokens - len(self.between) - (0 if restarts else len(e.tokens))
+      if remaining < 1:
         self.full = True
         raise InputError('messages: the episode has used all of config.rollout.max_new_tokens')
     except BaseException:
       self.busy.release()
       raise
-    sampling = {**self.sampling, 'max_tokens': max(1, min(max_tokens, left))}
+    sampling = {**self.sampling, 'max_tokens': max(1, min(max_tokens, remaining))}
     return Request(ids, e.prompt.index, e.sample, sampling)
 
   def record_answer(self, body: dict, completion: Completion, message: dict) -> None:
@@ -123,27 +123,25 @@ class Session:
     e.tokens += generated_tokens(completion)
     e.turns += 1
     e.finished = completion.finished
-    asked = body.get('messages') or [{'role': 'user', 'content': str(body.get('prompt'))}]
-    self.known = [*asked, message]
+    request_messages = body.get('messages') or [{'role': 'user', 'content': str(body.get('prompt'))}]
+    self.known = [*request_messages, message]
     e.messages = self.known[self.head :]
     self.last = int(completion.tokens[-1])
     self.busy.release()
 
 
-def _same_messages(one: list[dict], two: list[dict]) -> bool:
-  """True if two lists of messages are equal but for empty fields, which some clients add."""
+def _same_messages(messages: list[dict], others: list[dict]) -> bool:
+  """Returns whether two lists of messages are equal apart from empty fields, which some clients add."""
 
   def filled(message: dict) -> dict:
     return {k: v for k, v in message.items() if v not in (None, [], '')}
 
-  return len(one) == len(two) and all(isinstance(a, dict) and filled(a) == filled(b) for a, b in zip(one, two))
+  pairs = zip(messages, others)
+  return len(messages) == len(others) and all(isinstance(a, dict) and filled(a) == filled(b) for a, b in pairs)
 
 
 class Agents(Episodes):
-  """Stands in for `rollout.sampler.Sampler` if the environment is an agent. Its server runs as long as the stage.
-
-  The arguments are those of `Episodes`.
-  """
+  """Replaces `rollout.sampler.Sampler` if the environment is an agent. Its server runs as long as the stage."""
 
   def __init__(
     self, engine: Any, run_key: Any, pool: EnvironmentPool, tokenizer: Tokenizer, limits: EpisodeLimits
@@ -158,12 +156,12 @@ class Agents(Episodes):
     """Plays `group_size` episodes of each prompt; `sampling` as in `Request.sampling`."""
     episodes = [Episode(n * group_size + i, prompt, i) for n, prompt in enumerate(prompts) for i in range(group_size)]
     scheduler = AgentScheduler(self, episodes, sampling)
-    cancelled = self.endpoint.counts['cancelled']
+    cancelled_before = self.endpoint.counts['cancelled']
     shared = self.endpoint.shared
     figures = shared.serve_until(self.endpoint.name, scheduler.advance, self.run_key, step, on_dispatch)
     self.check_failures(episodes)
     shared.cancel_open()  # requests of agents that have just been killed
-    figures['episodes/cancelled'] = self.endpoint.counts['cancelled'] - cancelled
+    figures['episodes/cancelled'] = self.endpoint.counts['cancelled'] - cancelled_before
     figures['episodes/begun_again'] = sum(max(0, s.begun - 1) for s in scheduler.sessions.values())
     return self.rollout(episodes, prompts, group_size, step, figures)
 

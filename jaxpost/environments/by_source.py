@@ -1,4 +1,4 @@
-"""Environments of the sources of a run, each with processes of its own (`config.rl.sources`)."""
+"""Several environments in one run: the source of a prompt chooses its environment (`config.rl.sources`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def specs(environment: str) -> dict[str, str]:
   """Returns {short name: './env.py:Class' or 'pkg.module:Class'} of `config.environment`, separated by commas."""
-  given = [spec.strip() for spec in environment.split(',') if spec.strip()]
-  return dict(zip(builtin.short_names(given), given))
+  entries = [spec.strip() for spec in environment.split(',') if spec.strip()]
+  return dict(zip(builtin.short_names(entries), entries))
 
 
 class PoolsBySource:
-  """Stands in for `EnvironmentPool` where the source of a prompt decides in which environment its episodes play.
+  """Replaces `EnvironmentPool` if the source of a prompt decides in which environment its episodes play.
 
   Attributes:
     tools: {name: JSON schemas of the tools of that environment}.

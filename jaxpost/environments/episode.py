@@ -45,8 +45,8 @@ class EpisodeToken(NamedTuple):
     generated: True if the policy generated it, False for a tool's answer and template tokens.
     logprob: log-prob under the policy, 0 if not generated.
     behavior_logprob: log-prob under the distribution it was drawn from, 0 if not generated.
-    version: of the weights, in updates.
-    reward: of the turn that ends with this token.
+    version: number of optimizer updates that produced the weights.
+    reward: the reward of the turn that ends with this token, 0 elsewhere.
   """
 
   id: int
@@ -64,7 +64,7 @@ class Episode:
   Attributes:
     number: index in the rollout.
     sample: index in its group.
-    slot: index of the environment that plays it, over all processes; -1 before.
+    slot: index of the environment that plays it, over all processes; -1 before it starts.
     context: [P] the tokens before the first turn; None before `reset`.
     tokens: all tokens after the context.
     messages: turns of the model and answers of tools.
@@ -74,8 +74,8 @@ class Episode:
     failures: number of tool calls that raised.
     malformed: number of turns whose calls could not be parsed.
     finished: True if the last turn ended by itself, without a call.
-    reward: of get_reward().
-    error: why the episode failed.
+    reward: what get_reward() returned; NaN: nothing yet, or None.
+    error: why the episode failed; None: it did not.
     lost: True if its process was killed or died.
   """
 

@@ -1,8 +1,8 @@
 """Plays the episodes of one rollout: turns of the model, and answers of its tools.
 
 `EpisodeScheduler.follow` is the core. The engine calls it between two blocks of tokens: a turn that has ended calls
-tools or ends its episode; the answers of tools become the next request of their episode. While an environment works,
-its episode holds no slot of the engine.
+tools or ends its episode; the answers of tools become part of the next request of their episode. While an environment
+works, its episode holds no slot of the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PendingAnswers:
 
   Attributes:
     verb: 'reset', 'call' or 'reward'.
-    futures: of `Answer`; empty where the environment belongs to another process.
+    futures: of `Answer`, one for each request; empty if the environment belongs to another process.
     block: number of the block after which they were sent.
   """
 
@@ -60,24 +60,24 @@ class EpisodeScheduler:
     self.waiting = collections.deque(e for e in episodes if e.number in self.pools)
     # Prompts of sources without an environment have one turn and no tool.
     self.single = [self.begin(e, None) for e in episodes if e.number not in self.pools]
-    # The environments of each pool that are free.
+    # {pool: slots of its free environments}
     self.free = {pool: list(range(len(pool.all) * coordination.process_count())) for pool in owner.pool.each()}
     self.pending: list[PendingAnswers] = []
     self.block = 0
     self.wait_blocks = owner.limits.wait_blocks
     if coordination.process_count() > 1:
-      # Processes must agree on which answers count; the arrival time differs between them.
+      # Processes must agree on the answers that they use, and these arrive at different times.
       self.wait_blocks = max(self.wait_blocks, 1)
 
-  def follow(self, done: list[Completion], idle: bool) -> list[Request]:
+  def follow(self, completions: list[Completion], idle: bool) -> list[Request]:
     """Returns the requests that are ready; `NativeEngine.serve` calls it between two blocks.
 
     Args:
-      done: turns that have ended.
+      completions: turns that have ended.
       idle: True if the engine has nothing else to do; then this waits for an answer.
     """
     self.block += 1
-    for completion in done:
+    for completion in completions:
       self.after_turn(completion)
     ready = list(itertools.chain.from_iterable(self.single))
     self.single = []
@@ -92,17 +92,17 @@ class EpisodeScheduler:
 
   def start_waiting(self) -> None:
     """Starts episodes while there are free environments."""
-    left = []  # those whose environments are all taken
+    skipped = []  # episodes of pools without a free environment
     while self.waiting and any(self.free.values()):
       episode = self.waiting.popleft()
       free = self.free[self.pools[episode.number]]
       if not free:
-        left.append(episode)
+        skipped.append(episode)
         continue
       episode.slot = free.pop(0)
       row = reset_row(episode.prompt.columns, episode.prompt.prompt)
       self.send(episode, 'reset', dict(row=row))
-    self.waiting.extendleft(reversed(left))
+    self.waiting.extendleft(reversed(skipped))
 
   def send(self, episode: Episode, verb: str, *requests: dict) -> None:
     """Sends requests to the episode's environment, if it belongs to this process."""
@@ -116,8 +116,8 @@ class EpisodeScheduler:
   def take_due(self, idle: bool) -> list[PendingAnswers]:
     """Removes and returns the pending requests whose answers are used now.
 
-    With `wait_blocks` that depends on the number of blocks alone, so that runs repeat bit for bit. An idle engine
-    proceeds to the oldest requests.
+    With `wait_blocks` that depends on the number of blocks alone, so that runs repeat bit for bit. If the engine is
+    idle, the oldest requests are due at once.
     """
     if not self.pending:
       return []
@@ -198,8 +198,8 @@ class EpisodeScheduler:
     if observation:
       messages = [dict(m) for m in e.prompt.prompt]
       messages[-1]['content'] += owner.turns.break_special_tokens(observation)
-      shown = {**e.prompt.columns, 'tools': self.pools[e.number].tools}
-      e.context = prompts_lib.encode_prompt(owner.tokenizer, messages, shown, f'prompt {e.prompt.index}')
+      row = {**e.prompt.columns, 'tools': self.pools[e.number].tools}
+      e.context = prompts_lib.encode_prompt(owner.tokenizer, messages, row, f'prompt {e.prompt.index}')
     if len(e.context) > owner.limits.prompt:
       e.error = (
         f'reset: with its observation the prompt has {len(e.context)} tokens, '
@@ -211,7 +211,7 @@ class EpisodeScheduler:
     return [self.request(e)]
 
   def next_turn(self, e: Episode, answers: list[Answer]) -> list[Request]:
-    """Returns the request for the turn after the answers of tools; none, and ends the episode, if it would not fit."""
+    """Returns the request for the turn after the answers of tools; ends the episode, with no request, if too long."""
     owner = self.owner
     results = []
     e.tokens[-1] = e.tokens[-1]._replace(reward=sum(a.reward for a in answers))
@@ -225,34 +225,34 @@ class EpisodeScheduler:
         text = owner.tokenizer.decode(ids[: owner.limits.result]) + ' [cut]'
       results.append((call['name'], text))
     ids = owner.turns.answers(results, e.prompt.columns)
-    if len(e.tokens) + len(ids) >= self.most_tokens(e):
+    if len(e.tokens) + len(ids) >= self.max_tokens(e):
       self.end(e)
       return []
     e.messages += [{'role': 'tool', 'name': name, 'content': text} for name, text in results]
     e.tokens += given_tokens(ids, owner.engine.version)
     return [self.request(e)]
 
-  def most_tokens(self, e: Episode) -> int:
-    """Returns the limit of an episode's tokens: of its source, or of the run."""
+  def max_tokens(self, e: Episode) -> int:
+    """Returns the limit of an episode's tokens: that of its source, or of the run."""
     return e.prompt.source.get('sampling', {}).get('max_tokens', self.owner.limits.tokens)
 
   def request(self, e: Episode) -> Request:
     """Returns the request for a turn that continues all tokens of the episode."""
     ids = np.array([t.id for t in e.tokens], np.int32)
-    room = self.most_tokens(e) - len(e.tokens)
+    remaining = self.max_tokens(e) - len(e.tokens)
     return Request(
       tokens=np.concatenate([e.context, ids]),
       prompt=e.prompt.index,
       sample=e.sample,
-      sampling=e.prompt.source.get('sampling', {}) | self.sampling | {'max_tokens': room},
+      sampling=e.prompt.source.get('sampling', {}) | self.sampling | {'max_tokens': remaining},
       tag=e.number,
     )
 
 
 def collect(due: list[PendingAnswers]) -> list[list[Answer]]:
   """Returns the answers to each of the pending requests, exchanged between all processes."""
-  found = {i: [vars(f.result()) for f in p.futures] for i, p in enumerate(due) if p.futures}
+  answers = {i: [vars(f.result()) for f in p.futures] for i, p in enumerate(due) if p.futures}
   if coordination.process_count() > 1 and due:
-    shares = coordination.all_gather([[i, x] for i, x in found.items()])
-    found = {i: x for share in shares for i, x in share}
-  return [[Answer(**a) for a in found[i]] for i in range(len(due))]
+    shares = coordination.all_gather([[i, x] for i, x in answers.items()])
+    answers = {i: x for share in shares for i, x in share}
+  return [[Answer(**a) for a in answers[i]] for i in range(len(due))]

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
   from jaxpost.environments.episode import EpisodeLimits
   from jaxpost.environments.pool import EnvironmentPool
 
-REWARD_NAME = 'environment'  # of the reward that get_reward() returns
-TURNS_NAME = 'environment_turns'  # of the sum of the rewards of turns
+REWARD_NAME = 'environment'  # name of the reward that get_reward() returns
+TURNS_NAME = 'environment_turns'  # name of the sum of the rewards of turns
 _WINDOW = 100  # episodes over which the fraction of failures is computed
 _MIN_EPISODES = 20  # episodes before that fraction is checked
 
 
 class Episodes:
-  """Stands in for `rollout.sampler.Sampler` if prompts are conversations with an environment.
+  """Replaces `rollout.sampler.Sampler` if prompts are conversations with an environment.
 
   Args:
-    tokenizer: has a chat template.
+    tokenizer: must have a chat template.
   """
 
   def __init__(
@@ -69,17 +69,17 @@ class Episodes:
       prefill_rows=self.engine.prefill_rows(group_size),
       on_dispatch=on_dispatch,
     )
-    assert not scheduler.waiting and not scheduler.pending, 'episodes were left out'
+    assert not scheduler.waiting and not scheduler.pending, 'some episodes were not played to their end'
     self.check_failures(episodes)
     return self.rollout(episodes, prompts, group_size, step, figures)
 
   def check_failures(self, episodes: Sequence[Episode]) -> None:
     """Raises InputError if all episodes of the first call failed, or too many of the recent ones."""
-    first = not self.recent
+    is_first_call = not self.recent
     self.recent.extend(e.error for e in episodes)
     errors = [error for error in self.recent if error]
     count = len(self.recent)
-    all_failed = first and errors and len(errors) == count
+    all_failed = is_first_call and errors and len(errors) == count
     too_many = count >= _MIN_EPISODES and len(errors) > self.limits.failed * count
     if all_failed or too_many:
       raise InputError(f'config.environment: {len(errors)} of the last {count} episodes were lost: {errors[-1]}')
@@ -87,25 +87,25 @@ class Episodes:
   def rollout(
     self, episodes: Sequence[Episode], prompts: Sequence[Prompt], group_size: int, step: int, figures: dict
   ) -> Rollout:
-    """Makes the record of finished episodes.
+    """Makes the rollout of finished episodes.
 
     The contexts of a group may differ, because `reset` adds to the prompt. Their common prefix becomes the prompt of
-    the group; the rest goes before the first turn of each sequence, not trained on.
+    the group; the remaining tokens precede the first turn of each sequence, and are not trained on.
     """
-    shared = []
+    shared_prompts = []
     rows = []  # the tokens after the shared prompt, for each episode
     for n, prompt in enumerate(prompts):
       group = episodes[n * group_size : (n + 1) * group_size]
       contexts = [prompt.tokens if e.context is None else e.context for e in group]
-      common = len(os.path.commonprefix([x.tolist() for x in contexts]))
-      shared.append(prompt.replace(tokens=contexts[0][:common]))
+      prefix = len(os.path.commonprefix([x.tolist() for x in contexts]))
+      shared_prompts.append(prompt.replace(tokens=contexts[0][:prefix]))
       for context, e in zip(contexts, group):
-        rows.append([*given_tokens(context[common:], self.engine.version), *e.tokens])
-    room = max(self.limits.tokens, *map(len, rows))
+        rows.append([*given_tokens(context[prefix:], self.engine.version), *e.tokens])
+    width = max(self.limits.tokens, *map(len, rows))
 
     def padded(field: str, dtype: Any) -> np.ndarray:
-      """[N, room]: a field of `EpisodeToken` for all tokens, 0 after the end."""
-      return np.array([[getattr(t, field) for t in row] + [0] * (room - len(row)) for row in rows], dtype)
+      """Returns a field of `EpisodeToken` for all tokens, [N, width], 0 after the end."""
+      return np.array([[getattr(t, field) for t in row] + [0] * (width - len(row)) for row in rows], dtype)
 
     completions, mask = padded('id', np.int32), padded('generated', bool)
     rewards = {REWARD_NAME: np.array([self._reward(e) for e in episodes], np.float64)}
@@ -115,7 +115,7 @@ class Episodes:
       failed = np.array([e.error is not None for e in episodes])
       rewards[TURNS_NAME] = np.where(failed, np.nan, turn_rewards.sum(axis=1))
     return Rollout(
-      prompts=tuple(shared),
+      prompts=tuple(shared_prompts),
       completions=completions,
       lengths=np.array([len(row) for row in rows], np.int32),
       logprobs=padded('logprob', np.float32),
@@ -155,7 +155,11 @@ class Episodes:
 
 
 def shared_states(completions: np.ndarray, mask: np.ndarray, group_size: int) -> float:
-  """Returns the fraction of turns [N, C] whose observation another turn of their group has, too (GiGPO)."""
-  turns_ = turn_advantages.turns_of(mask)
-  counts = [len(places) for places in turn_advantages.states(turns_, completions, group_size).values()]
+  """Returns the fraction of turns that share their observation with another turn of their group (GiGPO).
+
+  Args:
+    completions, mask: [N, C] tokens, and which of them the policy sampled.
+  """
+  states = turn_advantages.states(turn_advantages.turns_of(mask), completions, group_size)
+  counts = [len(turns_of_state) for turns_of_state in states.values()]
   return sum(n for n in counts if n > 1) / max(sum(counts), 1)

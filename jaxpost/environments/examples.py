@@ -106,13 +106,13 @@ def treasure(row: dict) -> dict:
 
 def treasure_played(row: dict) -> dict:
   """Makes a row for supervised fine-tuning: a game with one move in a random direction."""
-  made = treasure(row)
+  game_row = treasure(row)
   game = Treasure()
-  view = game.reset(**made)
+  view = game.reset(**game_row)
   direction = ('left', 'right')[zlib.crc32(repr(_numbers(row)).encode()) % 2]
   return {
     'messages': [
-      {'role': 'user', 'content': made['prompt'][0]['content'] + view},
+      {'role': 'user', 'content': game_row['prompt'][0]['content'] + view},
       {'role': 'assistant', 'content': _CALL % direction},
       {'role': 'tool', 'name': 'move', 'content': game.move(direction)},
       {'role': 'assistant', 'content': 'Done.'},

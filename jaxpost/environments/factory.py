@@ -1,7 +1,4 @@
-"""Makes the environments of a stage, and the sampler that plays in them.
-
-Imported only if `config.environment` is set.
-"""
+"""Makes the environments of a stage, and the sampler that plays in them; imported only with `config.environment`."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 _MAX_WORKERS = 64  # processes, if config.tools.workers is 0
-_CHARACTERS = 16  # upper limit of the characters of one token, to bound what an environment may send
+_CHARACTERS = 16  # upper limit of the characters of one token; bounds the length of texts from an environment
 
 
 def start_environments(
@@ -32,7 +29,7 @@ def start_environments(
   The other processes start when they are needed.
 
   Args:
-    data: rows that are played with; their columns are checked where there is one environment.
+    data: rows that episodes start from; their columns are checked if there is one environment.
 
   Raises:
     InputError: if the environment cannot be imported, or does not fit the config, the tokenizer or the data.
@@ -86,28 +83,24 @@ def _start(spec: str, config: Any, algorithm: Any) -> EnvironmentPool:
       f'config.environment: {spec} is an agent that uses HTTP, which works in a run of one process; '
       f'there are {coordination.process_count()}'
     )
-  wrong = ''
+  has_rewards = pool.gives_reward or pool.gives_turn_rewards or config.rewards_tuple() or config.train_on_rollouts
+  problem = ''
   if pool.agent and pool.gives_turn_rewards:
-    wrong = 'an agent, whose calls are its own, gives no reward for a turn; leave out the attribute turn_reward'
+    problem = 'an agent, whose calls are its own, gives no reward for a turn; leave out the attribute turn_reward'
   elif pool.agent and any('max_new_tokens=' in entry for entry in config.rl.sources):
-    wrong = 'episodes of an agent end at config.rollout.max_new_tokens; leave out max_new_tokens in config.rl.sources'
+    problem = 'episodes of an agent end at config.rollout.max_new_tokens; leave out max_new_tokens in config.rl.sources'
   elif config.rl.advantage == 'mt_grpo' and not pool.gives_turn_rewards:
-    wrong = 'rl.advantage=mt_grpo needs rewards of turns: let tools set the attribute turn_reward, or use grpo'
-  elif not (pool.gives_reward or pool.gives_turn_rewards or _others_grade(config, algorithm)):
-    wrong = 'has no get_reward and no turn_reward, and config.reward is empty, so nothing is graded; add one of them'
-  if wrong:
+    problem = 'rl.advantage=mt_grpo needs rewards of turns: let tools set the attribute turn_reward, or use grpo'
+  elif algorithm.rewards and not has_rewards:
+    problem = 'has no get_reward and no turn_reward, and config.reward is empty, so nothing is graded; add one of them'
+  if problem:
     pool.close()
-    raise InputError(f'config.environment: {spec}: {wrong}')
+    raise InputError(f'config.environment: {spec}: {problem}')
   return pool
 
 
-def _others_grade(config: Any, algorithm: Any) -> bool:
-  """Returns True if episodes need no reward of their environment."""
-  return bool(config.rewards_tuple() or config.train_on_rollouts or not algorithm.rewards)
-
-
 def _default_workers(config: Any, algorithm: Any) -> int:
-  """Returns the processes to start on this host: one per episode in flight, within a limit."""
+  """Returns how many processes to start on this host: one per episode in flight, up to a limit."""
   rollout = config.rollout
   if algorithm.on_policy:
     episodes = rollout.prompts * rollout.group_size

@@ -1,8 +1,8 @@
 """HTTP/1.1 connections of the server: one thread moves the bytes of all clients, h11 reads and writes the protocol.
 
 An open connection costs a socket and its buffers, and no thread, so that 1,000 clients can wait for answers at the same
-time. A request has to be complete within `PATIENCE_S`, and a client that leaves ends its `Call`. What a request means
-is up to the function that answers it, openai_server.py.
+time. A request has to be complete within `PATIENCE_S`, and a client that leaves ends its `Call`. openai_server.py
+interprets the requests and answers them.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ except ImportError:  # Windows
   resource = None
 
 MAX_BODY = 1 << 24  # bytes of a request
-PATIENCE_S = 60.0  # for a request to be complete, for the next one to begin, and for an answer to be read
+PATIENCE_S = 60.0  # time for a request to be complete, for the next one to begin, and for an answer to be read
 _MAX_HEAD = 1 << 15  # bytes of the request line and the headers
 _MAX_BODIES = 1 << 28  # bytes of all requests at a time
 _BACKLOG = 1024  # connections that wait to be accepted; the system resets those beyond
-_PART = 1 << 14  # bytes read at once; a head may be longer by as much
-_LINGER_S = 2.0  # a refused client may still be sending
-_END_S = 5.0  # for answers that are ready when the server ends
-EVENTS = 'text/event-stream'  # the kind of a reply that may be sent in parts
+_PART = 1 << 14  # bytes read at once; a head may exceed `_MAX_HEAD` by as much
+_LINGER_S = 2.0  # how long to read from a refused client that may still be sending
+_END_S = 5.0  # time to send answers that are ready when the server ends
+EVENTS = 'text/event-stream'  # content type of a reply that may be sent in parts
 
 
 class Reply(NamedTuple):
@@ -46,7 +46,7 @@ class Reply(NamedTuple):
 
 
 def _last_event(reply: Reply) -> str:
-  """Returns the text of a reply that ends a stream of events; JSON of a failure becomes an event."""
+  """Returns the text of a reply as the end of a stream of events; JSON of an error becomes an event."""
   return reply.text if reply.kind == EVENTS else f'data: {reply.text}\n\n'
 
 
@@ -63,9 +63,9 @@ class Call:
   """A request that is being answered.
 
   Attributes:
-    headers: by lower-case name.
-    left: True once the client has closed the connection.
-    futures: what the answer waits for; they are cancelled when the client leaves.
+    headers: {name in lower case: value}.
+    client_left: True once the client has closed the connection.
+    futures: futures that the answer waits for; they are cancelled when the client leaves.
     send_event: sends events of a stream, before the reply with the last of them; raises ConnectionError or TimeoutError
       if the client does not read them.
   """
@@ -75,16 +75,16 @@ class Call:
   headers: dict[str, str]
   send_event: Callable[[str], Awaitable[None]]
   body: bytes = b''
-  left: bool = False
+  client_left: bool = False
   futures: list[concurrent.futures.Future] = dataclasses.field(default_factory=list)
 
   def leave(self) -> None:
-    """Cancels what the client has asked for, as it has left."""
-    self.left = True
+    """Marks that the client has left, and cancels its answer."""
+    self.client_left = True
     self.cancel()
 
   def cancel(self) -> None:
-    """Cancels what the answer waits for."""
+    """Cancels the futures that the answer waits for."""
     for future in self.futures:
       future.cancel()
 
@@ -96,7 +96,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def raise_file_limit() -> None:
-  """Lets this process have as many sockets as the system allows; often only 1,024 files are, unless it asks."""
+  """Raises this process's limit of open files, often 1,024, to the most that the system allows: a socket is a file."""
   if resource:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -106,9 +106,9 @@ class Connections:
   """All connections of a server, in a thread of their own, which runs from the start until `close`.
 
   Attributes:
-    port: that is listened to.
+    port: the port that the server listens on.
     held: bytes of all requests that are being read or answered.
-    unsent: answers whose client was gone before it had read them.
+    unsent: number of answers whose client left before it had read them.
 
   Args:
     listening: see `listen`.
@@ -238,7 +238,7 @@ class _Connection:
     _check_size(call)
     body = bytearray()
     while isinstance(event := await self._next(), h11.Data):
-      self._hold(len(event.data))  # not what the headers announce: a client that never sends it would keep others out
+      self._hold(len(event.data))  # not Content-Length: a client that never sends its body would block others
       if self._owner.held > _MAX_BODIES:
         raise HttpError(503, f'the server holds requests of more than {_MAX_BODIES} bytes; try again later')
       body += event.data
@@ -254,7 +254,7 @@ class _Connection:
     return event
 
   def _meaning(self, error: h11.RemoteProtocolError) -> tuple[int, str]:
-    """Returns the status and message for what is no HTTP."""
+    """Returns the status and message of the reply to bytes that are not valid HTTP."""
     if error.error_status_hint == 431 and b'\n' not in self._protocol.trailing_data[0]:
       return 414, f'the address has more than {_MAX_HEAD} bytes'
     return error.error_status_hint, str(error)
@@ -263,24 +263,24 @@ class _Connection:
     """Returns the reply; None if the client has left, which cancels the call."""
     answer = asyncio.ensure_future(self._owner.answer(call))
     try:
-      while not answer.done() and not call.left and len(self._protocol.trailing_data[0]) < _PART:
-        more = asyncio.ensure_future(self._reader.read(_PART))
-        await asyncio.wait({answer, more}, return_when=asyncio.FIRST_COMPLETED)
-        if not more.done():
-          more.cancel()
-          await asyncio.wait({more})  # No two may read at once.
-        elif more.exception() or not more.result():
+      while not answer.done() and not call.client_left and len(self._protocol.trailing_data[0]) < _PART:
+        received = asyncio.ensure_future(self._reader.read(_PART))
+        await asyncio.wait({answer, received}, return_when=asyncio.FIRST_COMPLETED)
+        if not received.done():
+          received.cancel()
+          await asyncio.wait({received})  # Only one may read at a time.
+        elif received.exception() or not received.result():
           call.leave()
         else:  # the next request, sent early
-          self._protocol.receive_data(more.result())
+          self._protocol.receive_data(received.result())
       reply = await answer  # also of a call that has been left: it may hold the session of an agent
     except asyncio.CancelledError:
       call.leave()
       raise
-    return None if call.left else reply
+    return None if call.client_left else reply
 
   async def _send(self, reply: Reply) -> None:
-    """Sends a reply, or what is left of one; TimeoutError if the client does not read it."""
+    """Sends a reply, or the end of a stream of events; TimeoutError if the client does not read it."""
     if self._streaming:
       self._write(h11.Data(data=_last_event(reply).encode()))
     else:
@@ -302,9 +302,9 @@ class _Connection:
     async with asyncio.timeout(PATIENCE_S):
       await self._writer.drain()
 
-  def _write_head(self, status: int, kind: str, more: tuple[str, str]) -> None:
-    headers = [('Date', email.utils.formatdate(usegmt=True)), ('Content-Type', kind), more]
-    if self._protocol.their_state is not h11.DONE:  # unread
+  def _write_head(self, status: int, kind: str, header: tuple[str, str]) -> None:
+    headers = [('Date', email.utils.formatdate(usegmt=True)), ('Content-Type', kind), header]
+    if self._protocol.their_state is not h11.DONE:  # the request was not read to its end
       headers.append(('Connection', 'close'))
     self._write(h11.Response(status_code=status, headers=headers, reason=http.HTTPStatus(status).phrase))
 
@@ -312,7 +312,7 @@ class _Connection:
     self._writer.write(self._protocol.send(event) or b'')
 
   async def _linger(self) -> None:
-    """Reads on for a moment: a socket that is closed with unread bytes is reset, and the answer is lost with it."""
+    """Reads and drops input for a moment: closing a socket with unread bytes resets it, and the answer is lost."""
     self._writer.write_eof()
     with contextlib.suppress(TimeoutError):
       async with asyncio.timeout(_LINGER_S):
@@ -325,7 +325,7 @@ class _Connection:
 
 
 def _check_size(call: Call) -> None:
-  """Raises HttpError for a method, or a body of an announced size, that is not taken."""
+  """Raises HttpError for a method that is not supported, or a body without a Content-Length or too long."""
   if call.method not in ('GET', 'POST'):
     raise HttpError(501, f'the method {call.method} is not supported')
   size = call.headers.get('content-length', '0' if call.method == 'GET' else '')

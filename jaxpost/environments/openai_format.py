@@ -22,10 +22,10 @@ from jaxpost.rollout.sequence import Completion, Request
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
-_LARGEST = 1e300  # no parameter is; NaN and infinity are no numbers of JSON, and Python reads them
+_LARGEST = 1e300  # limit of numbers; excludes NaN and infinity, which Python reads although JSON has none
 _KINDS = {int: 'an integer', float: 'a finite number', bool: 'true or false', dict: 'an object'}
 _INTEGERS = ('top_k', 'min_tokens', 'seed')
-# Parameters that are not supported, and their values that ask for nothing.
+# Parameters that are not supported, with the values that are accepted because they change nothing.
 _UNSUPPORTED = {
   'frequency_penalty': (0,),
   'presence_penalty': (0,),
@@ -39,8 +39,8 @@ _UNSUPPORTED = {
 }
 # Parameters that change no answer.
 _IGNORED = 'user', 'metadata', 'store', 'service_tier', 'safety_identifier', 'prompt_cache_key'
-MAX_ANSWERS = 1024  # of one request, to all of its prompts
-_MAX_STOPS, _MAX_STOP = 64, 1024  # stop strings of a request, and characters of each: all are searched in each block
+MAX_ANSWERS = 1024  # choices of one body, over all of its prompts
+_MAX_STOPS, _MAX_STOP = 64, 1024  # stop strings of a body, and characters of each: each block is searched for all
 _READ = 'model messages prompt echo n max_tokens max_completion_tokens stop logprobs top_logprobs tools'.split()
 _READ += ['chat_template_kwargs', 'stream', 'stream_options']
 _FIELDS = ('temperature', 'top_p', 'top_k', 'min_p', 'min_tokens', 'seed')
@@ -59,12 +59,12 @@ class Translator:
   def __init__(self, tokenizer: Tokenizer, room: int) -> None:
     self._tokenizer = tokenizer
     self._room = room
-    self._most = room * tokenizer.longest_token  # characters; 16 MB of them take a minute to tokenize
+    self._max_characters = room * tokenizer.longest_token  # of a prompt; 16 MB take a minute to tokenize
 
   def chat_prompt(self, body: dict) -> np.ndarray:
     """Returns the token ids of the messages of a chat; InputError if they are malformed."""
     messages = messages_lib.check_messages(body.get('messages'), 'messages')
-    return prompts_lib.encode_prompt(self._tokenizer, messages, body, 'messages', self._most)
+    return prompts_lib.encode_prompt(self._tokenizer, messages, body, 'messages', self._max_characters)
 
   def text_prompts(self, body: dict) -> list[np.ndarray]:
     """Returns the token ids of each prompt: `prompt` is a text, token ids, or a list of either."""
@@ -78,7 +78,7 @@ class Translator:
 
   def _ids(self, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
-      prompts_lib.check_length(messages_lib.check_text(prompt, 'prompt'), 'prompt', self._most)
+      prompts_lib.check_length(messages_lib.check_text(prompt, 'prompt'), 'prompt', self._max_characters)
       return [*self._tokenizer.bos_ids, *self._tokenizer.encode(prompt)]
     size = self._tokenizer.vocab_size
     if not isinstance(prompt, list) or not prompt or not all(type(i) is int and 0 <= i < size for i in prompt):
@@ -87,7 +87,7 @@ class Translator:
 
   def sampling(self, body: dict, length: int) -> dict:
     """Returns the sampling parameters of a body, as in `Request.sampling`, for a prompt of `length` tokens."""
-    given = {name: number(body, name, int if name in _INTEGERS else float, None) for name in _FIELDS}
+    parameters = {name: number(body, name, int if name in _INTEGERS else float, None) for name in _FIELDS}
     default = max(1, self._room - length)
     # `max_tokens` is the older name of `max_completion_tokens`.
     max_tokens = number(body, 'max_completion_tokens', int, number(body, 'max_tokens', int, default))
@@ -99,13 +99,13 @@ class Translator:
     stops = [stop] if isinstance(stop, str) else stop
     if len(stops) > _MAX_STOPS or any(isinstance(text, str) and len(text) > _MAX_STOP for text in stops):
       raise InputError(f'stop: at most {_MAX_STOPS} texts of {_MAX_STOP} characters')
-    given['max_tokens'] = max_tokens
-    given['top_logprobs'] = self._top_count(body)
-    given['stop_strings'] = tuple(stops)
-    return {name: value for name, value in given.items() if value is not None}
+    parameters['max_tokens'] = max_tokens
+    parameters['top_logprobs'] = self._top_count(body)
+    parameters['stop_strings'] = tuple(stops)
+    return {name: value for name, value in parameters.items() if value is not None}
 
   def _top_count(self, body: dict) -> int:
-    """Returns the number of top-k log-probs: a field of its own in chats, the value of `logprobs` in completions."""
+    """Returns the number of top-k log-probs: the field `top_logprobs` in chats, the value of `logprobs` otherwise."""
     if 'messages' in body:
       return number(body, 'top_logprobs', int, 0) if body.get('logprobs') else 0
     value = body.get('logprobs')
@@ -113,8 +113,8 @@ class Translator:
 
   def choices(self, is_chat: bool, body: dict, completions: list[Completion]) -> list[dict]:
     """Returns `choices` of a chat or of completions."""
-    one = self.chat_choice if is_chat else self.text_choice
-    return [one(i, completion, body) for i, completion in enumerate(completions)]
+    make_choice = self.chat_choice if is_chat else self.text_choice
+    return [make_choice(i, completion, body) for i, completion in enumerate(completions)]
 
   def chat_choice(self, index: int, completion: Completion, body: dict) -> dict:
     """Returns an entry of `choices` of a chat; tool calls are parsed if the body has tools."""
@@ -138,13 +138,13 @@ class Translator:
   def _chat_logprobs(self, completion: Completion) -> list[dict]:
     """Returns an entry per token with its log-prob and the top-k tokens at its position."""
     entries = []
-    for at, (token, logprob) in enumerate(zip(completion.tokens, completion.logprobs)):
+    for i, (token, logprob) in enumerate(zip(completion.tokens, completion.logprobs)):
       entry = self._logprob_entry(token, logprob)
       entry['top_logprobs'] = []
       # An agent of a run may ask for the most probable tokens, but its sampler reports none.
       if completion.top_ids is not None and completion.top_logprobs is not None:
-        top = zip(completion.top_ids[at], completion.top_logprobs[at])
-        entry['top_logprobs'] = [self._logprob_entry(*one) for one in top]
+        top = zip(completion.top_ids[i], completion.top_logprobs[i])
+        entry['top_logprobs'] = [self._logprob_entry(*pair) for pair in top]
       entries.append(entry)
     return entries
 
@@ -170,8 +170,8 @@ class Translator:
     """Returns an entry of `choices` of completions with the prompt before it.
 
     Args:
-      ids: of the prompt.
-      score: its `tools.scoring.TextScore`; None: no log-probs were asked for.
+      ids: token ids of the prompt.
+      score: the `tools.scoring.TextScore` of the prompt; None: no log-probs were asked for.
     """
     text = self._tokenizer.decode(ids, skip_special=False)
     out = {**choice, 'text': text + choice['text']}
@@ -182,7 +182,7 @@ class Translator:
     before['token_logprobs'][0] = None  # nothing predicts the first token
     if count:
       before['top_logprobs'][0] = None
-    drawn['text_offset'] = [len(text) + at for at in drawn['text_offset']]
+    drawn['text_offset'] = [len(text) + offset for offset in drawn['text_offset']]
     out['logprobs'] = {name: x and x + drawn[name] for name, x in before.items()}
     return out
 
@@ -224,10 +224,10 @@ class Translator:
 
 
 def check_supported(body: dict, is_chat: bool, scorer: Any) -> None:
-  """Raises InputError if a body asks for something that would be ignored; `scorer` of its model may be None."""
-  known = (*_READ, *_FIELDS, *_UNSUPPORTED, *_IGNORED)
-  if unknown := [name for name in body if name not in known]:
-    near = difflib.get_close_matches(unknown[0][:100], known, n=1)
+  """Raises InputError if a body has a parameter that would be ignored; `scorer` is that of its model, or None."""
+  parameters = (*_READ, *_FIELDS, *_UNSUPPORTED, *_IGNORED)
+  if unknown := [name for name in body if name not in parameters]:
+    near = difflib.get_close_matches(unknown[0][:100], parameters, n=1)
     hint = f'did you mean {near[0]}?' if near else 'leave it out'
     raise InputError(f'{unknown[0][:100]}: there is no such parameter; {hint}')
   for name, harmless in _UNSUPPORTED.items():
@@ -246,9 +246,9 @@ def _check_echo(body: dict, is_chat: bool, scorer: Any) -> None:
     return
   if scorer is None:
     raise InputError('echo: this server has no log-probs of prompts; leave out logprobs')
-  wanted = body['logprobs']
-  if not isinstance(wanted, bool) and not 0 <= number(body, 'logprobs', int, 0) <= scorer.top:
-    raise InputError(f'logprobs: {wanted} is not from 0 to {scorer.top}')
+  count = body['logprobs']
+  if not isinstance(count, bool) and not 0 <= number(body, 'logprobs', int, 0) <= scorer.top:
+    raise InputError(f'logprobs: {count} is not from 0 to {scorer.top}')
 
 
 def number(body: dict, name: str, kind: type, default: Any) -> Any:
@@ -262,7 +262,7 @@ def number(body: dict, name: str, kind: type, default: Any) -> Any:
 
 
 def record_entry(api_key: str, model: str, completion: Completion, finish_reason: str) -> dict:
-  """Returns what is recorded of an answer, for training on it."""
+  """Returns the record of an answer, for training on it."""
   return dict(
     session=api_key,
     model=model,
@@ -274,16 +274,17 @@ def record_entry(api_key: str, model: str, completion: Completion, finish_reason
 
 
 def _starts(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
-  """Returns where each token begins in the text of all; bytes of one character begin where it does."""
-  out, position = [], 0
-  first = fresh = 0  # of a window, and of the part of it that is not counted yet
+  """Returns the offset of each token in the text of all; tokens that are bytes of one character share its offset."""
+  offsets, position = [], 0
+  first = fresh = 0  # tokens [first, fresh) are counted in `position`, and give context to those from `fresh` on
   for end in range(1, len(ids) + 1):
-    out.append(position)
-    known, text = (tokenizer.decode(ids[first:x], skip_special=False) for x in (fresh, end))
-    if not text.endswith('\ufffd') or end - fresh == 4:  # else it may be a part of a character
-      position += len(text) - len(known)
+    offsets.append(position)
+    counted = tokenizer.decode(ids[first:fresh], skip_special=False)
+    text = tokenizer.decode(ids[first:end], skip_special=False)
+    if not text.endswith('\ufffd') or end - fresh == 4:  # else it may end in a part of a character
+      position += len(text) - len(counted)
       first, fresh = fresh, end
-  return out
+  return offsets
 
 
 def _finish_reason(completion: Completion) -> str:
@@ -318,6 +319,6 @@ def response(
 
 def nothing_drawn(request: Request) -> Completion:
   """Returns the completion of a request for no tokens."""
-  none = np.zeros(0, np.float32)
-  ids = none.astype(np.int32)
-  return Completion(request, ids, none, none, False, versions=ids, top_ids=ids[:, None], top_logprobs=none[:, None])
+  empty = np.zeros(0, np.float32)
+  ids = empty.astype(np.int32)
+  return Completion(request, ids, empty, empty, False, versions=ids, top_ids=ids[:, None], top_logprobs=empty[:, None])

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.environments.agents import Session
 
-_THREADS = 4  # that translate bodies
+_THREADS = 4  # threads that translate bodies
 _LOOPBACK = 'localhost', '127.0.0.1', '::1'
 _CHAT = '/v1/chat/completions'
 _TEXT = '/v1/completions'
@@ -43,7 +43,7 @@ _TEXT = '/v1/completions'
 class _Job(NamedTuple):
   """A body, and the requests that it makes.
 
-  session: that of an agent, and busy. echo: prompts are repeated. stream: None if the reply is JSON.
+  session: that of an agent, held busy, or None. echo: the reply repeats the prompts. stream: None if it is JSON.
   """
 
   path: str
@@ -59,7 +59,7 @@ class _Job(NamedTuple):
 
   @property
   def draws(self) -> bool:
-    """Returns whether there is anything to draw."""
+    """Returns whether the requests draw any token."""
     return not self.echo or self.requests[0].sampling['max_tokens'] > 0
 
   @property
@@ -91,7 +91,7 @@ class Endpoint:
     name: the name of the model in responses.
     record: called for each completion with a dict of prompt_ids, ids, logprobs, finish_reason, model and session (the
       API key of the client).
-    api_key: if not empty, what a client must send as its bearer token.
+    api_key: bearer token that a client must send; '': none is needed.
     other_engines: {name: engine} of other models, such as adapters. If there are any, a body must name its model; else
       the name in a body is ignored.
     scorers: {name: `tools.scoring.Scorer`} of each model, for log-probs of prompts; {}: there are none.
@@ -158,8 +158,8 @@ class Endpoint:
   async def _reply(self, call: Call) -> Reply:
     """Answers a call; runs in the thread of the connections."""
     try:
-      known = (_CHAT, _TEXT) if call.method == 'POST' else ('/v1/models', '/v1/models/')
-      if call.path not in known:
+      paths = (_CHAT, _TEXT) if call.method == 'POST' else ('/v1/models', '/v1/models/')
+      if call.path not in paths:
         return self._refuse(404, f'there is nothing at {call.path}')
       if call.method == 'GET':
         models = [dict(id=name, object='model', owned_by='jaxpost') for name in self.engines]
@@ -172,10 +172,10 @@ class Endpoint:
     except RecursionError:
       return self._refuse(400, 'the body is nested too deeply')
     except concurrent.futures.CancelledError:
-      if not call.left:
+      if not call.client_left:
         return self._refuse(503, 'the server ends')
       self.counts['cancelled'] += 1
-      return Reply(499, '')  # is not sent
+      return Reply(499, '')  # never sent
     self.counts['answered'] += 1
     return reply
 
@@ -188,7 +188,7 @@ class Endpoint:
       raise HttpError(403, f'Host: {host!r} is not a name of this server: {", ".join(self.hosts)}')
 
   def _refuse(self, status: int, text: str, code: str | None = None) -> Reply:
-    """Returns an error of the API; the text of one about a parameter begins with its name."""
+    """Returns an error reply of the API; `text` begins with the name of the parameter, if it is about one."""
     self.counts['refused'] += 1
     name = text.partition(':')[0].partition('[')[0]
     param = name if name.isidentifier() and name.islower() else None
@@ -209,8 +209,10 @@ class Endpoint:
       scores = await run(self._scoring, self._score, job, call) if job.scores else [None for _ in job.prompts]
       if scores is None:
         raise concurrent.futures.CancelledError
-      none = openai_format.nothing_drawn
-      completions = await self._generate(job, call) if job.draws else [none(r) for r in job.requests]
+      if job.draws:
+        completions = await self._generate(job, call)
+      else:
+        completions = [openai_format.nothing_drawn(request) for request in job.requests]
     except BaseException:
       if job.session:
         job.session.busy.release()
@@ -242,8 +244,8 @@ class Endpoint:
     stream = None
     if body.get('stream'):
       # Text is sent while it is drawn; other answers, and those to agents of a run, when they are complete.
-      whole = session or echo or body.get('tools') or body.get('logprobs') not in (None, False)
-      texts = () if whole else [TextStream(self._tokenizer.decode, r.sampling['stop_strings']) for r in requests]
+      at_end = session or echo or body.get('tools') or body.get('logprobs') not in (None, False)
+      texts = () if at_end else [TextStream(self._tokenizer.decode, r.sampling['stop_strings']) for r in requests]
       stream = EventStream(call.path == _CHAT, name, texts)
     return _Job(
       call.path,
@@ -267,13 +269,13 @@ class Endpoint:
   def _score(self, job: _Job, call: Call) -> list[Any] | None:
     """Returns a `TextScore` of each prompt; None if the server ends or the client leaves."""
     chunks = self._scorers[job.model].chunks([Example(p, np.ones(len(p), bool)) for p in job.prompts])
-    out: list[Any] = []
-    while len(out) < len(job.prompts):
+    scores: list[Any] = []
+    while len(scores) < len(job.prompts):
       with self.shared.between_blocks():
-        if call.left or self.shared.stopped:
+        if call.client_left or self.shared.stopped:
           return None
-        out += next(chunks)
-    return out
+        scores += next(chunks)
+    return scores
 
   async def _generate(self, job: _Job, call: Call) -> list[Completion]:
     """Waits for the completions of the requests of a body, and sends the events of a stream until then.
@@ -293,7 +295,7 @@ class Endpoint:
       for i, answer in enumerate(answers):
         answer.on_tokens = functools.partial(pass_on, i)
     with self.shared.submitted(job.model, job.requests, answers):
-      if call.left or self.shared.stopped:  # No engine may be running.
+      if call.client_left or self.shared.stopped:  # No engine may be running.
         call.cancel()
       ended = asyncio.gather(*map(asyncio.wrap_future, answers), return_exceptions=True)
       ended.add_done_callback(lambda _: arrived.put_nowait(None))
@@ -323,13 +325,13 @@ class Endpoint:
   def _requests(self, is_chat: bool, body: dict, count: int) -> list[Request]:
     """Returns the requests of a body, `count` for each prompt.
 
-    The number of the body and the index of the request in it seed the draws; if the body has a seed, it takes the
-    place of that number, so the same body is answered with the same text.
+    The number of the body and the index of the request in it seed the draws. If the body has a seed, the number is 0
+    and the seed decides, so that the same body is answered with the same text.
     """
     contexts = [self._translator.chat_prompt(body)] if is_chat else self._translator.text_prompts(body)
     number = next(self._numbers) if body.get('seed') is None else 0
-    most = openai_format.MAX_ANSWERS // len(contexts)
-    refuse(not 1 <= count <= most, f'n: {count} is not between 1 and {most}, for {len(contexts)} prompts')
+    max_count = openai_format.MAX_ANSWERS // len(contexts)
+    refuse(not 1 <= count <= max_count, f'n: {count} is not between 1 and {max_count}, for {len(contexts)} prompts')
     return [
       Request(ids, number, i * count + n, self._translator.sampling(body, len(ids)))
       for i, ids in enumerate(contexts)
@@ -350,7 +352,7 @@ def _session_request(session: Session, body: dict, requests: list[Request], engi
 async def _send_part(call: Call, stream: EventStream, part: tuple[int, np.ndarray]) -> None:
   """Sends an event, unless the client has left."""
   event = stream.part(*part)
-  if event and not call.left:
+  if event and not call.client_left:
     try:
       await call.send_event(event)
     except (ConnectionError, TimeoutError):
@@ -358,5 +360,6 @@ async def _send_part(call: Call, stream: EventStream, part: tuple[int, np.ndarra
 
 
 def _key(call: Call) -> str:
-  scheme, _, key = (given := call.headers.get('authorization', '')).partition(' ')
-  return key.strip() if scheme.lower() == 'bearer' else given
+  header = call.headers.get('authorization', '')
+  scheme, _, key = header.partition(' ')
+  return key.strip() if scheme.lower() == 'bearer' else header

@@ -1,7 +1,7 @@
 """An answer of OpenAI's API as server-sent events, while its tokens are drawn.
 
-The texts of all events of an answer, joined, are the text of the same answer sent whole. The events of a choice are
-held back as long as they may change: half a character, and what may be the beginning of a stop string.
+The texts of all events of an answer, joined, are the text of the same answer sent whole. Text that may still change is
+held back: half a character, and the possible beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ class TextStream:
 
   Args:
     decode: token ids -> text.
-    stops: strings of which the first ends the text, and is no part of it.
+    stops: stop strings; the text ends before the first of them.
   """
 
   def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
     self._decode = decode
     self._stops = stops
-    self._text = ''  # so far, but for bytes at its end that may begin a character
-    self._sent = 0  # characters of `_text`
+    self._text = ''  # the text so far, without bytes at its end that may begin a character
+    self._sent = 0  # number of characters of `_text` that were returned
     self._whole = ''  # the text up to the last token that ended with a whole character
-    self._before: list[int] = []  # tokens at its end: some tokenizers drop a space at the start of what they decode
-    self._open: list[int] = []  # tokens behind it
+    self._before: list[int] = []  # last tokens of `_whole`: some tokenizers drop a space at the start of decoded text
+    self._open: list[int] = []  # tokens after `_whole`
 
   def add(self, tokens: np.ndarray) -> str:
-    """Returns the text that has become certain by these further tokens."""
+    """Adds tokens; returns the text that has become certain with them."""
     self._open += tokens.tolist()
-    known = self._decode(self._before)
-    text = self._decode(self._before + self._open)[len(known) :]
+    before = self._decode(self._before)
+    text = self._decode(self._before + self._open)[len(before) :]
     characters = text.rstrip('\ufffd')  # which may stand for the first bytes of a character
     self._text = self._whole + characters
     if characters == text:
@@ -45,17 +45,17 @@ class TextStream:
     return certain
 
   def rest(self, text: str) -> str:
-    """Returns what `add` has not returned of the whole text."""
+    """Returns the part of the whole text that `add` has not returned."""
     return text[self._sent :]
 
   def _certain(self) -> int:
-    """Returns how many characters are before anything that is, or may become, a stop string."""
+    """Returns how many characters precede anything that is, or may become, a stop string."""
     ends = [len(self._text)]
     for stop in self._stops:
-      at = self._text.find(stop, self._sent)  # none begins in what was returned
-      if at < 0:
-        at = len(self._text) - max(n for n in range(len(stop)) if self._text.endswith(stop[:n]))
-      ends.append(at)
+      start = self._text.find(stop, self._sent)  # none begins in the text that was returned
+      if start < 0:
+        start = len(self._text) - max(n for n in range(len(stop)) if self._text.endswith(stop[:n]))
+      ends.append(start)
     return max(self._sent, min(ends))
 
 
@@ -99,7 +99,7 @@ class EventStream:
     return ''.join([*events, 'data: [DONE]\n\n'])
 
   def _last(self, choice: dict) -> dict:
-    """Returns the last event of a choice: what is left of its text, and everything else of it."""
+    """Returns the last event of a choice: the rest of its text, and all its other fields."""
     choice = dict(choice)
     index = choice['index']
     if not self._is_chat:
@@ -116,7 +116,7 @@ class EventStream:
     return self.texts[index].rest(text) if self.texts else text
 
   def _delta(self, index: int, content: dict) -> dict:
-    """Returns content of a choice of a chat; the first one names the role."""
+    """Returns the `delta` of a choice of a chat; the first one has the role, too."""
     role = {} if index in self._begun else {'role': 'assistant'}
     self._begun.add(index)
     return role | content

@@ -1,4 +1,4 @@
-"""Environments in processes of their own, one each, that can be killed.
+"""Runs each environment in its own process, which can be killed.
 
 An environment follows TRL's protocol (`environment_factory`): a class that is instantiated without arguments, with
 reset(**row), which returns the first observation or None; public methods, which are the tools; and optionally
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
   from jaxpost.types import Prompt
 
 _LOG = logging.getLogger(__name__)
-_SHOWN = 2000  # characters of printed output to log for each request
+_MAX_LOGGED = 2000  # characters of printed output to log for each request
 _START_TIMEOUT_S = 120.0  # for importing the environment
 PLAY = 'play'  # play(base_url, api_key): an environment with this method is an agent
 
@@ -35,10 +35,10 @@ class Answer:
 
   Attributes:
     value: what the method returned.
-    error: why there is no value.
-    lost: True if the process is gone, and the episode with it.
-    reward: of a tool call, where the environment gives one.
-    spoiled: True if that reward is no number, which ends the episode.
+    error: why there is no value; None: there is one.
+    lost: True if the process has ended, and the episode with it.
+    reward: the reward of a tool call, if the environment gives rewards of turns.
+    spoiled: True if that reward is not a finite number, which ends the episode.
   """
 
   value: Any = None
@@ -82,10 +82,10 @@ class Environment:
     finally:
       printed, count = worker.take_printed()
       if count:
-        _LOG.info('an environment printed %d bytes: %s', count, printed[-_SHOWN:])
+        _LOG.info('an environment printed %d bytes: %s', count, printed[-_MAX_LOGGED:])
 
   def describe(self) -> dict:
-    """Starts the process; returns what it has, see worker.py ('ready'). InputError if that fails."""
+    """Starts the process; returns its tools and abilities, see 'ready' in worker.py. InputError if that fails."""
     return self._thread.submit(self._worker.start).result()
 
   def close(self) -> None:

@@ -24,7 +24,7 @@ _TICK_S = 0.2  # seconds between checks whether to stop
 
 
 class Answer(concurrent.futures.Future):
-  """The `Completion` of a request, once it has ended; `cancel` gives up its slot.
+  """A future of the `Completion` of a request; `cancel` frees its slot.
 
   Attributes:
     on_tokens: called by `SharedEngines.serve` with the token ids of each block.
@@ -109,13 +109,13 @@ class SharedEngines:
         [], run_key=run_key, step=step, next_requests=functools.partial(self._exchange, self._queues[name]), **hooks
       )
 
-  def _exchange(self, waiting: queue.SimpleQueue, done: list[Completion], idle: bool) -> list[Request]:
+  def _exchange(self, waiting: queue.SimpleQueue, completions: list[Completion], idle: bool) -> list[Request]:
     """Delivers completions and returns new requests; the engine calls it between blocks.
 
     Other engines may run while it waits.
     """
-    for completion in done:
-      if completion.request.tag.set_running_or_notify_cancel():  # else its client has just left
+    for completion in completions:
+      if completion.request.tag.set_running_or_notify_cancel():  # False if its client has just left
         completion.request.tag.set_result(completion)
     if self._ended():
       return []
@@ -150,7 +150,7 @@ class FairLock:
   """
 
   def __init__(self) -> None:
-    # A locked lock per thread; the first one holds the `FairLock`.
+    # A locked lock for each thread that holds the `FairLock`, which is the first one, or waits for it.
     self._queue: collections.deque[threading.Lock] = collections.deque()
     self._mutex = threading.Lock()
 

@@ -46,12 +46,12 @@ class _Docstring(NamedTuple):
   returns: str
 
 
-def tool_schemas(environment: Any, what: str) -> dict[str, dict]:
+def tool_schemas(environment: Any, label: str) -> dict[str, dict]:
   """Returns {name: schema} of the public methods.
 
   Args:
     environment: the instance.
-    what: its name in errors.
+    label: its name in error messages.
 
   Raises:
     InputError: if there is no `reset` or no tool, or a method lacks a type or a description.
@@ -62,27 +62,27 @@ def tool_schemas(environment: Any, what: str) -> dict[str, dict]:
     if not n.startswith('_') and n not in _NOT_TOOLS and callable(inspect.getattr_static(type(environment), n))
   ]
   if not callable(vars(type(environment)).get('reset')) and not hasattr(environment, 'reset'):
-    raise InputError(f'{what}: has no method reset(self, **row)')
+    raise InputError(f'{label}: has no method reset(self, **row)')
   if not names:
-    raise InputError(f'{what}: has no public method that could be a tool')
-  return {n: method_schema(getattr(environment, n), f'{what}: {n}') for n in names}
+    raise InputError(f'{label}: has no public method that could be a tool')
+  return {n: method_schema(getattr(environment, n), f'{label}: {n}') for n in names}
 
 
-def method_schema(method: Callable, what: str) -> dict:
+def method_schema(method: Callable, label: str) -> dict:
   """Returns {'type': 'function', 'function': {...}} of a method; InputError if it lacks a type or a description."""
   text = inspect.getdoc(method)
   if not text:
-    raise InputError(f'{what}: has no docstring, which tells the model what the tool does')
+    raise InputError(f'{label}: has no docstring, which tells the model what the tool does')
   docstring = _sections(text)
   hints = typing.get_type_hints(method)
   properties = {}
   required = []
   for p in inspect.signature(method).parameters.values():
     if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
-      raise InputError(f'{what}: takes *{p.name}; name each argument')
+      raise InputError(f'{label}: takes *{p.name}; name each argument')
     if p.name not in hints or p.name not in docstring.arguments:
       missing = 'type' if p.name not in hints else 'line under Args:'
-      raise InputError(f'{what}: argument {p.name} has no {missing}')
+      raise InputError(f'{label}: argument {p.name} has no {missing}')
     properties[p.name] = {**_type(hints[p.name]), 'description': docstring.arguments[p.name]}
     if p.default is p.empty:
       required.append(p.name)
@@ -123,11 +123,11 @@ def _sections(text: str) -> _Docstring:
   arguments = {}
   name = indent = None
   for line in blocks.get('Args', '').splitlines():
-    found = _ARGUMENT.match(line)
-    if found and (indent is None or len(found[1]) <= indent):
-      indent = len(found[1])
-      name = found[2]
-      arguments[name] = found[3].strip()
+    match = _ARGUMENT.match(line)
+    if match and (indent is None or len(match[1]) <= indent):
+      indent = len(match[1])
+      name = match[2]
+      arguments[name] = match[3].strip()
     elif name and line.strip():
       arguments[name] = f'{arguments[name]} {line.strip()}'.strip()
   returns = ' '.join(blocks.get('Returns', '').split())
@@ -140,8 +140,8 @@ def _type(hint: Any) -> dict:
     return {'type': _NAMES[hint]}
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if origin is typing.Literal:
-    kinds = {type(a) for a in args}
-    return {**(_type(kinds.pop()) if len(kinds) == 1 else {}), 'enum': list(args)}
+    value_types = {type(a) for a in args}
+    return {**(_type(value_types.pop()) if len(value_types) == 1 else {}), 'enum': list(args)}
   if origin in (typing.Union, types.UnionType):
     return _union(args)
   if origin in (list, tuple):

@@ -24,22 +24,22 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict] | No
   """Returns the calls [{'name', 'arguments'}, ...] in the text of a turn; None if they are malformed.
 
   Reads the formats of Hermes and Qwen (<tool_call> with JSON or with <function=...>), Llama 3 (the turn is a JSON
-  object) and Mistral ([TOOL_CALLS] and a list). What is before the last </think> is reasoning and holds no calls.
+  object) and Mistral ([TOOL_CALLS] and a list). Text before the last </think> is reasoning and holds no calls.
   With `tools`, their JSON schemas, an object without a mark is a call only if it names one of them.
   """
   text = text.rpartition('</think>')[2]
-  inside = _marked(text) or _unmarked(text, tools)
-  if not inside:
+  parts = _marked(text) or _unmarked(text, tools)
+  if not parts:
     return None if any(mark in text for mark in _MARKS) else []
   calls = []
   try:
-    for part in inside:
+    for part in parts:
       if function := next(_between(part, '<function=', '</function>'), None):
         calls.append(_tagged_call(function))
         continue
-      read = json.loads(part)
-      calls += [_call(call) for call in (read if isinstance(read, list) else [read])]
-    # Templates print the calls, and files keep them: no half of a surrogate pair, NaN or infinity.
+      value = json.loads(part)
+      calls += [_call(call) for call in (value if isinstance(value, list) else [value])]
+    # Templates print the calls and files store them, so lone surrogates, NaN and infinity raise ValueError here.
     json.dumps(calls, ensure_ascii=False, allow_nan=False).encode()
   except (ValueError, RecursionError):
     return None
@@ -47,7 +47,7 @@ def parse(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[dict] | No
 
 
 def before_calls(text: str) -> str:
-  """Returns what a turn with calls says before the first of them, reasoning included, without whitespace at its end."""
+  """Returns the text of a turn before its first call, reasoning included, without whitespace at its end."""
   turn = text.rpartition('</think>')[2]
   starts = [turn.index(mark) for mark in _MARKS if mark in turn] or [0]  # Without a mark all of it is the call.
   return text[: len(text) - len(turn) + min(starts)].rstrip()
@@ -55,17 +55,17 @@ def before_calls(text: str) -> str:
 
 def _marked(text: str) -> list[str]:
   """Returns the parts of a turn that are marked as calls."""
-  inside = [part.strip() for part in _between(text, '<tool_call>', '</tool_call>')]
-  if not inside and '[TOOL_CALLS]' in text:
-    inside = [text.partition('[TOOL_CALLS]')[2]]
-  if not inside and text.strip().startswith('<|python_tag|>'):
-    inside = [text.partition('<|python_tag|>')[2]]
-  return inside
+  parts = [part.strip() for part in _between(text, '<tool_call>', '</tool_call>')]
+  if not parts and '[TOOL_CALLS]' in text:
+    parts = [text.partition('[TOOL_CALLS]')[2]]
+  if not parts and text.strip().startswith('<|python_tag|>'):
+    parts = [text.partition('<|python_tag|>')[2]]
+  return parts
 
 
 def _unmarked(text: str, tools: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Returns the turn if it is a JSON object with the name of a tool and arguments, or the attempt at one, else none."""
-  call = _value(text.strip())
+  """Returns [the turn] if it is a JSON object with the name of a tool and arguments, or looks like one, else []."""
+  call = _json_or_text(text.strip())
   names = [(tool.get('function') or tool)['name'] for tool in tools]
   if isinstance(call, dict):
     has_both = 'name' in call and ('arguments' in call or 'parameters' in call)
@@ -77,14 +77,14 @@ def _tagged_call(function: str) -> dict:
   """Returns the call of `NAME>` with <parameter=KEY> tags after it, of which each value is JSON or text."""
   name, _, body = function.partition('>')
   values = (parameter.partition('>') for parameter in _between(body, '<parameter=', '</parameter>'))
-  arguments = {key.strip(): _value(value.removeprefix('\n').removesuffix('\n')) for key, _, value in values}
+  arguments = {key.strip(): _json_or_text(value.removeprefix('\n').removesuffix('\n')) for key, _, value in values}
   return dict(name=name.strip(), arguments=arguments)
 
 
 def _between(text: str, opening: str, closing: str) -> Iterator[str]:
-  """Yields what is between each opening mark and the closing one after it.
+  """Yields the text between each opening mark and the closing one after it.
 
-  A pattern takes quadratic time, or more, on marks that are never closed, as a model may write them.
+  A regular expression takes quadratic time or more on marks that are never closed, as a model may write them.
   """
   start, end = text.find(opening), 0
   while start >= 0 and (end := text.find(closing, start)) >= 0:
@@ -98,13 +98,13 @@ def _call(call: Any) -> dict:
     raise ValueError('no call')
   arguments = call.get('arguments', call.get('parameters', {}))
   if isinstance(arguments, str):
-    arguments = _value(arguments)
+    arguments = _json_or_text(arguments)
   if not isinstance(arguments, dict):
     raise ValueError('arguments without names')
   return dict(name=call['name'], arguments=arguments)
 
 
-def _value(text: str) -> Any:
+def _json_or_text(text: str) -> Any:
   """Parses JSON; other text is returned as it is."""
   try:
     return json.loads(text)
@@ -124,17 +124,17 @@ class Turns:
 
   def __init__(self, tokenizer: Tokenizer) -> None:
     self._tokenizer = tokenizer
-    # A template for tools of its own is used where there are tools; the text between turns does not depend on which.
+    # A separate template for tools is used if there are tools; the text between turns does not depend on which ones.
     self._row = {'tools': [_TOOL]} if 'tool_use' in tokenizer.named_templates else {}
     self._call: dict[str, list] = {}
     try:
-      rest = self._after([_result('tool', 'x')])
+      following = self._after([_result('tool', 'x')])
     except InputError:  # Some templates render an answer only after the call that it answers.
       self._call = {
         'tool_calls': [{'type': 'function', 'id': 'call00000', 'function': {'name': 'tool', 'arguments': {}}}]
       }
-      rest = self._after([_result('tool', 'x')])
-    ends = {rest.find(self._text([i])): i for i in tokenizer.stop_ids}
+      following = self._after([_result('tool', 'x')])
+    ends = {following.find(self._text([i])): i for i in tokenizer.stop_ids}  # position -> stop token that is there
     ends.pop(-1, None)
     if not ends:
       raise InputError(
@@ -159,12 +159,12 @@ class Turns:
       ended: True if the turn ended with `end_id`, False if it was cut.
       row: may have `chat_template_kwargs`.
     """
-    rest = self._after(messages, row)
+    following = self._after(messages, row)
     end = self._text([self.end_id])
     if not self._tokenizer.adds_space:
-      return self._tokenizer.encode(rest[rest.index(end) + len(end) :] if ended else rest)
+      return self._tokenizer.encode(following[following.index(end) + len(end) :] if ended else following)
     head = self._tokenizer.encode(end)
-    text = rest[rest.index(end) :] if ended else end + rest
+    text = following[following.index(end) :] if ended else end + following
     return self._tokenizer.encode(text)[len(head) :]
 
   def matches_template(self) -> bool:
@@ -179,11 +179,11 @@ class Turns:
       return {'role': 'assistant', 'content': text, **self._call}
 
     end = self._text([self.end_id])
-    ours = ''.join([self._render(user, True), 'b', end, self._text(self.answers([('tool', 'x')])), 'c', end])
+    by_turn = ''.join([self._render(user, True), 'b', end, self._text(self.answers([('tool', 'x')])), 'c', end])
     if self._call:
       return False  # The rendering also has the text of the call.
     conversation = [*user, assistant('b'), _result('tool', 'x'), assistant('c')]
-    return self._render(conversation, False).startswith(ours)
+    return self._render(conversation, False).startswith(by_turn)
 
   def break_special_tokens(self, text: str) -> str:
     """Inserts a space into text that looks like a special token, so that a tool cannot forge one."""

@@ -59,14 +59,14 @@ def main() -> None:
 
 def load(spec: str) -> Loaded:
   """Imports and instantiates './env.py:Class' or 'pkg.module:Class'; InputError if that or a tool's schema fails."""
-  what = f'environment {spec}'
+  name = f'environment {spec}'
   try:
     environment = imports.load_callable(spec, 'environment')()
   except InputError:
     raise
   except BaseException as error:  # the user's module may raise anything
-    raise InputError(f'{what}: making one {user_code.describe(error)}') from error
-  return Loaded(environment, tool_schema.tool_schemas(environment, what))
+    raise InputError(f'{name}: making one {user_code.describe(error)}') from error
+  return Loaded(environment, tool_schema.tool_schemas(environment, name))
 
 
 def serve(loaded: Loaded, request: dict, max_characters: int) -> dict:
@@ -75,8 +75,8 @@ def serve(loaded: Loaded, request: dict, max_characters: int) -> dict:
   environment = loaded.environment
   if verb == 'call':
     return _serve_call(loaded, request, max_characters)
-  if verb in ('check', 'reset') and (wrong := _wrong_row(environment.reset, request['row'])):
-    return {'error': wrong}
+  if verb in ('check', 'reset') and (mismatch := _mismatch(environment.reset, request['row'])):
+    return {'error': mismatch}
   if verb == 'check':
     return {'value': None}
   try:
@@ -91,7 +91,7 @@ def serve(loaded: Loaded, request: dict, max_characters: int) -> dict:
   return _number(value, 'value', 'get_reward returned')
 
 
-def _wrong_row(reset: Callable, row: dict) -> str:
+def _mismatch(reset: Callable, row: dict) -> str:
   """Returns why `reset` cannot be called with a row, and where it is defined; '' if it can."""
   try:
     inspect.signature(reset).bind(**row)
@@ -120,12 +120,12 @@ def _serve_call(loaded: Loaded, request: dict, max_characters: int) -> dict:
   return {'value': _clean(result.text, max_characters), **reward}
 
 
-def _number(value: Any, name: str, what: str) -> dict:
+def _number(value: Any, name: str, label: str) -> dict:
   """Returns {name: a finite number}, or {'error': text}."""
   if hasattr(value, 'item'):  # a scalar of numpy or torch
     value = value.item()
   if not (isinstance(value, numbers.Real) and math.isfinite(value)):
-    return {'error': f'{what} {value!r}, no finite number'[:300]}
+    return {'error': f'{label} {value!r}, no finite number'[:300]}
   return {name: float(value)}
 
 

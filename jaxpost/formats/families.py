@@ -62,20 +62,6 @@ _GEMMA2 = Family(
   ),
 )
 
-_GPT_OSS_DEFAULTS = dict(
-  num_key_value_heads=8,
-  head_dim=64,
-  sliding_window=128,
-  attention_bias=True,
-  rms_norm_eps=1e-5,
-  rope_theta=150_000.0,
-  max_position_embeddings=131_072,
-  num_local_experts=128,
-  num_experts_per_tok=4,
-  swiglu_limit=7.0,
-  swiglu_alpha=1.702,
-)
-
 FAMILIES = {
   'llama': Family(architecture='LlamaForCausalLM', reads=('attention_bias', 'mlp_bias')),
   'mistral': Family(
@@ -87,10 +73,10 @@ FAMILIES = {
   'ministral3': Family(
     architecture='Ministral3ForCausalLM',
     window='all',
+    rope=dict(rope_type='yarn', rope_theta=1e6, factor=16.0, original_max_position_embeddings=16_384)
+    | dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
     reads=('sliding_window', 'llama_4_scaling_beta'),
-    defaults=dict(
-      num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1e6, max_position_embeddings=262_144
-    ),
+    defaults=dict(num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, max_position_embeddings=262_144),
   ),
   'qwen2': Family(
     architecture='Qwen2ForCausalLM',
@@ -149,10 +135,14 @@ FAMILIES = {
     ),
     names={'gate': 'router'},
     fused=fused_experts('model.layers.{}.mlp.experts.%s_proj', 'interleaved', kinds=('', '_bias')),
+    rope=dict(rope_type='yarn', factor=32.0, original_max_position_embeddings=4096)
+    | dict(beta_fast=32.0, beta_slow=1.0, truncate=False),
     reads=('attention_bias', *_LAYERS),
     # Spellings of what is read besides, in the files of OpenAI.
     ignored=('experts_per_token', 'initial_context_length', 'quantization_config'),
-    defaults=_GPT_OSS_DEFAULTS,
+    defaults=dict(num_key_value_heads=8, head_dim=64, sliding_window=128, attention_bias=True, rms_norm_eps=1e-5)
+    | dict(rope_theta=150_000.0, max_position_embeddings=131_072, num_local_experts=128, num_experts_per_tok=4)
+    | dict(swiglu_limit=7.0, swiglu_alpha=1.702),
   ),
   'gemma': Family(
     architecture='GemmaForCausalLM',
@@ -329,9 +319,8 @@ def every() -> dict[str, Family]:
 
 def find(model_type: object, where: str) -> Family:
   """Returns the family of a config.json, or raises InputError naming those there are."""
-  if isinstance(model_type, str):
-    if found := FAMILIES.get(model_type) or every().get(model_type):
-      return found
+  if isinstance(model_type, str) and (found := FAMILIES.get(model_type) or every().get(model_type)):
+    return found
   from jaxpost.formats.not_built import NEEDED
 
   if isinstance(model_type, str) and model_type in NEEDED:

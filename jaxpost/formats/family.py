@@ -148,6 +148,7 @@ class Family:
   # given: 'all', 'upper' (from `max_window_layers` on), 'no_rope' (without rotary embeddings), or n: all but each n-th.
   window: Literal['all', 'upper', 'no_rope'] | int | None = None
   local_rope: str = ''  # field with the rope base of sliding-window layers, which is never scaled
+  rope: dict[str, Any] = _mapping()  # rope parameters of a folder that has none
   rope_types: dict[str, str] = _mapping()  # other names of rope types
   rope_optional: bool = False  # a rope_theta of null turns rotary embeddings off
   interleaved: bool = False  # rotated pairs are adjacent entries, where `rope_interleave` does not say

@@ -45,6 +45,8 @@ MISTRAL4 = Family(
   latent=True,
   experts=dataclasses.replace(DEEPSEEK_ROUTER, sigmoid=False, choice_bias=False),
   fused=fused_experts('model.layers.{}.mlp.experts.%s_proj', 'transposed'),
+  rope=dict(rope_type='yarn', rope_theta=1e4, factor=128.0, original_max_position_embeddings=8192)
+  | dict(beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0, llama_4_scaling_beta=0.1),
   reads=(*DEEPSEEK.reads, QUERY_SCALE),
   aliases=DEEPSEEK.aliases,
   ignored=('qk_head_dim',),

@@ -49,8 +49,7 @@ def ropes(
   if 'no_rope_layers' in family.fields:
     by_layer = _no_rope(raw, layers, where)
   if family.local_rope:
-    theta = local.get('rope_theta') or raw[family.local_rope]
-    second, more = _rope(local, theta, raw, family, dim, where=where)
+    second, more = _rope(local, raw[family.local_rope], raw, family, dim, where=where)
     unknown += more
     types = layer_types(raw, family, layers, (), where)
     if second != first and LOCAL in types:
@@ -61,8 +60,10 @@ def ropes(
 
 def _rope_parameters(raw: dict, family: Family, where: str) -> tuple[dict, dict]:
   """Returns the rope parameters, and those of sliding-window layers alone where they have some."""
-  given = raw.get('rope_parameters') or {}
-  params = {**(raw.get('rope_scaling') or {}), **given}
+  scaling, given = raw.get('rope_scaling') or {}, raw.get('rope_parameters')
+  if given is None:
+    given = {} if scaling else family.rope
+  params = {**scaling, **given}
   nested = {FULL, LOCAL} & set(params)
   if family.local_rope and set(given) - nested:
     raise InputError(f'{where}: rope_parameters must hold {FULL} and {LOCAL}, for the two kinds of layers')

@@ -6,10 +6,6 @@ Those of Gemma 4 have heads of two sizes (`mixed_fields.py`), and some of Llama 
 
 from jaxpost.formats.family import FULL, LOCAL, ExpertFields, Family, fused_experts
 
-_ROPES = {
-  FULL: dict(rope_type='proportional', partial_rotary_factor=0.25, rope_theta=1e6),
-  LOCAL: dict(rope_type='default', rope_theta=1e4),
-}
 _SIDE = ('hidden_size_per_layer_input', 'vocab_size_per_layer_input')
 _FULL = ('global_head_dim', 'num_global_key_value_heads', 'per_layer_config', 'attention_k_eq_v')
 
@@ -21,6 +17,10 @@ FAMILIES = {
     fixed=dict(embed_scale='sqrt', norms='both', qk_norm='head', attention_scale=1.0),
     window=6,
     local_rope='rope_theta',
+    rope={
+      FULL: dict(rope_type='proportional', partial_rotary_factor=0.25, rope_theta=1e6),
+      LOCAL: dict(rope_type='default', rope_theta=1e4),
+    },
     experts=ExpertFields(
       num='num_experts', size='moe_intermediate_size', normalize=True, optional=True, switch='enable_moe_block'
     ),
@@ -32,7 +32,7 @@ FAMILIES = {
     + ('num_kv_shared_layers', 'use_double_wide_mlp'),
     defaults=dict(num_key_value_heads=4, head_dim=256, global_head_dim=512, num_global_key_value_heads=None)
     | dict(tie_word_embeddings=True, max_position_embeddings=131_072, hidden_activation='gelu_pytorch_tanh')
-    | dict(sliding_window=512, final_logit_softcapping=None, rope_parameters=_ROPES, attention_k_eq_v=False)
+    | dict(sliding_window=512, final_logit_softcapping=None, attention_k_eq_v=False)
     | dict(hidden_size_per_layer_input=256, vocab_size_per_layer_input=262_144, num_kv_shared_layers=0)
     | dict(use_double_wide_mlp=False, enable_moe_block=False, num_experts=None, use_bidirectional_attention=None),
   ),

@@ -3,10 +3,10 @@
 Other estimators are in group_advantages.py, token_advantages.py and turn_advantages.py; the critic's is `values.gae`.
 
 Legend: N sequences, G samples per prompt, P = N / G prompts, C completion tokens. Sequence n answers prompt n // G.
-Masks are over trained tokens; masked entries (tool output, padding, samples without a reward) come out as 0.
+Masks select trained tokens; the results of other entries (tool output, padding, samples without a reward) are 0.
 
-Arrays are numpy arrays on the host, float64 inside: a few kilobytes per step, computed once for the global batch and
-never inside a micro-batch.
+Arrays are numpy arrays on the host, and computations are in float64: they are a few kilobytes per step, and advantages
+are computed once for the global batch, never for a micro-batch.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ def group_relative(
   Args:
     rewards: [P, G] float; entries that are not valid are ignored.
     valid: [P, G] bool; False where a reward could not be computed.
-    scale: divide by the std of the 'group', of the 'batch', or by nothing: 'none'.
+    scale: what to divide by: the std of the 'group' or of the 'batch', or nothing ('none').
     singleton: advantage in a group with a single valid sample: 'zero', or 'raw' for its reward, as if mean and std
       were 0 and 1 (as in verl).
 
@@ -45,14 +45,14 @@ def group_relative(
     std = np.where(count == 1, 1, np.sqrt(variance / np.maximum(count - 1, 1)))
     centered = centered / np.where(std > 0, std + eps, 1)
   elif scale == 'batch':
-    kept = rewards[valid]
-    std = kept.std(ddof=1) if kept.size > 1 else 1
+    batch = rewards[valid]
+    std = batch.std(ddof=1) if batch.size > 1 else 1
     centered = centered / (std + eps if std > 0 else 1)
   return centered.astype(np.float32)
 
 
 def uniform(rewards: ArrayLike, valid: ArrayLike) -> np.ndarray:
-  """Returns [P] bool: groups whose valid rewards are all equal, so have no gradient."""
+  """Returns [P] bool: whether the valid rewards of a group are all equal, so that it has no gradient."""
   rewards, valid = as_groups(rewards, valid)
   low = np.where(valid, rewards, np.inf).min(axis=1)
   high = np.where(valid, rewards, -np.inf).max(axis=1)
@@ -70,7 +70,7 @@ def as_groups(rewards: ArrayLike, valid: ArrayLike) -> tuple[np.ndarray, np.ndar
 def centered_rewards(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> tuple[np.ndarray, np.ndarray]:
   """Returns (number of valid samples [P, 1], r - mean [P, G]).
 
-  Groups without variance give exactly 0: rounding would leave 1e-17 there, and dividing by eps makes that matter.
+  In groups without variance r - mean is exactly 0: rounding would leave 1e-17, which a division by eps would amplify.
   """
   if singleton not in ('zero', 'raw'):
     raise ValueError(f"singleton {singleton!r}: want 'zero' or 'raw'")
@@ -84,16 +84,16 @@ def centered_rewards(rewards: np.ndarray, valid: np.ndarray, singleton: str) -> 
 
 
 def token_rewards(rewards: np.ndarray, mask: np.ndarray, kl: np.ndarray | float, turns: np.ndarray) -> np.ndarray:
-  """Returns [N, C]: `turns`, the rest of the reward [N] on the last trained token, minus the KL; NaN counts as 0."""
-  out = np.array(turns)
+  """Returns [N, C]: `turns`, with the rest of the reward [N] (NaN: 0) added at the last trained token, minus the KL."""
+  per_token = np.array(turns)
   trained = mask > 0
   last = mask.shape[1] - 1 - trained[:, ::-1].argmax(axis=1)
-  out[np.arange(len(mask)), last] += np.nan_to_num(rewards) - out.sum(axis=1)
-  return (out - kl) * trained
+  per_token[np.arange(len(mask)), last] += np.nan_to_num(rewards) - per_token.sum(axis=1)
+  return (per_token - kl) * trained
 
 
 def adaptive_kl(coef: float, kl: float, target: float, horizon: float, steps: int) -> float:
-  """The KL coefficient after `steps` samples whose mean KL was `kl`.
+  """Returns the KL coefficient after `steps` samples whose mean KL was `kl`.
 
   coef (1 + clip(kl / target - 1, -0.2, 0.2) min(steps / horizon, 1)): Ziegler et al. (arXiv:1909.08593), section 2.2.
   """
@@ -109,10 +109,10 @@ class Estimator:
     fn: (*takes, **reads) -> [P, G], or [N, C].
     takes: 'rewards' and 'valid' [P, G], 'lengths' [P, G] (trained tokens), 'mask' and 'token_rewards' [N, C], 'greedy'
       [N] (reward of the prompt's greedy answer), 'turn_rewards', 'sampled' and 'completions' [N, C] (see
-      turn_advantages.py), 'components' {name: (weight, [P, G])} (each reward by itself).
+      turn_advantages.py), 'components' {name: (weight, [P, G])} (the single rewards).
     reads: {argument of fn: field of config.rl}.
-    scales: what config.rl.scale_rewards may be; the first is the default.
-    compares: whether it compares the samples of a group, and needs two.
+    scales: allowed values of config.rl.scale_rewards; the first is the default.
+    compares: whether it compares the samples of a group, and so needs at least two.
     binary: whether it is defined for rewards of 0 and 1 only.
   """
 
@@ -126,7 +126,7 @@ class Estimator:
 
 _SCALED = {'scale': 'scale_rewards', 'eps': 'std_eps', 'singleton': 'singleton'}
 _TURNS = 'rewards', 'valid', 'turn_rewards', 'sampled'
-_OF_TURNS = {'scale': 'scale_rewards', 'eps': 'std_eps', 'gamma': 'turn_gamma'}
+_TURN_READS = {'scale': 'scale_rewards', 'eps': 'std_eps', 'gamma': 'turn_gamma'}
 ESTIMATORS: dict[str, Estimator] = {
   'group': Estimator(group_relative, reads=_SCALED, scales=('group', 'batch', 'none')),
   'leave_one_out': Estimator(
@@ -155,11 +155,11 @@ ESTIMATORS: dict[str, Estimator] = {
   'pass_at_k': Estimator(by_name('group_advantages:pass_at_k'), reads={'k': 'pass_k'}, binary=True),
   'best_minus_second': Estimator(by_name('group_advantages:best_minus_second'), reads={'eps': 'std_eps'}),
   'gdpo': Estimator(by_name('group_advantages:gdpo'), takes=('components', 'valid'), reads={'eps': 'std_eps'}),
-  'mt_grpo': Estimator(by_name('turn_advantages:mt_grpo'), takes=_TURNS, reads=_OF_TURNS, scales=('group', 'none')),
+  'mt_grpo': Estimator(by_name('turn_advantages:mt_grpo'), takes=_TURNS, reads=_TURN_READS, scales=('group', 'none')),
   'gigpo': Estimator(
     by_name('turn_advantages:gigpo'),
     takes=(*_TURNS, 'completions'),
-    reads={**_OF_TURNS, 'weight': 'step_weight'},
+    reads={**_TURN_READS, 'weight': 'step_weight'},
     scales=('group', 'none'),
   ),
 }

@@ -27,8 +27,8 @@ def generalized_jsd(
 
   GKD (arXiv:2306.13649), eq. 1, in the convention of TRL: beta = 0 is the
   forward KL(T || S), which covers the teacher's distribution, and beta = 1 the
-  reverse KL(S || T), which seeks its modes; they are the limits of the sum
-  divided by beta and by 1 - beta.
+  reverse KL(S || T), which seeks its modes. They are the limits of the sum
+  divided by beta and by 1 - beta, respectively.
 
   Args:
     student_logits, teacher_logits: [..., V], divided by `temperature`.
@@ -49,9 +49,8 @@ def topk_jsd(
 ) -> jax.Array:
   """Computes `generalized_jsd` from the k most probable tokens of the teacher.
 
-  The other V - k tokens are one more outcome, with the probability that is
-  left. With k = V the result equals the divergence of the whole distributions;
-  otherwise it is a lower bound.
+  The other V - k tokens together are one more outcome. With k = V the result
+  equals the divergence of the whole distributions; otherwise it is a lower bound.
 
   Args:
     student_logits: [..., V], divided by `temperature`.
@@ -72,9 +71,9 @@ def partial_jsd(
   beta: float = 0.5,
   temperature: float = 1.0,
 ) -> jax.Array:
-  """Computes `topk_jsd` where some of the teacher's k tokens are none of the student's.
+  """Computes `topk_jsd` where the student's vocabulary may lack some of the teacher's k tokens.
 
-  These count among the other tokens, on the teacher's side.
+  Their probability under the teacher belongs to the outcome of all other tokens.
 
   Args:
     student_logits: [..., V], divided by `temperature`.
@@ -95,11 +94,12 @@ def partial_jsd(
   teacher = jnp.where(known, _masked(teacher_logprobs.astype(jnp.float32)), MASKED_LOGIT)
   student = _log_probs(student_logits, temperature)
   ids = jnp.where(known, teacher_ids - 1, student.shape[-1])  # beyond the vocabulary nothing is written
-  kept = jnp.where(known, jnp.take_along_axis(student, ids, axis=-1, mode='clip'), MASKED_LOGIT)
-  rest = jnp.put_along_axis(student, ids, MASKED_LOGIT, axis=-1, inplace=False, mode='drop')
-  rest = jnp.maximum(jax.nn.logsumexp(rest, axis=-1, keepdims=True), _FLOOR)
-  tail = _log_complement(jax.nn.logsumexp(teacher, axis=-1, keepdims=True))
-  return _divergence(jnp.concatenate([kept, rest], axis=-1), jnp.concatenate([teacher, tail], axis=-1), beta)
+  student_top = jnp.where(known, jnp.take_along_axis(student, ids, axis=-1, mode='clip'), MASKED_LOGIT)
+  others = jnp.put_along_axis(student, ids, MASKED_LOGIT, axis=-1, inplace=False, mode='drop')
+  student_tail = jnp.maximum(jax.nn.logsumexp(others, axis=-1, keepdims=True), _FLOOR)
+  teacher_tail = _log_complement(jax.nn.logsumexp(teacher, axis=-1, keepdims=True))
+  student = jnp.concatenate([student_top, student_tail], axis=-1)
+  return _divergence(student, jnp.concatenate([teacher, teacher_tail], axis=-1), beta)
 
 
 def event_jsd(student_logprob: jax.Array, teacher_logprob: jax.Array, beta: float = 0.5) -> jax.Array:
@@ -116,28 +116,28 @@ def _log_probs(logits: jax.Array, temperature: float) -> jax.Array:
 
 
 def _masked(x: jax.Array) -> jax.Array:
-  # Masked logits may be -inf, and -inf - -inf is NaN, as is its gradient. A NaN stays one; `jnp.maximum` drops it in
-  # programs of XLA:CPU.
+  # Masked logits may be -inf, and -inf - -inf is NaN, as is its gradient. A NaN in x has to remain, which `jnp.maximum`
+  # would drop on XLA:CPU.
   return jnp.where(x < MASKED_LOGIT, MASKED_LOGIT, x)
 
 
 def _log_complement(log_mass: jax.Array) -> jax.Array:
-  """log(1 - exp(x)), at least _FLOOR; a mass that rounds to 1 leaves nothing."""
-  some = log_mass < -1e-6
+  """Returns log(1 - exp(log_mass)), at least _FLOOR, which it is for masses that round to 1."""
+  below_one = log_mass < -1e-6
   # The inner `where` keeps the gradient finite at a mass of 1.
-  rest = jnp.log(-jnp.expm1(jnp.where(some, log_mass, -1.0)))
-  return jnp.where(some, jnp.maximum(rest, _FLOOR), _FLOOR)
+  complement = jnp.log(-jnp.expm1(jnp.where(below_one, log_mass, -1.0)))
+  return jnp.where(below_one, jnp.maximum(complement, _FLOOR), _FLOOR)
 
 
 def _kl(p: jax.Array, q: jax.Array) -> jax.Array:
-  """KL(p || q) of log-probabilities, over the last axis."""
+  """Returns KL(p || q) over the last axis; p and q are log-probabilities."""
   return jnp.sum(jnp.exp(p) * (p - q), axis=-1)
 
 
 def _divergence(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array:
   """Computes `generalized_jsd` of log-probabilities [..., outcomes]."""
   if not 0 <= beta <= 1:
-    raise ValueError(f'beta {beta}: want 0 to 1')
+    raise ValueError(f'beta {beta}: must be between 0 and 1')
   if beta == 0:
     return _kl(teacher, student)
   if beta == 1:

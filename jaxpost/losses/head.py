@@ -2,10 +2,10 @@
 
 Legend: B rows, T tokens, C tokens of a chunk, D hidden size, V vocabulary.
 
-Logits exist only here and in `head_chunk.py`, and never [B, T, V] of them. One pass computes a chunk's logits, its loss
-and, in training, the gradients: the loss of a token depends on nothing but that token's outputs and the batch, so the
-backward pass does not need the logits again (Hsu et al., "Liger Kernel", 2024): 3 products with the head instead of the
-4 of rematerialization. A loss that couples the tokens of a sequence differentiates `token_outputs` instead.
+Logits exist only for one chunk at a time, never as [B, T, V]. One pass computes a chunk's logits, its loss and, in
+training, the gradients: the loss of a token depends only on that token's outputs and the batch, so the backward pass
+does not need the logits again (Hsu et al., "Liger Kernel", 2024). This takes 3 products with the head, where
+rematerialization takes 4. A loss that couples the tokens of a sequence differentiates `token_outputs` instead.
 """
 
 import functools
@@ -27,22 +27,22 @@ def token_outputs(
 ) -> Outputs:
   """Computes the outputs of `labels` [B, T], differentiable in hidden and head.
 
-  Positions where `mask` [B, T] is 0 are skipped and come out as 0. `arrays`: those of `chunk_loss` and of a divergence.
+  Positions where `mask` [B, T] is 0 are skipped; their outputs are 0. `arrays`: as in `chunk_loss`.
   """
   config = config._replace(loss_fn=None)
   hidden, labels, rows_mask, arrays = _split_context(config, (hidden, labels, mask, arrays or {}))
-  found = _outputs(config, hidden, head, _nonzero_weights_first(labels, rows_mask, arrays, ()))
-  return _join_context(config, found, mask.shape)
+  outputs = _outputs(config, hidden, head, _nonzero_weights_first(labels, rows_mask, arrays, ()))
+  return _join_context(config, outputs, mask.shape)
 
 
 def _split_context(config: HeadConfig, tree: Any) -> Any:
-  """Makes each part of a row that is split over `context` a row: [B, T, ...] -> [n B, T / n, ...]; no data moves."""
+  """Turns the n parts of rows that are split over `context` into rows, locally: [B, T, ...] -> [n B, T / n, ...]."""
   n, shards = config.layout.mesh.shape['context'], config.layout.batch_shards
 
   def split(x):
-    rows, length, *rest = x.shape
-    x = x.reshape(shards if rows % shards == 0 else 1, -1, n, length // n, *rest).swapaxes(1, 2)
-    return x.reshape(n * rows, length // n, *rest)
+    rows, length, *dims = x.shape
+    x = x.reshape(shards if rows % shards == 0 else 1, -1, n, length // n, *dims).swapaxes(1, 2)
+    return x.reshape(n * rows, length // n, *dims)
 
   return tree if n == 1 else jax.tree.map(split, tree)
 
@@ -86,17 +86,17 @@ def fused_loss(
 
 
 class _Tokens(NamedTuple):
-  """The tokens of each row with what the loss needs of them; tokens of nonzero weight come first.
+  """The inputs of the loss, in an order in which tokens with a weight come first in each row.
 
-  Chunks then end at the longest row, and prompts and padding cost nothing.
+  The loop over chunks can then end at the largest number of such tokens in a row: prompts and padding cost nothing.
   """
 
-  order: jax.Array  # [B, T], where the tokens of the next three are in `hidden`
-  labels: jax.Array
-  weights: jax.Array
-  arrays: dict[str, jax.Array]
-  states: list[jax.Array]  # hidden states of each teacher, in the order of `hidden`
-  heads: list[jax.Array]
+  order: jax.Array  # [B, T], the place of each token in `hidden`; the next three are in this order
+  labels: jax.Array  # [B, T]
+  weights: jax.Array  # [B, T]
+  arrays: dict[str, jax.Array]  # [B, T, ...]
+  states: list[jax.Array]  # hidden states [B, T, D'] of each teacher, in the order of `hidden`
+  heads: list[jax.Array]  # [V', D'] of each teacher
 
 
 def _nonzero_weights_first(labels, weights, arrays, teachers) -> _Tokens:
@@ -107,13 +107,13 @@ def _nonzero_weights_first(labels, weights, arrays, teachers) -> _Tokens:
 
 
 def nonzero_first(weights: jax.Array) -> jax.Array:
-  """Returns a permutation of each row [B, T] that puts its zeros last.
+  """Returns a permutation of each row [B, T] that puts its zeros last, in order.
 
-  From a cumulative sum: a sort takes XLA for TPU 20 s to compile.
+  It is made of a cumulative sum, because XLA for TPU takes 20 s to compile a sort.
   """
   position = jnp.arange(weights.shape[1])
-  seen = jnp.cumsum(weights != 0, axis=1)
-  return inverse(jnp.where(weights, seen - 1, seen[:, -1:] - seen + position))
+  nonzero = jnp.cumsum(weights != 0, axis=1)
+  return inverse(jnp.where(weights, nonzero - 1, nonzero[:, -1:] - nonzero + position))
 
 
 def inverse(order: jax.Array) -> jax.Array:
@@ -158,17 +158,17 @@ def _outputs_forward(config, *args):
 
 
 def _outputs_backward(config, args, cotangents):
-  """Runs a second pass whose loss is the cotangents times the outputs."""
+  """Runs a second pass, with the sum of cotangents times outputs as its loss."""
   hidden, head, tokens = args
   fields = ('logprobs', *config.learns)
   slopes = {k: reorder(cotangents.__dict__[k], tokens.order) for k in fields}
 
-  def linear(outputs, arrays):
+  def linear_loss(outputs, arrays):
     return sum(outputs.__dict__[k] * arrays[k] for k in fields), {}
 
-  counts = (tokens.weights != 0).astype(jnp.float32)
-  config = config._replace(loss_fn=linear, reads=config.learns)
-  tokens = tokens._replace(weights=counts, arrays=tokens.arrays | slopes)
+  mask = (tokens.weights != 0).astype(jnp.float32)
+  config = config._replace(loss_fn=linear_loss, reads=config.learns)
+  tokens = tokens._replace(weights=mask, arrays=tokens.arrays | slopes)
   return *_run(config, hidden, head, tokens, gradients=True).gradients, None
 
 
@@ -178,7 +178,7 @@ _outputs.defvjp(_outputs_forward, _outputs_backward)
 def _run(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool) -> HeadResult:
   """Loops over chunks on each batch shard, and sums over shards at the end.
 
-  Left to the partitioner, the gradient of the head would be summed over the mesh at every chunk.
+  The partitioner would sum the gradient of the head over the mesh for every chunk.
   """
   shape = config.layout.mesh.shape
   axes = tuple(a for a in (*BATCH_AXES, 'context') if shape[a] > 1)
@@ -188,8 +188,7 @@ def _run(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool) 
       d_hidden, d_head = result.gradients
       result = result._replace(gradients=(d_hidden, d_head.astype(head.dtype)))
     return result
-  rows = PartitionSpec(axes)
-  whole = PartitionSpec()
+  rows, whole = PartitionSpec(axes), PartitionSpec()
 
   def local(*args):
     result = _loop(config, *args, gradients=gradients)
@@ -215,7 +214,7 @@ def _run(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool) 
     return result
   d_hidden, d_head = result.gradients
   if isinstance(head, TiedWeight):
-    # The embedding adds its part before both are summed over the mesh.
+    # The gradient of the embedding is added before the sum over the mesh.
     d_head = TiedWeight(None, d_head)
   else:
     d_head = config.layout.reduced(d_head, ('vocab', 'embed'), axes).astype(head.dtype)
@@ -223,7 +222,7 @@ def _run(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool) 
 
 
 def _loop(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool) -> HeadResult:
-  """Loops over the chunks of one shard's rows; arguments and result of `_run`."""
+  """Loops over the chunks of one shard's rows; arguments and result are those of `_run`."""
   rows, length, width = hidden.shape
   chunk = chunk_length(rows, length, head.shape[0], config.compute.head_elements)
   padding = -length % chunk
@@ -265,19 +264,19 @@ def _loop(config: HeadConfig, hidden, head, tokens: _Tokens, *, gradients: bool)
   fields = ['logprobs', *config.reads]
   if config.divergence:
     fields.append('divergence')
-  start = HeadResult(jnp.zeros(()), {}, Outputs(**dict.fromkeys(fields, zeros)), gradients=())
+  carry = HeadResult(jnp.zeros(()), {}, Outputs(**dict.fromkeys(fields, zeros)), gradients=())
   if config.loss_fn:
-    _, metrics = jax.eval_shape(config.loss_fn, start.outputs, arrays)
-    start = start._replace(metrics={name: jnp.zeros((), jnp.float32) for name in metrics})
+    _, metrics = jax.eval_shape(config.loss_fn, carry.outputs, arrays)
+    carry = carry._replace(metrics={name: jnp.zeros((), jnp.float32) for name in metrics})
   if gradients:
     d_hidden = jnp.zeros((rows, length + padding, width), hidden.dtype)
     d_head = jnp.zeros(head.shape[::-1] if transposes_gradient(config) else head.shape, jnp.float32)
-    start = start._replace(gradients=(d_hidden, d_head))
-  result = jax.lax.fori_loop(0, -(-longest // chunk), body, start)
-  back = inverse(order[:, :length])
-  result = result._replace(outputs=jax.tree.map(lambda x: reorder(x[:, :length], back), result.outputs))
+    carry = carry._replace(gradients=(d_hidden, d_head))
+  result = jax.lax.fori_loop(0, -(-longest // chunk), body, carry)
+  places = inverse(order[:, :length])  # back to the order of `hidden`
+  result = result._replace(outputs=jax.tree.map(lambda x: reorder(x[:, :length], places), result.outputs))
   if gradients:
     d_hidden, d_head = result.gradients
     d_head = d_head.T if transposes_gradient(config) else d_head
-    result = result._replace(gradients=(reorder(d_hidden[:, :length], back), d_head))
+    result = result._replace(gradients=(reorder(d_hidden[:, :length], places), d_head))
   return result

@@ -2,7 +2,7 @@
 
 Legend: B rows, T tokens, C tokens of a chunk, D hidden size, V vocabulary, S sequences that are being sampled.
 
-`head.py` loops over chunks and has what other rooms call in training and scoring; samplers take `logits` from here.
+`head.py` loops over chunks, and has the functions for training and scoring; samplers call `logits`.
 """
 
 from typing import NamedTuple
@@ -22,12 +22,12 @@ class HeadConfig(NamedTuple):
   """Static configuration of a compiled head.
 
   Attributes:
-    loss_fn: loss of a chunk, elementwise in tokens; None computes outputs only.
-    vocab_size: number of real rows of the head; the rest is padding.
-    temperature: divides the logits.
+    loss_fn: loss of a chunk, elementwise in tokens; None: only outputs are computed.
+    vocab_size: number of rows of the head without padding.
+    temperature: logits are divided by it.
     reads: fields of `Outputs` to compute besides `logprobs`.
-    learns: those of them through which the loss is differentiated.
-    divergence: computes `outputs.divergence`; None where no loss reads it.
+    learns: the fields among `reads` through which the loss is differentiated.
+    divergence: computes `outputs.divergence`; None if no loss reads it.
     form, teacher_forms: (divisor, soft cap) of the logits of the model and of each teacher, see `logits`.
   """
 
@@ -44,7 +44,7 @@ class HeadConfig(NamedTuple):
 
 
 class HeadResult(NamedTuple):
-  """The result of a pass over tokens; `gradients` is (d hidden, d head), or () where they are not asked for."""
+  """The result of a pass over tokens; `gradients` is (d hidden, d head), or () if they are not computed."""
 
   loss: jax.Array  # []
   metrics: dict[str, jax.Array]  # []
@@ -53,7 +53,7 @@ class HeadResult(NamedTuple):
 
 
 def logits(hidden: jax.Array, head: jax.Array, form: tuple[float, float], dtype: str) -> jax.Array:
-  """Computes the logits of hidden states, alike in training, scoring and sampling.
+  """Computes the logits of hidden states, in the same way for training, scoring and sampling.
 
   Args:
     hidden: [B, T, D] or [S, D].
@@ -81,18 +81,18 @@ def masked_logits(config: HeadConfig, hidden: jax.Array, head: jax.Array, temper
 
 
 def _logits_slope(config: HeadConfig, logits: jax.Array, temperature: float | jax.Array) -> jax.Array | float:
-  """d logits / d (hidden head^T), for logits divided by the temperature."""
+  """Returns d logits / d (hidden head^T), for logits divided by the temperature."""
   divisor, cap = config.form
   slope = 1 / (divisor * temperature)
   if not cap:
     return slope
-  # tanh' = 1 - tanh^2; clipped, because padding has logits of -1e30.
+  # The derivative is 1 - tanh^2. The clip is for padding, whose logits are -1e30.
   tanh = jnp.clip(logits * (temperature / cap), -1, 1)
   return slope * (1 - tanh * tanh)
 
 
 def chunk_length(rows: int, length: int, vocab: int, elements: int) -> int:
-  """Returns the tokens of a row per chunk, so that a chunk has <= `elements` logits."""
+  """Returns the number of tokens of a row in a chunk, so that a chunk has at most `elements` logits."""
   longest = max(1, min(length, elements // (rows * vocab)))
   num_chunks = -(-length // longest)
   return -(-length // num_chunks)  # chunks of equal length
@@ -119,41 +119,41 @@ def chunk_loss(
   teachers: Teachers,
   gradients: bool,
 ) -> HeadResult:
-  """Computes loss and outputs of one chunk of hidden states [B, C, D], and gradients if asked for.
+  """Computes loss, outputs and, with `gradients`, gradients of one chunk of hidden states [B, C, D].
 
   Args:
-    labels, weights: [B, C]; arrays: {name: [B, C, ...]}, of which 'allowed' restricts the softmax, and 'temperature',
-      where above 0, takes the place of `config.temperature`.
+    labels, weights: [B, C].
+    arrays: {name: [B, C, ...]}; 'allowed' restricts the softmax, 'temperature' above 0 overrides `config.temperature`.
   """
   dtype, temperature = config.compute.dtype, config.temperature
   if 'temperature' in arrays:
-    own = arrays['temperature']
-    temperature = jnp.where(own > 0, own, config.temperature)[..., None]
+    per_token = arrays['temperature']
+    temperature = jnp.where(per_token > 0, per_token, config.temperature)[..., None]
   softmax = _softmax(masked_logits(config, hidden, head, temperature), labels, config.vocab_size, arrays.get('allowed'))
-  found = _unmasked_outputs(config, softmax)
-  pull_divergence = None
+  fields = _unmasked_outputs(config, softmax)
+  divergence_vjp = None
   if config.divergence:
     teacher_logits = _teacher_logits(config, teachers, head.shape[0], temperature)
 
     def divergence(logits):
       return config.divergence(logits, teacher_logits, arrays)
 
-    found['divergence'], pull_divergence = jax.vjp(divergence, softmax.logits)
-  outputs = Outputs(**{k: jnp.where(weights != 0, v, 0) for k, v in found.items()})
+    fields['divergence'], divergence_vjp = jax.vjp(divergence, softmax.logits)
+  outputs = Outputs(**{k: jnp.where(weights != 0, v, 0) for k, v in fields.items()})
   if config.loss_fn is None:
     return HeadResult(jnp.zeros(()), {}, outputs, gradients=())
 
-  def weighted(outputs):
+  def weighted_sums(outputs):
     loss, metrics = config.loss_fn(outputs, arrays)
     return jnp.sum(weights * loss), {k: jnp.sum(weights * v) for k, v in metrics.items()}
 
   if not gradients:
-    loss, metrics = weighted(outputs)
+    loss, metrics = weighted_sums(outputs)
     return HeadResult(loss, metrics, outputs, gradients=())
-  (loss, metrics), slopes = jax.value_and_grad(weighted, has_aux=True)(outputs)
-  d_logits = _logits_gradient(config, softmax, found, slopes)
-  if pull_divergence:
-    d_logits += pull_divergence(jnp.where(weights != 0, slopes.divergence, 0))[0]
+  (loss, metrics), slopes = jax.value_and_grad(weighted_sums, has_aux=True)(outputs)
+  d_logits = _logits_gradient(config, softmax, fields, slopes)
+  if divergence_vjp:
+    d_logits += divergence_vjp(jnp.where(weights != 0, slopes.divergence, 0))[0]
   d_logits = d_logits * _logits_slope(config, softmax.logits, temperature)
   d_hidden = einsum('bcv,vd->bcd', d_logits, head, dtype, hidden.dtype.name)
   d_head = einsum('bcd,bcv->dv' if transposes_gradient(config) else 'bcd,bcv->vd', hidden, d_logits, dtype)
@@ -161,17 +161,17 @@ def chunk_loss(
 
 
 def transposes_gradient(config: HeadConfig) -> bool:
-  """Returns whether d head of a chunk is [D, V], which XLA:CPU computes without a copy of d logits; else [V, D]."""
+  """Returns whether d head of a chunk is [D, V] instead of [V, D]: XLA:CPU computes it without a copy of d logits."""
   return config.compute.platform == 'cpu'
 
 
 def _teacher_logits(config, teachers: Teachers, vocab: int, temperature) -> list[jax.Array]:
-  """The logits [B, C, vocab] of each teacher, which has a divisor and soft cap of its own and may have fewer tokens."""
-  found = []
+  """Returns the logits [B, C, vocab] of each teacher, which may have fewer tokens: the others are masked."""
+  padded = []
   for form, hidden, head in zip(config.teacher_forms or ((1.0, 0.0),) * len(teachers[0]), *teachers):
     x = masked_logits(config._replace(form=form), hidden, head, temperature)
-    found.append(jnp.pad(x, ((0, 0), (0, 0), (0, vocab - x.shape[-1])), constant_values=MASKED_LOGIT))
-  return found
+    padded.append(jnp.pad(x, ((0, 0), (0, 0), (0, vocab - x.shape[-1])), constant_values=MASKED_LOGIT))
+  return padded
 
 
 def _softmax(logits: jax.Array, labels: jax.Array, vocab_size: int, allowed: jax.Array | None) -> _Softmax:
@@ -192,26 +192,26 @@ def _softmax(logits: jax.Array, labels: jax.Array, vocab_size: int, allowed: jax
 def _unmasked_outputs(config: HeadConfig, softmax: _Softmax) -> dict[str, jax.Array]:
   """Computes the fields of `Outputs` [B, C] that `config` reads, at all positions."""
   logits, exp, norm, lse, is_label, is_real = softmax
-  found = {'logprobs': jnp.sum(jnp.where(is_label, logits, 0), axis=-1) - lse[..., 0]}
+  fields = {'logprobs': jnp.sum(jnp.where(is_label, logits, 0), axis=-1) - lse[..., 0]}
   if 'entropy' in config.reads:
     entropy = lse - jnp.sum(exp * logits, axis=-1, keepdims=True) / norm
-    found['entropy'] = entropy[..., 0]
+    fields['entropy'] = entropy[..., 0]
   if 'lse' in config.reads:
-    found['lse'] = lse[..., 0]
+    fields['lse'] = lse[..., 0]
   if 'collision' in config.reads:
-    found['collision'] = (jnp.log(jnp.sum(exp * exp, axis=-1, keepdims=True)) - 2 * jnp.log(norm))[..., 0]
+    fields['collision'] = (jnp.log(jnp.sum(exp * exp, axis=-1, keepdims=True)) - 2 * jnp.log(norm))[..., 0]
   if 'mean_logprob' in config.reads:
-    found['mean_logprob'] = jnp.sum(jnp.where(is_real, logits, 0), axis=-1) / config.vocab_size - lse[..., 0]
-  return found
+    fields['mean_logprob'] = jnp.sum(jnp.where(is_real, logits, 0), axis=-1) / config.vocab_size - lse[..., 0]
+  return fields
 
 
-def _logits_gradient(config: HeadConfig, softmax: _Softmax, found: dict, slopes: Outputs) -> jax.Array:
-  """Pulls gradients of the outputs back to the logits, by hand.
+def _logits_gradient(config: HeadConfig, softmax: _Softmax, fields: dict, slopes: Outputs) -> jax.Array:
+  """Returns the gradient of the logits, from those of the outputs.
 
   With p the softmax: d logprob = onehot - p, d entropy = -p (log p + entropy), d lse = p, d mean_logprob = 1 / V - p.
 
   Args:
-    slopes: d loss / d outputs, each field [B, C].
+    fields: see `_unmasked_outputs`; slopes: d loss / d outputs, each field [B, C].
 
   Returns:
     d loss / d logits [B, C, V], without the divergence.
@@ -224,7 +224,7 @@ def _logits_gradient(config: HeadConfig, softmax: _Softmax, found: dict, slopes:
   probs = exp / norm
   d_logits = slope('logprobs') * (is_label - probs)
   if 'entropy' in config.learns:
-    d_logits -= slope('entropy') * probs * (logits - lse + found['entropy'][..., None])
+    d_logits -= slope('entropy') * probs * (logits - lse + fields['entropy'][..., None])
   if 'lse' in config.learns:
     d_logits += slope('lse') * probs
   if 'mean_logprob' in config.learns:

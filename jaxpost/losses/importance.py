@@ -3,8 +3,8 @@
 Legend: N sequences, C completion tokens. log_ratio = log pi_old (trainer) -
 log pi_sampler, per token.
 
-Arrays are numpy arrays on the host: the weights are computed once per batch
-and multiply the token losses as constants.
+Arrays are numpy arrays on the host: weights are computed once per batch, and
+token losses are multiplied by them as constants.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ class CorrectionOptions:
       in this range.
     sequence_low, sequence_high: 'sequence_mask' keeps sequences whose geometric
       mean of the ratios is in this range; 'product_mask' takes their product.
-    reject_above: 'token_k2' and the like keep what has at most this divergence.
+    reject_above: 'token_k2', 'token_k3', 'sequence_k2' and 'sequence_k3' keep
+      tokens or sequences of at most this divergence.
   """
 
   importance_cap: float = 2.0
@@ -50,7 +51,7 @@ def token_truncated(log_ratio: np.ndarray, mask: np.ndarray, options: Correction
 
 
 def sequence_truncated(log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
-  """min(product of the sequence's ratios, cap), on each of its tokens."""
+  """min(product of the ratios of the sequence, cap), at each of its tokens."""
   total = (log_ratio * mask).sum(axis=1, keepdims=True)
   return np.broadcast_to(np.minimum(exp(total), options.importance_cap), mask.shape)
 
@@ -62,7 +63,7 @@ class Correction:
   Attributes:
     fn: (log_ratio [N, C] float64, mask [N, C] bool, options) -> [N, C]; `correction` masks the result.
     reads: fields of `CorrectionOptions` that it reads.
-    weighs: it multiplies by the ratio, so that no second one may; others are masks of 0 and 1.
+    weighs: whether the result is a ratio, of which a product may have only one; others are masks of 0 and 1.
   """
 
   fn: Callable[[np.ndarray, np.ndarray, CorrectionOptions], np.ndarray]
@@ -89,21 +90,21 @@ def check(names: Sequence[str], options: CorrectionOptions) -> None:
   """Raises InputError for unknown corrections, those that exclude each other, and empty ranges.
 
   Args:
-    names: config.rl.importance; 'opsm', which is computed in the update, is among the known ones.
+    names: config.rl.importance; it may include 'opsm', which is computed in the update.
   """
   unknown = sorted(set(names) - {*METHODS, 'opsm'})
   if unknown:
-    raise InputError(f'config.rl.importance: {unknown} not known; known: {", ".join((*METHODS, "opsm"))}')
+    raise InputError(f'config.rl.importance: {unknown} are not known; known are {", ".join((*METHODS, "opsm"))}')
   weights = [name for name in names if name in METHODS and METHODS[name].weighs]
   if len(weights) > 1:
     raise InputError(
-      f'config.rl.importance: {" and ".join(weights)} would each multiply by the ratio; keep one, and masks beside it'
+      f'config.rl.importance: {" and ".join(weights)} would each multiply by the ratio; keep one of them'
     )
   for kind in ('token', 'sequence', 'product'):
     low = vars(options)[f'{kind}_low']
     high = vars(options)[f'{kind}_high']
     if low > high:
-      raise InputError(f'config.rl.{kind}_low: {low} is above {kind}_high={high}, so nothing is kept; swap them')
+      raise InputError(f'config.rl.{kind}_low: {low} is above {kind}_high={high}, so no token is kept; swap them')
 
 
 def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, options: CorrectionOptions) -> np.ndarray:
@@ -114,7 +115,7 @@ def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, op
     mask: [N, C], 1 for trained tokens.
 
   Returns:
-    [N, C] float32 weights, 0 where the mask is.
+    [N, C] float32 weights, 0 where the mask is 0.
   """
   log_ratio, mask = _arguments('log_ratio, mask [N, C]', mask, log_ratio)
   weights = mask.astype(np.float64)
@@ -124,10 +125,10 @@ def correction(names: Sequence[str], log_ratio: np.ndarray, mask: np.ndarray, op
 
 
 def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-  """Measures how far trainer and sampler differ, under verl's metric names.
+  """Returns metrics of the difference between trainer and sampler, under verl's names.
 
-  kl, k3_kl and chi2_token are means over tokens, the others over sequences that
-  have a trained token.
+  kl, k3_kl and chi2_token are means over tokens; the others are statistics over
+  sequences that have a trained token.
 
   Args:
     old_logprobs, sampler_logprobs, mask: [N, C].
@@ -165,30 +166,30 @@ def off_policy_metrics(old_logprobs: np.ndarray, sampler_logprobs: np.ndarray, m
 
 
 def weight_metrics(weights: np.ndarray, advantages: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-  """Returns how much of a batch the weights [N, C] leave, over the tokens of the mask; {} if there are none.
+  """Returns metrics of the weights w [N, C] of the n tokens of the mask; {} if there are none.
 
   ess: (sum w)^2 / (n sum w^2), the effective fraction of the tokens (Kong 1992); 0 if all
-  are 0. masked_positive and masked_negative: fractions of the tokens of either sign of
-  the advantage whose weight is 0.
+  weights are 0. masked_positive and masked_negative: of the tokens with a positive or
+  negative advantage, the fraction whose weight is 0.
   """
   mask = np.asarray(mask, bool)
   if not mask.any():
     return {}
-  kept = np.asarray(weights, np.float64)[mask]
+  w = np.asarray(weights, np.float64)[mask]
   signs = np.sign(np.asarray(advantages)[mask])
-  squares = (kept**2).sum()
-  out = {'ess': kept.sum() ** 2 / (kept.size * squares) if squares else 0.0}
+  squares = (w**2).sum()
+  metrics = {'ess': w.sum() ** 2 / (w.size * squares) if squares else 0.0}
   for name, sign in (('positive', 1), ('negative', -1)):
     if (signs == sign).any():
-      out[f'masked_{name}'] = (kept[signs == sign] == 0).mean()
-  return {f'importance_weight/{k}': float(v) for k, v in out.items()}
+      metrics[f'masked_{name}'] = (w[signs == sign] == 0).mean()
+  return {f'importance_weight/{k}': float(v) for k, v in metrics.items()}
 
 
-def _arguments(what: str, mask: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns (array as float64 with 0 outside of the mask, mask as bool)."""
+def _arguments(names: str, mask: np.ndarray, array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (array as float64 with 0 outside of the mask, mask as bool); `names` is for `same_shape`."""
   array = np.asarray(array, np.float64)
   mask = np.asarray(mask, bool)
-  same_shape(what, 2, array, mask)
+  same_shape(names, 2, array, mask)
   return np.where(mask, array, 0), mask
 
 

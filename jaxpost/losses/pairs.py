@@ -1,6 +1,6 @@
-"""Preference pairs: read from packed rows, their log-probs, options of the losses, metrics.
+"""Preference pairs: their log-probs from packed rows, options of their losses, and metrics.
 
-Legend: B rows, T tokens, N sequences, P = N / 2 pairs; leading axes are free.
+Legend: B rows, T tokens, N sequences, P = N / 2 pairs; leading axes [...] are arbitrary.
 c and r are the log-ratios of policy to reference, summed over the tokens of the
 chosen and the rejected completion. The losses are in `preferences.py`.
 """
@@ -19,7 +19,7 @@ from jaxpost.errors import InputError
 from jaxpost.losses.reduce import same_shape, sequence_sum, to_tokens
 from jaxpost.types import Array
 
-MAX_EXPONENT = 40.0  # the square of exp(40) is still finite in float32
+MAX_EXPONENT = 40.0  # exp(40)^2 is still finite in float32
 
 
 class Pairs(NamedTuple):
@@ -56,11 +56,11 @@ class PreferenceOptions:
     label_smoothing: assumed fraction of wrong labels.
     ipo_average: 'ipo' takes means over tokens, as TRL does; its paper takes sums.
     gamma: target margin of 'simpo'.
-    simpo_alpha: alpha of AlphaPO for 'simpo'; 0 is SimPO.
+    simpo_alpha: alpha of AlphaPO for 'simpo'; with 0 it is SimPO.
     discopop_tau: temperature of the blend of 'discopop'.
     f_divergence: key of F_DIVERGENCES, applied to c and r. Losses that do not
       read it accept 'reverse_kl' only.
-    f_alpha: alpha of 'alpha_divergence' as in TRL; 1 - that of its paper (arXiv:2309.16240).
+    f_alpha: alpha of 'alpha_divergence' as in TRL, which is 1 - alpha of the paper (arXiv:2309.16240).
   """
 
   beta: float = 0.1
@@ -107,8 +107,7 @@ def implicit_rewards(pairs: Pairs, options: PreferenceOptions) -> tuple[jax.Arra
 def zero_padding(pairs: Pairs) -> Pairs:
   """Returns the pairs with 0 in all entries that are not valid."""
   same_shape('arrays of Pairs [..., P]', None, *pairs[:-1])
-  clean = Pairs(*(jnp.where(pairs.valid, x, 0) for x in pairs))
-  return clean._replace(valid=pairs.valid)
+  return Pairs(*(jnp.where(pairs.valid, x, 0) for x in pairs))._replace(valid=pairs.valid)
 
 
 def pair_metrics(pairs: Pairs, options: PreferenceOptions) -> dict[str, jax.Array]:
@@ -127,31 +126,30 @@ def pair_metrics(pairs: Pairs, options: PreferenceOptions) -> dict[str, jax.Arra
 
 def split_pairs(per_sequence: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Splits [B, N] into chosen and rejected [B, P]: sequences 1, 3, ... and 2, 4, ..."""
-  even = per_sequence[:, : per_sequence.shape[1] // 2 * 2]
-  return even[:, 0::2], even[:, 1::2]
+  in_pairs = per_sequence[:, : per_sequence.shape[1] // 2 * 2]
+  return in_pairs[:, 0::2], in_pairs[:, 1::2]
 
 
 def desensitized(mask: jax.Array, sequence_ids: jax.Array, alpha: float) -> jax.Array:
   """Returns weights [B, T] of the trained tokens: 1 up to the length of the pair's shorter answer, then alpha.
 
-  LD-DPO (arXiv:2409.06411), eq. 10: log p becomes that of the public length, plus alpha times the
-  rest. `mask` [B, T] is that of the trained tokens; 0 stays 0.
+  LD-DPO (arXiv:2409.06411), eq. 10: log p is summed over the length that both answers have, and over
+  the tokens beyond it with the weight alpha. `mask` [B, T] selects the trained tokens; others get 0.
   """
   mask = mask.astype(jnp.float32)
-  before = jnp.cumsum(mask, axis=1) - mask
-  # A sequence starts where fewest trained tokens are before it.
-  start = -to_tokens(sequence_max(-before, sequence_ids), sequence_ids)
+  num_before = jnp.cumsum(mask, axis=1) - mask  # trained tokens of the row before a token
+  start = -to_tokens(sequence_max(-num_before, sequence_ids), sequence_ids)  # their minimum over the sequence
   lengths = sequence_sum(mask, sequence_ids)
   shorter = jnp.repeat(jnp.minimum(*split_pairs(lengths)), 2, axis=1)
   shorter = jnp.pad(shorter, ((0, 0), (0, lengths.shape[1] - shorter.shape[1])))
-  return mask * jnp.where(before - start < to_tokens(shorter, sequence_ids), 1.0, alpha)
+  return mask * jnp.where(num_before - start < to_tokens(shorter, sequence_ids), 1.0, alpha)
 
 
 def wpo_weights(adjusted: jax.Array, mask: jax.Array, sequence_ids: jax.Array) -> jax.Array:
-  """Returns the weight of each pair [B, P], at most 1; without gradient.
+  """Returns the weight of each pair [B, P], at most 1 as in TRL; it has no gradient.
 
-  WPO (arXiv:2406.11827), eq. 2: the product over both answers of exp(mean over the tokens of
-  log p - log sum p^2), the probability of an answer aligned to that of a sample; bounded by 1 as in TRL.
+  WPO (arXiv:2406.11827), eq. 2: the product over both answers of exp(mean over tokens of log p - log sum p^2),
+  the probability of an answer relative to that of a typical sample.
 
   Args:
     adjusted: [B, T], log p - log sum p^2 of each token.
@@ -162,14 +160,11 @@ def wpo_weights(adjusted: jax.Array, mask: jax.Array, sequence_ids: jax.Array) -
 
 
 def sequence_max(x: jax.Array, sequence_ids: jax.Array) -> jax.Array:
-  """Returns the largest entry of each sequence [B, N]; 0 for absent sequences.
-
-  For values that are the same on all tokens of a sequence (weights, labels).
-  """
+  """Returns the largest entry of each sequence [B, N], such as a weight or label of all its tokens; 0 if absent."""
   length = x.shape[1]
 
-  def one_row(row, ids):
-    found = jax.ops.segment_max(row, ids, num_segments=length + 1)[1:]
-    return jnp.where(jnp.isfinite(found), found, 0.0)
+  def row_max(row, ids):
+    largest = jax.ops.segment_max(row, ids, num_segments=length + 1)[1:]
+    return jnp.where(jnp.isfinite(largest), largest, 0.0)
 
-  return jax.vmap(one_row)(x, sequence_ids)
+  return jax.vmap(row_max)(x, sequence_ids)

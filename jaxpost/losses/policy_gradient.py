@@ -1,11 +1,11 @@
 """Surrogate losses and KL estimators for policy gradients.
 
 All arguments and results are per token, [B, T] float32 (B rows, T tokens), and not reduced: the weights of the batch
-decide token-mean, sequence-mean or constant length. r = pi / pi_old throughout, with log r clamped to [-20, 20].
+make a mean over tokens or sequences of them. r = pi / pi_old, with log r clamped to [-20, 20].
 
 A surrogate is elementwise in tokens, so that it may be called on chunks of tokens, or couples the tokens of a sequence
-by `reduce_sequence`, see `Surrogate`. `LOSSES` holds the surrogates by name (most are in surrogates.py), `KL` the
-estimators. To add one, write the function and name it there and in the choices of `rl.loss` or `rl.kl_estimator`
+by `reduce_sequence`, see `Surrogate`. `LOSSES` has the surrogates by name (most are in surrogates.py), and `KL` the
+estimators. To add one, write the function and enter it there and in the choices of `rl.loss` or `rl.kl_estimator`
 (stage/schema_rl.py).
 """
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxpost.losses.reduce import MAX_LOG_RATIO, by_name, same_shape, sequence_mean, sequence_total
 
-# [B, T] -> [B, T]: the mean or the sum over the trained tokens of each sequence, at all of its tokens.
+# [B, T] -> [B, T]: the mean or the sum over the trained tokens of each sequence, broadcast to all of its tokens.
 ReduceSequence = Callable[[jax.Array], jax.Array]
 LossAndMetrics = tuple[jax.Array, dict[str, jax.Array]]
 
@@ -28,9 +28,9 @@ class SurrogateOptions:
   """Options of the surrogates; each surrogate reads some of them.
 
   Attributes:
-    clip_low, clip_high: r is clipped to [1 - clip_low, 1 + clip_high]; usual values are 0.2 and 0.2 (PPO) or
+    clip_low, clip_high: r is clipped to [1 - clip_low, 1 + clip_high]; usual values are 0.2 and 0.2 (PPO), 0.2 and
       0.28 (DAPO), 3e-4 and 4e-4 (GSPO). For 'geo_mean' they bound log r, for 'dppo_tv' and 'dppo_kl' a divergence; for
-      'cispo' low 1 and high 4 is the one-sided bound r <= 5.
+      'cispo', 1 and 4 are the one-sided bound r <= 5.
     dual_clip: c > 1 bounds the loss of tokens of negative advantage by -c A; 0 is off.
     tau_pos, tau_neg: temperatures of 'sapo' for positive and other advantages.
     dro_beta: weight of the squared log r of 'dro'.
@@ -78,10 +78,10 @@ class Surrogate:
     fn: (logprobs, old_logprobs, advantages, options) -> (loss [B, T], {metric: [B, T]}); a fifth argument,
       `reduce_sequence`, if `per_sequence` is not None.
     reads: fields of `SurrogateOptions` that it reads.
-    sets: {field of config.rl: value} that belong to the loss; a config that names the loss gets them, too.
-    reads_old: whether the log-probs of the old policy count.
-    per_sequence: what `reduce_sequence` computes, `reduce.sequence_mean` or `sequence_total`; None where a token's loss
-      depends on that token alone.
+    sets: {field of config.rl: default value with this loss}.
+    reads_old: whether the loss depends on the log-probs of the old policy.
+    per_sequence: `reduce.sequence_mean` or `sequence_total`, which `reduce_sequence` computes; None if a token's loss
+      depends only on that token.
   """
 
   fn: Callable[..., LossAndMetrics]
@@ -121,7 +121,7 @@ off_policy_kept = by_name('surrogates:off_policy_kept')
 
 
 def mismatch(logprobs: jax.Array, sampler_logprobs: jax.Array) -> jax.Array:
-  """exp |log pi - log pi_sampler|: 1 when sampler and trainer agree."""
+  """Returns exp |log pi - log pi_sampler|, which is 1 if sampler and trainer agree."""
   return jnp.exp(jnp.abs(jax.lax.stop_gradient(logprobs) - sampler_logprobs))
 
 
@@ -133,7 +133,7 @@ def check_shapes(logprobs: jax.Array, old_logprobs: jax.Array, advantages: jax.A
 def clip_ratio(ratio: jax.Array, advantages: jax.Array, options: SurrogateOptions) -> LossAndMetrics:
   """PPO's clipped surrogate of a ratio; the metrics count tokens without gradient."""
   if options.dual_clip and options.dual_clip <= 1:
-    raise ValueError(f'dual_clip {options.dual_clip}: want more than 1, or 0 for off')
+    raise ValueError(f'dual_clip {options.dual_clip}: must be more than 1, or 0 for off')
   clipped = jnp.clip(ratio, 1 - options.clip_low, 1 + options.clip_high)
   loss = -jnp.minimum(ratio * advantages, clipped * advantages)
   low = (ratio < 1 - options.clip_low) & (advantages < 0)
@@ -148,7 +148,7 @@ def clip_ratio(ratio: jax.Array, advantages: jax.Array, options: SurrogateOption
 
 
 def clip_metrics(ratio: jax.Array, low: jax.Array, high: jax.Array) -> dict[str, jax.Array]:
-  """The ratio, and which tokens are clipped at the lower and the upper bound."""
+  """Returns the metrics of a ratio; `low` and `high` are the tokens that are clipped at a bound."""
   return {
     'ratio': ratio,
     'clip_ratio/low_mean': low.astype(ratio.dtype),
@@ -160,7 +160,7 @@ KLEstimator = Callable[[jax.Array, jax.Array], jax.Array]  # (logprobs, ref_logp
 
 
 def kl_k1(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-  """d = log pi - log ref: unbiased, of either sign, and of zero mean gradient.
+  """d = log pi - log ref: unbiased, of either sign, with a gradient whose mean is zero.
 
   k1, k2 and k3 are from Schulman, "Approximating KL divergence" (2020). As a term of the loss k1 has no effect on
   average; use it in the reward.
@@ -187,13 +187,13 @@ def kl_absolute(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 
 
 def straight_through(estimator: KLEstimator) -> KLEstimator:
-  """Returns an estimator of the same value with the gradient of k2 (arXiv:2506.09477)."""
+  """Returns an estimator with the value of `estimator` and the gradient of k2 (arXiv:2506.09477)."""
 
-  def with_slope_of_k2(logprobs, ref_logprobs):
+  def with_gradient_of_k2(logprobs, ref_logprobs):
     k2 = kl_k2(logprobs, ref_logprobs)
     return k2 + jax.lax.stop_gradient(-k2) + jax.lax.stop_gradient(estimator(logprobs, ref_logprobs))
 
-  return with_slope_of_k2
+  return with_gradient_of_k2
 
 
 KL: dict[str, KLEstimator] = {

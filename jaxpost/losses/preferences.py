@@ -1,15 +1,15 @@
 """Losses of preference pairs, and of single labeled completions (KTO).
 
-Legend: P pairs; leading axes are free. c and r are the log-ratios of policy
-to reference, summed over the tokens of the chosen and the rejected completion,
-and d = c - r.
+Legend: P pairs; leading axes [...] are arbitrary. c and r are the log-ratios of
+policy to reference, summed over the tokens of the chosen and the rejected
+completion, d = c - r, and s is the sigmoid.
 
-`LOSSES` holds the pair losses by name, each fn(pairs, options) -> [..., P].
+`LOSSES` has the pair losses by name, each fn(pairs, options) -> [..., P].
 To add one, write that function and enter it there: one line, which also says
 which options it reads and whether it needs a reference model. Its name is then a
 value of `config.preference.losses`, in every algorithm of algorithms/preference.py.
 A new option is a field of `PreferenceOptions` and of `config.preference`
-(stage/schema_methods.py), joined by `options_of` in algorithms/preference.py.
+(stage/schema_methods.py), which `options_of` in algorithms/preference.py copies.
 """
 
 import dataclasses
@@ -42,20 +42,20 @@ def _margin(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
 
 def _means(chosen: jax.Array, rejected: jax.Array, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
-  """Divides sums over tokens by the numbers of tokens."""
+  """Returns the means over tokens of these sums [..., P]."""
   chosen = chosen / jnp.maximum(pairs.chosen_length, 1)
   rejected = rejected / jnp.maximum(pairs.rejected_length, 1)
   return chosen, rejected
 
 
 def _logistic(margin: jax.Array, options: PreferenceOptions) -> jax.Array:
-  """-log sigmoid(margin), with a fraction `label_smoothing` of the labels flipped."""
+  """-log s(margin), if a fraction `label_smoothing` of the labels is flipped."""
   eps = options.label_smoothing
   return -((1 - eps) * _log_sigmoid(margin) + eps * _log_sigmoid(-margin))
 
 
 def sigmoid(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """-log sigmoid(beta d): DPO (arXiv:2305.18290), eq. 7; smoothed, cDPO."""
+  """-log s(beta d), s the sigmoid: DPO (arXiv:2305.18290), eq. 7; with label_smoothing, cDPO."""
   return _logistic(_margin(pairs, options), options)
 
 
@@ -73,7 +73,7 @@ def ipo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
 
 def exo_pair(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """KL of (s(beta d), s(-beta d)) to (1 - eps, eps): EXO (arXiv:2402.00856)."""
+  """KL of (s(beta d), s(-beta d)) to (1 - eps, eps), eps = label_smoothing: EXO (arXiv:2402.00856)."""
   if not (eps := options.label_smoothing):
     raise InputError("label_smoothing is 0: 'exo_pair' needs a number above 0, such as 0.001")
   margin = _margin(pairs, options)
@@ -83,16 +83,13 @@ def exo_pair(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
 
 def nca_pair(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """-log s(beta c) - 1/2 log s(-beta c) - 1/2 log s(-beta r), s the sigmoid.
-
-  NCA (arXiv:2402.05369), for K = 2.
-  """
+  """-log s(beta c) - 1/2 log s(-beta c) - 1/2 log s(-beta r): NCA (arXiv:2402.05369), for K = 2."""
   chosen, rejected = implicit_rewards(pairs, options)
   return -_log_sigmoid(chosen) - (_log_sigmoid(-chosen) + _log_sigmoid(-rejected)) / 2
 
 
 def robust(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """(-(1 - eps) log s(beta d) + eps log s(-beta d)) / (1 - 2 eps).
+  """(-(1 - eps) log s(beta d) + eps log s(-beta d)) / (1 - 2 eps), eps = label_smoothing.
 
   rDPO (arXiv:2403.00409): unbiased if a fraction eps of the labels is wrong.
   """
@@ -102,7 +99,7 @@ def robust(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
 
 def bco_pair(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """-log s(beta c) - log s(-beta r): BCO (arXiv:2404.04656), without shift."""
+  """-log s(beta c) - log s(-beta r): BCO (arXiv:2404.04656), without its reward shift."""
   chosen, rejected = implicit_rewards(pairs, options)
   return -_log_sigmoid(chosen) - _log_sigmoid(-rejected)
 
@@ -114,21 +111,21 @@ def sppo_hard(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
 
 def aot(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """DPO on sorted log-probability gaps, policy against reference: paired AOT.
+  """Paired AOT: DPO on the sorted log-ratios of chosen to rejected, of the policy and of the reference.
 
   Alignment by optimal transport (arXiv:2406.05882). Sorting couples all pairs
-  of the call, so the loss of a step depends on how it is cut into micro-batches.
+  of a micro-batch, so the loss of a step depends on its micro-batches.
   """
   return _transport(pairs.chosen - pairs.rejected, pairs.ref_chosen - pairs.ref_rejected, pairs, options)
 
 
 def aot_unpaired(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """Unpaired AOT (arXiv:2406.05882): sorted c against sorted r."""
+  """Unpaired AOT (arXiv:2406.05882): DPO on sorted c and sorted r."""
   return _transport(pairs.chosen - pairs.ref_chosen, pairs.rejected - pairs.ref_rejected, pairs, options)
 
 
 def _transport(upper: jax.Array, lower: jax.Array, pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """Logistic loss of the differences of two sorted samples, [..., P].
+  """Returns the logistic loss of the differences of two sorted samples, [..., P].
 
   Padding is sorted last; the losses are written to the valid entries, in order.
   """
@@ -138,7 +135,7 @@ def _transport(upper: jax.Array, lower: jax.Array, pairs: Pairs, options: Prefer
     return x[jnp.argsort(jnp.where(valid, x, jnp.inf), stable=True)]
 
   losses = _logistic(options.beta * (sort(upper) - sort(lower)), options)
-  places = jnp.argsort(~valid, stable=True)
+  places = jnp.argsort(~valid, stable=True)  # valid entries first
   return jnp.zeros_like(losses).at[places].set(losses).reshape(pairs.valid.shape)
 
 
@@ -155,33 +152,33 @@ def apo_down(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
 
 def discopop(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """Logistic and exponential loss, blended by s(beta d / tau).
+  """-(1 - w) log s(beta d) + w exp(-beta d), w = s(beta d / tau).
 
   DiscoPOP (arXiv:2406.08414), the log-ratio modulated loss.
   """
   margin = _margin(pairs, options)
   scaled = margin / options.discopop_tau
-  # exp(-margin) alone overflows where the blend gives it no weight.
+  # w exp(-margin) = exp(log w - margin): exp(-margin) alone would overflow where w is almost 0.
   return -_log_sigmoid(margin) * _sigmoid(-scaled) + jnp.exp(jnp.minimum(_log_sigmoid(scaled) - margin, MAX_EXPONENT))
 
 
 def sigmoid_norm(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """DPO of means over tokens: length-normalized (Tulu 3, arXiv:2411.15124)."""
+  """Length-normalized DPO, with c and r as means over tokens (Tulu 3, arXiv:2411.15124)."""
   chosen, rejected = _means(*_scores(pairs, options), pairs)
   return _logistic(options.beta * (chosen - rejected), options)
 
 
 def sft(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """NLL of the chosen completion, per token of the global batch."""
+  """NLL of the chosen completion, scaled so that the batch gives the mean over its chosen tokens."""
   del options
   return -pairs.chosen * pairs.nll_scale
 
 
 def orpo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """-beta log s(log odds of chosen - log odds of rejected), no reference.
+  """-beta log s(log odds of chosen - log odds of rejected), without reference.
 
   The odds-ratio term of ORPO (arXiv:2403.07691), eq. 7; its other term is
-  'sft'. odds = p / (1 - p), log p being the mean over tokens.
+  'sft'. odds = p / (1 - p), where log p is the mean over tokens.
   """
   chosen, rejected = _means(pairs.chosen, pairs.rejected, pairs)
   gap = (chosen - rejected) - (_log1m_exp(chosen) - _log1m_exp(rejected))
@@ -189,16 +186,16 @@ def orpo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
 
 def _log1m_exp(x: jax.Array) -> jax.Array:
-  """log(1 - exp(x)) for x <= 0, finite at 0."""
+  """Returns log(1 - exp(x)) for x <= 0, finite at 0."""
   x = jnp.minimum(x, -1e-7)
   near = x > -math.log(2)
-  # The inner `where`s keep each branch away from inputs at which its gradient
-  # is not finite: `jnp.where` would turn inf * 0 into NaN.
+  # The inner `where`s replace inputs at which the gradient of a branch is not
+  # finite: in the gradient of the outer one, inf * 0 would be NaN.
   return jnp.where(near, jnp.log(-jnp.expm1(jnp.where(near, x, -1.0))), jnp.log1p(-jnp.exp(jnp.where(near, -1.0, x))))
 
 
 def cpo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """-log s(beta (log p_chosen - log p_rejected)), no reference.
+  """-log s(beta (log p_chosen - log p_rejected)), without reference.
 
   The preference term of CPO (arXiv:2401.08417); its other term is 'sft'.
   """
@@ -206,7 +203,7 @@ def cpo(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
 
 
 def cpo_hinge(pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """max(0, 1 - beta (log p_chosen - log p_rejected)): SLiC, no reference."""
+  """max(0, 1 - beta (log p_chosen - log p_rejected)): SLiC (arXiv:2305.10425), without reference."""
   return jax.nn.relu(1 - options.beta * (pairs.chosen - pairs.rejected))
 
 
@@ -228,9 +225,9 @@ class PreferenceLoss:
 
   Attributes:
     fn: (pairs, options) -> [..., P].
-    reads: the fields of `PreferenceOptions` that it reads besides `beta`, and 'ld_alpha' if its sums may be weighted.
-    needs_reference: it reads `Pairs.ref_chosen` and `ref_rejected`.
-    reward_is_mean: metrics report its implicit reward as a mean over tokens.
+    reads: the fields of `PreferenceOptions` that it reads besides `beta`, and 'ld_alpha' if LD-DPO may weight its sums.
+    needs_reference: whether it reads `Pairs.ref_chosen` and `ref_rejected`.
+    reward_is_mean: whether metrics report its implicit reward as a mean over tokens.
   """
 
   fn: Callable[[Pairs, PreferenceOptions], jax.Array]
@@ -244,23 +241,23 @@ class PreferenceLoss:
     return 'f_divergence' in self.reads or not self.needs_reference
 
 
-_F = ('f_divergence', 'f_alpha')
+_F_OPTIONS = ('f_divergence', 'f_alpha')
 
 LOSSES: dict[str, PreferenceLoss] = {
-  'sigmoid': PreferenceLoss(sigmoid, reads=('label_smoothing', 'ld_alpha', *_F)),
-  'hinge': PreferenceLoss(hinge, reads=('ld_alpha', *_F)),
-  'ipo': PreferenceLoss(ipo, reads=('ipo_average', *_F)),
-  'exo_pair': PreferenceLoss(exo_pair, reads=('label_smoothing', *_F)),
+  'sigmoid': PreferenceLoss(sigmoid, reads=('label_smoothing', 'ld_alpha', *_F_OPTIONS)),
+  'hinge': PreferenceLoss(hinge, reads=('ld_alpha', *_F_OPTIONS)),
+  'ipo': PreferenceLoss(ipo, reads=('ipo_average', *_F_OPTIONS)),
+  'exo_pair': PreferenceLoss(exo_pair, reads=('label_smoothing', *_F_OPTIONS)),
   'nca_pair': PreferenceLoss(nca_pair),
-  'robust': PreferenceLoss(robust, reads=('label_smoothing', 'ld_alpha', *_F)),
+  'robust': PreferenceLoss(robust, reads=('label_smoothing', 'ld_alpha', *_F_OPTIONS)),
   'bco_pair': PreferenceLoss(bco_pair),
   'sppo_hard': PreferenceLoss(sppo_hard),
   'aot': PreferenceLoss(aot, reads=('label_smoothing',)),
   'aot_unpaired': PreferenceLoss(aot_unpaired, reads=('label_smoothing',)),
   'apo_zero': PreferenceLoss(apo_zero),
   'apo_down': PreferenceLoss(apo_down),
-  'discopop': PreferenceLoss(discopop, reads=('discopop_tau', *_F)),
-  'sigmoid_norm': PreferenceLoss(sigmoid_norm, reads=('label_smoothing', *_F)),
+  'discopop': PreferenceLoss(discopop, reads=('discopop_tau', *_F_OPTIONS)),
+  'sigmoid_norm': PreferenceLoss(sigmoid_norm, reads=('label_smoothing', *_F_OPTIONS)),
   'sft': PreferenceLoss(sft, needs_reference=False),
   'orpo': PreferenceLoss(orpo, needs_reference=False, reward_is_mean=True),
   'cpo': PreferenceLoss(cpo, reads=('label_smoothing',), needs_reference=False),
@@ -277,23 +274,25 @@ def readers(option: str) -> tuple[str, ...]:
 
 
 def without_f_divergence(names: Sequence[str]) -> list[str]:
-  """Returns those of the named losses that are defined for reverse KL only."""
+  """Returns the losses among `names` that are defined for reverse KL only."""
   return sorted(name for name in set(names) if not LOSSES[name].allows_f_divergence)
 
 
 def weighted(names: Sequence[str], weights: Sequence[float], pairs: Pairs, options: PreferenceOptions) -> jax.Array:
-  """Returns the weighted sum [..., P] of the named losses; 0, without gradient, where not valid.
+  """Returns the weighted sum [..., P] of the named losses; 0, without gradient, for pairs that are not valid.
 
-  Names of ('sigmoid', 'bco_pair', 'sft') and weights of (0.8, 0.2, 1) are
+  The names ('sigmoid', 'bco_pair', 'sft') with the weights (0.8, 0.2, 1) are
   MPO (arXiv:2411.10442).
   """
   if len(names) != len(weights) or not names:
     raise InputError(
       f'{len(names)} names of preference losses and {len(weights)} weights: give one weight for each name'
     )
-  plain = without_f_divergence(names)
-  if options.f_divergence != 'reverse_kl' and plain:
-    raise InputError(f"f_divergence is {options.f_divergence!r}, which {plain} do not have: give 'reverse_kl'")
+  reverse_kl_only = without_f_divergence(names)
+  if options.f_divergence != 'reverse_kl' and reverse_kl_only:
+    raise InputError(
+      f"f_divergence is {options.f_divergence!r}, which {reverse_kl_only} do not support: give 'reverse_kl'"
+    )
   pairs = zero_padding(pairs)
   loss = sum(w * LOSSES[name].fn(pairs, options) for name, w in zip(names, weights))
   return jnp.where(pairs.valid, loss, 0)
@@ -307,7 +306,7 @@ def kto(
   desirable_weight: float = 1.0,
   undesirable_weight: float = 1.0,
 ) -> jax.Array:
-  """1 - s(beta (x - z)) if desirable, 1 - s(beta (z - x)) if not.
+  """1 - s(beta (x - z)) for desirable completions, 1 - s(beta (z - x)) for others.
 
   KTO (arXiv:2402.01306), eq. 8; with z = 0, APO-zero (arXiv:2408.06266) of single completions.
 

@@ -2,9 +2,9 @@
 
 Arguments and results are those of the corrections in importance.py: log_ratio
 [N, C] = log pi_old (trainer) - log pi_sampler, mask [N, C], options -> [N, C].
-verl's `rollout_rs` has them by the same estimators: k2 = log(r)^2 / 2 and
-k3 = r - 1 - log r, of a token or as the mean over the tokens of a sequence; bounds
-on k1 = -log r are bounds on the ratio, which token_mask and sequence_mask have.
+The estimators are those of verl's `rollout_rs`, of a token or as the mean over the
+tokens of a sequence: k2 = log(r)^2 / 2 and k3 = r - 1 - log r. Bounds on k1 = -log r
+are bounds on the ratio, as in token_mask and sequence_mask.
 """
 
 import numpy as np

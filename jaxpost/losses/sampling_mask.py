@@ -18,12 +18,12 @@ def restrict(logits: jax.Array, allowed: jax.Array, labels: jax.Array) -> jax.Ar
     labels: [B, C], which are always allowed.
 
   Returns:
-    [B, C, V]; softmax of it is renormalized over the set.
+    [B, C, V], whose softmax is normalized over the allowed tokens.
   """
   rows, columns = jnp.indices(labels.shape)
-  # Index 0 is the padding, and is cut off.
-  members = jnp.zeros((*labels.shape, logits.shape[-1] + 1), bool)
-  members = members.at[rows[..., None], columns[..., None], allowed].set(True)[..., 1:]
-  members |= jnp.arange(logits.shape[-1]) == labels[..., None]
-  free = ~jnp.any(allowed > 0, axis=-1, keepdims=True)
-  return jnp.where(members | free, logits, MASKED_LOGIT)
+  # Index 0 is that of padding, and is cut off.
+  is_allowed = jnp.zeros((*labels.shape, logits.shape[-1] + 1), bool)
+  is_allowed = is_allowed.at[rows[..., None], columns[..., None], allowed].set(True)[..., 1:]
+  is_allowed |= jnp.arange(logits.shape[-1]) == labels[..., None]
+  unrestricted = ~jnp.any(allowed > 0, axis=-1, keepdims=True)
+  return jnp.where(is_allowed | unrestricted, logits, MASKED_LOGIT)

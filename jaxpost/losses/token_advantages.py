@@ -11,10 +11,7 @@ from jaxpost.losses.reduce import same_shape
 
 
 def whiten(x: ArrayLike, mask: ArrayLike) -> np.ndarray:
-  """(x - mean) / sqrt(var + 1e-8) over all masked-in entries of [N, C].
-
-  The variance is unbiased.
-  """
+  """(x - mean) / sqrt(var + 1e-8), over all entries of [N, C] in the mask; the variance is unbiased."""
   mask, x = masked_tokens('x, mask [N, C]', mask, x)
   count = mask.sum()
   mean = x.sum() / max(count, 1)
@@ -24,10 +21,10 @@ def whiten(x: ArrayLike, mask: ArrayLike) -> np.ndarray:
 
 
 def returns_to_go(token_rewards: ArrayLike, mask: ArrayLike, gamma: float = 1.0) -> np.ndarray:
-  """Discounted sums of the rewards from each token on.
+  """Returns discounted sums of the rewards from each token on.
 
-  Masked tokens are skipped: their rewards are ignored, and they take no
-  discount.
+  Tokens outside of the mask are skipped: their rewards are ignored, and discounts do
+  not count them.
 
   Args:
     token_rewards: [N, C], including -coef * KL if the KL is part of the reward.
@@ -72,9 +69,7 @@ def reinforce_plus_plus_baseline(
 
 
 def remax(token_rewards: ArrayLike, mask: ArrayLike, greedy_rewards: ArrayLike, gamma: float = 1.0) -> np.ndarray:
-  """Returns-to-go minus the reward of the greedy completion.
-
-  ReMax (arXiv:2310.10505).
+  """Returns `returns_to_go` minus the reward of the greedy completion: ReMax (arXiv:2310.10505).
 
   Args:
     token_rewards, mask: [N, C].
@@ -90,9 +85,9 @@ def remax(token_rewards: ArrayLike, mask: ArrayLike, greedy_rewards: ArrayLike, 
   return gains.astype(np.float32)
 
 
-def masked_tokens(what: str, mask: ArrayLike, *arrays: ArrayLike) -> tuple[np.ndarray, ...]:
-  """Returns (mask as bool, *arrays as float64, 0 where masked)."""
+def masked_tokens(names: str, mask: ArrayLike, *arrays: ArrayLike) -> tuple[np.ndarray, ...]:
+  """Returns (mask as bool, *arrays as float64 with 0 outside of the mask); `names` is for `same_shape`."""
   mask = np.asarray(mask, bool)
   arrays = [np.asarray(a, np.float64) for a in arrays]
-  same_shape(what, 2, mask, *arrays)
+  same_shape(names, 2, mask, *arrays)
   return mask, *(np.where(mask, a, 0) for a in arrays)

@@ -17,15 +17,15 @@ from jaxpost.types import Array
 def gae(
   token_rewards: ArrayLike, values: ArrayLike, mask: ArrayLike, gamma: float = 1.0, lam: float | np.ndarray = 1.0
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Generalized advantage estimation (arXiv:1506.02438), eq. 16, on the host.
+  """Computes generalized advantage estimation (arXiv:1506.02438), eq. 16, on the host.
 
   d_t = r_t + gamma V_next - V_t, A_t = d_t + gamma lam A_next, where next is
-  the next trained token: those between (tool output) are skipped, and take
-  no discount. The value after the last one is 0.
+  the next trained token: tokens between (tool output) are skipped, and discounts do
+  not count them. The value after the last one is 0.
 
   Args:
-    token_rewards, values, mask: [N, C]; masked entries are ignored.
-    lam: one for all, or [N].
+    token_rewards, values, mask: [N, C]; entries outside of the mask are ignored.
+    lam: one number, or one for each sequence [N].
 
   Returns:
     (advantages, returns = A + V), each [N, C] float32; not whitened.
@@ -44,7 +44,7 @@ def gae(
 
 
 def length_adaptive_lam(mask: ArrayLike, alpha: float) -> np.ndarray:
-  """Returns 1 - 1 / (alpha * trained tokens) of each sequence [N], 0 at least.
+  """Returns max(1 - 1 / (alpha * trained tokens), 0) of each sequence [N].
 
   The lambda of the policy in VAPO (arXiv:2504.05118), section 4.2, with which the
   coefficients of GAE sum to the same fraction of a completion, however long it is.
@@ -62,25 +62,25 @@ def clipped_value_loss(
 
   Args:
     values, old_values, returns: [B, T].
-    clip: largest distance of V from V_old that lowers the loss; 0 is off.
+    clip: largest distance of V from V_old; 0: no clipping.
 
   Returns:
-    (loss, is_clipped), each [B, T]; is_clipped is float 0 or 1, and 1 for the
-    tokens whose loss is the clipped one and whose gradient is 0.
+    (loss, is_clipped), each [B, T]; is_clipped is 1.0 for tokens whose loss is the
+    clipped one, and whose gradient is 0; else 0.0.
   """
   same_shape('values, old_values, returns [B, T]', None, values, old_values, returns)
   squared = (values - returns) ** 2
   if not clip:
     return squared / 2, jnp.zeros_like(squared)
-  held = jnp.clip(values, old_values - clip, old_values + clip)
-  clipped = (held - returns) ** 2
+  clipped_values = jnp.clip(values, old_values - clip, old_values + clip)
+  clipped = (clipped_values - returns) ** 2
   return (jnp.maximum(squared, clipped) / 2, (clipped > squared).astype(squared.dtype))
 
 
 def explained_variance(values: Array, returns: Array, mask: Array) -> float:
-  """1 - Var(returns - values) / Var(returns) over the mask, on the host.
+  """Returns 1 - Var(returns - values) / Var(returns) over the mask, on the host.
 
-  1: the critic is exact; 0: it is no better than a constant. NaN if the returns
+  1: the critic is exact; 0: it is not better than a constant. NaN if the returns
   do not vary.
   """
   same_shape('values, returns, mask', None, values, returns, mask)
@@ -124,7 +124,7 @@ def process_reward_loss(logits: Array, labels: Array) -> jax.Array:
   """-y log sigmoid(x) - (1 - y) log sigmoid(-x), at the last token of each step.
 
   "Let's verify step by step" (arXiv:2305.20050): the label y in [0, 1] says
-  whether the step of the solution is right. All other tokens have weight 0.
+  whether the step of the solution is right. The batch gives other tokens weight 0.
 
   Args:
     logits, labels: [B, T].

@@ -1,4 +1,4 @@
-"""Which keys of a packed row its queries attend to, as bounds from which a kernel knows the blocks that it can skip.
+"""Which keys of a packed row its queries attend to, as bounds by which a kernel skips blocks.
 
 Legend: B rows, T tokens.
 """
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class Bounds(NamedTuple):
   """Places in a row, all int32.
 
-  A query attends to keys from `first_key` to itself without those of the gap, and a key is attended to by queries from
-  itself to `last_query`. This is exact without branches; with branches, `ids` exclude more.
+  A query attends to the keys from `first_key` to itself, except those of the gap, and a key is attended to by queries
+  from itself to `last_query`. This is exact without branches; with branches, `ids` exclude further keys.
   """
 
   first_key: jax.Array  # [B, T]
   last_query: jax.Array  # [B, T]
-  gap: tuple[jax.Array, jax.Array] | None = None  # [B, T] each: the first place in it, the first after it
+  gap: tuple[jax.Array, jax.Array] | None = None  # [B, T] each: its first place and the first one after it
   ids: jax.Array | None = None  # [B, 2, T]: branch and position
 
 
@@ -37,7 +37,7 @@ def of_rows(rows: PackedRows, window: int) -> Bounds:
     if window:
       first_key, last_query = jnp.maximum(first_key, index - window + 1), jnp.minimum(last_query, index + window - 1)
     return Bounds(first_key, last_query)
-  # No window: by position, the shared part is closer than by place.
+  # A window does not bound places: the shared part is closer to a branch in positions than in places.
   own_first, own_last = _spans(starts_document | _starts(branch_ids))
   last_query = jnp.where(branch_ids > 0, own_last, last_query)
   follows_shared = _starts(branch_ids) & (branch_ids > 0) & (jnp.roll(branch_ids, 1, axis=1) == 0)
@@ -46,12 +46,12 @@ def of_rows(rows: PackedRows, window: int) -> Bounds:
 
 
 def _starts(ids: jax.Array) -> jax.Array:
-  """Returns [B, T]: whether another id than that to the left begins."""
+  """Returns [B, T]: whether the id of a token differs from that of the token before it."""
   return jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)))
 
 
 def _spans(starts: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the first and the last place [B, T] of the part of a row that each token is in, from where parts begin."""
+  """Returns the first and the last place [B, T] of each token's part of the row; `starts` says where parts begin."""
   index = jnp.arange(starts.shape[1], dtype=jnp.int32)
   first = jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
   ends = jnp.roll(starts, -1, axis=1)  # the last place, too, as a part starts at the first one
@@ -59,9 +59,9 @@ def _spans(starts: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def extremes(bounds: jax.Array, block: int, last: bool = False) -> jax.Array:
-  """Returns the least (`last`: the largest) of `bounds` [B, T] in each block of tokens."""
-  parts = bounds.reshape(len(bounds), -1, block)
-  return parts.max(axis=2) if last else parts.min(axis=2)
+  """Returns the minimum (`last`: the maximum) of `bounds` [B, T] in each block of tokens."""
+  blocks = bounds.reshape(len(bounds), -1, block)
+  return blocks.max(axis=2) if last else blocks.min(axis=2)
 
 
 def visible(
@@ -74,13 +74,13 @@ def visible(
 ) -> jax.Array:
   """Returns [q, k]: which keys of a block each of its queries attends to.
 
-  Without branches, `first_key` is that of the window. With branches, other branches lie between a token and its prompt,
-  so the window is measured here, in positions.
+  Without branches, `first_key` already accounts for the window. With branches, other branches lie between a token and
+  its prompt, so the window is measured here, in positions.
 
   rows, columns: places of queries and keys. first_key: [q]. query_ids, key_ids: (branch, position) of each, or None.
   """
-  seen = (columns[None] >= first_key[:, None]) & (columns[None] <= rows[:, None])
+  mask = (columns[None] >= first_key[:, None]) & (columns[None] <= rows[:, None])
   if query_ids is None or key_ids is None:
-    return seen
-  seen &= (key_ids[0][None] == 0) | (key_ids[0][None] == query_ids[0][:, None])
-  return seen & (query_ids[1][:, None] - key_ids[1][None] < window) if window else seen
+    return mask
+  mask &= (key_ids[0][None] == 0) | (key_ids[0][None] == query_ids[0][:, None])
+  return mask & (query_ids[1][:, None] - key_ids[1][None] < window) if window else mask

@@ -1,4 +1,4 @@
-"""Configuration records of decoders whose attention is not that of `ModelConfig`, or not the same in all layers."""
+"""Configuration records of decoders whose attention `ModelConfig` cannot describe."""
 
 import dataclasses
 
@@ -7,9 +7,9 @@ from jaxpost.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedConfig(ModelConfig):
-  """A decoder whose layers with a window cut documents into chunks of its size (Llama 4).
+  """A decoder whose windows are chunks: a token attends to the tokens of its own chunk of a document (Llama 4).
 
-  A token attends to the tokens of its own chunk. Layers without a window may be without rotary embeddings, too.
+  Layers without a window may have no rotary embeddings.
   """
 
   sparse: tuple[int, ...] = ()  # numbers of the layers with experts; others have a dense MLP
@@ -32,8 +32,8 @@ class ChunkedConfig(ModelConfig):
 class LatentConfig(ModelConfig):
   """A decoder with multi-head latent attention in all layers (`mla.py`).
 
-  `head_dim` is the head size of queries and keys. With `index_topk`, attention is to that many keys that an indexer
-  chooses (`sparse_attention.py`).
+  `head_dim` is the head size of queries and keys. With `index_topk`, a query attends to that many keys, which an
+  indexer chooses (`sparse_attention.py`).
   """
 
   q_rank: int = 0  # rank of the query projection; 0: a full projection
@@ -74,17 +74,17 @@ class MixedConfig(ModelConfig):
   full_head_dim: int = 0  # head size of layers without a window
   full_kv_heads: int = 0
   values_are_keys: bool = False  # layers without a window: the values are the keys before norm and rotation
-  shared_layers: int = 0  # the last layers, which read keys and values of an earlier layer of their kind
+  shared_layers: int = 0  # how many of the last layers attend to keys and values of an earlier layer of their kind
   wide_shared_mlp: bool = False  # the MLP of those layers is twice as wide
-  side_size: int = 0  # entries of the embedding that each layer has of a token; 0: none
+  side_size: int = 0  # size of the embedding that each layer has for a token; 0: none
 
   mixed = True
 
   @property
   def layer_stacks(self) -> tuple[str, ...]:
-    own = self.num_layers - self.shared_layers
+    first_shared = self.num_layers - self.shared_layers
     names = (('layers', 'local'), ('shared', 'local_shared'))
-    return tuple(names[i >= own][bool(kind.window)] for i, kind in enumerate(self.layer_kinds))
+    return tuple(names[i >= first_shared][bool(kind.window)] for i, kind in enumerate(self.layer_kinds))
 
   @property
   def head_shapes(self) -> tuple[tuple[int, int, int], ...]:
@@ -102,9 +102,9 @@ class MixedConfig(ModelConfig):
     return tuple(2 * self.head_shapes[not kind.window][1] for kind in self.layer_kinds)
 
   def place_in_cache(self, layer: int) -> int:
-    """Index of the layer whose keys and values this one reads."""
-    own = self.num_layers - self.shared_layers
-    if layer < own:
+    """Index of the layer to whose keys and values this one attends."""
+    first_shared = self.num_layers - self.shared_layers
+    if layer < first_shared:
       return layer
     windows = [bool(kind.window) for kind in self.layer_kinds]
-    return max(i for i in range(own) if windows[i] == windows[layer])
+    return max(i for i in range(first_shared) if windows[i] == windows[layer])

@@ -28,22 +28,22 @@ from jaxpost.models.config import CustomConfig, ModelConfig
 if TYPE_CHECKING:
   from jaxpost.matmul import Compute
 
-SHORT = 256  # shorter rows are not worth the start of a kernel
-_LANES = 128  # of a TPU's registers: blocks and rows are multiples of it
-_PAD = -1  # segment of padding that is added to a row
+SHORT = 256  # for shorter rows, starting a kernel costs more than it saves
+_LANES = 128  # of a TPU's registers; blocks and rows are multiples of it
+_PAD = -1  # segment id of padding that is added to a row
 
 
-def _splash_refuses(size, values, dtype) -> str:
+def _splash_refuses(head_dim, value_dim, dtype) -> str:
   if dtype != 'bfloat16':
     return f'config.model.dtype={dtype} (bfloat16 only)'
-  wrong = [n for n in (size, values) if n % 8]
-  return f'heads of {wrong[0]} (multiples of 8 only)' if wrong else ''
+  odd_sizes = [n for n in (head_dim, value_dim) if n % 8]
+  return f'heads of {odd_sizes[0]} (multiples of 8 only)' if odd_sizes else ''
 
 
-def _triton_refuses(size, values, dtype) -> str:
+def _triton_refuses(head_dim, value_dim, dtype) -> str:
   if dtype not in ('bfloat16', 'float16'):
     return f'config.model.dtype={dtype} (bfloat16 and float16 only)'
-  return f'heads of {size} and {values} (up to 256 only)' if max(size, values) > 256 else ''
+  return f'heads of {head_dim} and {value_dim} (up to 256 only)' if max(head_dim, value_dim) > 256 else ''
 
 
 class AttentionShape(NamedTuple):
@@ -69,18 +69,18 @@ class AttentionShape(NamedTuple):
     return False  # chunks are checked as windows
 
 
-# fn(h, hv, dtype) -> what the kernel does not support, or ''. All support segments, windows, grouped heads, soft caps
+# (h, hv, dtype) -> what the kernel does not support, or ''. All support segments, windows, grouped heads, soft caps
 # and sinks.
 REFUSALS = {'splash': _splash_refuses, 'triton': _triton_refuses}
-BRANCHES = ('triton',)  # kernels that do branches of a shared prompt
+BRANCHES = ('triton',)  # kernels that support branches of a shared prompt
 PLATFORMS = {'splash': ('tpu',), 'triton': ('gpu', 'cuda')}  # where they run
 
 
-def refused(compute: Compute, size: int, values: int, parts: int) -> str:
-  """Returns what the kernel does not support of heads of `size` and `values`, in `parts` parts of a row, or ''."""
+def refused(compute: Compute, head_dim: int, value_dim: int, parts: int) -> str:
+  """Returns what the kernel does not support of such heads, in rows of `parts` parts, or ''."""
   if parts > 1 and compute.attention in WHOLE_ROW_KERNELS:
     return 'rows that a context axis splits'
-  return REFUSALS[compute.attention](size, values, compute.dtype)
+  return REFUSALS[compute.attention](head_dim, value_dim, compute.dtype)
 
 
 def kernel_fits(
@@ -88,19 +88,19 @@ def kernel_fits(
 ) -> bool:
   """True if the kernel is to be used; InputError if it is required and cannot be.
 
-  With `compute.attention` = auto, kernels are skipped for short rows, and for
-  shapes for which the check found them wrong.
+  If `compute.attention` was chosen by 'auto', it is not used for short rows, nor for shapes for which the check of
+  kernels found wrong results.
   """
-  why = refused(compute, q.shape[3], v.shape[3], parts)
-  # A chunk of a branch may go on after another branch, which a kernel would take for another document.
+  refusal = refused(compute, q.shape[3], v.shape[3], parts)
+  # A chunk may begin in the prompt and end in a branch, with other branches between; a kernel would see two documents.
   if branch_ids is not None and (compute.attention not in BRANCHES or cfg.chunked):
-    why = 'branches of a shared prompt; set share_prompt=False in config.preference or config.train'
-  if why and compute.forced:
+    refusal = 'branches of a shared prompt; set share_prompt=False in config.preference or config.train'
+  if refusal and compute.forced:
     raise InputError(
-      f'config.model.attention: {compute.attention} cannot do {why}; auto takes another one where it must'
+      f'config.model.attention: {compute.attention} does not support {refusal}; with auto, XLA computes such attention'
     )
-  if why or compute.forced:
-    return not why
+  if refusal or compute.forced:
+    return not refusal
   heads = v.shape[2], q.shape[3], v.shape[3]
   shape = attention_shape(cfg, q.shape[1], parts, heads, branches=branch_ids is not None)
   return q.shape[1] >= SHORT * parts and shape not in compute.rejected_shapes
@@ -123,49 +123,48 @@ def attend(
   Where rows are split, a device has a stripe of the queries and gathers all keys.
   """
   windows = (window,) if isinstance(window, int) else tuple(sorted(set(cfg.layer_windows)))
-  number = 0 if isinstance(window, int) else jnp.searchsorted(jnp.array(windows), window)
-  run = functools.partial(_local, windows=windows, cfg=cfg, compute=compute, parts=parts)
-  given = q, k, v, rows, number, sinks
+  window_index = 0 if isinstance(window, int) else jnp.searchsorted(jnp.array(windows), window)
+  local = functools.partial(_local, windows=windows, cfg=cfg, compute=compute, parts=parts)
+  args = q, k, v, rows, window_index, sinks
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
-    return run(*given)
-  queries = layout.spec(('batch', 'time', 'heads', None), q.shape)
-  keys = layout.spec(('batch', 'time', 'kv_heads', None), k.shape)
-  # More shards than kv heads: each selects those of its query heads.
-  apart = queries[2] is not None and keys[2] is None
+    return local(*args)
+  q_spec = layout.spec(('batch', 'time', 'heads', None), q.shape)
+  k_spec = layout.spec(('batch', 'time', 'kv_heads', None), k.shape)
+  # More tensor shards than kv heads: each has all of these, and selects those of its query heads.
+  select_kv = q_spec[2] is not None and k_spec[2] is None
   return jax.shard_map(
-    functools.partial(run, groups=q.shape[2] // k.shape[2] if apart else 0),
+    functools.partial(local, groups=q.shape[2] // k.shape[2] if select_kv else 0),
     mesh=layout.mesh,
-    in_specs=(queries, keys, keys, PartitionSpec(queries[0]), PartitionSpec(), PartitionSpec(queries[2])),
-    out_specs=queries,
+    in_specs=(q_spec, k_spec, k_spec, PartitionSpec(q_spec[0]), PartitionSpec(), PartitionSpec(q_spec[2])),
+    out_specs=q_spec,
     check_vma=False,
-  )(*given)
+  )(*args)
 
 
-def _local(q, k, v, rows: PackedRows, number, sinks, *, windows, cfg, compute, parts, groups=0):
-  """Runs on one device; with `groups` > 0 all kv heads are here, for `groups` queries each."""
+def _local(q, k, v, rows: PackedRows, window_index, sinks, *, windows, cfg, compute, parts, groups=0):
+  """Runs the kernel on one device; with `groups` > 0 it has all kv heads, of `groups` query heads each."""
   q = attention_xla.scale_queries(q, cfg)
   q, k, v = (x.astype(compute.dtype) for x in (q, k, v))
-  more: dict[str, Any] = {}
+  stripe: dict[str, Any] = {}
   if parts > 1:
-    k, v = map(context_parallel.gather_stripes, (k, v))
-    more = dict(stripe=(jax.lax.axis_index('context'), parts))
+    k, v = context_parallel.gather_stripes(k), context_parallel.gather_stripes(v)
+    stripe = dict(stripe=(jax.lax.axis_index('context'), parts))
   if groups:
-    first = jax.lax.axis_index('tensor') * q.shape[2]
-    asked = (first + jnp.arange(q.shape[2])) // groups
-    k, v = (jnp.take(x, asked, axis=2) for x in (k, v))
-  of_window = [functools.partial(KERNELS[compute.attention], window=w, cfg=cfg, **more) for w in windows]
-  given = q, k, v, rows, sinks
-  return of_window[0](*given) if len(windows) == 1 else jax.lax.switch(number, of_window, *given)
+    query_heads = jax.lax.axis_index('tensor') * q.shape[2] + jnp.arange(q.shape[2])
+    k, v = (jnp.take(x, query_heads // groups, axis=2) for x in (k, v))
+  kernels = [functools.partial(KERNELS[compute.attention], window=w, cfg=cfg, **stripe) for w in windows]
+  args = q, k, v, rows, sinks
+  return kernels[0](*args) if len(windows) == 1 else jax.lax.switch(window_index, kernels, *args)
 
 
 def _padded(multiple: int, segment_ids, *arrays):
-  """Pads rows to a multiple of a length, by a document of padding."""
-  more = -segment_ids.shape[1] % multiple
-  if not more:
+  """Pads rows [B, T] and [B, T, N, h] to a multiple of a length; the padding is a document of its own."""
+  padding = -segment_ids.shape[1] % multiple
+  if not padding:
     return segment_ids, *arrays
   return (
-    jnp.pad(segment_ids, ((0, 0), (0, more)), constant_values=_PAD),
-    *(jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in arrays),
+    jnp.pad(segment_ids, ((0, 0), (0, padding)), constant_values=_PAD),
+    *(jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, 0))) for x in arrays),
   )
 
 
@@ -184,14 +183,14 @@ def splash(
   stripe: tuple[int | jax.Array, int] = (0, 1),
   interpret: bool = False,
 ) -> jax.Array:
-  """Sparse flash attention of `jax.experimental.pallas.ops.tpu`.
+  """Runs the sparse flash attention of `jax.experimental.pallas.ops.tpu`.
 
   Blocks that the causal mask or the window hides are skipped; those that are
   hidden by document boundaries are not.
 
   Args:
     q: [B, t, H, h], scaled; k: [B, T, K, h]; v: [B, T, K, hv].
-    stripe: (i, n): query j is of token n j + i; i may be traced.
+    stripe: (i, n): query j is that of token n j + i; i may be traced.
     interpret: run it on the CPU, for tests.
 
   Returns:
@@ -202,22 +201,24 @@ def splash(
 
   part, n = stripe
   length, segment_ids = q.shape[1], rows.segment_ids
-  multiple = _LANES if length <= 512 else 2 * _LANES if length <= 2048 else 512
-  mine, q = _padded(multiple, segment_ids.reshape(len(q), length, n)[..., part], q)
+  multiple = 512
+  if length <= 2048:
+    multiple = _LANES if length <= 512 else 2 * _LANES
+  query_segments, q = _padded(multiple, segment_ids.reshape(len(q), length, n)[..., part], q)
   block = next(b for b in (512, 384, 256, _LANES) if q.shape[1] % b == 0)
   if n > 1:
-    # Key j moves to place j + n - 1 - part, where query j is at n j + n - 1: a
-    # mask has to be known, and that is the same for all parts.
-    segment_ids, k, v = (_behind(x, part, n, fill) for x, fill in ((segment_ids, _PAD), (k, 0), (v, 0)))
+    # A mask is static, so it has to be the same for all parts: query j is placed at n j + n - 1 instead of n j + part,
+    # and keys move by as many places.
+    segment_ids, k, v = (_shifted(x, part, n, fill) for x, fill in ((segment_ids, _PAD), (k, 0), (v, 0)))
   segment_ids, k, v = _padded(block, segment_ids, k, v)
   shape = q.shape[1], k.shape[1]
   mask = masks.LocalMask(shape, (window - 1, 0), 0) if window else masks.CausalMask(shape)
-  mask.q_sequence = mask.q_sequence * n + n - 1  # it is part of its hash
-  blocks = [f.name for f in dataclasses.fields(lib.BlockSizes) if f.name.startswith('block')]
-  same: dict[str, Any] = dict.fromkeys(blocks, block)
+  mask.q_sequence = mask.q_sequence * n + n - 1  # this is part of the hash of the mask
+  block_fields = [f.name for f in dataclasses.fields(lib.BlockSizes) if f.name.startswith('block')]
+  sizes: dict[str, Any] = dict.fromkeys(block_fields, block)
   kernel = lib.make_splash_mha(
     masks.MultiHeadMask([mask] * q.shape[2]),
-    block_sizes=lib.BlockSizes(**same),
+    block_sizes=lib.BlockSizes(**sizes),
     head_shards=1,
     q_seq_shards=1,
     interpret=interpret,
@@ -225,16 +226,16 @@ def splash(
     residual_checkpoint_name='dots',
   )
   q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-  # The name tells a plan what is not in the arguments.
+  # `planning.kernels` reads n and the window from this name, as they are not among the kernel's arguments.
   with jax.named_scope(f'attention_stripes_{n}_window_{window}'):
-    out = jax.vmap(lambda q, k, v, *s: kernel(q, k, v, lib.SegmentIds(*s), sinks))(q, k, v, mine, segment_ids)
+    out = jax.vmap(lambda q, k, v, *s: kernel(q, k, v, lib.SegmentIds(*s), sinks))(q, k, v, query_segments, segment_ids)
   return out.swapaxes(1, 2)[:, :length]
 
 
-def _behind(x, part, n: int, fill):
-  """Shifts [B, T, ...] by n - 1 - part places; no query attends to what falls off."""
-  more = jnp.pad(x, ((0, 0), (n - 1, 0)) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
-  return jax.lax.dynamic_slice_in_dim(more, part, x.shape[1], axis=1)
+def _shifted(x, part, n: int, fill):
+  """Shifts [B, T, ...] right by n - 1 - part places; no query attends to the tokens that fall off the end."""
+  padded = jnp.pad(x, ((0, 0), (n - 1, 0)) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
+  return jax.lax.dynamic_slice_in_dim(padded, part, x.shape[1], axis=1)
 
 
 # --------------------------------------------------------------------- Triton
@@ -269,7 +270,7 @@ def attention_shape(
 
   Args:
     heads: one of `cfg.head_shapes`; None: the first.
-    branches: of a shared prompt, see `types.Batch`.
+    branches: whether rows have branches of a shared prompt, see `types.Batch`.
   """
   kv_heads, head_dim, value_dim = heads or cfg.head_shapes[0]
   return AttentionShape(
@@ -291,16 +292,16 @@ def decodes(cfg: ModelConfig | CustomConfig, compute: Compute) -> bool:
   """Returns whether `decode_triton` can decode: every layer caches keys and values of 16 bits, for heads up to 256."""
   if isinstance(cfg, CustomConfig) or jnp.dtype(compute.cache).itemsize != 2:
     return False
-  plain = {(heads, size, values) for heads, size, values in cfg.head_shapes if max(size, values) <= 256}
+  supported = {(heads, size, values) for heads, size, values in cfg.head_shapes if max(size, values) <= 256}
   # A latent cache (MLA) has one array for all heads, so its entries match no head shape.
-  return all((heads, *sizes) in plain for heads, sizes in cfg.layer_caches)
+  return all((heads, *sizes) in supported for heads, sizes in cfg.layer_caches)
 
 
 def compute_of_decoding(compute: Compute, cfg: ModelConfig | CustomConfig, rollout: Any) -> Compute:
   """Returns `compute`, without the decoding kernel if that does not support the model or `config.rollout`."""
-  # XLA gathers pages, and attends from several drafted tokens at a time.
-  plain = not rollout.page_size and not rollout.speculation
-  return dataclasses.replace(compute, decode_kernel=compute.decode_kernel and plain and decodes(cfg, compute))
+  # The kernel reads no pages, and it attends from one token per slot, where speculation has several.
+  supported = not rollout.page_size and not rollout.speculation
+  return dataclasses.replace(compute, decode_kernel=compute.decode_kernel and supported and decodes(cfg, compute))
 
 
 def check_platform(compute: Compute, platform: str) -> None:

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
 LOG2_E = math.log2(math.e)
-_Carry = tuple[jax.Array, jax.Array, jax.Array]  # of a softmax over keys: result, highest score, sum of weights
+_Carry = tuple[jax.Array, jax.Array, jax.Array]  # of an online softmax: weighted values, maximal score, sum of weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-  """Blocks of the three kernels: (queries, keys, warps, stages)."""
+  """Sizes of blocks of the three kernels: (queries, keys, warps, stages)."""
 
   forward: tuple[int, int, int, int] = (64, 64, 4, 3)
   queries: tuple[int, int, int, int] = (64, 64, 4, 2)  # gradient of the queries
@@ -67,7 +67,7 @@ def attend(
 
   Args:
     q: [B, T, H, h], scaled; k: [B, T, K, h]; v: [B, T, K, hv]. T is a multiple of 128.
-    tiles: sizes of blocks; None: those for h and hv.
+    tiles: sizes of blocks; None: the default for h and hv.
     interpret: run it on the CPU, for tests.
 
   Returns:
@@ -92,7 +92,7 @@ def _attend(static: _Static, qkv, sinks, bounds: attention_bounds.Bounds):
 
 def _attend_fwd(static, qkv, sinks, bounds):
   out, lse2 = _forward(static, qkv, sinks, bounds)
-  # Rematerialization keeps both, so that the backward pass does not run the kernel again.
+  # Rematerialization ('dots') keeps both, so that the backward pass does not run the kernel again.
   out, lse2 = checkpoint_name(out, 'dots'), checkpoint_name(lse2, 'dots')
   return out, (qkv, sinks, bounds, out, lse2)
 
@@ -115,11 +115,10 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _load(ref: Any, size: int) -> jax.Array:
-  """Reads a block [n, h padded to a power of 2] whose columns from `size` on are 0."""
+  """Reads a block [n, h padded to a power of 2]; its columns from `size` on are 0."""
   if ref.shape[-1] == size:
     return ref[...]
-  real = jnp.arange(ref.shape[-1]) < size
-  return plgpu.load(ref, mask=jnp.broadcast_to(real[None], ref.shape), other=0)
+  return plgpu.load(ref, mask=_column_mask(ref, size), other=0)
 
 
 def _store(ref: Any, x: jax.Array, size: int) -> None:
@@ -127,11 +126,15 @@ def _store(ref: Any, x: jax.Array, size: int) -> None:
   if ref.shape[-1] == size:
     ref[...] = x
   else:
-    plgpu.store(ref, x, mask=jnp.broadcast_to((jnp.arange(ref.shape[-1]) < size)[None], ref.shape))
+    plgpu.store(ref, x, mask=_column_mask(ref, size))
+
+
+def _column_mask(ref: Any, size: int) -> jax.Array:
+  return jnp.broadcast_to((jnp.arange(ref.shape[-1]) < size)[None], ref.shape)
 
 
 def _dot(a: jax.Array, b: jax.Array, trans_a: bool = False, trans_b: bool = False) -> jax.Array:
-  # float32 operands are those of tests.
+  # Operands are float32 only in tests.
   precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
   return plgpu.dot(a, b, trans_a=trans_a, trans_b=trans_b, precision=precision)
 
@@ -146,81 +149,69 @@ def scores(q: jax.Array, k: jax.Array, cap: float) -> tuple[jax.Array, jax.Array
 
 
 def nothing(rows: int, width: int) -> _Carry:
-  """Returns what `add_keys` begins with: result, highest score and sum of weights of each row."""
+  """Returns the carry of `add_keys` before any keys: zeros [rows, width], minimal scores and zero sums [rows]."""
   return jnp.zeros((rows, width), jnp.float32), jnp.full(rows, MASKED_LOGIT), jnp.zeros(rows, jnp.float32)
 
 
 def add_keys(carry: _Carry, s: jax.Array, v: jax.Array) -> _Carry:
-  """Adds keys with scores `s` [rows, keys] to base 2, and their values, to a softmax over all keys so far."""
-  out, top, total = carry
-  highest = jnp.maximum(top, jnp.max(s, axis=1))
-  weights, old = jnp.exp2(s - highest[:, None]), jnp.exp2(top - highest)
-  out = out * old[:, None] + _dot(weights.astype(v.dtype), v)
-  return out, highest, total * old + jnp.sum(weights, axis=1)
+  """Adds keys with scores `s` [rows, keys], in units of log2, and their values, to an online softmax."""
+  out, old_max, total = carry
+  new_max = jnp.maximum(old_max, jnp.max(s, axis=1))
+  weights, rescale = jnp.exp2(s - new_max[:, None]), jnp.exp2(old_max - new_max)
+  out = out * rescale[:, None] + _dot(weights.astype(v.dtype), v)
+  return out, new_max, total * rescale + jnp.sum(weights, axis=1)
 
 
-def _ids(ref, place) -> tuple[jax.Array, jax.Array] | None:
-  return None if ref is None else (ref[0, place], ref[1, place])
+def _ids(ref, tokens) -> tuple[jax.Array, jax.Array] | None:
+  """Returns (branches, positions) of a slice of tokens."""
+  return None if ref is None else (ref[0, tokens], ref[1, tokens])
 
 
 def _over_keys(step, carry, min_key_ref, gap_ref, *, cols: int, high):
-  """Folds step(block, carry) over the blocks of `cols` keys, up to block `high`, that some queries attend to."""
+  """Folds step(block, carry) over the blocks of `cols` keys below block `high` to which some query attends."""
   i = pl.program_id(0)
   low = min_key_ref[i] // cols
   if gap_ref is None:
     return jax.lax.fori_loop(low, high, step, carry)
   gap = jnp.maximum(pl.cdiv(gap_ref[0, i], cols), low)  # the first block that is skipped
-  skipped = jnp.maximum(gap_ref[1, i] // cols - gap, 0)
+  skipped = jnp.maximum(gap_ref[1, i] // cols - gap, 0)  # how many are
   return jax.lax.fori_loop(low, high - skipped, lambda j, x: step(jnp.where(j < gap, j, j + skipped), x), carry)
 
 
 def _forward_kernel(
-  q_ref, k_ref, v_ref, first_key_ref, min_key_ref, gap_ref, ids_ref, sinks_ref, out_ref, lse2_ref, *, static, sizes
+  q_ref, k_ref, v_ref, first_key_ref, min_key_ref, gap_ref, ids_ref, sinks_ref, out_ref, lse2_ref, *, static, dims
 ):
   rows, cols, *_ = static.tiles.forward
-  size, values = sizes
+  size, values = dims
   begin = pl.program_id(0) * rows
-  q, at = _load(q_ref, size), begin + jnp.arange(rows)
+  q, query_places = _load(q_ref, size), begin + jnp.arange(rows)
   first_key, query_ids = first_key_ref[...], _ids(ids_ref, pl.ds(begin, rows))
 
   def step(j, carry):
     keys = pl.ds(j * cols, cols)
     s, _ = scores(q, _load(k_ref.at[keys], size), static.cap)
-    columns = j * cols + jnp.arange(cols)
-    seen = visible(at, first_key, columns, query_ids, _ids(ids_ref, keys), window=static.window)
-    return add_keys(carry, jnp.where(seen, s * LOG2_E, MASKED_LOGIT), _load(v_ref.at[keys], values))
+    key_places = j * cols + jnp.arange(cols)
+    mask = visible(query_places, first_key, key_places, query_ids, _ids(ids_ref, keys), window=static.window)
+    return add_keys(carry, jnp.where(mask, s * LOG2_E, MASKED_LOGIT), _load(v_ref.at[keys], values))
 
   carry = nothing(rows, v_ref.shape[-1])
-  out, top, total = _over_keys(step, carry, min_key_ref, gap_ref, cols=cols, high=pl.cdiv(begin + rows, cols))
+  out, max_score, total = _over_keys(step, carry, min_key_ref, gap_ref, cols=cols, high=pl.cdiv(begin + rows, cols))
   if sinks_ref is not None:  # a key without a value
     sink = sinks_ref[pl.program_id(1)] * LOG2_E
-    highest = jnp.maximum(top, sink)
-    old = jnp.exp2(top - highest)
-    out, total, top = out * old[:, None], total * old + jnp.exp2(sink - highest), highest
+    new_max = jnp.maximum(max_score, sink)
+    rescale = jnp.exp2(max_score - new_max)
+    out, total, max_score = out * rescale[:, None], total * rescale + jnp.exp2(sink - new_max), new_max
   _store(out_ref, out / total[:, None], values)
-  lse2_ref[...] = top + jnp.log2(total)
+  lse2_ref[...] = max_score + jnp.log2(total)
 
 
 def _queries_kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  first_key_ref,
-  min_key_ref,
-  gap_ref,
-  ids_ref,
-  g_ref,
-  lse2_ref,
-  delta_ref,
-  dq_ref,
-  *,
-  static,
-  sizes,
+  q_ref, k_ref, v_ref, first_key_ref, min_key_ref, gap_ref, ids_ref, g_ref, lse2_ref, delta_ref, dq_ref, *, static, dims
 ):
   rows, cols, *_ = static.tiles.queries
-  size, values = sizes
+  size, values = dims
   begin = pl.program_id(0) * rows
-  q, g, at = _load(q_ref, size), _load(g_ref, values), begin + jnp.arange(rows)
+  q, g, query_places = _load(q_ref, size), _load(g_ref, values), begin + jnp.arange(rows)
   first_key, query_ids = first_key_ref[...], _ids(ids_ref, pl.ds(begin, rows))
   lse2, delta = lse2_ref[...], delta_ref[...]
 
@@ -228,9 +219,9 @@ def _queries_kernel(
     keys = pl.ds(j * cols, cols)
     k = _load(k_ref.at[keys], size)
     s, slope = scores(q, k, static.cap)
-    columns = j * cols + jnp.arange(cols)
-    seen = visible(at, first_key, columns, query_ids, _ids(ids_ref, keys), window=static.window)
-    weights = jnp.exp2(jnp.where(seen, s * LOG2_E, MASKED_LOGIT) - lse2[:, None])
+    key_places = j * cols + jnp.arange(cols)
+    mask = visible(query_places, first_key, key_places, query_ids, _ids(ids_ref, keys), window=static.window)
+    weights = jnp.exp2(jnp.where(mask, s * LOG2_E, MASKED_LOGIT) - lse2[:, None])
     ds = weights * (_dot(g, _load(v_ref.at[keys], values), trans_b=True) - delta[:, None]) * slope
     return dq + _dot(ds.astype(k.dtype), k)
 
@@ -239,27 +230,14 @@ def _queries_kernel(
 
 
 def _keys_kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  first_key_ref,
-  max_query_ref,
-  ids_ref,
-  g_ref,
-  lse2_ref,
-  delta_ref,
-  dk_ref,
-  dv_ref,
-  *,
-  static,
-  sizes,
+  q_ref, k_ref, v_ref, first_key_ref, max_q_ref, ids_ref, g_ref, lse2_ref, delta_ref, dk_ref, dv_ref, *, static, dims
 ):
   rows, cols, *_ = static.tiles.keys
-  size, values = sizes
+  size, values = dims
   begin = pl.program_id(0) * cols
-  k, v, columns = _load(k_ref, size), _load(v_ref, values), begin + jnp.arange(cols)
+  k, v, key_places = _load(k_ref, size), _load(v_ref, values), begin + jnp.arange(cols)
   key_ids = _ids(ids_ref, pl.ds(begin, cols))
-  low, high = begin // rows, max_query_ref[pl.program_id(0)] // rows + 1
+  low, high = begin // rows, max_q_ref[pl.program_id(0)] // rows + 1
   count = high - low
 
   def step(n, carry):
@@ -269,9 +247,9 @@ def _keys_kernel(
     queries = pl.ds(i * rows, rows)
     q, g = _load(q_ref.at[queries, head], size), _load(g_ref.at[queries, head], values)
     s, slope = scores(q, k, static.cap)
-    at, first_key = i * rows + jnp.arange(rows), first_key_ref[queries]
-    seen = visible(at, first_key, columns, _ids(ids_ref, queries), key_ids, window=static.window)
-    weights = jnp.exp2(jnp.where(seen, s * LOG2_E, MASKED_LOGIT) - lse2_ref[head, queries][:, None])
+    query_places, first_key = i * rows + jnp.arange(rows), first_key_ref[queries]
+    mask = visible(query_places, first_key, key_places, _ids(ids_ref, queries), key_ids, window=static.window)
+    weights = jnp.exp2(jnp.where(mask, s * LOG2_E, MASKED_LOGIT) - lse2_ref[head, queries][:, None])
     dv += _dot(weights.astype(g.dtype), g, trans_a=True)
     ds = weights * (_dot(g, v, trans_b=True) - delta_ref[head, queries][:, None]) * slope
     return dk + _dot(ds.astype(q.dtype), q, trans_a=True), dv
@@ -286,40 +264,44 @@ def _keys_kernel(
 
 
 def padded(size: int) -> int:
-  return pl.next_power_of_2(max(size, 16))  # the least side of a matrix product
+  return pl.next_power_of_2(max(size, 16))  # the smallest side of a matrix product
 
 
-def _call(kernel, part: str, static: _Static, given, outputs, grid):
-  """Calls the kernel of a part of `Tiles` on (array or None, block, index map) triples, which begin with q, k and v."""
-  there = [x for x in given if x[0] is not None]
-  sizes = given[1][0].shape[3], given[2][0].shape[3]
+def _call(kernel, part: str, static: _Static, inputs, outputs, grid):
+  """Calls a kernel with the blocks of a field (`part`) of `Tiles`.
+
+  inputs, outputs: (array, block, index map) of each; inputs begin with q, k and v, and their arrays may be None.
+  """
+  arrays = [x for x in inputs if x[0] is not None]
+  dims = inputs[1][0].shape[3], inputs[2][0].shape[3]  # (h, hv)
   *_, warps, stages = getattr(static.tiles, part)
 
-  def whole(*refs):
-    inputs, rest = list(refs[: len(there)]), refs[len(there) :]
-    kernel(*(inputs.pop(0) if x[0] is not None else None for x in given), *rest, static=static, sizes=sizes)
+  def with_absent_inputs(*refs):
+    input_refs = iter(refs[: len(arrays)])
+    all_refs = [None if x[0] is None else next(input_refs) for x in inputs]
+    kernel(*all_refs, *refs[len(arrays) :], static=static, dims=dims)
 
   return pl.pallas_call(
-    whole,
+    with_absent_inputs,
     grid=grid,
-    in_specs=[pl.BlockSpec(block, index) for _, block, index in there],
+    in_specs=[pl.BlockSpec(block, index) for _, block, index in arrays],
     out_specs=[pl.BlockSpec(block, index) for _, block, index in outputs],
     out_shape=[x for x, *_ in outputs],
     compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
     interpret=static.interpret,
     name=f'attention_{part}_{static.window}',
-  )(*(x for x, *_ in there))
+  )(*(x for x, *_ in arrays))
 
 
 def _by_query(rows: int, qkv, bounds):
-  """Returns the arguments of a kernel that goes through the keys of `rows` queries, and its grid."""
+  """Returns (inputs of `_call`, grid) for a kernel whose programs loop over the keys of `rows` queries."""
   q, k, v = qkv
   gap = bounds.gap
   if gap is not None:
     gap = jnp.stack([extremes(gap[0], rows, last=True), extremes(gap[1], rows)], axis=1)
   batch, length, heads, _ = q.shape
   group, wide, wide_v = heads // k.shape[2], padded(q.shape[3]), padded(v.shape[3])
-  given = [
+  inputs = [
     (q, (None, rows, None, wide), lambda i, h, b: (b, i, h, 0)),
     (k, (None, length, None, wide), lambda i, h, b: (b, 0, h // group, 0)),
     (v, (None, length, None, wide_v), lambda i, h, b: (b, 0, h // group, 0)),
@@ -328,36 +310,35 @@ def _by_query(rows: int, qkv, bounds):
     (gap, (None, 2, length // rows), lambda i, h, b: (b, 0, 0)),
     (bounds.ids, (None, 2, length), lambda i, h, b: (b, 0, 0)),
   ]
-  return given, (length // rows, heads, batch)
+  return inputs, (length // rows, heads, batch)
 
 
 def _forward(static, qkv, sinks, bounds):
-  """Returns the result [B, T, H, hv] and the logarithms to base 2 of the sums of weights [B, H, T]."""
+  """Returns the result [B, T, H, hv] and log2 of the sum of exp(scores) of each query [B, H, T]."""
   (batch, length, heads, _), values, rows = qkv[0].shape, qkv[2].shape[3], static.tiles.forward[0]
-  given, grid = _by_query(rows, qkv, bounds)
-  given.append((sinks, (heads,), lambda i, h, b: (0,)))
+  inputs, grid = _by_query(rows, qkv, bounds)
+  inputs.append((sinks, (heads,), lambda i, h, b: (0,)))
   out = jax.ShapeDtypeStruct((batch, length, heads, values), qkv[0].dtype)
   lse2 = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
   outputs = [
     (out, (None, rows, None, padded(values)), lambda i, h, b: (b, i, h, 0)),
     (lse2, (None, None, rows), lambda i, h, b: (b, h, i)),
   ]
-  return _call(_forward_kernel, 'forward', static, given, outputs, grid=grid)
+  return _call(_forward_kernel, 'forward', static, inputs, outputs, grid=grid)
 
 
 def _backward_queries(static, qkv, bounds, *, g, lse2, delta):
   """Returns the gradient of the queries."""
   rows = static.tiles.queries[0]
-  given, grid = _by_query(rows, qkv, bounds)
-  given += [
+  inputs, grid = _by_query(rows, qkv, bounds)
+  inputs += [
     (g, (None, rows, None, padded(g.shape[3])), lambda i, h, b: (b, i, h, 0)),
     (lse2, (None, None, rows), lambda i, h, b: (b, h, i)),
     (delta, (None, None, rows), lambda i, h, b: (b, h, i)),
   ]
-  q, *block = given[0]
-  (dq,) = _call(
-    _queries_kernel, 'queries', static, given, [(jax.ShapeDtypeStruct(q.shape, q.dtype), *block)], grid=grid
-  )
+  q, *block = inputs[0]
+  outputs = [(jax.ShapeDtypeStruct(q.shape, q.dtype), *block)]
+  (dq,) = _call(_queries_kernel, 'queries', static, inputs, outputs, grid=grid)
   return dq
 
 
@@ -367,7 +348,7 @@ def _backward_keys(static, qkv, bounds, *, g, lse2, delta):
   batch, length, heads, _ = q.shape
   cols, kv_heads = static.tiles.keys[1], k.shape[2]
   group, wide, wide_v = heads // kv_heads, padded(q.shape[3]), padded(v.shape[3])
-  given = [
+  inputs = [
     (q, (None, length, group, wide), lambda j, h, b: (b, 0, h, 0)),
     (k, (None, cols, None, wide), lambda j, h, b: (b, j, h, 0)),
     (v, (None, cols, None, wide_v), lambda j, h, b: (b, j, h, 0)),
@@ -378,5 +359,5 @@ def _backward_keys(static, qkv, bounds, *, g, lse2, delta):
     (lse2, (None, group, length), lambda j, h, b: (b, h, 0)),
     (delta, (None, group, length), lambda j, h, b: (b, h, 0)),
   ]
-  outputs = [(jax.ShapeDtypeStruct(x.shape, x.dtype), *block) for x, *block in given[1:3]]
-  return _call(_keys_kernel, 'keys', static, given, outputs, grid=(length // cols, kv_heads, batch))
+  outputs = [(jax.ShapeDtypeStruct(x.shape, x.dtype), *block) for x, *block in inputs[1:3]]
+  return _call(_keys_kernel, 'keys', static, inputs, outputs, grid=(length // cols, kv_heads, batch))

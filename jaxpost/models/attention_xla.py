@@ -1,7 +1,7 @@
 """Attention by plain XLA operations, in chunks of queries.
 
-Legend: B rows, T queries (t of a part), S keys, H heads, K kv heads, G queries per kv head, h head size, hv that of
-values. Arguments are those of `layers.attention`.
+Legend: B rows, T tokens (t of a part), S keys, H heads, K kv heads, G queries per kv head, h head size, hv that of
+values. Arguments that are not documented here are those of `layers.attention`.
 """
 
 import functools
@@ -37,14 +37,14 @@ def attend_in_chunks(
   cfg: ModelConfig,
   compute: Compute,
   sinks: jax.Array | None = None,
-  mine: tuple | None = None,
+  queries: tuple | None = None,
   n: int = 1,
   choose: Callable | None = None,
 ) -> jax.Array:
   """Attends from the queries of one of n parts of a row to all earlier keys.
 
-  Each chunk of queries uses only the keys up to its own end, so half of the products are never computed and scores [T,
-  T] never exist; keys before the window of a chunk are skipped, too. Heads come before time, so that a chunk is one
+  Each chunk of queries uses only the keys up to its own end, so half of the products are never computed and scores
+  [T, T] never exist; keys before the window of a chunk are skipped, too. Heads come before time, so that a chunk is one
   contiguous matrix per head and row. In long rows each quarter (less, with a short window) uses the keys up to its end,
   its chunks are processed one after the other, and the backward pass recomputes their weights: only one chunk's weights
   exist at a time.
@@ -52,44 +52,44 @@ def attend_in_chunks(
   Args:
     q: [B, t, H, h], every nth of T = n t tokens.
     k, v: [B, T, K, h].
-    rows: those of the keys, of all T tokens.
-    mine: segments, positions, branches (or None) and places in the row, of the queries, each [B or 1, t]; more arrays
-      [B, t, ...] go to `choose`. None: the queries are those of all tokens, in order.
-    choose: (mask [B, t, keys], first key, end, *more of these queries) -> mask.
+    rows: ids and positions of the keys, all T tokens.
+    queries: segment ids, positions, branch ids (or None) and places in the row of the queries, each [B or 1, t];
+      further arrays [B, t, ...] are passed to `choose`. None: the queries are those of all tokens, in order.
+    choose: (mask [B, t, keys], first key, end, *further arrays of these queries) -> mask.
   """
   batch, length, heads, size = q.shape
-  mine = mine or (*rows, np.arange(length)[None])
+  queries = queries or (*rows, np.arange(length)[None])
   kv_heads = k.shape[2]
   shape = batch, length, kv_heads, heads // kv_heads, size
   q = scale_queries(q.reshape(shape), cfg).swapaxes(1, 2)
   k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
 
-  def attend(low, end, q, *mine):
+  def attend(low, end, q, *queries):
     """Attends to the keys from `low` to `end`."""
-    mask = _visible(mine, rows, low, end, window)
-    mask = choose(mask, low, end, *mine[4:]) if choose else mask
+    mask = _visible(queries, rows, low, end, window)
+    mask = choose(mask, low, end, *queries[4:]) if choose else mask
     scores = einsum('bktgh,bksh->bktgs', q, k[:, :, low:end], compute.dtype)
     scores = jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT)
     weights = softmax(scores, sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
     return einsum('bktgs,bksh->bktgh', weights, v[:, :, low:end], compute.dtype)
 
-  parts, step = [], min(compute.q_chunk, length)
-  if long := n * length > _LONG:
+  outs, step = [], min(compute.q_chunk, length)
+  if is_long := n * length > _LONG:
     step = -(-length // 4)
     if isinstance(window, int) and window:
       step = min(step, max(window // n, 4 * compute.q_chunk))
   for start in range(0, length, step):
     end = min(start + step, length)
     run = functools.partial(attend, first_key(n * start, window, rows.branch_ids), n * end)
-    some = q[:, :, start:end], *(x if x is None else x[:, start:end] for x in mine)
-    parts.append(_map_chunks(run, min(compute.q_chunk, step // 4), *some) if long else run(*some))
-  out = jnp.concatenate(parts, axis=2).swapaxes(1, 2)
+    part = q[:, :, start:end], *(x if x is None else x[:, start:end] for x in queries)
+    outs.append(_map_chunks(run, min(compute.q_chunk, step // 4), *part) if is_long else run(*part))
+  out = jnp.concatenate(outs, axis=2).swapaxes(1, 2)
   return out.reshape(batch, length, heads, v.shape[-1])
 
 
-def _visible(mine: Sequence, rows: PackedRows, low: int, end: int, window: int | jax.Array) -> jax.Array:
-  """Returns [B, t, end - low]: whether the queries `mine` of `attend_in_chunks` may attend to these keys."""
-  segments, positions, branches, places = mine[:4]
+def _visible(queries: Sequence, rows: PackedRows, low: int, end: int, window: int | jax.Array) -> jax.Array:
+  """Returns [B, t, end - low]: whether `queries` of `attend_in_chunks` may attend to the keys from `low` to `end`."""
+  segments, positions, branches, places = queries[:4]
   mask = segments[:, :, None] == rows.segment_ids[:, None, low:end]
   mask &= places[:, :, None] >= jnp.arange(low, end)
   if not isinstance(window, int) or window:
@@ -100,19 +100,19 @@ def _visible(mine: Sequence, rows: PackedRows, low: int, end: int, window: int |
   return mask
 
 
-def _map_chunks(run, step: int, q, *rest):
-  """Runs `run(q, *rest)` for `step` queries at a time, rematerialized backward."""
-  count = q.shape[2] // step
+def _map_chunks(run, step: int, q, *queries):
+  """Computes `run(q, *queries)` for chunks of `step` queries, one at a time, which the backward pass computes again."""
+  count = q.shape[2] // step  # of whole chunks
 
   def split(x, axis):
-    some = jax.lax.slice_in_dim(x, 0, count * step, axis=axis)
-    return jnp.moveaxis(some.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :]), axis, 0)
+    whole = jax.lax.slice_in_dim(x, 0, count * step, axis=axis)
+    return jnp.moveaxis(whole.reshape(*x.shape[:axis], count, step, *x.shape[axis + 1 :]), axis, 0)
 
   run = jax.checkpoint(run)
-  out = jax.lax.map(lambda xs: run(*xs), (split(q, 2), *jax.tree.map(lambda x: split(x, 1), rest)))
+  out = jax.lax.map(lambda xs: run(*xs), (split(q, 2), *jax.tree.map(lambda x: split(x, 1), queries)))
   out = jnp.moveaxis(out, 0, 2).reshape(*q.shape[:2], count * step, *out.shape[4:])
-  if left := q.shape[2] - count * step:
-    last = run(q[:, :, -left:], *jax.tree.map(lambda x: x[:, -left:], rest))
+  if remainder := q.shape[2] - count * step:
+    last = run(q[:, :, -remainder:], *jax.tree.map(lambda x: x[:, -remainder:], queries))
     out = jnp.concatenate([out, last], axis=2)
   return out
 
@@ -120,7 +120,7 @@ def _map_chunks(run, step: int, q, *rest):
 def first_key(start: int, window: int | jax.Array, branch_ids: jax.Array | None) -> int:
   """Returns the first key that the query at `start` of a row may attend to.
 
-  With branches it is 0: the shared part is closer by position than by place.
+  It is 0 for rows with branches: windows count positions, and the shared part is closer in positions than in places.
   """
   if branch_ids is not None or not isinstance(window, int) or not window:
     return 0

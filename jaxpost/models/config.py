@@ -9,14 +9,14 @@ from typing import NamedTuple
 class Rope:
   """One set of rotary frequencies (Su et al., arXiv:2104.09864).
 
-  `scaling` holds the (name, value) pairs of a `rope_parameters` block with
-  its `rope_type` first, or nothing; `rope.py` has the formulas.
+  `scaling` holds the (name, value) pairs of the `rope_parameters` in a config.json,
+  `rope_type` first, or nothing; `rope_scalings.py` has the formulas.
   """
 
   theta: float = 10_000.0
   scaling: tuple = ()
   interleaved: bool = False  # rotated pairs are adjacent entries
-  size: int = 0  # entries of a head that it is for; 0: `ModelConfig.rope_size`
+  size: int = 0  # size of the heads that it rotates; 0: `ModelConfig.rope_size`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Experts:
   top_k: int
   size: int  # hidden size of an expert, as `intermediate_size` of a dense MLP
   normalize: bool = True  # the weights of the chosen experts sum to 1
-  limit: float = 0.0  # gate and up projections are clipped to it (GPT-OSS); 0: no
+  limit: float = 0.0  # gate and up projections are clipped to it (GPT-OSS); 0: not clipped
   alpha: float = 1.0  # with a limit: gate sigmoid(alpha gate) (up + 1)
   record: bool = False  # caches record the chosen experts, for routing replay
   shared: int = 0  # shared experts of that size, for all tokens
@@ -42,8 +42,8 @@ class Experts:
   top_groups: int = 1
   scale: float = 1.0
   epsilon: float = 1e-20  # added to the sum of the chosen sigmoids
-  latent: int = 0  # size of what experts read and write, projected from and to the hidden size; 0: no projections
-  on_inputs: bool = False  # the router's weights multiply what experts read instead of what they write
+  latent: int = 0  # size of the inputs and outputs of experts, projected from and to the hidden size; 0: no projections
+  on_inputs: bool = False  # the router's weights multiply the inputs of experts instead of their outputs
 
   def share(self, devices: int) -> float:
     """Expected fraction of tokens that are routed to a device, for a uniform router."""
@@ -52,7 +52,7 @@ class Experts:
 
 
 class LayerKind(NamedTuple):
-  """The properties in which layers differ; arrays in a scan over layers."""
+  """The properties in which layers differ; traced arrays in a scan over layers."""
 
   rope: int  # index of its RoPE table, -1 for none
   window: int  # sliding window in tokens, 0 for full attention
@@ -95,7 +95,7 @@ class ModelConfig:
   experts: Experts | None = None  # mixture of experts instead of a dense MLP: `moe.py`
   initializer_range: float = 0.02
   num_labels: int = 0  # 1: a scalar head instead of the language-model head
-  # Beside the language-model head: 'value', a scalar head; 'mtp', which predicts one token further (`multi_token.py`).
+  # Beside the language-model head: 'value', a scalar head; 'mtp', which predicts the token after the next one.
   more_heads: tuple[str, ...] = ()
   lora: tuple = ()  # (rank, alpha, rslora, targets): `lora.py`
   vocab_multiple: int = 64  # the vocabulary is padded to a multiple of it
@@ -137,7 +137,7 @@ class ModelConfig:
 
   @property
   def layer_widths(self) -> tuple[int, ...]:
-    """Head size and that of values, together, of each layer."""
+    """The sum of the head sizes of keys and values, for each layer."""
     return (self.head_dim + self.value_dim,) * self.num_layers
 
   @property
@@ -152,7 +152,7 @@ class ModelConfig:
 
   @property
   def state_shapes(self) -> tuple[tuple[int, ...], ...]:
-    """Shapes of what a layer with a state keeps of a sequence; () for models without."""
+    """Shapes of the arrays in a layer's recurrent state of a sequence; () for models without such states."""
     return ()
 
   @property
@@ -161,7 +161,7 @@ class ModelConfig:
     return 0.0
 
   def place_in_cache(self, layer: int) -> int:
-    """Index of a layer among those whose cache is of the same kind."""
+    """Index of a layer among those with the same kind of cache: keys and values, or recurrent states."""
     return layer
 
   def place_of_experts(self, layer: int) -> int | None:
@@ -207,7 +207,7 @@ class CustomConfig:
   ropes: tuple = ()
   lora: tuple = ()
 
-  max_position = 1 << 30  # unknown, as what follows
+  max_position = 1 << 30  # this and the following are unknown
   cached = (0, ())
   layer_stacks = ()
   state_shapes = ()

@@ -33,13 +33,13 @@ def unstripe(x: jax.Array, n: int) -> jax.Array:
 
 
 def unstripe_sharded(x: jax.Array, layout: Layout) -> jax.Array:
-  """Undoes `stripe` for [B, T, D] split over `context`: each token is sent once."""
+  """Undoes `stripe` for [B, T, D] split over `context`; each token is sent to another device at most once."""
   n = row_shards(layout)
   part = x.shape[1] // n
   if part % n:
     return layout(unstripe(x, n), 'batch', 'time', None)
 
-  def local(x):  # sends a contiguous run of the stripe to each part
+  def local(x):  # [B, t, D]: sends a contiguous run of the stripe to each device
     x = x.reshape(len(x), n, part // n, x.shape[-1])
     x = jax.lax.all_to_all(x, 'context', 1, 1, tiled=True)
     return unstripe(x.reshape(len(x), part, -1), n)
@@ -55,10 +55,7 @@ def gather_stripes(x: jax.Array) -> jax.Array:
 
 
 def shard_map_axes(layout: Layout, split: PartitionSpec) -> dict:
-  """Returns the arguments of `shard_map` over the axes that arrays are split over.
-
-  The other axes stay automatic.
-  """
+  """Returns arguments of `shard_map` that make the mesh axes of `split` manual; the other axes stay automatic."""
   return dict(mesh=layout.mesh, check_vma=False, axis_names={a for part in split for a in axes_of(part)})
 
 
@@ -76,27 +73,26 @@ def attend(
 ) -> jax.Array:
   """Computes `layers.attention` of rows in n parts: q, k and v are striped, `rows` are in order.
 
-  In a `shard_map`: the partitioner would sum the gradients of keys and values over the whole mesh.
+  It is a `shard_map`, because the partitioner would sum the gradients of keys and values over the whole mesh.
   """
-  length = q.shape[1]
-  k, v = (x.astype(compute.dtype) for x in (k, v))
-  if layout.mesh.devices.flat[0].platform == 'cpu':
-    k, v = (x.astype(jnp.float32) for x in (k, v))  # XLA:CPU sums no bfloat16
-  mine = *(x if x is None else stripe(x, n) for x in rows), stripe(jnp.arange(length)[None], n)
+  k, v = k.astype(compute.dtype), v.astype(compute.dtype)
+  if layout.mesh.devices.flat[0].platform == 'cpu':  # XLA:CPU cannot sum gradients in bfloat16
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+  queries = *(x if x is None else stripe(x, n) for x in rows), stripe(jnp.arange(q.shape[1])[None], n)
   split = layout.spec(('batch', 'time', 'kv_heads'), k.shape)
-  of_mine = *(PartitionSpec(*split[:2]),) * 3, PartitionSpec(None, split[1])
+  queries_split = *(PartitionSpec(*split[:2]),) * 3, PartitionSpec(None, split[1])
 
-  # An int is static; in a scan over layers the window is traced.
-  traced = None if isinstance(window, int) else window
+  # A window that is an int stays static; a traced one, of a scan over layers, has to be an argument of the `shard_map`.
+  traced_window = None if isinstance(window, int) else window
 
-  def local(q, k, v, mine, rows, traced, sinks):
-    k, v = map(gather_stripes, (k, v))
-    here = window if traced is None else traced
-    return attend_in_chunks(q, k, v, rows, here, cfg=cfg, compute=compute, sinks=sinks, mine=mine, n=n)
+  def local(q, k, v, queries, rows, traced_window, sinks):
+    k, v = gather_stripes(k), gather_stripes(v)
+    local_window = window if traced_window is None else traced_window
+    return attend_in_chunks(q, k, v, rows, local_window, cfg=cfg, compute=compute, sinks=sinks, queries=queries, n=n)
 
   return jax.shard_map(
     local,
     **shard_map_axes(layout, split),
-    in_specs=(split, split, split, of_mine, PartitionSpec(split[0]), PartitionSpec(), PartitionSpec(split[2])),
+    in_specs=(split, split, split, queries_split, PartitionSpec(split[0]), PartitionSpec(), PartitionSpec(split[2])),
     out_specs=split,
-  )(q, k, v, mine, rows, traced, sinks)
+  )(q, k, v, queries, rows, traced_window, sinks)

@@ -2,8 +2,8 @@
 
 Legend: B rows, T tokens, D hidden size, N heads, h head size, W taps.
 
-A convolution keeps the last W - 1 of its inputs of a sequence. A row has runs of tokens
-(`runs_of`); no convolution reaches into the run before.
+The state of a convolution is its tail, the last W - 1 inputs of a sequence. A row has runs of
+tokens (`runs_of`); no convolution reaches into the run before.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _BLOCK = 'model.layers.{}.conv.'
 
 
 def runs_of(segment_ids: jax.Array) -> jax.Array:
-  """Numbers the documents of each row [B, T] from 0 on; padding (0) counts to the one before it.
+  """Returns the run [B, T] of each token: its document's number in the row, from 0. Padding (0) extends the run before.
 
-  The first document has number 0: it continues the state that a row begins with.
+  Run 0 continues the state that a row begins with.
   """
-  last = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
-  return jnp.cumsum((segment_ids > 0) & (segment_ids != last), axis=1)
+  previous = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+  return jnp.cumsum((segment_ids > 0) & (segment_ids != previous), axis=1)
 
 
 def convolve(x: jax.Array, weight: jax.Array, runs: jax.Array, tail: jax.Array | None = None) -> jax.Array:
@@ -56,7 +56,7 @@ def convolve(x: jax.Array, weight: jax.Array, runs: jax.Array, tail: jax.Array |
 
 
 def with_tail(x: jax.Array, tail: jax.Array | None, taps: int) -> jax.Array:
-  """Returns [B, W - 1 + T, N, h]: the inputs of a convolution and those before them, in float32."""
+  """Returns [B, W - 1 + T, N, h] float32: the tail (None: zeros) and the inputs of a convolution."""
   x = x.astype(jnp.float32)
   if tail is None:
     return jnp.pad(x, ((0, 0), (taps - 1, 0), (0, 0), (0, 0)))
@@ -71,25 +71,24 @@ def over_row(
   Args:
     inputs: [B, T, N, h] each.
     weights: [N h, 1, W] for each of them.
-    segment_ids: [B, T], documents of each row, 0 for padding.
+    segment_ids: [B, T], ids of the documents of each row, 0 for padding.
     tails: [B, N, W - 1, h] or None, for each of them.
 
   Returns:
-    (outputs, the tails after the last token that is no padding).
+    (outputs, the tails after the last token that is not padding).
   """
   runs, taps = runs_of(segment_ids), weights[0].shape[-1]
-  # The inputs before the first token of padding, which is on the right where tails are used.
-  ends = jnp.sum(segment_ids > 0, axis=1, keepdims=True, dtype=jnp.int32) + jnp.arange(taps - 1)
-  outputs, kept = [], []
+  # [B, W - 1]: places in `with_tail` of the last inputs before padding, which is on the right where tails are used.
+  places = jnp.sum(segment_ids > 0, axis=1, keepdims=True, dtype=jnp.int32) + jnp.arange(taps - 1)
+  outputs, new_tails = [], []
   for x, weight, tail in zip(inputs, weights, tails, strict=True):
     outputs.append(convolve(x, weight.reshape(*x.shape[2:], taps), runs, tail))
-    seen = with_tail(x, tail, taps)
-    kept.append(jnp.take_along_axis(seen, ends[..., None, None], axis=1).swapaxes(1, 2))
-  return outputs, kept
+    new_tails.append(jnp.take_along_axis(with_tail(x, tail, taps), places[..., None, None], axis=1).swapaxes(1, 2))
+  return outputs, new_tails
 
 
 def rows(cfg: HybridConfig) -> dict[str, Param]:
-  """Returns the rows of the mixer of a layer, whose channels are split into as many heads as attention has."""
+  """Returns the rows of the mixer of a layer; its channels are split into as many heads as attention has."""
   d, (heads, size) = cfg.hidden_size, cfg.convolved[0]
   axes = ('layers', 'embed', 'heads', None)
   inputs = {

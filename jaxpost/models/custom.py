@@ -4,9 +4,8 @@ Legend: B rows, T tokens, S slots, D hidden size, V vocabulary.
 
 The module is called with `tokens`, `positions` and `segment_ids`, int32
 [B, T], and returns hidden states [B, T, D]. A token may attend to itself and to
-earlier tokens of its segment. That, and the parameter that turns hidden states
-into logits, is enough to train and to sample; docs/your_model.md has two
-complete examples.
+earlier tokens of its segment. The module and the path of its output embedding are
+enough to train and to sample; docs/your_model.md has two complete examples.
 
 There is no KV cache: each new token costs a pass over the whole text. A model
 that has to sample fast provides `prefill` and `decode` itself.
@@ -33,7 +32,7 @@ def linen(module: Any, *, vocab_size: int, head: str, axes: Sequence[tuple[str, 
   """Makes a model of a `flax.linen.Module`.
 
   Args:
-    module: see above; all its variables are in the collection 'params'.
+    module: see the top of this file; all its variables are in the collection 'params'.
     vocab_size: V, its number of tokens.
     head: path of the output embedding, [V, D] or [D, V]: 'embed/embedding' if
       it is tied to the input's, 'lm_head/kernel' for a Dense.
@@ -43,14 +42,14 @@ def linen(module: Any, *, vocab_size: int, head: str, axes: Sequence[tuple[str, 
   """
   import flax.linen as nn
 
-  def boxed(key):
+  def init_boxed(key):
     variables = module.init(key, *_example())
     _refuse(set(variables) != {'params'}, f'has the collections {", ".join(sorted(variables))}')
     return variables['params']
 
-  names = nn.get_partition_spec(jax.eval_shape(boxed, jax.random.key(0)))
+  names = nn.get_partition_spec(jax.eval_shape(init_boxed, jax.random.key(0)))
   return _make(
-    lambda key: nn.unbox(boxed(key)),
+    lambda key: nn.unbox(init_boxed(key)),
     lambda params, *inputs: module.apply({'params': params}, *inputs),
     vocab_size,
     head,
@@ -68,8 +67,8 @@ def nnx(make_module: Callable, *, vocab_size: int, head: str, axes: Sequence[tup
   from flax import nnx as lib
 
   graph, *states = lib.split(lib.eval_shape(lambda: make_module(lib.Rngs(0))), lib.Param, ...)
-  abstract, rest = states
-  _refuse(bool(jax.tree.leaves(rest)), 'has state that is no nnx.Param')
+  abstract, other_state = states
+  _refuse(bool(jax.tree.leaves(other_state)), 'has state that is not an nnx.Param')
 
   def init(key):
     state = lib.state(make_module(lib.Rngs(key)), lib.Param)
@@ -84,10 +83,10 @@ def nnx(make_module: Callable, *, vocab_size: int, head: str, axes: Sequence[tup
   return _make(init, apply, vocab_size, head, axes, named=flatten(_strings(names)))
 
 
-def _refuse(wrong: bool, what: str):
-  """Raises InputError: the module `what`."""
-  if wrong:
-    raise InputError(f'config.model.preset: the module {what}; only parameters can be trained, sharded and saved')
+def _refuse(condition: bool, complaint: str):
+  """Raises InputError if the condition holds; `complaint` follows 'the module' in the message."""
+  if condition:
+    raise InputError(f'config.model.preset: the module {complaint}; only parameters can be trained, sharded and saved')
 
 
 def _example() -> tuple[jax.Array, ...]:
@@ -96,21 +95,20 @@ def _example() -> tuple[jax.Array, ...]:
 
 
 def _strings(tree: Any) -> Any:
-  """Turns the keys of nested dicts into strings: nnx has ints for lists."""
+  """Turns the keys of nested dicts into strings; nnx uses ints for lists."""
   return {str(k): _strings(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
 
 
 def _axes(path: str, shape: tuple, rules, named) -> tuple:
   """Returns the logical axes of a parameter; InputError for unknown names."""
-  found = _named_axes(path, shape, rules, named)
-  for name in found:
+  axes = _named_axes(path, shape, rules, named)
+  for name in axes:
     if name is not None and name not in RULES['train']:
       raise InputError(
-        f'config.model.preset: axes {found} of {path}: nothing is called '
-        f'{name!r}, so that dimension would be whole on every device; known: '
-        f'{", ".join(RULES["train"])}, or None'
+        f'config.model.preset: axes {axes} of {path}: {name!r} is not a logical axis, '
+        f'so that dimension would not be sharded; use {", ".join(RULES["train"])}, or None'
       )
-  return found
+  return axes
 
 
 def _named_axes(path: str, shape: tuple, rules, named) -> tuple:
@@ -134,7 +132,7 @@ def _make(init, apply, vocab_size, head, rules, named) -> Model:
     f'has a {head} of {list(shapes[head])}, which is not [{vocab_size}, width] or its transpose',
   )
   for path, shape in shapes.items():
-    _refuse(not shape, f'has {path} without a dimension; give it shape [1]')
+    _refuse(not shape, f'has the scalar {path}; give it shape [1]')
   table = {
     path: Param(shape, _axes(path, shape, rules, named.get(path)), path.replace('/', '.'), exact=len(shape) < 2)
     for path, shape in shapes.items()
@@ -142,28 +140,23 @@ def _make(init, apply, vocab_size, head, rules, named) -> Model:
   for pattern, _ in rules:
     _refuse(
       not any(re.fullmatch(pattern, p) for p in table),
-      f'has no parameter that {pattern!r} in `axes` fits; there is {", ".join(table)}',
+      f'has no parameter that {pattern!r} in `axes` matches; there is {", ".join(table)}',
     )
-  rows = shapes[head][0] == vocab_size
-  config = CustomConfig(vocab_size, shapes[head][rows], sum(math.prod(s) for s in shapes.values()))
+  vocab_first = shapes[head][0] == vocab_size
+  config = CustomConfig(vocab_size, shapes[head][vocab_first], sum(math.prod(s) for s in shapes.values()))
 
   def run(params, tokens, positions, segment_ids, compute):
-    # Rounded here, and so alike in training, scoring and sampling.
-    params = nest(
-      {
-        path: leaf(params, path) if spec.exact else leaf(params, path).astype(compute.dtype)
-        for path, spec in table.items()
-      }
-    )
-    exact = 'highest' if compute.dtype == 'float32' else None
-    with jax.default_matmul_precision(exact):
-      return apply(params, tokens, positions, segment_ids)
+    # Rounded here, so that training, scoring and sampling use the same values.
+    flat = {path: leaf(params, path) for path in table}
+    flat = {path: x if table[path].exact else x.astype(compute.dtype) for path, x in flat.items()}
+    with jax.default_matmul_precision('highest' if compute.dtype == 'float32' else None):
+      return apply(nest(flat), tokens, positions, segment_ids)
 
   return Model(
     config=config,
     table=table,
     forward=functools.partial(_forward, run),
-    head=lambda params: leaf(params, head) if rows else leaf(params, head).T,
+    head=lambda params: leaf(params, head) if vocab_first else leaf(params, head).T,
     init=lambda key, dtype=jnp.float32: jax.tree.map(lambda x: x.astype(dtype), init(key)),
     prefill=functools.partial(_prefill, run),
     decode=functools.partial(_decode, run),
@@ -187,9 +180,8 @@ def _decode(run, weights, cache, recent, tokens, filled, step, *, compute, const
   del constrain
   new = jax.lax.dynamic_update_slice_in_dim(recent.k[0], tokens[:, None, None, None], step, axis=2)
   rows = jnp.pad(cache.k[0][:, 0, :, 0], ((0, 0), (0, new.shape[2])))
-  text = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice_in_dim(row, new, at, axis=0))(
-    rows, new[:, 0, :, 0], filled
-  )
+  append = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
+  text = append(rows, new[:, 0, :, 0], filled)
   hidden = _read(run, weights, text, filled + step + 1, compute)
   return Cache((new,), ()), hidden
 

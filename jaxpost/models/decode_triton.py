@@ -1,9 +1,10 @@
 """Attention of single tokens over a KV cache on NVIDIA GPUs, in Pallas for Triton.
 
-One kernel reads the filled entries of each slot once, whatever room the cache has. Few slots are split along their
-entries over several blocks of the device (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+One kernel reads only the filled entries of each slot, each of them once. If there are few slots, the entries of a slot
+are split over several programs (Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 
-Legend: S slots, K kv heads, G queries per kv head, h head size, hv that of values, N entries of a slot, T of a block.
+Legend: S slots, K kv heads, G queries per kv head, h head size, hv that of values, N entries of a slot, T those of a
+block of new tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.config import ModelConfig
 
-_PARTS = 192  # blocks that keep a device busy
-_LEAST = 256  # entries that are worth a block
-_ENTRIES, _WARPS, _STAGES = 32, 4, 4  # the fastest of six on an H200
-_WIDE, _FEWER = 128, 3  # heads above which stages, which hold entries in shared memory, would not fit an L4
+_PROGRAMS = 192  # as many keep a device busy
+_MIN_ENTRIES = 256  # of a program: fewer are not worth one
+_ENTRIES, _WARPS, _STAGES = 32, 4, 4  # the fastest of six settings on an H200
+# Stages hold entries in shared memory: heads of more than _WIDE need fewer stages to fit an L4.
+_WIDE, _WIDE_STAGES = 128, 3
 
 
 def cached_attention(
@@ -51,12 +53,12 @@ def cached_attention(
   shape, kv_heads = q.shape, cache[0].shape[1]
   q = scale_queries(q, cfg).astype(compute.dtype).reshape(len(q), kv_heads, -1, shape[-1])
   run = functools.partial(attend, window=window, cfg=cfg)
-  given = q, tuple(cache), tuple(recent), filled, step, sinks if sinks is None else sinks.reshape(kv_heads, -1)
+  args = q, tuple(cache), tuple(recent), filled, step, sinks if sinks is None else sinks.reshape(kv_heads, -1)
   if isinstance(layout, Layout) and layout.mesh.size > 1:
     rows = layout.spec(('batch', 'kv_heads', None, None), q.shape)
     specs = rows, rows, rows, PartitionSpec(rows[0]), PartitionSpec(), PartitionSpec(rows[1])
     run = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=rows, check_vma=False)
-  return run(*given).reshape(*shape[:3], -1)
+  return run(*args).reshape(*shape[:3], -1)
 
 
 class _Static(NamedTuple):
@@ -79,13 +81,13 @@ def attend(
   cfg: ModelConfig,
   interpret: bool = False,
 ) -> jax.Array:
-  """Attends to what is filled of a cache, and to the tokens of the present block.
+  """Attends to the filled entries of a cache and to the tokens of the current block.
 
   Args:
     q: [S, K, G, h], scaled.
-    cache: keys [S, K, N, h] and values [S, K, N, hv], of which the first `filled` [S] are valid; slots beyond those of
-      q are left alone.
-    recent: keys [S, K, T, h] and values [S, K, T, hv] of the tokens after those, of which the first `step` + 1 are.
+    cache: keys [S, K, N, h] and values [S, K, N, hv], of which the first `filled` [S] are valid; it may have more
+      slots, which are not read.
+    recent: keys [S, K, T, h] and values [S, K, T, hv] of the next tokens, of which the first `step` + 1 are valid.
     sinks: [K, G], or None.
     interpret: run it on the CPU, for tests.
 
@@ -94,8 +96,8 @@ def attend(
   """
   slots, heads, group, size = q.shape
   room, block, values = cache[0].shape[2], recent[0].shape[2], cache[1].shape[3]
-  filled = jnp.minimum(filled, room)  # The position of an idle slot keeps growing past its cache.
-  parts = max(1, min(-(-_PARTS // (slots * heads)), room // _LEAST))
+  filled = jnp.minimum(filled, room)  # the position of an idle slot keeps growing past its cache
+  parts = max(1, min(-(-_PROGRAMS // (slots * heads)), room // _MIN_ENTRIES))
   wide, wide_v, rows, new = map(attention_triton.padded, (size, values, group, block))
   arrays = [
     (q, (None, None, rows, wide), lambda h, s, i: (s, h, 0, 0)),
@@ -107,7 +109,7 @@ def attend(
     (jnp.reshape(step, (1,)).astype(jnp.int32), (1,), lambda h, s, i: (0,)),
   ]
   static = _Static(window, cfg.chunked, cfg.attention_softcap)
-  stages = _STAGES if max(wide, wide_v) <= _WIDE else _FEWER
+  stages = _STAGES if max(wide, wide_v) <= _WIDE else _WIDE_STAGES
   out, lse2 = pl.pallas_call(
     functools.partial(_kernel, sizes=(group, size, values, block), parts=parts, static=static),
     grid=(heads, slots, parts),
@@ -132,7 +134,7 @@ def _merged(out: jax.Array, lse2: jax.Array, sinks: jax.Array | None) -> jax.Arr
 
   Args:
     out: [n, S, K, G, hv], the attention to each part alone.
-    lse2: [n, S, K, G], log2 of the sum of exp2(scores) of each part; scores are to base 2.
+    lse2: [n, S, K, G], log2 of the sum of exp(scores) of each part.
   """
   if len(out) == 1 and sinks is None:
     return out[0]
@@ -144,54 +146,44 @@ def _merged(out: jax.Array, lse2: jax.Array, sinks: jax.Array | None) -> jax.Arr
 
 
 def _kernel(
-  q_ref,
-  k_ref,
-  v_ref,
-  new_k_ref,
-  new_v_ref,
-  filled_ref,
-  step_ref,
-  out_ref,
-  lse2_ref,
-  *,
-  sizes: tuple[int, int, int, int],
-  parts: int,
-  static: _Static,
+  q_ref, k_ref, v_ref, new_k_ref, new_v_ref, filled_ref, step_ref, out_ref, lse2_ref, *, sizes, parts, static: _Static
 ):
-  """Attends from the queries of a kv head to a part of the entries of its slot, and the first part to the block."""
+  """Attends from the queries of a kv head to a part of the entries of its slot; part 0 includes the recent tokens.
+
+  sizes: (G, h, hv, T). parts: number of the parts of entries.
+  """
   group, size, values, block = sizes
   filled, step, part = filled_ref[pl.program_id(1)], step_ref[0], pl.program_id(2)
-  now = filled + step
+  position = filled + step  # of the query
   first = jnp.int32(0)
   if window := static.window:
-    first = jnp.maximum(0, now - now % window if static.chunked else now - window + 1)
+    first = jnp.maximum(0, position - position % window if static.chunked else position - window + 1)
   real = jnp.arange(q_ref.shape[0]) < group
   q = _load(q_ref, real, size)
 
-  def add(carry, keys, vals, seen):
+  def add(carry, keys, vals, mask):
     s, _ = attention_triton.scores(q, keys, static.cap)
-    return attention_triton.add_keys(carry, jnp.where(seen[None], s * attention_triton.LOG2_E, MASKED_LOGIT), vals)
+    return attention_triton.add_keys(carry, jnp.where(mask[None], s * attention_triton.LOG2_E, MASKED_LOGIT), vals)
 
   def add_cached(j, carry):
-    at = j * _ENTRIES + jnp.arange(_ENTRIES)
-    seen, some = (at >= first) & (at < filled), pl.ds(j * _ENTRIES, _ENTRIES)
-    return add(carry, _load(k_ref.at[some], seen, size), _load(v_ref.at[some], seen, values), seen)
+    entries, places = pl.ds(j * _ENTRIES, _ENTRIES), j * _ENTRIES + jnp.arange(_ENTRIES)
+    mask = (places >= first) & (places < filled)
+    return add(carry, _load(k_ref.at[entries], mask, size), _load(v_ref.at[entries], mask, values), mask)
 
   def add_recent(carry):
-    at = jnp.arange(new_k_ref.shape[0])
-    seen = (at <= step) & (filled + at >= first)
-    return add(carry, _load(new_k_ref, at < block, size), _load(new_v_ref, at < block, values), seen)
+    steps = jnp.arange(new_k_ref.shape[0])
+    mask = (steps <= step) & (filled + steps >= first)
+    return add(carry, _load(new_k_ref, steps < block, size), _load(new_v_ref, steps < block, values), mask)
 
   low, high = first // _ENTRIES, pl.cdiv(filled, _ENTRIES)
-  each = pl.cdiv(high - low, parts)
-  begin = low + part * each
+  blocks_per_part = pl.cdiv(high - low, parts)
+  begin = low + part * blocks_per_part
   carry = attention_triton.nothing(len(q), v_ref.shape[-1])
-  carry = jax.lax.fori_loop(begin, jnp.minimum(high, begin + each), add_cached, carry)
-  # The first part always has an entry: the token itself.
-  out, top, total = jax.lax.cond(part == 0, add_recent, lambda carry: carry, carry)
-  total = jnp.where(total > 0, total, 1)
+  carry = jax.lax.fori_loop(begin, jnp.minimum(high, begin + blocks_per_part), add_cached, carry)
+  out, max_score, total = jax.lax.cond(part == 0, add_recent, lambda carry: carry, carry)
+  total = jnp.where(total > 0, total, 1)  # part 0 has at least the token itself; others may have no entries
   plgpu.store(out_ref, (out / total[:, None]).astype(out_ref.dtype), mask=_mask(out_ref, real, values))
-  plgpu.store(lse2_ref, top + jnp.log2(total), mask=real)
+  plgpu.store(lse2_ref, max_score + jnp.log2(total), mask=real)
 
 
 def _mask(ref, rows, size: int) -> jax.Array:
@@ -199,5 +191,5 @@ def _mask(ref, rows, size: int) -> jax.Array:
 
 
 def _load(ref, rows, size: int) -> jax.Array:
-  """Reads a block [n, h padded to a power of 2]; rows that are not real, and columns from `size` on, are 0."""
+  """Reads a block [n, h padded to a power of 2]; rows where `rows` is False, and columns from `size` on, are 0."""
   return plgpu.load(ref, mask=_mask(ref, rows, size), other=0)

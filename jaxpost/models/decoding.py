@@ -36,11 +36,11 @@ def prefill(
   params = transformer.with_inputs(params, tokens, x, cfg, compute=compute, layout=constrain)
   rows = PackedRows(segment_ids, positions)
 
-  def attend(q, k, v, keep, window, sinks):
-    if jnp.dtype(compute.cache).itemsize == 1:  # what a token attends to does not depend on where its prompt ends
+  def attend(q, k, v, cache_entries, window, sinks):
+    if jnp.dtype(compute.cache).itemsize == 1:  # rounded as in the cache, which later tokens attend to
       k, v = (to_cache_type(y, compute).dense(y.dtype) for y in (k, v))
     out = layers.attention(q, k, v, rows, window, cfg=cfg, compute=compute, sinks=sinks, layout=constrain)
-    return out, [to_cache_type(y.swapaxes(1, 2), compute) for y in keep]
+    return out, [to_cache_type(y.swapaxes(1, 2), compute) for y in cache_entries]
 
   tables = rope.tables(positions, lengths[:, None], cfg)
   recur = transformer.recurrence_over(rows, cfg, compute, constrain, keep=True)
@@ -54,7 +54,7 @@ def prefill(
 
     experts = routing_replay.record(routes, cfg)
   states = tuple(tuple(state) for state, stack in zip(kept, cfg.layer_stacks) if stack in STATEFUL)
-  # A layer that reads the keys and values of another one keeps none.
+  # A layer that attends to the keys and values of another one has no entries.
   entries = [entry for entry, stack in zip(kept, cfg.layer_stacks) if stack not in STATEFUL and entry]
   keys = tuple(entry[0] for entry in entries)
   values = tuple(entry[1] for entry in entries if len(entry) > 1)  # latent attention has one array for both
@@ -74,14 +74,14 @@ def decode(
 ) -> tuple[Cache, jax.Array]:
   """Decodes one token per slot.
 
-  A block of T tokens only reads the cache, because XLA would copy a cache that is written at every token. New entries
-  are in `recent` until the block ends (`programs.cache_storage.append`).
+  XLA would copy a cache that is written at every token, so the cache is only read during a block of T tokens. New
+  entries are in `recent` until the block ends (`programs.cache_storage.append`).
 
   Args:
-    weights: with a list of layers (`unstack_layers`): their parameters, or functions of their inputs that return these.
+    weights: with a list of layers (`unstack_layers`), each its parameters or a function of its input that returns them.
     cache: L x [S, K, N, h], or pages and a table; the first `filled` [S] entries are valid.
-    recent: a Cache, too: L x [S, K, T, h], of which the first `step` are valid, and the present states.
-    tokens: [S], at positions filled + step; or [S, T'], consecutive tokens.
+    recent: a Cache with L x [S, K, T, h], of which the first `step` are valid, and the current recurrent states.
+    tokens: [S], at positions filled + step; or [S, T'], consecutive tokens that begin there.
 
   Returns:
     (recent with the new entries, hidden [S, D] or [S, T', D]).
@@ -91,20 +91,19 @@ def decode(
   weights = transformer.with_inputs(weights, rows, x, cfg, compute=compute, layout=constrain)
   positions = (filled + step)[:, None] + jnp.arange(rows.shape[1])
   tables = rope.tables(positions, positions + 1, cfg)
-  ks, vs, experts, states = (list(x) for x in (recent.k, recent.v, recent.experts, recent.states))
+  ks, vs, experts, states = list(recent.k), list(recent.v), list(recent.experts), list(recent.states)
   put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=step, axis=2)
 
-  def attend(q, k, v, keep, layer, window, p):
+  def attend(q, _k, _v, cache_entries, layer, window, p):
     """Adds the entries of a layer to `ks` and `vs`, and attends to them and to the cache."""
-    del k, v
-    for recent_entries, new in zip((ks, vs), keep):
+    for recent_entries, new in zip((ks, vs), cache_entries):
       recent_entries[layer] = jax.tree.map(put, recent_entries[layer], to_cache_type(new.swapaxes(1, 2), compute))
     entries = layer_entries(cache, layer, step), [ks[layer], *vs[layer : layer + 1]]
     options = dict(filled=filled, step=step, window=window, sinks=p.get('sinks'), cfg=cfg, compute=compute)
-    shape = dict(latent='kv_a' in p, one_token=tokens.ndim == 1, layout=constrain)
-    return _attend_to_entries(q, *entries, **shape, **options), None
+    form = dict(latent='kv_a' in p, one_token=tokens.ndim == 1, layout=constrain)
+    return _attend_to_entries(q, *entries, **form, **options), None
 
-  run = functools.partial(transformer.layer, cfg=cfg, compute=compute, layout=constrain, absorbed=True)
+  run_layer = functools.partial(transformer.layer, cfg=cfg, compute=compute, layout=constrain, absorbed=True)
   for i, (p, kind) in enumerate(zip(weights['layers'], cfg.layer_kinds)):
     p = p(x) if callable(p) else p
     place = cfg.place_in_cache(i)
@@ -114,33 +113,33 @@ def decode(
       from jaxpost.models import hybrid
 
       recur = hybrid.over_state(cfg, states, place, compute, constrain)
-    x, _, routing = run(p, x, rope.pick(tables, kind.rope), attend_layer, recur=recur)
+    x, _, routing = run_layer(p, x, rope.pick(tables, kind.rope), attend_layer, recur=recur)
     x = constrain(x, 'batch', None, None)
-    j = cfg.place_of_experts(i)
-    if experts and routing and j is not None:
-      experts[j] = put(experts[j], routing.chosen[:, None].astype(experts[j].dtype))
+    record = cfg.place_of_experts(i)
+    if experts and routing and record is not None:
+      experts[record] = put(experts[record], routing.chosen[:, None].astype(experts[record].dtype))
   x = layers.rms_norm(x, weights['norm'], cfg)
   return Cache(tuple(ks), tuple(vs), experts=tuple(experts), states=tuple(states)), x.reshape(*tokens.shape, -1)
 
 
 def _attend_to_entries(
-  q: jax.Array, cached: list, recent: list, *, latent: bool, one_token: bool, layout: Any, cfg, compute: Compute, **rest
+  q: jax.Array, cached: list, recent: list, *, latent: bool, one_token: bool, layout: Any, cfg, compute, **options
 ) -> jax.Array:
-  """Attends to the entries of a layer by the form that fits; `rest` are further arguments of `cached_attention`.
+  """Attends to the entries of a layer; `options` are the other arguments of `cached_attention`.
 
-  latent: entries are those of multi-head latent attention. one_token: each slot has one query.
+  latent: the entries are those of multi-head latent attention. one_token: each slot has one query.
   """
-  rest |= dict(cfg=cfg, compute=compute)
+  options |= dict(cfg=cfg, compute=compute)
   if latent:
     from jaxpost.models import mla
 
     q, cached, recent, choose = mla.from_cache(q, cached, recent, cfg, compute)
-    return cached_attention(q, cached, recent, choose=choose, **rest)
+    return cached_attention(q, cached, recent, choose=choose, **options)
   if compute.decode_kernel and one_token:
     from jaxpost.models import decode_triton
 
-    return decode_triton.cached_attention(q, cached, recent, layout=layout, **rest)
-  return cached_attention(q, cached, recent, **rest)
+    return decode_triton.cached_attention(q, cached, recent, layout=layout, **options)
+  return cached_attention(q, cached, recent, **options)
 
 
 def to_cache_type(x: jax.Array, compute: Compute) -> Any:
@@ -155,27 +154,27 @@ def to_cache_type(x: jax.Array, compute: Compute) -> Any:
 def layer_entries(cache: Cache, layer: int, step: int | jax.Array) -> list[jax.Array]:
   """Returns keys and values of a layer, [S, K, N, h], gathered from pages if any.
 
-  Pages are gathered at every step: gathered for all layers at once, for a block of steps, they would take the memory
+  Pages are gathered at every step, behind a barrier: gathered once for a block of steps, they would take the memory
   that paging saves.
   """
-  pair = [x[layer] for x in (cache.k, cache.v) if x]
+  keys_and_values = [pool[layer] for pool in (cache.k, cache.v) if pool]
   table = cache.table
   if table is None:
-    return pair
+    return keys_and_values
   table, _ = jax.lax.optimization_barrier((table, step))
 
   def gather(pool):
     pages = pool[table].swapaxes(1, 2)  # [S, K, n, p, h]
     return from_bits(pages.reshape(*pages.shape[:2], -1, pages.shape[-1]))
 
-  return [jax.tree.map(gather, pool) for pool in pair]
+  return [jax.tree.map(gather, pool) for pool in keys_and_values]
 
 
 def _product(spec: str, x: jax.Array, entries: jax.Array, compute: Compute) -> jax.Array:
   """Returns einsum(spec, x, entries), of x [S, K, g, .] and the entries [S, K, N, h] of a layer."""
   dtype = entries.dtype.name  # its values are rounded to the operand type, see Compute
   if compute.platform == 'cpu' and dtype == 'float32' and 1 < x.shape[2] <= 4:
-    # XLA:CPU multiplies so few rows 1.5 to 3 times faster one by one than together, if N is large.
+    # For such few rows of x and a large N, XLA:CPU is 1.5 to 3 times faster with one product for each row.
     rows = [einsum(spec.replace('g', ''), x[:, :, i], entries, dtype) for i in range(x.shape[2])]
     return jnp.stack(rows, axis=2)
   return einsum(spec, x, entries, dtype)
@@ -198,10 +197,10 @@ def cached_attention(
   Args:
     q: [S, T', H, h], of one token per slot or of several consecutive ones.
     cache: keys and values [S, K, N, h], of which the first `filled` [S] are valid.
-    recent: keys and values [S, K, T, h] of the tokens after those. The first
-      query is at `step` there; each query attends up to itself.
-    window, cfg, sinks: see `attention`.
-    choose: (mask [S, T', N + T]) -> mask, of the entries that each query attends to, or None.
+    recent: keys and values [S, K, T, h] of the tokens after those. The first query is the token at `step` of them; each
+      query attends to the tokens up to itself.
+    window, cfg, sinks: see `layers.attention`.
+    choose: (mask [S, T', N + T]) -> mask without the entries that an indexer excludes, or None.
 
   Returns:
     [S, T', H, h].
@@ -210,11 +209,11 @@ def cached_attention(
   kv_heads, room = cache[0].shape[1:3]
   q = scale_queries(q, cfg).astype(compute.dtype)
   q = q.reshape(slots, count, kv_heads, heads // kv_heads, size).swapaxes(1, 2)
-  q = q.reshape(slots, kv_heads, -1, size)  # queries by time, then by head
+  q = q.reshape(slots, kv_heads, -1, size)  # one axis: queries by time, then by head of a group
   # XLA:GPU would merge two products of the same q into one, and copy the cache at every token.
   pairs = (q, cache[0]), (jax.lax.optimization_barrier(q), recent[0])
   scores = jnp.concatenate([_product('bkgh,bksh->bkgs', q, keys, compute) for q, keys in pairs], axis=-1)
-  merged = scores.shape  # queries and heads of a group are one axis
+  merged = scores.shape
   scores = scores.reshape(slots, kv_heads, count, -1, merged[-1])
   entry, new = jnp.arange(room), jnp.arange(recent[0].shape[2])
   query_offset = step + jnp.arange(count)[:, None]  # in `recent`
@@ -224,13 +223,13 @@ def cached_attention(
   if window:
     key_position = jnp.concatenate([jnp.broadcast_to(entry, (slots, room)), filled[:, None] + new], -1)
     query_position = filled[:, None, None] + query_offset
-    first_seen = query_position - (query_position % window if cfg.chunked else window - 1)
-    mask &= key_position[:, None] >= first_seen
+    first_visible = query_position - (query_position % window if cfg.chunked else window - 1)
+    mask &= key_position[:, None] >= first_visible
   mask = choose(mask) if choose else mask
   scores = jnp.where(mask[:, None, :, None], softcap(scores, cfg), MASKED_LOGIT)
   weights = softmax(scores, sinks if sinks is None else sinks.reshape(kv_heads, 1, -1, 1))
-  of_cache, of_recent = jnp.split(weights.reshape(merged).astype(compute.dtype), [room], axis=-1)
-  out = _product('bkgs,bksh->bkgh', of_cache, cache[1], compute)
-  out += _product('bkgs,bksh->bkgh', of_recent, recent[1], compute)
+  cache_weights, recent_weights = jnp.split(weights.reshape(merged).astype(compute.dtype), [room], axis=-1)
+  out = _product('bkgs,bksh->bkgh', cache_weights, cache[1], compute)
+  out += _product('bkgs,bksh->bkgh', recent_weights, recent[1], compute)
   out = out.reshape(slots, kv_heads, count, -1, out.shape[-1]).swapaxes(1, 2)
   return out.reshape(slots, count, heads, -1)

@@ -51,9 +51,9 @@ def rows(cfg: HybridConfig) -> dict[str, Param]:
     }
   else:
     inputs = {f'in_{name}': matrix(f'in_proj_{name}', *shape) for name, shape in zip('qkv', cfg.convolved)}
-    inputs |= {'in_b': matrix('in_proj_b', h)} | (_low_rank(cfg) if cfg.gate_rank else {})
-    inputs |= {} if cfg.gate_rank else {'in_z': matrix('in_proj_z', h, e), 'in_a': matrix('in_proj_a', h)}
-  taken = {
+    full_rank = {'in_z': matrix('in_proj_z', h, e), 'in_a': matrix('in_proj_a', h)}
+    inputs |= {'in_b': matrix('in_proj_b', h)} | (_low_rank(cfg) if cfg.gate_rank else full_rank)
+  convolutions = {
     f'conv_{name}': Param(
       (1, heads * size, 1, taps), ('layers', 'heads', None, None), f'{_BLOCK}{name}_conv1d.weight', exact=True
     )
@@ -62,36 +62,37 @@ def rows(cfg: HybridConfig) -> dict[str, Param]:
   decay = of_heads('A_log', 'zeros')
   if cfg.gate_rank:
     decay = dataclasses.replace(decay, shape=(1, 1, 1, h, 1), axes=('layers', None, None, 'heads', None))
-  rest = {
+  others = {
     'log_decay': decay,
     'decay_bias': of_heads('dt_bias', 'ones', h * cfg.key_size if cfg.gate_rank else h),
     'out_norm': Param((1, e), ('layers', None), f'{_BLOCK}norm.weight', 'ones', exact=True),
     'o': Param((1, h, e, d), ('layers', 'heads', None, 'embed'), f'{_BLOCK}out_proj.weight', matrix=True),
   }
-  return inputs | taken | rest
+  return inputs | convolutions | others
 
 
 def _low_rank(cfg: HybridConfig) -> dict[str, Param]:
   """Returns the projections of decays (a) and gates (z) to `gate_rank` numbers, and from these to all channels."""
-  table, down, up = {}, ('layers', 'embed', None), ('layers', 'embed', 'heads', None)
+  table, down_axes, up_axes = {}, ('layers', 'embed', None), ('layers', 'embed', 'heads', None)
   for name, hf, size in (('a', 'f', cfg.key_size), ('z', 'g', cfg.value_size)):
-    inner, outer = (1, cfg.hidden_size, cfg.gate_rank), (1, cfg.gate_rank, cfg.value_heads, size)
-    table[f'in_{name}_down'] = Param(inner, down, f'{_BLOCK}{hf}_a_proj.weight', matrix=True)
-    table[f'in_{name}_up'] = Param(outer, up, f'{_BLOCK}{hf}_b_proj.weight', matrix=True)
+    down, up = (1, cfg.hidden_size, cfg.gate_rank), (1, cfg.gate_rank, cfg.value_heads, size)
+    table[f'in_{name}_down'] = Param(down, down_axes, f'{_BLOCK}{hf}_a_proj.weight', matrix=True)
+    table[f'in_{name}_up'] = Param(up, up_axes, f'{_BLOCK}{hf}_b_proj.weight', matrix=True)
   return table
 
 
 def mix(
   p: dict, y: jax.Array, cfg: HybridConfig, compute: Compute, layout: Callable, segment_ids: jax.Array, state: tuple
 ) -> tuple[jax.Array, tuple]:
-  """Mixes tokens by the gated delta rule; see `hybrid.mix`."""
+  """Mixes tokens by the gated delta rule, whose outputs are normed by head and gated; see `hybrid.mix`."""
   *tails, state = state or (None,) * 4
   real = (segment_ids > 0)[..., None].astype(jnp.float32)
   *qkv, z, b, a = _inputs(p, y, cfg, functools.partial(layers.project, compute=compute, layout=layout))
-  mixed, tails = convolution.over_row(qkv, [p[f'conv_{name}'] for name in 'qkv'], segment_ids, tails)
-  q, k, v = map(jax.nn.silu, mixed)
-  # Kept for the backward pass at the width of other activations.
+  convolved, tails = convolution.over_row(qkv, [p[f'conv_{name}'] for name in 'qkv'], segment_ids, tails)
+  q, k, v = map(jax.nn.silu, convolved)
+  # The backward pass keeps these, in the type of other activations.
   q, k, v = (x.astype(compute.residual) for x in (_normed(q) * cfg.key_size**-0.5, _normed(k), v))
+  # Padding leaves the state unchanged: its step beta and its log decay are 0.
   beta = real * cfg.beta_scale * jax.nn.sigmoid(b.astype(jnp.float32))
   decay = jnp.exp(p['log_decay']) * jax.nn.softplus(a.astype(jnp.float32) + p['decay_bias'].reshape(a.shape[2:]))
   log_decay = -real[..., None] * (decay if cfg.gate_rank else decay[..., None])
@@ -110,20 +111,22 @@ def _inputs(p: dict, y: jax.Array, cfg: HybridConfig, project: Callable) -> tupl
     return x.reshape(*x.shape[:2], cfg.value_heads, *size)
 
   if cfg.joined:
-    d, values = cfg.key_size, cfg.value_heads // cfg.key_heads * cfg.value_size
-    both = project('btd,dnh->btnh', y, p, 'in_qkvz')
-    q, k, v, z = jnp.split(both, (d, 2 * d, 2 * d + values), axis=-1)
+    d, group_size = cfg.key_size, cfg.value_heads // cfg.key_heads * cfg.value_size  # of the values of a key head
+    qkvz = project('btd,dnh->btnh', y, p, 'in_qkvz')
+    q, k, v, z = jnp.split(qkvz, (d, 2 * d, 2 * d + group_size), axis=-1)
     b, a = jnp.split(project('btd,dnh->btnh', y, p, 'in_ba'), 2, axis=-1)
-    return q, k, *(by_value_head(x, cfg.value_size) for x in (v, z)), by_value_head(b), by_value_head(a)
+    v, z = by_value_head(v, cfg.value_size), by_value_head(z, cfg.value_size)
+    return q, k, v, z, by_value_head(b), by_value_head(a)
   q, k, v = (project('btd,dnh->btnh', y, p, f'in_{name}') for name in 'qkv')
   b = project('btd,dn->btn', y, p, 'in_b')
   if cfg.gate_rank:
-    low = (project('btd,dr->btr', y, p, f'in_{name}_down') for name in 'za')
-    z, a = (project('btr,rnh->btnh', x, p, f'in_{name}_up') for name, x in zip('za', low))
+    z, a = (
+      project('btr,rnh->btnh', project('btd,dr->btr', y, p, f'in_{name}_down'), p, f'in_{name}_up') for name in 'za'
+    )
     return q, k, v, z, b, a
   return q, k, v, project('btd,dnh->btnh', y, p, 'in_z'), b, project('btd,dn->btn', y, p, 'in_a')
 
 
 def _normed(x: jax.Array) -> jax.Array:
-  """Divides each vector by its length."""
+  """Divides each vector by its L2 norm."""
   return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _EPS)

@@ -6,9 +6,9 @@ experts here).
 
 Rows are sorted by expert, and `grouped.grouped` multiplies each run of them by
 its matrices. With expert parallelism the number of rows of a device is known
-only at run time; `_in_rounds` processes them in rounds of a fixed number of
-rows, as many rounds as it takes, so that no token is dropped and no memory is
-set aside for the worst case.
+only at run time; `_in_rounds` processes them in as many rounds of a fixed number
+of rows as it takes, so that no token is dropped and no memory is reserved for
+the worst case.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def apply_experts(
   compute: Compute,
   room: int = 0,
 ) -> jax.Array:
-  """Sums the weighted outputs of those chosen experts that this device has.
+  """Returns, for each token, the weighted sum of the outputs of its chosen experts on this device.
 
   Args:
     p: parameters of the device's e experts.
     x: [N, D].
     weights, chosen: [N, k], of the router.
     first: number of the device's first expert.
-    room: rows of a round; 0 if there are no rounds.
+    room: rows of a round; 0: no rounds.
 
   Returns:
     [N, D] float32.
@@ -57,9 +57,8 @@ def apply_experts(
   expert = jnp.where((expert >= 0) & (expert < num_local), expert, num_local)
   order, expert = expert_parallel.sort_by_key(expert, num_local + 1)  # [N k]
   if room and room < len(order):
-    fill = (0, -len(order) % room)
-    order = jnp.pad(order, fill)
-    expert = jnp.pad(expert, fill, constant_values=num_local)
+    padding = (0, -len(order) % room)
+    order, expert = jnp.pad(order, padding), jnp.pad(expert, padding, constant_values=num_local)
     return _in_rounds(p, x, weights, order, expert, cfg=cfg, compute=compute, room=room)
   inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
   y, weights = jnp.repeat(x, top_k, axis=0), weights.reshape(-1, 1)
@@ -73,7 +72,7 @@ def apply_experts(
 def _weighted_mlp(
   p: dict, x: jax.Array, weights: jax.Array, expert: jax.Array, cfg: ModelConfig, compute: Compute
 ) -> jax.Array:
-  """Returns `_mlp_by_expert` times the weights [M] of the rows, which multiply its input with `Experts.on_inputs`."""
+  """Returns `_mlp_by_expert` of x [M, D], with outputs (inputs: `Experts.on_inputs`) multiplied by weights [M]."""
   weights = weights[:, None]
   if cfg.experts.on_inputs:
     return _mlp_by_expert(p, (x * weights).astype(x.dtype), expert, cfg, compute)
@@ -81,11 +80,11 @@ def _weighted_mlp(
 
 
 def _mlp_by_expert(p: dict, x: jax.Array, expert: jax.Array, cfg: ModelConfig, compute: Compute) -> jax.Array:
-  """Applies its expert to each row.
+  """Applies each row's expert to it.
 
   Args:
     x: [M, D], sorted by expert.
-    expert: [M], number of each row's expert; rows of e give 0.
+    expert: [M], number of each row's expert; the results of rows with number e are 0.
 
   Returns:
     [M, D] float32.
@@ -93,7 +92,7 @@ def _mlp_by_expert(p: dict, x: jax.Array, expert: jax.Array, cfg: ModelConfig, c
   sizes = jnp.sum(expert[:, None] == jnp.arange(len(p['up'])), axis=0, dtype=jnp.int32)
 
   def dot(x, name):
-    adapted = f'{name}_a' in p  # a low-rank adapter is added in float32
+    adapted = f'{name}_a' in p  # the update of a low-rank adapter is added in float32
     y = grouped(x, p[name], sizes, compute, 'float32' if adapted else compute.residual)
     if adapted:
       x = grouped(x, p[f'{name}_a'], sizes, compute)
@@ -110,7 +109,7 @@ def _mlp_by_expert(p: dict, x: jax.Array, expert: jax.Array, cfg: ModelConfig, c
 
 
 def _gated(gate: jax.Array, up: jax.Array, cfg: ModelConfig) -> jax.Array:
-  """Applies the gate: SwiGLU and its like; with a limit, the clipped one of GPT-OSS."""
+  """Applies the gate as in `layers.mlp`, or clipped as in GPT-OSS if the experts have a limit."""
   experts = cfg.experts
   if not experts.limit:
     return layers.ACTIVATIONS[cfg.activation](gate) * up
@@ -120,7 +119,7 @@ def _gated(gate: jax.Array, up: jax.Array, cfg: ModelConfig) -> jax.Array:
 
 @jax.custom_vjp
 def _permute(x, order, inverse):
-  """x[order]; the gradient is x[inverse], a gather in place of a scatter."""
+  """Returns x[order]; the gradient is g[inverse], a gather, where that of indexing would be a scatter."""
   return x[order]
 
 
@@ -146,28 +145,28 @@ def _in_rounds(p, x, weights, order, expert, cfg, compute, room):
   the number of rounds.
 
   Args:
-    order: [M] int32, numbers in [N k] of the rows, sorted by expert, those of
+    order: [M] int32, indices of the rows in [N k], sorted by expert, those of
       this device first; M is a multiple of `room`.
-    expert: [M], the expert of each.
+    expert: [M], the expert of each row.
   """
 
-  def one_round(i, out):
-    pick, token, local = _rows_of_round(i, order, expert, weights, room)
-    return out.at[token].add(_weighted_mlp(p, x[token], weights.reshape(-1)[pick], local, cfg=cfg, compute=compute))
+  def run_round(i, out):
+    rows, tokens, experts = _rows_of_round(i, order, expert, weights, room)
+    return out.at[tokens].add(_weighted_mlp(p, x[tokens], weights.reshape(-1)[rows], experts, cfg=cfg, compute=compute))
 
-  return _loop_rounds(p, expert, room, one_round, jnp.zeros(x.shape, jnp.float32))
+  return _loop_rounds(p, expert, room, run_round, jnp.zeros(x.shape, jnp.float32))
 
 
-def _loop_rounds(p, expert, room, one_round, carry):
+def _loop_rounds(p, expert, room, run_round, carry):
   rounds = -(-jnp.sum(expert < len(p['up'])) // room)
-  with jax.named_scope('rounds'):  # planning finds the loop by this name
-    return jax.lax.fori_loop(0, rounds, one_round, carry)
+  with jax.named_scope('rounds'):  # `jaxpost.planning` finds the loop by this name
+    return jax.lax.fori_loop(0, rounds, run_round, carry)
 
 
 def _rows_of_round(i, order, expert, weights, room):
-  """Returns (row numbers in [N k], their tokens, their experts) of round i, each [room]."""
-  pick, local = (jax.lax.dynamic_slice_in_dim(y, i * room, room) for y in (order, expert))
-  return pick, pick // weights.shape[1], local
+  """Returns (indices in [N k], tokens, experts) of the rows of round i, each [room]."""
+  rows, experts = (jax.lax.dynamic_slice_in_dim(y, i * room, room) for y in (order, expert))
+  return rows, rows // weights.shape[1], experts
 
 
 def _in_rounds_forward(p, x, weights, order, expert, cfg, compute, room):
@@ -178,19 +177,19 @@ def _in_rounds_forward(p, x, weights, order, expert, cfg, compute, room):
 def _in_rounds_backward(cfg, compute, room, saved, g):
   p, x, weights, order, expert = saved
 
-  def one_round(i, grads):
-    pick, token, local = _rows_of_round(i, order, expert, weights, room)
+  def run_round(i, grads):
+    rows, tokens, experts = _rows_of_round(i, order, expert, weights, room)
 
-    def run(p, x, w):
-      return _weighted_mlp(p, x, w, local, cfg=cfg, compute=compute)
+    def forward(p, x, w):
+      return _weighted_mlp(p, x, w, experts, cfg=cfg, compute=compute)
 
-    _, pull = jax.vjp(run, p, x[token], weights.reshape(-1)[pick])
-    d_p, d_x, d_w = pull(g[token])
-    return jax.tree.map(jnp.add, grads[0], d_p), grads[1].at[token].add(d_x), grads[2].at[pick].add(d_w)
+    _, pull_back = jax.vjp(forward, p, x[tokens], weights.reshape(-1)[rows])
+    dp, dx, dw = pull_back(g[tokens])
+    return jax.tree.map(jnp.add, grads[0], dp), grads[1].at[tokens].add(dx), grads[2].at[rows].add(dw)
 
   zeros = jax.tree.map(jnp.zeros_like, (p, x, weights.reshape(-1)))
-  d_p, d_x, d_w = _loop_rounds(p, expert, room, one_round, zeros)
-  return d_p, d_x, d_w.reshape(weights.shape), None, None
+  dp, dx, dw = _loop_rounds(p, expert, room, run_round, zeros)
+  return dp, dx, dw.reshape(weights.shape), None, None
 
 
 _in_rounds.defvjp(_in_rounds_forward, _in_rounds_backward)

@@ -1,11 +1,11 @@
 """Expert parallelism: all-to-all dispatch of tokens to their experts, and combine.
 
 Legend: n devices along the mesh axis, N rows of each (a row is a token), D
-numbers of a row, k experts of a row.
+width of a row, k experts of a row.
 
-A row goes once to a device, however many of the experts there it has chosen,
-and one sum comes back. Nothing is dropped: the receive buffer has room for all
-rows of all devices, which is what an all-gather of them would take.
+A row is sent once to each device that has some of its experts, which sends one sum
+back. Nothing is dropped: the receive buffer has room for all rows of all devices, as
+much as an all-gather of them would take.
 """
 
 import jax
@@ -19,11 +19,9 @@ class Dispatch:
 
   Attributes:
     goes: [n, N] bool, True where a local row is sent to a device.
-    rows: [n, N] int32, numbers of the local rows, those sent to the device
-      first.
+    rows: [n, N] int32, for each device the numbers of the local rows, first of those that are sent to it.
     place: [n, N] int32, the place of a local row among those sent.
-    arrived: [n, N] int32, numbers that the received rows have on the device that
-      sent them, followed by those of the rows that were not sent.
+    arrived: [n, N] int32, for each device the numbers that its rows have there, first of those received from it.
     sent, received: [n] int32, numbers of rows to and from each device.
     axis: name of the mesh axis.
     exact: see `exchange`.
@@ -42,9 +40,8 @@ class Dispatch:
 def sort_by_key(key: jax.Array, num_keys: int) -> tuple[jax.Array, jax.Array]:
   """Stable argsort: returns (order, key[order]) along the last axis.
 
-  Key and place are packed into one integer: a stable sort that carries places
-  takes XLA for TPU three times as long to compile, and sorts three times as
-  much data.
+  Key and place are packed into one integer: XLA for TPU compiles a stable sort of
+  pairs three times as long, and sorts three times as much data.
 
   Args:
     key: [..., M], integers in [0, num_keys).
@@ -58,18 +55,18 @@ def sort_by_key(key: jax.Array, num_keys: int) -> tuple[jax.Array, jax.Array]:
   return (packed & (2**bits - 1)).astype(jnp.int32), (packed >> bits).astype(key.dtype)
 
 
-def plan_dispatch(wanted: jax.Array, axis: str, exact: bool) -> Dispatch:
+def plan_dispatch(sends: jax.Array, axis: str, exact: bool) -> Dispatch:
   """Plans the dispatch of one device.
 
   Args:
-    wanted: [n, N, n] bool, the same on all devices: True where a row of a device
-      is sent to a device.
+    sends: [n, N, n] bool, the same on all devices: sends[i, row, j] is True if row
+      `row` of device i is sent to device j.
     exact: see `exchange`.
   """
   me = jax.lax.axis_index(axis)
-  goes = wanted[me].T
-  comes = wanted[..., me]
-  counts = jnp.sum(wanted, axis=1, dtype=jnp.int32)  # [from, to]
+  goes = sends[me].T
+  comes = sends[..., me]
+  counts = jnp.sum(sends, axis=1, dtype=jnp.int32)  # [from, to]
   return Dispatch(
     goes=goes,
     rows=_true_first(goes),
@@ -93,7 +90,7 @@ def dispatch_tokens(
   """Sends rows over the axis 'expert' to the devices that have their experts.
 
   Entries of the result without a received row have no effect, forward or
-  backward: their `chosen` names no expert of this device.
+  backward, because their `chosen` are not experts of this device.
 
   Args:
     x: [N, D].
@@ -104,8 +101,8 @@ def dispatch_tokens(
   """
   weights, chosen = (jax.lax.all_gather(y, 'expert') for y in (weights, chosen))
   device = chosen[..., None] // experts_per_device
-  wanted = jnp.any(device == jnp.arange(len(chosen)), axis=-2)
-  plan = plan_dispatch(wanted, 'expert', exact)
+  sends = jnp.any(device == jnp.arange(len(chosen)), axis=-2)
+  plan = plan_dispatch(sends, 'expert', exact)
   weights, chosen = (jnp.take_along_axis(y, plan.arrived[..., None], axis=1) for y in (weights, chosen))
   return plan, [y.reshape(-1, y.shape[-1]) for y in (dispatch(x, plan), weights, chosen)]
 
@@ -115,8 +112,8 @@ def exchange(x: jax.Array, sent: jax.Array, received: jax.Array, axis: str, exac
 
   Args:
     sent, received: [n], how many rows of each part are real.
-    exact: send only those (ragged all-to-all); the rest of the result is 0.
-      XLA:CPU has no ragged all-to-all: there all rows are sent.
+    exact: whether to send only these (ragged all-to-all), so that other rows of the
+      result are 0. XLA:CPU has no ragged all-to-all: there all rows are sent.
   """
   if not exact:
     return jax.lax.all_to_all(x, axis, 0, 0)
@@ -137,13 +134,10 @@ def dispatch(x: jax.Array, plan: Dispatch) -> jax.Array:
 
 @jax.custom_vjp
 def combine(y: jax.Array, plan: Dispatch) -> jax.Array:
-  """[n, N, D], results of the received rows -> [N, D], their sums by local row.
-
-  The transpose of `dispatch`, and vice versa.
-  """
-  back = exchange(y, plan.received, plan.sent, plan.axis, plan.exact)
-  back = jnp.take_along_axis(back, plan.place[..., None], axis=1)
-  return jnp.sum(back, axis=0, where=plan.goes[..., None], dtype=jnp.float32).astype(y.dtype)
+  """[n, N, D], results of the received rows -> [N, D], their sums by local row: the transpose of `dispatch`."""
+  results = exchange(y, plan.received, plan.sent, plan.axis, plan.exact)
+  results = jnp.take_along_axis(results, plan.place[..., None], axis=1)
+  return jnp.sum(results, axis=0, where=plan.goes[..., None], dtype=jnp.float32).astype(y.dtype)
 
 
 dispatch.defvjp(lambda x, plan: (dispatch(x, plan), plan), lambda plan, g: (combine(g, plan), None))

@@ -3,10 +3,10 @@
 Legend: B rows, T tokens, D hidden size, H heads of a mixer, e size of its outputs.
 
 A mixer is a module of `MIXERS`, named after its stack of layers. It declares its parameters
-(`rows`) and mixes the tokens of rows, or continues them (`mix`). What it keeps of a sequence
-has a fixed size: the last inputs of each convolution and, with most, a state
-(`HybridConfig.state_shapes`). A model has one such mixer. The layers of some models have one part
-each: attention, another mixer, an MLP or experts.
+(`rows`) and mixes the tokens of whole rows or of their continuation (`mix`). Its state of a sequence
+has a fixed size (`HybridConfig.state_shapes`): the last inputs of each convolution and, in most mixers,
+a recurrent state. A model has one such mixer. In some models a layer has one part only: attention,
+another mixer, an MLP or experts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
   from jaxpost.models.hybrid_config import HybridConfig
 
 MIXERS = {'delta': delta_mixer, 'convolution': convolution, 'state_space': state_space}
-# Rows that other mixers replace.
+# The rows of attention, which those of another mixer replace.
 _ATTENTION = {*'qkvo', 'sinks', *(f'{name}_{kind}' for name in 'qkvo' for kind in ('norm', 'bias'))}
 _ATTENTION |= {'q_a', 'q_a_norm', 'q_b', 'kv_a', 'kv_a_norm', 'kv_b'}
 
@@ -46,8 +46,9 @@ def table(plain: dict[str, Param], dense: dict[str, Param], cfg: HybridConfig) -
   if cfg.kv_rank:
     from jaxpost.models import mla
 
-    plain = mla.table(plain, cast('LatentConfig', cfg))  # whose sizes it has
-  common, dense = ({k.split('/')[1]: v for k, v in x.items() if v.stacked} for x in (plain, dense))
+    plain = mla.table(plain, cast('LatentConfig', cfg))  # it has the fields of a `LatentConfig`
+  common = {path.split('/')[1]: spec for path, spec in plain.items() if spec.stacked}
+  dense = {path.split('/')[1]: spec for path, spec in dense.items()}
   rows = {}
   for stack in (name for name in STACKS if name in cfg.layer_stacks):
     numbers = tuple(i for i, name in enumerate(cfg.layer_stacks) if name == stack)
@@ -58,25 +59,26 @@ def table(plain: dict[str, Param], dense: dict[str, Param], cfg: HybridConfig) -
 
 
 def _of_stack(common: dict[str, Param], dense: dict[str, Param], stack: str, cfg: HybridConfig) -> dict[str, Param]:
-  """Returns the rows of the layers of a stack."""
-  own = MIXERS.get(stack.removeprefix('dense_'))
-  mixer = {name: spec for name, spec in common.items() if name in _ATTENTION}
-  rest = {name: spec for name, spec in common.items() if name not in _ATTENTION}
-  if own:
-    mixer = own.rows(cfg)
-  elif cfg.gated:  # queries, and gates of the output
-    *shape, size = mixer['q'].shape
-    mixer['q'] = dataclasses.replace(mixer['q'], shape=(*shape, 2 * size))
+  """Returns the rows {name: spec} of the layers of a stack; `common` and `dense` are those of attention and an MLP."""
+  mixer = MIXERS.get(stack.removeprefix('dense_'))
+  mixer_rows = {name: spec for name, spec in common.items() if name in _ATTENTION}
+  other_rows = {name: spec for name, spec in common.items() if name not in _ATTENTION}
+  if mixer:
+    mixer_rows = mixer.rows(cfg)
+  elif cfg.gated:  # one matrix projects to the queries and to the gates of the output
+    *shape, size = mixer_rows['q'].shape
+    mixer_rows['q'] = dataclasses.replace(mixer_rows['q'], shape=(*shape, 2 * size))
   if stack.startswith('dense') or stack == 'mlp':
-    rest = {name: spec for name, spec in rest.items() if name.endswith('_norm')} | dense
-  if own and cfg.norms == 'post':
-    scale, rest = rest['attention_post_norm'], {k: v for k, v in rest.items() if not k.endswith('_post_norm')}
+    other_rows = {name: spec for name, spec in other_rows.items() if name.endswith('_norm')} | dense
+  if mixer and cfg.norms == 'post':  # the layers of other mixers have norms before their parts (OLMo Hybrid)
+    scale = other_rows['attention_post_norm']
+    other_rows = {name: spec for name, spec in other_rows.items() if not name.endswith('_post_norm')}
     first = scale.hf.replace('post_attention', 'input')
-    rest |= {'attention_norm': dataclasses.replace(scale, hf=first), 'mlp_norm': scale}
+    other_rows |= {'attention_norm': dataclasses.replace(scale, hf=first), 'mlp_norm': scale}
   if not cfg.single:
-    return mixer | rest
-  norm = rest.pop('attention_norm')
-  return rest if stack in ('mlp', 'moe') else mixer | {'attention_norm': norm}
+    return mixer_rows | other_rows
+  norm = other_rows.pop('attention_norm')  # that of the one part of a layer
+  return other_rows if stack in ('mlp', 'moe') else mixer_rows | {'attention_norm': norm}
 
 
 def over_rows(cfg: HybridConfig, rows: PackedRows, compute: Compute, layout: Callable, keep: bool = False) -> Callable:
@@ -85,7 +87,7 @@ def over_rows(cfg: HybridConfig, rows: PackedRows, compute: Compute, layout: Cal
   keep: return the state at the end of each row, which has one document.
 
   Raises:
-    InputError: for what the mixer does not support.
+    InputError: rows have branches, or are split over devices.
   """
   if rows.branch_ids is not None:
     raise InputError(
@@ -106,7 +108,7 @@ def over_rows(cfg: HybridConfig, rows: PackedRows, compute: Compute, layout: Cal
 
 
 def over_state(cfg: HybridConfig, states: list[tuple], place: int, compute: Compute, layout: Callable) -> Callable:
-  """Returns (p, y) -> (out, None), the mixer of new tokens of sequences, which replaces `states[place]`; see `mix`."""
+  """Returns (p, y) -> (out, None), the mixer of new tokens, which reads and replaces `states[place]`; see `mix`."""
 
   def mixer(p, y):
     out, states[place] = mix(p, y, cfg, compute, layout, state=states[place])
@@ -128,11 +130,11 @@ def mix(
 
   Args:
     y: [B, T, D], the normed input.
-    segment_ids: [B, T], documents of each row, 0 for padding; None: one without padding.
-    state: arrays [B, *shape] for each of `cfg.state_shapes`, which the row continues; (): zeros.
+    segment_ids: [B, T], ids of the documents of each row, 0 for padding; None: one document without padding.
+    state: the state before the rows, an array [B, *shape] for each of `cfg.state_shapes`; (): zeros.
 
   Returns:
-    ([B, T, H, e], the state after the last token that is no padding).
+    ([B, T, H, e], the state after the last token that is not padding).
   """
   if segment_ids is None:
     segment_ids = jnp.ones(y.shape[:2], jnp.int32)
@@ -140,31 +142,32 @@ def mix(
 
 
 def scan_periods(
-  alike: Callable, params: dict, x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None
+  layer_of_kind: Callable, params: dict, x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None
 ) -> tuple[jax.Array, list, Any]:
-  """Runs layers of several kinds under a scan over the shortest sequence that repeats, itself straight code.
+  """Runs layers of several kinds by a scan over periods, the shortest sequence of kinds that the model repeats.
 
-  Also of models whose layers differ in their attention alone.
+  The layers of a period run one after the other. It also serves models whose layers differ only in their attention.
 
   Args:
-    alike: kind -> ((parameters of a layer, x, chosen experts) -> (x, (kept, routing))).
+    layer_of_kind: `LayerKind` -> ((parameters of a layer, x, chosen experts) -> (x, (kept, routing))).
     chosen: [L, B, T, k], experts to use (`moe.mlp`), or None.
 
   Returns:
     (x, `kept` of each layer, `Routing` of all layers or None).
   """
-  order, count = list(zip(cfg.layer_stacks, cfg.layer_kinds)), cfg.num_layers
-  period = next(n for n in range(1, count + 1) if count % n == 0 and order[:n] * (count // n) == order)
+  kinds, count = list(zip(cfg.layer_stacks, cfg.layer_kinds)), cfg.num_layers
+  period = next(n for n in range(1, count + 1) if count % n == 0 and kinds[:n] * (count // n) == kinds)
 
-  def one(x, xs):
+  def run_period(x, xs):
     stacks, chosen = xs
-    x, *found = layers.in_a_row(alike, unstack_layers(stacks, cfg.layer_stacks[:period])['layers'], x, cfg, chosen)
-    return x, found
+    period_params = unstack_layers(stacks, cfg.layer_stacks[:period])['layers']
+    x, *kept_and_routing = layers.in_a_row(layer_of_kind, period_params, x, cfg, chosen)
+    return x, kept_and_routing
 
-  def split_layers(x):
+  def split_periods(x):
     return x.reshape(count // period, -1, *x.shape[1:])
 
   stacks = {name: params[name] for name in STACKS if name in params}
-  x, (kept, routing) = jax.lax.scan(one, x, jax.tree.map(split_layers, (stacks, chosen)))
+  x, (kept, routing) = jax.lax.scan(run_period, x, jax.tree.map(split_periods, (stacks, chosen)))
   kept = [jax.tree.map(lambda y, i=i: y[i // period], kept[i % period]) for i in range(count)]
   return x, kept, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), routing)

@@ -1,4 +1,4 @@
-"""The configuration record of decoders with a mixer beside attention."""
+"""The configuration record of decoders in which some layers have another mixer of tokens than attention."""
 
 import dataclasses
 
@@ -10,28 +10,28 @@ from jaxpost.models.parameters import STATEFUL
 class HybridConfig(ModelConfig):
   """A decoder whose layers have either attention or one other mixer of tokens (`hybrid.py`).
 
-  With `norms='post'` only layers with attention have their norms behind; others have them in front.
+  With `norms='post'`, layers with attention have norms after attention and MLP, others before their mixer and MLP.
 
-  The sizes are those of the other mixer. The convolution has taps alone. In the terms of Mamba-2, the queries of a
-  state space are C, its keys B, its values x, and the key heads are groups.
+  The sizes below are those of the other mixer; of a convolution only `taps` matters. In the terms of Mamba-2, the
+  queries of a state space are C, its keys B, its values x, and the key heads are groups.
   """
 
-  # The mixer of each layer is 'layers' (attention), 'delta' (the gated delta rule), 'convolution' or 'state_space'.
-  # With 'mlp' or 'moe' for some, layers have one part each, and those with attention or another mixer have no MLP.
+  # The mixer of each layer: 'layers' (attention), 'delta' (the gated delta rule), 'convolution' or 'state_space'. If
+  # there are also 'mlp' or 'moe', each layer has one part only: those with attention or another mixer have no MLP.
   mixers: tuple[str, ...] = ()
   key_heads: int = 0  # of queries and keys
-  value_heads: int = 0  # a multiple of it
+  value_heads: int = 0  # a multiple of `key_heads`
   key_size: int = 0
   value_size: int = 0
-  taps: int = 0  # tokens that a convolution sees
-  joined: bool = False  # one projection makes queries, keys, values and gates, by key head
-  gated: bool = True  # the outputs of attention have gates, whose projection is joined to that of the queries
-  beta_scale: float = 1.0  # multiplies the steps of the delta rule; 2: its eigenvalues may be negative
-  # Rank of the projections of gates and decays in Kimi Delta Attention, where each channel of a key decays by itself;
-  # 0: they have full ranks, and a head has one decay.
+  taps: int = 0  # tokens in the window of a convolution
+  joined: bool = False  # one matrix projects to queries, keys, values and gates, grouped by key head
+  gated: bool = True  # the outputs of attention have gates; one matrix projects to them and to the queries
+  beta_scale: float = 1.0  # factor of the steps of the delta rule; with 2, its eigenvalues may be negative
+  # Rank of the projections to gates and decays in Kimi Delta Attention, where each channel of a key has its own decay;
+  # 0: these projections have full rank, and a head has one decay.
   gate_rank: int = 0
-  out_norm_eps: float = 0.0  # of the norm behind the delta rule; 0: `norm_eps`
-  step_min: float = 0.0  # least step of a state space
+  out_norm_eps: float = 0.0  # of the norm after the delta rule; 0: `norm_eps`
+  step_min: float = 0.0  # lower bound of the steps of a state space
   # Sizes of multi-head latent attention, as in `LatentConfig`; kv_rank 0: attention is not of this kind.
   q_rank: int = 0
   kv_rank: int = 0
@@ -97,7 +97,7 @@ class HybridConfig(ModelConfig):
 
   @property
   def state_flops(self) -> float:
-    # A state is read by the query and added to; the gated delta rule reads it by the key, too.
+    # Each token reads the state with its query and updates it; in the gated delta rule it also reads with its key.
     passes = 2.0 * self.mixers.count('state_space') + 3.0 * self.mixers.count('delta')
     return 2 * passes * self.value_heads * self.key_size * self.value_size
 

@@ -1,4 +1,4 @@
-"""Layers of the decoder: embedding, norm, projections, attention, MLP; what the backward pass keeps of them.
+"""Layers of the decoder: embedding, norm, projections, attention, MLP; and their rematerialization.
 
 Legend: B rows, T tokens, D hidden size, F MLP size, N or H heads, K kv heads, h head size, hv that of values.
 `decoding.py` attends over a cache.
@@ -34,11 +34,11 @@ def embed(table: jax.Array | TiedWeight, tokens: jax.Array, dtype: str, constrai
   """Looks up tokens [B, T] in a table [V, D], in `dtype`.
 
   The table is gathered over fsdp before the lookup: from sharded rows XLA would replicate the activations of the global
-  batch. It is rounded before that, for half the bytes; the gradient is summed in float32. On one device nothing is
-  gathered, and rounding few rows is cheaper than the table.
+  batch. It is rounded before it is gathered, for half the bytes; the gradient is summed in float32. On one device
+  nothing is gathered, and rounding the rows of few tokens is cheaper than rounding the table.
   """
-  split = isinstance(constrain, Layout) and constrain.mesh.size > 1
-  if not split and 8 * tokens.size < len(table):
+  sharded = isinstance(constrain, Layout) and constrain.mesh.size > 1
+  if not sharded and 8 * tokens.size < len(table):
     return table[tokens].astype(dtype)
   return constrain(table.astype(dtype), 'vocab', None)[tokens]
 
@@ -51,14 +51,14 @@ def _embed_backward(dtype, constrain, residuals, g):
   del dtype
   table, tokens = residuals
 
-  def add(tokens, g):
+  def scatter_add(tokens, g):
     return jnp.zeros(table.shape, jnp.float32).at[tokens].add(g.astype(jnp.float32))
 
   if isinstance(constrain, Layout):
-    kept = constrain.sum_over_tokens(add, (tokens, g), 'vocab', 'embed', of=table)
-    if kept is not None:
-      return kept if isinstance(kept, TiedWeight) else kept.astype(table.dtype), None
-  return constrain(add(tokens, g), 'vocab', None).astype(table.dtype), None
+    grad = constrain.sum_over_tokens(scatter_add, (tokens, g), 'vocab', 'embed', of=table)
+    if grad is not None:
+      return grad if isinstance(grad, TiedWeight) else grad.astype(table.dtype), None
+  return constrain(scatter_add(tokens, g), 'vocab', None).astype(table.dtype), None
 
 
 embed.defvjp(_embed_forward, _embed_backward)
@@ -87,14 +87,14 @@ def norm_heads(q: jax.Array, k: jax.Array, p: dict, cfg: ModelConfig) -> tuple[j
 def project(spec: str, x: jax.Array, p: dict, name: str, compute: Compute, layout: Callable | None = None) -> jax.Array:
   """Computes `einsum(spec, x, p[name])` plus its bias, in the residual type."""
   w, out = p[name], compute.residual
-  # x W waits in float32 for what an adapter adds, which may be little, unless devices send it for a sum over tensor.
-  if hasattr(w, 'product') and not (_split(layout) and spec.endswith('->btd')):
+  # The update of an adapter may be small: x W stays in float32 for that sum, unless it is sent between tensor shards.
+  if hasattr(w, 'product') and not (_tensor_split(layout) and spec.endswith('->btd')):
     out = 'float32'
   y = einsum(spec, x, w, compute.dtype, out, layout=layout if isinstance(layout, Layout) else None)
   return _finish(y, p, name, compute)
 
 
-def _split(layout: Callable | None) -> bool:
+def _tensor_split(layout: Callable | None) -> bool:
   return isinstance(layout, Layout) and layout.mesh.shape['tensor'] > 1
 
 
@@ -105,7 +105,7 @@ def _finish(y, p, name: str, compute: Compute):
   return checkpoint_name(y.astype(compute.residual), 'dots')
 
 
-# Matrices that read the same activations; a sampler's weights may have each such group as one matrix (`Reshard`).
+# Matrices that multiply the same activations; a sampler may hold each of these groups as one matrix (`Reshard`).
 FUSED = {'qkv': ('q', 'k', 'v'), 'gate_up': ('gate', 'up')}
 FUSED_AXIS = {'qkv': -2, 'gate_up': -1}  # the dimension they are joined in
 
@@ -113,18 +113,18 @@ FUSED_AXIS = {'qkv': -2, 'gate_up': -1}  # the dimension they are joined in
 def project_all(
   spec: str, x: jax.Array, p: dict, name: str, compute: Compute, cfg: ModelConfig, layout: Callable
 ) -> list[jax.Array]:
-  """Projects x by the matrices FUSED[name], with biases; one product if they are fused."""
+  """Projects x by each of the matrices FUSED[name], with biases; by one product where `p` has them fused."""
   if name not in p:
     parts = FUSED[name]
     ws = tuple(p[part] for part in parts)
-    if not _split(layout) or any(hasattr(getattr(w, 'w', w), 'product') for w in ws):  # w: below an adapter
+    quantized = any(hasattr(getattr(w, 'w', w), 'product') for w in ws)  # `w.w` is the matrix below an adapter
+    if quantized or not _tensor_split(layout):
       return [project(spec, x, p, part, compute, layout=layout) for part in parts]
     from jaxpost.models import tensor_parallel
 
     ys = tensor_parallel.adapted_products(spec, x, ws, compute, layout)
     return [_finish(y, p, part, compute) for y, part in zip(ys, parts)]
-  h, k = cfg.num_heads, cfg.num_kv_heads
-  ends = [h, h + k] if name == 'qkv' else 2
+  ends = [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads] if name == 'qkv' else 2
   return jnp.split(project(spec, x, p, name, compute, layout=layout), ends, FUSED_AXIS[name])
 
 
@@ -147,12 +147,11 @@ def attention(
 
   Args:
     q: [B, T, H, h]; k: [B, T, K, h]; v: [B, T, K, hv]. q and k may be `sparse_attention.Queries` and `Keys`.
-    window: sliding window: a token attends to tokens of its document less than
-      this far back; 0: all. An array in a scan over layers that differ.
+    window: a token attends to the tokens of its document that are fewer than `window` positions back; 0: to all. An
+      array in a scan over layers with different windows.
     cfg: for the scale and the soft cap of the scores.
     sinks: [H], the score of an extra key without value for each head, or None.
-    layout: a `Layout`, or any function on a single device. Where it splits
-      rows, q, k and v are striped, see `context_parallel.py`.
+    layout: a `Layout`, or any function on one device. If it splits rows, q, k and v are striped (`context_parallel`).
 
   Returns:
     [B, T, H, hv].
@@ -160,29 +159,29 @@ def attention(
   Raises:
     InputError: the requested implementation does not support the arguments.
   """
-  if cfg.chunked and window:  # as if each chunk were a document
+  if cfg.chunked and window:  # each chunk is a document of its own
     chunk_ids = rows.segment_ids * (1 + q.shape[1] // window) + rows.positions // window
     rows = rows._replace(segment_ids=chunk_ids)
-  rest: dict[str, Any] = dict(window=window, cfg=cfg, compute=compute, sinks=sinks)
+  options: dict[str, Any] = dict(window=window, cfg=cfg, compute=compute, sinks=sinks)
   parts = row_shards(layout)
   if isinstance(q, tuple):
     from jaxpost.models import sparse_attention
 
-    return sparse_attention.attend(q, k, v, rows, **rest, parts=parts)
+    return sparse_attention.attend(q, k, v, rows, **options, parts=parts)
   if compute.uses_kernel:
     from jaxpost.models import attention_kernels
 
     if attention_kernels.kernel_fits(q, v, rows.branch_ids, compute, cfg, parts=parts):
-      return attention_kernels.attend(q, k, v, rows, **rest, layout=layout, parts=parts)
+      return attention_kernels.attend(q, k, v, rows, **options, layout=layout, parts=parts)
   if parts > 1:
     from jaxpost.models import context_parallel
 
-    return context_parallel.attend(q, k, v, rows, **rest, layout=layout, n=parts)
-  return checkpoint_name(attend_in_chunks(q, k, v, rows, **rest).astype(compute.residual), 'dots')
+    return context_parallel.attend(q, k, v, rows, **options, layout=layout, n=parts)
+  return checkpoint_name(attend_in_chunks(q, k, v, rows, **options).astype(compute.residual), 'dots')
 
 
 def mlp(p: dict, x: jax.Array, cfg: ModelConfig, compute: Compute, layout: Callable) -> jax.Array:
-  """SwiGLU and its like (Shazeer, 2020), or an MLP without a gate: [B, T, D] -> [B, T, D]."""
+  """An MLP with a gate, such as SwiGLU (Shazeer, arXiv:2002.05202), or without: [B, T, D] -> [B, T, D]."""
   if cfg.activation in UNGATED:
     hidden = UNGATED[cfg.activation](project('btd,df->btf', x, p, 'up', compute, layout=layout).astype(jnp.float32))
   else:
@@ -199,24 +198,25 @@ def add(x: jax.Array, out: jax.Array, cfg: ModelConfig) -> jax.Array:
 
 
 def in_a_row(
-  alike: Callable, each: Sequence[dict], x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None
+  layer_of_kind: Callable, params: Sequence[dict], x: jax.Array, cfg: ModelConfig, chosen: jax.Array | None
 ) -> tuple[jax.Array, list, Any]:
-  """Runs the first layers, whose parameters are `each`, as straight code; see `hybrid.scan_periods`."""
-  kept, routing = [], []
-  for i, (p, kind) in enumerate(zip(each, cfg.layer_kinds)):
+  """Runs the first len(params) layers without a scan; for arguments and results see `hybrid.scan_periods`."""
+  kept, routings = [], []
+  for i, (p, kind) in enumerate(zip(params, cfg.layer_kinds)):
     place = cfg.place_of_experts(i)
-    x, (kept_l, routing_l) = alike(kind)(p, x, None if chosen is None or place is None else chosen[place])
-    kept.append(kept_l)
-    routing += [] if routing_l is None else [routing_l]
-  return x, kept, jax.tree.map(lambda *y: jnp.stack(y), *routing) if routing else None
+    x, (layer_kept, routing) = layer_of_kind(kind)(p, x, None if chosen is None or place is None else chosen[place])
+    kept.append(layer_kept)
+    if routing is not None:
+      routings.append(routing)
+  return x, kept, jax.tree.map(lambda *y: jnp.stack(y), *routings) if routings else None
 
 
 _POLICIES = {'full': None, 'dots': jax.checkpoint_policies.save_only_these_names('dots')}
 
 
 def rematerialized(block: Callable, compute: Compute, alone: bool = False) -> Callable:
-  """Returns `block` with a backward pass that recomputes what `compute.remat` says, behind a barrier if not `alone`."""
+  """Returns `block` with a backward pass that recomputes it as `compute.remat` says; `alone`: in a scan over layers."""
   if compute.remat == 'none':
     return block
-  # Without barriers XLA computes several layers again at once. In a scan over single layers they only prevent fusions.
+  # Barriers keep XLA from recomputing several layers at once. In a scan over single layers they only prevent fusions.
   return jax.checkpoint(block, policy=_POLICIES[compute.remat], prevent_cse=not alone)

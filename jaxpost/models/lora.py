@@ -1,10 +1,9 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) as rows of the parameter table.
 
-Legend: L layers, r rank, B rows, T tokens. A matrix W [L, in, out] (each side
-of any number of dimensions) gets A [L, in, r] and B [L, r, out] and acts as
-x W + scale (x A) B. Each of E experts [L, E, in, out] gets its own pair: A
-[L, E, in, r], B [L, E, r, out]. `ModelConfig.lora` is (rank, alpha, rslora,
-targets).
+Legend: L layers, r rank, B rows, T tokens. A matrix W [L, in, out] (where `in` and
+`out` may be several dimensions) gets A [L, in, r] and B [L, r, out] and acts as
+x W + scale (x A) B. Matrices of E experts [L, E, in, out] get A [L, E, in, r] and
+B [L, E, r, out]. `ModelConfig.lora` is (rank, alpha, rslora, targets).
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ def scale(cfg: ModelConfig) -> float:
 
 
 def with_adapters(plain: Model, cfg: ModelConfig, dropout: float = 0.0) -> Model:
-  """Returns the model `plain` with the adapters of `cfg.lora`."""
+  """Returns the model `plain` with the adapters of `cfg.lora`; `dropout` is the rate for their inputs."""
   rows = adapter_rows(plain.table, cfg)
   if dropout and any('expert' in spec.axes for spec in rows.values()):
-    raise InputError('config.lora.dropout: is not for adapters of experts; set it to 0')
+    raise InputError('config.lora.dropout: adapters of experts have no dropout; set it to 0')
 
   def init(key, dtype=jnp.float32):
     adapters = {path: fresh(i, spec, key) for i, (path, spec) in enumerate(rows.items())}
@@ -59,21 +58,21 @@ def with_adapters(plain: Model, cfg: ModelConfig, dropout: float = 0.0) -> Model
 
 
 def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
-  """Returns the table rows of A and B; InputError for targets without adapters."""
+  """Returns the table rows of A and B; InputError for targets that cannot have an adapter."""
   rank, *_, pattern = cfg.lora
   rows = {}
-  names = {target_name(p, s): p for p, s in table.items() if s.matrix and s.stacked and not is_mtp(p)}
+  paths = {target_name(p, s): p for p, s in table.items() if s.matrix and s.stacked and not is_mtp(p)}
   # 'q' also matches any path that ends in /q, except for experts: those are
   # selected by 'experts/q'.
   expression = r'(?:(?!.*experts/).*/|\w+/(?=experts/))?(?:{})'
   if pattern == ALL_LINEAR:
-    chosen = all_linear(table, rank)
+    target_paths = all_linear(table, rank)
   else:
-    if pattern != DEFAULT and re.fullmatch(r'[\w/|]+', pattern):  # a list of names, each of which is meant
+    if pattern != DEFAULT and re.fullmatch(r'[\w/|]+', pattern):  # a list of names: each must match something
       for name in pattern.split('|'):
-        match_paths(names, name, 'config.lora.targets', expression)
-    chosen = [names[name] for name in match_paths(names, pattern, 'config.lora.targets', expression)]
-  for path in chosen:
+        match_paths(paths, name, 'config.lora.targets', expression)
+    target_paths = [paths[name] for name in match_paths(paths, pattern, 'config.lora.targets', expression)]
+  for path in target_paths:
     spec = table[path]
     if path not in targets(table):
       raise InputError(
@@ -97,16 +96,14 @@ def adapter_rows(table: dict, cfg: ModelConfig) -> dict[str, Param]:
 
 DEFAULT = 'q|k|v|o|gate|up|down'  # of `config.lora.targets`
 ALL_LINEAR = 'all-linear'  # as in PEFT: every matrix of a layer that can have an adapter, except those of experts
-_MOST_LAYERS = 4096  # of a stack, in numbers of dropout keys
+_MAX_LAYERS = 4096  # of a stack, so that numbers of dropout keys do not collide
 
 
 def target_pattern(text: str, table: dict, rank: int) -> str:
-  """Returns the regex of `config.lora.targets` for names as PEFT writes them; other text is returned as it is.
+  """Returns the regex of `config.lora.targets` for names as PEFT writes them; other text is returned unchanged.
 
-  'q_proj,v_proj' is 'q|v'. 'all-linear' is the default where it names the same matrices.
-
-  Args:
-    table: of the model without adapters. rank: of the adapters.
+  'q_proj,v_proj' becomes 'q|v'. 'all-linear' becomes `DEFAULT` if both select the same matrices of the model without
+  adapters, whose parameter table is `table`.
   """
   if text == ALL_LINEAR and {p.rpartition('/')[2] for p in all_linear(table, rank)} <= {*DEFAULT.split('|')}:
     return DEFAULT
@@ -123,40 +120,40 @@ def targets(table: dict) -> list[str]:
 
 def all_linear(table: dict, rank: int = 1) -> list[str]:
   """Returns the paths that `lora.targets=all-linear` stands for, except those whose full rank is below `rank`."""
-  found = [p for p in targets(table) if 'expert' not in table[p].axes and not is_mtp(p)]
-  return [p for p in found if full_rank(table[p]) >= rank]
+  paths = [p for p in targets(table) if 'expert' not in table[p].axes and not is_mtp(p)]
+  return [p for p in paths if full_rank(table[p]) >= rank]
 
 
 def full_rank(spec: Param) -> int:
-  """Returns the largest rank that a matrix may have."""
+  """Returns the largest rank that a matrix of this shape can have: the smaller of its inputs and outputs."""
   cut = spec.stack + input_dims(spec)
   return min(math.prod(spec.shape[spec.stack : cut]), math.prod(spec.shape[cut:]))
 
 
 def warn_left_out(model: Model) -> None:
-  """Warns about layer matrices that get no adapter by the default pattern, or for their size by `ALL_LINEAR`."""
+  """Warns about layer matrices that `DEFAULT` does not name, or that are too small for the rank with `ALL_LINEAR`."""
   rank, *_, pattern = model.config.lora
   table = (model.base or model).table
   if pattern == DEFAULT:
     names = {p.rpartition('/')[2] for p in all_linear(table, rank)} - {*DEFAULT.split('|')}
-    why = 'all-linear has them, too'
+    reason = 'all-linear includes them'
   else:
     names = {*all_linear(table)} - {*all_linear(table, rank)} if pattern == ALL_LINEAR else set()
-    why = f'their rank is below {rank}'
+    reason = f'their rank is below {rank}'
   if names:
-    logging.warning('config.lora.targets: %s get no adapters; %s', ', '.join(sorted(names)), why)
+    logging.warning('config.lora.targets: %s get no adapters; %s', ', '.join(sorted(names)), reason)
 
 
 def target_name(path: str, spec: Param) -> str:
-  """Returns the name of a path in `config.lora.targets`: layers/experts/gate for experts."""
+  """Returns the name of a path in `config.lora.targets`; that of experts in layers/gate is layers/experts/gate."""
   stack, _, last = path.rpartition('/')
   return f'{stack}/experts/{last}' if 'expert' in spec.axes else path
 
 
 def fresh(number: int, spec: Param, key: jax.Array) -> jax.Array:
-  """Initializes A uniformly within 1 / sqrt(inputs), as in PEFT, all else with 0.
+  """Returns initial values: uniform within 1 / sqrt(inputs) for A, as in PEFT, and zeros for B.
 
-  number: index of the row in the table, for its random numbers.
+  number: of the row, from which its random numbers derive.
   """
   if spec.init != 'uniform':
     return jnp.zeros(spec.shape)
@@ -172,7 +169,7 @@ class Adapted:
   Attributes:
     w, a, b: W, A and B; w may be a `QuantizedMatrix`.
     keys: [B, 2] uint32, dropout keys of the rows; None: no dropout.
-    scale: multiplies (x A) B.
+    scale: factor of (x A) B.
     rate: dropout rate.
   """
 
@@ -193,22 +190,21 @@ class Adapted:
     return (w + self.scale * jnp.tensordot(self.a, self.b, axes=1, precision=jax.lax.Precision.HIGHEST)).astype(dtype)
 
   def product(self, spec: str, x: jax.Array, dtype: str, out: str = 'float32') -> jax.Array:
-    """Computes x W, in the type `out`, + scale (dropout(x) A) B, where `spec` is the einsum of x and W."""
+    """Computes x W + scale (dropout(x) A) B; `spec` is the einsum of x and W, and `out` the type of x W."""
     return einsum(spec, x, self.w, dtype, out) + self.change(spec, x, dtype)
 
   def change(self, spec: str, x: jax.Array, dtype: str) -> jax.Array:
     """Computes scale (dropout(x) A) B in float32."""
-    left, right, out = spec.replace('->', ',').split(',')
-    # The letter z is the rank: x A is '{left},{into}z->{low}'.
-    into = ''.join(c for c in right if c in left)
-    onto = ''.join(c for c in right if c in out)
-    low = ''.join(c for c in left if c not in right) + 'z'
-    y = x
+    x_axes, w_axes, out_axes = spec.replace('->', ',').split(',')
+    # With the letter z for the rank: A is [inputs, z], x A is [xa_axes] and B is [z, outputs].
+    inputs = ''.join(c for c in w_axes if c in x_axes)
+    outputs = ''.join(c for c in w_axes if c in out_axes)
+    xa_axes = ''.join(c for c in x_axes if c not in w_axes) + 'z'
     if self.keys is not None:
       kept = jax.vmap(lambda k: jax.random.bernoulli(k, 1 - self.rate, x.shape[1:]))(self.keys)
-      y = jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
-    y = self.scale * einsum(f'{left},{into}z->{low}', y, self.a, dtype)
-    return einsum(f'{low},z{onto}->{out}', y, self.b, dtype)
+      x = jnp.where(kept, x / (1 - self.rate), 0).astype(x.dtype)
+    xa = self.scale * einsum(f'{x_axes},{inputs}z->{xa_axes}', x, self.a, dtype)
+    return einsum(f'{xa_axes},z{outputs}->{out_axes}', xa, self.b, dtype)
 
 
 def _forward(forward, cfg, rate, params, *rows, dropout=None, **options):
@@ -217,14 +213,14 @@ def _forward(forward, cfg, rate, params, *rows, dropout=None, **options):
   dropout: [B, 2] uint32, dropout keys of the rows; None: no dropout.
   """
 
-  def pair(number, w, a, b):
+  def adapted_matrix(number, w, a, b):
     keys = None
     if dropout is not None:
-      layers = number * _MOST_LAYERS + jnp.arange(len(a))  # stacks have different numbers of layers
+      layers = number * _MAX_LAYERS + jnp.arange(len(a))  # W, A and B have a leading axis of layers
       keys = jax.vmap(lambda i: jax.vmap(lambda k: jax.random.fold_in(k, i))(dropout))(layers)
     return Adapted(w, a, b, keys, scale(cfg), rate=rate)
 
-  return forward(_over_targets(params, pair), *rows, **options)
+  return forward(_over_targets(params, adapted_matrix), *rows, **options)
 
 
 def adapted(params: dict, cfg: ModelConfig) -> dict:
@@ -237,24 +233,23 @@ def merge(params: dict, cfg: ModelConfig) -> dict:
 
   def add(number, w, a, b):
     del number
-    dot = functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST)
-    of_layers = jax.vmap(dot)
-    if a.ndim == b.ndim == 4:  # experts; elsewhere A or B has fewer dimensions
-      of_layers = jax.vmap(of_layers)
-    return (w + scale(cfg) * of_layers(a, b)).astype(w.dtype)
+    product = jax.vmap(functools.partial(jnp.tensordot, axes=1, precision=jax.lax.Precision.HIGHEST))
+    if a.ndim == b.ndim == 4:  # layers of experts; without experts A or B has fewer dimensions
+      product = jax.vmap(product)
+    return (w + scale(cfg) * product(a, b)).astype(w.dtype)
 
   return _over_targets(params, add)
 
 
 def _over_targets(params: dict, fn: Callable) -> dict:
-  """Returns `params` without adapters, with fn(number, W, A, B) in place of each adapted W."""
+  """Returns `params` without adapters, and with each adapted W replaced by fn(number, W, A, B)."""
   if ADAPTER_ROOT not in params:
     return params
   out = {k: v for k, v in params.items() if k != ADAPTER_ROOT}
   number = 0
-  for stack, pairs in params[ADAPTER_ROOT].items():
+  for stack, adapters in params[ADAPTER_ROOT].items():
     out[stack] = dict(out[stack])
-    for name, pair in pairs.items():
-      out[stack][name] = fn(number, out[stack][name], pair['a'], pair['b'])
+    for name, adapter in adapters.items():
+      out[stack][name] = fn(number, out[stack][name], adapter['a'], adapter['b'])
       number += 1
   return out

@@ -1,10 +1,10 @@
-"""Attention layers of two sizes, keys and values that layers share, an embedding for each layer (Gemma 4).
+"""Decoders with attention heads of two sizes, shared keys and values, and per-layer embeddings (Gemma 4).
 
 Legend: B rows, T tokens, D hidden size, L layers, H heads, K kv heads, h head size, P side size.
 
 Layers with a sliding window and full ones have heads of different sizes, so each kind has a
-stack of parameters (`MixedConfig.layer_stacks`). The last layers may have no keys and values:
-they read those of the last layer of their kind that has some. The features are those of
+stack of parameters (`MixedConfig.layer_stacks`). The last layers may have no keys and values of their
+own: they attend to those of the last layer of their kind that has some. The features are those of
 Gemma 3n and Gemma 4 as `transformers` 5 computes them (models/gemma4).
 """
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
   from jaxpost.models.attention_configs import MixedConfig
 
 _BLOCK = 'model.layers.{}.'
-_SIDE, _PAIR = 'side', 'pair'  # what a layer gets among its parameters: its embeddings; keys and values of another
+# Inputs of a layer that are passed among its parameters: its embeddings, and the keys and values of another layer.
+_SIDE, _PAIR = 'side', 'pair'
 
 
 def table(plain: dict[str, Param], cfg: MixedConfig) -> dict[str, Param]:
@@ -33,7 +34,7 @@ def table(plain: dict[str, Param], cfg: MixedConfig) -> dict[str, Param]:
 
   plain: the table of the same model with heads of one size.
   """
-  common = {k.split('/')[1]: v for k, v in plain.items() if v.stacked} | _own_rows(cfg)
+  common = {path.split('/')[1]: spec for path, spec in plain.items() if spec.stacked} | _own_rows(cfg)
   rows = {}
   for stack in (name for name in STACKS if name in cfg.layer_stacks):
     numbers = tuple(i for i, name in enumerate(cfg.layer_stacks) if name == stack)
@@ -51,7 +52,7 @@ def table(plain: dict[str, Param], cfg: MixedConfig) -> dict[str, Param]:
 
 
 def _own_rows(cfg: MixedConfig) -> dict[str, Param]:
-  """Returns the rows of a layer that no other decoder has."""
+  """Returns the rows of a layer that are specific to these models."""
   d = cfg.hidden_size
 
   def vector(size, hf):
@@ -76,7 +77,7 @@ def _own_rows(cfg: MixedConfig) -> dict[str, Param]:
 
 
 def _of_stack(common: dict[str, Param], stack: str, cfg: MixedConfig) -> dict[str, Param]:
-  """Returns the rows of the layers of a stack, with the sizes that these have."""
+  """Returns the rows of the layers of a stack: those of `common` that they have, in their sizes."""
   full, shared = not stack.startswith('local'), stack.endswith('shared')
   kv_heads, size, _ = cfg.head_shapes[full]
   shapes = {
@@ -89,11 +90,11 @@ def _of_stack(common: dict[str, Param], stack: str, cfg: MixedConfig) -> dict[st
   }
   rows = {}
   for name, spec in common.items():
-    if shared and name in ('k', 'v', 'k_norm') or full and cfg.values_are_keys and name == 'v':
+    if (shared and name in ('k', 'v', 'k_norm')) or (full and cfg.values_are_keys and name == 'v'):
       continue
     shape = shapes.get(name, spec.shape[1:])
     if shared and cfg.wide_shared_mlp and 'mlp' in spec.axes and 'expert' not in spec.axes:
-      shape = tuple(n * (1 + (axis == 'mlp')) for n, axis in zip(shape, spec.axes[1:]))
+      shape = tuple(2 * size if axis == 'mlp' else size for size, axis in zip(shape, spec.axes[1:]))
     rows[name] = dataclasses.replace(spec, shape=(1, *shape))
   return rows
 
@@ -101,47 +102,51 @@ def _of_stack(common: dict[str, Param], stack: str, cfg: MixedConfig) -> dict[st
 def with_side_inputs(
   params: dict, tokens: jax.Array, x: jax.Array, cfg: MixedConfig, compute: Compute, layout: Callable
 ) -> dict:
-  """Returns the parameters with the embeddings of each layer among those of the layer.
+  """Returns the parameters, with per-layer embeddings [B, T, P] (`side`) among those of each layer.
 
-  An embedding of each token, and a projection of what the first layer reads, are added.
+  They are the sum of an embedding of each token and a projection of the input of the first layer.
 
   Args:
-    tokens: [B, T]. x: [B, T, D], their embeddings as the first layer reads them.
+    tokens: [B, T].
+    x: [B, T, D], their embeddings, the input of the first layer.
   """
   if not cfg.side_size:
     return params
   shape = *tokens.shape, cfg.num_layers, cfg.side_size
-  own = layers.embed(params['side_embed'], tokens, compute.dtype, layout)
-  own = (own * jnp.asarray(cfg.side_size**0.5, own.dtype)).reshape(shape)
-  made = layers.project('btd,df->btf', x, params, 'side_project', compute) * cfg.hidden_size**-0.5
-  made = layers.rms_norm(made.reshape(shape), params['side_input_norm'], cfg)
-  side = jnp.moveaxis(((made + own) * 2**-0.5).astype(compute.residual), 2, 0)  # [L, B, T, P]
+  embedded = layers.embed(params['side_embed'], tokens, compute.dtype, layout)
+  embedded = (embedded * jnp.asarray(cfg.side_size**0.5, embedded.dtype)).reshape(shape)
+  projected = layers.project('btd,df->btf', x, params, 'side_project', compute) * cfg.hidden_size**-0.5
+  projected = layers.rms_norm(projected.reshape(shape), params['side_input_norm'], cfg)
+  side = jnp.moveaxis(((projected + embedded) * 2**-0.5).astype(compute.residual), 2, 0)  # [L, B, T, P]
   if isinstance(params['layers'], list):  # of a sampler
     return params | {'layers': [_with(p, _SIDE, y) for p, y in zip(params['layers'], side)]}
-  return params | {
-    name: params[name] | {_SIDE: side[jnp.array([i for i, other in enumerate(cfg.layer_stacks) if other == name])]}
-    for name in sorted({*cfg.layer_stacks})
-  }
+  stacks = {}
+  for name in sorted({*cfg.layer_stacks}):
+    numbers = [i for i, stack in enumerate(cfg.layer_stacks) if stack == name]
+    stacks[name] = params[name] | {_SIDE: side[jnp.array(numbers)]}
+  return params | stacks
 
 
 def _with(p: Any, name: str, value: Any) -> Any:
-  """Returns the parameters of a layer, or the function that makes them, with one entry more."""
+  """Returns the parameters of a layer, or the function that returns them, with the entry {name: value}."""
   return (lambda x: p(x) | {name: value}) if callable(p) else p | {name: value}
 
 
 def in_a_row(
-  alike: Callable, params: dict, x: jax.Array, cfg: MixedConfig, chosen: jax.Array | None
+  layer_of_kind: Callable, params: dict, x: jax.Array, cfg: MixedConfig, chosen: jax.Array | None
 ) -> tuple[jax.Array, list, Any]:
-  """Runs all layers as straight code, and hands the keys and values of some to others; see `hybrid.scan_periods`."""
-  found: list[tuple] = []  # (kept, pair, routing) of each layer
-  own = cfg.num_layers - cfg.shared_layers
+  """Runs all layers without a scan, so that the last ones get keys and values of others; see `hybrid.scan_periods`."""
+  kept, routings = [], []
+  pairs: list[tuple] = []  # keys and values of each layer
+  first_shared = cfg.num_layers - cfg.shared_layers
   for i, (p, kind) in enumerate(zip(unstack_layers(params, cfg.layer_stacks)['layers'], cfg.layer_kinds)):
-    if i >= own:
-      p = p | {_PAIR: found[cfg.place_in_cache(i)][1]}
-    x, (with_pair, routing) = alike(kind)(p, x, None if chosen is None else chosen[i])
-    found.append((*with_pair, routing))
-  kept, _, routings = zip(*found)
-  return x, list(kept), jax.tree.map(lambda *y: jnp.stack(y), *routings)
+    if i >= first_shared:
+      p = p | {_PAIR: pairs[cfg.place_in_cache(i)]}
+    x, ((layer_kept, pair), routing) = layer_of_kind(kind)(p, x, None if chosen is None else chosen[i])
+    kept.append(layer_kept)
+    pairs.append(pair)
+    routings.append(routing)
+  return x, kept, jax.tree.map(lambda *y: jnp.stack(y), *routings)
 
 
 def layer(
@@ -156,7 +161,7 @@ def layer(
 ) -> tuple[jax.Array, Any, Any]:
   """Applies one layer to [B, T, D]; see `transformer.layer`.
 
-  Where layers share keys and values, `kept` comes with the pair (k, v) of this layer.
+  In models whose layers share keys and values, `kept` is a tuple of it and the pair (k, v) of this layer.
   """
 
   def norm(x, name):
@@ -170,12 +175,14 @@ def layer(
   y, routing = norm(x, 'mlp_norm'), None
   if cfg.experts:
     dense = {k.removeprefix(moe.SHARED_PREFIX): v for k, v in p.items() if k.startswith(moe.SHARED_PREFIX)}
-    # The router sees the tokens under a norm of its own, which differs from that of the experts in the scale.
-    scale = p['router_in'] * cfg.hidden_size**-0.5
-    given = p | {'router': p['router'] * scale[:, None]}
-    seen = layers.rms_norm(x.astype(jnp.float32), 1.0, cfg)
-    more, routing = moe.mlp(given, norm(x, 'experts_norm'), cfg, compute, layout, chosen=chosen, seen=seen)
-    out = norm(layers.mlp(dense, y, cfg, compute, layout), 'shared_post_norm') + norm(more, 'experts_post_norm')
+    # The norm of the router's input has no scale; the router's matrix is multiplied by a scale instead.
+    router = p['router'] * (p['router_in'] * cfg.hidden_size**-0.5)[:, None]
+    router_input = layers.rms_norm(x.astype(jnp.float32), 1.0, cfg)
+    experts_out, routing = moe.mlp(
+      p | {'router': router}, norm(x, 'experts_norm'), cfg, compute, layout, chosen=chosen, router_input=router_input
+    )
+    dense_out = layers.mlp(dense, y, cfg, compute, layout)
+    out = norm(dense_out, 'shared_post_norm') + norm(experts_out, 'experts_post_norm')
   else:
     out = layers.mlp(p, y, cfg, compute, layout)
   x = x + norm(out, 'mlp_post_norm').astype(x.dtype)
@@ -184,20 +191,23 @@ def layer(
     out = layers.ACTIVATIONS[cfg.activation](gate.astype(jnp.float32)) * p[_SIDE]
     out = layers.project('btp,pd->btd', out.astype(compute.residual), p, 'side_out', compute, layout=layout)
     x = x + norm(out, 'side_norm').astype(x.dtype)
-  x = (x * jax.lax.stop_gradient(p['scalar'])).astype(x.dtype)  # it is read, kept and exported, but not trained
+  x = (x * jax.lax.stop_gradient(p['scalar'])).astype(x.dtype)  # loaded and saved, but not trained
   return x, (kept, pair) if cfg.shared_layers else kept, routing
 
 
 def _queries_and_pair(p: dict, y: jax.Array, table, cfg: MixedConfig, compute: Compute, layout) -> tuple:
-  """Returns queries [B, T, H, h], and keys and values [B, T, K, h], or those of another layer (None: in a cache)."""
-  spec, rest = 'btd,dnh->btnh', dict(compute=compute, layout=layout)
+  """Returns (queries [B, T, H, h], (keys, values) [B, T, K, h] each).
+
+  Keys and values may be those of another layer, which are (None, None) if they are in a cache.
+  """
+  spec, options = 'btd,dnh->btnh', dict(compute=compute, layout=layout)
   if 'k_norm' not in p:
-    q, pair = layers.project(spec, y, p, 'q', **rest), p.get(_PAIR, (None, None))
+    q, pair = layers.project(spec, y, p, 'q', **options), p.get(_PAIR, (None, None))
     return rope.rotate(layers.rms_norm(q, p['q_norm'], cfg), table, cfg), pair
   if 'v' in p or 'qkv' in p:
-    q, k, v = layers.project_all(spec, y, p, 'qkv', cfg=cfg, **rest)
+    q, k, v = layers.project_all(spec, y, p, 'qkv', cfg=cfg, **options)
   else:
-    q, k = (layers.project(spec, y, p, name, **rest) for name in 'qk')
+    q, k = (layers.project(spec, y, p, name, **options) for name in 'qk')
     v = k
-  q, k = (layers.rms_norm(z, p[f'{name}_norm'], cfg) for z, name in ((q, 'q'), (k, 'k')))
+  q, k = layers.rms_norm(q, p['q_norm'], cfg), layers.rms_norm(k, p['k_norm'], cfg)
   return rope.rotate(q, table, cfg), (rope.rotate(k, table, cfg), layers.rms_norm(v, 1.0, cfg))

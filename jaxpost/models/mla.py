@@ -4,9 +4,9 @@ Legend: B rows, T tokens, D hidden size, H heads, h head size (of which the
 last d entries are rotated), hv that of values, r rank of the latents, S slots.
 
 Keys and values of all heads are projections of one latent of r numbers per
-token, plus one rotated key of d numbers that heads share. Training computes
-them; a cache stores the latents, r + d numbers per token, and decoding projects
-queries into the latent space instead ("absorbed" matrices).
+token; a key also has a rotated part of d numbers, which all heads share. Training
+computes both. A cache stores the latent and the rotated part, r + d numbers per token,
+and decoding projects queries into the latent space instead ("absorbed" matrices).
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ _EPS = 1e-6  # norm epsilon of the latents, independent of the config
 
 
 def table(plain: dict, cfg: LatentConfig) -> dict[str, Param]:
-  """Returns the parameter table: that of the same model with plain attention, with other rows for q, k, v and o."""
+  """Returns the parameter table: `plain`, that of the model with ordinary attention, with other rows for q, k, v, o."""
   n, d, h, r = cfg.num_layers, cfg.hidden_size, cfg.num_heads, cfg.kv_rank
 
   def matrix(shape, axes, hf):
@@ -75,12 +75,12 @@ def attend(
   Args:
     y: [B, T, D], the normed input.
     table: one of `rope.tables`.
-    attend_to: (q, k, v, (latents [B, T, 1, r + d], ...)) -> (out, kept). The last argument is what a cache keeps. Where
+    attend_to: (q, k, v, (latents [B, T, 1, r + d], ...)) -> (out, kept). The last argument is the cache entries. Where
       an indexer chooses keys, q and k are `sparse_attention.Queries` and `Keys`.
     absorbed: q and `out` are in the latent space; k and v are None.
 
   Returns:
-    ([B, T, H, hv], what `attend_to` returned as `kept`).
+    ([B, T, H, hv], the `kept` of `attend_to`).
   """
 
   def norm(x, name):
@@ -95,42 +95,43 @@ def attend(
   else:
     q = project('btd,dnh->btnh', y, 'q')
   q = rope.scale_queries(q, table)
-  plain = cfg.head_dim - cfg.rope_dim
-  low = project('btd,dr->btr', y, 'kv_a')
-  latent = norm(low[..., : cfg.kv_rank], 'kv_a_norm')[:, :, None]
-  rotated = rope.rotate(low[:, :, None, cfg.kv_rank :], table, cfg)
-  q_rotated = rope.rotate(q[..., plain:], table, cfg)
-  keep: tuple = (jnp.concatenate([latent, rotated.astype(latent.dtype)], -1),)
+  nope_dim = cfg.head_dim - cfg.rope_dim  # entries of a head that are not rotated
+  low_kv = project('btd,dr->btr', y, 'kv_a')
+  latent = norm(low_kv[..., : cfg.kv_rank], 'kv_a_norm')[:, :, None]
+  k_rotated = rope.rotate(low_kv[:, :, None, cfg.kv_rank :], table, cfg)
+  q_rotated = rope.rotate(q[..., nope_dim:], table, cfg)
+  entries: tuple = (jnp.concatenate([latent, k_rotated.astype(latent.dtype)], -1),)
   if cfg.index_topk:
     from jaxpost.models import sparse_attention
 
     *index_q, index_k = sparse_attention.index(p, y, low_q, table, cfg, compute=compute)
-    keep = (*keep, index_k)
-  if absorbed:
-    w = p['kv_b'].dense(compute.dtype) if hasattr(p['kv_b'], 'dense') else p['kv_b']  # with an adapter, or in codes
-    up, down = w[..., :plain], w[..., plain:]
-    q = einsum('btnh,rnh->btnr', q[..., :plain], up, compute.dtype)
+    entries = (*entries, index_k)
+  if absorbed:  # q . (W_k latent) = (W_k^T q) . latent, and the weighted sum of W_v latent is W_v times that of latents
+    w = p['kv_b'].dense(compute.dtype) if hasattr(p['kv_b'], 'dense') else p['kv_b']  # with an adapter, or quantized
+    w_k, w_v = w[..., :nope_dim], w[..., nope_dim:]
+    q = einsum('btnh,rnh->btnr', q[..., :nope_dim], w_k, compute.dtype)
     q = jnp.concatenate([q, q_rotated.astype(q.dtype)], axis=-1)
-    out, kept = attend_to(sparse_attention.Queries(q, *index_q) if cfg.index_topk else q, None, None, keep)
-    return einsum('btnr,rnh->btnh', out, down, compute.dtype), kept
-  both = project('btr,rnh->btnh', latent[:, :, 0], 'kv_b')
-  rotated = jnp.broadcast_to(rotated, q_rotated.shape)
-  q, k = (jnp.concatenate([x[..., :plain], y.astype(x.dtype)], axis=-1) for x, y in ((q, q_rotated), (both, rotated)))
-  if 0 < cfg.index_topk < y.shape[1]:  # in shorter rows a query attends to all that it may see
+    out, kept = attend_to(sparse_attention.Queries(q, *index_q) if cfg.index_topk else q, None, None, entries)
+    return einsum('btnr,rnh->btnh', out, w_v, compute.dtype), kept
+  kv = project('btr,rnh->btnh', latent[:, :, 0], 'kv_b')
+  k_rotated = jnp.broadcast_to(k_rotated, q_rotated.shape)
+  q = jnp.concatenate([q[..., :nope_dim], q_rotated.astype(q.dtype)], axis=-1)
+  k = jnp.concatenate([kv[..., :nope_dim], k_rotated.astype(kv.dtype)], axis=-1)
+  if 0 < cfg.index_topk < y.shape[1]:  # in shorter rows the indexer would exclude nothing
     q, k = sparse_attention.Queries(q, *index_q), sparse_attention.Keys(k, index_k)
-  return attend_to(q, k, both[..., plain:], keep)
+  return attend_to(q, k, kv[..., nope_dim:], entries)
 
 
 def from_cache(q: Any, old: list, new: list, cfg: LatentConfig, compute: Compute) -> tuple:
-  """Returns the first arguments of `decoding.cached_attention`, and its `choose`.
+  """Returns the arguments q, cache, recent and `choose` of `decoding.cached_attention`.
 
   q: queries in the latent space, or `sparse_attention.Queries`.
-  old, new: what the cache keeps of a layer, and of the tokens after it: latents [S, 1, length, r + d], and maybe keys
-    of an indexer. The first r entries of a latent act as values.
+  old, new: entries of a layer in the cache, and of the tokens after it: latents [S, 1, length, r + d], and keys of
+    an indexer, if the model has one. The first r numbers of a latent act as values.
   """
-  pairs = [(x[0], x[0][..., : cfg.kv_rank]) for x in (old, new)]
+  cache, recent = ((latents, latents[..., : cfg.kv_rank]) for latents in (old[0], new[0]))
   if not cfg.index_topk:
-    return q, *pairs, None
+    return q, cache, recent, None
   from jaxpost.models import sparse_attention
 
-  return q.heads, *pairs, sparse_attention.chooser(q, old[1], new[1], cfg, compute)
+  return q.heads, cache, recent, sparse_attention.chooser(q, old[1], new[1], cfg, compute)

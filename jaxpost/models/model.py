@@ -1,6 +1,6 @@
 """The `Model` record: pure functions and a parameter table.
 
-Anything that provides these can be trained and sampled from; `transformer.py` and `custom.py` make such records.
+Anything that provides these can be trained and sampled from; `build` and `custom.py` return such records.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ _CODE = 'config.model.preset'
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """Pure functions of parameters; shapes in `transformer.py` and `decoding.py`.
+  """Pure functions of parameters; `transformer.py` and `decoding.py` explain arguments and shapes.
 
   forward(params, tokens, positions, segment_ids, compute=, constrain=)
     -> hidden [B, T, D]; also takes branch_ids=, noise=, dropout= if given
@@ -49,8 +49,8 @@ class Model:
   base: 'Model | None' = None  # the model without adapters and quantization
   merge: Callable = lambda params: params  # params -> parameters of the base
   view: Callable = lambda params: params  # params -> input of the base's `prefill`
-  store: Callable = dict  # weights of a sampler's layer, or their shardings -> what is kept
-  passes: float = 3.0  # cost of an update, in forward passes
+  store: Callable = dict  # {name: matrix or sharding} of a sampler's layer -> the same, as the sampler stores it
+  passes: float = 3.0  # FLOPs of an update, in units of a forward pass
   dropout: float = 0.0  # rate on the inputs of adapters, in updates
   quantized: str = ''  # 'int8' or 'nf4': quantized matrices
 
@@ -64,16 +64,16 @@ class Model:
 
   @property
   def mtp(self) -> frozenset[str]:
-    """Paths of a module for multi-token prediction."""
+    """Paths of the module for multi-token prediction, if the model has one."""
     return frozenset(filter(is_mtp, self.table)) if 'mtp' in self.config.more_heads else frozenset()
 
   @property
   def trains_mtp(self) -> bool:
-    """True if updates train that module."""
+    """True if updates train the module for multi-token prediction."""
     return not self.mtp <= self.frozen
 
   def flops_of_update(self, context: float) -> float:
-    """Returns the FLOPs of an update for each token, which attends to `context` tokens on average."""
+    """Returns the FLOPs of an update per token, if tokens attend to `context` tokens on average."""
     flops = self.passes * transformer.flops_per_token(self.config, context)
     if self.trains_mtp:
       from jaxpost.models import multi_token
@@ -109,14 +109,14 @@ def from_code(code: str) -> Model:
     if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
   ]
   if needed:
-    raise InputError(f'{_CODE}: {code} must need no arguments; it has {", ".join(needed)}')
-  found = make()
-  if not isinstance(found, Model):
+    raise InputError(f'{_CODE}: {code} must be callable without arguments; it requires {", ".join(needed)}')
+  model = make()
+  if not isinstance(model, Model):
     raise InputError(
-      f'{_CODE}: {code} returns a {type(found).__name__}, not a Model; '
+      f'{_CODE}: {code} returns a {type(model).__name__}, not a Model; '
       'jaxpost.models.custom.linen or .nnx makes one of a flax module'
     )
-  return dataclasses.replace(found, config=dataclasses.replace(found.config, code=code))
+  return dataclasses.replace(model, config=dataclasses.replace(model.config, code=code))
 
 
 def build(cfg: ModelConfig | CustomConfig) -> Model:
@@ -146,7 +146,7 @@ def build(cfg: ModelConfig | CustomConfig) -> Model:
 
 
 def _prefill(*args, **options):
-  from jaxpost.models import decoding  # what only trains imports no sampler
+  from jaxpost.models import decoding  # imported here, because runs that only train do not need it
 
   return decoding.prefill(*args, **options)
 
@@ -158,7 +158,7 @@ def _decode(*args, **options):
 
 
 def init(key: jax.Array, cfg: ModelConfig, dtype: Any = jnp.float32) -> dict:
-  """Initializes parameters: normal(initializer_range), padding rows 0."""
+  """Returns initial parameters: normal with standard deviation `initializer_range`; padding of the vocabulary is 0."""
   flat = {}
   for i, (path, spec) in enumerate(transformer.param_table(cfg).items()):
     if spec.init in ('ones', 'zeros'):

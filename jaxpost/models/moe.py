@@ -43,7 +43,7 @@ class _Sharding(NamedTuple):
     size: devices along the 'expert' axis.
     tokens_split: devices along that axis hold different tokens.
     exact: see `expert_parallel.exchange`.
-    reduce_dtype: in which gradients of what is split over 'fsdp' are summed.
+    reduce_dtype: type in which gradients are summed over 'fsdp'.
   """
 
   specs: dict[str, PartitionSpec]
@@ -56,17 +56,17 @@ class _Sharding(NamedTuple):
 def with_shared(
   p: dict, y: jax.Array, cfg: ModelConfig, compute: Compute, layout: Callable, chosen: jax.Array | None = None
 ) -> tuple[jax.Array, Routing]:
-  """`mlp` between the projections of its experts, if they have such, plus the output of shared experts."""
+  """Adds the outputs of shared experts, if any, to those of `mlp`, whose experts may work in a latent space."""
   if cfg.experts.latent:
     x = layers.project('btd,dl->btl', y, p, 'latent_in', compute, layout=layout)
-    out, routing = mlp(p, x, cfg, compute, layout, chosen=chosen, seen=y)
+    out, routing = mlp(p, x, cfg, compute, layout, chosen=chosen, router_input=y)
     out = layers.project('btl,ld->btd', out, p, 'latent_out', compute, layout=layout)
   else:
     out, routing = mlp(p, y, cfg, compute, layout, chosen=chosen)
   if cfg.experts.shared:
     shared = {k.removeprefix(SHARED_PREFIX): v for k, v in p.items() if k.startswith(SHARED_PREFIX)}
-    more = layers.mlp(shared, y, cfg, compute, layout)
-    out = out + (gate_shared(p, y, more) if cfg.experts.shared_gate else more)
+    shared_out = layers.mlp(shared, y, cfg, compute, layout)
+    out = out + (gate_shared(p, y, shared_out) if cfg.experts.shared_gate else shared_out)
   return out, routing
 
 
@@ -77,27 +77,27 @@ def mlp(
   compute: Compute,
   layout: Callable,
   chosen: jax.Array | None = None,
-  seen: jax.Array | None = None,
+  router_input: jax.Array | None = None,
 ) -> tuple[jax.Array, Routing]:
   """Applies the experts of each token and sums their outputs by router weight.
 
-  On a mesh each device routes the tokens that it holds. The 'expert' axis splits
+  On a mesh each device routes its own tokens. The 'expert' axis splits
   tokens and experts: each token is dispatched to the devices of its experts,
-  and the sums of their outputs are combined where it came from. A device with
+  which send the sums of their outputs back, to be combined. A device with
   more tokens than the others works in more rounds, see `expert_mlp.py`.
 
   Args:
     x: [B, T, D].
     layout: a `Layout`, or any function on a single device.
     chosen: [B, T, k], experts to use instead of the router's choice.
-    seen: [B, T, D], what the router reads; None: x.
+    router_input: [B, T, D], input of the router; None: x.
 
   Returns:
     ([B, T, D], `Routing`).
   """
   params = _dense_params(p, compute)
   if not isinstance(layout, Layout) or layout.mesh.size == 1:
-    return _mlp_on_device(params, x, chosen, seen, cfg, compute=compute)
+    return _mlp_on_device(params, x, chosen, router_input, cfg, compute=compute)
   size = layout.mesh.shape['expert']
   if cfg.experts.num % size:
     raise InputError(f'config.mesh: expert={size} must divide the {cfg.experts.num} experts of the model')
@@ -116,13 +116,13 @@ def mlp(
     in_specs=(specs, tokens, tokens, tokens),
     out_specs=(tokens, Routing(tokens, tokens)),
     check_vma=False,
-  )(params, x, chosen, seen)
+  )(params, x, chosen, router_input)
 
 
 def _dense_params(p: dict, compute: Compute) -> dict[str, jax.Array]:
-  """Picks the layer's arrays; adapters apart from their matrices, no codes.
+  """Returns the arrays of the routed experts and of the router, with quantized matrices dequantized.
 
-  The adapter of a matrix `gate` becomes `gate_a` and `gate_b`.
+  A matrix `gate` with an adapter becomes three arrays: `gate`, `gate_a` and `gate_b`.
   """
   names = ['router', *(name for name in _MATRICES if name in p)]
   names += [f'{name}_bias' for name in names if f'{name}_bias' in p]
@@ -137,7 +137,7 @@ def _dense_params(p: dict, compute: Compute) -> dict[str, jax.Array]:
 
 
 def _param_specs(params: dict, cfg: ModelConfig, layout: Layout) -> dict[str, PartitionSpec]:
-  """The partition of each of `_dense_params`, without the axis of layers."""
+  """Returns the partition of each of `params` (`_dense_params` of one layer)."""
   table = param_rows(cfg)
   specs = {}
   for name in params:
@@ -157,13 +157,13 @@ def _mlp_on_device(
   p: dict,
   x: jax.Array,
   chosen: jax.Array | None,
-  seen: jax.Array | None,
+  router_input: jax.Array | None,
   cfg: ModelConfig,
   compute: Compute,
   sharding: _Sharding | None = None,
 ) -> tuple[jax.Array, Routing]:
-  """`mlp` of the tokens [B, T, D] and the experts of one device of a mesh."""
-  weights, routing = route(p, x if seen is None else seen, cfg.experts, chosen)
+  """Computes `mlp` of the tokens [B, T, D] of one device, with its share of the experts."""
+  weights, routing = route(p, x if router_input is None else router_input, cfg.experts, chosen)
   rows = _flatten_tokens(x), _flatten_tokens(weights), _flatten_tokens(routing.chosen)
   if sharding is None:
     out = expert_mlp.apply_experts(p, *rows, first=0, cfg=cfg, compute=compute).astype(compute.residual)
@@ -172,14 +172,13 @@ def _mlp_on_device(
   types = compute.dtype, sharding.reduce_dtype
   p = {name: _gather_fsdp(w, sharding.specs[name], *types) for name, w in p.items()}
   num_local = cfg.experts.num // sharding.size
-  first = 0
-  room = 0
+  first, room = 0, 0
   if sharding.size > 1:
     first = jax.lax.axis_index('expert') * num_local
     if sharding.tokens_split:
       sent, rows = expert_parallel.dispatch_tokens(*rows, num_local, sharding.exact)
   if sharding.tokens_split:
-    # Twice the work of a device where the experts share it evenly.
+    # Twice the token-expert pairs that a device gets if routing is even.
     room = 2 * routing.chosen.size
   tensor_shards = jax.lax.axis_size('tensor') if 'tensor' in sharding.specs['up'] else 1
   if 'down_bias' in p:  # each tensor shard adds its share
@@ -202,8 +201,8 @@ def _flatten_tokens(x: jax.Array) -> jax.Array:
 def _gather_fsdp(w: jax.Array, spec: PartitionSpec, dtype: str, reduce_dtype: str) -> jax.Array:
   """Gathers a shard of experts over 'fsdp', in `dtype`.
 
-  The result has the type of the parameter again, that of its gradient. Gradients in float32 are summed in
-  `reduce_dtype` on the way back.
+  The result is cast back to the type of the parameter, so that its gradient has that type. In the backward pass,
+  float32 gradients are summed in `reduce_dtype`.
   """
   for axis, mesh_axis in enumerate(spec):
     if mesh_axis == 'fsdp':
@@ -231,22 +230,23 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def gate_shared(p: dict, x: jax.Array, out: jax.Array) -> jax.Array:
-  """Multiplies the output of the shared experts [B, T, D] by a gate in (0, 1) of each token, made of x."""
+  """Multiplies the output of the shared experts [B, T, D] by sigmoid(x W), one number for each token."""
   weight = p[f'{SHARED_PREFIX}weight']
   gate = jnp.einsum('btd,dn->btn', x.astype(jnp.float32), weight, precision=jax.lax.Precision.HIGHEST)
   return (jax.nn.sigmoid(gate) * out).astype(out.dtype)
 
 
 def behind(dense: dict[str, Param], table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
-  """Returns the table of a model that has layers with experts and others: those of the table `dense`."""
+  """Returns `table`, whose layers have experts, with a stack 'dense' of the layers of the table `dense`."""
   rows = {}
-  for stack, common in ('dense', dense), ('layers', table):
+  for stack, stack_table in ('dense', dense), ('layers', table):
     numbers = tuple(i for i, name in enumerate(cfg.layer_stacks) if name == stack)
-    for path, spec in common.items():
+    for path, spec in stack_table.items():
       if spec.stacked:
         shape = (len(numbers), *spec.shape[1:])
         rows[f'{stack}/{path.partition("/")[2]}'] = dataclasses.replace(spec, shape=shape, numbers=numbers)
-  return {'embed': table['embed'], **rows, **{k: v for k, v in table.items() if not v.stacked and k != 'embed'}}
+  outside = {path: spec for path, spec in table.items() if not spec.stacked}
+  return {'embed': outside.pop('embed')} | rows | outside
 
 
 def param_rows(cfg: ModelConfig) -> dict[str, Param]:

@@ -1,8 +1,8 @@
-"""A module that predicts the token after the next one, behind a decoder (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+"""A module on top of a decoder that predicts the token after the next one (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-At each position it reads what the model gives its head and the embedding of the next token: their norms, side by side,
-are projected to the hidden size and go through one more layer with attention. Embedding and head are the model's own.
-`programs/multi_token.py` computes it.
+At each position its inputs are the hidden state that the model gives its head and the embedding of the next token. Both
+are normed, concatenated, projected to the hidden size and processed by one more layer with attention. The module uses
+the embedding and the head of the model. `programs/multi_token.py` computes it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
   from jaxpost.models.config import ModelConfig
 
 _BLOCK = 'model.layers.{}.'
-OUTSIDE = ('embed_norm', 'hidden_norm', 'in', 'norm')  # parameters before and behind its layer
+OUTSIDE = ('embed_norm', 'hidden_norm', 'in', 'norm')  # parameters that are not those of its layer
 
 
 def rows(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
-  """Returns the rows of the module, for a model whose other rows are `table`; its layer is like those in 'layers'."""
+  """Returns the rows of the module; its layer has the rows of those in the stack 'layers' of `table`."""
   d, numbers, scale = cfg.hidden_size, (cfg.num_layers,), 'zeros' if cfg.norm_offset else 'ones'
   layer = {path.removeprefix('layers/'): spec for path, spec in table.items() if path.startswith('layers/')}
-  out = {name: dataclasses.replace(x, shape=(1, *x.shape[1:]), numbers=numbers) for name, x in layer.items()}
+  out = {name: dataclasses.replace(spec, shape=(1, *spec.shape[1:]), numbers=numbers) for name, spec in layer.items()}
   for name, hf in ('embed_norm', 'enorm'), ('hidden_norm', 'hnorm'), ('norm', 'shared_head.norm'):
     out[name] = Param((1, d), ('layers', None), f'{_BLOCK}{hf}.weight', scale, exact=True, numbers=numbers)
   shape, axes = (1, 2 * d, d), ('layers', 'embed', None)
@@ -34,8 +34,8 @@ def rows(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
 def one_layer(cfg: ModelConfig) -> ModelConfig:
   """Returns the config of the module's layer, which is like the last layer with attention."""
   last = max(i for i, name in enumerate(cfg.layer_stacks) if name == 'layers')
-  same = dict(layer_ropes=cfg.layer_ropes[last : last + 1], layer_windows=cfg.layer_windows[last : last + 1])
+  per_layer = dict(layer_ropes=cfg.layer_ropes[last : last + 1], layer_windows=cfg.layer_windows[last : last + 1])
   if cfg.state_shapes:
-    same['mixers'] = ('layers',)
+    per_layer['mixers'] = ('layers',)
   experts = cfg.experts and dataclasses.replace(cfg.experts, first_dense=0)
-  return dataclasses.replace(cfg, num_layers=1, more_heads=(), experts=experts, **same)
+  return dataclasses.replace(cfg, num_layers=1, more_heads=(), experts=experts, **per_layer)

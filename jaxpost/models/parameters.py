@@ -21,7 +21,7 @@ ADAPTER_ROOT = 'lora'  # path prefix of adapters: lora/layers/q/a is A of layers
 # Stacks whose layers have a state of fixed size instead of attention; those of 'dense' layers have no experts.
 STATEFUL = ('dense_delta', 'dense_convolution', 'dense_state_space', 'delta', 'convolution', 'state_space')
 STACKS = ('dense', *STATEFUL, 'mlp', 'moe', 'local', 'local_shared', 'shared', 'layers')  # names of all stacks
-MTP = 'mtp'  # path prefix of a module that nothing is sampled with (`multi_token.py`)
+MTP = 'mtp'  # path prefix of the module for multi-token prediction, which samplers do not use (`multi_token.py`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Param:
       the expert if each has a tensor; formats/ has the names of other families.
     matrix: an operand of matrix products, stored transposed by HF ([out, in]).
     exact: never rounded: a norm scale, a bias or a router.
-    numbers: of its layers; (): all.
+    numbers: the layers that have it, in the order of its entries; (): all layers.
     dtype: type in memory; '' is the type of the other parameters.
     frozen: has no gradient, and is never trained.
   """
@@ -55,7 +55,7 @@ class Param:
     return self.axes[0] == 'layers'
 
   def number(self, i: int) -> int:
-    """Returns the number of the layer whose entry is the i-th."""
+    """Returns the number of the layer that the i-th entry belongs to."""
     return self.numbers[i] if self.numbers else i
 
   @property
@@ -67,21 +67,21 @@ class Param:
 def input_dims(spec: Param) -> int:
   """Returns the number of leading dimensions of a matrix that are its inputs.
 
-  'embed' is alone on its side: [embed | heads, size], [heads, size | embed]; so is the rank of adapters.
+  'embed' or the rank of an adapter is one whole side of a matrix: [embed | heads, size], [heads, size | embed].
   """
   axes = spec.axes[spec.stack :]
   return 1 if axes[0] in ('embed', 'rank') else len(axes) - 1
 
 
 def match_paths(paths: Iterable[str], pattern: str, key: str, expression: str = '{}') -> list[str]:
-  """Returns the paths that the pattern matches as a whole; InputError if there are none."""
+  """Returns the paths that `pattern`, inserted into `expression`, matches as a whole; InputError if there are none."""
   try:
-    found = [p for p in paths if re.fullmatch(expression.format(pattern), p)]
+    matches = [p for p in paths if re.fullmatch(expression.format(pattern), p)]
   except re.error as e:
-    raise InputError(f'{key}: {pattern!r} is no regular expression ({e})') from None
-  if not found:
+    raise InputError(f'{key}: {pattern!r} is not a regular expression ({e})') from None
+  if not matches:
     raise InputError(f'{key}: {pattern!r} matches none of {", ".join(paths)}')
-  return found
+  return matches
 
 
 def nest(flat: dict) -> dict:
@@ -101,15 +101,15 @@ def leaf(tree: dict, path: str) -> Any:
   return tree
 
 
-def join(one: dict, two: dict) -> dict:
-  """Merges two nested dicts; where both have a leaf, the second wins."""
-  both = [k for k, v in two.items() if k in one and isinstance(v, dict)]
-  return one | two | {k: join(one[k], two[k]) for k in both}
+def join(tree: dict, other: dict) -> dict:
+  """Merges two nested dicts; where both have a leaf, that of `other` wins."""
+  common = [k for k, v in other.items() if k in tree and isinstance(v, dict)]
+  return tree | other | {k: join(tree[k], other[k]) for k in common}
 
 
 @jax.custom_vjp
 def _unstack(x):
-  """[L, ...] -> L arrays; its gradient is one stack instead of L padded sums."""
+  """[L, ...] -> L arrays; the gradient is one stack, where that of indexing would be a sum of L padded arrays."""
   return tuple(x)
 
 
@@ -123,19 +123,19 @@ def unstack_layers(params: dict, stacks: Sequence[str]) -> dict:
   """
   if isinstance(params.get('layers'), list):  # of a sampler
     return params
-  rows: dict[str, list] = {}
+  layers: dict[str, list] = {}  # of each stack
   for name in STACKS:
     if name in params:
       leaves, tree = jax.tree.flatten(params[name])
-      rows[name] = [tree.unflatten(row) for row in zip(*map(_unstack, leaves), strict=True)]
-  assert {name: len(x) for name, x in rows.items()} == dict(collections.Counter(stacks))
-  each = {name: iter(x) for name, x in rows.items()}
-  rest = {k: v for k, v in params.items() if k not in STACKS}
-  return rest | {'layers': [next(each[name]) for name in stacks]}
+      layers[name] = [tree.unflatten(arrays) for arrays in zip(*map(_unstack, leaves), strict=True)]
+  assert {name: len(x) for name, x in layers.items()} == dict(collections.Counter(stacks))
+  next_layer = {name: iter(x) for name, x in layers.items()}
+  others = {k: v for k, v in params.items() if k not in STACKS}
+  return others | {'layers': [next(next_layer[name]) for name in stacks]}
 
 
 def narrow(x: jax.Array, param: Param, compute: Compute) -> jax.Array:
-  """A new array of the operand type; what is `exact` stays."""
+  """Returns a copy of a parameter in the type of operands, or in its own type if it is `exact`."""
   return jnp.array(x, x.dtype if param.exact else compute.dtype, copy=True)
 
 

@@ -1,7 +1,7 @@
-"""Which parameters of a model are trained, and weights of another model brought into its form.
+"""Which parameters of a model are trained, and the conversion of weights from another form of the same model.
 
-A model is a decoder, maybe with adapters (`lora.py`), on a base that may be
-quantized (`quantization.py`) or frozen. A run without these imports neither file.
+A model is a decoder that may have adapters (`lora.py`), quantized matrices
+(`quantization.py`) and frozen parameters. Runs without the first two do not import these files.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def freeze(model: Model, pattern: str, mtp: bool = False) -> Model:
   """Returns the model with `frozen` set: the paths that are not trained.
 
   Args:
-    pattern: regular expression of whole paths. '' freezes, in a model with adapters, all but these and a scalar head.
-      `Param.frozen` are frozen in any case.
-    mtp: a module for multi-token prediction is trained, too.
+    pattern: regular expression that matches whole paths. With '', a model with adapters trains only these and a scalar
+      head, and another model trains everything. `Param.frozen` are always frozen.
+    mtp: whether to train a module for multi-token prediction.
   """
   if pattern:
     frozen = set(match_paths(model.table, pattern, 'config.train.freeze'))
@@ -48,23 +48,20 @@ def freeze(model: Model, pattern: str, mtp: bool = False) -> Model:
   frozen |= {p for p, spec in model.table.items() if spec.frozen} | (frozenset() if mtp else model.mtp)
   if len(frozen) == len(model.table):
     raise InputError(f'config.train.freeze: {pattern!r} leaves nothing to train')
-  # An update costs a forward pass, a backward pass through the activations, and
-  # one for the gradients of the trained parameters only.
+  # An update costs as much as a forward pass, a second one for the gradients of activations,
+  # and a third one for those of parameters, of which only the trained share is computed.
   sizes = {path: math.prod(spec.shape) for path, spec in model.table.items() if path not in model.mtp}
   share = 1 - sum(sizes.get(path, 0) for path in frozen) / sum(sizes.values())
   return dataclasses.replace(model, frozen=frozenset(frozen), passes=2 + share)
 
 
 def frozen_base_model(cfg: ModelConfig, kind: str = '') -> Model:
-  """Builds the model of `cfg` with trained adapters on a frozen, maybe quantized base.
-
-  kind: see `quantization.quantize_model`.
-  """
+  """Builds the model of `cfg` with trained adapters on a frozen base, quantized to `kind` (`quantized`)."""
   return quantized(freeze(build(cfg), ''), kind)
 
 
 def quantized(model: Model, kind: str) -> Model:
-  """Returns `quantization.quantize_model(model, kind)`; a run without quantization imports nothing of it."""
+  """Returns `quantization.quantize_model(model, kind)`, which is only imported if `kind` is not ''."""
   if not kind:
     return model
   from jaxpost.models import quantization
@@ -73,7 +70,7 @@ def quantized(model: Model, kind: str) -> Model:
 
 
 def convert(params: dict, theirs: Model, model: Model) -> dict:
-  """Returns matrices of `theirs`, maybe merged, quantized or dequantized as `model` has them."""
+  """Returns the parameters of `theirs`, with matrices quantized or dequantized to the form that `model` has."""
   if not (theirs.quantized or model.quantized):
     return params
   from jaxpost.models import quantization
@@ -93,21 +90,21 @@ def split(params: dict, model: Model) -> tuple[dict, dict]:
 
 
 def adopt(params: dict, theirs: Model, model: Model, layout: Layout, dtype: Any, seed: int = 0) -> dict:
-  """Converts parameters of `theirs` to those of `model`, the same decoder.
+  """Converts parameters of `theirs` to those of `model`, the same decoder in another form.
 
-  Adapters of `theirs` are merged unless `model` has the same; new adapters are initialized, and a scalar head is 0.
-  Leaves that `model` lacks are dropped. Matrices are quantized or dequantized as `model` has them; the others get type
-  `dtype`, unless the table of the model says another.
+  Adapters of `theirs` are merged unless `model` has the same; new adapters are initialized, and a new scalar head is 0.
+  Leaves that `model` lacks are dropped. Matrices are quantized or dequantized to the form that `model` has; others get
+  the type of their row in its table or, if that is '', `dtype`.
   """
   if theirs.config.lora not in ((), model.config.lora):
     params = theirs.merge(params)
-  have = flatten(convert(params, theirs, model))
+  converted = flatten(convert(params, theirs, model))
   key = jax.random.key(seed)
   out = {}
   for i, (path, spec) in enumerate(model.table.items()):
     sharding = layout.sharding(spec.axes, spec.shape)
-    if path in have:
-      value = in_type(have[path], spec.dtype or dtype)
+    if path in converted:
+      value = in_type(converted[path], spec.dtype or dtype)
       out[path] = jax.device_put(value, sharding) if model.quantized else value
       continue
     value = np.zeros(spec.shape)  # of a scalar head
@@ -120,5 +117,5 @@ def adopt(params: dict, theirs: Model, model: Model, layout: Layout, dtype: Any,
 
 
 def in_type(x: jax.Array, dtype: Any) -> jax.Array:
-  """Returns the array in another type, or itself if it has that."""
+  """Returns the array in the type `dtype`; the array itself if it already has that type."""
   return x if x.dtype == dtype else x.astype(dtype)

@@ -13,32 +13,33 @@ _TABLES = tomllib.loads(pathlib.Path(__file__).with_suffix('.toml').read_text('u
 
 def _config(record: type[ModelConfig], fields: dict[str, Any]) -> ModelConfig:
   """Returns the config that these fields of presets.toml describe."""
-  layers = fields['sizes'][3]
-  given = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-  for name in fields.keys() & {'layer_ropes', 'layer_windows', 'mixers'}:
-    given[name] = tuple(itertools.islice(itertools.cycle(fields[name]), layers))
-  given['ropes'] = tuple(Rope(**rope | {'scaling': tuple(rope.get('scaling', {}).items())}) for rope in given['ropes'])
-  if 'experts' in given:
-    given['experts'] = Experts(**given['experts'])
-  return record(given.pop('family'), *given.pop('sizes'), **given)
+  num_layers = fields['sizes'][3]
+  values = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+  for name in fields.keys() & {'layer_ropes', 'layer_windows', 'mixers'}:  # one period of layers, which is repeated
+    values[name] = tuple(itertools.islice(itertools.cycle(fields[name]), num_layers))
+  ropes = [rope | {'scaling': tuple(rope.get('scaling', {}).items())} for rope in fields['ropes']]
+  values['ropes'] = tuple(Rope(**rope) for rope in ropes)
+  if 'experts' in values:
+    values['experts'] = Experts(**values['experts'])
+  return record(values.pop('family'), *values.pop('sizes'), **values)
 
 
 @functools.cache
 def _configs(record: type[ModelConfig]) -> dict[str, ModelConfig]:
   """Returns the configs of this class, by name."""
-  found: dict[str, ModelConfig] = {}
+  configs: dict[str, ModelConfig] = {}
   for table in _TABLES.values():
     if table.get('record', 'ModelConfig') == record.__name__:
       shared = {name: value for name, value in table.items() if name not in ('record', 'shapes')}
-      found |= {name: _config(record, shared | shape) for name, shape in table['shapes'].items()}
-  return found
+      configs |= {name: _config(record, shared | shape) for name, shape in table['shapes'].items()}
+  return configs
 
 
 PRESETS = _configs(ModelConfig)
 
 
 def every() -> dict[str, ModelConfig]:
-  """Returns `PRESETS` and those with other layers than a Llama's, whose classes are imported now."""
+  """Returns `PRESETS` and the presets with other layers than Llama's, whose config classes are only imported here."""
   from jaxpost.models.attention_configs import MixedConfig
   from jaxpost.models.hybrid_config import HybridConfig
 

@@ -1,7 +1,7 @@
 """Quantization of frozen matrices to 8 or 4 bits (QLoRA, arXiv:2305.14314).
 
-Legend: a matrix W [L, (E,) in, out], each side of any number of dimensions; n
-blocks of b <= 64 entries along its last input dimension.
+Legend: a matrix W [L, (E,) in, out], where `in` and `out` may be several dimensions;
+n blocks of b <= 64 entries along its last input dimension.
 
 A quantized matrix has two rows in the parameter table instead of one: `codes`,
 and `scales` in bfloat16, the largest magnitude of each block. Matrices are
@@ -111,10 +111,10 @@ _product.defvjp(_forward, _backward)
 
 
 def _materialize_after(x, w):
-  """Returns w behind a barrier, so that it is dequantized when x is there.
+  """Returns w behind a barrier, so that it is not dequantized before x exists.
 
-  XLA would hoist it out of loops over micro-batches and tokens, and hold all
-  matrices dequantized at once.
+  XLA would hoist dequantization out of loops over micro-batches and tokens, and
+  keep all matrices dequantized at once.
   """
   return jax.lax.optimization_barrier((x, w))[1]
 
@@ -122,8 +122,8 @@ def _materialize_after(x, w):
 def _nf4_values(x):
   """Looks up the NF4 values of 4-bit codes.
 
-  Selects by bits where a gather is slow (accelerators); XLA:CPU would store each
-  step of that, so it gathers.
+  Accelerators, where a gather is slow, select by the bits of a code. XLA:CPU would
+  store each step of that selection, so there it is a gather.
   """
   return jax.lax.platform_dependent(
     x, cpu=lambda x: jnp.asarray(_NF4).at[x].get(mode='promise_in_bounds'), default=_nf4_by_bits
@@ -132,9 +132,9 @@ def _nf4_values(x):
 
 def _nf4_by_bits(x):
   values = [jnp.float32(v) for v in _NF4]
-  for bit in range(4):
-    one = (x >> bit) & 1 > 0
-    values = [jnp.where(one, b, a) for a, b in zip(values[::2], values[1::2])]
+  for bit in range(4):  # halves the candidates
+    is_set = (x >> bit) & 1 > 0
+    values = [jnp.where(is_set, b, a) for a, b in zip(values[::2], values[1::2])]
   return values[0]
 
 
@@ -145,8 +145,8 @@ def quantize(w: jax.Array, kind: str, axis: int) -> dict[str, jax.Array]:
   x = w.astype(jnp.float32).reshape(*w.shape[:axis], -1, block, *w.shape[axis + 1 :])
   scales = jnp.max(jnp.abs(x), axis + 1).astype(jnp.bfloat16)
   # Divide by the rounded scale, the one that dequantization multiplies by.
-  by = jnp.expand_dims(scales.astype(jnp.float32), axis + 1)
-  x = x / jnp.where(by > 0, by, 1)
+  divisor = jnp.expand_dims(scales.astype(jnp.float32), axis + 1)
+  x = x / jnp.where(divisor > 0, divisor, 1)
   if kind == 'nf4':
     codes = sum((x > t).astype(jnp.uint8) for t in _BETWEEN)
     low, high = jnp.split(codes, 2, axis + 1)
@@ -159,10 +159,10 @@ def quantize(w: jax.Array, kind: str, axis: int) -> dict[str, jax.Array]:
 def _block(size: int, kind: str) -> int:
   """Returns the largest block length <= 64 that divides `size`."""
   step = 2 if kind == 'nf4' else 1
-  fits = [b for b in range(step, _BLOCK + 1, step) if size % b == 0]
-  if not fits:
+  divisors = [b for b in range(step, _BLOCK + 1, step) if size % b == 0]
+  if not divisors:
     raise InputError(f'config.model.quantize: nf4 packs pairs, and a matrix of this model has {size} inputs; take int8')
-  return fits[-1]
+  return divisors[-1]
 
 
 # ------------------------------------------------------------------ in a model
@@ -175,9 +175,9 @@ def block_axes(table: dict) -> dict[str, int]:
   and head.
   """
   return {
-    p: s.stack + input_dims(s) - 1 - len(s.shape)
-    for p, s in table.items()
-    if s.matrix and s.stacked and not s.exact and '/' in p and not s.dtype and not is_mtp(p)
+    path: spec.stack + input_dims(spec) - 1 - len(spec.shape)
+    for path, spec in table.items()
+    if spec.matrix and spec.stacked and not spec.exact and '/' in path and not spec.dtype and not is_mtp(path)
   }
 
 
@@ -185,7 +185,7 @@ def quantize_model(model: Model, kind: str) -> Model:
   """Returns the model with its matrices in 8 ('int8') or 4 bits ('nf4').
 
   Args:
-    kind: one of KINDS, or '' for the model as it is.
+    kind: one of KINDS; '' returns the model unchanged.
   """
   if not kind:
     return model
@@ -195,19 +195,19 @@ def quantize_model(model: Model, kind: str) -> Model:
   frozen = set(model.frozen)
   if not axes:
     raise InputError(
-      f'config.model.quantize: {base.config.family} models have no matrices of layers that are known as such'
+      f'config.model.quantize: no matrices of layers are known in {base.config.family} models; leave it empty'
     )
   for path, spec in model.table.items():
     if path not in axes:
       table[path] = spec
       continue
-    found = jax.eval_shape(
+    arrays = jax.eval_shape(
       functools.partial(quantize, kind=kind, axis=axes[path]), jax.ShapeDtypeStruct(spec.shape, jnp.float32)
     )
-    for name, x in found.items():
+    for name, x in arrays.items():
       table[f'{path}/{name}'] = dataclasses.replace(spec, shape=x.shape, dtype=x.dtype.name, exact=True, matrix=False)
-    if path in frozen:
-      frozen |= {f'{path}/{name}' for name in found}
+      if path in frozen:
+        frozen.add(f'{path}/{name}')
   out = dataclasses.replace(model, table=table, base=base, quantized=kind, frozen=frozenset(frozen & set(table)))
   view = functools.partial(_view, axes)
   return dataclasses.replace(
@@ -221,12 +221,13 @@ def quantize_model(model: Model, kind: str) -> Model:
 
 def check_frozen(model: Model, key: str) -> None:
   """Raises InputError if a quantized matrix is trained; `key` is the config field."""
-  for path in block_axes((model.base or model).table) if model.quantized else ():
+  if not model.quantized:
+    return
+  for path in block_axes((model.base or model).table):
     if f'{path}/codes' not in model.frozen:
       raise InputError(
-        f'{key}: {model.quantized!r} is for weights that are not trained, '
-        f'and {path} is; set config.lora.rank, or freeze it with '
-        'config.train.freeze'
+        f'{key}: {model.quantized!r} is for weights that are not trained, and {path} is trained; '
+        'set config.lora.rank, or freeze it with config.train.freeze'
       )
 
 
@@ -234,22 +235,23 @@ def _view(axes, params) -> dict:
   """Returns the parameters with `QuantizedMatrix` leaves, dequantized on use."""
   for path, axis in axes.items():
     stack, name = path.split('/')
-    held = params[stack]
-    params = params | {stack: held | {name: QuantizedMatrix(axis=axis, **held[name])}}
+    params = params | {stack: params[stack] | {name: QuantizedMatrix(axis=axis, **params[stack][name])}}
   return params
 
 
 def convert_params(params: dict, model: Model) -> dict:
-  """Quantizes, requantizes or dequantizes matrices to the form that `model` has.
+  """Quantizes, requantizes or dequantizes matrices to the form that `model` has, one layer at a time.
 
-  One layer at a time. Matrices that `params` lacks are skipped.
+  Matrices that `params` lacks are skipped.
   """
   for path, axis in block_axes((model.base or model).table).items():
     try:
       x = leaf(params, path)
     except KeyError:
       continue
-    kind = '' if not isinstance(x, dict) else ('nf4' if x['codes'].dtype == jnp.uint8 else 'int8')
+    kind = ''
+    if isinstance(x, dict):
+      kind = 'nf4' if x['codes'].dtype == jnp.uint8 else 'int8'
     if kind == model.quantized:
       continue
     if kind:
@@ -261,11 +263,11 @@ def convert_params(params: dict, model: Model) -> dict:
   return params
 
 
-def _dense(held, axis, dtype):
-  return QuantizedMatrix(axis=axis, **held).dense(dtype)
+def _dense(arrays, axis, dtype):
+  return QuantizedMatrix(axis=axis, **arrays).dense(dtype)
 
 
 def _put(tree, path, x):
-  """Returns the tree with x at the path, in place of a leaf or of a subtree."""
-  first, _, rest = path.partition('/')
-  return tree | {first: _put(tree[first], rest, x) if rest else x}
+  """Returns the tree with the leaf or subtree at the path replaced by x."""
+  key, _, subpath = path.partition('/')
+  return tree | {key: _put(tree[key], subpath, x) if subpath else x}

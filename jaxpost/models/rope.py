@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxpost.models.config import ModelConfig, Rope
 
-# Scalings whose frequencies depend on the length of the document: beyond the
-# limit, sampling used other frequencies for early tokens than training does.
+# Scalings whose frequencies depend on the length of the document. Where a text grows
+# beyond the limit, sampling used other frequencies for early tokens than training does.
 BY_LENGTH = ('dynamic', 'longrope')
 
 
@@ -26,11 +26,11 @@ def by_length(cfg: ModelConfig) -> int:
 def document_lengths(positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
   """Returns [B, T]: the last position of each token's document, plus 1."""
 
-  def row(positions, segments):
-    most = jax.ops.segment_max(positions, segments, positions.shape[0] + 1)
-    return most[segments] + 1
+  def lengths_of_row(positions, segments):
+    last = jax.ops.segment_max(positions, segments, positions.shape[0] + 1)
+    return last[segments] + 1
 
-  return jax.vmap(row)(positions, segment_ids)
+  return jax.vmap(lengths_of_row)(positions, segment_ids)
 
 
 def tables(positions: jax.Array, lengths: jax.Array | None, cfg: ModelConfig) -> list[tuple]:
@@ -50,8 +50,8 @@ def pick(tables: list[tuple], index: int | jax.Array) -> tuple | None:
   if isinstance(index, int):
     return None if index < 0 else tables[index]
   cos, sin, *factors = tables[0]
-  still = (jnp.ones_like(cos), jnp.zeros_like(sin), *map(jnp.ones_like, factors))  # where index is -1
-  return tuple(jnp.stack(x)[index] for x in zip(*tables, still, strict=True))
+  identity = (jnp.ones_like(cos), jnp.zeros_like(sin), *map(jnp.ones_like, factors))  # for index -1
+  return tuple(jnp.stack(x)[index] for x in zip(*tables, identity, strict=True))
 
 
 def rotate(x: jax.Array, table: tuple | None, cfg: ModelConfig) -> jax.Array:
@@ -68,14 +68,14 @@ def rotate(x: jax.Array, table: tuple | None, cfg: ModelConfig) -> jax.Array:
   if cfg.ropes[0].interleaved:
     x = jnp.concatenate([x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2], x[..., 2 * half :]], axis=-1)
   # Entries that are not rotated have sin = 0.
-  turned = jnp.concatenate([-x[..., half : 2 * half], x[..., :half], x[..., 2 * half :]], axis=-1)
-  return x * cos + turned * sin
+  swapped = jnp.concatenate([-x[..., half : 2 * half], x[..., :half], x[..., 2 * half :]], axis=-1)
+  return x * cos + swapped * sin
 
 
 def scale_queries(q: jax.Array, table: tuple | None) -> jax.Array:
   """Multiplies queries [B, T, N, h] by the factors of their positions, where the table has some.
 
-  Attention stays sharp far beyond the length of pre-training (Nakanishi, arXiv:2501.19399).
+  They keep attention sharp beyond the length of pre-training (Nakanishi, arXiv:2501.19399).
   """
   return q if table is None or len(table) == 2 else q * table[2].astype(q.dtype)
 
@@ -104,9 +104,9 @@ def _table(positions, lengths, rope, cfg):
   cos, sin = jnp.cos(angle), jnp.sin(angle)
   if scale != 1:
     cos, sin = cos * scale, sin * scale
-  rest = ((0, 0),) * 3 + ((0, size - dim),)
-  if dim < size:
-    cos, sin = jnp.pad(cos, rest, constant_values=1), jnp.pad(sin, rest)
+  if dim < size:  # entries that are not rotated
+    padding = ((0, 0),) * 3 + ((0, size - dim),)
+    cos, sin = jnp.pad(cos, padding, constant_values=1), jnp.pad(sin, padding)
   return cos, sin, *factors
 
 

@@ -37,9 +37,9 @@ def frequencies(
 
 
 def query_factors(positions: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, ...]:
-  """Returns what queries are multiplied by, one array [B, T, 1, 1]; nothing for types without such factors.
+  """Returns the factors of queries as a tuple of one array [B, T, 1, 1]; () for types without them.
 
-  It is 1 + beta log(1 + floor((position + offset) / length)), as in Llama 4, whose layers without rotary
+  A factor is 1 + beta log(1 + floor((position + offset) / length)), as in Llama 4, whose layers without rotary
   embeddings (rope_type 'none') count positions from 1 (`query_offset`).
 
   Args:
@@ -49,17 +49,17 @@ def query_factors(positions: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, .
   beta = p.get('llama_4_scaling_beta')
   if not beta:
     return ()
-  far = (positions + p.get('query_offset', 0)).astype(jnp.float32) / p['original_max_position_embeddings']
-  return (1 + beta * jnp.log1p(jnp.floor(far))[..., None, None],)
+  lengths = (positions + p.get('query_offset', 0)).astype(jnp.float32) / p['original_max_position_embeddings']
+  return (1 + beta * jnp.log1p(jnp.floor(lengths))[..., None, None],)
 
 
 def _linear(theta, dim, p, periods):
-  """Chen et al., arXiv:2306.15595: positions interpolated."""
+  """Position interpolation (Chen et al., arXiv:2306.15595)."""
   return np.float32(1) / periods(theta, dim) / np.float32(p['factor']), 1.0
 
 
 def _proportional(theta, dim, p, periods):
-  """Gemma 4: a part of the pairs of entries turns, as fast as it would if all did."""
+  """Gemma 4: only a part of the pairs of entries rotates, with the frequencies that they would have if all did."""
   freq = np.float32(1) / periods(theta, dim) / np.float32(p.get('factor', 1))
   freq[int(p.get('partial_rotary_factor', 1) * dim // 2) :] = 0
   return freq, 1.0
@@ -83,13 +83,13 @@ def _llama3(theta, dim, p, periods):
 
 
 def _yarn(theta, dim, p, periods):
-  """Peng et al., arXiv:2309.00071, section 3.4."""
+  """YaRN (Peng et al., arXiv:2309.00071, section 3.4)."""
   original, factor = p['original_max_position_embeddings'], p['factor']
 
-  def at(rotations):  # the dimension that makes so many rotations in `original` tokens
+  def dimension(rotations):  # that with this number of rotations in `original` tokens
     return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-  low, high = at(p.get('beta_fast') or 32), at(p.get('beta_slow') or 1)
+  low, high = dimension(p.get('beta_fast') or 32), dimension(p.get('beta_slow') or 1)
   if p.get('truncate', True):
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, dim - 1)
@@ -99,32 +99,32 @@ def _yarn(theta, dim, p, periods):
   scale = p.get('attention_factor')
   if scale is None:
 
-    def grow(m):
+    def attention_factor(m):
       return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
 
-    scale, both = grow(1), (p.get('mscale'), p.get('mscale_all_dim'))
-    if all(both):
-      scale = grow(both[0]) / grow(both[1])
+    scale = attention_factor(1)
+    if p.get('mscale') and p.get('mscale_all_dim'):
+      scale = attention_factor(p['mscale']) / attention_factor(p['mscale_all_dim'])
   return freq.astype(np.float32), scale
 
 
-def _longrope(theta, dim, p, which, periods):
+def _longrope(theta, dim, p, field, periods):
   """LongRoPE (Ding et al., arXiv:2402.13753): factors found by search."""
   original, factor = p['original_max_position_embeddings'], p['factor']
   scale = p.get('attention_factor')
   if scale is None:
     scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-  factors = np.asarray(p[which], np.float32)
+  factors = np.asarray(p[field], np.float32)
   return np.float32(1) / (factors * periods(theta, dim)), scale
 
 
 def _dynamic(theta, dim, p, lengths, periods):
   """Dynamic NTK: the base grows with the length of the document beyond the limit."""
   limit = p['original_max_position_embeddings']
-  over = jnp.maximum(lengths, limit).astype(jnp.float32) / limit
-  grown = (p['factor'] * over - (p['factor'] - 1)) ** (1 / (dim / 2 - 1))
-  # theta^(-2i/d) of theta * grown^(d/2): only what differs is made here.
-  return np.float32(1) / periods(theta, dim) * grown ** (-np.arange(dim // 2, dtype=np.float32))
+  ratio = jnp.maximum(lengths, limit).astype(jnp.float32) / limit
+  growth = (p['factor'] * ratio - (p['factor'] - 1)) ** (1 / (dim / 2 - 1))
+  # Frequency i of the base theta growth^(d / 2) is theta^(-2 i / d) growth^(-i).
+  return np.float32(1) / periods(theta, dim) * growth ** (-np.arange(dim // 2, dtype=np.float32))
 
 
 _SCALINGS = {

@@ -26,9 +26,9 @@ class Routing:
 def route(p: dict, x: jax.Array, e: Experts, chosen: jax.Array | None = None) -> tuple[jax.Array, Routing]:
   """Chooses k experts for each token, and their weights.
 
-  In float32 from unrounded weights: a token at the edge between two experts
-  should take the same one in training and in sampling. A sigmoid router reports
-  log-sigmoids as its logits, so that their softmax normalizes the sigmoids.
+  The router computes in float32 with unrounded weights, so that a token with two
+  almost equal experts gets the same one in training and in sampling. A sigmoid router
+  reports log-sigmoids as its logits, so that their softmax normalizes the sigmoids.
 
   Args:
     x: [B, T, D].
@@ -44,30 +44,30 @@ def route(p: dict, x: jax.Array, e: Experts, chosen: jax.Array | None = None) ->
     logits = jax.nn.log_sigmoid(logits)
   else:
     scores = jax.nn.softmax(logits, axis=-1)
-  preference = logits
+  ranking = logits
   if e.choice_bias or e.groups > 1:
     # The bias counts in the choice only, not in the weights (DeepSeek-V3).
-    preference = _mask_groups(scores + p.get('router_choice', 0), e)
+    ranking = _mask_groups(scores + p.get('router_choice', 0), e)
   if chosen is None:
-    chosen = jax.lax.top_k(jax.lax.stop_gradient(preference), e.top_k)[1]
+    chosen = jax.lax.top_k(jax.lax.stop_gradient(ranking), e.top_k)[1]
   chosen = chosen.astype(jnp.int32)
   weights = jnp.take_along_axis(scores, chosen, axis=-1)
   if e.normalize:
     weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + (e.epsilon if e.sigmoid else 0))
-  if 'router_scale' in p:  # a factor of each expert
+  if 'router_scale' in p:  # [E], a factor for each expert
     weights = weights * p['router_scale'][chosen]
   return weights * e.scale, Routing(chosen, logits)
 
 
-def _mask_groups(wanted: jax.Array, e: Experts) -> jax.Array:
-  """Masks [B, T, E] outside of the `top_groups` groups with the best two experts."""
+def _mask_groups(ranking: jax.Array, e: Experts) -> jax.Array:
+  """Sets [B, T, E] to -inf except in `top_groups` groups: those with the largest sum of their best two experts."""
   if e.top_groups == e.groups:
-    return wanted
-  parts = wanted.reshape(*wanted.shape[:-1], e.groups, -1)
-  best = jnp.sum(jax.lax.top_k(parts, 2)[0], axis=-1)
-  picked = jax.lax.top_k(best, e.top_groups)[1]
-  kept = jnp.any(picked[..., None] == jnp.arange(e.groups), axis=-2)
-  return jnp.where(kept[..., None], parts, -jnp.inf).reshape(wanted.shape)
+    return ranking
+  groups = ranking.reshape(*ranking.shape[:-1], e.groups, -1)
+  group_scores = jnp.sum(jax.lax.top_k(groups, 2)[0], axis=-1)
+  best_groups = jax.lax.top_k(group_scores, e.top_groups)[1]
+  kept = jnp.any(best_groups[..., None] == jnp.arange(e.groups), axis=-2)
+  return jnp.where(kept[..., None], groups, -jnp.inf).reshape(ranking.shape)
 
 
 def totals(routing: Routing, real: jax.Array) -> dict[str, jax.Array]:
@@ -81,19 +81,18 @@ def totals(routing: Routing, real: jax.Array) -> dict[str, jax.Array]:
   real = real.astype(jnp.float32)
   logp = jax.nn.log_softmax(routing.logits, axis=-1)
   experts = jnp.arange(logp.shape[-1])
-  counts = jnp.sum(  # [L, B, T, E], 1 where one of the k is that expert
-    routing.chosen[..., None] == experts, axis=-2, dtype=jnp.float32
-  )
+  # [L, B, T, E]: 1 for the experts of a token, 0 for others.
+  counts = jnp.sum(routing.chosen[..., None] == experts, axis=-2, dtype=jnp.float32)
 
-  def over(y):
+  def token_sum(y):  # [L, B, T, ...] -> [L, ...]
     return jnp.einsum('lbt...,bt->l...', y, real, precision=jax.lax.Precision.HIGHEST)
 
   return {
     'tokens': jnp.sum(real),
-    'load': over(counts),
-    'probs': over(jnp.exp(logp)),
-    'squares': over(jax.nn.logsumexp(routing.logits, axis=-1) ** 2),
-    'entropy': over(-jnp.sum(jnp.exp(logp) * logp, axis=-1)),
+    'load': token_sum(counts),
+    'probs': token_sum(jnp.exp(logp)),
+    'squares': token_sum(jax.nn.logsumexp(routing.logits, axis=-1) ** 2),
+    'entropy': token_sum(-jnp.sum(jnp.exp(logp) * logp, axis=-1)),
   }
 
 
@@ -107,9 +106,9 @@ def balance_loss(sums: dict, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
   that chose it: k for all experts together, so that perfect balance gives k,
   as in `transformers` (which takes the mean over layers before the product).
 
-  Losses of micro-batches add up to that of the batch: P_e, which has the
-  gradient, and the z loss are sums over `tokens`, the real tokens of the whole
-  batch. Only f_e, which has none, is of the micro-batch by itself.
+  Losses of micro-batches add up to the loss of the batch: P_e, which has the
+  gradient, and the z loss are divided by `tokens`, the number of real tokens of the
+  whole batch. Only f_e, which has no gradient, is that of the micro-batch alone.
   """
   share = sums['load'] / jnp.maximum(sums['tokens'], 1)
   experts = share.shape[-1]
@@ -119,9 +118,9 @@ def balance_loss(sums: dict, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def metrics(sums: dict) -> dict[str, jax.Array]:
-  """Returns the metrics of a batch; an expert with an equal share of tokens, or of none, has load 1."""
-  share = jnp.mean(sums['load'], axis=-1, keepdims=True)
-  load = jnp.where(share > 0, sums['load'] / share, 1.0)
+  """Returns the metrics of a batch. A load is relative to the mean over experts, and 1 if there are no tokens."""
+  mean_load = jnp.mean(sums['load'], axis=-1, keepdims=True)
+  load = jnp.where(mean_load > 0, sums['load'] / mean_load, 1.0)
   tokens = jnp.maximum(sums['tokens'], 1)
   balance, z = balance_loss(sums, tokens)
   return {

@@ -1,8 +1,8 @@
-"""Routing replay: the experts that a sampler used, recorded for the update and the scores of that step to use again.
+"""Routing replay: a sampler records the experts of its tokens, and scoring and training of that step use them again.
 
-Sampler and trainer round differently, and a token at the edge between two experts then takes different ones; its
-log-prob jumps, and importance ratios with it ("rollout routing replay", Ma et al., arXiv:2510.11370). The router still
-learns, through the weights of the recorded experts.
+Sampler and trainer round differently, so that they may choose different experts for a token with almost equal router
+scores. Its log-prob then jumps, and so do importance ratios ("rollout routing replay", Ma et al., arXiv:2510.11370).
+The router still learns, through the weights of the recorded experts.
 
 Legend: T tokens, k experts of a token, L layers, S slots.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def record(routing: Routing | None, cfg: ModelConfig) -> tuple[jax.Array, ...]:
-  """Returns `Cache.experts` of a prefill, L x [S, 1, T, k]; () if not recorded."""
+  """Returns the `Cache.experts` of a prefill, L x [S, 1, T, k]; () if the model does not record them."""
   if routing is None or not cfg.experts or not cfg.experts.record:
     return ()
   return tuple(y[:, None].astype(jnp.uint16) for y in routing.chosen)

@@ -10,7 +10,7 @@ from jaxpost.models.hybrid_config import HybridConfig
 def from_json(fields: dict) -> ModelConfig | CustomConfig:
   """Restores a config from its `dataclasses.asdict` after a JSON round trip."""
   fields = {k: _tuples(v) for k, v in fields.items()}
-  if fields.pop('value_head', False):  # a field until November 2026
+  if fields.pop('value_head', False):  # a field in checkpoints until November 2026
     fields['more_heads'] = ('value',)
   if 'code' in fields:
     return CustomConfig(**fields)

@@ -1,9 +1,9 @@
 """Sampling from the trainer's frozen weights, without a copy.
 
-A sampler's usual copy has one array per layer, adapters merged and matrices
-fused, which is faster. Here a frozen base is in memory once: decoding slices the
-stacked matrices of training, with adapters beside them and quantized codes
-dequantized, one layer at a time.
+A sampler usually has a copy with one array per layer, merged adapters and fused
+matrices, which is faster. Here a frozen base is in memory once: one layer at a time,
+decoding slices the stacked matrices of training, dequantizes them if they are
+quantized, and adds the adapters as separate products.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def share(model: Model, layout: Layout) -> tuple[SharedWeights, Model]:
-  """Returns what takes the place of `reshard.Reshard`, and the model for a sampler of the trainer's parameters."""
-  reading = dict(prefill=functools.partial(_prefill, model), decode=functools.partial(_decode, model))
-  return SharedWeights(model, layout), dataclasses.replace(model, **reading)
+  """Returns the `SharedWeights`, used instead of a `reshard.Reshard`, and the model for a sampler that reads them."""
+  passes = dict(prefill=functools.partial(_prefill, model), decode=functools.partial(_decode, model))
+  return SharedWeights(model, layout), dataclasses.replace(model, **passes)
 
 
 def _prefill(model, weights, *args, **kwargs):
@@ -49,8 +49,8 @@ def _layer(stack: dict, i: int, x: jax.Array) -> dict:
 class SharedWeights:
   """Makes a sampler's weights: frozen leaves are shared, trained ones copied.
 
-  A leaf that the sampler's layout shards differently is a copy, too. Has the
-  methods of `reshard.Reshard`.
+  A frozen leaf that the sampler's layout shards differently is copied, too. The
+  methods are those of `reshard.Reshard`.
   """
 
   def __init__(self, model: Model, layout: Layout):
@@ -58,18 +58,18 @@ class SharedWeights:
     self._shardings = model.shardings(layout)
 
   def __call__(self, params: dict) -> dict:
-    """Returns the weights, and sets `shared_bytes` to the bytes that are no copy."""
-    placed = jax.device_put(params, self._shardings)
-    given = flatten(params)
-    weights = {path: x if path in self._model.frozen else jnp.copy(x) for path, x in flatten(placed).items()}
-    self.shared_bytes = sum(x.nbytes for path, x in weights.items() if x is given[path])
+    """Returns the weights, and sets `shared_bytes` to the number of bytes that are not copied."""
+    placed = flatten(jax.device_put(params, self._shardings))
+    weights = {path: x if path in self._model.frozen else jnp.copy(x) for path, x in placed.items()}
+    sources = flatten(params)
+    self.shared_bytes = sum(x.nbytes for path, x in weights.items() if x is sources[path])
     return nest(weights)
 
   def compile(self, params: dict) -> None:
     """Does nothing: there is no program."""
 
   def outputs(self, params: dict) -> dict:
-    """Returns the weights that are shared, and the shapes, types and shardings of copies."""
+    """Returns the tree of weights: arrays that are shared, and `ShapeDtypeStruct`s with shardings of copies."""
 
     def weight(path: str, x: jax.Array) -> jax.Array | jax.ShapeDtypeStruct:
       sharding = leaf(self._shardings, path)

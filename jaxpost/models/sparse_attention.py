@@ -1,17 +1,17 @@
 """DeepSeek sparse attention: a query attends to the k earlier tokens that an indexer scores highest.
 
-DeepSeek-V3.2 (arXiv:2512.02556, section 2.1) and GLM-5 have it on top of latent attention (`mla.py`).
+DeepSeek-V3.2 (arXiv:2512.02556, section 2.1) and GLM-5 use it with latent attention (`mla.py`).
 
 Legend: B rows, T queries, S keys, D hidden size, H heads, h head size, r rank of queries, I heads of the indexer,
 e their size.
 
-The score of key s for query t is sum_i w_ti relu(q_ti . k_s) / sqrt(e I), with queries from the latent of the queries
-of attention, one key for all heads, and weights w from the input of the layer. Among equal scores, of which there are
-many because of the relu, the earliest tokens are chosen, in rows as in a cache. A choice has no gradient, so the
-indexer is not trained (`Param.frozen`).
+The score of key s for query t is sum_i w_ti relu(q_ti . k_s) / sqrt(e I). The indexer's queries are projections of the
+latent of attention's queries; its keys, one for all heads, and the weights w are projections of the input. Among equal
+scores, of which the relu makes many, the earliest tokens are chosen, in rows as in a cache. The choice has no gradient,
+so the indexer is not trained (`Param.frozen`).
 
-All scores of attention are computed, and those of other tokens masked: it costs what dense attention does. Rows that
-are no longer than k are dense attention, by its kernels.
+All scores of attention are computed and those of other tokens masked, so the cost is that of dense attention. Rows that
+are not longer than k use dense attention and its kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EPS = 1e-6  # of the norm of keys, independent of the config
 
 
 class Queries(NamedTuple):
-  """Queries of attention, and what the indexer has of the same tokens."""
+  """Queries of attention, with those of the indexer and their weights."""
 
   heads: jax.Array  # [B, T, H, h]
   index: jax.Array  # [B, T, I, e]
@@ -67,17 +67,17 @@ def rows(cfg: LatentConfig) -> dict[str, Param]:
   }
 
 
-def index(p: dict, y: jax.Array, low: jax.Array, table: tuple, cfg: LatentConfig, compute: Compute) -> tuple:
+def index(p: dict, y: jax.Array, low_q: jax.Array, table: tuple, cfg: LatentConfig, compute: Compute) -> tuple:
   """Returns queries [B, T, I, e], their weights [B, T, I] and keys [B, T, 1, e] of the indexer.
 
   Args:
     y: [B, T, D], the normed input of attention.
-    low: [B, T, r], the normed latent of its queries.
+    low_q: [B, T, r], the normed latent of its queries.
     table: one of `rope.tables`.
   """
-  # The results are not kept for the backward pass (`layers.project` would), which has no use for most of them.
-  y, low = jax.lax.stop_gradient((y, low))
-  q = einsum('btr,rie->btie', low, p['index_q'], compute.dtype, compute.residual)
+  # `layers.project` would keep these products for the backward pass, which does not need most of them.
+  y, low_q = jax.lax.stop_gradient((y, low_q))
+  q = einsum('btr,rie->btie', low_q, p['index_q'], compute.dtype, compute.residual)
   k = einsum('btd,de->bte', y, p['index_k'], compute.dtype, compute.residual)
   k = _layer_norm(k, p['index_k_norm'], p['index_k_norm_bias'])
   weights = einsum('btd,di->bti', y, p['index_weights'], 'float32') * (cfg.index_heads * cfg.index_dim) ** -0.5
@@ -92,26 +92,26 @@ def _layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 def _rotate(x: jax.Array, table: tuple, cfg: LatentConfig) -> jax.Array:
-  """Rotates the first entries of [B, T, N, e], which are the last ones in heads of attention."""
-  pairs = dataclasses.replace(cfg, ropes=(dataclasses.replace(cfg.ropes[0], interleaved=cfg.index_interleaved),))
-  turned = rope.rotate(x[..., : cfg.rope_dim], table, pairs)
-  return jnp.concatenate([turned, x[..., cfg.rope_dim :].astype(turned.dtype)], -1)
+  """Rotates the first `rope_dim` entries of [B, T, N, e]; heads of attention rotate their last ones."""
+  index_rope = dataclasses.replace(cfg.ropes[0], interleaved=cfg.index_interleaved)
+  rotated = rope.rotate(x[..., : cfg.rope_dim], table, dataclasses.replace(cfg, ropes=(index_rope,)))
+  return jnp.concatenate([rotated, x[..., cfg.rope_dim :].astype(rotated.dtype)], -1)
 
 
 def choose(
   mask: jax.Array, queries: jax.Array, weights: jax.Array, keys: jax.Array, cfg: LatentConfig, compute: Compute
 ) -> jax.Array:
-  """Returns the mask [B, T, S] without the keys that are not among the `index_topk` best it had for a query.
+  """Returns the mask [B, T, S], reduced to the `index_topk` keys of each query with the highest scores.
 
-  queries, weights: see `Queries`. keys: [B, S, e].
+  queries, weights: `index` and `weights` of `Queries`. keys: [B, S, e].
   """
   scores = einsum('btie,bse->btis', queries, keys, compute.dtype)
   scores = jnp.sum(jax.nn.relu(scores) * weights[..., None], axis=2)
   scores = jnp.where(mask, scores, -jnp.inf)
-  least = jax.lax.top_k(scores, cfg.index_topk)[0][..., -1:]
-  more, equal = scores > least, scores == least
-  room = cfg.index_topk - jnp.sum(more, -1, keepdims=True)
-  return mask & (more | equal & (jnp.cumsum(equal, -1) <= room))
+  threshold = jax.lax.top_k(scores, cfg.index_topk)[0][..., -1:]
+  above, tied = scores > threshold, scores == threshold
+  num_tied = cfg.index_topk - jnp.sum(above, -1, keepdims=True)  # how many of the tied keys are chosen
+  return mask & (above | tied & (jnp.cumsum(tied, -1) <= num_tied))
 
 
 def attend(
@@ -132,27 +132,27 @@ def attend(
   """
   if parts > 1:
     raise InputError(
-      'config.mesh: context is not for rows longer than the index_topk of a model with sparse attention: its indexer '
-      'would have to score keys of other devices; set it to 1'
+      'config.mesh: context cannot split rows longer than the index_topk of a model with sparse attention, whose '
+      'indexer would have to score keys of other devices; set it to 1'
     )
   if compute.forced and compute.attention != 'chunked':
     raise InputError(
       f'config.model.attention: {compute.attention} cannot attend to the tokens that an indexer chooses; leave it auto'
     )
 
-  def chosen(mask, low, end, queries, weights):
+  def choose_keys(mask, low, end, queries, weights):
     if end - low <= cfg.index_topk:
       return mask
     return choose(mask, queries, weights, k.index[:, low:end, 0], cfg, compute=compute)
 
-  mine = (*rows, np.arange(v.shape[1])[None], q.index, q.weights)
-  rest: dict[str, Any] = dict(window=window, cfg=cfg, compute=compute, sinks=sinks, mine=mine, choose=chosen)
-  out = attention_xla.attend_in_chunks(q.heads, k.heads, v, rows, **rest)
+  queries = (*rows, np.arange(v.shape[1])[None], q.index, q.weights)
+  options: dict[str, Any] = dict(cfg=cfg, compute=compute, sinks=sinks, queries=queries, choose=choose_keys)
+  out = attention_xla.attend_in_chunks(q.heads, k.heads, v, rows, window, **options)
   return checkpoint_name(out.astype(compute.residual), 'dots')
 
 
 def chooser(q: Queries, old: jax.Array, new: jax.Array, cfg: LatentConfig, compute: Compute) -> Callable | None:
-  """Returns (mask) -> mask for `decoding.cached_attention`; None where a cache has no more than `index_topk` entries.
+  """Returns the `choose` of `decoding.cached_attention`; None if a cache has no more than `index_topk` entries.
 
   old, new: keys of the indexer [S, 1, length, e], in the cache and after it.
   """

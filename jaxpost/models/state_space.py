@@ -62,10 +62,11 @@ def mix(
   real = (segment_ids > 0)[..., None].astype(jnp.float32)
   z, *xbc = (layers.project('btd,dnh->btnh', y, p, f'in_{name}', compute, layout=layout) for name in 'zxbc')
   dt = layers.project('btd,dn->btn', y, p, 'in_step', compute, layout=layout)
-  mixed, tails = convolution.over_row(xbc, [p[f'conv_{name}'] for name in 'xbc'], segment_ids, tails)
+  convolved, tails = convolution.over_row(xbc, [p[f'conv_{name}'] for name in 'xbc'], segment_ids, tails)
   if 'conv' in cfg.biases:
-    mixed = [out + p[f'conv_{name}_bias'].reshape(out.shape[2:]) for name, out in zip('xbc', mixed)]
-  x, b, c = (jax.nn.silu(out).astype(compute.residual) for out in mixed)  # kept for the backward pass
+    convolved = [out + p[f'conv_{name}_bias'].reshape(out.shape[2:]) for name, out in zip('xbc', convolved)]
+  x, b, c = (jax.nn.silu(out).astype(compute.residual) for out in convolved)  # kept for the backward pass
+  # Padding leaves the state unchanged: its step dt is 0, and so is its log decay.
   dt = real * jnp.maximum(jax.nn.softplus(dt.astype(jnp.float32) + p['step_bias']), cfg.step_min)
   log_decay = -dt * jnp.exp(p['log_decay'])
   terms, runs = (c, b, x, log_decay[..., None], dt), convolution.runs_of(segment_ids)

@@ -59,21 +59,21 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
     'layers/attention_post_norm': norm('post_attention'),
     'layers/mlp_post_norm': norm('post_feedforward'),
   }
-  gone = {'pre': ('post_norm',), 'post': ('attention_norm', 'mlp_norm'), 'both': ()}
-  table = {k: v for k, v in table.items() if not k.endswith(gone[cfg.norms])}
-  for name, heads in (('q', h), ('k', k)) if cfg.qk_norm not in ('', 'unscaled') else ():
-    width = size * (heads if cfg.qk_norm == 'wide' else 1)
-    table[f'layers/{name}_norm'] = vector(width, f'self_attn.{name}_norm.weight', scale)
+  absent_norms = {'pre': ('post_norm',), 'post': ('attention_norm', 'mlp_norm'), 'both': ()}[cfg.norms]
+  table = {path: spec for path, spec in table.items() if not path.endswith(absent_norms)}
+  if cfg.qk_norm not in ('', 'unscaled'):
+    for name, heads in ('q', h), ('k', k):
+      width = size * (heads if cfg.qk_norm == 'wide' else 1)
+      table[f'layers/{name}_norm'] = vector(width, f'self_attn.{name}_norm.weight', scale)
   widths = dict(q=h * size, k=k * size, v=k * size, o=d, gate=f, up=f, down=d)
   for name in cfg.biases:
-    if name in widths and f'layers/{name}_bias' not in table:  # of experts
+    if name in widths and f'layers/{name}_bias' not in table:  # `moe.param_rows` has the biases of experts
       hf = table[f'layers/{name}'].hf.removeprefix(_BLOCK)
       table[f'layers/{name}_bias'] = vector(widths[name], hf.replace('.weight', '.bias'), 'zeros')
   if 'sinks' in cfg.biases:
     table['layers/sinks'] = vector(h, 'self_attn.sinks', 'zeros')
   if cfg.num_labels or 'value' in cfg.more_heads:
-    # Zeros: before training, all texts get the same score.
-    table['score'] = Param((d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)
+    table['score'] = Param((d, 1), ('embed', None), 'score.weight', 'zeros', matrix=True)  # at first all score 0
   if not cfg.num_labels and not cfg.tie_embeddings:
     table['head'] = tokens('lm_head')
   table = _other_layers(table, cfg)
@@ -89,7 +89,7 @@ def param_table(cfg: ModelConfig) -> dict[str, Param]:
 
 
 def _other_layers(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]:
-  """Returns the table of a model whose layers are not those of a Llama, from that of one with such layers."""
+  """Returns `table`, that of a model with Llama's layers, changed to the layers that the model of `cfg` has."""
   if cfg.latent:
     from jaxpost.models import mla
 
@@ -97,7 +97,7 @@ def _other_layers(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]
   if cfg.state_shapes:
     from jaxpost.models import hybrid
 
-    return hybrid.table(table, _mlp_rows(dataclasses.replace(cfg, experts=None)), cfg)  # and rows of dense MLPs
+    return hybrid.table(table, _mlp_rows(dataclasses.replace(cfg, experts=None)), cfg)
   if cfg.mixed:
     from jaxpost.models import mixed_attention
 
@@ -105,9 +105,9 @@ def _other_layers(table: dict[str, Param], cfg: ModelConfig) -> dict[str, Param]
   return table
 
 
-def _stacked(layers: int, shape: tuple[int, ...], axes: tuple, hf: str) -> Param:
-  """Returns a matrix of `shape` for each of the layers; `hf` is its name inside a layer."""
-  return Param((layers, *shape), ('layers', *axes), f'{_BLOCK}{hf}.weight', matrix=True)
+def _stacked(num_layers: int, shape: tuple[int, ...], axes: tuple, hf: str) -> Param:
+  """Returns the table row of a matrix [num_layers, *shape]; `hf` is its name inside a layer, as in Hugging Face."""
+  return Param((num_layers, *shape), ('layers', *axes), f'{_BLOCK}{hf}.weight', matrix=True)
 
 
 def _mlp_rows(cfg: ModelConfig) -> dict[str, Param]:
@@ -117,8 +117,8 @@ def _mlp_rows(cfg: ModelConfig) -> dict[str, Param]:
     return moe.param_rows(cfg)
   d, f = cfg.hidden_size, cfg.intermediate_size
   stacked = functools.partial(_stacked, cfg.num_layers)
-  gate = {'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj')}
-  return ({} if cfg.activation in layers.UNGATED else gate) | {
+  gate = {} if cfg.activation in layers.UNGATED else {'layers/gate': stacked((d, f), ('embed', 'mlp'), 'mlp.gate_proj')}
+  return gate | {
     'layers/up': stacked((d, f), ('embed', 'mlp'), 'mlp.up_proj'),
     'layers/down': stacked((f, d), ('mlp', 'embed'), 'mlp.down_proj'),
   }
@@ -132,26 +132,26 @@ def num_params(cfg: ModelConfig | CustomConfig) -> int:
 
 
 def num_active(cfg: ModelConfig, table: dict[str, Param]) -> int:
-  """Returns the number of parameters of `table` that are used per token: top_k of the experts."""
-  share = cfg.experts.top_k / cfg.experts.num if cfg.experts else 1
-  return round(sum(math.prod(p.shape) * (share if 'expert' in p.axes else 1) for p in table.values()))
+  """Returns the number of parameters of `table` that one token uses: those of `top_k` experts and all others."""
+  active_share = cfg.experts.top_k / cfg.experts.num if cfg.experts else 1
+  return round(sum(math.prod(p.shape) * (active_share if 'expert' in p.axes else 1) for p in table.values()))
 
 
 def flops_per_token(cfg: ModelConfig, context: float, rows: dict[str, Param] | None = None) -> float:
   """Returns the forward FLOPs of a token that attends to `context` tokens (causal: half T).
 
-  rows: the parameters of the layers, without the head; None: those of `param_table` but for a module that `forward`
-    does not run (`multi_token.py`).
+  rows: the parameters of the layers, without the head; None: all of `param_table` except the module for multi-token
+    prediction, which `forward` does not run.
   """
   if isinstance(cfg, CustomConfig):  # assumes that each parameter is used once per token
     return 2.0 * cfg.size
   table = rows or {path: p for path, p in param_table(cfg).items() if not is_mtp(path)}
   looked_up = sum(math.prod(p.shape) for path, p in table.items() if p.axes[0] == 'vocab' and path != 'head')
-  embedding = cfg.padded_vocab_size * cfg.hidden_size
-  matrices = num_active(cfg, table) - looked_up + (embedding if cfg.tie_embeddings or rows else 0)
-  limits = (kind.window / 2 if cfg.chunked else kind.window for kind in cfg.layer_kinds)  # 0: none; half of a chunk
-  seen = sum(min(context, limit or context) * width for limit, width in zip(limits, cfg.layer_widths))
-  return cfg.state_flops + 2 * matrices + 2 * cfg.num_heads * seen
+  head = cfg.padded_vocab_size * cfg.hidden_size if cfg.tie_embeddings or rows else 0  # elsewhere it is in `table`
+  matrices = num_active(cfg, table) - looked_up + head
+  windows = [kind.window / 2 if cfg.chunked else kind.window for kind in cfg.layer_kinds]  # half a chunk; 0: no window
+  attended = sum(min(context, window or context) * width for window, width in zip(windows, cfg.layer_widths))
+  return cfg.state_flops + 2 * matrices + 2 * cfg.num_heads * attended
 
 
 def layer(
@@ -170,13 +170,13 @@ def layer(
 
   Args:
     table: RoPE table of the layer, or None.
-    attend: (q, k, v, cache entries of the tokens) -> (out, kept).
-    chosen: experts to use, see `moe.mlp`.
-    absorbed: see `mla.attend`.
-    recur: (p, normed x) -> (out, kept), for layers with a state instead of attention.
+    attend: (q, k, v, cache entries of the tokens) -> (out, what to keep of the layer).
+    chosen: [B, T, k], experts to use instead of the router's choice, or None.
+    absorbed: latent attention works on latents, see `mla.attend`.
+    recur: (p, normed x) -> (out, kept), for layers with a recurrent state instead of attention.
 
   Returns:
-    ([B, T, D], `kept` of `attend` or `recur`, `Routing` or None).
+    ([B, T, D], what `attend` or `recur` keeps, `Routing` or None).
   """
   if cfg.mixed:
     from jaxpost.models import mixed_attention
@@ -205,7 +205,7 @@ def layer(
 
 
 def _mix(p, y, table, attend, cfg, compute, layout, absorbed, recur):
-  """Mixes the tokens of y [B, T, D] by attention or `recur`: ([B, T, H, h], kept); see `layer`."""
+  """Applies attention or `recur` to the normed input y [B, T, D]; returns ([B, T, H, h], kept), see `layer`."""
   if recur and p.keys().isdisjoint(('q', 'qkv', 'kv_a')):
     return recur(p, y)
   if 'kv_a' in p:
@@ -213,7 +213,7 @@ def _mix(p, y, table, attend, cfg, compute, layout, absorbed, recur):
 
     return mla.attend(p, y, table, attend, cfg, compute=compute, absorbed=absorbed, layout=layout)
   q, k, v = layers.project_all('btd,dnh->btnh', y, p, 'qkv', compute, cfg=cfg, layout=layout)
-  if cfg.gated:  # the projection of queries is joined with that of their gates
+  if cfg.gated:  # one matrix projects to the queries and to the gates of the output
     q, gate = jnp.split(q, 2, axis=-1)
   if cfg.qk_norm in ('head', 'wide'):
     q, k = layers.norm_heads(q, k, p, cfg)
@@ -255,55 +255,57 @@ def run_layers(
     x, *kept = layer(p, x, table, attend_layer, cfg, compute=compute, layout=constrain, chosen=chosen, recur=recur)
     return constrain(x, 'batch', 'time', None), kept
 
-  @functools.cache  # a checkpoint is traced once for each kind
-  def alike(kind):
+  @functools.cache  # layers of a kind share a checkpointed function, which JAX then traces once
+  def layer_of_kind(kind):
     return layers.rematerialized(functools.partial(block, kind=kind), compute)
 
   if cfg.mixed and cfg.shared_layers:
     from jaxpost.models import mixed_attention
 
-    x, kept, routing = mixed_attention.in_a_row(alike, params, x, cfg, chosen)
+    x, kept, routing = mixed_attention.in_a_row(layer_of_kind, params, x, cfg, chosen)
   elif compute.unroll or isinstance(params['layers'], list):  # a sampler's weights are a list
-    x, kept, routing = layers.in_a_row(alike, unstack_layers(params, cfg.layer_stacks)['layers'], x, cfg, chosen)
+    each_layer = unstack_layers(params, cfg.layer_stacks)['layers']
+    x, kept, routing = layers.in_a_row(layer_of_kind, each_layer, x, cfg, chosen)
   elif cfg.state_shapes or cfg.mixed or cfg.chunked:
     from jaxpost.models import hybrid
 
-    x, kept, routing = hybrid.scan_periods(alike, params, x, cfg, chosen)
+    x, kept, routing = hybrid.scan_periods(layer_of_kind, params, x, cfg, chosen)
   else:
     x, kept, routing = _scan(block, params, x, cfg, compute, chosen=chosen)
   return layers.rms_norm(x, params['norm'], cfg), kept, routing
 
 
 def _scan(block, params, x, cfg, compute, chosen):
-  """`run_layers` under a scan over stacked parameters."""
+  """Runs the layers by a scan over stacked parameters: first those with a dense MLP, if a model has experts."""
   kinds = cfg.layer_kinds
-  num_dense = cfg.num_layers - cfg.sparse_layers  # they come first
-  # Values that all layers share stay static: attention specializes on them.
-  values = {name: [getattr(k, name) for k in kinds] for name in kinds[0]._fields}
-  varied = {name: jnp.array(x) for name, x in values.items() if len(set(x)) > 1}
+  num_dense = cfg.num_layers - cfg.sparse_layers
+  # Properties that all layers share stay static: attention specializes on them.
+  values = {field: [getattr(kind, field) for kind in kinds] for field in kinds[0]._fields}
+  varying = {field: jnp.array(x) for field, x in values.items() if len(set(x)) > 1}
 
-  def same(p, x, chosen, varied):
-    return block(p, x, chosen, kinds[0]._replace(**varied))
+  def scanned_block(x, xs):
+    p, chosen, varying = xs
+    return block(p, x, chosen, kinds[0]._replace(**varying))
 
-  one = layers.rematerialized(same, compute, alone=True)
+  run_layer = layers.rematerialized(scanned_block, compute, alone=True)
 
-  def by_layer(kept, count):  # arrays [count, ...] -> those of each layer
+  def by_layer(kept, count):  # arrays [count, ...] -> a list of arrays for each layer
     return [[y[i] for y in kept] for i in range(count)] if kept else []
 
-  of_dense = []
+  dense_kept = []
   if num_dense:
-    here = {name: x[:num_dense] for name, x in varied.items()}
-    varied = {name: x[num_dense:] for name, x in varied.items()}
-    x, (kept, _) = jax.lax.scan(lambda x, xs: one(xs[0], x, None, xs[1]), x, (params['dense'], here))
-    of_dense = by_layer(kept, num_dense)
-  x, (kept, routing) = jax.lax.scan(lambda x, xs: one(xs[0], x, *xs[1:]), x, (params['layers'], chosen, varied))
-  return x, of_dense + by_layer(kept, cfg.sparse_layers), routing
+    dense_varying = {field: x[:num_dense] for field, x in varying.items()}
+    varying = {field: x[num_dense:] for field, x in varying.items()}
+    x, (kept, _) = jax.lax.scan(run_layer, x, (params['dense'], None, dense_varying))
+    dense_kept = by_layer(kept, num_dense)
+  x, (kept, routing) = jax.lax.scan(run_layer, x, (params['layers'], chosen, varying))
+  return x, dense_kept + by_layer(kept, cfg.sparse_layers), routing
 
 
 def recurrence_over(
   rows: PackedRows, cfg: ModelConfig, compute: Compute, layout: Callable, keep: bool = False
 ) -> Callable | None:
-  """Returns `recur` of `layer` for these rows, None for models without states; see `hybrid.over_rows`."""
+  """Returns the `recur` of `layer` for packed rows; None for models without recurrent states."""
   if not cfg.state_shapes:
     return None
   from jaxpost.models import hybrid
@@ -322,7 +324,7 @@ def embed(params: dict, tokens: jax.Array, cfg: ModelConfig, compute: Compute, c
 def with_inputs(
   params: dict, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, compute: Compute, layout: Callable
 ) -> dict:
-  """Returns the parameters with what their layers read besides x, the embeddings of the tokens."""
+  """Returns the parameters, with per-layer embeddings of the tokens in each layer if the model has them (Gemma 4)."""
   if not cfg.mixed:
     return params
   from jaxpost.models import mixed_attention
@@ -330,9 +332,8 @@ def with_inputs(
   return mixed_attention.with_side_inputs(params, tokens, x, cfg, compute=compute, layout=layout)
 
 
-def unconstrained(x: jax.Array, *axes: str | None) -> jax.Array:
-  """Takes the place of a `Layout` where there is one device: returns x."""
-  del axes
+def unconstrained(x: jax.Array, *_axes: str | None) -> jax.Array:
+  """Returns x: the `Layout` of a single device."""
   return x
 
 
@@ -358,33 +359,32 @@ def forward(
     noise: [B, T, D], added to the embeddings, or None.
     chosen: [B, T, L, k], experts to use, or None.
     routing: also return the `Routing` [L, B, T, ...].
-    inputs: [B, T, D], what the first layer reads in place of the embeddings.
+    inputs: [B, T, D], read by the first layer instead of the embeddings of `tokens`, or None.
   """
   n = row_shards(constrain)
-  order = unconstrained  # leaves tokens where they are
+  stripe = unconstrained  # keeps the order of tokens
   if n > 1:
     from jaxpost.models import context_parallel
 
-    order = functools.partial(context_parallel.stripe, n=n)
-  x = embed(params, order(tokens), cfg, compute, constrain) if inputs is None else order(inputs)
+    stripe = functools.partial(context_parallel.stripe, n=n)
+  x = embed(params, stripe(tokens), cfg, compute, constrain) if inputs is None else stripe(inputs)
   if noise is not None:
-    x = (x + order(noise)).astype(x.dtype)
+    x = (x + stripe(noise)).astype(x.dtype)
   x = constrain(x, 'batch', 'time', None)
-  params = with_inputs(params, order(tokens), x, cfg, compute=compute, layout=constrain)
-  lengths = order(rope.document_lengths(positions, segment_ids)) if rope.by_length(cfg) else None
+  params = with_inputs(params, stripe(tokens), x, cfg, compute=compute, layout=constrain)
+  lengths = stripe(rope.document_lengths(positions, segment_ids)) if rope.by_length(cfg) else None
   rows = PackedRows(segment_ids, positions, branch_ids)
 
-  def attend(q, k, v, keep, window, sinks):
-    del keep
+  def attend(q, k, v, _cache_entries, window, sinks):
     return layers.attention(q, k, v, rows, window, cfg=cfg, compute=compute, sinks=sinks, layout=constrain), None
 
   if chosen is not None:
-    chosen = jnp.moveaxis(order(chosen), 2, 0)
-  tables = rope.tables(order(positions), lengths, cfg)
+    chosen = jnp.moveaxis(stripe(chosen), 2, 0)
+  tables = rope.tables(stripe(positions), lengths, cfg)
   recur = recurrence_over(rows, cfg, compute, constrain)
-  rest = dict(compute=compute, constrain=constrain, chosen=chosen, recur=recur)
-  x, _, routes = run_layers(params, x, tables, attend, cfg, **rest)
+  options = dict(compute=compute, constrain=constrain, chosen=chosen, recur=recur)
+  x, _, routes = run_layers(params, x, tables, attend, cfg, **options)
   if n > 1:
     x = context_parallel.unstripe_sharded(x, constrain)
-    routes = jax.tree.map(lambda y: jax.vmap(lambda y: context_parallel.unstripe(y, n))(y), routes)
+    routes = jax.tree.map(jax.vmap(functools.partial(context_parallel.unstripe, n=n)), routes)
   return (x, routes) if routing else x

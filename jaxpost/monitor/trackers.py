@@ -48,12 +48,17 @@ class Client(NamedTuple):
   show: Callable[[str, int, Sequence[Mapping]], Any] = lambda stage, step, rows: None
 
 
+def _kept(folder: str, file: str, mark: str) -> str:
+  """Returns the mark of a folder's run, which its first start keeps in a file: it continues no other of its name."""
+  kept = epath.Path(folder) / file
+  if not kept.exists():
+    object_store.write_text(kept, mark)
+  return kept.read_text()
+
+
 def _wandb(options: Options, folder: str) -> Client:
   import wandb
 
-  kept = epath.Path(folder) / 'wandb_run.txt'  # continues the run of this folder, and no other of its name
-  if not kept.exists():
-    object_store.write_text(kept, secrets.token_hex(4))
   run = wandb.init(
     project=options.project or 'jaxpost',
     entity=options.entity or None,
@@ -61,15 +66,12 @@ def _wandb(options: Options, folder: str) -> Client:
     tags=list(options.tags) or None,
     mode='offline' if options.offline else None,
     dir=None if object_store.is_remote(folder) else folder,
-    id=kept.read_text(),
+    id=_kept(folder, 'wandb_run.txt', secrets.token_hex(4)),
     resume='allow',
   )
 
   def define(stage: str) -> None:
     run.define_metric(f'{stage}/*', step_metric=f'{stage}/step')
-
-  def log(values: dict[str, float], step: int) -> None:
-    run.log(values)
 
   def file(path: str) -> None:
     run.save(path, base_path=folder, policy='now')
@@ -79,7 +81,7 @@ def _wandb(options: Options, folder: str) -> Client:
     data = [[row.get(c) if c == 'reward' else str(row.get(c, '')) for c in columns] for row in rows[-8:]]
     run.log({f'{stage}/samples': wandb.Table(columns=columns, data=data), f'{stage}/step': step})
 
-  return Client(log, file, run.finish, define, show)
+  return Client(lambda values, step: run.log(values), file, run.finish, define, show)
 
 
 def _trackio(options: Options, folder: str) -> Client:
@@ -87,14 +89,11 @@ def _trackio(options: Options, folder: str) -> Client:
 
   if options.offline and (os.environ.get('TRACKIO_SPACE_ID') or os.environ.get('TRACKIO_SERVER_URL')):
     raise InputError('config.log.offline: TRACKIO_SPACE_ID or TRACKIO_SERVER_URL would send metrics away; unset it')
-  name = options.run_name or os.path.basename(folder.rstrip('/'))
+  name = f'{options.run_name or os.path.basename(folder.rstrip("/"))}-{secrets.token_hex(4)}'
+  name = _kept(folder, 'trackio_run.txt', name)  # trackio has no other mark of a run, and merges equal names
   group = options.tags[0] if options.tags else None
   trackio.init(project=options.project or 'jaxpost', name=name, group=group, resume='allow')
-
-  def log(values: dict[str, float], step: int) -> None:
-    trackio.log(values)
-
-  return Client(log, trackio.save, trackio.finish)
+  return Client(lambda values, step: trackio.log(values), trackio.save, trackio.finish)
 
 
 def _mlflow(options: Options, folder: str) -> Client:

@@ -20,9 +20,10 @@ from jaxpost.hardware import chips
 from jaxpost.losses import head_chunk
 from jaxpost.matmul import WHOLE_ROW_KERNELS, compute_for
 from jaxpost.models import partition, transformer
+from jaxpost.models.attention_kernels import BRANCHES
 from jaxpost.planning import held, meshes, sampling_arithmetic, traffic_bound
 from jaxpost.planning.case import FLOAT, Case
-from jaxpost.stage import batch_shape, checks
+from jaxpost.stage import batch_shape, checks, critic_weights
 
 if TYPE_CHECKING:
   from jaxpost.planning import machines
@@ -90,22 +91,23 @@ def estimate(
   compute = compute_for(platform, section.dtype, section.remat, section.attention, most, triton=triton)
   if compute.remat not in _AGAIN:
     raise InputError(f'config.model.remat: memory is estimated for {" and ".join(_AGAIN)} only')
-  by_xla = train_layout.mesh.shape['context'] > 1 and compute.attention in WHOLE_ROW_KERNELS
-  if branches:
-    from jaxpost.models.attention_kernels import BRANCHES
-
-    by_xla = by_xla or compute.attention not in BRANCHES
-  if by_xla:
+  split = train_layout.mesh.shape['context'] > 1 and compute.attention in WHOLE_ROW_KERNELS
+  if split or branches and compute.attention not in BRANCHES:
     compute = dataclasses.replace(compute, attention='chunked')
   on_policy = inputs.algorithm.on_policy
   shape = batch_shape.batch_shape(inputs.config, on_policy, train_layout.batch_shards, tokens=compute.micro_tokens)
   case = Case(inputs, topology, train_layout, meshes.layout(rollout, 'rollout'), compute, shape=shape)
   stays = held.memory(case)
-  updating = stays | _activations(case)
+  learning = [case]  # of each model that learns, one after the other
+  if 'critic' in inputs.sources:
+    critic, _ = critic_weights.model_of(inputs)
+    learning.append(dataclasses.replace(case, inputs=dataclasses.replace(inputs, model=critic)))
+  updating = stays | max(map(_activations, learning), key=_sum)
   passes = shape.filled * inputs.config.rl.epochs if on_policy else shape.filled
   seconds = {'update': _update_seconds(case, stays['optimizer']) * passes / shape.micro_rows}
   if 'reference' in inputs.sources:
-    seconds['score'] = _score_seconds(case) * shape.filled / shape.micro_rows
+    scored = case.seconds(_flops(case), _read(case, 1), _traffic(case, train=False))
+    seconds['score'] = scored * shape.filled / shape.micro_rows
   trained = shape.rows * shape.row_length
   sampling = stays | sampling_arithmetic.memory(case) if checks.samples(inputs.config, inputs.algorithm) else {}
   if inputs.config.rollout.staleness and not inputs.config.mesh.rollout_devices:  # the sampler runs meanwhile
@@ -153,7 +155,8 @@ def _activations(case: Case) -> dict[str, float]:
   tensor = case.train.mesh.shape['tensor']
   weights = _ALIVE * case.attention_weights(case.tokens, case.shape.row_length, tensor)
   layer = _ALIVE * case.tokens * case.layer_width(tensor) * case.width + _PREFETCHED * _gathered(case, 'layers')
-  head = _chunk(case) * (FLOAT + case.width) + case.tokens * cfg.hidden_size * FLOAT + _gathered(case, 'vocab')
+  logits = _chunk(case) if model.head else 0.0
+  head = logits * (FLOAT + case.width) + case.tokens * cfg.hidden_size * FLOAT + _gathered(case, 'vocab')
   activations = kept + max(weights + layer, head)
   if case.compute.platform == 'tpu' and case.compute.remat != 'full':
     activations *= _GAPS
@@ -217,7 +220,3 @@ def _update_seconds(case: Case, state: float) -> float:
   tokens = case.shape.micro_rows * case.shape.row_length
   flops = tokens * model.flops_of_update(case.context) / case.train.mesh.size
   return case.seconds(flops + again * _flops(case), read, _traffic(case, train=True))
-
-
-def _score_seconds(case: Case) -> float:
-  return case.seconds(_flops(case), _read(case, 1), _traffic(case, train=False))

@@ -178,32 +178,21 @@ def _slots(p: PreparedStage, limits: Room) -> dict[str, Any]:
   return settings  # the last one needs least
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tried:
-  """Settings {'section.field': value} of an update, with its memory and time on a device."""
-
-  settings: dict[str, Any]
-  bytes: float
-  seconds: float
-
-
 def _update(p: PreparedStage, limits: Room) -> dict[str, Any]:
   """Returns the settings of the fastest update that fits, or of the one that needs least."""
   given = p.config.model.remat
-  tried = []
+  tried: list[tuple[Needs, dict[str, Any]]] = []
   choices = ('dots', 'full') if given == 'auto' else (given,)  # the first one is what the platform does by itself
   for remat in choices:
     for rows in _rows(p, limits.machine):
       settings: dict[str, Any] = {'model.remat': remat} if remat != choices[0] else {}
       settings |= {'train.micro_batch_size': rows} if rows else {}
-      needs = limits.needs(p, settings)
-      tried.append(_Tried(settings, needs.updating, needs.update_s))
-      if tried[0].bytes <= limits.usable:  # as the platform has it
+      tried.append((limits.needs(p, settings), settings))
+      if tried[0][0].updating <= limits.usable:  # as the platform has it
         return {}
-  fitting = [x for x in tried if x.bytes <= limits.usable]
-  if not fitting:
-    return min(tried, key=operator.attrgetter('bytes')).settings
-  return min(fitting, key=operator.attrgetter('seconds')).settings  # of equal ones the first, with most rows
+  fitting = [(needs.update_s, settings) for needs, settings in tried if needs.updating <= limits.usable]
+  least = [(needs.updating, settings) for needs, settings in tried]
+  return min(fitting or least, key=operator.itemgetter(0))[1]  # of equal ones the first, with most rows
 
 
 def _rows(p: PreparedStage, machine: Topology) -> Iterator[int]:

@@ -17,7 +17,7 @@ from jaxpost.data.examples import Documents
 from jaxpost.errors import InputError, did_you_mean
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
-from jaxpost.stage import model_folders, optim, sampling_inputs, weight_sources
+from jaxpost.stage import checks, model_folders, optim, sampling_inputs, weight_sources
 from jaxpost.stage import prepare as prepare_lib
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Source
 from jaxpost.storage import manifest
@@ -91,6 +91,7 @@ def with_made_up_data(inputs: Inputs) -> PreparedStage:
 def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage] = ()) -> Inputs:
   """Makes the first record of a stage from its resolved config alone, see `stage.prepare.resolve`."""
   optim.check(config.optim)
+  checks.check_mesh(config, algorithm)
   section = config.model
   if section.path:
     source = find(section.path, 'config.model.path', {}, section.text_only)
@@ -100,6 +101,7 @@ def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequenc
   found = prepare_lib.find_weights(
     config, algorithm, source, earlier, functools.partial(find, text_only=section.text_only)
   )
+  prepare_lib.check_weights(config, algorithm, found)
   return prepare_lib.make_inputs(name, config, algorithm, found, tokenizer_lib.load('bytes'))
 
 

@@ -7,6 +7,8 @@ Each cell is the fastest mesh whose memory fits, with as many rows at a time as 
 from __future__ import annotations
 
 import math
+import operator
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -126,8 +128,8 @@ def _best(inputs: Inputs, machine: Topology) -> Cell:
         rows *= 2
     fitting = [cell for cell in found if cell.fits]
     if fitting:
-      return max(fitting, key=_speed)
-  return min(found, key=_memory)
+      return max(fitting, key=operator.attrgetter('estimate.tokens_per_s'))
+  return min(found, key=operator.attrgetter('estimate.total'))
 
 
 def _slots(inputs: Inputs) -> list[int]:
@@ -159,15 +161,7 @@ def _on_mesh(inputs: Inputs, machine: Topology, sizes: dict[str, int], rows: int
     found.append(Cell(machine, settings | more, estimate))
     if found[-1].fits:
       return found[-1]
-  return min(found, key=_memory)
-
-
-def _memory(cell: Cell) -> float:
-  return cell.estimate.total
-
-
-def _speed(cell: Cell) -> float:
-  return cell.estimate.tokens_per_s
+  return min(found, key=operator.attrgetter('estimate.total'))
 
 
 def command(cell: Cell, model: str) -> str:
@@ -176,7 +170,7 @@ def command(cell: Cell, model: str) -> str:
   fields = [f'--config.{key}={value}' for key, value in cell.settings.items()]
   words = [f'--config=configs/{recipe}.py:model={model}{more}', *fields, '--workdir=runs/fits']
   largest = _HOST // 2 if cell.machine.name == 'v5p' else _HOST
-  return ' '.join(['python -m launch.train', *words, *['--distributed'] * (cell.machine.chips > largest)])
+  return shlex.join(['python', '-m', 'launch.train', *words, *['--distributed'] * (cell.machine.chips > largest)])
 
 
 def text(cell: Cell) -> str:

@@ -17,25 +17,23 @@ if TYPE_CHECKING:
 def put_rows(cache: Cache, rows: Cache | None, new: jax.Array, source: jax.Array) -> Cache:
   """Copies rows [N, K, P, h] into slots [S, K, length, h]: cache[s, :, :P] = rows[source[s]] where new[s].
 
-  Without `rows`, from slots of the cache itself; then no slot is both read and written.
+  Without `rows`, it copies slots of the cache itself, none of which may be both read and written.
   """
   order = jnp.argsort(~new, stable=True)
 
-  def write(i, cache):  # in place, and of new slots only
+  def write(i, cache):  # writes new slots only, in place
     slot = order[i]
-    return jax.tree.map(
-      lambda old, rows: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice_in_dim(rows, source[slot], 1), (slot, 0, 0, 0)
-      ),
-      cache,
-      rows or cache,
-    )
+
+    def put(old, rows):
+      return jax.lax.dynamic_update_slice(old, jax.lax.dynamic_slice_in_dim(rows, source[slot], 1), (slot, 0, 0, 0))
+
+    return jax.tree.map(put, cache, rows or cache)
 
   return jax.lax.fori_loop(0, jnp.sum(new), write, cache)
 
 
 def empty_block(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
-  """Returns empty cache entries [rows, K, steps, h] for a block of `steps` tokens, and the present states."""
+  """Returns a cache of empty entries [rows, K, steps, h] for a block of `steps` tokens, with the states of `cache`."""
   entries = cache.replace(states=())
   recent = jax.tree.map(lambda x: jnp.zeros((rows, x.shape[1], steps, x.shape[3]), x.dtype), entries)
   states = jax.tree.map(lambda x: x[:rows], cache.states)
@@ -48,13 +46,13 @@ def empty_block(model: Model, cache: Cache, rows: int, steps: int) -> Cache:
 
 
 def first_entries(cache: Cache, rows: int, read: int) -> Cache:
-  """Returns the first `read` entries (0: all of all slots, uncopied) of the first slots, as programs read them."""
+  """Returns the first `read` entries of the first `rows` slots, or, with read=0, the whole cache without a copy."""
   cache = cache.replace(states=())
   return view(jax.tree.map(lambda x: x[:rows, :, :read], cache) if read else cache)
 
 
 def append(cache: Cache, table: jax.Array | None, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
-  """Returns the cache, of pages if there is a table, with the entries of a block and its last states; see `extend`."""
+  """Appends the entries of a block to the cache, in pages if there is a table, and replaces states; see `extend`."""
   entries, states = stored(recent.replace(experts=(), states=())), cache.states
   cache = cache.replace(states=())
   if table is None:
@@ -77,12 +75,12 @@ def stored(cache: Cache) -> Cache:
 
 
 def view(cache: Cache) -> Cache:
-  """Returns the `stored` cache in the type that programs compute with."""
+  """Undoes `stored`: returns the cache in the type that programs compute with."""
   return jax.tree.map(from_bits, cache)
 
 
 def where(new: jax.Array, value: jax.Array, old: jax.Array) -> jax.Array:
-  """Returns `value` in the slots that are `new` [S], else `old`; in the type of `old`."""
+  """Returns `old` [S, ...] with `value` in the slots where `new` [S] is True."""
   mask = new.reshape(-1, *(1,) * (old.ndim - 1))
   return jnp.where(mask, value, old).astype(old.dtype)
 
@@ -90,18 +88,18 @@ def where(new: jax.Array, value: jax.Array, old: jax.Array) -> jax.Array:
 def extend(cache: Cache, recent: Cache, filled: jax.Array, one_by_one: bool) -> Cache:
   """Appends `recent` to the filled part of the first slots of the cache, in place.
 
-  Entries past the end overwrite the last ones of their slot, or are dropped: only finished slots get there.
+  Entries past the end, which only finished slots have, overwrite the last ones of their slot or are dropped.
 
   Args:
     cache: L x [S', K, length, h].
     recent: L x [S, K, T, h].
-    filled: [S], valid entries.
-    one_by_one: write slot by slot instead of by a scatter, which copies the cache on CPU, and its layout on TPU.
+    filled: [S], number of valid entries.
+    one_by_one: write slot by slot instead of by a scatter, which copies the cache on CPU and changes its layout on TPU.
   """
   rows, _, steps, _ = recent.k[0].shape
   if not one_by_one:
-    row, at = jnp.arange(rows)[:, None], filled[:, None] + jnp.arange(steps)
-    return jax.tree.map(lambda old, new: old.at[row, :, at].set(new.swapaxes(1, 2), mode='drop'), cache, recent)
+    row, entry = jnp.arange(rows)[:, None], filled[:, None] + jnp.arange(steps)
+    return jax.tree.map(lambda old, new: old.at[row, :, entry].set(new.swapaxes(1, 2), mode='drop'), cache, recent)
 
   def write(s, cache):
     place = (s, 0, filled[s], 0)

@@ -18,20 +18,20 @@ from jaxpost.hardware import memory as memory_lib
 
 @dataclasses.dataclass
 class Ledger:
-  """Every compilation of a run: what `plan.json` and the plan table show."""
+  """All compilations of a run, which `plan.json` and the plan table show."""
 
   rows: list[dict] = dataclasses.field(default_factory=list)
-  sealed: bool = False  # after the first step a compilation is a surprise
-  dry: bool = False  # a plan: nothing runs, calls return described outputs
+  sealed: bool = False  # the first step is over: further compilations log a warning
+  dry: bool = False  # for plans: nothing runs, and calls return `jax.ShapeDtypeStruct`s of the outputs
   look: Callable | None = None  # (name, compiled, args, calls_per_step) -> more columns of a row
   options: dict | None = None  # of the compiler
-  only: tuple = ()  # names of programs; others are not compiled; (): all
+  only: tuple = ()  # names of the programs that are compiled; (): all
   announce: Callable = lambda *_: contextlib.nullcontext()  # (name, number, `planned`) -> context of a compilation
   begun: list[str] = dataclasses.field(default_factory=list)  # names of the compilations so far
-  planned: int = 0  # how many there will be before the first step; 0: not known yet
+  planned: int = 0  # number of compilations before the end of the first step; 0: not known yet
 
   def begin(self, name: str) -> contextlib.AbstractContextManager:
-    """Announces that the compilation of a program begins; it ends with the context that is returned."""
+    """Announces a compilation, which has to run inside of the returned context."""
     self.begun.append(name)
     return self.announce(name, len(self.begun), self.planned and max(self.planned, len(self.begun)))
 
@@ -59,17 +59,17 @@ class Ledger:
       logging.warning('compiled %s for new shapes %s after the first step (%.1f s)', name, shapes, seconds)
 
   def refused(self, error: Exception) -> dict[str, int]:
-    """Returns {program: its bytes} where XLA compiles none of this size for the device, as XLA for TPU says, or {}."""
-    said = re.search(r'RESOURCE_EXHAUSTED.*?(?:temporaries \(|Used )([\d.]+)G', str(error))
+    """Returns {program: bytes that it needs} if XLA refused to compile it for lack of memory (as on TPU), else {}."""
+    needed = re.search(r'RESOURCE_EXHAUSTED.*?(?:temporaries \(|Used )([\d.]+)G', str(error))
     failed = collections.Counter(self.begun) - collections.Counter(row['program'] for row in self.rows)
-    return {name: int(float(said[1]) * 2**30) for name in failed} if said else {}
+    return {name: int(float(needed[1]) * 2**30) for name in failed} if needed else {}
 
   def seal(self) -> None:
-    """Ends the first step: compilations from now on are warned of."""
+    """Ends the first step: compilations from now on log a warning."""
     self.sealed = True
 
 
-# Collectives overlap with products, and those of a layer are combined. Options that XLA_FLAGS names are left alone.
+# Collectives overlap with products, and those of a layer are combined. Options that XLA_FLAGS names are not set.
 GPU_OPTIONS = {
   'xla_gpu_enable_latency_hiding_scheduler': True,
   'xla_gpu_all_gather_combine_threshold_bytes': 128 << 20,
@@ -85,14 +85,14 @@ else:
 
 
 class Program:
-  """A jitted function that is compiled once per set of argument shapes.
+  """A jitted function that is compiled once per set of argument shapes and shardings.
 
   Args:
-    name: as in the plan table and in profiles.
+    name: the name in the plan table and in profiles.
     fn: function of arrays only; everything static is closed over.
     donate: positions of arguments whose buffers the outputs may reuse.
     out_shardings: as for `jax.jit`, or a function from the shapes of the outputs to their shardings.
-    flops: analytic FLOPs of a call, from its arguments (XLA's own count takes the body of a loop once).
+    flops: arguments -> analytic FLOPs of a call (XLA's own count includes the body of a loop only once).
     calls_per_step: how often the enclosing operation calls this program.
     read: cache entries of a slot that decoding attends to; 0: those that are filled.
   """
@@ -124,10 +124,10 @@ class Program:
     leaves, tree = jax.tree.flatten(args)
     key = tree, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
     if key not in self._compiled and self._elsewhere(args):
-      nothing = jax.tree.map(
+      without_shards = jax.tree.map(
         lambda x: jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype), self.outputs(*args)
       )
-      self._compiled[key] = lambda *args: nothing
+      self._compiled[key] = lambda *args: without_shards
     if key not in self._compiled:
       start = time.perf_counter()
       with self._ledger.begin(self.name):
@@ -135,19 +135,19 @@ class Program:
         jitted = jax.jit(self._fn, donate_argnums=self._donate, out_shardings=self._shardings(abstract))
         compiled = jitted.lower(*abstract).compile(options(leaves, self._ledger.options))
       flops = self._flops(*args) if self._flops else None
-      took = time.perf_counter() - start
-      self._ledger.add(self.name, args, took, compiled, flops, calls=self._calls_per_step, read=self._read)
+      seconds = time.perf_counter() - start
+      self._ledger.add(self.name, args, seconds, compiled, flops, calls=self._calls_per_step, read=self._read)
       self._compiled[key] = self.outputs if self._ledger.dry else compiled
     return self._compiled[key]
 
   def _elsewhere(self, args) -> bool:
-    """True if only other processes have the devices of this program."""
+    """Returns True if all devices of this program belong to other processes."""
     return coordination.process_count() > 1 and not any(
       x.sharding.addressable_devices for x in jax.tree.leaves(self.outputs(*args))
     )
 
   def outputs(self, *args: Any) -> Any:
-    """Returns shapes, types and shardings of the outputs, to compile programs that take them."""
+    """Returns the outputs as `jax.ShapeDtypeStruct`s with shardings, to compile programs that take them."""
     abstract = jax.tree.map(_abstract, args)
     shapes = jax.eval_shape(self._fn, *abstract)
     shardings = self._shardings(abstract)
@@ -158,20 +158,19 @@ class Program:
     )
 
   def _shardings(self, abstract):
-    if not callable(self._out):
-      return self._out
-    return self._out(jax.eval_shape(self._fn, *abstract))
+    return self._out(jax.eval_shape(self._fn, *abstract)) if callable(self._out) else self._out
 
 
 def options(arguments: Sequence[Any], more: dict | None = None) -> dict | None:
-  """Returns compiler options for the devices of these arrays; `more` (None: leave out) and XLA_FLAGS override them."""
+  """Returns compiler options for the devices of these arrays; XLA_FLAGS and `more` (None: left out) override them."""
   devices = (d for x in arguments for d in x.sharding.device_set)
-  found = {}
+  defaults = {}
   if getattr(next(devices, None), 'platform', '') == 'gpu':
-    given = os.environ.get('XLA_FLAGS', '')
+    flags = os.environ.get('XLA_FLAGS', '')
     gathers = any(getattr(x.sharding, 'mesh', None) and x.sharding.mesh.shape.get('fsdp', 1) > 1 for x in arguments)
-    found = {k: v for k, v in (GPU_OPTIONS | (GATHER_OPTIONS if gathers else {})).items() if k not in given}
-  return {k: v for k, v in (found | (more or {})).items() if v is not None} or None
+    defaults = GPU_OPTIONS | (GATHER_OPTIONS if gathers else {})
+    defaults = {name: value for name, value in defaults.items() if name not in flags}
+  return {name: value for name, value in (defaults | (more or {})).items() if value is not None} or None
 
 
 def _abstract(x):
@@ -179,7 +178,7 @@ def _abstract(x):
 
 
 def describe(args: tuple) -> str:
-  """Returns the distinct shapes of the arguments that are no parameters, in at most 80 characters."""
-  known = [a for a in args[1:] if not isinstance(a, dict)]
-  shapes = [x.shape for x in jax.tree.leaves(known) if x.ndim > 1]
+  """Returns the distinct shapes of the arguments other than parameters, in at most 80 characters."""
+  data = [arg for arg in args[1:] if not isinstance(arg, dict)]
+  shapes = [x.shape for x in jax.tree.leaves(data) if x.ndim > 1]
   return ' '.join(str(list(s)) for s in dict.fromkeys(shapes))[:80]

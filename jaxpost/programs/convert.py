@@ -1,4 +1,4 @@
-"""Conversions of parameters that are compiled, in front of functions that are not; for exports of quantized models."""
+"""Compiled conversions of parameters before functions that are not compiled, for exports of quantized models."""
 
 from collections.abc import Callable
 

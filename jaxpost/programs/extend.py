@@ -1,6 +1,6 @@
-"""The extend program: continues cached sequences; only their new tokens are read.
+"""The extend program: continues sequences in the cache by new tokens, such as the next turn of a dialogue.
 
-Legend: S slots, T tokens read at a time, K kv heads, h head size, D hidden size, L layers.
+Legend: S slots, R of them extended at a time, T new tokens of each, K kv heads, h head size, D hidden size, L layers.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
   from jaxpost.matmul import Compute
   from jaxpost.models.model import Model
 
-# Slots that are extended at a time, and tokens of each. On a CPU a row of padding costs as much as a real one; an
-# accelerator reads all weights for each part.
+# (Slots that are extended at a time, tokens of each.) On a CPU a row of padding costs as much as a real one; on an
+# accelerator each part costs a pass over all weights.
 _CPU = 1, 32
 _ACCELERATOR = 8, 128
 
@@ -35,12 +35,12 @@ class More:
   """Tokens that continue the sequences of some slots, which an `Entry` names."""
 
   tokens: Array  # [S, T] int32, padded on the right
-  lengths: Array  # [S] int32, number of tokens; 0 leaves a slot as it is
-  filled: Array  # [S] int32, cache entries that stay
+  lengths: Array  # [S] int32, number of tokens; a slot with 0 does not change
+  filled: Array  # [S] int32, number of cache entries that are kept
 
 
 def chunks(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], platform: str) -> Iterator[More]:
-  """Yields the tokens of suffixes, {slot: (entries that stay, [n] token ids)}, as many at a time as are read."""
+  """Yields the tokens of suffixes, {slot: (number of kept entries, [n] token ids)}, in parts of T tokens."""
   length = (_CPU if platform == 'cpu' else _ACCELERATOR)[1]
   for start in range(0, max(len(ids) for _, ids in suffixes.values()), length):
     yield _chunk(slots, suffixes, start, length)
@@ -50,11 +50,11 @@ def _chunk(slots: int, suffixes: dict[int, tuple[int, np.ndarray]], start: int, 
   tokens = np.zeros((slots, length), np.int32)
   lengths = np.zeros(slots, np.int32)
   filled = np.zeros(slots, np.int32)
-  for slot, (at, ids) in suffixes.items():
+  for slot, (kept, ids) in suffixes.items():
     part = ids[start : start + length]
     tokens[slot, : len(part)] = part
     lengths[slot] = len(part)
-    filled[slot] = at + start
+    filled[slot] = kept + start
   return More(tokens, lengths, filled)
 
 
@@ -64,9 +64,9 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
   It continues sequences whose first entries are in the cache of their slot, or in the pages of `table` [S, n];
   attention reads `read` entries. It donates the state.
   """
-  read_new = _together  # slots that a mesh splits
+  extend_slots = _together  # for slots that a mesh splits
   if layout.batch_shards == 1:
-    read_new = functools.partial(_in_parts, most=(_CPU if compute.platform == 'cpu' else _ACCELERATOR)[0])
+    extend_slots = functools.partial(_in_parts, rows=(_CPU if compute.platform == 'cpu' else _ACCELERATOR)[0])
 
   def hidden_of(weights, cache, more):
     steps = more.tokens.shape[1]
@@ -85,23 +85,22 @@ def make_extend(model: Model, read: int, layout: Layout, compute: Compute, ledge
 
   def extend(weights, state, entry, more, run_key, step, table=None):
     new = (entry.source >= 0) & (more.lengths > 0)
-    cache, hidden = read_new(functools.partial(hidden_of, weights), state, new, more, table, read)
+    cache, hidden = extend_slots(functools.partial(hidden_of, weights), state, new, more, table, read)
     state, entry = state.replace(cache=cache), entry.replace(source=jnp.where(new, 0, -1))
     return generate.enter(state, entry, hidden, more.filled + more.lengths, run_key, step=step)
 
-  def flops(weights, state, entry, more, *rest):
-    del weights, state, entry, rest
+  def flops(_weights, _state, _entry, more, *_):
     return more.tokens.size * flops_per_token(model.config, read)
 
   return Program('extend', extend, ledger, generate.slot_shardings(layout), donate=(1,), flops=flops)
 
 
-def _in_parts(hidden_of, state, new, more: More, table, read: int, most: int):
-  """Extends the slots that are new, at most `most` at a time.
+def _in_parts(hidden_of, state, new, more: More, table, read: int, rows: int):
+  """Extends the slots that are `new` [S], `rows` of them at a time; returns (cache, hidden states [S, D]).
 
-  All parts are of one size: the last one repeats slots, or has some that are not new, into which nothing is written.
+  All parts have the same size: the last one may have slots again, or slots that are not new and do not change.
   """
-  order, rows = jnp.argsort(~new, stable=True), min(most, len(new))
+  order, rows = jnp.argsort(~new, stable=True), min(rows, len(new))
 
   def extend_part(i, carry):
     cache, hidden = carry
@@ -110,16 +109,16 @@ def _in_parts(hidden_of, state, new, more: More, table, read: int, most: int):
     def pick(x):
       return jnp.concatenate([jax.lax.dynamic_slice_in_dim(x, slots[j], 1) for j in range(rows)])
 
-    some = jax.tree.map(pick, more)
+    part = jax.tree.map(pick, more)
     if table is None:
-      recent, last = hidden_of(cache_storage.view(jax.tree.map(lambda x: pick(x)[:, :, :read], cache)), some)
-      cache = jax.lax.fori_loop(0, rows, functools.partial(_write, recent=recent, slots=slots, more=some), cache)
+      recent, last = hidden_of(cache_storage.view(jax.tree.map(lambda x: pick(x)[:, :, :read], cache)), part)
+      cache = jax.lax.fori_loop(0, rows, functools.partial(_write, recent=recent, slots=slots, more=part), cache)
     else:
-      recent, last = hidden_of(cache.replace(table=pick(table)), some)
+      recent, last = hidden_of(cache.replace(table=pick(table)), part)
       if rows == 1:
-        cache = _write_pages(cache, recent, table[slots[0]], some)
+        cache = _write_pages(cache, recent, table[slots[0]], part)
       else:
-        cache = _scatter(cache, recent, slots, new=new[slots], more=some, table=table)
+        cache = _scatter(cache, recent, slots, new=new[slots], more=part, table=table)
     for j in range(rows):
       hidden = jax.lax.dynamic_update_slice_in_dim(hidden, last[j : j + 1].astype(hidden.dtype), slots[j], 0)
     return cache, hidden
@@ -128,7 +127,7 @@ def _in_parts(hidden_of, state, new, more: More, table, read: int, most: int):
 
 
 def _together(hidden_of, state, new, more: More, table, read: int):
-  """Extends all slots at once."""
+  """Extends all slots at once; returns (cache, hidden states [S, D])."""
   if table is None:
     cache = cache_storage.view(jax.tree.map(lambda x: x[:, :, :read], state.cache))
   else:
@@ -138,7 +137,7 @@ def _together(hidden_of, state, new, more: More, table, read: int):
 
 
 def _write(j, cache: Cache, recent: Cache, slots: jax.Array, more: More) -> Cache:
-  """Writes the first lengths[j] entries of row j of `recent` [R, K, T, h] behind the filled ones of slots[j].
+  """Writes the first lengths[j] entries of row j of `recent` [R, K, T, h] after the filled ones of slots[j].
 
   Padding, which may reach past the end of the cache, is not written.
   """
@@ -146,44 +145,42 @@ def _write(j, cache: Cache, recent: Cache, slots: jax.Array, more: More) -> Cach
 
   def put(old, new):
     size = min(steps, old.shape[2])
-    # A window that would reach past the end begins earlier, and the new entries later in it.
+    # The slice that is written must not reach past the end: it begins earlier there, and the new entries later in it.
     start = jnp.clip(filled, 0, old.shape[2] - size)
     place = slots[j], 0, start, 0
-    there = jax.lax.dynamic_slice(old, place, (1, old.shape[1], size, old.shape[3]))
-    at = start + jnp.arange(size) - filled
-    real = (at >= 0) & (at < more.lengths[j])
+    present = jax.lax.dynamic_slice(old, place, (1, old.shape[1], size, old.shape[3]))
+    index = start + jnp.arange(size) - filled  # of the new entry
+    real = (index >= 0) & (index < more.lengths[j])
     new = jax.lax.dynamic_slice_in_dim(new, j, 1)
     new = jnp.roll(new, filled - start, axis=2)[:, :, :size]
-    return jax.lax.dynamic_update_slice(old, jnp.where(real[:, None], new, there), place)
+    return jax.lax.dynamic_update_slice(old, jnp.where(real[:, None], new, present), place)
 
   return jax.tree.map(put, cache, recent)
 
 
-def _write_pages(pool: Cache, recent: Cache, table, one: More) -> Cache:
-  """Writes the new entries of one slot into its pages, `table` [n], one by one."""
+def _write_pages(pool: Cache, recent: Cache, table, more: More) -> Cache:
+  """Writes the new entries of a single slot into its pages, `table` [n], one by one."""
   size = pool.k[0].shape[2]
 
   def write(t, pool):
-    at = one.filled[0] + t
-    return jax.tree.map(
-      lambda old, new: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice_in_dim(new, t, 1, axis=2), (table[at // size], 0, at % size, 0)
-      ),
-      pool,
-      recent,
-    )
+    page, offset = table[(more.filled[0] + t) // size], (more.filled[0] + t) % size
 
-  return jax.lax.fori_loop(0, one.lengths[0], write, pool)
+    def put(old, new):
+      return jax.lax.dynamic_update_slice(old, jax.lax.dynamic_slice_in_dim(new, t, 1, axis=2), (page, 0, offset, 0))
+
+    return jax.tree.map(put, pool, recent)
+
+  return jax.lax.fori_loop(0, more.lengths[0], write, pool)
 
 
 def _scatter(cache: Cache, recent: Cache, slots: jax.Array, *, new: jax.Array, more: More, table) -> Cache:
   """Writes the new entries of these slots at the same time, into the slots or into the pages of `table` [S, n]."""
-  count = jnp.arange(more.tokens.shape[1])
-  at, row = more.filled[:, None] + count, slots[:, None]
+  steps = jnp.arange(more.tokens.shape[1])
+  entry, row = more.filled[:, None] + steps, slots[:, None]
   size = cache.k[0].shape[2]
   if table is not None:
-    row = table[row, jnp.minimum(at // size, table.shape[1] - 1)]
-    at = at % size
-  real = new[:, None] & (count < more.lengths[:, None])
-  at = jnp.where(real, at, size)  # past the end: dropped
-  return jax.tree.map(lambda old, x: old.at[row, :, at].set(x.swapaxes(1, 2), mode='drop'), cache, recent)
+    row = table[row, jnp.minimum(entry // size, table.shape[1] - 1)]
+    entry = entry % size
+  real = new[:, None] & (steps < more.lengths[:, None])
+  entry = jnp.where(real, entry, size)  # past the end: dropped
+  return jax.tree.map(lambda old, x: old.at[row, :, entry].set(x.swapaxes(1, 2), mode='drop'), cache, recent)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @struct.dataclass
 class Prefilled:
-  """Prompts that a prefill has read, to be forked into any number of samples."""
+  """The result of a prefill: prompts from which any number of samples can be forked."""
 
   cache: Cache  # L x [N, K, P, h]
   hidden: Array  # [N, D], of the last prompt token
@@ -58,40 +58,40 @@ class DecodeState:
 
 @struct.dataclass
 class Entry:
-  """Sequences that enter slots; `source` is -1 where a slot stays as it is."""
+  """Sequences that enter slots; `source` is -1 for slots that do not change."""
 
   source: Array  # [S] int32, row of the Prefilled
   prompts: Array  # [S] int32, global prompt index
   samples: Array  # [S] int32, index within the group
   sampling: Sampling
-  # [M, 3] int32: row of the Prefilled, part of that row, target page; -1 is none.
+  # For a cache in pages, [M, 3] int32: row of the Prefilled, number of the page in that row, target page; -1: no copy.
   copies: Array | None = None
 
 
 @struct.dataclass
 class Block:
-  """Tokens that a call of `generate` drew, to be harvested by the host."""
+  """Tokens that a call of `generate` drew, which the host reads."""
 
   tokens: Array  # [T, R] int32 of T steps and R rows
   logprobs: Array  # [T, R] float32
   behavior_logprobs: Array  # [T, R] float32
-  drawn: Array  # [T, R] bool: of a slot that was active
-  active: Array  # [R] bool: not finished
+  drawn: Array  # [T, R] bool: the slot was active, so the token belongs to its completion
+  active: Array  # [R] bool: the completion goes on after the block
   finished: Array  # [R] bool: a stop id was drawn
   broken: Array  # [R] bool: logits were not finite
   top: tuple  # ids and log-probs [T, R, n] of the top-n tokens, or ()
   allowed: tuple  # ([T, R, k] int32,), see `sampling.Drawn`, or ()
-  experts: tuple  # [T, R, L, k] uint16 that routed the tokens, or ()
+  experts: tuple  # ([T, R, L, k] uint16,), the experts of the tokens, or ()
 
 
 def empty_state(
   model: Model, slots: int, cache_shape: tuple[int, int], sampling: Sampling, compute: Compute
 ) -> Callable:
-  """Returns a function that makes a DecodeState without sequences.
+  """Returns a function that returns a DecodeState without sequences.
 
   Args:
     cache_shape: (slots, entries of each) or (pages, entries of each).
-    sampling: parameters of one slot, which every slot begins with.
+    sampling: the initial parameters of every slot.
   """
   cfg = model.config
 
@@ -105,10 +105,10 @@ def empty_state(
 
       zeros = functools.partial(scaled.empty_cache, compute=compute)
 
-    def of_layers(part):
+    def empty_layers(part):  # 0: keys, 1: values
       return tuple(zeros((cache_shape[0], heads, cache_shape[1], sizes[part])) for heads, sizes in cfg.layer_caches)
 
-    keys, *values = map(of_layers, range(len(cfg.cached[1])))  # latent attention caches one array per layer
+    keys, *values = map(empty_layers, range(len(cfg.cached[1])))  # latent attention caches one array per layer
     num_stateful = sum(stack in STATEFUL for stack in cfg.layer_stacks)
     # Recurrent states decay slowly; rounding them to bfloat16 each step would erase small contributions.
     states = tuple(tuple(jnp.zeros((slots, *shape)) for shape in cfg.state_shapes) for _ in range(num_stateful))
@@ -172,13 +172,11 @@ def make_insert(layout: Layout, ledger: Ledger) -> Program:
 def enter(
   state: DecodeState, entry: Entry, hidden: jax.Array, positions: jax.Array, run_key: jax.Array, step: jax.Array
 ) -> DecodeState:
-  """Returns the state with sequences entered into their slots; their cache entries are there already.
+  """Returns the state with new sequences in their slots, where the cache already has the entries of their prompts.
 
   hidden: [S, D] and positions: [S], at the end of each prompt.
   """
-
-  def pick(value, old):
-    return cache_storage.where(entry.source >= 0, value, old)
+  pick = functools.partial(cache_storage.where, entry.source >= 0)
 
   keys = sampling_lib.slot_keys(run_key, step, entry.prompts, entry.samples, entry.sampling.seed)
   return state.replace(
@@ -192,9 +190,9 @@ def enter(
 
 
 def make_move(layout: Layout, ledger: Ledger, *, paged: bool) -> Program:
-  """move(state, source [S]) -> state, which is donated.
+  """Makes the program move(state, source [S]) -> state, which donates the state.
 
-  Slot s takes what is in slot source[s], where that is not -1, and slots that were taken from are free.
+  It moves the sequence of slot source[s], if that is not -1, to slot s; slot source[s] is free afterwards.
   """
 
   def move(state, source):
@@ -202,8 +200,8 @@ def make_move(layout: Layout, ledger: Ledger, *, paged: bool) -> Program:
     source = jnp.maximum(source, 0)
     cache = state.cache if paged else cache_storage.put_rows(state.cache, None, new, source)
     moved = jax.tree.map(lambda x: cache_storage.where(new, x[source], x), state.replace(cache=None))
-    taken = jnp.any(new & (source == slots[:, None]), axis=1)
-    return moved.replace(cache=cache, active=moved.active & ~taken)
+    is_source = jnp.any(new & (source == slots[:, None]), axis=1)
+    return moved.replace(cache=cache, active=moved.active & ~is_source)
 
   return Program('move', move, ledger, slot_shardings(layout), donate=(0,))
 
@@ -225,19 +223,19 @@ def make_generate(
   the host can read the block while the next call runs.
 
   Args:
-    read: 0 passes the whole cache, uncopied, to the kernel of `models/decode_triton.py`, which reads what is filled.
-    report: `top` and `allowed` of `sampling.draw`.
+    read: 0 passes the whole cache, uncopied, to the kernel of `models/decode_triton.py`, which reads filled entries.
+    report: the arguments `top` and `allowed` of `sampling.draw`.
   """
   decode = functools.partial(decode_block, model=model, compute=compute, steps=steps, read=read, report=report)
-  shards = layout.mesh.shape['data'] * layout.mesh.shape['fsdp']
-  # These axes replicate weights. A custom model may use the mesh by itself.
+  shards = layout.mesh.shape['data'] * layout.mesh.shape['fsdp']  # weights of samplers are replicated over these axes
+  # A custom model may use the mesh in its own way.
   independent = shards > 1 and layout.mesh.size == shards and not isinstance(model.config, CustomConfig)
 
   def generate(weights, state, table=None):
     if not independent or table is not None or rows < len(state.active):
       return decode(weights, state, table, rows=rows, constrain=layout)
     # Each device decodes its own slots, which are independent of each other. The partitioner would all-reduce the
-    # branch of every draw, and all-gather what is written to a cache.
+    # branch of every draw, and all-gather the entries that are written to a cache.
     split = layout.spec(('batch',))
     by_step = PartitionSpec(None, *split)
     return jax.shard_map(
@@ -280,15 +278,15 @@ def decode_block(
 ) -> tuple[DecodeState, Block]:
   """Decodes `steps` tokens of the first `rows` slots, of all devices or of one; see `make_generate`.
 
-  constrain: a `Layout`; in a shard_map, where a device works alone, `unconstrained`.
+  constrain: a `Layout` or, in a shard_map, where each device decodes its own slots, `unconstrained`.
   """
-  live, cache = first_slots(state, table, rows=rows, read=read)
-  filled, numbers = live.positions, jnp.arange(steps)
+  slots, cache = first_slots(state, table, rows=rows, read=read)
+  filled, numbers = slots.positions, jnp.arange(steps)
 
   def step(carry, inputs):
     state, recent = carry
     number, uniform = inputs
-    drawn = draw(model, weights, state, uniform, report=report, compute=compute)
+    drawn = draw(model, weights, state, uniform, report=report, compute=compute, layout=constrain)
     recent, hidden = model.decode(
       weights, cache, recent, drawn.tokens, filled, step=number, compute=compute, constrain=constrain
     )
@@ -298,9 +296,9 @@ def decode_block(
 
   recent = cache_storage.empty_block(model, state.cache, rows, steps)
   # All uniforms of the block at once: the generator is a loop of its own.
-  uniforms = jax.vmap(lambda n: sampling_lib.uniforms(live.keys, filled + n))(numbers)
-  (live, recent), (drawn, active, stopped) = jax.lax.scan(step, (live, recent), (numbers, uniforms))
-  live = live.replace(positions=filled + steps)
+  uniforms = jax.vmap(lambda n: sampling_lib.uniforms(slots.keys, filled + n))(numbers)
+  (slots, recent), (drawn, active, stopped) = jax.lax.scan(step, (slots, recent), (numbers, uniforms))
+  slots = slots.replace(positions=filled + steps)
   experts = ()
   if recent.experts:
     from jaxpost.models import routing_replay
@@ -311,57 +309,57 @@ def decode_block(
     logprobs=drawn.logprobs,
     behavior_logprobs=drawn.behavior_logprobs,
     drawn=active,
-    # A value of its own: live.active is in the state, too, which is donated while the host still reads this block.
-    active=live.active | False,
+    # A buffer of its own: slots.active is also in the state, which is donated while the host still reads this block.
+    active=slots.active | False,
     finished=jnp.any(stopped, axis=0),
     broken=jnp.any(active & drawn.broken, axis=0),
     top=drawn.top,
     allowed=drawn.allowed,
     experts=experts,
   )
-  return with_first_slots(state, live, recent, table, compute), block
+  return with_first_slots(state, slots, recent, table, compute), block
 
 
 def first_slots(state: DecodeState, table: jax.Array | None, rows: int, read: int) -> tuple[DecodeState, Cache]:
-  """Returns (the first slots, without their caches; the cache that they attend to, see `make_generate`)."""
-  live = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
+  """Returns (the state of the first `rows` slots without cache, the cache that they attend to); see `make_generate`."""
+  slots = jax.tree.map(lambda x: x[:rows], state.replace(cache=None))
   if table is not None:
-    return live, state.cache.replace(table=table)
-  return live, cache_storage.first_entries(state.cache, rows, read)
+    return slots, state.cache.replace(table=table)
+  return slots, cache_storage.first_entries(state.cache, rows, read)
 
 
 def with_first_slots(
-  state: DecodeState, live: DecodeState, recent: Cache, table: jax.Array | None, compute: Compute
+  state: DecodeState, slots: DecodeState, recent: Cache, table: jax.Array | None, compute: Compute
 ) -> DecodeState:
-  """Returns the state with the first slots replaced by `live`, and `recent` appended to their caches."""
-  all_slots = cache_storage.replace_first(state.replace(cache=None), live)
-  filled, by_slot = state.positions[: len(live.positions)], compute.platform != 'gpu'
+  """Returns the state with the first slots replaced by `slots`, and `recent` appended to their caches."""
+  all_slots = cache_storage.replace_first(state.replace(cache=None), slots)
+  filled, by_slot = state.positions[: len(slots.positions)], compute.platform != 'gpu'
   return all_slots.replace(cache=cache_storage.append(state.cache, table, recent, filled, by_slot))
 
 
 def draw(
-  model: Model, weights: dict, state: DecodeState, uniform: jax.Array, report: dict[str, int], compute: Compute
+  model: Model, weights: dict, state: DecodeState, uniform: jax.Array, report: dict, compute: Compute, layout: Any
 ) -> sampling_lib.Drawn:
-  """Draws the next token of each slot from its hidden state; `uniform` [S] decides."""
-  logits = head_logits(model, weights, state.hidden, compute)
+  """Draws the next token of each slot from its hidden state, with the random numbers `uniform` [S].
+
+  report: see `sampling.draw`.
+  layout: the `constrain` of `decode_block`. A device of the `tensor` axis computes the logits of its part of the
+    vocabulary; an all-to-all then gives it all logits of its part of the slots, for which it draws.
+  """
+  assert model.head, 'a scalar head has no logits'
+  head = model.head(weights)
+  logits = head_chunk.logits(state.hidden, head, model.config.logit_form, compute.dtype)
+  if model.config.vocab_size < head.shape[0]:  # padding of the vocabulary is masked
+    logits = jnp.where(jnp.arange(head.shape[0]) < model.config.vocab_size, logits, MASKED_LOGIT)
+  logits = layout(layout(logits, 'batch', 'vocab'), 'slots', None)
   options = dict(unroll=compute.platform == 'gpu', vocab_tile=256 if compute.platform == 'cpu' else 128)
-  return sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, **options)
+  drawn = sampling_lib.draw(logits, state.sampling, uniform, state.counts, **report, **options)
+  return jax.tree.map(lambda x: layout(x, 'batch', *[None] * (x.ndim - 1)), drawn)
 
 
 def advance(state: DecodeState, tokens: jax.Array) -> tuple[DecodeState, jax.Array]:
-  """Returns (state after these tokens [S], [S] bool: slots that drew a stop id)."""
+  """Returns (the state after these tokens [S], [S] bool: whether an active slot drew a stop id)."""
   stop = jnp.any(tokens[:, None] == state.sampling.stop_ids, axis=-1)
   counts = state.counts + state.active
   full = counts >= state.sampling.max_tokens
   return state.replace(counts=counts, active=state.active & ~stop & ~full), state.active & stop
-
-
-def head_logits(model: Model, weights: dict, hidden: jax.Array, compute: Compute) -> jax.Array:
-  """Returns logits [S, V] float32 of hidden states [S, D]; rows of the padded vocabulary are masked."""
-  assert model.head, 'a scalar head has no logits'
-  head = model.head(weights)
-  logits = head_chunk.logits(hidden, head, model.config.logit_form, compute.dtype)
-  if model.config.vocab_size < head.shape[0]:
-    real = jnp.arange(head.shape[0]) < model.config.vocab_size
-    logits = jnp.where(real, logits, MASKED_LOGIT)
-  return logits

@@ -15,7 +15,7 @@ class LossScaled(NamedTuple):
   """
 
   scale: jax.Array  # [] float32
-  good: jax.Array  # [] int32, steps since it last changed
+  good: jax.Array  # [] int32, number of steps since the scale last changed
   inner: Any
 
 
@@ -25,7 +25,7 @@ _PATIENCE = 1000
 
 
 def scaled(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-  """Returns the optimizer with a loss scale in its state; its gradients are divided by the scale before."""
+  """Returns the optimizer with a loss scale in its state. It takes gradients that are already divided by the scale."""
 
   def init(params):
     return LossScaled(jnp.float32(_FIRST), jnp.int32(0), optimizer.init(params))
@@ -40,13 +40,13 @@ def scaled(optimizer: optax.GradientTransformation) -> optax.GradientTransformat
 
 
 def unmoved(state: LossScaled, finite: jax.Array) -> LossScaled:
-  """Returns the state after a step that changes no weight; an overflow halves the scale."""
+  """Returns the state after a step that changes no weights; an overflow (not `finite`) halves the scale."""
   return state._replace(
     scale=jnp.where(finite, state.scale, jnp.maximum(state.scale / 2, 1.0)), good=jnp.where(finite, state.good, 0)
   )
 
 
 def report(state: LossScaled, finite: jax.Array) -> dict[str, jax.Array]:
-  """Returns metrics of the loss scale, and `skipped_updates` of a step that has one."""
-  over = ~finite & (state.scale > 1)
-  return {'loss_scale': state.scale, 'overflowed_updates': 1.0 * over, 'skipped_updates': 1.0 * (~finite & ~over)}
+  """Returns the metrics of a step with a loss scale: an overflow counts as skipped if the scale is at its minimum."""
+  overflowed, skipped = ~finite & (state.scale > 1), ~finite & ~(state.scale > 1)
+  return {'loss_scale': state.scale, 'overflowed_updates': 1.0 * overflowed, 'skipped_updates': 1.0 * skipped}

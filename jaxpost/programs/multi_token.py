@@ -32,29 +32,32 @@ def hidden(
   compute: Compute,
   layout: Any,
 ) -> jax.Array:
-  """Returns hidden states [B, T, D], of which the head makes the logits of the token after the next one.
+  """Returns hidden states [B, T, D], from which the head computes the logits of the token after the next one.
 
-  At the last token of a document they are of no use; no other position of the document reads them.
+  Those of the last token of a document have no meaning, as its next token belongs to another document; no other
+  position attends to them.
 
   Args:
     states: [B, T, D], of `transformer.forward` for these rows.
   """
   layer = {name: x for name, x in params[MTP].items() if name not in multi_token.OUTSIDE}
-  own = {name: params[MTP][name][0] for name in multi_token.OUTSIDE}
+  outside = {name: params[MTP][name][0] for name in multi_token.OUTSIDE}
   x = transformer.embed(params, jnp.roll(tokens, -1, axis=1), cfg, compute, layout)
-  x = [layers.rms_norm(x, own['embed_norm'], cfg), layers.rms_norm(states, own['hidden_norm'], cfg).astype(x.dtype)]
-  x = layers.project('btd,dm->btm', jnp.concatenate(x, axis=-1), own, 'in', compute, layout=layout)
-  below = dict(layers=layer, norm=own['norm'])
-  rest = dict(compute=compute, constrain=layout, inputs=x)
-  return transformer.forward(below, tokens, positions, segment_ids, multi_token.one_layer(cfg), **rest)
+  embeddings = layers.rms_norm(x, outside['embed_norm'], cfg)
+  states = layers.rms_norm(states, outside['hidden_norm'], cfg).astype(x.dtype)
+  both = jnp.concatenate([embeddings, states], axis=-1)
+  x = layers.project('btd,dm->btm', both, outside, 'in', compute, layout=layout)
+  decoder = dict(layers=layer, norm=outside['norm'])
+  options = dict(compute=compute, constrain=layout, inputs=x)
+  return transformer.forward(decoder, tokens, positions, segment_ids, multi_token.one_layer(cfg), **options)
 
 
 def loss(
   model: Model, head: HeadConfig, params: dict, batch: Batch, states: jax.Array, scale: float | jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Returns the cross entropy of trained tokens two positions on, and {metric: []}, both times `scale`.
+  """Returns (cross entropy, {metric: []}) of tokens predicted from two positions before, both times `scale`.
 
-  A token has the weight that it has in the main loss, and none if its document begins less than two tokens before it.
+  A token has the same weight as in the main loss, or 0 if it is one of the first two of its document.
 
   Args:
     head: the head of the model.
@@ -62,14 +65,13 @@ def loss(
   """
   assert model.head, 'a scalar head predicts no tokens'
   rows = batch.tokens, batch.positions, batch.segment_ids
-  ahead = hidden(params, states, *rows, cfg=model.config, compute=head.compute, layout=head.layout)
+  mtp_states = hidden(params, states, *rows, cfg=model.config, compute=head.compute, layout=head.layout)
   labels, positions, weights = (jnp.roll(x, -2, axis=1) for x in (batch.tokens, batch.positions, batch.loss_weights))
-  # Positions restart with each document: this holds neither across a border nor where the row wraps around.
+  # Positions restart in each document, so they are not consecutive across documents or where the row wraps around.
   weights = jnp.where(positions == batch.positions + 2, weights, 0)
   head = head._replace(loss_fn=_cross_entropy, reads=(), learns=(), divergence=None)
-  return head_lib.fused_loss(head, ahead, model.head(params), labels, weights * scale, arrays={})
+  return head_lib.fused_loss(head, mtp_states, model.head(params), labels, weights * scale, arrays={})
 
 
-def _cross_entropy(outputs, arrays):
-  del arrays
+def _cross_entropy(outputs, _arrays):
   return -outputs.logprobs, {'mtp_nll': -outputs.logprobs}

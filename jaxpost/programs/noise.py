@@ -1,4 +1,4 @@
-"""Draws of an update that depend on the step and on a row's tokens alone: dropout, and noise on embeddings.
+"""Random numbers of an update, which depend only on the step and the tokens of a row: dropout, noise on embeddings.
 
 Legend: B rows, T tokens, D hidden size.
 """
@@ -14,37 +14,31 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
   from jaxpost.types import Batch, Objective
 
-# The second word of a key, so that draws for different purposes are independent.
-_NOISE = 0
-_DROPOUT = 1
+_NOISE, _DROPOUT = 0, 1  # folded into keys, so that draws for different purposes are independent
 
 
 def draws(model: Model, objective: Objective, batch: Batch, step: int | jax.Array) -> dict[str, jax.Array]:
-  """Returns those arguments of `Model.forward` that are drawn: `dropout` [B, 2] uint32, `noise` [B, T, D]."""
-  found = {}
+  """Returns the random arguments of `Model.forward`: keys `dropout` [B, 2] uint32 and `noise` [B, T, D], if any."""
+  options = {}
   if model.dropout:
-    found['dropout'] = jax.random.key_data(row_keys(batch, step, _DROPOUT, objective.seed))
+    options['dropout'] = jax.random.key_data(row_keys(batch, step, _DROPOUT, objective.seed))
   if objective.neftune_alpha:
-    found['noise'] = neftune(batch, step, model.config.hidden_size, objective.neftune_alpha, objective.seed)
-  return found
+    options['noise'] = neftune(batch, step, model.config.hidden_size, objective.neftune_alpha, objective.seed)
+  return options
 
 
 def row_keys(batch: Batch, step: int | jax.Array, purpose: int, seed: int) -> jax.Array:
-  """Returns a key per row, [B], of the step and the row's tokens alone: micro-batches do not change draws."""
+  """Returns a key per row, [B], from the step and a hash of the row's tokens, so that micro-batches do not matter."""
   factors = 2 * jnp.arange(batch.tokens.shape[1], dtype=jnp.uint32) + 1
-  text = jnp.sum(batch.tokens.astype(jnp.uint32) * factors, axis=1)
+  hashes = jnp.sum(batch.tokens.astype(jnp.uint32) * factors, axis=1)
   key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), purpose), step)
-  return jax.vmap(lambda t: jax.random.fold_in(key, t))(text)
+  return jax.vmap(lambda row_hash: jax.random.fold_in(key, row_hash))(hashes)
 
 
 def neftune(batch: Batch, step: int | jax.Array, width: int, alpha: float, seed: int) -> jax.Array:
-  """Returns uniform noise [B, T, D] of size alpha / sqrt(document length * D).
-
-  Jain et al. 2023 (arXiv:2310.05914), algorithm 1.
-  """
-  draw = jax.vmap(lambda key: jax.random.uniform(key, (batch.tokens.shape[1], width), minval=-1.0))(
-    row_keys(batch, step, _NOISE, seed)
-  )
+  """Returns uniform noise [B, T, D] within alpha / sqrt(document length * D) (NEFTune, arXiv:2310.05914)."""
+  keys = row_keys(batch, step, _NOISE, seed)
+  noise = jax.vmap(lambda key: jax.random.uniform(key, (batch.tokens.shape[1], width), minval=-1.0))(keys)
   same_document = batch.segment_ids[:, :, None] == batch.segment_ids[:, None]
   lengths = jnp.sum(same_document, axis=-1)
-  return draw * (alpha / jnp.sqrt(lengths * width))[..., None] * (batch.segment_ids > 0)[..., None]
+  return noise * (alpha / jnp.sqrt(lengths * width))[..., None] * (batch.segment_ids > 0)[..., None]

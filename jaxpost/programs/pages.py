@@ -1,4 +1,4 @@
-"""A key-value cache in pages (`rollout.page_size`), on the device: how prefills and new entries get into their pages.
+"""A key-value cache in pages (`rollout.page_size`), on the device: writing prefills and new entries into pages.
 
 Legend: N prompts, P prompt tokens, S slots, T steps of a block, K kv heads, h head size, p entries of a page, L layers.
 
@@ -17,14 +17,13 @@ def put(pool: Cache, rows: Cache, copies: jax.Array) -> Cache:
   rows = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % size), (0, 0))), rows)
 
   def write(i, pool):
-    row, place, page = copies[i]
-    return jax.tree.map(
-      lambda old, rows: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice(rows, (row, 0, place * size, 0), (1, *old.shape[1:])), (page, 0, 0, 0)
-      ),
-      pool,
-      rows,
-    )
+    row, part, page = copies[i]
+
+    def put_page(old, rows):
+      entries = jax.lax.dynamic_slice(rows, (row, 0, part * size, 0), (1, *old.shape[1:]))
+      return jax.lax.dynamic_update_slice(old, entries, (page, 0, 0, 0))
+
+    return jax.tree.map(put_page, pool, rows)
 
   return jax.lax.fori_loop(0, jnp.sum(copies[:, 0] >= 0), write, pool)
 
@@ -36,25 +35,24 @@ def extend(pool: Cache, table: jax.Array, recent: Cache, filled: jax.Array, one_
     pool: L x [pages, K, p, h].
     table: [S, n], pages of each slot.
     recent: L x [S, K, T, h].
-    filled: [S], valid entries.
+    filled: [S], number of valid entries.
     one_by_one: write entry by entry instead of by a scatter, see `cache_storage.extend`.
   """
   rows, _, steps, _ = recent.k[0].shape
   size = pool.k[0].shape[2]
-  at = filled[:, None] + jnp.arange(steps)
-  page = table[jnp.arange(rows)[:, None], jnp.minimum(at // size, table.shape[1] - 1)]
-  at = at % size
+  entry = filled[:, None] + jnp.arange(steps)
+  page = table[jnp.arange(rows)[:, None], jnp.minimum(entry // size, table.shape[1] - 1)]
+  entry = entry % size
   if not one_by_one:
-    return jax.tree.map(lambda old, new: old.at[page, :, at].set(new.swapaxes(1, 2), mode='drop'), pool, recent)
+    return jax.tree.map(lambda old, new: old.at[page, :, entry].set(new.swapaxes(1, 2), mode='drop'), pool, recent)
 
   def write(i, pool):
     s, t = i // steps, i % steps
-    return jax.tree.map(
-      lambda old, new: jax.lax.dynamic_update_slice(
-        old, jax.lax.dynamic_slice(new, (s, 0, t, 0), (1, new.shape[1], 1, new.shape[3])), (page[s, t], 0, at[s, t], 0)
-      ),
-      pool,
-      recent,
-    )
+
+    def put_entry(old, new):
+      new = jax.lax.dynamic_slice(new, (s, 0, t, 0), (1, new.shape[1], 1, new.shape[3]))
+      return jax.lax.dynamic_update_slice(old, new, (page[s, t], 0, entry[s, t], 0))
+
+    return jax.tree.map(put_entry, pool, recent)
 
   return jax.lax.fori_loop(0, rows * steps, write, pool)

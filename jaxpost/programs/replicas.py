@@ -39,23 +39,23 @@ def _hash(x):
   words = jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
   words = words.astype(jnp.uint32)
   total = jnp.zeros((), jnp.uint32)
-  for axis, size in enumerate(x.shape):  # no index of all places is made
+  for axis, size in enumerate(x.shape):  # one axis at a time, without an array of indices of all words
     shape = [1] * x.ndim
     shape[axis] = size
     odd = 2 * jnp.arange(size, dtype=jnp.uint32) + 1
-    # All factors of a word together are odd: an even one would lose its sign.
+    # The total factor of a word is odd: with an even factor, a flip of the word's highest bit would vanish.
     factor = 2 * (odd * odd + axis) if axis else odd * odd
     total = total * 31 + jnp.sum(words * factor.reshape(shape))
   return total if x.ndim else words
 
 
 def differing(digests: np.ndarray, params: dict) -> list[tuple]:
-  """Returns (path, device) of the shards that differ from most of their replicas.
+  """Returns (path, device) of each shard that differs from the majority of its replicas.
 
   Args:
     digests: [N, P], hashes of `params` by the program `digest`.
   """
-  out = []
+  differences = []
   leaves = jax.tree_util.tree_flatten_with_path(params)[0]
   for column, (path, x) in zip(digests.T, leaves):
     mesh = x.sharding.mesh.devices.flat
@@ -64,13 +64,13 @@ def differing(digests: np.ndarray, params: dict) -> list[tuple]:
     for device, index in x.sharding.devices_indices_map(x.shape).items():
       groups[str(index)].append(device)
     for devices in groups.values():
-      found = collections.Counter(column[row[d]].item() for d in devices)
-      usual = found.most_common(1)[0][0]
-      out += [(jax.tree_util.keystr(path, simple=True, separator='/'), d) for d in devices if column[row[d]] != usual]
-  return out
+      majority = collections.Counter(column[row[d]].item() for d in devices).most_common(1)[0][0]
+      name = jax.tree_util.keystr(path, simple=True, separator='/')
+      differences += [(name, d) for d in devices if column[row[d]] != majority]
+  return differences
 
 
 def combined(digests: np.ndarray) -> int:
-  """Returns one number below 2^32 for all hashes."""
+  """Returns one hash below 2^32 of all hashes."""
   odd = 2 * np.arange(digests.size, dtype=np.uint32) + 1
   return int((digests.ravel() * odd).sum(dtype=np.uint32))

@@ -1,7 +1,7 @@
 """Drawing one token per slot. Legend: S slots, V vocabulary, M stop ids, F forbidden ids.
 
-One uniform number per slot decides, by inverting the cumulative distribution in two levels: token and log-prob come
-out of one pass over the logits. It depends only on (run key, step, prompt, sample, position).
+A token is drawn with one uniform number per slot, which depends only on (run key, step, prompt, sample, position). The
+cumulative distribution is inverted in two levels, so that one pass over the logits gives the token and its log-prob.
 """
 
 import functools
@@ -12,12 +12,12 @@ from flax import struct
 
 from jaxpost.types import MASKED_LOGIT, Array
 
-_GREEDY = 1e-4  # a lower temperature is 0: quotients would overflow
+_GREEDY = 1e-4  # a lower temperature counts as 0, because logits / T could overflow
 
 
 @struct.dataclass
 class Sampling:
-  """Sampling parameters of each slot, arrays so that a new value compiles nothing.
+  """Sampling parameters of each slot. They are arrays, so that new values do not need a new program.
 
   Example: temperature 1, top_k 0 (off), top_p 1 (off), min_p 0 (off), stop_ids [2, -1] and forbidden_ids [-1] (padded
   with -1), min_tokens 0, max_tokens 128, seed 0, top_logprobs 0.
@@ -29,20 +29,20 @@ class Sampling:
   min_p: Array  # [S] float32, relative to the most probable token; 0 is off
   stop_ids: Array  # [S, M] int32, padded with -1
   forbidden_ids: Array  # [S, F] int32, never drawn; padded with -1
-  min_tokens: Array  # [S] int32: stop ids are not drawn before
+  min_tokens: Array  # [S] int32, number of tokens before which stop ids are not drawn
   max_tokens: Array  # [S] int32
-  seed: Array  # [S] int32, folded into the key of the draws; 0 leaves it as it is
+  seed: Array  # [S] int32, folded into the key of the draws; with 0 the key does not change
   top_logprobs: Array  # [S] int32, how many of the most probable tokens are reported
 
 
 def uniforms(keys: jax.Array, positions: jax.Array) -> jax.Array:
   """Returns [S] uniforms in [0, 1) from slot keys [S, 2] uint32 and positions [S]."""
 
-  def one(key, position):
+  def slot_uniform(key, position):
     key = jax.random.wrap_key_data(key, impl='threefry2x32')
     return jax.random.uniform(jax.random.fold_in(key, position))
 
-  return jax.vmap(one)(keys, positions)
+  return jax.vmap(slot_uniform)(keys, positions)
 
 
 def slot_keys(
@@ -50,24 +50,24 @@ def slot_keys(
 ) -> jax.Array:
   """Returns the key of each slot, [S, 2] uint32, from prompt and sample indices [S] and seeds [S]."""
 
-  def one(prompt, sample, seed):
+  def slot_key(prompt, sample, seed):
     key = jax.random.fold_in(run_key, step)
     key = jax.random.fold_in(jax.random.fold_in(key, prompt), sample)
     key = jax.random.key_data(key)
     seeded = jax.random.fold_in(jax.random.wrap_key_data(key, impl='threefry2x32'), seed)
     return jnp.where(seed == 0, key, jax.random.key_data(seeded))
 
-  return jax.vmap(one)(prompts, samples, seeds)
+  return jax.vmap(slot_key)(prompts, samples, seeds)
 
 
 @struct.dataclass
 class Drawn:
-  """One token of every slot."""
+  """The token that was drawn for each slot."""
 
   tokens: Array  # [S] int32
   logprobs: Array  # [S], under log_softmax(logits / T); T = 1 where greedy
   behavior_logprobs: Array  # [S], under the distribution drawn from
-  broken: Array  # [S] bool: logits were not finite, or nothing may be drawn
+  broken: Array  # [S] bool: logits were not finite, or all tokens are excluded
   top: tuple  # ids and log-probs [S, n] of the top-n tokens, or ()
   allowed: tuple = ()  # ([S, k] int32,), 1 + the ids that could be drawn, or ()
 
@@ -85,28 +85,27 @@ def draw(
 ) -> Drawn:
   """Samples from softmax(logits / T), without the tokens that `sampling` excludes.
 
-  Excluded are forbidden ids, stop ids before `min_tokens`, and of the rest what top-k, top-p and min-p cut off.
+  Excluded are forbidden ids, stop ids before `min_tokens`, and then the tokens that top-k, top-p and min-p cut off.
 
   Args:
-    logits: [S, V] float32; uniform: [S]; counts: [S], tokens drawn before.
-    top: how many of the most probable tokens to report at most, by
-      log_softmax(logits / T); zeros where none of these slots wants any.
-    allowed: report the tokens that could be drawn, this many at most; `top_k` of a slot is not larger, or 0.
-    unroll: write out the search for a truncation. A CUDA graph can hold a branch, but no loop in it: with one, the
+    logits: [S, V] float32; uniform: [S]; counts: [S], number of tokens drawn before.
+    top: how many of the most probable tokens to report, by log_softmax(logits / T); zeros if
+      `sampling.top_logprobs` of all slots are 0.
+    allowed: the largest `top_k` of slots that report the tokens which could be drawn; 0: they are not reported.
+    unroll: unroll the search for a truncation. A CUDA graph can contain a branch, but no loop in it: with a loop, the
       host would wait for the branch's predicate at each token.
-    vocab_tile: tokens whose weights are summed at a time; 128 on TPU, its lane count, avoids a relayout copy.
+    vocab_tile: number of tokens whose weights are summed at a time; 128 on TPU, its lane count, avoids a relayout copy.
   """
   greedy = sampling.temperature < _GREEDY
-  # Logits are scaled where they are needed: an array of them would be written and read again for each token.
+  # Logits are scaled where they are used: an array of scaled logits would be written and read again for each token.
   scale = 1.0 / jnp.where(greedy, 1.0, sampling.temperature)
   highest = (jnp.max(logits, axis=-1) * scale)[:, None]
   early = counts < sampling.min_tokens
   forbidden = jnp.concatenate([sampling.forbidden_ids, jnp.where(early[:, None], sampling.stop_ids, -1)], axis=1)
   options = dict(forbidden=forbidden, allowed=allowed, unroll=unroll, tile=vocab_tile)
-  tokens, kept_total, total, top_kept, ids = _choose(logits, scale, highest, sampling, uniform, **options)
+  tokens, kept_total, total, highest_kept, ids = _choose(logits, scale, highest, sampling, uniform, **options)
   tokens = tokens.astype(jnp.int32)
-  picked = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] * scale
-  scaled = picked - highest[:, 0]
+  token_logits = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] * scale
   most_probable = ()
   if top:
     from jaxpost.programs import reported
@@ -114,17 +113,20 @@ def draw(
     most_probable = reported.most_probable(logits * scale[:, None], highest, total, sampling.top_logprobs, top)
   return Drawn(
     tokens=tokens,
-    logprobs=scaled - jnp.log(total),
-    behavior_logprobs=jnp.where(greedy, 0.0, picked - top_kept[:, 0] - jnp.log(kept_total)),
+    logprobs=token_logits - highest[:, 0] - jnp.log(total),
+    behavior_logprobs=jnp.where(greedy, 0.0, token_logits - highest_kept[:, 0] - jnp.log(kept_total)),
     broken=~jnp.isfinite(total) | ~(kept_total > 0),
     top=most_probable,
     allowed=ids,
   )
 
 
-@jax.named_scope('choose')  # planning finds its branches by this name
+@jax.named_scope('choose')  # `jaxpost.planning` finds the branches by this name
 def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, allowed: int, unroll: bool, tile: int):
-  """Returns (tokens, sum of the weights drawn from, sum of all, largest logit drawn from, ids drawn from), [S, ...]."""
+  """Draws a token of each slot from those that are not excluded: the kept ones.
+
+  Returns (tokens, sum of the kept weights, sum of all weights, largest kept logit, `Drawn.allowed`), each [S, ...].
+  """
   greedy = sampling.temperature < _GREEDY
   cuts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
 
@@ -137,21 +139,20 @@ def _choose(logits, scale, highest, sampling: Sampling, uniform, *, forbidden, a
     return tokens, total, total, highest, ids
 
   def truncated():
-    # Relative to the best remaining token: excluded ones may be far more probable.
-    left = _forbid(logits * scale[:, None], forbidden)
-    top = jnp.max(left, axis=-1, keepdims=True)
-    kept, ids = jnp.where(left > MASKED_LOGIT, jnp.exp(left - top), 0), []
+    # Weights are relative to the best token that is not forbidden: forbidden ones may be far more probable.
+    permitted = _forbid(logits * scale[:, None], forbidden)
+    top = jnp.max(permitted, axis=-1, keepdims=True)
+    kept, ids = jnp.where(permitted > MASKED_LOGIT, jnp.exp(permitted - top), 0), []
     kept = jax.lax.cond(
       jnp.any(cuts & ~greedy), functools.partial(_truncate, unroll=unroll), lambda w, _: w, kept, sampling
     )
     if allowed:
       kept, *ids = _at_most(kept, sampling.top_k, allowed)
-    # An argmax over the vocabulary costs more than the draw on CPU.
-    best = jnp.argmax(left, axis=-1)
+    best = jnp.argmax(permitted, axis=-1)  # in this branch only: on a CPU it costs more than a draw
     tokens, total = _invert(kept, lambda x: x, 0.0, uniform, tile)
     return jnp.where(greedy, best, tokens), total, jnp.sum(weigh(logits), axis=-1), top, tuple(ids)
 
-  # The weights stay inside: a branch that returned them would copy them.
+  # The draws are inside of the branches, because a branch that returned the weights would copy them.
   return jax.lax.cond(jnp.any(cuts | greedy) | jnp.any(forbidden >= 0), truncated, untruncated)
 
 
@@ -163,9 +164,9 @@ def _forbid(logits, ids):
 
 
 def _truncate(weights, sampling: Sampling, unroll: bool):
-  """Sets weights [S, V] to 0 that top-k, top-p and min-p exclude.
+  """Sets the weights [S, V] that top-k, top-p and min-p exclude to 0.
 
-  Top-p takes its share of what top-k leaves, as in transformers and vLLM; of equal weights all are kept.
+  Top-p applies to the distribution after top-k, as in transformers and vLLM. Tokens with equal weights are all kept.
   """
 
   def by_count(kept):
@@ -179,55 +180,56 @@ def _truncate(weights, sampling: Sampling, unroll: bool):
   return jnp.where(weights >= sampling.min_p[:, None], kept, 0)
 
 
-def _at_most(weights, top_k, most: int):
-  """Returns (weights [S, V] of `most` tokens, 1 + the ids of those that are not 0 [S, most] int32, padded with 0).
+def _at_most(weights, top_k, limit: int):
+  """Returns (the `limit` largest weights, others set to 0 [S, V]; 1 + their ids [S, limit] int32, padded with 0).
 
-  Top-k keeps all of equal weights, which may be more. Slots of `top_k` [S] = 0 keep all tokens, and report none.
+  Top-k alone keeps more if weights are equal. In slots where `top_k` [S] is 0, all are kept, and no ids reported.
   """
-  values, ids = jax.lax.top_k(weights, most)
+  values, ids = jax.lax.top_k(weights, limit)
   rows = jnp.arange(len(weights))[:, None]
   limited = (top_k > 0)[:, None]
   kept = jnp.where(limited, jnp.zeros_like(weights).at[rows, ids].set(values), weights)
   return kept, jnp.where(limited & (values > 0), ids + 1, 0).astype(jnp.int32)
 
 
-def _cut(weights, values, wanted, wants, unroll):
-  """Keeps the smallest set of largest weights whose `values` sum up to `wanted` [S], in slots of `wants` [S].
+def _cut(weights, values, target, applies, unroll):
+  """Keeps the smallest set of largest weights whose `values` sum up to `target` [S], in slots where `applies` [S].
 
-  The smallest weight in it is found bit by bit: a sort of the vocabulary costs twenty times as much.
+  The smallest weight of the set is found by a binary search over the bits of floats: sorting the vocabulary costs
+  twenty times as much.
   """
 
-  def halve(_, ends):
-    low, high = ends  # bits, ordered like the floats; the weights above `low` are enough
+  def halve(_, bounds):
+    low, high = bounds  # bits, which are ordered like the floats; the weights above `low` reach the target
     middle = (low + high) // 2
-    bound = jax.lax.bitcast_convert_type(middle, jnp.float32)[:, None]
-    enough = jnp.sum(jnp.where(weights > bound, values, 0.0), axis=-1) >= wanted
+    threshold = jax.lax.bitcast_convert_type(middle, jnp.float32)[:, None]
+    enough = jnp.sum(jnp.where(weights > threshold, values, 0.0), axis=-1) >= target
     return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
-  one = 0x3F800000  # the bits of 1.0, the largest weight
-  ends = jnp.zeros(wanted.shape, jnp.int32), jnp.full(wanted.shape, one)
-  low, _ = jax.lax.fori_loop(0, 30, halve, ends, unroll=unroll)
-  above = jnp.where(wants, jax.lax.bitcast_convert_type(low, jnp.float32), -1.0)[:, None]
-  return jnp.where(weights > above, weights, 0)
+  bits_of_one = 0x3F800000  # 1.0 is the largest weight
+  bounds = jnp.zeros(target.shape, jnp.int32), jnp.full(target.shape, bits_of_one)
+  low, _ = jax.lax.fori_loop(0, 30, halve, bounds, unroll=unroll)
+  threshold = jnp.where(applies, jax.lax.bitcast_convert_type(low, jnp.float32), -1.0)[:, None]
+  return jnp.where(weights > threshold, weights, 0)
 
 
-def _invert(values, weigh, nothing: float, uniform, tile: int):
+def _invert(values, weigh, padding: float, uniform, tile: int):
   """Returns the index whose cumulative weight passes uniform * total, [S], and the total, [S].
 
-  Weights are `weigh` of the values [S, V], which is computed again for the tile that is drawn from; it is 0 of
-  `nothing`.
+  The weights are weigh(values [S, V]), which is computed again for the tile that is drawn from; weigh(padding) is 0.
   """
-  values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % tile)), constant_values=nothing)
+  values = jnp.pad(values, ((0, 0), (0, -values.shape[1] % tile)), constant_values=padding)
   sums = jnp.sum(weigh(values).reshape(len(values), -1, tile), axis=-1)
   ends = jnp.cumsum(sums, axis=-1)
   total = ends[:, -1]
   target = uniform * total
-  at = jnp.sum(ends <= target[:, None], axis=-1)
-  at = jnp.minimum(at, ends.shape[-1] - 1)
-  row = weigh(jax.vmap(lambda x, i: jax.lax.dynamic_slice(x, (i,), (tile,)))(values, at * tile))
-  start = jnp.where(at > 0, jnp.take_along_axis(ends, jnp.maximum(at - 1, 0)[:, None], axis=-1)[:, 0], 0)
-  inner = start[:, None] + jnp.cumsum(row, axis=-1)
-  offset = jnp.sum(inner <= target[:, None], axis=-1)
-  # Rounding may step past the last weight, or onto one that is 0.
-  last = tile - 1 - jnp.argmax(row[:, ::-1] > 0, axis=-1)
-  return at * tile + jnp.minimum(offset, last), total
+  # First level: the tile in which the cumulative weight passes the target; second level: the token in this tile.
+  index = jnp.sum(ends <= target[:, None], axis=-1)
+  index = jnp.minimum(index, ends.shape[-1] - 1)
+  weights = weigh(jax.vmap(lambda x, i: jax.lax.dynamic_slice(x, (i,), (tile,)))(values, index * tile))
+  start = jnp.where(index > 0, jnp.take_along_axis(ends, jnp.maximum(index - 1, 0)[:, None], axis=-1)[:, 0], 0)
+  cumulative = start[:, None] + jnp.cumsum(weights, axis=-1)
+  offset = jnp.sum(cumulative <= target[:, None], axis=-1)
+  # Rounding may lead past the last weight of the tile, or to one that is 0.
+  last = tile - 1 - jnp.argmax(weights[:, ::-1] > 0, axis=-1)
+  return index * tile + jnp.minimum(offset, last), total

@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 def make_score(model: Model, layout: Layout, compute: Compute, ledger: Ledger, *, temperature: float = 1.0) -> Program:
   """Makes the program score(params, batch [M, B, T]) -> Outputs [M, B, T] of weighted tokens.
 
-  A model with a scalar head gives `values`, of all tokens.
+  A model with a scalar head also returns `values`, those of all tokens.
   """
-  plan = train.head_config(model, Objective(None, reads=('entropy',), temperature=temperature), layout, compute)
+  head = train.head_config(model, Objective(None, reads=('entropy',), temperature=temperature), layout, compute)
 
-  def rows(params, batch):
+  def read(params, batch):
     hidden = train.run_model(model, params, batch, layout, compute)
-    return train.read_outputs(model, plan, params, hidden, batch)
+    return train.read_outputs(model, head, params, hidden, batch)
 
-  name = 'score' if model.head else 'values'
-  return reader(name, rows, model, layout, ledger)
+  return reader('score' if model.head else 'values', read, model, layout, ledger)
 
 
 def make_hidden(model: Model, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """Makes the program hidden(params, batch [M, B, T]) -> final hidden states [M, B, T, D]."""
 
-  def rows(params, batch):
+  def read(params, batch):
     hidden = train.run_model(model, params, batch, layout, compute)
     return hidden.astype(compute.dtype)
 
-  return reader('hidden', rows, model, layout, ledger)
+  return reader('hidden', read, model, layout, ledger)
 
 
 def make_evaluate(model: Model, objective: Objective, layout: Layout, compute: Compute, ledger: Ledger) -> Program:
   """Makes the program evaluate(params, batch [M, B, T], step, frozen) -> {metric: []}.
 
-  It sums the objective and its metrics, without noise, losses of routers and of `multi_token`, gradients or an update.
+  It sums the objective and its metrics without an update: without noise, dropout, router losses and the loss of
+  multi-token prediction.
   """
   loss_fn = train.make_loss(
     dataclasses.replace(model, dropout=0.0),
@@ -62,26 +62,25 @@ def make_evaluate(model: Model, objective: Objective, layout: Layout, compute: C
   )
 
   def evaluate(params, batch: Batch, step, frozen: dict):
-    # All micro-batches: most are full here, and XLA knows the number of trips.
-    run = functools.partial(loss_fn, params, step=step, frozen=frozen)
-    loss, metrics = train.fold_micro_batches(run, batch, count=len(batch.tokens))
+    # Empty micro-batches, which are few here, are not skipped, so that XLA knows the number of iterations.
+    micro_loss = functools.partial(loss_fn, params, step=step, frozen=frozen)
+    loss, metrics = train.fold_micro_batches(micro_loss, batch, count=len(batch.tokens))
     metrics.pop(train.ROUTER, None)
     return metrics | {'loss': loss}
 
   return Program('evaluate', evaluate, ledger, layout.sharding())
 
 
-def reader(name: str, rows: Callable, model: Model, layout: Layout, ledger: Ledger) -> Program:
-  """Makes a program that stacks rows(params, micro-batch); empty micro-batches at the end are not run."""
+def reader(name: str, fn: Callable, model: Model, layout: Layout, ledger: Ledger) -> Program:
+  """Makes a program that stacks fn(params, micro-batch) over a batch [M, B, T]; empty ones at the end are skipped."""
 
   def read(params, batch):
-    return train.fold_micro_batches(functools.partial(rows, params), batch, stack=True)
+    return train.fold_micro_batches(functools.partial(fn, params), batch, stack=True)
 
-  def flops(params, batch):
-    del params
+  def flops(_params, batch):
     return batch.tokens.size * flops_per_token(model.config, batch.tokens.shape[-1] / 2)
 
-  # A number of rows that the mesh of frozen models does not divide is not split.
+  # Rows are not split if their number is not a multiple of the batch shards, as may be on a mesh of frozen models.
   def place(shapes):
     return jax.tree.map(lambda x: layout.sharding((None, 'batch', None), x.shape), shapes)
 
@@ -89,7 +88,7 @@ def reader(name: str, rows: Callable, model: Model, layout: Layout, ledger: Ledg
 
 
 def frozen_copy(model: Model, params: dict, compute: Compute, shardings: dict, ledger: Ledger) -> dict:
-  """Returns a copy of the parameters for scoring, in the operand type that matrix products round them to."""
+  """Returns a copy of the parameters for scoring, in the type to which matrix products round them."""
 
   def copy(params):
     return jax.tree.map(lambda x, p: narrow(x, p, compute), params, nest(model.table))

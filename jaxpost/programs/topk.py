@@ -35,22 +35,22 @@ def make_topk(
 ) -> Program:
   """Makes the program topk(params, batch [M, B, T]) -> (ids, log-probs, last).
 
-  ids and log-probs [M, B, T, k] are those of the k most probable tokens in the place of each weighted token, among
-  the first `vocab_size` ids. last [M, B, T] is the number of these ids that the model has; with `own`, the log-prob
-  of the token itself.
+  ids and log-probs [M, B, T, k] are the teacher's k most probable tokens at the place of each token with a weight,
+  among the first `vocab_size` ids. last [M, B, T] is the number of these ids that the teacher has or, with `own`, its
+  log-prob of the token of the batch.
   """
-  plan = train.head_config(model, Objective(None, temperature=temperature), layout, compute)
-  plan = plan._replace(vocab_size=min(vocab_size, plan.vocab_size))
+  config = train.head_config(model, Objective(None, temperature=temperature), layout, compute)
+  config = config._replace(vocab_size=min(vocab_size, config.vocab_size))
 
-  def rows(params, batch):
+  def read(params, batch):
     hidden = train.run_model(model, params, batch, layout, compute)
-    found = top_tokens(plan, hidden, model.head(params), train.next_token(batch.loss_weights), k)
-    found = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), found)
+    top = top_tokens(config, hidden, model.head(params), train.next_token(batch.loss_weights), k)
+    ids, logprobs = (jnp.roll(x, 1, axis=1) for x in top)  # to the place of the token that they predict
     if own:
-      return *found, train.read_outputs(model, plan, params, hidden, batch).logprobs
-    return *found, jnp.full_like(batch.tokens, plan.vocab_size)
+      return ids, logprobs, train.read_outputs(model, config, params, hidden, batch).logprobs
+    return ids, logprobs, jnp.full_like(batch.tokens, config.vocab_size)
 
-  return score.reader('topk', rows, model, layout, ledger)
+  return score.reader('topk', read, model, layout, ledger)
 
 
 def top_tokens(
@@ -72,19 +72,19 @@ def top_tokens(
   chunk = head_chunk.chunk_length(rows, length, head.shape[0], config.compute.head_elements)
   order = jnp.pad(order, ((0, 0), (0, -length % chunk)))
 
-  def body(i, found):
+  def body(i, outputs):
     index = jax.lax.dynamic_slice_in_dim(order, i * chunk, chunk, axis=1)
     logits = head_chunk.masked_logits(config, head_lib.reorder(hidden, index), head, config.temperature)
     top, ids = jax.lax.top_k(logits, k)
     top -= jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     return tuple(
       jax.lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), i * chunk, axis=1)
-      for x, new in zip(found, (ids, top))
+      for x, new in zip(outputs, (ids, top))
     )
 
-  found = (jnp.zeros((*order.shape, k), jnp.int32), jnp.zeros((*order.shape, k), jnp.float32))
+  outputs = (jnp.zeros((*order.shape, k), jnp.int32), jnp.zeros((*order.shape, k), jnp.float32))
   longest = jnp.max(jnp.sum(mask != 0, axis=1))
-  found = jax.lax.fori_loop(0, -(-longest // chunk), body, found)
-  back = head_lib.inverse(order[:, :length])
-  ids, logprobs = (jnp.where((mask != 0)[..., None], head_lib.reorder(x[:, :length], back), 0) for x in found)
+  outputs = jax.lax.fori_loop(0, -(-longest // chunk), body, outputs)
+  inverse = head_lib.inverse(order[:, :length])
+  ids, logprobs = (jnp.where((mask != 0)[..., None], head_lib.reorder(x[:, :length], inverse), 0) for x in outputs)
   return ids, logprobs

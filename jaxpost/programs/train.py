@@ -32,7 +32,7 @@ ROUTER = 'router'  # key of the router's sums among the metrics of a micro-batch
 def next_token(x: jax.Array) -> jax.Array:
   """Aligns per-token data with the position that predicts it.
 
-  The first token of a row has weight 0, so what wraps around never counts.
+  The first token of a row has weight 0, so the value that wraps around never counts.
   """
   return jnp.roll(x, -1, axis=1)
 
@@ -68,7 +68,7 @@ def read_outputs(model: Model, head: head_chunk.HeadConfig, params: dict, hidden
     arrays = jax.tree.map(next_token, batch.arrays if head.divergence else {}) | _sampled_by(batch)
     labels, mask = next_token(batch.tokens), next_token(batch.loss_weights)
     predicted = head_lib.token_outputs(head, hidden, model.head(params), labels, mask, arrays=arrays)
-    # From the position that predicts a token back to the token itself.
+    # Moves outputs from the position that predicts a token to the token itself.
     outputs = jax.tree.map(lambda x: jnp.roll(x, 1, axis=1), predicted)
   if model.values:
     outputs = outputs.replace(values=model.values(params, hidden))
@@ -77,9 +77,9 @@ def read_outputs(model: Model, head: head_chunk.HeadConfig, params: dict, hidden
 
 def head_config(model: Model, objective: Objective, layout: Layout, compute: Compute) -> head_chunk.HeadConfig:
   """Returns the HeadConfig for an objective; one with fn=None only reads outputs."""
-  same = {k: getattr(objective, k) for k in ('temperature', 'reads', 'learns', 'divergence', 'teacher_forms')}
+  fields = {k: getattr(objective, k) for k in ('temperature', 'reads', 'learns', 'divergence', 'teacher_forms')}
   return head_chunk.HeadConfig(
-    objective.fn, model.config.vocab_size, compute=compute, layout=layout, form=model.config.logit_form, **same
+    objective.fn, model.config.vocab_size, compute=compute, layout=layout, form=model.config.logit_form, **fields
   )
 
 
@@ -96,8 +96,8 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
     if objective.coupled:
       total, metrics = objective.fn(read_outputs(model, head, params, hidden, batch), batch)
       return total * scale, metrics
-    # `fused_loss` computes gradients in its forward pass, so scaling its result would come too late for these: the
-    # weights are scaled, and the metrics divided.
+    # `fused_loss` computes gradients in its forward pass, where small ones must not become 0 in float16. So the weights
+    # are scaled instead of the result, and the metrics are divided by the scale.
     total, metrics = head_lib.fused_loss(
       head,
       hidden,
@@ -110,8 +110,8 @@ def make_loss(model: Model, objective: Objective, layout: Layout, compute: Compu
     if objective.mtp_weight:
       from jaxpost.programs import multi_token
 
-      more, found = multi_token.loss(model, head, params, batch, states=hidden, scale=scale)
-      total, metrics = total + objective.mtp_weight * more, metrics | found
+      mtp_loss, mtp_metrics = multi_token.loss(model, head, params, batch, states=hidden, scale=scale)
+      total, metrics = total + objective.mtp_weight * mtp_loss, metrics | mtp_metrics
     return total, jax.tree.map(lambda x: x / scale, metrics)
 
   def loss(params, batch, step=0, frozen=None, scale=1.0, tokens=None):
@@ -148,11 +148,11 @@ def accumulate(loss: Callable, params: dict, batch: Batch) -> tuple[tuple[jax.Ar
   the type of the parameters: a sum in bfloat16 loses micro-batches.
   """
 
-  def grad(micro):
-    found, grads = jax.value_and_grad(loss, has_aux=True)(params, micro)
-    return found, in_float32(grads)
+  def value_and_grads(micro):
+    loss_and_metrics, grads = jax.value_and_grad(loss, has_aux=True)(params, micro)
+    return loss_and_metrics, in_float32(grads)
 
-  return fold_micro_batches(grad, batch)
+  return fold_micro_batches(value_and_grads, batch)
 
 
 def micro_batch(batch: Batch, i: int | jax.Array) -> Batch:
@@ -163,15 +163,15 @@ def micro_batch(batch: Batch, i: int | jax.Array) -> Batch:
 def fold_micro_batches(fn: Callable, batch: Batch, stack: bool = False, count: int | None = None) -> Any:
   """Adds, or stacks along a new first axis, fn(micro-batch [B, T]) over the first `count` of [M, B, T]."""
   if len(batch.tokens) == 1:
-    found = fn(micro_batch(batch, 0))
-    return jax.tree.map(lambda x: x[None], found) if stack else found
-  if count is None:  # without the empty ones at the end: a batch of rollouts has one shape and costs what it holds
+    result = fn(micro_batch(batch, 0))
+    return jax.tree.map(lambda x: x[None], result) if stack else result
+  if count is None:  # empty micro-batches at the end, which give a batch of rollouts its static shape, are skipped
     count = jnp.sum(jnp.any(batch.segment_ids > 0, axis=(1, 2)))
   leading = batch.tokens.shape[:1] if stack else ()
 
   def body(i, folded):
-    found = fn(micro_batch(batch, i))
-    return jax.tree.map(lambda all_, x: all_.at[i].set(x) if stack else all_ + x, folded, found)
+    result = fn(micro_batch(batch, i))
+    return jax.tree.map(lambda all_, x: all_.at[i].set(x) if stack else all_ + x, folded, result)
 
   shapes = jax.eval_shape(fn, micro_batch(batch, 0))
   zeros = jax.tree.map(lambda x: jnp.zeros((*leading, *x.shape), x.dtype), shapes)
@@ -192,13 +192,13 @@ def make_update(
 ) -> Program:
   """Makes the program update(state, batch [M, B, T], frozen) -> (state, metrics), which donates `state`.
 
-  `frozen` holds arrays that are the same for all micro-batches: 'params', the
+  `frozen` holds arrays that all micro-batches share: 'params', the
   parameters that are not in the state, and 'teacher_heads'.
 
-  A step whose loss, gradient or new state is not finite changes nothing and is counted in `skipped_updates`. A step
-  that trains no token, because all are masked, changes nothing either, as Adam's momentum would move the weights
-  (`empty_updates`). A step whose scaled gradient overflows float16 halves the loss scale (`overflowed_updates`), and
-  counts as skipped when the scale is at its minimum.
+  A step whose loss, gradient or new state is not finite changes nothing and is counted in `skipped_updates`. A step in
+  which all tokens are masked changes nothing either (`empty_updates`), because Adam's momentum would move the weights.
+  A step whose scaled gradient overflows float16 halves the loss scale (`overflowed_updates`); with the scale at its
+  minimum it counts as skipped.
   """
   loss_fn = make_loss(model, objective, layout, compute)
   scaling = None
@@ -207,16 +207,16 @@ def make_update(
 
   def update(state: TrainState, batch: Batch, frozen: dict):
     scale = state.opt_state.scale if scaling else 1.0
-    fixed = dict(step=state.step, frozen=frozen, scale=scale, tokens=jnp.sum(batch.segment_ids > 0))
-    (loss, metrics), grads = accumulate(functools.partial(loss_fn, **fixed), state.params, batch)
+    options = dict(step=state.step, frozen=frozen, scale=scale, tokens=jnp.sum(batch.segment_ids > 0))
+    (loss, metrics), grads = accumulate(functools.partial(loss_fn, **options), state.params, batch)
     loss, grads = jax.tree.map(lambda x: x / scale, (loss, grads))
     routing = metrics.pop(ROUTER, None)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(loss)
     empty = ~jnp.any(batch.loss_weights != 0)
     if objective.token_means or not objective.coupled:
-      total = jnp.where(empty, 1.0, jnp.sum(batch.loss_weights))
-      metrics = jax.tree.map(lambda x: x / total, metrics)
+      total_weight = jnp.where(empty, 1.0, jnp.sum(batch.loss_weights))
+      metrics = jax.tree.map(lambda x: x / total_weight, metrics)
     if routing:
       from jaxpost.models import routing as routing_lib
 
@@ -266,12 +266,12 @@ def in_float32(tree: Any) -> Any:
 def _if_finite(
   new: tuple[Any, Any], state: TrainState, finite: jax.Array, empty: jax.Array, unmoved: Callable | None
 ) -> tuple[jax.Array, Any, Any]:
-  """Returns (finite, params, opt_state): `new` if all of that is finite and the batch is not empty.
+  """Returns (finite, params, opt_state): those of `new` if all are finite and the batch is not empty.
 
-  Otherwise the parameters stay, and so does the state of the optimizer, or it is
-  unmoved(state of the optimizer, finite).
+  Otherwise the parameters do not change, and the state of the optimizer is
+  unmoved(state of the optimizer, finite) or, without that function, does not change.
 
-  Elements are selected, so that XLA computes the new state in place of the old one; a
+  Elements are selected, so that XLA writes the new state over the old one; a
   `lax.cond` would copy both on GPU, and wait there for the host.
   """
   finite &= empty | jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(new)]))
@@ -281,19 +281,19 @@ def _if_finite(
 
 
 def state_shardings(model: Model, optimizer: optax.GradientTransformation, layout: Layout) -> TrainState:
-  """Returns the shardings of a state: optimizer state is split like its parameters."""
+  """Returns the shardings of a state; the state of the optimizer is split like the parameters."""
   params = model.shardings(layout)
   shapes = jax.tree.map(
     lambda s: jax.ShapeDtypeStruct(s, jnp.float32), model.shapes(), is_leaf=lambda x: isinstance(x, tuple)
   )
 
-  def sharding(x: Any, param: jax.ShapeDtypeStruct, same: jax.sharding.Sharding) -> Any:
-    if isinstance(x, optax.MaskedNode):  # a parameter that this part of the optimizer leaves to another
+  def sharding(x: Any, param: jax.ShapeDtypeStruct, param_sharding: jax.sharding.Sharding) -> Any:
+    if isinstance(x, optax.MaskedNode):  # a parameter that another part of the optimizer updates
       return x
-    # Factored moments (adafactor) follow parameters in number, not in shape.
-    return same if x.shape == param.shape else layout.sharding()
+    # Factored moments (adafactor) exist for each parameter, but have other shapes.
+    return param_sharding if x.shape == param.shape else layout.sharding()
 
-  opt = optax.tree_utils.tree_map_params(
+  opt_state = optax.tree_utils.tree_map_params(
     optimizer,
     sharding,
     jax.eval_shape(optimizer.init, shapes),
@@ -302,13 +302,13 @@ def state_shardings(model: Model, optimizer: optax.GradientTransformation, layou
     transform_non_params=lambda _: layout.sharding(),
     is_leaf=lambda x: isinstance(x, optax.MaskedNode),
   )
-  return TrainState(layout.sharding(), params, opt)
+  return TrainState(layout.sharding(), params, opt_state)
 
 
 def make_state(
   params: dict, optimizer: optax.GradientTransformation, shardings: TrainState, ledger: Ledger
 ) -> TrainState:
-  """Returns the state before the first update; takes over the parameters' buffers."""
+  """Returns the state before the first update; the parameters are donated."""
 
   def init(params):
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(in_float32(params)))

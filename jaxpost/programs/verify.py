@@ -1,8 +1,8 @@
-"""The verify program: draws several tokens of each slot at a time, where a draft says which ones to expect.
+"""The verify program: draws several tokens of each slot at a time, as far as a draft predicts them.
 
-A draw is a function of the slot's key, the position and the logits. So a drafted token is accepted exactly when it is
-the token that is drawn there, and drafts change how fast completions are sampled, not which ones. This is speculative
-decoding (Leviathan et al. 2023, arXiv:2211.17192) with the randomness fixed beforehand: there is no rejection step.
+A draw is a function of the slot's key, the position and the logits. A drafted token is accepted if and only if it is
+the token that is drawn at its position, so drafts change the speed of sampling and not the completions. This is
+speculative decoding (Leviathan et al. 2023, arXiv:2211.17192) with fixed random numbers: there is no rejection step.
 
 Legend: S slots, R of them in a block, T drafted tokens, D hidden size.
 """
@@ -10,6 +10,7 @@ Legend: S slots, R of them in a block, T drafted tokens, D hidden size.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -35,7 +36,7 @@ class Draft:
   """The tokens that slots are expected to draw next."""
 
   tokens: Array  # [R, T] int32, padded on the right
-  lengths: Array  # [R] int32, number of tokens; 0 where nothing is expected
+  lengths: Array  # [R] int32, number of tokens; 0: no draft
 
 
 def make_verify(
@@ -43,29 +44,30 @@ def make_verify(
 ) -> Program:
   """Makes the program verify(weights, state, draft, table) -> (state, Block of T + 1 steps).
 
-  One pass over the model reads all drafted tokens. Of each slot those are drawn that the draft has right, and then one
-  more by a decode step, so that a slot advances by 1 to T + 1 tokens: `Block.drawn` says which. The cache entries of
-  the others are written, too, and overwritten by the next block. Arguments as in `generate.make_generate`.
+  One pass over the model reads all drafted tokens. Each slot accepts the drafted tokens before the first wrong one and
+  then draws one more by a decode step, so that it advances by 1 to T + 1 tokens, which `Block.drawn` marks. The cache
+  entries of rejected tokens are overwritten by the next block. Arguments are those of `generate.make_generate`.
   """
-  one_step = functools.partial(
+  decode_one = functools.partial(
     generate.decode_block, model=model, compute=compute, steps=1, rows=rows, read=read, report=report, constrain=layout
   )
+  draw = functools.partial(generate.draw, model, report=report, compute=compute, layout=layout)
 
   def verify(weights, state: DecodeState, draft: Draft, table=None):
-    live, cache = generate.first_slots(state, table, rows=rows, read=read)
+    slots, cache = generate.first_slots(state, table, rows=rows, read=read)
     recent, hidden = model.decode(
       weights,
       cache,
       empty_block(model, state.cache, rows, draft.tokens.shape[1]),
       draft.tokens,
-      live.positions,
+      slots.positions,
       step=0,
       compute=compute,
       constrain=layout,
     )
-    live, accepted = _accept(model, weights, live, draft, hidden, report=report, compute=compute)
-    state = generate.with_first_slots(state, live, recent, table, compute)
-    state, last = one_step(weights, state, table)
+    slots, accepted = _accept(draw, weights, slots, draft, hidden)
+    state = generate.with_first_slots(state, slots, recent, table, compute)
+    state, last = decode_one(weights, state, table)
     return state, _join(accepted, last)
 
   def flops(weights, state, draft, table=None):
@@ -79,39 +81,37 @@ def make_verify(
   return Program('verify', verify, ledger, place, donate=(1,), flops=flops)
 
 
-def _accept(
-  model: Model, weights, state: DecodeState, draft: Draft, hidden: jax.Array, report: dict[str, int], compute: Compute
-) -> tuple[DecodeState, Block]:
-  """Returns (the state after the tokens that the draft has right, those tokens).
+def _accept(draw: Callable, weights, state: DecodeState, draft: Draft, hidden: jax.Array) -> tuple[DecodeState, Block]:
+  """Returns (the state after the accepted tokens of the draft, a block of these tokens).
 
-  hidden: [R, T, D], of each drafted token.
+  draw: (weights, state, uniform) -> Drawn; hidden: [R, T, D], the hidden state of each drafted token.
   """
   numbers = jnp.arange(draft.tokens.shape[1])
   uniforms = jax.vmap(lambda n: sampling_lib.uniforms(state.keys, state.positions + n))(numbers)
 
   def step(carry, inputs):
-    state, right = carry  # right: [R], all drafted tokens up to here were drawn
-    number, uniform, expected, after = inputs
-    # One position at a time: the logits of all of them may take more memory than the model.
-    drawn = generate.draw(model, weights, state, uniform, report=report, compute=compute)
-    broken = right & state.active & drawn.broken
-    right &= state.active & (drawn.tokens == expected) & (number < draft.lengths)
-    moved, stopped = generate.advance(state.replace(active=right), drawn.tokens)
-    state = moved.replace(
-      active=jnp.where(right, moved.active, state.active),
-      positions=state.positions + right,
-      hidden=where(right, after, state.hidden),
+    state, accepted = carry  # accepted: [R], all drafted tokens up to here were drawn
+    number, uniform, expected, next_hidden = inputs
+    # One position at a time: the logits of all positions may take more memory than the model.
+    drawn = draw(weights, state, uniform)
+    broken = accepted & state.active & drawn.broken
+    accepted &= state.active & (drawn.tokens == expected) & (number < draft.lengths)
+    advanced, stopped = generate.advance(state.replace(active=accepted), drawn.tokens)
+    state = advanced.replace(
+      active=jnp.where(accepted, advanced.active, state.active),
+      positions=state.positions + accepted,
+      hidden=where(accepted, next_hidden, state.hidden),
     )
-    return (state, right), (drawn, right, stopped, broken)
+    return (state, accepted), (drawn, accepted, stopped, broken)
 
-  every = jnp.ones(len(state.active), bool)
+  all_accepted = jnp.ones(len(state.active), bool)
   by_step = (numbers, uniforms, draft.tokens.T, hidden.astype(state.hidden.dtype).swapaxes(0, 1))
-  (state, _), (drawn, taken, stopped, broken) = jax.lax.scan(step, (state, every), by_step)
+  (state, _), (drawn, accepted, stopped, broken) = jax.lax.scan(step, (state, all_accepted), by_step)
   return state, Block(
     tokens=drawn.tokens,
     logprobs=drawn.logprobs,
     behavior_logprobs=drawn.behavior_logprobs,
-    drawn=taken,
+    drawn=accepted,
     active=state.active,
     finished=jnp.any(stopped, axis=0),
     broken=jnp.any(broken, axis=0),
@@ -122,7 +122,7 @@ def _accept(
 
 
 def _join(first: Block, last: Block) -> Block:
-  """Returns two blocks of the same slots as one."""
+  """Concatenates two blocks of the same slots along the steps."""
   names = ('tokens', 'logprobs', 'behavior_logprobs', 'drawn', 'top', 'allowed')
   by_step = [{name: getattr(block, name) for name in names} for block in (first, last)]
   joined = jax.tree.map(lambda *steps: jnp.concatenate(steps), *by_step)

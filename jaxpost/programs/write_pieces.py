@@ -1,4 +1,4 @@
-"""The program of loading: writes a piece of a parameter, read from a file, into the shards that it belongs to."""
+"""The program of loading: writes a piece of a parameter, read from a file, into the shards that contain it."""
 
 import jax
 

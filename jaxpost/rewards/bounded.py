@@ -1,6 +1,6 @@
-"""Calls a function on what a model wrote in a process of its own, which is killed when the call takes too long.
+"""Calls a function on text of a model in a separate process, which is killed if the call takes too long.
 
-No signal interrupts a computation in C, such as that of 9 ** 9 ** 9, and a limit of memory is one of a process. The
+No signal interrupts a computation in C, such as 9 ** 9 ** 9, and the system limits memory by process. The
 process is a fork, made at the first call and again after a kill; calls and results are JSON lines.
 """
 
@@ -19,18 +19,17 @@ from typing import Any, NoReturn
 from jaxpost.workers import call, namespaces, user_code
 
 LATE = object()  # the result of a call that took too long, or too much memory
-_LIMIT_S = 5.0  # of one call
-_LEAST_S = 0.1
+_LIMIT_S, _MIN_S = 5.0, 0.1  # longest and shortest time limit of one call, in seconds
 _MEMORY = 8 << 30  # bytes of address space
 
 
 class Bounded:
-  """A function whose calls end within their time; arguments and results are what JSON can carry.
+  """A function whose calls end within their time; arguments and results must be JSON values.
 
-  Whatever the function raises is a RewardError here, except that a call without enough memory or stack is late.
+  Any exception of the function becomes a RewardError here, except that a call without enough memory or stack is LATE.
 
   Args:
-    function: raises RewardError where there is no verdict on any completion.
+    function: raises RewardError if there can be no verdict on any completion.
   """
 
   def __init__(self, function: Callable[..., float | None]) -> None:
@@ -52,7 +51,7 @@ class Bounded:
     deadline = time.monotonic() + limit_s
     try:
       answer = self._exchange(row, deadline)
-    except ConnectionError:  # The process had ended before it read the row, which is not the cause.
+    except ConnectionError:  # The process had ended before it read the row, so the row is not the cause.
       self.close()
       answer = self._exchange(row, deadline)
     kind, value = answer
@@ -62,7 +61,7 @@ class Bounded:
 
   def close(self) -> None:
     """Ends the process; the next call starts one."""
-    if self._pid and self._owner == os.getpid():  # and not in a fork of this process
+    if self._pid and self._owner == os.getpid():  # A fork of this process must not end it.
       os.kill(self._pid, signal.SIGKILL)
       os.waitpid(self._pid, 0)
       self._channel.close()
@@ -74,13 +73,14 @@ class Bounded:
     """Sends a row and returns the answer; ConnectionError if the process had ended before it read the row."""
     if not self._pid or self._owner != os.getpid():
       self._start()
-    received = bytearray()  # an empty line when it has read the row, then the answer
+    received = bytearray()  # the process sends an empty line when it has read the row, then the answer
     try:
       self._channel.settimeout(max(deadline - time.monotonic(), 0.001))
       self._channel.sendall(json.dumps(row).encode() + b'\n')
       while received.count(b'\n') < 2:
         self._channel.settimeout(max(deadline - time.monotonic(), 0.001))
-        if not (part := self._channel.recv(1 << 16)):  # If it has the row, the kernel has killed it for its memory.
+        if not (part := self._channel.recv(1 << 16)):
+          # The process has ended. If it had read the row, the kernel has killed it for its memory.
           raise TimeoutError if received else ConnectionResetError
         received += part
     except TimeoutError:
@@ -89,12 +89,12 @@ class Bounded:
     return json.loads(received)
 
   def _start(self) -> None:
-    self._channel, theirs = socket.socketpair()
+    self._channel, child_channel = socket.socketpair()
     self._owner = os.getpid()
     self._pid = os.fork()
     if not self._pid:
-      self._serve(theirs)
-    theirs.close()
+      self._serve(child_channel)
+    child_channel.close()
 
   def _serve(self, channel: socket.socket) -> NoReturn:
     """Answers calls in the forked process, until its owner ends."""
@@ -116,7 +116,7 @@ class Bounded:
       return 'error', str(error)
     except (MemoryError, RecursionError):
       return 'late', None
-    except BaseException as error:  # No error is a verdict: it must not become a reward of 0.
+    except BaseException as error:  # An error is no verdict, and must not become a reward of 0.
       return 'error', user_code.describe(error)
 
 
@@ -126,14 +126,14 @@ def end_of(time_limit_s: float | None) -> float:
 
 
 def share(end: float, calls: int) -> float:
-  """Returns the seconds of the next call, if as many calls have to end at `end`."""
-  return max(min(_LIMIT_S, (end - time.monotonic()) / calls), _LEAST_S)
+  """Returns the time limit of the next call in seconds, if it and `calls` - 1 more have to end at `end`."""
+  return max(min(_LIMIT_S, (end - time.monotonic()) / calls), _MIN_S)
 
 
 def scores(
   function: Bounded, rows: Sequence[tuple], name: str, time_limit_s: float | None, log_metric: Callable | None
 ) -> list[float | None]:
-  """Returns the result of each row, 0 where it is late, and logs the fraction of these."""
+  """Returns the result of each row, 0 for late ones, and logs the fraction of late rows as `name`."""
   results = function.each(rows, time_limit_s)
   if log_metric:
     log_metric(name, results.count(LATE) / len(rows))

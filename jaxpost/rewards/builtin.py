@@ -83,11 +83,11 @@ def short_names(specs: Sequence[str | Callable]) -> tuple[str, ...]:
   return tuple(names)
 
 
-def pick(names: Sequence[str], given: str, field: str) -> str:
-  """Returns the reward that `field` names with `given`, or the first; InputError if it is not among `names`."""
-  if given and given not in names:
-    raise InputError(f'{field}: {given!r} is not among the rewards: {", ".join(names) or "there are none"}')
-  return given or next(iter(names), '')
+def pick(names: Sequence[str], name: str, field: str) -> str:
+  """Returns `name`, the value of a config field, or the first of `names` if it is ''; InputError if it is unknown."""
+  if name and name not in names:
+    raise InputError(f'{field}: {name!r} is not among the rewards: {", ".join(names) or "there are none"}')
+  return name or next(iter(names), '')
 
 
 def _short(spec: str | Callable) -> str:

@@ -8,7 +8,7 @@ The code runs in the sandbox (workers/sandbox.py). A row has one of
   with entry_point      lists of arguments, and of the values that the function entry_point has to return
 
 A test is judged in this process, which asks the sandbox for the values that the solution returns (workers/dialog.py):
-neither the test nor an expected value is where the solution runs.
+neither the test nor an expected value enters the process of the solution.
 """
 
 import concurrent.futures
@@ -29,10 +29,10 @@ _FENCE = re.compile(r'\s*+(`{3,}+|~{3,}+)\s*+([^\s`]*+)[^`]*+$')
 _PYTHON = ('python', 'python3', 'py')
 _DEFINES_CHECK = re.compile(r'^def check\(', re.M)
 _CALLS_CHECK = re.compile(r'^check\(', re.M)
-_LONGEST = 1 << 22  # bytes of an expected output
+_MAX_OUTPUT = 1 << 22  # bytes of an expected output
 _SLACK = 1 << 16  # bytes to read beyond twice the length of the expected output
 
-# (program, limits) -> which of the tests of a row it passes.
+# (program, limits) -> for each test of a row, whether the program passes it.
 JudgeProgram = Callable[[str, sandbox.SandboxLimits], list[bool]]
 
 
@@ -100,10 +100,10 @@ class Code:
     """Returns one reward per completion; RewardError if `time_limit_s` may not suffice or no row can be judged."""
     size = len(completions)
     self._check_time(size, time_limit_s)
-    given = (tests, test_list, inputs, outputs, test_setup_code, test_imports, entry_point)
-    tests, test_list, *others = (column or [None] * size for column in given)
+    columns = (tests, test_list, inputs, outputs, test_setup_code, test_imports, entry_point)
+    tests, test_list, *others = (column or [None] * size for column in columns)
     # Rows of several files may have both columns, each row with null in one of them.
-    tests = [own or listed for own, listed in zip(tests, test_list)]
+    tests = [test or listed for test, listed in zip(tests, test_list)]
     rows = list(zip(tests, *others))
     refused: dict[int, str] = {}  # completion -> why its row cannot be judged
     late = []
@@ -154,9 +154,9 @@ class Code:
 
 
 def _judge_of(tests, inputs, outputs, setup, imports, entry_point) -> JudgeProgram | None:
-  """Returns what judges the programs of a row by its columns; None if these have no tests.
+  """Returns the function that judges programs by the columns of a row; None if these have no tests.
 
-  It does not know the completion: whether a row can be judged must not depend on that.
+  It is made without the completion, because whether a row can be judged must not depend on that.
   """
   tests = [tests] if isinstance(tests, str) else tests
   # Any program passes a blank test, so a row that has one is unreadable.
@@ -168,9 +168,9 @@ def _judge_of(tests, inputs, outputs, setup, imports, entry_point) -> JudgeProgr
   if entry_point:
     examples = [_example(entry_point, i, o) for i, o in zip(inputs, outputs)]
     return functools.partial(_passed_tests, examples)
-  # A program that does nothing prints what is blank.
+  # If all outputs were blank, a program that prints nothing would pass.
   if _is_texts(inputs) and _is_texts(outputs) and any(text.strip() for text in outputs):
-    return functools.partial(_printed_outputs, inputs, outputs, 2 * _longest(inputs, outputs) + _SLACK)
+    return functools.partial(_printed_outputs, inputs, outputs, 2 * _longest_output(inputs, outputs) + _SLACK)
   return None
 
 
@@ -186,7 +186,7 @@ def _printed_outputs(
 
 
 def _complete(test: str, setup: str | None, imports: list[str] | None, entry_point: str | None) -> str:
-  """Returns a test with what its row puts before it, and with HumanEval's call of check(candidate) after it."""
+  """Returns a test after the imports and setup of its row, and before HumanEval's call of check(candidate)."""
   source = '\n'.join(part for part in (*(imports or ()), setup, test) if part)
   if entry_point and _DEFINES_CHECK.search(test) and not _CALLS_CHECK.search(test):
     source += f'\ncheck({entry_point})'
@@ -194,7 +194,7 @@ def _complete(test: str, setup: str | None, imports: list[str] | None, entry_poi
 
 
 def _example(entry_point: str, arguments: object, expected: object) -> checks.Test:
-  """Returns the test that a function returns `expected`; texts that are JSON are read, one argument a line."""
+  """Returns the test that a function returns `expected`; texts are parsed as JSON, one argument a line."""
   try:
     if isinstance(arguments, str):
       arguments = [json.loads(line) for line in arguments.split('\n') if line.strip()]  # a text may hold U+2028
@@ -239,15 +239,15 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
     yield language, '\n'.join(lines)
 
 
-def _longest(inputs: list[str], outputs: list[str]) -> int:
+def _longest_output(inputs: list[str], outputs: list[str]) -> int:
   """Returns the bytes of the longest output; UnreadableTest if no program can read or print one of the texts."""
   try:
     sizes = [len(text.encode()) for text in (*inputs, *outputs)]
   except UnicodeEncodeError as error:
-    raise checks.UnreadableTest(f'inputs or outputs hold what is no text: {error}') from error
+    raise checks.UnreadableTest(f'inputs or outputs hold a text that UTF-8 cannot encode: {error}') from error
   longest = max(sizes[len(inputs) :])
-  if longest > _LONGEST:
-    raise checks.UnreadableTest(f'outputs hold a text of {longest} bytes, more than {_LONGEST}')
+  if longest > _MAX_OUTPUT:
+    raise checks.UnreadableTest(f'outputs hold a text of {longest} bytes, more than {_MAX_OUTPUT}')
   return longest
 
 

@@ -22,8 +22,8 @@ def text_of(completion: str | list[dict]) -> str:
   """
   if isinstance(completion, str):
     return completion
-  own = [message for message in completion if message.get('role', 'assistant') == 'assistant']
-  return content_text(own[-1]['content']) if own else ''
+  turns = [message for message in completion if message.get('role', 'assistant') == 'assistant']
+  return content_text(turns[-1]['content']) if turns else ''
 
 
 def content_text(content: str | list[dict] | None) -> str:
@@ -62,18 +62,19 @@ class TagFormat:
       if not re.fullmatch(r'[\w.-]+', name) or names.count(name) > 1:
         raise InputError(f'option tags={tags!r} must be different names joined with +')
     self._marks = re.compile('|'.join(f'</?{re.escape(n)}>' for n in names))
-    self._wanted = [m for n in names for m in (f'<{n}>', f'</{n}>')]
+    self._sequence = [m for n in names for m in (f'<{n}>', f'</{n}>')]
 
   def __call__(self, completions: list, **columns) -> list[float]:
     """Returns one reward per completion."""
     return [float(self._fits(text_of(c).strip())) for c in completions]
 
   def _fits(self, text: str) -> bool:
-    found = list(self._marks.finditer(text))
-    if [m[0] for m in found] != self._wanted:
+    marks = list(self._marks.finditer(text))
+    if [m[0] for m in marks] != self._sequence:
       return False
-    ends = [0, *(m.end() for m in found[1::2])]
-    starts = [*(m.start() for m in found[::2]), len(text)]
+    # The text before, between and after the pairs of tags must be blank.
+    ends = [0, *(m.end() for m in marks[1::2])]
+    starts = [*(m.start() for m in marks[::2]), len(text)]
     return all(not text[i:j].strip() for i, j in zip(ends, starts))
 
 
@@ -178,12 +179,12 @@ def _validator(schema):
     schema = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(schema, (dict, bool)):
       return None
-    kind = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
-    kind.check_schema(schema)
+    validator_class = jsonschema.validators.validator_for(schema, jsonschema.Draft202012Validator)
+    validator_class.check_schema(schema)
   except (ValueError, jsonschema.SchemaError):
     return None
   # An empty registry makes references errors; the default one would fetch them by URL.
-  return kind(schema, registry=referencing.Registry())
+  return validator_class(schema, registry=referencing.Registry())
 
 
 def _jsonschema():

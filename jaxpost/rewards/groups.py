@@ -23,7 +23,7 @@ class Group:
     completions: what the policy generated.
     completion_ids: the tokens of each completion.
     columns: the other columns of the prompt's row, by name, each G times.
-    graded_by: names of the functions that grade it; None: all.
+    graded_by: names of the functions that grade the group; None: all.
   """
 
   prompts: list[str | list[dict]]

@@ -1,8 +1,8 @@
 """Instructions that a program can check, as in IFEval (Zhou et al. 2023, arXiv:2311.07911).
 
 The ids and arguments are those of its data. Instructions about the language of an answer, or that
-are not in CHECKS, give no verdict. Words and sentences are split by simple rules, so that single
-prompts may be judged otherwise than by the paper's program.
+are not in CHECKS, give no verdict. Words and sentences are split by simple rules, so the verdict on
+some prompts may differ from that of the paper's program.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ def ifeval(completions: list, instruction_id_list: list, kwargs: list, **columns
   """Returns 1 where a completion follows all instructions of its row, else 0; None if one cannot be checked.
 
   Args:
-    instruction_id_list: of each row, as 'punctuation:no_comma'.
-    kwargs: of each row, a dict of arguments for each instruction.
+    instruction_id_list: the ids of each row, such as 'punctuation:no_comma'.
+    kwargs: for each row, a dict of arguments for each instruction.
   """
-  out: list[float | None] = []
-  for completion, ids, given in zip(completions, instruction_id_list, kwargs):
+  rewards: list[float | None] = []
+  for completion, ids, arguments in zip(completions, instruction_id_list, kwargs):
     if any(name not in CHECKS for name in ids):
-      out.append(None)
+      rewards.append(None)
       continue
     text = text_of(completion)
-    arguments = [{k: v for k, v in (one or {}).items() if v is not None} for one in given]  # all of all, mostly null
-    out.append(float(all(CHECKS[name](text, **more) for name, more in zip(ids, arguments, strict=True))))
-  return out
+    # In the data, each dict has the arguments of all instructions, null unless they are its own.
+    not_null = [{k: v for k, v in (values or {}).items() if v is not None} for values in arguments]
+    rewards.append(float(all(CHECKS[name](text, **values) for name, values in zip(ids, not_null, strict=True))))
+  return rewards
 
 
-def _compare(count: int, relation: str, wanted: int) -> bool:
-  return count >= wanted if relation == 'at least' else count < wanted
+def _compare(count: int, relation: str, limit: int) -> bool:
+  return count >= limit if relation == 'at least' else count < limit
 
 
-def _found(word: str, text: str) -> int:
+def _count(word: str, text: str) -> int:
   return len(re.findall(rf'(?<!\w){re.escape(word)}(?!\w)', text, re.IGNORECASE))
 
 
 def _keywords(text: str, keywords: list[str]) -> bool:
-  return all(_found(word, text) for word in keywords)
+  return all(_count(word, text) for word in keywords)
 
 
 def _forbidden(text: str, forbidden_words: list[str]) -> bool:
-  return not any(_found(word, text) for word in forbidden_words)
+  return not any(_count(word, text) for word in forbidden_words)
 
 
 def _frequency(text: str, keyword: str, frequency: int, relation: str = 'at least') -> bool:
-  return _compare(_found(keyword, text), relation, frequency)
+  return _compare(_count(keyword, text), relation, frequency)
 
 
 def _letters(text: str, letter: str, let_frequency: int, let_relation: str = 'at least') -> bool:
@@ -65,7 +66,7 @@ def _words(text: str, num_words: int, relation: str = 'at least') -> bool:
 
 
 def _sentences(text: str, num_sentences: int, relation: str = 'at least') -> bool:
-  ended = text[: 1 + max(map(text.rfind, '.!?'))]  # else each letter of a last one would search for its end
+  ended = text[: 1 + max(map(text.rfind, '.!?'))]  # without an unfinished last one, on which matching is quadratic
   return _compare(len(re.findall(r'[^.!?\s][^.!?]*[.!?]+', ended)), relation, num_sentences)
 
 
@@ -104,8 +105,8 @@ def _json(text: str) -> bool:
 
 
 def _title(text: str) -> bool:
-  found = (line[max(line.find('<<'), 0) : line.rfind('>>') + 2] for line in text.split('\n') if '<<' in line)
-  return any(len(part) > 4 and part.strip('<> \t') for part in found)
+  titles = (line[max(line.find('<<'), 0) : line.rfind('>>') + 2] for line in text.split('\n') if '<<' in line)
+  return any(len(title) > 4 and title.strip('<> \t') for title in titles)
 
 
 def _ends(text: str, end_phrase: str) -> bool:

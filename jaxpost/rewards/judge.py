@@ -36,7 +36,7 @@ Is it correct, complete and helpful? Reason briefly, then end with one line
 SCORE = r'(?i)score[\s:=*]{1,6}(-?\d+(?:\.\d+)?)'
 _FIELD = re.compile(r'\{(\w+)\}')
 _RETRIED = (408, 409, 425, 429)  # HTTP status codes, and all 5xx
-_MAX_REPLY = 1 << 20  # bytes
+_MAX_REPLY = 1 << 20  # bytes of a reply that are read
 _MAX_PAUSE_S = 30.0
 
 
@@ -103,15 +103,14 @@ class Judge:
     **columns,
   ) -> list[float | None]:
     """Returns one reward per completion; RewardError if the server answered none of the requests."""
-    # Requests that are not answered shortly before the pool would kill the worker are None; the others of the group
-    # still count.
+    # Requests without an answer shortly before the pool would kill the worker give None; the others still count.
     limit_s = 0.9 * time_limit_s if time_limit_s else None
     deadline = time.monotonic() + (limit_s or float('inf'))
     threads = concurrent.futures.ThreadPoolExecutor(self._parallel)
     futures = []
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-      own = {name: columns[name][i] for name in self.needs_columns}
-      values = {'prompt': prompt_text(prompt), 'completion': text_of(completion), **own}
+      row = {name: columns[name][i] for name in self.needs_columns}
+      values = {'prompt': prompt_text(prompt), 'completion': text_of(completion), **row}
       text = self.fill({'min': f'{self._min:g}', 'max': f'{self._max:g}', **values})
       futures.append(threads.submit(self.ask, text, deadline, self._read_score))
     concurrent.futures.wait(futures, limit_s)
@@ -125,9 +124,9 @@ class Judge:
       log_metric('judge_without_score', scores.count(None) / len(scores))
     return scores
 
-  def columns_of(self, *given: str) -> tuple[str, ...]:
-    """Returns the names of the columns that the template shows, beside what is `given`."""
-    return tuple(sorted(set(_FIELD.findall(self._template)) - {*given}))
+  def columns_of(self, *fields: str) -> tuple[str, ...]:
+    """Returns the names of the columns that the template shows, besides these fields of the judge."""
+    return tuple(sorted(set(_FIELD.findall(self._template)) - {*fields}))
 
   def fill(self, values: dict) -> str:
     """Returns the text of a request; braces in the inserted values are left as they are."""
@@ -137,12 +136,12 @@ class Judge:
     """Sends a request until `read` finds a score in the reply, within the retries and the deadline."""
     error = None
     for attempt in range(1 + self._retries):
-      left = deadline - time.monotonic()
-      if left <= 0:
+      remaining = deadline - time.monotonic()
+      if remaining <= 0:
         break
       wait = self._pause * 2**attempt * random.uniform(0.5, 1.5)
       try:
-        reply = self._post(text, min(self._timeout, left))
+        reply = self._post(text, min(self._timeout, remaining))
         error = None
         score = read(reply)
         if score is not None:
@@ -179,9 +178,9 @@ class Judge:
 
   def _read_score(self, reply: str) -> float | None:
     """Returns the scaled score in a reply, or None if there is no valid one."""
-    found = list(self._score.finditer(reply))
+    matches = list(self._score.finditer(reply))
     try:
-      score = float(found[-1][1]) if found else float('nan')
+      score = float(matches[-1][1]) if matches else float('nan')
     except (TypeError, ValueError):  # The user's pattern may match text that is no number.
       return None
     if not self._min <= score <= self._max:
@@ -190,7 +189,7 @@ class Judge:
 
 
 class Verdict(NamedTuple):
-  """The outcome of one request: what was read of the reply, or None and, if it was not answered, the reason."""
+  """The outcome of one request: the score in the reply, or None and, if it was not answered, the reason."""
 
   score: Any = None
   error: str | None = None
@@ -227,7 +226,7 @@ def prompt_text(prompt: str | list[dict]) -> str:
 
 
 def read_template(file: str, needed: str) -> str:
-  """Reads the option `template`, which must hold the field `needed`."""
+  """Reads the option `template`; InputError unless it has the field {`needed`}."""
   try:
     with open(file, encoding='utf-8') as opened:
       text = opened.read()

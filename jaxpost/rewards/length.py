@@ -130,14 +130,14 @@ class CosineLength:
     **columns,
   ) -> list[float | None]:
     """Returns one reward per completion."""
-    given = dict(time_limit_s=time_limit_s, log_metric=log_metric)  # what takes no such argument ignores it
-    rights = self._is_right(completions=completions, answer=answer, **given)
+    options = dict(time_limit_s=time_limit_s, log_metric=log_metric)  # functions that do not name them take **columns
+    verdicts = self._is_right(completions=completions, answer=answer, **options)
     return [
-      None if right is None else self._reward(right == 1, len(ids))
-      for right, ids in zip(rights, completion_ids, strict=True)
+      None if verdict is None else self._reward(verdict == 1, len(ids))
+      for verdict, ids in zip(verdicts, completion_ids, strict=True)
     ]
 
   def _reward(self, right: bool, tokens: int) -> float:
     first, last = self._ends[right]
-    share = min(tokens / self._max, 1.0)
-    return last + (first - last) * (1 + math.cos(math.pi * share)) / 2
+    fraction = min(tokens / self._max, 1.0)
+    return last + (first - last) * (1 + math.cos(math.pi * fraction)) / 2

@@ -39,7 +39,7 @@ _FACTOR = re.compile(
   rf'|(?P<base>{_PLAIN})(?:[eE](?P<tens>[-+]?\d{{1,3}})|\s*\^\s*\{{?\s*(?P<power>-?\d{{1,3}})\s*\}}?)?'
 )
 _WORDS = r'\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*'
-_BESIDE = (
+_BESIDE = (  # removed or normalized around the value of a box
   (re.compile('[\u2212\u2013]'), '-'),
   (re.compile(r'\^\s*\{?\s*\\circ\s*\}?|\\(?:left|right|displaystyle|q?quad|[,;:!])|\\ |\\?[$%]|~'), ' '),
   (re.compile(_WORDS + r'\{([^{}A-Za-z]*\d[^{}A-Za-z]*)\}'), r' \1 '),  # a number in bold
@@ -49,7 +49,7 @@ _BESIDE = (
 )
 _TIMES = re.compile(r'\\times|\\cdot|[*\u00d7]')
 _MARKED = re.compile(r'####\s*(?=[-+$.]*\d)')
-# An answer that says where its LaTeX is. A dollar sign before a price is no such mark.
+# An answer with delimiters around its LaTeX. A dollar sign before a price is no delimiter.
 _DELIMITED = re.compile(r'(?<!\\)\$.*(?<!\\)\$|\\boxed\b|(?<!\\)\\[(\[]', re.DOTALL)
 # Answers that math-verify reads best without a box: a number such as 10 000; a text with marks (#### 18, **18**), or
 # with a word before anything that only LaTeX and formulas have (18 dollars, The answer is 42).
@@ -62,7 +62,7 @@ _FOR_BOX = (
   (re.compile(r'(?<![A-Za-z\\])pi(?![A-Za-z])'), r'\\pi'),
 )
 _LONG = 200  # characters; a longer number is compared as text, because arithmetic on it would be slow
-_MAX_BITS = 8192  # of a power or product in a box; Python refuses to print an integer of more than 4,300 digits
+_MAX_BITS = 8192  # size of a power or product in a box; Python refuses to print an integer of more than 4,300 digits
 
 Number = fractions.Fraction | str  # a str is a number of more than _LONG characters
 
@@ -113,7 +113,7 @@ class MathVerify:
       boxed_match_priority=0,
       try_extract_without_anchor=False,
     )
-    self._reward('$1$', '$1$')  # loads the parser, which the calls to come do not wait for
+    self._reward('$1$', '$1$')  # loads the parser, so that no later call waits for it
     self._bounded = bounded.Bounded(self._reward)
 
   def __call__(
@@ -128,18 +128,18 @@ class MathVerify:
     end = bounded.end_of(time_limit_s)
     rewards: list = []
     late = 0
-    endless: dict[str, bool] = {}  # of answers whose completion was late: is it the answer that takes so long?
+    slow_answers: dict[str, bool] = {}  # answer of a late completion -> whether the answer alone is late, too
     for i, (completion, gold) in enumerate(zip(completions, answer, strict=True)):
-      calls = len(completions) - i + 1  # one more, of an answer alone
+      calls = len(completions) - i + 1  # that of an answer alone may be needed, too
       reward = bounded.LATE
-      if not endless.get(str(gold)):
+      if not slow_answers.get(str(gold)):
         reward = self._bounded.ask((text_of(completion), gold), bounded.share(end, calls))
       if reward is bounded.LATE:
         late += 1
-        if str(gold) not in endless:
+        if str(gold) not in slow_answers:
           alone = self._bounded.ask(('$\\boxed{1}$', gold), bounded.share(end, calls))
-          endless[str(gold)] = alone is bounded.LATE
-        reward = None if endless[str(gold)] else 0.0
+          slow_answers[str(gold)] = alone is bounded.LATE
+        reward = None if slow_answers[str(gold)] else 0.0
       rewards.append(reward)
     if log_metric:
       log_metric('math_verify_late', late / len(completions))
@@ -149,13 +149,13 @@ class MathVerify:
     bare = '' if answer is None else str(answer).strip()
     marked = delimited(bare)
     gold = self._library.parse(marked, parsing_timeout=None)
-    if not gold or (marked != bare and isinstance(gold[0], str)):  # A string is what it could not parse.
+    if not gold or (marked != bare and isinstance(gold[0], str)):  # It returns a string if it cannot parse the text.
       return None
     gold.append(bare)  # equals a box with the same text that cannot be parsed, such as 18 dollars
-    found = self._library.parse(
+    parsed = self._library.parse(
       text, extraction_config=[self._latex], extraction_mode='first_match', parsing_timeout=None
     )
-    return float(self._library.verify(gold, found, timeout_seconds=None))
+    return float(self._library.verify(gold, parsed, timeout_seconds=None))
 
 
 def delimited(answer: str) -> str:
@@ -190,7 +190,7 @@ def final_number(text: str) -> Number | None:
 def boxed_number(text: str) -> Number | None:
   r"""Returns the number that a box stands for, or None for any other value, such as 2\pi, (3, 4) or x^2.
 
-  Read are what math-verify reads as a number: \frac34, 3\frac{1}{2}, 10^5, 3 \times 10^4, and units beside them.
+  It reads what math-verify reads as a number: \frac34, 3\frac{1}{2}, 10^5, 3 \times 10^4, and units beside them.
   """
   if len(text) > _LONG:
     return last_number(text)
@@ -213,13 +213,16 @@ def _factor(match: re.Match) -> fractions.Fraction | None:
     return fractions.Fraction((text or '0').replace(',', ''))
 
   if match['base']:
-    base, power = number(match['base']), int(match['power'] or 0)
+    base, power = number(match['base']), int(match['power'] or 1)
     if base == 0 and power < 0:
       return None
-    return base ** (power if match['power'] else 1) * fractions.Fraction(10) ** int(match['tens'] or 0)
+    return base**power * fractions.Fraction(10) ** int(match['tens'] or 0)
+  # Each side of \frac is in one of two groups, with or without braces; those of a / b have names.
   sides = [text for text in match.groups()[1:5] if text] or [match['top'], match['bottom']]
   top, bottom = map(number, sides)
-  return number(match['whole'] or match['left']) + top / bottom if bottom else None
+  if not bottom:
+    return None
+  return number(match['whole'] or match['left']) + top / bottom
 
 
 def answer_of(text: str) -> str:
@@ -263,7 +266,7 @@ def _same(number: Number | None, target: Number | None) -> float | None:
 
 
 def _braced(text: str, start: int) -> str:
-  """Returns the text from `start` to the brace that closes the one opened before it."""
+  """Returns the text from `start` to the brace that closes the one before `start`."""
   depth = 1
   for i in range(start, len(text)):
     depth += {'{': 1, '}': -1}.get(text[i], 0)

@@ -1,4 +1,4 @@
-"""Makes a reward function of a spec with options, in the worker process.
+"""Makes a reward function from a spec with options, in the worker process.
 
   name?key=value&key=value
 
@@ -36,40 +36,40 @@ def load(name: str, spec: str) -> call.Reward:
   Raises:
     InputError: if the module, the function or an option is wrong.
   """
-  what = f'reward {name}'
+  label = f'reward {name}'  # at the start of error messages
   base, mark, query = spec.partition('?')
-  options = _parse(query, what)
-  adapted = base.startswith(_VERL) and base.count(':') > 1
+  options = _parse(query, label)
+  is_verl = base.startswith(_VERL) and base.count(':') > 1
   try:
-    target = load_callable(base.removeprefix(_VERL) if adapted else base, what)
-    given = dict(_typed(target, options, what))
-    is_factory = isinstance(target, type) or (mark and not _is_reward(target, adapted))
+    target = load_callable(base.removeprefix(_VERL) if is_verl else base, label)
+    arguments = dict(_typed(target, options, label))
+    is_factory = isinstance(target, type) or (mark and not _is_reward(target, is_verl))
     if is_factory:
-      fn = target(**given)
+      fn = target(**arguments)
     else:
-      fn = functools.partial(target, **given) if given else target
-    if adapted:
+      fn = functools.partial(target, **arguments) if arguments else target
+    if is_verl:
       fn = verl.adapt(fn)
   except InputError as error:
     text = str(error)
-    raise InputError(text if text.startswith(what) else f'{what}: {text}') from error
+    raise InputError(text if text.startswith(label) else f'{label}: {text}') from error
   except BaseException as error:  # the user's module may raise anything
-    raise InputError(f'{what}: importing {base} {user_code.describe(error)}') from error
+    raise InputError(f'{label}: importing {base} {user_code.describe(error)}') from error
   if not callable(fn):
-    raise InputError(f'{what}: {base} made {type_of(fn)}, not a reward function')
+    raise InputError(f'{label}: {base} made {type_of(fn)}, not a reward function')
   reward = call.load(name, fn)
   return dataclasses.replace(reward, file=call.file_of(target, base))
 
 
-def _parse(query: str, what: str) -> dict[str, str]:
+def _parse(query: str, label: str) -> dict[str, str]:
   """Parses 'key=value&key=value'."""
   options = {}
   for item in query.split('&') if query else ():
     key, equals, value = item.partition('=')
     if not key or not equals:
-      raise InputError(f'{what}: option {item!r} must be key=value; several are joined with &')
+      raise InputError(f'{label}: option {item!r} must be key=value; several are joined with &')
     if key in options:
-      raise InputError(f'{what}: option {key} is given twice')
+      raise InputError(f'{label}: option {key} is given twice')
     options[key] = urllib.parse.unquote(value)
   return options
 
@@ -83,50 +83,49 @@ def _parameters(target: Callable) -> dict[str, inspect.Parameter]:
   return {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
 
 
-def _is_reward(target: Callable, adapted: bool) -> bool:
+def _is_reward(target: Callable, is_verl: bool) -> bool:
   """True for a reward function, False for a factory that returns one."""
-  if adapted or any(n in _parameters(target) for n in user_code.STANDARD):
+  if is_verl or any(n in _parameters(target) for n in user_code.STANDARD):
     return True
   return any(p.kind == p.VAR_KEYWORD for p in inspect.signature(target).parameters.values())
 
 
-def _typed(target: Callable, options: dict[str, str], what: str) -> Iterator[tuple[str, Any]]:
+def _typed(target: Callable, options: dict[str, str], label: str) -> Iterator[tuple[str, Any]]:
   """Yields (key, converted value) of each option; InputError for an unknown or missing one."""
-  known = _parameters(target)
-  known = {n: p for n, p in known.items() if n not in user_code.GIVEN}
+  parameters = {n: p for n, p in _parameters(target).items() if n not in user_code.GIVEN}
   for key, text in options.items():
-    if key not in known:
-      hint = did_you_mean(key, known)
-      raise InputError(f'{what}: unknown option {key!r}; {hint}there are: {", ".join(known) or "none"}')
-    yield key, _value(key, text, known[key], what)
+    if key not in parameters:
+      hint = did_you_mean(key, parameters)
+      raise InputError(f'{label}: unknown option {key!r}; {hint}there are: {", ".join(parameters) or "none"}')
+    yield key, _value(key, text, parameters[key], label)
   if isinstance(target, type):
-    for key, parameter in known.items():
+    for key, parameter in parameters.items():
       if parameter.default is parameter.empty and key not in options:
-        raise InputError(f'{what}: needs the option {key!r}; write NAME?{key}=VALUE')
+        raise InputError(f'{label}: needs the option {key!r}; write NAME?{key}=VALUE')
 
 
-def _value(key: str, text: str, parameter: inspect.Parameter, what: str) -> int | float | bool | str:
-  kind = _kind(parameter)
+def _value(key: str, text: str, parameter: inspect.Parameter, label: str) -> int | float | bool | str:
+  type_ = _type(parameter)
   try:
-    if kind is bool:
+    if type_ is bool:
       return {'true': True, '1': True, 'false': False, '0': False}[text.lower()]
-    value = kind(text)
-    if kind is float and not math.isfinite(value):
+    value = type_(text)
+    if type_ is float and not math.isfinite(value):
       raise ValueError
     return value
   except (KeyError, ValueError):
-    raise InputError(f'{what}: option {key}={text!r} is no {kind.__name__}') from None
+    raise InputError(f'{label}: option {key}={text!r} is no {type_.__name__}') from None
 
 
-def _kind(parameter: inspect.Parameter) -> type:
+def _type(parameter: inspect.Parameter) -> type:
   """Returns int, float, bool or str, by the annotation, else by the default."""
-  kinds = {'int': int, 'float': float, 'bool': bool, 'str': str}
-  note = parameter.annotation
-  if isinstance(note, str):  # The module has `from __future__ import annotations`.
-    note = kinds.get(note.split('|')[0].strip(), note)
-  if isinstance(note, types.UnionType) or typing.get_origin(note):
-    note = next((a for a in typing.get_args(note) if a in kinds.values()), note)
-  if note in kinds.values():
-    return note
+  by_name = {'int': int, 'float': float, 'bool': bool, 'str': str}
+  annotation = parameter.annotation
+  if isinstance(annotation, str):  # The module has `from __future__ import annotations`.
+    annotation = by_name.get(annotation.split('|')[0].strip(), annotation)
+  if isinstance(annotation, types.UnionType) or typing.get_origin(annotation):
+    annotation = next((a for a in typing.get_args(annotation) if a in by_name.values()), annotation)
+  if annotation in by_name.values():
+    return annotation
   default = type(parameter.default)
-  return default if default in kinds.values() else str
+  return default if default in by_name.values() else str

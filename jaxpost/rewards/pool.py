@@ -32,13 +32,13 @@ _LOG = logging.getLogger(__name__)
 _WINDOW = 100  # groups over which the fraction of failures is computed
 _MIN_GROUPS = 20  # groups before that fraction is checked
 _TAKE_S = 10.0  # seconds for a worker to accept a group
-_SHOWN = 2000  # characters of printed output to log for each group
+_MAX_LOGGED = 2000  # characters of printed output to log for each group
 _HINT = 'rewards run in another process: make it text, numbers, lists or dicts, or drop it with config.data.map'
-_Job = tuple[concurrent.futures.Future[Graded], str, Group]  # a group, and the line that a worker reads
+_Job = tuple[concurrent.futures.Future[Graded], str, Group]  # (result, the JSON line for a worker, the group)
 
 
 class _Reply(NamedTuple):
-  """A worker's values for one group, by function, and why there are no more of them."""
+  """A worker's values for one group, by function, and the error that ended the grading, if any."""
 
   values: dict[str, list]
   error: str | None = None
@@ -82,7 +82,7 @@ class RewardPool:
     weights = weights or [1.0] * len(rewards)
     _check_settings(rewards, weights, workers, timeout_s, max_failed)
     self.names = builtin.short_names(rewards)
-    self.stats = stats_of([])  # of the last batch
+    self.stats = stats_of([])  # counts of the last batch
     self.weights = dict(zip(self.names, weights))
     self._max_failed = max_failed
     self._timeout_s = timeout_s
@@ -113,29 +113,29 @@ class RewardPool:
     self._closed = False
 
   def check_rows(self, rows: Any, names: Sequence[str] | None = None) -> None:
-    """Like `check`, of every row; also refuses values that JSON cannot represent, and null for all built-in functions.
+    """Like `check`, for every row; also refuses values that JSON cannot represent, and null if only built-ins grade.
 
     Args:
-      rows: `data.sources.Rows`; of rows that are read lazily, the columns of the first are checked.
-      names: of the functions that grade them; None: all.
+      rows: `data.sources.Rows`; if they are read lazily, only the columns of the first are checked.
+      names: names of the functions that grade them; None: all.
     """
     first = next(rows[i] for i in range(len(rows)) if rows[i])
     columns = first if rows.streaming else {column: None for i in range(len(rows)) for column in rows[i]}
     self.check(columns, names, f'the data from {rows.where(0)} on')
-    asked = [name for name in self.names if names is None or name in names]
-    for column, value in first.items() if asked else ():
+    graders = [name for name in self.names if names is None or name in names]
+    for column, value in first.items() if graders else ():
       check_json(column, value)
     built_in = {name for name, spec in self._remote if spec.startswith(builtin.PACKAGE)}
-    functions = [found for found in self._needs if found[0] in asked]
+    functions = [entry for entry in self._needs if entry[0] in graders]
     if rows.streaming or not any(needs for *_, needs in functions):
       return
     for i in range(len(rows)):
       filled = [name for name, value in rows[i].items() if value is not None]
       missing = [user_code.missing_of(needs, (*user_code.GIVEN, *filled)) for *_, needs in functions]
-      if all(missing) and built_in.issuperset(asked):  # a user's function may know what null means
+      if all(missing) and built_in.issuperset(graders):  # a user's function may accept null
         column = missing[0][0].replace('|', ' or ')
         raise InputError(
-          f'{rows.where(i)}: {column}: is absent or null, and reward {asked[0]} needs it; give it, or drop the row'
+          f'{rows.where(i)}: {column}: is absent or null, and reward {graders[0]} needs it; give it, or drop the row'
         )
       for name, file, needs in functions if any(missing) else ():
         for column in user_code.missing_of(needs, (*user_code.GIVEN, *rows[i])):
@@ -150,28 +150,28 @@ class RewardPool:
     Args:
       columns: names of the data's columns, to check that each function gets the arguments it needs; None skips that
         check until the first call.
-      names: of the functions to check so; None: all.
+      names: names of the functions whose arguments are checked; None: all.
       at: where the data is, for errors.
     """
     self._start()
     self._needs = [(r.name, r.file, r.needs) for r in self._local]
     for ready in self._ready:
       functions = ready.result()
-    self._needs += [(name, found['file'], found['needs']) for (name, _), found in zip(self._remote, functions)]
+    self._needs += [(name, info['file'], info['needs']) for (name, _), info in zip(self._remote, functions)]
     if columns is None:
       return
-    given = (*user_code.GIVEN, *columns)
+    available = (*user_code.GIVEN, *columns)
     for name, file, arguments in self._needs:
       if names is not None and name not in names:
         continue
-      for missing in user_code.missing_of(arguments, given):
-        raise InputError(f'reward {name} ({file}): {user_code.missing_column(missing, given, at)}')
+      for missing in user_code.missing_of(arguments, available):
+        raise InputError(f'reward {name} ({file}): {user_code.missing_column(missing, available, at)}')
 
   def submit(self, groups: Sequence[Group], step: int | None = None) -> list[concurrent.futures.Future[Graded]]:
     """Starts grading without waiting for it; failures are not counted before `count` is called.
 
     Args:
-      groups: what to grade; InputError if JSON cannot represent a column.
+      groups: groups to grade; InputError if JSON cannot represent a column.
       step: passed to the functions as TRL's trainer_state.global_step.
     """
     lines = [_request(group, step) for group in groups]
@@ -232,9 +232,9 @@ class RewardPool:
         'start_timeout_s': self._start_timeout_s,
       }
       self._reaper = reaper = process.Reaper()
-      what = 'reward ' + ', '.join(name for name, _ in self._remote)
+      label = 'reward ' + ', '.join(name for name, _ in self._remote)
       self._workers = [
-        process.Worker('jaxpost.rewards.worker', setup, variables, reaper, what) for _ in range(self._size)
+        process.Worker('jaxpost.rewards.worker', setup, variables, reaper, label) for _ in range(self._size)
       ]
     workers: list[process.Worker | None] = [*self._workers] or [None]  # None: functions of this process alone
     for worker in workers:
@@ -260,8 +260,8 @@ class RewardPool:
     logged: list[tuple[str, float]] = []
     size = len(group.completions)
     names = group.graded_by
-    asked = [name for name, _ in self._remote if names is None or name in names]
-    reply = self._ask(worker, line, logged, asked) if worker and asked else _Reply({})
+    remote = [name for name, _ in self._remote if names is None or name in names]
+    reply = self._ask(worker, line, logged, remote) if worker and remote else _Reply({})
     if reply.error is None and self._local:
       reply = self._call_local(reply.values, line, logged, names)
     components = {name: reply.values.get(name, [None] * size) for name in self.names}
@@ -309,7 +309,7 @@ class RewardPool:
     finally:
       printed, count = worker.take_printed()
       if count:
-        _LOG.info('rewards printed %d bytes: %s', count, printed[-_SHOWN:])
+        _LOG.info('rewards printed %d bytes: %s', count, printed[-_MAX_LOGGED:])
         if self._console:
           self._console.show(worker, printed, count - process.TAIL)
     if retry and not started:  # This group is not the cause.
@@ -319,24 +319,24 @@ class RewardPool:
   def _sums(self, components: dict[str, list[float | None]], size: int) -> list[float | None]:
     """Returns the weighted sum of the rewards of each completion of a group, or None.
 
-    A function without a verdict on any of them is left out. Where it judged others,
-    its missing verdict must not count 0: the completion has no reward.
+    A function that returned None for all of them is left out. If it returned None for some, these completions have no
+    reward, as None must not count as 0.
     """
     pairs = zip(self.weights.values(), components.values())
-    judged = [(weight, values) for weight, values in pairs if any(v is not None for v in values)]
-    rows = zip(*(values for _, values in judged)) if judged else [(None,)] * size
-    return [None if None in row else sum(w * v for (w, _), v in zip(judged, row)) for row in rows]
+    graded = [(weight, values) for weight, values in pairs if any(v is not None for v in values)]
+    rows = zip(*(values for _, values in graded)) if graded else [(None,)] * size
+    return [None if None in row else sum(w * v for (w, _), v in zip(graded, row)) for row in rows]
 
   def count(self, graded: Sequence[Graded]) -> None:
     """Updates the statistics with a batch; InputError if too many groups failed."""
     self.stats = stats_of(graded)
     if self._console:
       self._console.next_batch()
-    first = not self._recent
+    is_first_batch = not self._recent
     self._recent.extend(g.error for g in graded)
     errors = [error for error in self._recent if error]
     size = len(self._recent)
-    if first and errors and len(errors) == size:
+    if is_first_batch and errors and len(errors) == size:
       raise InputError(f'every group of the first batch failed: {errors[0]}')
     if size >= _MIN_GROUPS and len(errors) > self._max_failed * size:
       raise InputError(
@@ -362,7 +362,7 @@ def _request(group: Group, step: int | None) -> str:
   for name in group.columns:
     if name in user_code.GIVEN:
       raise InputError(
-        f'reward: a column is called {name!r}, a name reserved for what reward functions get from the run; rename it'
+        f'reward: a column is called {name!r}, a name reserved for arguments that the run gives to functions; rename it'
       )
   fields.update(group.columns)
   for name, values in fields.items():

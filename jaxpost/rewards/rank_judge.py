@@ -1,8 +1,8 @@
 """The reward of an LLM judge that ranks the completions of a group against each other.
 
 One request to URL/chat/completions shows all completions of a prompt, and the judge answers with their order. A
-judge may prefer what stands first, so each group is shown in several orders and the places are averaged. `launch.serve`
-makes an engine of this library such a URL.
+judge may prefer the first answers, so each group is shown in several orders and the places are averaged.
+`launch.serve` serves an engine of this library at such a URL.
 
 Legend: G completions of a group, D of them distinct.
 """
@@ -33,7 +33,7 @@ _RANKING = r'(?i)ranking[\s:*"]{1,6}([\d\s>=]+)'
 
 
 class RankJudge(judge.Judge):
-  """The place of a completion in the judge's order of its group: 1 for the best, 0 for the worst, ties share the mean.
+  """The place of a completion in the judge's order of its group: 1 for the best, 0 for the worst, ties get their mean.
 
   Args:
     url, model, api_key_env, timeout, retries, parallel, temperature, max_tokens, pause: as for `judge`.
@@ -93,42 +93,43 @@ class RankJudge(judge.Judge):
     errors = [v.error for v in verdicts if v.error]
     if len(errors) == len(verdicts):
       raise call.RewardError(f'no request was answered: {errors[-1]}')
-    found = [v.score for v in verdicts if v.score is not None]
+    rankings = [v.score for v in verdicts if v.score is not None]
     if log_metric:
-      log_metric('rank_judge_without_ranking', 1 - len(found) / len(verdicts))
-      if len(found) > 1:
-        log_metric('rank_judge_agreement', _agreement(found))
-    if not found:
+      log_metric('rank_judge_without_ranking', 1 - len(rankings) / len(verdicts))
+      if len(rankings) > 1:
+        log_metric('rank_judge_agreement', _agreement(rankings))
+    if not rankings:
       return [None] * len(texts)
-    means = {text: sum(scores[n] for scores in found) / len(found) for n, text in enumerate(distinct)}
+    means = {text: sum(scores[n] for scores in rankings) / len(rankings) for n, text in enumerate(distinct)}
     return [means[text] for text in texts]
 
   def _rank(
     self, prompt: str | list[dict], texts: Sequence[str], columns: dict, deadline: float, order: Sequence[int]
   ) -> judge.Verdict:
-    """Asks for the ranking of the texts in this order; its score is one number for each text, in their own order."""
+    """Shows the texts in this order and asks for their ranking; returns one score for each text, in list order."""
     answers = '\n\n'.join(f'Answer {place}:\n{texts[n]}' for place, n in enumerate(order, 1))
     text = self.fill({'prompt': judge.prompt_text(prompt), 'answers': answers, 'count': len(order), **columns})
     return self.ask(text, deadline, functools.partial(self._read_ranking, order))
 
   def _read_ranking(self, order: Sequence[int], reply: str) -> list[float] | None:
     """Returns the score of each text, or None unless the reply orders all of them."""
-    found = list(self._score.finditer(reply))
-    tiers = [re.findall(r'\d+', tier) for tier in found[-1][1].split('>')] if found else []
+    matches = list(self._score.finditer(reply))
+    tiers = [re.findall(r'\d+', tier) for tier in matches[-1][1].split('>')] if matches else []
     named = [int(number) for tier in tiers for number in tier]
     if sorted(named) != list(range(1, len(order) + 1)) or not all(tiers):
       return None
-    scores, done = [0.0] * len(order), 0
+    scores = [0.0] * len(order)
+    num_ranked = 0
     for tier in tiers:
-      place = done + (len(tier) - 1) / 2
+      place = num_ranked + (len(tier) - 1) / 2  # the mean place of a tie, from 0
       for number in tier:
         scores[order[int(number) - 1]] = 1 - place / (len(order) - 1)
-      done += len(tier)
+      num_ranked += len(tier)
     return scores
 
 
 def _orders(size: int, count: int) -> list[list[int]]:
-  """Returns `count` orders of 0 ... size - 1: as they are, reversed, then both rotated further and further."""
+  """Returns `count` orders of 0 ... size - 1: ascending, descending, then both rotated further and further."""
   orders = []
   for k in range(count):
     start = (k // 2) * size // max(1, (count + 1) // 2)
@@ -137,9 +138,9 @@ def _orders(size: int, count: int) -> list[list[int]]:
   return orders
 
 
-def _agreement(found: Sequence[Sequence[float]]) -> float:
-  """Returns the fraction of pairs of texts that the first two rankings order alike."""
-  first, second = found[:2]
+def _agreement(rankings: Sequence[Sequence[float]]) -> float:
+  """Returns the fraction of pairs of texts that the first two rankings order in the same way."""
+  first, second = rankings[:2]
   pairs = [(i, j) for i in range(len(first)) for j in range(i)]
   return sum(_sign(first[i] - first[j]) == _sign(second[i] - second[j]) for i, j in pairs) / len(pairs)
 

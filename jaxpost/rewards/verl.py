@@ -22,7 +22,7 @@ def adapt(compute_score: Callable) -> Callable:
   They are `data_source`, `reward_model` ({'ground_truth': ...}) and, optionally, `extra_info`.
   """
 
-  async def graded(completions, data_source, reward_model, extra_info=None, log_metric=None):
+  async def grade(completions, data_source, reward_model, extra_info=None, log_metric=None):
     extra_info = extra_info or [None] * len(completions)
     results = [
       compute_score(**_arguments(*row)) for row in zip(completions, data_source, reward_model, extra_info, strict=True)
@@ -32,7 +32,7 @@ def adapt(compute_score: Callable) -> Callable:
     results = [await t if inspect.isawaitable(t) else t for t in tasks]
     return [_score(r, log_metric) for r in results]
 
-  return graded
+  return grade
 
 
 def _arguments(completion: str | list[dict], source: Any, model: Any, extra: Any) -> dict:

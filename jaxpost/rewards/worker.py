@@ -10,7 +10,7 @@ It exchanges JSON objects with the pool, one per line, on stdin and stdout:
         'arguments': {'prompts', 'completions',
         'completion_ids', column...}}                            per group
   out  {'start': name}, then {'values': [...], 'logged': [[name, value], ...]}
-       or {'error': text}; for each of these functions, until the first error
+       or {'error': text}; for each function in order, until the first error
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Started(NamedTuple):
 
   Attributes:
     setup: the first line that the pool sent.
-    requests: the lines to come.
+    requests: the following lines.
     reply: sends a JSON object to the pool.
-    loaded: the user's code.
+    loaded: the result of loading the user's code.
   """
 
   setup: dict
@@ -99,7 +99,7 @@ def _die_with_owner() -> None:
 
 
 def _leave_to_owner(number: int, frame: object) -> None:
-  """Ignores a signal in the worker, whose owner saves and then ends it, and not in processes that it forks.
+  """Ignores a signal in the worker, whose owner saves and then ends it; in processes that it forks the signal acts.
 
   A scheduler signals all processes of a job, and a group that is being graded must not fail because of it.
   """
@@ -113,10 +113,10 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
   """Moves the pipes to other descriptors: the user's code reads an empty stdin, and its stdout goes to stderr."""
   requests = os.fdopen(os.dup(0), 'rb')
   replies = os.fdopen(os.dup(1), 'wb')
-  nothing = os.open(os.devnull, os.O_RDONLY)
-  os.dup2(nothing, 0)
+  devnull = os.open(os.devnull, os.O_RDONLY)
+  os.dup2(devnull, 0)
   os.dup2(2, 1)
-  os.close(nothing)
+  os.close(devnull)
   return requests, replies
 
 
@@ -134,7 +134,7 @@ def _grade(rewards: list[call.Reward], line: bytes, reply: Callable[[dict], None
       continue
     if len(rewards) > 1:
       with contextlib.suppress(OSError):  # The user's code has closed its stderr.
-        os.write(2, f'\0{reward.name}\n'.encode())  # The pool shows by it which function printed a line.
+        os.write(2, f'\0{reward.name}\n'.encode())  # tells the pool which function prints the lines after it
     reply({'start': reward.name})
     # Prints the stack shortly before the pool kills a function that hangs; a C thread does it, even if the GIL is held.
     faulthandler.dump_traceback_later(0.9 * timeout_s, file=2)

@@ -3,8 +3,8 @@
 Start with `controller`: sample, grade, score, credit, batches. `rollout_queue` decides which
 weights sample which rollout, `grading` sends completions to reward functions and reward models,
 `scoring` runs the models that score them, `dynamic_sampling` draws more prompts, `curriculum`
-leaves out those that are solved, and `batching` packs rollouts into a Batch.
+skips those that are solved, and `batching` packs rollouts into a Batch.
 
-Imports algorithms/, rollout/, data/ and below; stage/ puts it together. Never here: how a token
-is drawn or a loss is computed.
+Imports algorithms/, rollout/, data/ and below; stage/ assembles its parts. Never here: sampling of
+tokens, and losses.
 """

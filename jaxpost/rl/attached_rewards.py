@@ -1,4 +1,4 @@
-"""Rewards besides those of functions: of an environment, recorded with a rollout, or of a reward model.
+"""Rewards that no reward function computes: of an environment, recorded with a rollout, or of a reward model.
 
 Legend: N sequences, in P groups of G; C completion tokens.
 """
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 
 def add_attached(groups: Sequence[Graded], rollout: Rollout) -> list[Graded]:
-  """Returns the groups with further rewards.
+  """Returns the groups with the rewards that came with the rollout added.
 
   Args:
     groups: as the reward functions graded them.
-    rollout: its `rewards` are NaN where there is none, which leaves the sample without a reward. They do not count for
-      prompts whose source (`rl.sources`) has no environment.
+    rollout: where its `rewards` are NaN, the sample gets no reward. They do not count for prompts whose source
+      (`rl.sources`) has no environment.
   """
   size = len(groups[0].rewards)
   attached = rollout.rewards or {}
   results = []
   for i, (group, prompt) in enumerate(zip(groups, rollout.prompts, strict=True)):
     if prompt.source.get('environment') == '':
-      none: dict[str, list[float | None]] = {name: [None] * size for name in attached}
-      by = group.graded_by if group.graded_by is not None else list(group.components)
-      results.append(dataclasses.replace(group, components={**group.components, **none}, graded_by=by))
+      no_values: dict[str, list[float | None]] = {name: [None] * size for name in attached}
+      graded_by = group.graded_by if group.graded_by is not None else list(group.components)
+      results.append(dataclasses.replace(group, components={**group.components, **no_values}, graded_by=graded_by))
       continue
     components = {
       name: [None if np.isnan(reward) else float(reward) for reward in values[i * size : (i + 1) * size]]
       for name, values in attached.items()
     }
-    # Functions that have no verdict on any completion of a group are left out of its rewards.
-    left_out = group.error is None and all(reward is None for reward in group.rewards)
-    # In this order: floating-point sums depend on it.
-    rows = zip([0.0] * size if left_out else group.rewards, *components.values())
+    # If the functions returned None for every completion of a group, without an error, they count as 0.
+    not_graded = group.error is None and all(reward is None for reward in group.rewards)
+    # Floating-point sums depend on this order.
+    rows = zip([0.0] * size if not_graded else group.rewards, *components.values())
     rewards = [None if None in parts else parts[0] + sum(parts[1:]) for parts in rows]
     results.append(dataclasses.replace(group, components={**group.components, **components}, rewards=rewards))
   return results
@@ -52,14 +52,14 @@ def add_attached(groups: Sequence[Graded], rollout: Rollout) -> list[Graded]:
 def add_reward_model(
   rollout: Rollout, results: Sequence[Graded], rewards: np.ndarray, outputs: np.ndarray, grader: Grader
 ) -> tuple[Rollout, list[Graded], np.ndarray]:
-  """Adds the rewards of a reward model, but to samples that have failed: these stay without a reward.
+  """Adds the rewards of a reward model, except to samples whose other rewards have failed: these get no reward.
 
   Args:
     rewards: [P, G] sums of the other rewards.
-    outputs: [N, C] of the reward model; the one of the last token of a completion is its reward.
+    outputs: [N, C] of the reward model; the output at the last token of a completion is its reward.
 
   Returns:
-    The rollout, which has the rewards of steps if `grader.per_step`, the results and the sums.
+    The rollout, with rewards of steps if `grader.per_step`, the results, and the sums [P, G].
   """
   last = np.maximum(rollout.lengths, 1) - 1
   scores = np.asarray(outputs, np.float64)[np.arange(len(last)), last]
@@ -78,7 +78,7 @@ def add_reward_model(
 
 
 def _failed(rollout: Rollout, results: Sequence[Graded], rewards: np.ndarray) -> np.ndarray:
-  """[P, G] bool: a reward function or an environment has failed, for which a reward model does not make up."""
+  """Returns where a reward function or an environment has failed, [P, G] bool."""
   missing = np.isnan(rewards)
   no_function = missing.all(axis=1, keepdims=True)  # groups that only the reward model grades
   raised = np.array([[group.error is not None] for group in results])

@@ -1,4 +1,4 @@
-"""Rollouts packed into rows of a `Batch`, and arrays of rows unpacked again.
+"""Packs rollouts into rows of a `Batch`, and unpacks arrays of rows again.
 
 Legend: N sequences, G samples a prompt, C completion tokens, B rows, T tokens a row, n chosen sequences.
 """
@@ -13,7 +13,7 @@ from jaxpost.types import Array, Batch, Rollout
 
 
 def token_weights(mask: np.ndarray, aggregate: str, max_tokens: int) -> np.ndarray:
-  """Returns weights [N, C] such that sum(weights * losses) is the loss of a batch.
+  """Returns weights [N, C] such that sum(weights * losses) is the loss of a batch, by `aggregate`:
 
   'token': the mean over all tokens (DAPO, arXiv:2503.14476, eq. 8).
   'sequence': the mean over sequences of their means (GRPO, arXiv:2402.03300, eq. 3).
@@ -33,15 +33,14 @@ def token_weights(mask: np.ndarray, aggregate: str, max_tokens: int) -> np.ndarr
 
 def completion_mask(rollout: Rollout) -> np.ndarray:
   """[N, C] float32: 1 on the tokens that the policy sampled."""
-  columns = np.arange(rollout.completions.shape[1])
-  mask = columns < rollout.lengths[:, None]
+  mask = np.arange(rollout.completions.shape[1]) < rollout.lengths[:, None]
   if rollout.mask is not None:
     mask &= rollout.mask
   return mask.astype(np.float32)
 
 
 def token_versions(rollout: Rollout) -> np.ndarray:
-  """[N, C] int32: number of optimizer updates that produced the weights that sampled a token."""
+  """[N, C] int32: how many optimizer updates produced the weights that each token was sampled from."""
   if rollout.versions is not None:
     return rollout.versions
   return np.full(rollout.completions.shape, rollout.version, np.int32)
@@ -51,7 +50,7 @@ def minibatches(num_sequences: int, rl: Any, seed: int, step: int) -> Iterator[n
   """Yields the indices of the sequences of each update of a step.
 
   Args:
-    rl: `config.rl`. With more than one minibatch each epoch has an order of its own, a function of (seed, step, epoch).
+    rl: `config.rl`. With more than one minibatch each epoch is shuffled, by a function of (seed, step, epoch).
   """
   for epoch in range(rl.epochs):
     order = np.arange(num_sequences)
@@ -61,7 +60,7 @@ def minibatches(num_sequences: int, rl: Any, seed: int, step: int) -> Iterator[n
 
 
 def group_size(rollout: Rollout) -> int:
-  """Samples of each prompt."""
+  """Returns the number of samples of each prompt."""
   return len(rollout.lengths) // len(rollout.prompts)
 
 
@@ -71,9 +70,9 @@ def prompt_lengths(rollout: Rollout) -> np.ndarray:
 
 
 class Place(NamedTuple):
-  """The columns of a row that a sequence fills, in a branch of a document (a segment), both numbered from 1.
+  """The columns [start, end) of a row that a sequence fills, as a branch of a document (a segment), numbered from 1.
 
-  The first branch begins with the prompt, the next ones with its last token, at `start`; the completion with `first`.
+  The first branch starts with the whole prompt, the others with its last token; the completion starts at `first`.
   """
 
   sequence: int
@@ -98,7 +97,8 @@ def places(
   """
   prompts, completions = prompt_lengths(rollout), rollout.lengths
 
-  def packed(documents: list[list[int]]) -> list[list[int]]:
+  def pack(documents: list[list[int]]) -> list[list[int]]:
+    # A document has P - 1 tokens of the prompt, and in each branch the last one of the prompt and a completion.
     return packing.pack([int(prompts[d[0]] - 1 + (1 + completions[d]).sum()) for d in documents], row_length)
 
   documents = [[n] for n in members]
@@ -107,18 +107,18 @@ def places(
 
     shared = [*shared_prompts.documents(members, group_size(rollout), prompts, completions, row_length)]
     # Sequences that minibatches draw at random from groups may fill rows better one by one.
-    documents = min(shared, documents, key=lambda x: len(packed(x)))
-  rows = packed(documents)
+    documents = min(shared, documents, key=lambda x: len(pack(x)))
+  rows = pack(documents)
   if len(rows) > num_rows:
     raise ValueError(f'{len(rows)} rows do not fit {num_rows}')
-  for row, chosen in enumerate(rows):
-    at = 0
-    for segment, i in enumerate(chosen, 1):
+  for row, indices in enumerate(rows):
+    start = 0
+    for segment, i in enumerate(indices, 1):
       for branch, n in enumerate(documents[i], 1):
-        first = at + (prompts[n] if branch == 1 else 1)
+        first = start + (prompts[n] if branch == 1 else 1)
         end = first + completions[n]
-        yield Place(n, row, segment, branch, start=at, first=first, end=end)
-        at = end
+        yield Place(n, row, segment, branch, start=start, first=first, end=end)
+        start = end
 
 
 def to_batch(
@@ -144,8 +144,8 @@ def to_batch(
   tokens, positions, segment_ids, sequence_ids, branch_ids = (np.zeros(shape, np.int32) for _ in range(5))
   loss_weights = np.zeros(shape, np.float32)
   if 'temperature' in rollout.prompts[0].source.get('sampling', ()):  # then every source has one
-    own = np.repeat([p.source['sampling']['temperature'] for p in rollout.prompts], group_size(rollout))
-    arrays = {**arrays, 'temperature': np.broadcast_to(own[:, None], rollout.logprobs.shape)}
+    temperatures = np.repeat([p.source['sampling']['temperature'] for p in rollout.prompts], group_size(rollout))
+    arrays = {**arrays, 'temperature': np.broadcast_to(temperatures[:, None], rollout.logprobs.shape)}
   packed = {name: np.zeros(shape, np.float32) for name in arrays}
   recorded = {name: x for name, x in (('experts', rollout.experts), ('allowed', rollout.allowed)) if x is not None}
   optional = {name: np.zeros((*shape, *x.shape[2:]), x.dtype) for name, x in recorded.items()}
@@ -154,10 +154,10 @@ def to_batch(
     rollout, members, num_rows, row_length, share_prompt=share_prompt
   ):
     length = end - first
-    text = np.concatenate([rollout.prompts[n // size].tokens, rollout.completions[n, :length]])
-    skipped = len(text) - (end - start)  # tokens of the prompt that an earlier branch has
-    tokens[row, start:end] = text[skipped:]
-    positions[row, start:end] = np.arange(skipped, len(text))
+    sequence = np.concatenate([rollout.prompts[n // size].tokens, rollout.completions[n, :length]])
+    skipped = len(sequence) - (end - start)  # tokens of the prompt that the first branch has
+    tokens[row, start:end] = sequence[skipped:]
+    positions[row, start:end] = np.arange(skipped, len(sequence))
     segment_ids[row, start:end] = segment
     branch_ids[row, max(first - 1, start) : end] = branch
     # Prompts belong to no sequence: nothing is learned on them.
@@ -166,7 +166,7 @@ def to_batch(
     for name, values in arrays.items():
       packed[name][row, first:end] = values[n, :length]
     if 'experts' in recorded:  # of the prompt, too
-      optional['experts'][row, start:end] = recorded['experts'][n, skipped : len(text)]
+      optional['experts'][row, start:end] = recorded['experts'][n, skipped : len(sequence)]
     if 'allowed' in recorded:
       optional['allowed'][row, first:end] = recorded['allowed'][n, :length]
   if 'temperature' in packed:
@@ -179,13 +179,13 @@ def to_batch(
 def from_rows(
   rollout: Rollout, values: Array, num_rows: int, row_length: int, share_prompt: bool = False
 ) -> np.ndarray:
-  """Unpacks what programs computed of a batch of all sequences.
+  """Unpacks per-token outputs of a program for a batch of all sequences.
 
   Args:
     values: [M, B / M, T], M micro-batches.
 
   Returns:
-    [N, C] float32, 0 after the end of a completion.
+    The outputs at completion tokens, [N, C] float32, 0 after the end of a completion.
   """
   values = np.asarray(values).reshape(-1, row_length)
   out = np.zeros(rollout.completions.shape, np.float32)

@@ -4,8 +4,8 @@ It alternates programs on the devices and worker processes on the hosts, and pas
 
     Prompt -> Rollout -> GradedRollout -> Experience -> Credit -> Batch
 
-`loop.py` consumes its items like those of any data set. All processes of a run execute it on the same values, so they
-take the same decisions.
+`loop.py` consumes its items like those of any data set. All processes of a run compute the same values on the host, so
+they take the same decisions.
 
 Legend: N sequences, C completion tokens, M micro-batches, B rows, T row length.
 """
@@ -24,7 +24,7 @@ from jaxpost.rl.rollout_queue import OnDispatch, RolloutQueue, RolloutSampler
 from jaxpost.rl.scoring import Scorer
 from jaxpost.types import Batch, Credit, Experience, Item, RowShape, Scores, Update
 
-if typing.TYPE_CHECKING:  # passed in
+if typing.TYPE_CHECKING:  # for annotations only: the objects are passed in
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.prompts import PromptStream
   from jaxpost.monitor.timeline import Timeline
@@ -39,11 +39,11 @@ class Controller:
   """An iterator of `types.Item`, one per step, resumable at every step.
 
   Attributes:
-    config: that of the stage.
+    config: the config of the stage.
     sampler: an engine, an environment, recorded rollouts or demonstrations.
-    step_shape, update_shape: of a batch of all sequences of a step, and of a minibatch; they never change.
-    engine: that the sampler runs on; None where it needs no weights.
-    memory: what the algorithm remembers between steps.
+    step_shape: fixed shape of a batch of all sequences of a step; update_shape: that of a minibatch.
+    engine: runs the sampler's programs; None where the sampler needs no weights.
+    memory: state of the algorithm between steps, see `types.Experience`.
     surplus: groups of dynamic sampling for later steps.
     replay: right samples for later steps (`config.rl.replay`).
   """
@@ -73,7 +73,7 @@ class Controller:
     return self
 
   def __next__(self) -> Item:
-    """Makes what the next step trains on."""
+    """Samples, grades and packs the data of the next step."""
     sampled = pending = self.rollouts.take(self.step)  # calls `sample` unless sampled ahead; grading has begun
     if self.replay:
       with self.timer('reward'):
@@ -102,7 +102,7 @@ class Controller:
     One round of prompts or, with `config.rl.dynamic_sampling`, rounds until enough groups have right and wrong answers.
     """
     pending = self.sample_round(step, on_dispatch)
-    wanted = self.config.rollout.prompts
+    num_groups = self.config.rollout.prompts
     max_rounds = self.config.rl.dynamic_sampling
     if not max_rounds:
       return pending
@@ -111,9 +111,9 @@ class Controller:
     pending = pending.join(self.surplus.take(step))
     while True:
       with self.timer('reward'):
-        more = dynamic_sampling.needs_more_groups(pending, step, wanted, max_rounds)
-      if not more:
-        return self.surplus.select(pending, wanted)
+        needs_more = dynamic_sampling.needs_more_groups(pending, step, num_groups, max_rounds)
+      if not needs_more:
+        return self.surplus.select(pending, num_groups)
       pending = pending.join(self.sample_round(step, on_dispatch))
 
   def sample_round(self, step: int, on_dispatch: OnDispatch | None) -> PendingRollout:
@@ -136,11 +136,11 @@ class Controller:
     """Joins rollout, rewards and log-probs for the algorithm's `credit`."""
     rollout = graded.rollout
     mask = batching.completion_mask(rollout)
-    if self.config.rl.dynamic_sampling:  # groups that only fill up the step train nothing
+    if self.config.rl.dynamic_sampling:  # groups whose answers are all right or all wrong only fill up the batch
       mask = mask * np.repeat(varied(graded.verdicts), batching.group_size(rollout))[:, None]
     arrays = {'sampler_logprobs': rollout.logprobs, **scores._replace(reward_model=None).computed()}
-    if rollout.expert is not None:  # demonstrations: the present policy stands for a sampler, so that ratios are 1
-      arrays['sampler_logprobs'] = np.where(rollout.expert[:, None], scores.old_logprobs, rollout.logprobs)
+    if rollout.demonstration is not None:  # not sampled: the ratios of demonstrations are 1
+      arrays['sampler_logprobs'] = np.where(rollout.demonstration[:, None], scores.old_logprobs, rollout.logprobs)
     return Experience(
       rollout,
       graded.rewards,
@@ -154,7 +154,7 @@ class Controller:
     )
 
   def make_batches(self, experience: Experience, credit: Credit) -> list[Update]:
-    """Packs and places the batch of each update of the step, in order."""
+    """Packs the batch of each update of the step, in order, and places it on the devices."""
     config, roles = self.config, self.roles
     train_policy = not roles.critic or self.step >= config.critic.warmup_steps
     updates = []
@@ -167,7 +167,7 @@ class Controller:
     return updates
 
   def _pack(self, experience: Experience, credit: Credit, members: Sequence[int]) -> Batch:
-    """The host batch of one update."""
+    """Returns the host batch of one update; `members` are the indices of its sequences."""
     config, shape = self.config, self.update_shape
     if self.algorithm.pack:
       return self.algorithm.pack(experience, credit, members, config, shape.num_rows, row_length=shape.row_length)

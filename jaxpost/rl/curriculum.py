@@ -1,8 +1,7 @@
-"""Prompts by their pass rate: solved ones are retired, or prompts are drawn in proportion to what is missing.
+"""Draws prompts by their pass rate: solved ones are retired, or each has the probability 1 - pass rate.
 
-`Curriculum` stands between `data.prompts.PromptStream`, which asks whether to draw a
-row, and the grader, which reports the verdicts of every group that was sampled, also of
-those that dynamic sampling left out.
+`data.prompts.PromptStream` asks `Curriculum` whether to draw a row; the grader reports the
+verdicts of every group that was sampled, also of those that dynamic sampling did not select.
 
 Legend: P prompts (groups), G samples a prompt.
 """
@@ -30,11 +29,11 @@ class Curriculum:
     kind: 'retire': rows whose last group was all right are not drawn again;
       'prioritized': a row is drawn with probability 1 - its last pass rate (Kimi k1.5,
       arXiv:2501.12599, section 2.3.4).
-    passes: verdict from which a completion is right.
+    passes: lowest verdict of a right completion.
     rates: row -> pass rate of its last group; rows that were never sampled are drawn.
-    passed_over: rows that were not drawn so far.
+    passed_over: how many times a row was not drawn, so far.
     per_step: prompts of a step.
-    drawn: rows drawn in the present pass over the data.
+    drawn: number of rows drawn in the current pass over the data.
   """
 
   kind: str
@@ -47,9 +46,9 @@ class Curriculum:
   drawn: int = 0
 
   def draws(self, row: int, index: int) -> bool:
-    """Returns whether `row`, in place `index` of the endless order of prompts, is drawn.
+    """Returns whether `row`, at `index` of the endless order of prompts, is drawn.
 
-    After a pass that draws fewer rows than a step takes, all are drawn again: steps would train on
+    After a pass that draws fewer rows than a step takes, all are drawn again: otherwise steps would train on
     the same few prompts over and over.
     """
     if index % len(self.stream) == 0:
@@ -76,22 +75,22 @@ class Curriculum:
     self.drawn += 1
 
   def observe(self, pending: PendingRollout, graded: GradedRollout) -> None:
-    """Takes down the pass rates of a graded rollout; adds `curriculum/*` to its metrics."""
+    """Records the pass rates of a graded rollout, and adds `curriculum/*` to its metrics."""
     if graded.sampled is None:
       prompts, table = graded.rollout.prompts, graded.verdicts
     else:
-      prompts = [prompt for one in pending.rounds if not one.from_earlier_step for prompt in one.rollout.prompts]
+      prompts = [prompt for r in pending.rounds if not r.from_earlier_step for prompt in r.rollout.prompts]
       table = verdicts(graded.sampled, reward_table(graded.sampled), pending.grader.correct_by)
-    if graded.rollout.expert is not None:  # the last of a group is an answer of the data, not of the policy
+    if graded.rollout.demonstration is not None:  # the last of a group is an answer of the data, not of the policy
       table = table[:, :-1]
     for prompt, values in zip(prompts, table):
       values = values[np.isfinite(values)]
       if values.size:
         self.rates[self.stream.row(prompt.index)] = float((values >= self.passes).mean())
-    found = np.array([*self.rates.values()] or [0.0])
+    rates = np.array([*self.rates.values()] or [0.0])
     pending.info |= {
-      'curriculum/pass_rate': float(found.mean()),
-      'curriculum/solved': int((found == 1).sum()),
+      'curriculum/pass_rate': float(rates.mean()),
+      'curriculum/solved': int((rates == 1).sum()),
       'curriculum/seen': len(self.rates),
       'curriculum/passed_over': self.passed_over,
     }
@@ -105,4 +104,4 @@ class Curriculum:
     """Continues from `state`."""
     self.rates = {int(row): rate for row, rate in state['rates'].items()}
     self.passed_over = state['passed_over']
-    self.drawn = state.get('drawn', len(self.stream))  # of earlier versions: as if the pass had drawn all
+    self.drawn = state.get('drawn', len(self.stream))  # absent in older checkpoints: as if the pass had drawn all

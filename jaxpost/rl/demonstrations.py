@@ -1,4 +1,4 @@
-"""Samplers whose completions are the answers of a data set, all of them or one of each group.
+"""Samplers that return the answers of a data set: all completions of a step, or one in each group.
 
 Legend: N sequences (one a prompt), G samples a prompt, C completion tokens, P prompt tokens.
 """
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
   from jaxpost.rewards.groups import Graded
   from jaxpost.rl.rollout_queue import OnDispatch, RolloutSampler
 
-_STREAM = 7  # of random numbers, apart from others of the same seed and step
+_STREAM = 7  # separates these random numbers from others of the same seed and step
 
 
 @dataclasses.dataclass
 class DemonstrationSampler:
-  """A sampler that in a share of the steps returns the answers of the data.
+  """A sampler that returns the answers of the data in a share of the steps.
 
   Attributes:
-    sampler: for the other steps.
-    share: of the steps; which ones is a function of seed and step alone.
-    max_tokens: of an answer; longer ones are cut.
+    sampler: samples the completions of the other steps.
+    share: fraction of the steps; the choice is a function of seed and step alone.
+    max_tokens: limit of an answer; longer ones are cut.
   """
 
   sampler: RolloutSampler
@@ -62,12 +62,12 @@ class DemonstrationSampler:
 
 
 @dataclasses.dataclass
-class ExpertSampler:
+class SamplerWithDemonstrations:
   """A sampler whose groups end with the answer of the data (LUFFY, arXiv:2504.14945).
 
   Attributes:
-    sampler: of the other samples of a group.
-    max_tokens: of an answer; longer ones are cut.
+    sampler: draws the other samples of a group.
+    max_tokens: limit of an answer; longer ones are cut.
   """
 
   sampler: RolloutSampler
@@ -86,25 +86,25 @@ class ExpertSampler:
     if group_size == 1:
       return self.sampler(prompts, 1, step, on_dispatch, **sampling)
     drawn = self.sampler(prompts, group_size - 1, step, on_dispatch, **sampling)
-    given = to_rollout(prompts, self.tokenizer, self.max_tokens, step)
-    given = given.replace(versions=np.full(given.completions.shape, drawn.version, np.int32))
+    answers = to_rollout(prompts, self.tokenizer, self.max_tokens, step)
+    answers = answers.replace(versions=np.full(answers.completions.shape, drawn.version, np.int32))
 
-    def joined(x: np.ndarray, last: np.ndarray | None) -> np.ndarray:
-      """[P * (G - 1), ...] and [P, ...] -> [P * G, ...]."""
+    def append(x: np.ndarray, last: np.ndarray | None) -> np.ndarray:
+      """Appends the answers [P, ...] to the groups of samples [P * (G - 1), ...]; returns [P * G, ...]."""
       if last is None:  # the data have no such array
         last = np.zeros((len(prompts), *x.shape[1:]), x.dtype)
       groups = x.reshape(len(prompts), group_size - 1, *x.shape[1:])
       return np.concatenate([groups, last[:, None]], axis=1).reshape(-1, *x.shape[1:])
 
-    expert = np.arange(len(prompts) * group_size) % group_size == group_size - 1
-    return drawn.replace(expert=expert, **{name: joined(x, vars(given)[name]) for name, x in arrays_of(drawn).items()})
+    demonstration = np.arange(len(prompts) * group_size) % group_size == group_size - 1
+    arrays = {name: append(x, vars(answers)[name]) for name, x in arrays_of(drawn).items()}
+    return drawn.replace(demonstration=demonstration, **arrays)
 
 
-def without_experts(rollout: Rollout, expert: np.ndarray, *grades: list[Graded] | None) -> tuple:
-  """Returns (a rollout with the lengths of samples alone, *the grades of groups without those of their last ones)."""
-  own = ~expert
-  samples = rollout.replace(lengths=rollout.lengths[own], finished=rollout.finished[own])
-  return samples, *(groups and [_without_last(group) for group in groups] for groups in grades)  # None: there are none
+def leave_out(rollout: Rollout, demonstration: np.ndarray, *grades: list[Graded] | None) -> tuple:
+  """Returns (the rollout with the lengths of samples alone, *grades without those of the answers of the data)."""
+  samples = rollout.replace(lengths=rollout.lengths[~demonstration], finished=rollout.finished[~demonstration])
+  return samples, *(groups and [_without_last(group) for group in groups] for groups in grades)  # None stays None
 
 
 def _without_last(group: Graded) -> Graded:
@@ -132,8 +132,8 @@ def make_example(tokenizer: Tokenizer, row: dict, where: str) -> Example:
 def to_rollout(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_tokens: int, step: int = 0) -> Rollout:
   """Returns the data's answers to the prompts, one each, cut to `max_tokens`.
 
-  They have the tokens that training on the data gives them, up to the last
-  trained one; their log-probs are 0.
+  The tokens are those that supervised training on the row would train, from the first to
+  the last trained one; their log-probs are 0.
   """
   num_prompts = len(prompts)
   completions = np.zeros((num_prompts, max_tokens), np.int32)
@@ -160,7 +160,7 @@ def to_rollout(prompts: Sequence[Prompt], tokenizer: Tokenizer, max_tokens: int,
 
 
 def _row(prompt: Prompt) -> dict:
-  """The row that a prompt was made of, with its system prompt."""
+  """Returns the row of the data that a prompt was made from, with its system prompt."""
   messages = prompt.columns.get('messages')
   if messages is None:
     return {**prompt.columns, 'prompt': prompt.prompt}

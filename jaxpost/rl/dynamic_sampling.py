@@ -1,8 +1,8 @@
 """Dynamic sampling: rounds of prompts until enough groups carry a signal.
 
-DAPO (arXiv:2503.14476, section 3.2): others are sampled in place of groups
-that are all right or all wrong, by the reward `rl.correct_by` and not by the sum:
-a length penalty would otherwise be all that a group is trained on.
+DAPO (arXiv:2503.14476, section 3.2): groups that are all right or all wrong are
+replaced by newly sampled ones. The reward `rl.correct_by` decides, not the sum of rewards:
+otherwise groups that differ only in a length penalty would be trained on.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from jaxpost.rl.reward_metrics import verdicts
 from jaxpost.rollout import rollout_codec
 
 
-def needs_more_groups(pending: PendingRollout, step: int, wanted: int, max_rounds: int) -> bool:
+def needs_more_groups(pending: PendingRollout, step: int, num_groups: int, max_rounds: int) -> bool:
   """Returns True while another round has to be sampled; waits for the rewards.
 
   Adds `dynamic_sampling/*` to the metrics of the rollout and warns when
   `max_rounds` have not been enough.
 
   Args:
-    wanted: groups that have to have right and wrong samples.
+    num_groups: how many groups must have right and wrong samples.
   """
-  found = varied_groups(pending).sum()
-  own = dataclasses.replace(pending, rounds=[r for r in pending.rounds if not r.from_earlier_step])
-  num_rounds = len(own.rounds)
+  num_varied = varied_groups(pending).sum()
+  of_this_step = dataclasses.replace(pending, rounds=[r for r in pending.rounds if not r.from_earlier_step])
+  num_rounds = len(of_this_step.rounds)
   pending.info['dynamic_sampling/rounds'] = num_rounds
-  pending.info['dynamic_sampling/kept_ratio'] = float(varied_groups(own).mean())
-  if found >= wanted:
+  pending.info['dynamic_sampling/kept_ratio'] = float(varied_groups(of_this_step).mean())
+  if num_varied >= num_groups:
     return False
   if num_rounds < max_rounds:
     return True
-  pending.info['dynamic_sampling/missing'] = int(wanted - found)
+  pending.info['dynamic_sampling/missing'] = int(num_groups - num_varied)
   logging.warning(
     'step %d: %d of %d groups differ in reward%s after %d rounds; the '
     'update goes on with these (config.rl.dynamic_sampling)',
     step + 1,
-    found,
-    wanted,
+    num_varied,
+    num_groups,
     pending.grader.correct_by and f' {pending.grader.correct_by}',
     num_rounds,
   )
@@ -50,10 +50,7 @@ def needs_more_groups(pending: PendingRollout, step: int, wanted: int, max_round
 
 
 def varied_groups(pending: PendingRollout) -> np.ndarray:
-  """[groups of all rounds] bool: the reward that decides what is correct differs within a group.
-
-  Waits for the reward functions.
-  """
+  """Waits for the rewards, and returns for each group of all rounds whether it has right and wrong samples."""
   correct_by = pending.grader.correct_by
   return np.concatenate([varied(verdicts(r.results, r.rewards, correct_by)) for r in pending.rounds])
 
@@ -61,16 +58,16 @@ def varied_groups(pending: PendingRollout) -> np.ndarray:
 def select_varied(pending: PendingRollout, num_groups: int) -> PendingRollout:
   """Selects the first `num_groups` varied groups, those left over by earlier steps first.
 
-  Others fill up where there are too few, as all steps have the same shape; the controller takes these out of the
-  mask.
+  If there are too few, others fill up the step, as all steps have the same shape; the controller takes these out of
+  the mask.
   """
-  differs = varied_groups(pending)
+  is_varied = varied_groups(pending)
   sizes = [len(r.rewards) for r in pending.rounds]
-  old = np.repeat([r.from_earlier_step for r in pending.rounds], sizes)
-  order = np.concatenate([np.flatnonzero(part) for part in (differs & old, differs & ~old, ~differs)])
-  picked = np.isin(np.arange(len(differs)), order[:num_groups])  # in the order of sampling again
+  is_old = np.repeat([r.from_earlier_step for r in pending.rounds], sizes)
+  order = np.concatenate([np.flatnonzero(part) for part in (is_varied & is_old, is_varied & ~is_old, ~is_varied)])
+  is_selected = np.isin(np.arange(len(order)), order[:num_groups])  # in the order of sampling again
   ends = np.cumsum(sizes)
-  selected = [np.flatnonzero(part).tolist() for part in np.split(picked, ends[:-1])]
+  selected = [np.flatnonzero(part).tolist() for part in np.split(is_selected, ends[:-1])]
   return dataclasses.replace(pending, selected=selected)
 
 
@@ -83,8 +80,8 @@ class Surplus:
   round has.
 
   Attributes:
-    max_steps: that a group waits at most; it is dropped and counted afterwards.
-    waiting: one entry for each round that they were sampled in.
+    max_steps: how many steps a group waits at most; later it is dropped and counted.
+    waiting: the groups, one entry for each round that they were sampled in.
   """
 
   grader: Grader
@@ -92,27 +89,27 @@ class Surplus:
   waiting: list[Round] = dataclasses.field(default_factory=list)
 
   def take(self, step: int) -> PendingRollout:
-    """Returns the groups that step `step` may train on; none waits any more."""
+    """Removes all waiting groups, and returns those that step `step` may train on."""
     fresh = [r for r in self.waiting if step - r.rollout.step <= self.max_steps]
     info = {}
     if self.max_steps:
-      expired = _groups(self.waiting) - _groups(fresh)
-      info = {'dynamic_sampling/waiting': _groups(fresh), 'dynamic_sampling/expired': expired}
+      expired = _num_groups(self.waiting) - _num_groups(fresh)
+      info = {'dynamic_sampling/waiting': _num_groups(fresh), 'dynamic_sampling/expired': expired}
     self.waiting = []
     return PendingRollout(self.grader, fresh, info)
 
-  def select(self, pending: PendingRollout, wanted: int) -> PendingRollout:
-    """Selects `wanted` groups to train on, and keeps the others that are varied."""
-    chosen = select_varied(pending, wanted)
+  def select(self, pending: PendingRollout, num_groups: int) -> PendingRollout:
+    """Selects `num_groups` groups to train on, and keeps the other varied ones for later steps."""
+    chosen = select_varied(pending, num_groups)
     if not self.max_steps:
       return chosen
-    for one, taken in zip(pending.rounds, chosen.selected):
-      differs = varied(verdicts(one.results, one.rewards, self.grader.correct_by))
-      left = [g for g in np.flatnonzero(differs).tolist() if g not in taken]
-      if left:
-        self.waiting.append(_part(one, left))
-    self.waiting.sort(key=lambda one: one.rollout.step)
-    chosen.info['dynamic_sampling/surplus'] = _groups(self.waiting)
+    for round_, selected in zip(pending.rounds, chosen.selected):
+      is_varied = varied(verdicts(round_.results, round_.rewards, self.grader.correct_by))
+      surplus = [g for g in np.flatnonzero(is_varied).tolist() if g not in selected]
+      if surplus:
+        self.waiting.append(_part(round_, surplus))
+    self.waiting.sort(key=lambda r: r.rollout.step)
+    chosen.info['dynamic_sampling/surplus'] = _num_groups(self.waiting)
     return chosen
 
   def state(self) -> list[str]:
@@ -122,15 +119,15 @@ class Surplus:
   def restore(self, state: list[str]) -> None:
     """Continues from `state`; the workers grade the groups again."""
     self.waiting = [self.grader.submit(rollout_codec.from_text(text)).rounds[0] for text in state]
-    for one in self.waiting:
-      one.from_earlier_step = True
+    for round_ in self.waiting:
+      round_.from_earlier_step = True
 
 
-def _part(one: Round, groups: list[int]) -> Round:
-  """Some groups of a round whose rewards are known."""
-  rollout = merging.merge([one.rollout], [groups])
-  return Round(rollout, from_earlier_step=True, graded=[one.results[g] for g in groups])
+def _part(graded: Round, groups: list[int]) -> Round:
+  """Returns a round of some groups of a graded one."""
+  rollout = merging.merge([graded.rollout], [groups])
+  return Round(rollout, from_earlier_step=True, graded=[graded.results[g] for g in groups])
 
 
-def _groups(rounds: list[Round]) -> int:
+def _num_groups(rounds: list[Round]) -> int:
   return sum(len(r.rollout.prompts) for r in rounds)

@@ -30,15 +30,14 @@ if typing.TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Grader:
-  """Sends rollouts to the worker processes that run the reward functions.
-
-  Each process of a run grades its share of the groups.
+  """Sends rollouts to the workers that run the reward functions; each process of a run grades its share of groups.
 
   Attributes:
     pool: the workers; None where a run has no reward function.
-    model_weight: weight of the reward model in the sum of rewards; per_step: it grades the steps of a completion.
+    model_weight: weight of the reward model in the sum of rewards.
     correct_by: name of the reward that decides what is correct; '': the sum.
-    observers: what learns from the grades or measures them: a curriculum, sources.
+    observers: functions called with the grades of each step: of a curriculum, of `rl.sources`.
+    per_step: the reward model grades the steps of a completion.
   """
 
   pool: RewardPool | None
@@ -67,7 +66,7 @@ class Grader:
     return PendingGroups(self.pool, num_groups, local)
 
   def observe(self, sampled: PendingRollout, graded: GradedRollout) -> None:
-    """Passes grades to the observers, once the prompts of later steps are drawn, as they are before a checkpoint."""
+    """Calls the observers. Later steps have drawn their prompts already, so that resumed runs draw the same ones."""
     for observe in self.observers:
       observe(sampled, graded)
 
@@ -88,7 +87,8 @@ class PendingGroups:
   @functools.cached_property
   def results(self) -> list[Graded]:
     """Waits for the rewards of all groups: in order, equal on every process."""
-    shards = coordination.all_gather([vars(graded) for graded in (future.result() for future in self.local)])
+    shards = coordination.all_gather([vars(future.result()) for future in self.local])
+    # `coordination.shard` deals groups out one by one: process p of n has p, p + n, p + 2n, ...
     graded = [Graded(**shards[i % len(shards)][i // len(shards)]) for i in range(self.num_groups)]
     self.pool.count(graded)
     return graded
@@ -96,12 +96,10 @@ class PendingGroups:
 
 @dataclasses.dataclass
 class Round:
-  """One call of the sampler, and the rewards that it waits for.
-
-  Dynamic sampling draws several rounds for one step.
+  """One call of the sampler, and its rewards; dynamic sampling draws several rounds for one step.
 
   Attributes:
-    pending: what the workers grade; None: no reward function grades it.
+    pending: groups that the workers grade; None: there is no reward function.
     greedy: one greedy answer to each prompt.
     from_earlier_step: its groups were left over by an earlier step.
     graded: rewards of each group, where these are known already.
@@ -155,17 +153,17 @@ class PendingRollout:
     from jaxpost.rl import merging
 
     measured = [r.rollout for r in self.rounds if not r.from_earlier_step]
-    return merging.merge([r.rollout for r in self.rounds], [g for _, g in self._selection()], measured)
+    return merging.merge([r.rollout for r in self.rounds], [groups for _, groups in self._selection()], measured)
 
   def join(self, other: PendingRollout) -> PendingRollout:
-    """Returns the rounds of both; `other` was sampled later."""
+    """Returns a rollout of the rounds of both; `other` was sampled later."""
     return PendingRollout(self.grader, self.rounds + other.rounds, self.info | other.info)
 
   def result(self, reward_model_outputs: np.ndarray | None = None) -> GradedRollout:
     """Waits for the workers, and adds up all rewards of the selected groups.
 
     Args:
-      reward_model_outputs: [N, C]; the one of the last token of a completion is its reward.
+      reward_model_outputs: [N, C]; the output at the last token of a completion is its reward.
     """
     grader, rollout = self.grader, self.rollout
     results = [r.results[g] for r, groups in self._selection() for g in groups]
@@ -176,10 +174,12 @@ class PendingRollout:
       rollout, results, rewards = attached_rewards.add_reward_model(
         rollout, results, rewards, reward_model_outputs, grader
       )
-    recorded = rollout.verdicts
-    correct = verdicts(results, rewards, grader.correct_by) if recorded is None else recorded.reshape(rewards.shape)
+    if rollout.verdicts is None:
+      correct = verdicts(results, rewards, grader.correct_by)
+    else:  # recorded with the rollout
+      correct = rollout.verdicts.reshape(rewards.shape)
     weights = {REWARD_MODEL: grader.model_weight} | (grader.pool.weights if grader.pool else {})
-    tables = {name: reward_table(results, name).reshape(-1) for name in results[0].components}
+    names = results[0].components
     sampled = [group for r in self.rounds if not r.from_earlier_step for group in r.results]
     greedy = [group for r in self.rounds if r.greedy for group in r.greedy.results]
     return GradedRollout(
@@ -187,7 +187,7 @@ class PendingRollout:
       rewards=rewards.reshape(-1),
       baseline=self._greedy_rewards(),
       verdicts=correct,
-      components={name: (weights.get(name, 1.0), values) for name, values in tables.items()},
+      components={name: (weights.get(name, 1.0), reward_table(results, name).reshape(-1)) for name in names},
       results=results,
       sampled=sampled if self.selected else None,
       stats=stats_of(sampled + greedy) if grader.pool else {},
@@ -202,6 +202,7 @@ class PendingRollout:
     return np.concatenate([r.greedy.rewards[groups, 0] for r, groups in self._selection()])
 
   def _selection(self) -> list[tuple[Round, Sequence[int]]]:
+    """Returns (round, indices of its groups to train on) of each round."""
     if self.selected:
       return list(zip(self.rounds, self.selected))
     return [(r, range(len(r.rollout.prompts))) for r in self.rounds]
@@ -214,12 +215,11 @@ class GradedRollout:
   Attributes:
     rewards: [N] float64, the sum over functions, environment and reward model; NaN where a completion has none.
     baseline: [P] float64 rewards of greedy answers, or None.
-    verdicts: [P, G] float64, the values of the one reward that decides what is
-      correct; NaN for samples without a reward.
+    verdicts: [P, G] float64 values of the reward that decides what is correct; NaN for samples without a reward.
     components: {name: (weight in the sum, [N] values)} of each reward.
-    results: of each group.
-    sampled: results of all groups that dynamic sampling chose from; None: without it.
-    stats, error: counts and the first error of everything that was graded, greedy answers included.
+    results: rewards of each group, one by one.
+    sampled: results of all groups that dynamic sampling chose from; None: it is off.
+    stats, error: counts and the first error of all graded answers, greedy ones included.
   """
 
   rollout: Rollout
@@ -234,13 +234,13 @@ class GradedRollout:
   tokenizer: Tokenizer
 
   def metrics(self) -> dict:
-    """Means and spreads of rewards and lengths; /unfiltered: of all groups, also of those not trained on."""
+    """Means and spreads of rewards and lengths; NAME/unfiltered is over all sampled groups, trained or not."""
     rollout, results, sampled = self.rollout, self.results, self.sampled
     table = self.rewards.reshape(self.verdicts.shape)
-    if rollout.expert is not None:
+    if rollout.demonstration is not None:
       from jaxpost.rl import demonstrations
 
-      rollout, results, sampled = demonstrations.without_experts(rollout, rollout.expert, results, sampled)
+      rollout, results, sampled = demonstrations.leave_out(rollout, rollout.demonstration, results, sampled)
       table = table[:, :-1]
     out = reward_metrics.length_metrics(rollout)
     if self.rollout.from_data or not self.results[0].components:
@@ -249,8 +249,8 @@ class GradedRollout:
     if self.baseline is not None:
       out['masked_baseline'] = int(np.isfinite(table[np.isnan(self.baseline)]).sum())
     if sampled:
-      every = reward_metrics.reward_metrics(reward_table(sampled), sampled)
-      out |= {f'{name}/unfiltered': value for name, value in every.items()}
+      unfiltered = reward_metrics.reward_metrics(reward_table(sampled), sampled)
+      out |= {f'{name}/unfiltered': value for name, value in unfiltered.items()}
     return out | self.stats
 
   def sample_rows(self) -> list[dict]:
@@ -260,16 +260,16 @@ class GradedRollout:
 
 
 def varied(values: np.ndarray) -> np.ndarray:
-  """[P] bool of [P, G]: at least two valid values, not all equal."""
+  """Returns for each row of [P, G] whether it has at least two finite values that are not all equal, [P] bool."""
   valid = np.isfinite(values)
   return ~advantages.uniform(values, valid) & (valid.sum(axis=1) > 1)
 
 
 def to_groups(rollout: Rollout, tokenizer: Tokenizer, indices: Sequence[int] | None = None) -> list[Group]:
-  """Completions in the form that reward functions of TRL take.
+  """Returns groups of completions in the form that reward functions of TRL take.
 
   Args:
-    indices: of the groups to convert; None: all.
+    indices: which groups to convert; None: all.
   """
   size = batching.group_size(rollout)
   groups = []

@@ -1,4 +1,4 @@
-"""The rollouts of several rounds of sampling as one.
+"""Joins the rollouts of several rounds of sampling into one.
 
 Legend: N sequences, G samples a prompt, P prompt tokens, C completion tokens.
 """
@@ -11,7 +11,7 @@ from jaxpost.rl import batching
 from jaxpost.rollout.rollout_codec import arrays_of
 from jaxpost.types import Rollout
 
-# Metrics of rounds that are added up; others are averaged.
+# Metrics that are summed over rounds; others are averaged.
 _COUNTS = (
   *('tools/malformed', 'episodes/failed', 'episodes/killed', 'episodes/begun_again', 'episodes/cancelled'),
   *('tokens_prefilled', 'tokens_cached', 'preempted', 'draft/tokens', 'draft/blocks'),
@@ -23,7 +23,7 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]], measured
 
   Args:
     groups: indices of the groups to take of each rollout.
-    measured: rollouts whose figures are those of the result; (): all.
+    measured: rollouts whose metrics are combined for the result; (): all.
   """
   first = rollouts[0]
   size = batching.group_size(first)
@@ -56,13 +56,13 @@ def merge(rollouts: Sequence[Rollout], groups: Sequence[Sequence[int]], measured
 
 
 def _members(groups: Sequence[int], size: int) -> np.ndarray:
-  """Indices of all sequences of some groups."""
+  """Returns the indices of all sequences of some groups."""
   return (np.asarray(groups, int)[:, None] * size + np.arange(size)).reshape(-1)
 
 
 def _pad_to(x: np.ndarray, width: int) -> np.ndarray:
-  """[N, C, ...] -> [N, width, ...], padded with 0; [N], and experts [N, P + C, L, k], unchanged."""
+  """Pads [N, C, ...] with 0 to [N, width, ...]; returns [N], and experts [N, P + C, L, k], unchanged."""
   if x.ndim not in (2, 3):
     return x
-  none = (0, 0)
-  return np.pad(x, (none, (0, width - x.shape[1]), *[none] * (x.ndim - 2)))
+  no_padding = (0, 0)
+  return np.pad(x, (no_padding, (0, width - x.shape[1]), *[no_padding] * (x.ndim - 2)))

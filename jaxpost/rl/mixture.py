@@ -39,28 +39,30 @@ _SAMPLING = {
   'temperature': ('temperature', float, 1e-3, 1e4),
 }
 _OPTIONS = ('rewards', 'environment', 'teachers', *_SAMPLING)
-_NONE = 'none'  # the environment of a source of single answers
+_NONE = 'none'  # value of `environment` for a source that has none: single answers
 
 
 def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out: bool = True) -> tuple[dict, ...]:
   """Returns `Prompt.source` of each entry of `config.rl.sources`.
 
   Each is {'name': str, 'rewards': list of functions, 'sampling': {field of `Sampling`: value}}, with
-  `config.environment` also 'environment', a name or ''. An entry is 'NAME?option=value&option=value'; the options are
-  `rewards`, names joined by '+', `environment`, `teachers`, positions in `config.distill.teachers` joined by '+', and
-  the fields of `config.rollout` in `_SAMPLING`. The list 'teachers' is in an entry that has the option. Where one
-  source has a temperature, all have: the others that of the run.
+  `config.environment` also 'environment', a name or '', and with the option `teachers` also 'teachers', a list of int.
+  If one source has a temperature, all have: the others get that of the run.
+
+  An entry is 'NAME?option=value&option=value'; the options are `rewards`, names joined by '+', `environment`,
+  `teachers`, positions in `config.distill.teachers` joined by '+', and the fields of `config.rollout` in `_SAMPLING`.
 
   Args:
-    config: of the stage, resolved.
-    names: of the reward functions, see `RewardPool.names`.
-    rows: of as many sources, or of one.
-    held_out: those of one source may be for evaluation; all functions grade them. Their temperature is returned, or ().
+    config: the resolved config of the stage.
+    names: names of the reward functions, see `RewardPool.names`.
+    rows: the rows of as many sources as there are entries.
+    held_out: `rows` are for evaluation, and may be of one source, which all functions grade. The result then has the
+      temperature alone, or is ().
 
   Raises:
     InputError: an entry is wrong, or does not go with another field.
   """
-  found: list[dict] = []
+  parsed: list[dict] = []
   environments = {}
   if config.environment:
     from jaxpost.environments import by_source
@@ -69,19 +71,19 @@ def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out
   for entry in config.rl.sources:
     name, _, query = entry.partition('?')
     refuse(not name.isidentifier(), f'{_KEY}: {entry!r} must be NAME?option=value&..., NAME of letters, digits and _')
-    refuse(name in [source['name'] for source in found], f'{_KEY}: {name} is given twice')
+    refuse(name in [source['name'] for source in parsed], f'{_KEY}: {name} is given twice')
     options = _options(name, query)
-    found.append({'name': name, 'rewards': _rewards(name, options, names), 'sampling': _sampling(name, options)})
+    parsed.append({'name': name, 'rewards': _rewards(name, options, names), 'sampling': _sampling(name, options)})
     if 'teachers' in options:
-      found[-1]['teachers'] = _teachers(name, options['teachers'], config)
+      parsed[-1]['teachers'] = _teachers(name, options['teachers'], config)
     if config.environment or 'environment' in options:
-      found[-1]['environment'] = _environment(name, options, environments)
-    _check(found[-1], config)
-  common = {'temperature': config.rollout.temperature} if any('temperature' in s['sampling'] for s in found) else {}
-  for source in found:
+      parsed[-1]['environment'] = _environment(name, options, environments)
+    _check(parsed[-1], config)
+  common = {'temperature': config.rollout.temperature} if any('temperature' in s['sampling'] for s in parsed) else {}
+  for source in parsed:
     source['sampling'] = common | source['sampling']
   count = len(rows.sizes)
-  if held_out and count == 1 < len(found):
+  if held_out and count == 1 < len(parsed):
     refuse(
       len(environments) > 1,
       f'config.eval.data.path: {rows.name} is one source, and config.environment has several environments; name as '
@@ -89,9 +91,9 @@ def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out
     )
     return ({'sampling': common},) if common else ()
   refuse(
-    count != len(found), f'{_KEY}: has {len(found)} entries for {count} sources of {rows.name}; give one each, or ()'
+    count != len(parsed), f'{_KEY}: has {len(parsed)} entries for {count} sources of {rows.name}; give one each, or ()'
   )
-  return tuple(found)
+  return tuple(parsed)
 
 
 def _options(name: str, query: str) -> dict[str, str]:
@@ -106,64 +108,64 @@ def _options(name: str, query: str) -> dict[str, str]:
 
 
 def _rewards(name: str, options: dict[str, str], names: Sequence[str]) -> list[str]:
-  chosen = options['rewards'].split('+') if 'rewards' in options else list(names)
-  for reward in chosen:
+  selected = options['rewards'].split('+') if 'rewards' in options else list(names)
+  for reward in selected:
     refuse(
       reward not in names,
       f'{_KEY}: {name}: there is no reward {reward!r}; config.reward has {", ".join(names) or "no function"}',
     )
-  return chosen
+  return selected
 
 
 def _teachers(name: str, text: str, config: typing.Any) -> list[int]:
-  known, shares = config.distill.teachers, config.distill.weights
+  teachers, weights = config.distill.teachers, config.distill.weights
   refuse(
-    config.rl.kl_in != 'advantage' or not known,
+    config.rl.kl_in != 'advantage' or not teachers,
     f'{_KEY}: {name}: teachers are those of algorithm=opd; name them in config.distill.teachers',
   )
-  chosen = text.split('+')
-  for number in chosen:
+  numbers = text.split('+')
+  for number in numbers:
     refuse(
-      number not in map(str, range(len(known))) or chosen.count(number) > 1,
-      f'{_KEY}: {name}: teachers={text!r} must be positions in config.distill.teachers, from 0 to {len(known) - 1}, '
+      number not in map(str, range(len(teachers))) or numbers.count(number) > 1,
+      f'{_KEY}: {name}: teachers={text!r} must be positions in config.distill.teachers, from 0 to {len(teachers) - 1}, '
       'each once, joined by +',
     )
-  found = [int(number) for number in chosen]
+  positions = [int(number) for number in numbers]
   refuse(
-    bool(shares) and not sum(shares[i] for i in found),
+    bool(weights) and not sum(weights[i] for i in positions),
     f'{_KEY}: {name}: config.distill.weights are 0 for teachers={text!r}; raise one of them',
   )
-  return found
+  return positions
 
 
-def _environment(name: str, options: dict[str, str], known: Collection[str]) -> str:
-  chosen = options.get('environment', '')
-  if not chosen:
-    refuse(len(known) > 1, f'{_KEY}: {name}: choose one with environment={"|".join([*known, _NONE])}')
-    return next(iter(known))
+def _environment(name: str, options: dict[str, str], environments: Collection[str]) -> str:
+  value = options.get('environment', '')
+  if not value:
+    refuse(len(environments) > 1, f'{_KEY}: {name}: choose one with environment={"|".join([*environments, _NONE])}')
+    return next(iter(environments))
   refuse(
-    chosen not in (_NONE, *known),
-    f'{_KEY}: {name}: there is no environment {chosen!r}; config.environment has {", ".join(known) or "nothing"}, and '
-    f'{_NONE} is for single answers',
+    value not in (_NONE, *environments),
+    f'{_KEY}: {name}: there is no environment {value!r}; config.environment has '
+    f'{", ".join(environments) or "nothing"}, and {_NONE} is for single answers',
   )
-  return '' if chosen == _NONE else chosen
+  return '' if value == _NONE else value
 
 
 def tools_by_row(
   tools: dict[str, list[dict]], sources: Sequence[dict], rows: Rows | Chain
 ) -> collections.abc.Callable[[int], list[dict]]:
-  """Returns (number of a row) -> JSON schemas of the tools that its prompt shows.
+  """Returns a function of the number of a row: JSON schemas of the tools that its prompt shows.
 
   Args:
-    tools: of each environment, by name.
+    tools: {name of an environment: schemas of its tools}.
     sources: as `parse` returns them; without names, all rows show the tools of the only environment.
   """
   stops = list(itertools.accumulate(rows.sizes))
-  only = next(iter(tools))
+  default = next(iter(tools))
 
   def of_row(n: int) -> list[dict]:
     source = sources[bisect.bisect_right(stops, n)] if sources else {}
-    return tools.get(source.get('environment', only), [])
+    return tools.get(source.get('environment', default), [])
 
   return of_row
 
@@ -184,20 +186,20 @@ def _sampling(name: str, options: dict[str, str]) -> dict[str, int | float]:
 
 def _check(source: dict, config: typing.Any) -> None:
   """Raises InputError where sampling settings do not go with other fields."""
-  what = f'{_KEY}: {source["name"]}'
+  key = f'{_KEY}: {source["name"]}'
   sampling = source['sampling']
   rollout = config.rollout
-  most = sampling.get('max_tokens', rollout.max_new_tokens)
-  least = sampling.get('min_tokens', rollout.min_new_tokens)
+  max_tokens = sampling.get('max_tokens', rollout.max_new_tokens)
+  min_tokens = sampling.get('min_tokens', rollout.min_new_tokens)
   refuse(
-    most > rollout.max_new_tokens,
-    f'{what}: max_new_tokens={most} is more than config.rollout.max_new_tokens={rollout.max_new_tokens}, which is the '
-    'room of all sequences; raise that one',
+    max_tokens > rollout.max_new_tokens,
+    f'{key}: max_new_tokens={max_tokens} is more than config.rollout.max_new_tokens={rollout.max_new_tokens}, which is '
+    'the room of all sequences; raise that one',
   )
-  refuse(least > most, f'{what}: min_new_tokens={least} is more than max_new_tokens={most}')
+  refuse(min_tokens > max_tokens, f'{key}: min_new_tokens={min_tokens} is more than max_new_tokens={max_tokens}')
   refuse(
     'top_k' in sampling and config.rl.sampling_mask,
-    f'{what}: config.rl.sampling_mask keeps config.rollout.top_k tokens everywhere; leave one of them out',
+    f'{key}: config.rl.sampling_mask keeps config.rollout.top_k tokens everywhere; leave one of them out',
   )
   refuse(
     bool(config.train_on_rollouts),
@@ -220,17 +222,12 @@ def of_prompts(
 
 
 def check_rows(pool: RewardPool, rows: Rows | Chain, sources: Sequence[dict]) -> None:
-  """Raises InputError where a source lacks a column that one of its functions needs; () asks all functions."""
+  """Raises InputError if a source lacks a column that its functions need; with `sources` (), all grade all rows."""
   if not sources:
     pool.check_rows(rows)
-  for source, start, stop in zip(sources, *_spans(rows.sizes)):
+  stops = list(itertools.accumulate(rows.sizes))
+  for source, start, stop in zip(sources, [0, *stops[:-1]], stops):
     pool.check_rows(_Part(rows, start, stop), source.get('rewards'))
-
-
-def _spans(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-  """Returns the number of the first row of each source, and of the first row after it."""
-  stops = list(itertools.accumulate(sizes))
-  return [0, *stops[:-1]], stops
 
 
 class _Part:
@@ -248,20 +245,21 @@ class _Part:
     return self._rows[self._span[i]]
 
   def where(self, i: int) -> str:
-    """Returns the place of a row."""
+    """Returns where a row was read, for messages."""
     return self._rows.where(self._span[i])
 
 
 def observe(pending: PendingRollout, graded: GradedRollout) -> None:
-  """Adds `sources/NAME/*` to the metrics of a graded rollout: of its samples, not of answers of the data."""
+  """Adds `sources/NAME/*` to the metrics of a graded rollout, over its samples without answers of the data."""
   groups = collections.defaultdict(list)
-  for n, prompt in enumerate(graded.rollout.prompts):
-    groups[prompt.source['name']].append(n)
+  for g, prompt in enumerate(graded.rollout.prompts):
+    groups[prompt.source['name']].append(g)
   shape = graded.verdicts.shape
-  sampled = shape[1] - (graded.rollout.expert is not None)  # an answer of the data is the last of its group
-  tables = [x.reshape(shape)[:, :sampled] for x in (graded.rewards, graded.rollout.lengths, graded.rollout.finished)]
-  messages = graded.rollout.messages or ()  # of episodes
-  turns = np.array([sum(m['role'] == 'assistant' for m in own) for own in messages]).reshape(-1, shape[1])
+  num_samples = shape[1] - (graded.rollout.demonstration is not None)  # an answer of the data is the last of its group
+  rollout = graded.rollout
+  tables = [x.reshape(shape)[:, :num_samples] for x in (graded.rewards, rollout.lengths, rollout.finished)]
+  messages = rollout.messages or ()
+  turns = np.array([sum(m['role'] == 'assistant' for m in episode) for episode in messages]).reshape(-1, shape[1])
   for name, members in sorted(groups.items()):
     rewards, lengths, finished = (table[members] for table in tables)
     out = {

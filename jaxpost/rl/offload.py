@@ -1,4 +1,4 @@
-"""Arrays that leave the devices while the policy samples (`config.rollout.offload`)."""
+"""Moves arrays from the devices to the host while the policy samples (`config.rollout.offload`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 def offloadable(roles: Roles) -> dict:
-  """{id: array} of what no program reads while the policy samples.
+  """Returns {id: array} of the arrays that no program reads while the policy samples.
 
-  Optimizer states, the critic and the reference, without the arrays that these share with the policy. A reward model
-  scores meanwhile and stays.
+  These are optimizer states, the critic and the reference, except arrays that they share with the policy. A reward
+  model scores meanwhile and stays.
   """
   used = memory.distinct(roles.policy.params)
   trained = [(role.state, role.frozen) for role in roles.trainable.values()]
-  found = memory.distinct(trained, roles.reference and roles.reference.params)
-  return {key: x for key, x in found.items() if key not in used}
+  arrays = memory.distinct(trained, roles.reference and roles.reference.params)
+  return {key: x for key, x in arrays.items() if key not in used}
 
 
 @contextlib.contextmanager
@@ -33,12 +33,13 @@ def offloaded(roles: Roles, timer: Callable = contextlib.nullcontext) -> Iterato
   Args:
     timer: phase -> context in which each of the two moves runs.
   """
-  of_devices = roles.policy.layout.mesh.local_devices[0].default_memory().kind
+  # A process without training devices has no local device in their mesh.
+  device_memory = jax.local_devices()[0].default_memory().kind
   with timer('reshard'):
     _move(roles, 'pinned_host')
   yield
   with timer('reshard'):
-    _move(roles, of_devices)
+    _move(roles, device_memory)
 
 
 def _move(roles: Roles, memory_kind: str) -> None:

@@ -1,9 +1,9 @@
 """Rewards of the steps of a completion, from a process reward model.
 
-It is read where it was trained (`data.preferences.make_steps_example`): at the line break after each step. The last
-step of a completion has a stop token in that place, of which the model knows nothing: it is shown a line break there.
-A step's reward stands at that token, so that PPO, VAPO and REINFORCE++ credit it to the tokens before; methods that
-compare groups take the sum.
+Its output is read where it was trained (`data.preferences.make_steps_example`): at the line break after each step. The
+last step of a completion ends with a stop token, which the model was not trained on, so a line break replaces it in
+the model's input. A step's reward is placed at that token, so that PPO, VAPO and REINFORCE++ credit it to the tokens
+before; methods that compare groups take the sum.
 
 Legend: N sequences, C completion tokens.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class StepJudge(Frozen):
-  """A process reward model that reads a line break in the place of each stop token of a completion."""
+  """A process reward model whose input has a line break instead of each stop token of a completion."""
 
   tokenizer: Tokenizer
 
@@ -41,19 +41,19 @@ class StepJudge(Frozen):
 def grade(rollout: Rollout, values: np.ndarray, grader: Grader) -> tuple[Rollout, np.ndarray]:
   """Returns (the rollout with rewards of steps, rewards [N]).
 
-  A step gets the model's probability that it is right, divided by the number of steps: more steps earn no more. One
-  that was cut off by the limit of tokens gets nothing, as the model has not been trained inside of steps. A reward is
-  the sum over the steps, from 0 to 1.
+  A step gets the model's probability that it is right, divided by the number of steps: more steps earn no more. A step
+  that the limit of tokens cut off gets 0, as the model has not been trained inside of steps. The reward of a completion
+  is the sum over its steps, from 0 to 1.
 
   Args:
     values: [N, C] log-odds.
-    grader: has the weight of the reward in the sum of rewards, which the rewards of steps hold.
+    grader: its `model_weight` scales the rewards of steps in the rollout, but not the rewards [N].
   """
   ends, cut_off = step_ends(rollout, grader.tokenizer)
   # The clip keeps exp finite; the probability at 30 is 1 in float32.
-  chance = 1 / (1 + np.exp(-np.clip(np.asarray(values, np.float64), -30, 30)))
-  share = np.where(ends & ~cut_off, chance, 0) / np.maximum(ends.sum(axis=1, keepdims=True), 1)
-  return rollout.replace(turn_rewards=grader.model_weight * share), share.sum(axis=1)
+  probability = 1 / (1 + np.exp(-np.clip(np.asarray(values, np.float64), -30, 30)))
+  step_rewards = np.where(ends & ~cut_off, probability, 0) / np.maximum(ends.sum(axis=1, keepdims=True), 1)
+  return rollout.replace(turn_rewards=grader.model_weight * step_rewards), step_rewards.sum(axis=1)
 
 
 def step_ends(rollout: Rollout, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:

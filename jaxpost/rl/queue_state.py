@@ -1,4 +1,4 @@
-"""Rollouts that wait in the queue (`config.rollout.staleness`) as JSON values, for checkpoints."""
+"""Converts the rollouts in the queue (`config.rollout.staleness`) to JSON values and back, for checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxpost.rollout import rollout_codec
 
 
 def to_json(pending: PendingRollout) -> dict:
-  """Returns a rollout as JSON values, without its rewards: they may still be being computed."""
+  """Returns a rollout as JSON values, without its rewards, which the workers may still be computing."""
   return {
     'info': pending.info,
     'chosen': pending.selected,
@@ -19,6 +19,6 @@ def to_json(pending: PendingRollout) -> dict:
 def from_json(saved: dict, grader: Grader) -> PendingRollout:
   """Returns the rollout that `to_json` saved, and starts to grade it again."""
   rounds = [grader.submit(rollout_codec.from_text(text)).rounds[0] for text in saved['rollouts']]
-  for one, kept in zip(rounds, saved['kept'], strict=True):
-    one.from_earlier_step = kept
+  for round_, from_earlier_step in zip(rounds, saved['kept'], strict=True):
+    round_.from_earlier_step = from_earlier_step
   return PendingRollout(grader, rounds, saved['info'], saved['chosen'])

@@ -17,11 +17,11 @@ if typing.TYPE_CHECKING:
   from jaxpost.rewards.groups import Graded, Group
   from jaxpost.types import Experience, Rollout, RowShape
 
-REWARD_MODEL = 'reward_model'  # name of the reward of a reward model that is a role
+REWARD_MODEL = 'reward_model'  # name in metrics of the reward of a reward model that runs on the devices
 
 
 def reward_table(graded: Sequence[Graded], name: str = '') -> np.ndarray:
-  """Returns [P, G] float64 of P groups, NaN for None: the sums of rewards, or the values of one reward."""
+  """Returns the sums of rewards [P, G] float64, or the values of the reward `name`; NaN for None."""
   rows = [g.components[name] if name else g.rewards for g in graded]
   return np.array([[np.nan if r is None else r for r in row] for row in rows], np.float64)
 
@@ -34,33 +34,33 @@ def verdicts(graded: Sequence[Graded], rewards: np.ndarray, name: str) -> np.nda
     name: of the reward that decides; '' is the sum, which also stands in where nothing was graded.
   """
   values = reward_table(graded, name) if name and graded[0].components else rewards
-  other = [
+  not_graded = [  # groups of sources (`rl.sources`) that this reward does not grade: the sum decides
     g.graded_by is not None and name not in g.graded_by and all(v is None for v in g.components.get(name, [0]))
     for g in graded
   ]
-  values = np.where(np.array(other)[:, None], rewards, values)  # of sources that this reward does not grade
+  values = np.where(np.array(not_graded)[:, None], rewards, values)
   return np.where(np.isfinite(rewards), values, np.nan)
 
 
 def reward_metrics(table: np.ndarray, results: Sequence[Graded]) -> dict:
-  """Means, spreads and counts of the rewards [P, G] of groups; NaN where a sample has none."""
+  """Returns means, spreads and counts of the rewards `table` [P, G], which is NaN where a sample has none."""
   valid = np.isfinite(table)
-  kept = table[valid]
+  rewards = table[valid]
   out = component_metrics(results) | {
-    'reward': float(kept.mean()) if kept.size else float('nan'),
+    'reward': float(rewards.mean()) if rewards.size else float('nan'),
     'masked_samples': int((~valid).sum()),
   }
   if table.shape[1] > 1:  # one sample has no spread
-    compared = [row[v] for row, v in zip(table, valid) if v.sum() > 1]
+    groups = [row[v] for row, v in zip(table, valid) if v.sum() > 1]
     out |= {
-      'reward_std': float(np.mean([row.std(ddof=1) for row in compared])) if compared else float('nan'),
-      'frac_reward_zero_std': float(np.mean([np.ptp(row) == 0 for row in compared])) if compared else float('nan'),
+      'reward_std': float(np.mean([group.std(ddof=1) for group in groups])) if groups else float('nan'),
+      'frac_reward_zero_std': float(np.mean([np.ptp(group) == 0 for group in groups])) if groups else float('nan'),
     }
   return out
 
 
 def component_metrics(results: Sequence[Graded]) -> dict:
-  """rewards/NAME/mean and std over the samples that a function applied to."""
+  """Returns rewards/NAME/mean and rewards/NAME/std over the samples that this reward function has graded."""
   out = {}
   for name in results[0].components if results else ():
     values = [r for group in results for r in group.components[name] if r is not None]
@@ -71,7 +71,7 @@ def component_metrics(results: Sequence[Graded]) -> dict:
 
 
 def length_metrics(rollout: Rollout) -> dict:
-  """Lengths of the completions and the share that was cut off."""
+  """Returns lengths of the completions, in tokens, and the share that was cut off."""
   ended = rollout.lengths[rollout.finished]
   return {
     'completions/mean_length': float(rollout.lengths.mean()),
@@ -84,16 +84,17 @@ def length_metrics(rollout: Rollout) -> dict:
 
 
 def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) -> dict:
-  """Tokens of the step, how full its rows and the sampler's slots were, staleness; what is right and how long it is.
+  """Returns tokens of the step, use of rows and sampler slots, entropy, pass rates, lengths by verdict, and staleness.
 
   Args:
-    shape: of the batch of all sequences; a prompt that they share counts once.
+    shape: of the batch of all sequences; the tokens of a prompt that they share count once.
   """
   rollout = experience.rollout
   lengths = batching.prompt_lengths(rollout) + rollout.lengths
   places = batching.places(rollout, range(len(lengths)), *shape)
   counts = np.array([p.end - p.start for p in sorted(places)])  # tokens that are computed for each sequence
   tokens = int(counts.sum())
+  # The last `count` tokens of a sequence attend to length - count + 1, ..., length tokens.
   out = {
     'tokens': tokens,
     'mean_context': float((counts * (2 * lengths - counts + 1.0)).sum() / 2 / max(tokens, 1)),
@@ -101,15 +102,16 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
     'slot_occupancy': rollout.occupancy,
     **rollout.figures,
   }
-  if rollout.expert is not None:
-    out['expert/reward'] = float(np.nanmean(experience.rewards[rollout.expert]))
-  own, given = experience, rollout.replayed if rollout.expert is None else rollout.expert
-  if given is not None:  # not sampled in this step
-    verdicts_ = np.where(given, np.nan, experience.verdicts)
-    own = dataclasses.replace(experience, mask=experience.mask * ~given[:, None], verdicts=verdicts_)
+  if rollout.demonstration is not None:
+    out['expert/reward'] = float(np.nanmean(experience.rewards[rollout.demonstration]))
+  sampled = experience
+  not_sampled = rollout.replayed if rollout.demonstration is None else rollout.demonstration
+  if not_sampled is not None:
+    verdicts_ = np.where(not_sampled, np.nan, experience.verdicts)
+    sampled = dataclasses.replace(experience, mask=experience.mask * ~not_sampled[:, None], verdicts=verdicts_)
   if not rollout.from_data:
-    out |= surprisal_metrics(own)
-    out |= correctness_metrics(own, config.eval.pass_reward) if experience.components else {}
+    out |= surprisal_metrics(sampled)
+    out |= correctness_metrics(sampled, config.eval.pass_reward) if experience.components else {}
   if not rollout.from_data and (config.rollout.staleness or config.rl.keep_surplus or config.rl.replay):
     updates_per_step = config.rl.epochs * config.rl.minibatches
     # Age in steps of the weights that sampled the trained tokens.
@@ -120,19 +122,19 @@ def step_metrics(experience: Experience, shape: RowShape, config: typing.Any) ->
 
 
 def surprisal_metrics(experience: Experience) -> dict:
-  """entropy/quarter_N: mean of -log p of the sampled tokens in each quarter of their completion.
+  """Returns entropy/quarter_N: the mean of -log p of the sampled tokens in each quarter of their completion.
 
-  Under sampling without truncation its mean is the entropy of the sampler, and needs no further pass. A quarter without
-  a trained token is left out.
+  Without truncation (top-k, top-p) the expected value is the entropy of the sampler, so it needs no further pass. A
+  quarter without a trained token is left out.
   """
   rollout, mask = experience.rollout, experience.mask > 0
   quarters = 4 * np.arange(mask.shape[1]) // np.maximum(rollout.lengths[:, None], 1)
-  found = {n: -rollout.logprobs[mask & (quarters == n - 1)] for n in (1, 2, 3, 4)}
-  return {f'entropy/quarter_{n}': float(x.mean()) for n, x in found.items() if x.size}
+  surprisals = {n: -rollout.logprobs[mask & (quarters == n - 1)] for n in (1, 2, 3, 4)}
+  return {f'entropy/quarter_{n}': float(x.mean()) for n, x in surprisals.items() if x.size}
 
 
 def correctness_metrics(experience: Experience, passes: float) -> dict:
-  """Fractions of the groups by their pass rate, and mean lengths of right and wrong completions.
+  """Returns fractions of the groups by their pass rate, and mean lengths of right and wrong completions.
 
   A completion is right if its verdict is at least `passes`; those without a verdict do not count.
   """
@@ -154,11 +156,7 @@ def correctness_metrics(experience: Experience, passes: float) -> dict:
 def sample_rows(
   rollout: Rollout, groups: Sequence[Group], results: Sequence[Graded], rewards: np.ndarray
 ) -> list[dict]:
-  """One row a completion, to be read by people: texts, rewards, log-prob.
-
-  Args:
-    groups, results: of each prompt; rewards: [N].
-  """
+  """Returns a row of texts and scores a completion, for people to read; `groups`, `results` [P] and `rewards` [N]."""
   rows = []
   size = batching.group_size(rollout)
   for n, length in enumerate(rollout.lengths):
@@ -171,7 +169,7 @@ def sample_rows(
     }
     if result.error:
       row['error'] = result.error
-    for name in ('expert', 'replayed'):
+    for name in ('demonstration', 'replayed'):
       if vars(rollout)[name] is not None and vars(rollout)[name][n]:
         row[name] = True
     row |= _expected(group.columns, i) | _turns(group.completions[i])
@@ -206,7 +204,7 @@ def _expected(columns: dict[str, list], i: int) -> dict:
 
 
 def _turns(completion: str | list[dict]) -> dict:
-  """The messages of an episode with more than one, so that turns and tool calls can be told apart."""
+  """Returns the messages of an episode of several or with tool calls, so that a reader can tell them apart."""
   if isinstance(completion, str) or (len(completion) < 2 and not any(m.get('tool_calls') for m in completion)):
     return {}
   return {'turns': [{k: m[k] for k in ('role', 'content', 'tool_calls', 'name') if m.get(k)} for m in completion]}

@@ -1,6 +1,6 @@
 """The rollouts of the next steps: which weights sample them, and when.
 
-The staleness L is `config.rollout.staleness`; the first rollouts of L > 0 are sampled from the initial weights.
+The staleness L is `config.rollout.staleness`; with L > 0, the first rollouts are sampled from the initial weights.
 
     L   the rollout of step u is sampled          from the weights after
     0   when step u begins                        step u - 1
@@ -11,8 +11,7 @@ With L > 0 the host dispatches an update, samples while the training devices run
 afterwards, so training and sampling overlap where they have devices of their own. The order never depends on the clock:
 runs repeat bit for bit.
 
-A checkpoint holds the rollouts in the queue. Rollouts that need weights which no checkpoint holds are sampled before it
-is written.
+A checkpoint holds the rollouts in the queue, and those that need weights which no checkpoint holds are sampled first.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from jaxpost.distributed import coordination
 from jaxpost.errors import refuse
 from jaxpost.rl.grading import Grader, PendingRollout
 
-if typing.TYPE_CHECKING:  # passed in
+if typing.TYPE_CHECKING:  # for annotations only: the objects are passed in
   from jaxpost.monitor.timeline import Timeline
   from jaxpost.roles import Roles
   from jaxpost.rollout.engine import Engine
   from jaxpost.types import Prompt, Rollout
 
-# (blocks of a rollout dispatched so far), called before each block; may load newer weights.
+# Called with the number of blocks of a rollout dispatched so far, before each block; may load newer weights.
 OnDispatch = Callable[[int], None]
 
 
@@ -57,10 +56,10 @@ class RolloutQueue:
 
   Attributes:
     sample: (step, on_dispatch) -> the rollout of a step, see `Controller.sample`.
-    engine: samples the rollouts, needs weights; None: they come from files.
-    rollouts: of the next steps, sampled and being graded.
-    version: number of updates that produced the weights of the engine; None: it has none.
-    moved_bytes: by the last copy of weights to the engine.
+    engine: samples the rollouts, and needs weights; None: rollouts come from files.
+    rollouts: those of the next steps, sampled and being graded.
+    version: number of updates that produced the weights of the engine; None: it has no weights.
+    moved_bytes: bytes that the last copy of weights to the engine moved.
   """
 
   sample: Callable[[int, OnDispatch | None], PendingRollout]
@@ -89,18 +88,18 @@ class RolloutQueue:
     """Removes and returns the rollout of a step; samples it if it is not there.
 
     Args:
-      step: whose rollout is taken, also the number of steps dispatched so far.
+      step: its number from 0, which is also the number of steps dispatched so far.
     """
     self._sample_until(step + 1, next_step=step, steps_done=step)
     return self.rollouts.popleft()
 
   def prefetch(self, step: int) -> None:
-    """Samples what may be sampled of the steps after `step` before its update."""
+    """Samples rollouts of steps after `step`, as far as the staleness lets them precede its update."""
     until = min(step + self.config.rollout.staleness, self.config.train.steps)
     self._sample_until(until, next_step=step + 1, steps_done=step)
 
   def _sample_until(self, until: int, *, next_step: int, steps_done: int):
-    """Samples the missing rollouts of the steps [next_step, until)."""
+    """Samples those rollouts of the steps [next_step, until) that the queue lacks."""
     while next_step + len(self.rollouts) < until:
       self.rollouts.append(self._sample_one(next_step + len(self.rollouts), steps_done))
 
@@ -127,10 +126,11 @@ class RolloutQueue:
     return pending
 
   def _updates(self, steps: int) -> int:
+    """Returns the number of optimizer updates in these steps."""
     return steps * self.config.rl.epochs * self.config.rl.minibatches
 
   def _load_weights(self, version: int):
-    """Copies the policy's present weights to the engine, if it lacks them."""
+    """Copies the policy's current weights to the engine, unless it has them."""
     if self.version == version:
       return
     with self.timer('reshard'):
@@ -164,7 +164,7 @@ class RolloutQueue:
     return {'queue': [queue_state.to_json(pending) for pending in self.rollouts]}
 
   def restore(self, state: dict, steps_done: int) -> None:
-    """Continues from `state`; the policy has its weights of then again."""
+    """Continues from `state`; the policy must have been restored already."""
     self.rollouts.clear()
     if not self.config.rollout.staleness:
       return

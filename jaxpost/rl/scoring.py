@@ -14,7 +14,7 @@ from jaxpost.distributed.transfer import to_host
 from jaxpost.rl import batching
 from jaxpost.types import Batch, Rollout, RowShape, Scores
 
-if typing.TYPE_CHECKING:  # passed in
+if typing.TYPE_CHECKING:  # for annotations only: the objects are passed in
   from jaxpost.algorithms.base import Algorithm
   from jaxpost.data.tokenizer import Tokenizer
   from jaxpost.monitor.timeline import Timeline
@@ -25,7 +25,7 @@ class PendingScores(typing.NamedTuple):
   """Scores of a rollout that the devices are computing.
 
   scores: [M, B / M, T] each, on the devices.
-  seen_by_teacher: the rollout as the teacher reads it, after the prompts of `config.rl.privileged` where these are set.
+  seen_by_teacher: the rollout with the prompts that the teacher reads (`config.rl.privileged`); without, as sampled.
   """
 
   scores: Scores
@@ -38,8 +38,8 @@ class Scorer:
   """Runs the programs of the roles that an algorithm needs on whole rollouts.
 
   Attributes:
-    shape: of a batch of all sequences of a step.
-    tokenizer: of the prompts of a privileged teacher.
+    shape: the shape of a batch of all sequences of a step.
+    tokenizer: encodes the prompts of a privileged teacher.
   """
 
   algorithm: Algorithm
@@ -50,41 +50,41 @@ class Scorer:
   tokenizer: Tokenizer
 
   def start(self, rollout: Rollout) -> PendingScores:
-    """Dispatches the programs, and does not wait for them."""
-    roles, wanted = self.roles, self.algorithm.scores(self.config)
+    """Dispatches the programs that compute the scores, without waiting for them."""
+    roles, names = self.roles, self.algorithm.scores(self.config)
     seen_by_teacher = rollout
-    if not wanted and not roles.reward_model:
+    if not names and not roles.reward_model:
       return PendingScores(Scores(), rollout, seen_by_teacher)
     with self.timer('pack'):
-      batch = of_teacher = self._placed(rollout)
+      batch = teacher_batch = self._placed(rollout)
       if self.config.rl.privileged:
         from jaxpost.rl import teachers
 
         seen_by_teacher = teachers.privileged_rollout(rollout, self.config, self.tokenizer)
-        of_teacher = self._placed(seen_by_teacher)
-    found = {}
+        teacher_batch = self._placed(seen_by_teacher)
+    scores = {}
     with self.timer('score'):
-      if {'old_logprobs', 'entropy'} & {*wanted} or ('values' in wanted and not roles.critic):
+      if {'old_logprobs', 'entropy'} & {*names} or ('values' in names and not roles.critic):
         outputs = roles.policy.score(batch)
-        found = {'old_logprobs': outputs.logprobs, 'entropy': outputs.entropy, 'values': outputs.values}
-        saved = ('entropy',) if self.config.log.rollouts_every else ()  # the program has it, and launch.view shows it
-        found = {name: x for name, x in found.items() if name in (*wanted, *saved)}
-      if 'ref_logprobs' in wanted:  # for the KL term
-        found['ref_logprobs'] = [teacher(of_teacher).logprobs for teacher in roles.teachers]
+        scores = {'old_logprobs': outputs.logprobs, 'entropy': outputs.entropy, 'values': outputs.values}
+        saved = ('entropy',) if self.config.log.rollouts_every else ()  # comes with log-probs, and launch.view shows it
+        scores = {name: x for name, x in scores.items() if name in (*names, *saved)}
+      if 'ref_logprobs' in names:  # for the KL term
+        scores['ref_logprobs'] = [teacher(teacher_batch).logprobs for teacher in roles.teachers]
         if not roles.teachers:
           assert roles.reference, 'see `Algorithm.needs`'
-          found['ref_logprobs'] = roles.reference(of_teacher).logprobs
-      if 'values' in wanted:
-        values = roles.critic.score(batch).values if roles.critic else found['values']
-        # The state before a token ends with the token to its left.
-        found['values'] = jnp.roll(values, 1, axis=2)
+          scores['ref_logprobs'] = roles.reference(teacher_batch).logprobs
+      if 'values' in names:
+        values = roles.critic.score(batch).values if roles.critic else scores['values']
+        # The value of a token is that of the state before it, the critic's output at the token to its left.
+        scores['values'] = jnp.roll(values, 1, axis=2)
       if roles.reward_model:
-        found['reward_model'] = roles.reward_model(batch).values
-    self.timer.watch('score', found)
-    return PendingScores(Scores(**found), rollout, seen_by_teacher)
+        scores['reward_model'] = roles.reward_model(batch).values
+    self.timer.watch('score', scores)
+    return PendingScores(Scores(**scores), rollout, seen_by_teacher)
 
   def fetch(self, pending: PendingScores) -> Scores:
-    """Waits for the scores: rows on the devices -> [N, C] on the host."""
+    """Waits for the scores, and returns them unpacked from rows to [N, C] on the host."""
     if arrays := pending.scores.computed():
       with self.timer('score'):
         arrays = to_host(arrays)
@@ -93,13 +93,13 @@ class Scorer:
       if isinstance(x, list):
         from jaxpost.rl import teachers
 
-        return teachers.combine([unpack(name, one) for one in x], pending.rollout, self.config)
+        return teachers.combine([unpack(name, logprobs) for logprobs in x], pending.rollout, self.config)
       packed = pending.seen_by_teacher if name == 'ref_logprobs' else pending.rollout
       return batching.from_rows(packed, x, *self.shape)
 
     return Scores(**{name: unpack(name, x) for name, x in arrays.items()})
 
   def _placed(self, rollout: Rollout) -> Batch:
-    """The whole rollout on the devices of the policy."""
+    """Packs a whole rollout, and places it on the devices of the policy."""
     mask = batching.completion_mask(rollout)
     return self.roles.policy.place(batching.to_batch(rollout, range(len(mask)), mask, {}, *self.shape))

@@ -1,11 +1,11 @@
-"""The teachers of `opd`: what they read, and how several of them stand for one reference.
+"""The teachers of `opd`: the prompts that they read, and the weighted sum of their log-probs.
 
-With `config.rl.privileged` a teacher reads a prompt that tells it more than the student sees, for self-distillation:
-OPSD (arXiv:2601.18734) and SDPO (arXiv:2601.20802). The policy samples from its own prompt, and the same model, given a
-solution or feedback as well, grades every token.
+With `config.rl.privileged` a teacher reads a prompt with more information than that of the student, for
+self-distillation: OPSD (arXiv:2601.18734) and SDPO (arXiv:2601.20802). The policy samples from its own prompt, and the
+same model, given a solution or feedback as well, grades every token.
 
-Each of several teachers scores the whole rollout, as a reference does. The result is the sum of their
-log-probs, weighted by `distill.weights`, so that its distance from the policy is the k1 estimate of
+Each of several teachers scores the whole rollout, as a reference does. The sum of their log-probs,
+weighted by `distill.weights`, less the log-probs of the policy is minus the k1 estimate of
 sum_i w_i KL(student, teacher_i), the loss of `gkd` with beta = 1. A source of `rl.sources`
 may have some of the teachers only; their weights then sum to 1 for its prompts.
 
@@ -21,43 +21,40 @@ import numpy as np
 
 from jaxpost.data import prompts as prompts_lib
 from jaxpost.errors import InputError
-from jaxpost.types import Rollout
+from jaxpost.types import Prompt, Rollout
 
 if TYPE_CHECKING:
   from jaxpost.data.tokenizer import Tokenizer
 
 
 def privileged_rollout(rollout: Rollout, config: Any, tokenizer: Tokenizer) -> Rollout:
-  """Returns the rollout with the prompts in the column `config.rl.privileged`; its completions are the same tokens.
+  """Returns the rollout with the prompts of `teacher_prompt`; its completions are the same tokens."""
+  return rollout.replace(prompts=tuple(teacher_prompt(prompt, config, tokenizer) for prompt in rollout.prompts))
 
-  Raises:
-    InputError: a row has no such prompt, or one that is too long for a row of a batch.
-  """
-  name, longest = config.rl.privileged, config.rollout.max_prompt_length
-  prompts = []
-  for prompt in rollout.prompts:
-    where = f'prompt {prompt.index}'
-    if prompt.columns.get(name) is None:
-      raise InputError(f'config.rl.privileged: {where} has no column {name!r}; known: {", ".join(prompt.columns)}')
-    row = {**prompt.columns, 'prompt': prompt.columns[name]}
-    seen = prompts_lib.prompt_of(row, where, '' if isinstance(row['prompt'], str) else config.data.system_prompt)
-    tokens = prompts_lib.encode_prompt(tokenizer, seen, row, where)
-    if len(tokens) > longest:
-      raise InputError(
-        f'config.rl.privileged: the prompt of the teacher at {where} has {len(tokens)} tokens; raise '
-        f'config.rollout.max_prompt_length={longest}'
-      )
-    prompts.append(prompt.replace(tokens=tokens))
-  return rollout.replace(prompts=tuple(prompts))
+
+def teacher_prompt(prompt: Prompt, config: Any, tokenizer: Tokenizer) -> Prompt:
+  """Returns the prompt with the tokens of its column `config.rl.privileged`; InputError if it has none or too many."""
+  name, max_length, where = config.rl.privileged, config.rollout.max_prompt_length, f'prompt {prompt.index}'
+  if prompt.columns.get(name) is None:
+    raise InputError(f'config.rl.privileged: {where} has no column {name!r}; known: {", ".join(prompt.columns)}')
+  row = {**prompt.columns, 'prompt': prompt.columns[name]}
+  system_prompt = '' if isinstance(row['prompt'], str) else config.data.system_prompt
+  tokens = prompts_lib.encode_prompt(tokenizer, prompts_lib.prompt_of(row, where, system_prompt), row, where)
+  if len(tokens) > max_length:
+    raise InputError(
+      f'config.rl.privileged: the prompt of the teacher at {where} has {len(tokens)} tokens; raise '
+      f'config.rollout.max_prompt_length={max_length}'
+    )
+  return prompt.replace(tokens=tokens)
 
 
 def weights(rollout: Rollout, config: Any) -> np.ndarray:
   """Returns the weight of each teacher for each sequence, [N, K] float64; rows sum to 1."""
-  every = np.asarray(config.distill.weights or (1.0,) * len(config.distill.teachers), np.float64)
-  table = np.zeros((len(rollout.prompts), len(every)))
+  all_weights = np.asarray(config.distill.weights or (1.0,) * len(config.distill.teachers), np.float64)
+  table = np.zeros((len(rollout.prompts), len(all_weights)))
   for row, prompt in zip(table, rollout.prompts):
-    chosen = list(prompt.source.get('teachers', range(len(every))))
-    row[chosen] = every[chosen] / every[chosen].sum()
+    indices = list(prompt.source.get('teachers', range(len(all_weights))))
+    row[indices] = all_weights[indices] / all_weights[indices].sum()
   return np.repeat(table, len(rollout.lengths) // len(rollout.prompts), axis=0)
 
 

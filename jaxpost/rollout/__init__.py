@@ -1,4 +1,4 @@
-"""The sampler: requests in, completions out.
+"""The sampler: an engine completes requests, and a `Rollout` is made of the completions.
 
 `engine` is the interface of engines. `native` implements it with `scheduler` (which request gets
 which slot) and `prefix_cache` and `page_table` (the cache), `drafts` (speculation); `jetstream` adapts

@@ -1,14 +1,14 @@
 """Length and row buckets of the sampler: the finite set of shapes that it compiles.
 
 A prompt is padded to a power of two, attention reads a power of two of cache entries, and a block computes all slots or
-a part of them. So few programs are compiled, and none while a run samples.
+a fraction of them. So few programs are needed, and all are compiled before a run samples.
 """
 
 import dataclasses
 
 
 def bucket(length: int, longest: int, smallest: int = 32, factor: int = 2) -> int:
-  """Smallest of `smallest`, `smallest * factor`, ... that holds `length`; at most `longest`."""
+  """Returns the first of `smallest`, `smallest * factor`, ... that is at least `length`; at most `longest`."""
   size = smallest
   while size < length:
     size *= factor
@@ -16,36 +16,36 @@ def bucket(length: int, longest: int, smallest: int = 32, factor: int = 2) -> in
 
 
 def cache_length(longest: int, block: int, page_size: int) -> int:
-  """Cache entries of a slot for sequences of `longest` tokens, in whole pages: a block may run past the last token."""
+  """Cache entries of a slot, in whole pages, for `longest` tokens and a block, which may run past the last token."""
   page = page_size or 1
   return -(-(longest + block) // page) * page
 
 
 def entries_read(length: int, cache_length: int, page_size: int) -> int:
-  """Cache entries that attention by XLA reads where `length` are filled; all of them from four fifths on."""
+  """Cache entries that attention by XLA reads if `length` are filled: a bucket, or all if that is 80 % of them."""
   size = bucket(length, cache_length, max(64, page_size))
   return size if size < 0.8 * cache_length else cache_length
 
 
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-  """Shapes of an engine.
+  """Sizes of an engine, and the buckets that follow from them.
 
   slots: sequences decoded at the same time.
   batch_shards: parts that a mesh splits the slots into.
-  least_rows: rows that the matrix product of this platform wants at least.
-  longest: tokens of the longest sequence.
+  min_rows: fewest rows that this platform multiplies efficiently.
+  max_length: tokens of the longest sequence.
   cache_length: cache entries of a slot.
   page_size: entries of a page; 0: there are no pages.
   block: decode steps of a dispatch.
-  max_new_tokens: of a completion.
-  reads_filled: whether decoding reads the entries that are filled, wherever the cache ends.
+  max_new_tokens: limit of a completion.
+  reads_filled: whether a kernel for decoding reads exactly the filled entries.
   """
 
   slots: int
   batch_shards: int
-  least_rows: int
-  longest: int
+  min_rows: int
+  max_length: int
   cache_length: int
   page_size: int
   block: int
@@ -54,38 +54,38 @@ class Buckets:
 
   def prompt(self, length: int) -> int:
     """Tokens that a prompt of `length` is padded to."""
-    return bucket(length, self.longest)
+    return bucket(length, self.max_length)
 
   def read(self, length: int) -> int:
-    """Cache entries that attention reads in all slots where `length` are filled."""
+    """Cache entries that attention reads in all slots if `length` are filled."""
     return entries_read(length, self.cache_length, self.page_size)
 
   def decode(self, length: int, rows: int) -> int:
     """Cache entries that a block of `rows` slots reads; 0 means that the kernel reads exactly the filled entries."""
-    # A part of the slots together reads at least what all of them read in the smallest bucket: less would save little.
+    # `rows` slots together read at least as many entries as all slots in the smallest bucket: fewer would save little.
     return 0 if self.reads_filled else self.read(max(length, 64 * self.slots // rows))
 
   def rows(self, count: int) -> int:
-    """Slots that are computed where the first `count` are in use."""
+    """Slots that are computed if the first `count` are in use."""
     return min(size for size in self.row_sizes() if size >= count)
 
   def row_sizes(self) -> list[int]:
-    """All slots, a half, a quarter and an eighth of them.
+    """Returns the numbers of slots that a block may compute: all, a half, a quarter and an eighth of them.
 
-    Only all of them where few blocks follow the first, and on a mesh that
-    splits the slots: the first half of these is on the first half of its devices.
+    It is always all of them if a completion has few blocks, and on a mesh that splits the slots, where the
+    first half of them is on half of the devices.
     """
     if self.batch_shards > 1 or self.max_new_tokens <= 4 * self.block:
       return [self.slots]
-    return [self.slots // n for n in (1, 2, 4, 8) if self.slots // n >= self.least_rows]
+    return [self.slots // n for n in (1, 2, 4, 8) if self.slots // n >= self.min_rows]
 
   def copy_sizes(self, rows: int, length: int) -> list[int]:
-    """Sizes of the table of page copies, where a prefill is `rows` prompts padded to `length`."""
-    most = self.slots + rows * (length // self.page_size)  # each slot has a last page of its own
-    return sorted({self.page_copies(n) for n in range(most + 1)})
+    """Sizes of the table of page copies, if a prefill is `rows` prompts padded to `length`."""
+    max_copies = self.slots + rows * (length // self.page_size)  # prompts share full pages; each slot has a last one
+    return sorted({self.page_copies(n) for n in range(max_copies + 1)})
 
   def page_copies(self, count: int) -> int:
-    """Rows of the table for `count` page copies: few sizes, as each is a program of its own."""
+    """Rows of the table for `count` page copies, from few sizes, as each is compiled."""
     return bucket(count, 1 << 30, factor=8)
 
   def prefill_rows(self, group_size: int) -> int:

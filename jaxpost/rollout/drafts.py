@@ -1,11 +1,11 @@
-"""Drafts of the tokens that sequences will draw next, from what samples of the same prompt have drawn.
+"""Speculative decoding: drafts the next tokens of sequences from the other samples of their prompt.
 
-Samples of a group repeat each other and their prompt: names, numbers, steps of a derivation. Where the last tokens of a
+Samples of a group repeat each other and their prompt: names, numbers, steps of a derivation. If the last tokens of a
 sequence occurred before, the tokens that followed there are its draft ("prompt lookup", n-gram speculation). The
 verify program (`programs/verify.py`) accepts the part of it that would have been drawn anyway.
 
-Everything here is decided by tokens alone, which are equal on all processes, and is forgotten at the end of a call of
-the engine, so that a resumed run samples as an uninterrupted one does.
+All decisions depend on tokens alone, which are equal on all processes, and nothing is kept after a call of the engine,
+so that a resumed run samples as an uninterrupted one does.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
   from jaxpost.rollout.sampler_config import SamplerConfig
   from jaxpost.rollout.sequence import ActiveSequence, Completion
 
-_GRAM = 3  # tokens that have to occur before; of shorter n-grams most continuations are wrong
-_MOST_TOKENS = 1 << 22  # kept at a time; the texts of the oldest prompts go first
-_FREE_ROWS = 256  # of a matrix product on an accelerator: more take longer, fewer as long as reading the weights does
+_GRAM = 3  # the n of n-grams; most continuations of shorter ones are wrong
+_MAX_TOKENS = 1 << 22  # limit of the tokens that are kept; the texts of the oldest prompts are dropped first
+_FREE_ROWS = 256  # rows of a matrix product on an accelerator up to which its time is that of reading the weights
 
 
 class _Texts:
@@ -37,7 +37,7 @@ class _Texts:
 
   def __init__(self) -> None:
     self.of_sample: dict[int, list[int]] = collections.defaultdict(list)
-    self.continued: dict[tuple[int, ...], tuple[list[int], int]] = {}  # n-gram -> (text, place of what follows)
+    self.continued: dict[tuple[int, ...], tuple[list[int], int]] = {}  # n-gram -> (text, index of the token after it)
 
   def extend(self, sample: int, tokens: np.ndarray) -> None:
     """Appends tokens to the text of a sample."""
@@ -47,72 +47,73 @@ class _Texts:
     for end in range(first, len(text)):
       self.continued[tuple(text[end - _GRAM : end])] = text, end
 
-  def draft(self, sample: int, most: int) -> list[int]:
-    """Returns what followed the last n-gram of a sample where it occurred before; [] if it did not."""
-    text, place = self.continued.get(tuple(self.of_sample[sample][-_GRAM:]), ([], 0))
-    return text[place : place + most]
+  def draft(self, sample: int, width: int) -> list[int]:
+    """Returns at most `width` tokens that followed an earlier occurrence of a sample's last n-gram; [] without one."""
+    text, start = self.continued.get(tuple(self.of_sample[sample][-_GRAM:]), ([], 0))
+    return text[start : start + width]
 
 
-def no_draft(rows: int, most: int) -> Draft:
-  """Returns empty drafts of `rows` slots, with room for `most` tokens each."""
-  return Draft(np.zeros((rows, most), np.int32), np.zeros(rows, np.int32))
+def no_draft(rows: int, width: int) -> Draft:
+  """Returns empty drafts of `rows` slots, with room for `width` tokens each."""
+  return Draft(np.zeros((rows, width), np.int32), np.zeros(rows, np.int32))
 
 
-def verify_cost(platform: str, rows: int, most: int) -> float:
-  """Returns the time that verifying `most` tokens in each of `rows` slots takes, in steps of decoding."""
+def verify_cost(platform: str, rows: int, width: int) -> float:
+  """Returns the time that verifying `width` tokens in each of `rows` slots takes, in steps of decoding."""
   if platform == 'cpu':
     return 3.5  # measured for 7 tokens in 1 to 32 rows; a step is bound by overheads that do not grow with its tokens
-  return 1 + max(1.0, rows * most / _FREE_ROWS) / max(1.0, rows / _FREE_ROWS)  # one pass reads them, one step follows
+  # One forward pass over the drafts, and one step that draws the token after them.
+  return 1 + max(1.0, rows * width / _FREE_ROWS) / max(1.0, rows / _FREE_ROWS)
 
 
 class Drafts:
-  """Holds what the samples of each prompt have drawn so far; decides whether drafts from it pay.
+  """Stores the tokens that samples of each prompt have drawn so far, and decides whether drafts from them pay.
 
   Args:
-    most: tokens of a draft at most.
-    platform: of the devices that verify them.
+    width: limit of the tokens of a draft.
+    platform: platform of the devices that verify them.
   """
 
-  def __init__(self, most: int, platform: str):
-    self.most = most
+  def __init__(self, width: int, platform: str):
+    self.width = width
     self.platform = platform
     self.prompts: dict[int, _Texts] = {}
-    self.tokens = 0
-    self.expected = most / 2  # tokens accepted of a draft: a running mean, which begins with a guess
+    self.tokens = 0  # stored in `prompts`
+    self.expected = width / 2  # running mean of the accepted tokens of a draft; it starts with a guess
     # Counts that `figures` reports.
     self.drafted = 0
     self.accepted = 0
     self.verified = 0
 
   def add(self, sequence: ActiveSequence) -> None:
-    """Remembers what the last block drew for a sequence; where more of its text is unknown, all of that."""
+    """Stores the tokens of a sequence that are not stored yet, usually those of its last block."""
     request = sequence.request
     texts = self.prompts.setdefault(request.prompt, _Texts())
-    known = len(texts.of_sample[request.sample])
+    num_stored = len(texts.of_sample[request.sample])
     before = len(request.tokens) + sum(len(block.tokens) for block in sequence.blocks[:-1])
-    if sequence.blocks and known == before:
+    if sequence.blocks and num_stored == before:
       new = sequence.blocks[-1].tokens
-    else:  # at its first block, at the next turn of a conversation, or if it was forgotten
-      new = np.concatenate([request.tokens, sequence.drawn()])[known:]
+    else:  # at its first block, at the next turn of a conversation, or if its prompt was dropped
+      new = np.concatenate([request.tokens, sequence.drawn()])[num_stored:]
     texts.extend(request.sample, new)
     self.tokens += len(new)
-    while self.tokens > _MOST_TOKENS and len(self.prompts) > 1:
+    while self.tokens > _MAX_TOKENS and len(self.prompts) > 1:
       oldest = self.prompts.pop(next(iter(self.prompts)))
       self.tokens -= sum(map(len, oldest.of_sample.values()))
 
   def propose(self, live: Mapping[int, ActiveSequence], rows: int) -> Draft | None:
-    """Returns the drafts of sequences, by slot; None where verifying them does not pay."""
-    drafts = no_draft(rows, self.most)
+    """Returns the drafts of sequences, by slot; None if verifying them is expected to take longer than decoding."""
+    drafts = no_draft(rows, self.width)
     for slot, sequence in live.items():
       if not sequence.blocks:
         self.add(sequence)  # its prompt
       texts = self.prompts.get(sequence.request.prompt)
-      draft = texts.draft(sequence.request.sample, self.most) if texts else []
+      draft = texts.draft(sequence.request.sample, self.width) if texts else []
       drafts.tokens[slot, : len(draft)] = draft
       drafts.lengths[slot] = len(draft)
-    drawn = 1 + min(self.expected, self.most) * np.count_nonzero(drafts.lengths) / len(live)
-    if drawn <= verify_cost(self.platform, rows, self.most):
-      self.expected += 0.01 * (self.most / 2 - self.expected)  # so that drafts are tried again later
+    expected_tokens = 1 + min(self.expected, self.width) * np.count_nonzero(drafts.lengths) / len(live)  # per sequence
+    if expected_tokens <= verify_cost(self.platform, rows, self.width):
+      self.expected += 0.01 * (self.width / 2 - self.expected)  # so that drafts are tried again later
       return None
     return drafts
 
@@ -129,9 +130,9 @@ class Drafts:
 
 
 class DraftingScheduler(Scheduler):
-  """A scheduler whose blocks verify drafts where that pays.
+  """A scheduler whose blocks verify drafts if that is faster than decoding.
 
-  A block is harvested before the next one is dispatched, as drafts continue what it drew.
+  A block is harvested before the next one is dispatched, as its tokens decide the next drafts.
   """
 
   overlaps = False
@@ -139,10 +140,10 @@ class DraftingScheduler(Scheduler):
   def __init__(self, engine: NativeEngine, *args: Any, **kwargs: Any) -> None:
     super().__init__(engine, *args, **kwargs)
     self.drafts = Drafts(engine.block - 1, engine.programs.platform)
-    self.draft: Draft | None = None  # of the block that runs
+    self.draft: Draft | None = None  # drafts that the running block verifies
 
   def decode(self, live: dict[int, ActiveSequence], rows: int, read: int, table: Any) -> Block:
-    """Dispatches a block that verifies drafts, or a usual one."""
+    """Dispatches a block that verifies drafts, or one that decodes."""
     self.draft = self.drafts.propose(live, rows)
     if self.draft is None:
       return super().decode(live, rows, read, table)
@@ -154,14 +155,14 @@ class DraftingScheduler(Scheduler):
     return block
 
   def harvest(self) -> list[Completion]:
-    """Reads the block; a sequence whose draft was wrong has drawn less than a whole block."""
+    """Reads the block, in which a sequence whose draft was wrong has drawn fewer tokens than a block has steps."""
     slots, block, _ = self.running[0]
     drawn = to_host(block.drawn, share=False)
     finished = super().harvest()
     for slot, sequence in slots.items():
       missing = len(drawn) - int(drawn[:, slot].sum())
       sequence.used -= missing
-      sequence.left += missing
+      sequence.remaining += missing
       self.drafts.add(sequence)
       if self.draft is not None and self.draft.lengths[slot]:
         self.drafts.count(int(self.draft.lengths[slot]), int(drawn[:-1, slot].sum()))
@@ -172,13 +173,14 @@ class DraftingScheduler(Scheduler):
     return super().figures() | self.drafts.figures()
 
 
-def scheduler(config: SamplerConfig, several: bool, batch_shards: int) -> type[Scheduler]:
-  """Returns the scheduler of an engine on a mesh with so many parts of the batch.
+def scheduler(config: SamplerConfig, can_extend: bool, batch_shards: int) -> type[Scheduler]:
+  """Returns the scheduler class that verifies drafts, or raises InputError where drafts cannot be verified.
 
-  Raises:
-    InputError: unless its model decodes `several` tokens at a time.
+  Args:
+    can_extend: the model decodes several tokens of a sequence at a time.
+    batch_shards: parts that the mesh splits the slots into.
   """
-  if not several:
+  if not can_extend:
     raise InputError(
       'config.rollout.speculation: drafts are verified several tokens at a time, which this model cannot: a recurrent '
       "state is that of the last token alone, recorded experts and custom models have one token a step; set it to ''"

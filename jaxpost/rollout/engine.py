@@ -1,7 +1,7 @@
 """The interface of rollout engines.
 
-`rollout.sampler.Sampler` needs `__call__`, conversations need `serve`. `native.py` is the engine that ships; the verbs
-that it has besides, `prefill`, `insert`, `extend` and `generate` as in JetStream's Engine, are for `scheduler.py` and
+`rollout.sampler.Sampler` needs `__call__`, conversations need `serve`. `native.py` has the engine of this library; its
+other methods, `prefill`, `insert`, `extend` and `generate` as in JetStream's Engine, are for `scheduler.py` and
 `jetstream.py`.
 """
 
@@ -22,8 +22,8 @@ class Engine(Protocol):
 
   Attributes:
     max_concurrent_decodes: number of slots.
-    weights: made by `load`; None: there are none.
-    layout: mesh and shardings that it samples on.
+    weights: those that `load` has made; None: there are none.
+    layout: mesh and shardings of its arrays.
     version: number of optimizer updates that produced its weights (0: the initial ones).
   """
 
@@ -38,14 +38,14 @@ class Engine(Protocol):
     """Copies the trainer's parameters into the sampling layout and type.
 
     Returns:
-      {'bytes': moved}.
+      {'bytes': number of bytes moved}.
     """
 
   def unload(self) -> None:
     """Frees the weights until the next `load`."""
 
   def preserve_weights(self) -> AbstractContextManager:
-    """Restores the present weights and version when the block ends."""
+    """Restores the current weights and version when the block ends."""
 
   # --------------------------------------------------------------- compiling
 
@@ -53,7 +53,7 @@ class Engine(Protocol):
     """Returns shapes and shardings of the weights and caches that it will hold."""
 
   def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable]:
-    """Returns functions that compile what sampling needs; they are independent of each other, and may run in parallel.
+    """Returns functions that compile the programs of sampling; they are independent, and may run in parallel.
 
     Args:
       params: the trainer's parameters, or their shapes and shardings.
@@ -85,22 +85,22 @@ class Engine(Protocol):
       requests: the first ones; sequences of any length that fits a slot.
       run_key: key data, [2] uint32.
       next_requests: (completions, idle) -> requests, called between any two blocks with the completions that ended
-        since (often none); it returns the requests that became ready (often none). With `idle` nothing is decoded and
-        the queue is empty: it may block until a request is ready, and returning none ends the call. It must return the
-        same on every process.
+        since the last call; it returns the requests that are ready now. Both may be empty. With `idle` nothing is
+        decoded and the queue is empty: it may block until a request is ready, and returning none ends `serve`. It must
+        return the same on every process.
       prefill_rows: prompts of a prefill; None: as many as are queued, up to the slots.
-      on_tokens: called with (request, the ids that it drew) after each block, before `next_requests`.
+      on_tokens: called with (request, token ids that a block drew for it) after each block, before `next_requests`.
       reuse_cache: a request that begins with a finished sequence continues from its cache entries; False prefills it
         from its beginning.
       on_dispatch: called before each block with the number of blocks dispatched so far; it may `load` newer weights
-        (in-flight weight update). Cache entries that were filled with the old ones stay as they are.
+        (in-flight weight update). Cache entries that older weights have computed stay as they are.
 
     Returns:
-      Figures of the call, such as those of `Scheduler.figures`.
+      Metrics of the call, such as those of `Scheduler.figures`.
     """
 
   def prefill_rows(self, group_size: int) -> int:
-    """Returns how many texts to prefill together, each with `group_size` samples."""
+    """Returns how many prompts to prefill together, if each has `group_size` samples."""
 
   def check(self, request: Request) -> None:
     """Raises InputError if a request cannot be served."""

@@ -55,8 +55,8 @@ class EnginePrograms:
       cache_shape: (slots, entries of each), or (pages, entries of each).
       paged: whether the cache has pages.
       block: decode steps of a dispatch.
-      report: `top` and `allowed` of `sampling.draw`.
-      sampling: of an empty slot.
+      report: arguments `top` and `allowed` of `sampling.draw`.
+      sampling: settings of an empty slot.
     """
     self._model = model
     self._placed = dict(layout=layout, compute=compute, ledger=ledger)
@@ -64,12 +64,12 @@ class EnginePrograms:
     self.platform = compute.platform
     self._block = block
     self._report = report
-    empty = generate.empty_state(model, slots, cache_shape, sampling, compute)
-    self.init = Program('init_state', empty, ledger, generate.slot_shardings(layout))
+    empty_state = generate.empty_state(model, slots, cache_shape, sampling, compute)
+    self.init = Program('init_state', empty_state, ledger, generate.slot_shardings(layout))
     self.prefill = generate.make_prefill(model, layout, compute, ledger)
     self.insert = generate.make_insert(layout, ledger)
     self.move = generate.make_move(layout, ledger, paged=paged)
-    self._made: dict[tuple, Program] = {}
+    self._programs: dict[tuple, Program] = {}
 
   def decoder(self, rows: int, read: int) -> Program:
     """The program that decodes a block in `rows` slots, attending to `read` cache entries."""
@@ -88,27 +88,27 @@ class EnginePrograms:
     return self._once(verify.make_verify, rows, read, report=self._report)
 
   def _once(self, make: Callable[..., Program], *sizes: int, **options: Any) -> Program:
-    """make(model, *sizes, ...), called once for the same sizes."""
-    if (make, *sizes) not in self._made:
-      self._made[make, *sizes] = make(self._model, *sizes, **options, **self._placed)
-    return self._made[make, *sizes]
+    """Returns make(model, *sizes, ...), which is called once for the same sizes."""
+    if (make, *sizes) not in self._programs:
+      self._programs[make, *sizes] = make(self._model, *sizes, **options, **self._placed)
+    return self._programs[make, *sizes]
 
 
 def make_entry(
   engine: NativeEngine, sequences: dict[int, ActiveSequence], rows: dict[int, int], copies: Collection[PageCopy] = ()
 ) -> Entry:
-  """The argument of `insert`.
+  """Returns the argument `entry` of the program `insert`.
 
   Args:
-    sequences: {slot: `ActiveSequence`}.
-    rows: {slot: row of the `Prefilled`}.
+    sequences: {slot: sequence that enters it}.
+    rows: {slot: row of the `Prefilled` that its entries are copied from}.
     copies: pages to be filled.
   """
   slots = engine.max_concurrent_decodes
   source = np.full(slots, -1, np.int32)
   index = np.zeros(slots, np.int32)
   sample = np.zeros(slots, np.int32)
-  each = [sampler_config.sampling(engine.config, {})] * slots
+  samplings = [sampler_config.sampling(engine.config, {})] * slots
   for slot, sequence in sequences.items():
     request = sequence.request
     drawn = len(sequence.tokens) - len(request.tokens)
@@ -116,18 +116,18 @@ def make_entry(
     index[slot] = request.prompt
     sample[slot] = request.sample
     s = sampler_config.sampling(engine.config, request.sampling)
-    each[slot] = s.replace(max_tokens=s.max_tokens - drawn, min_tokens=s.min_tokens - drawn)
+    samplings[slot] = s.replace(max_tokens=s.max_tokens - drawn, min_tokens=s.min_tokens - drawn)
   table = None
   if engine.page:
     table = np.full((engine.buckets.page_copies(len(copies)), 3), -1, np.int32)
     table[: len(copies)] = np.array([dataclasses.astuple(copy) for copy in copies]).reshape(-1, 3)
-  return Entry(source, index, sample, jax.tree.map(lambda *x: np.stack(x), *each), table)
+  return Entry(source, index, sample, jax.tree.map(lambda *x: np.stack(x), *samplings), table)
 
 
 def compile_jobs(
   engine: NativeEngine, params: Any, lengths: Sequence[int], group_size: int, turns: bool
 ) -> list[Callable[[], Any]]:
-  """Functions that compile what sampling from prompts needs; see `engine.Engine.jobs`."""
+  """Returns functions that compile the programs that sampling from prompts needs; see `engine.Engine.jobs`."""
   buckets = engine.buckets
   programs = engine.programs
   slots = engine.max_concurrent_decodes
@@ -143,23 +143,23 @@ def compile_jobs(
 
   jobs: list[Callable[[], Any]] = [functools.partial(engine.reshard.compile, params), programs.init.compile]
   entry = like(engine.entry({}, {}))
-  low = min(lengths)
-  high = engine.config.room
+  min_length = min(lengths)
+  max_length = engine.config.room
   if not turns:  # an environment's first message may make prompts longer
-    high = min(max(lengths) + engine.config.max_new_tokens, high)
-  # Preempted sequences are prefilled again, with what they have drawn.
-  again = range(low, high) if turns or engine.page else ()
+    max_length = min(max(lengths) + engine.config.max_new_tokens, max_length)
+  # Preempted sequences are prefilled again, with the tokens that they have drawn.
+  longer = range(min_length, max_length) if turns or engine.page else ()
   rows = engine.prefill_rows(group_size)
-  for size in sorted({buckets.prompt(n) for n in (*lengths, *again)}):
+  for size in sorted({buckets.prompt(n) for n in (*lengths, *longer)}):
     tokens = _abstract(engine, (rows, size))
     counts = _abstract(engine, (rows,))
     prefilled = programs.prefill.outputs(weights, tokens, counts)
     jobs.append(functools.partial(programs.prefill.compile, weights, tokens, counts))
     for copies in buckets.copy_sizes(rows, size) if engine.page else [0]:
-      enters = entry.replace(copies=_abstract(engine, (copies, 3))) if copies else entry
-      jobs.append(functools.partial(programs.insert.compile, state, prefilled, enters, key, step))
+      entry_with_copies = entry.replace(copies=_abstract(engine, (copies, 3))) if copies else entry
+      jobs.append(functools.partial(programs.insert.compile, state, prefilled, entry_with_copies, key, step))
   for count in buckets.row_sizes():
-    for read in sorted({buckets.decode(n + engine.block, count) for n in range(low, high)}):
+    for read in sorted({buckets.decode(n + engine.block, count) for n in range(min_length, max_length)}):
       jobs.append(functools.partial(programs.decoder(count, read).compile, weights, state, *tables(count, read)))
       if engine.config.speculation:
         from jaxpost.rollout import drafts
@@ -171,7 +171,7 @@ def compile_jobs(
     from jaxpost.programs import extend
 
     chunk = like(next(extend.chunks(slots, {0: (0, np.zeros(1, np.int32))}, programs.platform)))
-    for read in sorted({buckets.read(n + engine.block) for n in range(low, high)}):
+    for read in sorted({buckets.read(n + engine.block) for n in range(min_length, max_length)}):
       extender = programs.extender(read)
       jobs.append(functools.partial(extender.compile, weights, state, entry, chunk, key, step, *tables(slots, read)))
   if len(buckets.row_sizes()) > 1:

@@ -1,11 +1,11 @@
-"""google-jetstream 0.2.2, both ways: this engine as one of its engines, and any
-of its engines as the sampler of a rollout. Needs the extra [jetstream].
+"""Adapters to google-jetstream 0.2.2: `JetStreamEngine` makes a JetStream engine of `NativeEngine`,
+`JetStreamRollout` samples rollouts from any JetStream engine. Needs the extra [jetstream].
 
 Legend: S slots, N sequences, C completion tokens.
 
-Only the documented verbs are used: its orchestrator does not run on current
-JAX. It returns no log-probs and takes no settings per request, so log-probs
-are computed again, and temperature and its like are those of the engine.
+Only the documented methods of its engines are used, as its orchestrator does not run on
+current JAX. They return no log-probs and take no settings per request, so log-probs
+are computed again, and temperature, top-k and top-p are those that the engine was made with.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ from jaxpost.types import Prompt, Rollout
 
 
 def check() -> None:
-  """InputError where `import jetstream` is not google-jetstream."""
+  """Raises InputError unless google-jetstream is installed."""
   try:
     importlib.metadata.distribution('google-jetstream')
   except importlib.metadata.PackageNotFoundError as error:
-    found = importlib.util.find_spec('jetstream')
-    wrong = f'; the jetstream of {found.origin} is another project: pip uninstall jetstream' if found else ''
-    raise InputError(f"jetstream: google-jetstream is not installed; pip install -e '.[jetstream]'{wrong}") from error
+    spec = importlib.util.find_spec('jetstream')
+    hint = f'; the jetstream of {spec.origin} is another project: pip uninstall jetstream' if spec else ''
+    raise InputError(f"jetstream: google-jetstream is not installed; pip install -e '.[jetstream]'{hint}") from error
 
 
 check()
@@ -48,8 +48,8 @@ class JetStreamEngine(engine_api.Engine):
     """Makes the engine.
 
     Args:
-      run_key: key data, [2] uint32, of all draws; the n-th insert is prompt n.
-      tokenizer_path: what `get_tokenizer` returns.
+      run_key: key data, [2] uint32, of all draws; the n-th insert draws as prompt n.
+      tokenizer_path: the path that `get_tokenizer` returns.
     """
     if native.block != 1:
       raise InputError(f'jetstream: a block of {native.block} tokens; its engines make one, set config.rollout.block=1')
@@ -59,7 +59,7 @@ class JetStreamEngine(engine_api.Engine):
     self._number = 0
 
   def load_params(self, params: Any, version: int = 0) -> Any:
-    """Takes the trainer's parameters; returns those of the sampler."""
+    """Loads the trainer's parameters; returns the weights of the sampler."""
     self._native.load(params, version)
     return self._native.weights
 
@@ -71,7 +71,7 @@ class JetStreamEngine(engine_api.Engine):
     self, *, params: Any, existing_prefix: Any = None, padded_tokens: Any, true_length: int
   ) -> tuple[Any, engine_api.ResultTokens]:
     if existing_prefix is not None:
-      raise NotImplementedError('a prefix is read whole')
+      raise NotImplementedError('a prompt is prefilled whole, so existing_prefix must be None')
     self._check(params)
     text = np.asarray(padded_tokens, np.int32).reshape(-1)[:true_length]
     return self._native.prefill([text]), text
@@ -79,8 +79,8 @@ class JetStreamEngine(engine_api.Engine):
   def insert(self, prefix: Any, decode_state: Any, slot: int) -> Any:
     cache, text = prefix
     number, self._number = self._number, self._number + 1
-    most = self._native.config.max_new_tokens
-    entry = self._native.entry({slot: ActiveSequence(Request(text, number), most, text)}, {slot: 0})
+    max_tokens = self._native.config.max_new_tokens
+    entry = self._native.entry({slot: ActiveSequence(Request(text, number), max_tokens, text)}, {slot: 0})
     return self._native.insert(decode_state, cache, entry, self._key, 0)
 
   def generate(self, params: Any, decode_state: Any) -> tuple[Any, engine_api.ResultTokens]:
@@ -127,14 +127,14 @@ def drive(
   max_new_tokens: int,
   stop_ids: Sequence[int],
 ) -> list[list[int]]:
-  """Completes texts with any engine of JetStream, by its documented verbs only.
+  """Completes texts with any JetStream engine, by its documented methods only.
 
   Returns:
     The tokens of `samples` completions of each text, in the order of the texts.
   """
-  longest = max(map(len, texts))
-  if longest > engine.max_prefill_length:
-    raise InputError(f'jetstream: a prompt has {longest} tokens, and its engine takes {engine.max_prefill_length}')
+  max_length = max(map(len, texts))
+  if max_length > engine.max_prefill_length:
+    raise InputError(f'jetstream: a prompt has {max_length} tokens, and its engine takes {engine.max_prefill_length}')
   state = engine.init_decode_state()
   out: list[list[int]] = [[] for _ in range(len(texts) * samples)]
   waiting = list(reversed(range(len(out))))  # numbers of the completions that have not begun; the next one is the last
@@ -166,13 +166,13 @@ def drive(
 
 
 class JetStreamRollout:
-  """An engine of JetStream's in the place of `NativeEngine`.
+  """A JetStream engine as a rollout engine, in place of `NativeEngine`.
 
   Args:
-    max_new_tokens, stop_ids: of a completion.
+    max_new_tokens: tokens of a completion at most; stop_ids: end it earlier.
     rescore: Rollout -> [N, C] log-probs of its tokens by the policy.
-    params: the trainer's parameters -> those of the engine; default: its own
-      `load_params`, without arguments.
+    params: the trainer's parameters -> the engine's weights; None: the engine's
+      `load_params()`, which ignores the trainer's.
   """
 
   def __init__(
@@ -188,13 +188,13 @@ class JetStreamRollout:
     self.rescore = rescore
     self.max_new_tokens = max_new_tokens
     self.stop_ids = tuple(stop_ids)
-    self._make = params or (lambda params: engine.load_params())
+    self._make_weights = params or (lambda params: engine.load_params())
     self.max_concurrent_decodes = engine.max_concurrent_decodes
     self.weights, self.version = None, 0
     self.layout = Layout(engine.mesh, 'rollout')
 
   def load(self, params: Any, version: int) -> dict:
-    self.weights, self.version = self._make(params), version
+    self.weights, self.version = self._make_weights(params), version
     return {'bytes': 0}
 
   def unload(self) -> None:
@@ -202,7 +202,7 @@ class JetStreamRollout:
 
   @contextlib.contextmanager
   def preserve_weights(self) -> Iterator[None]:
-    """Restores the present weights and version when the block ends."""
+    """Restores the current weights and version when the block ends."""
     weights = self.weights
     version = self.version
     yield
@@ -210,7 +210,7 @@ class JetStreamRollout:
     self.version = version
 
   def described(self, params: Any) -> tuple:
-    del params  # its engine's own
+    del params  # the engine holds weights and caches of its own
     return ()
 
   def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list:
@@ -227,20 +227,20 @@ class JetStreamRollout:
     sampling: dict | None = None,
     on_dispatch: Callable[[int], None] | None = None,
   ) -> Rollout:
-    """All samples of all prompts; the engine has draws of its own."""
-    del run_key
+    """Samples `group_size` completions of each prompt."""
+    del run_key  # the engine has its own random numbers
     if on_dispatch:
       raise InputError('config.rollout.inflight_update_blocks: jetstream takes no weights while it samples; leave it 0')
     if sampling:
       raise InputError(
-        f'jetstream: {", ".join(sampling)} cannot be told to its engines; set it where the engine is made'
+        f'jetstream: its engines take no {", ".join(sampling)} per call; set it where the engine is made'
       )
     ids = drive(
       self.engine, self.weights, [p.tokens for p in prompts], group_size, self.max_new_tokens, stop_ids=self.stop_ids
     )
     tokens = np.array([x + [0] * (self.max_new_tokens - len(x)) for x in ids], np.int32)
     empty = np.zeros(tokens.shape, np.float32)
-    made = Rollout(
+    rollout = Rollout(
       tuple(prompts),
       tokens,
       np.array([len(x) for x in ids], np.int32),
@@ -250,5 +250,5 @@ class JetStreamRollout:
       step=step,
       version=self.version,
     )
-    logprobs = np.asarray(self.rescore(made), np.float32)
-    return made.replace(logprobs=logprobs, behavior_logprobs=logprobs)
+    logprobs = np.asarray(self.rescore(rollout), np.float32)
+    return rollout.replace(logprobs=logprobs, behavior_logprobs=logprobs)

@@ -1,4 +1,4 @@
-"""The native sampler: the trainer's own model, in the trainer's process.
+"""The native sampler: it runs the model of the trainer, in the trainer's process.
 
 A prompt is prefilled once and forked into its samples; a block of decode steps draws tokens in every slot.
 `scheduler.py` has the loop, `programs/generate.py` the compiled programs.
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 class NativeEngine:
-  """`engine.Engine` on the trainer's own model, with its arrays on `layout`.
+  """`engine.Engine` with the model of the trainer, and its arrays on `layout`.
 
-  decode: token ids -> text, for stop strings; it keeps special tokens.
-  bridge: copies weights to `layout`, where the trainer has other devices.
-  reshard: makes sampling weights of the trainer's parameters; None: `Reshard` makes a
+  decode: token ids -> text, with special tokens, for stop strings.
+  bridge: copies weights to `layout`, if the trainer has other devices.
+  reshard: makes the sampling weights from the trainer's parameters; None: `Reshard` makes a
     copy in the sampler's layout and type. See `models.shared_weights`, too.
-  asynchronous: sampling goes on while the trainer updates its parameters.
+  asynchronous: whether the trainer updates its parameters while the engine samples.
   """
 
   def __init__(
@@ -68,8 +68,8 @@ class NativeEngine:
     shards = layout.batch_shards
     sampler_config.check(model.config, config, shards)
     # XLA:CPU multiplies one bfloat16 row 11 x slower than two.
-    least_rows = 1 if compute.dtype == 'float32' else 2
-    slots = -(-max(config.slots, least_rows) // shards) * shards
+    min_rows = 1 if compute.dtype == 'float32' else 2
+    slots = -(-max(config.slots, min_rows) // shards) * shards
     self.max_concurrent_decodes = slots
     self.config = config
     self.layout = layout
@@ -84,7 +84,7 @@ class NativeEngine:
     self._model_config = model.config
     self._bridge = bridge
     self.cache_shape = self._cache_shape()
-    self.buckets = self._make_buckets(least_rows, compute.decode_kernel)
+    self.buckets = self._make_buckets(min_rows, reads_filled=compute.decode_kernel)
     self.programs = EnginePrograms(
       model,
       layout,
@@ -99,8 +99,8 @@ class NativeEngine:
     )
     # A cached prefix cannot be extended for custom models (no multi-token decode), for recurrent layers (only the last
     # state is kept), or while routing is recorded.
-    whole = isinstance(model.config, CustomConfig) or bool(model.config.state_shapes)
-    self.can_reuse_cache = not whole and not (model.config.experts and model.config.experts.record)
+    cannot_extend = isinstance(model.config, CustomConfig) or bool(model.config.state_shapes)
+    self.can_reuse_cache = not cannot_extend and not (model.config.experts and model.config.experts.record)
     self._scheduler: type[Scheduler] = Scheduler
     if config.speculation:
       from jaxpost.rollout import drafts
@@ -110,12 +110,12 @@ class NativeEngine:
     self.version = 0
     self._fits = False
 
-  def _make_buckets(self, least_rows: int, reads_filled: bool) -> Buckets:
+  def _make_buckets(self, min_rows: int, reads_filled: bool) -> Buckets:
     return Buckets(
       slots=self.max_concurrent_decodes,
       batch_shards=self.layout.batch_shards,
-      least_rows=least_rows,
-      longest=self.config.room,
+      min_rows=min_rows,
+      max_length=self.config.room,
       cache_length=self.length,
       page_size=self.page,
       block=self.block,
@@ -124,7 +124,7 @@ class NativeEngine:
     )
 
   def _cache_shape(self) -> tuple[int, int]:
-    """(slots or pages, entries of each); InputError where the pages do not hold the longest sequence."""
+    """Returns (slots or pages, entries of each); InputError if the pages do not hold the longest sequence."""
     slots = self.max_concurrent_decodes
     if not self.page:
       return slots, self.length
@@ -138,7 +138,7 @@ class NativeEngine:
     return pages + 1, self.page  # page 0 is reserved
 
   def load(self, params: Any, version: int) -> dict:
-    """Copies the trainer's parameters into the sampling layout; {'bytes': moved}."""
+    """Copies the trainer's parameters into the sampling layout; returns {'bytes': number of bytes moved}."""
     self.weights = None  # frees the last copy before the next is made
     self.weights = self.reshard(params)
     if self._bridge:  # asynchronous: training devices do not wait for sampling ones
@@ -155,7 +155,7 @@ class NativeEngine:
 
   @contextlib.contextmanager
   def preserve_weights(self) -> Iterator[None]:
-    """Restores the present weights and version when the block ends."""
+    """Restores the current weights and version when the block ends."""
     weights = self.weights
     version = self.version
     yield
@@ -165,8 +165,8 @@ class NativeEngine:
   # ------------------------------------------------------------------- verbs
 
   def init_decode_state(self) -> DecodeState:
-    """A decode state with empty slots; InputError where it does not fit the devices."""
-    # Checked once: memory that the allocator keeps for the next cache looks taken.
+    """Returns a decode state with empty slots; InputError if it does not fit the devices."""
+    # Checked once: memory of a freed cache that the allocator keeps counts as in use.
     if not self._fits and self.cache_bytes() > sampler_config.free_bytes(self.layout):
       raise InputError(self._too_large())
     self._fits = True
@@ -179,15 +179,15 @@ class NativeEngine:
 
   def _too_large(self) -> str:
     slots = self.max_concurrent_decodes
-    wanted = self.cache_bytes()
+    needed = self.cache_bytes()
     free = max(sampler_config.free_bytes(self.layout), 0)
     return (
-      f'config.rollout.slots: {slots} slots of {self.length} cache entries take {wanted / 2**30:.2f} GiB and '
-      f'{free / 2**30:.2f} are free: {int(slots * free / max(wanted, 1))} slots would fit; lower it, or the lengths'
+      f'config.rollout.slots: {slots} slots of {self.length} cache entries take {needed / 2**30:.2f} GiB and '
+      f'{free / 2**30:.2f} are free: {int(slots * free / max(needed, 1))} slots would fit; lower it, or the lengths'
     )
 
   def described(self, params: Any) -> tuple:
-    """(weights, decode state): shapes and shardings of what sampling holds."""
+    """Returns shapes and shardings of the arrays that sampling holds: (weights, decode state)."""
     weights = self.reshard.outputs(params)
     if self._bridge:
       weights = self._bridge.arriving(weights)
@@ -210,7 +210,7 @@ class NativeEngine:
     return self.programs.prefill(self.weights, put(tokens, 'batch', None), put(lengths, 'batch'))
 
   def pages(self) -> PageTable | None:
-    """An empty page table, or None where slots have caches of their own."""
+    """Returns an empty page table, or None if the cache has no pages."""
     if not self.page:
       return None
     from jaxpost.rollout import page_table
@@ -243,15 +243,15 @@ class NativeEngine:
     entry = self.layout.put(entry, 'batch', None)
     read = self.buckets.read(max(filled + len(ids) for filled, ids in suffixes.values()))
     tables = () if table is None else (self.layout.put(table),)
-    for more in extend.chunks(self.max_concurrent_decodes, suffixes, self.programs.platform):
-      more = self.layout.put(more, 'batch', None)
-      state = self.programs.extender(read)(self.weights, state, entry, more, key, step, *tables)
+    for chunk in extend.chunks(self.max_concurrent_decodes, suffixes, self.programs.platform):
+      chunk = self.layout.put(chunk, 'batch', None)
+      state = self.programs.extender(read)(self.weights, state, entry, chunk, key, step, *tables)
     return state
 
   def generate(
     self, state: DecodeState, read: int = 0, rows: int = 0, table: np.ndarray | None = None
   ) -> tuple[DecodeState, Block]:
-    """Decodes a block in the first `rows` slots, attending to `read` entries (0: all that are filled)."""
+    """Decodes a block in the first `rows` slots (0: all), attending to `read` cache entries (0: all filled ones)."""
     tables = () if table is None else (self.layout.put(table),)
     rows = rows or self.max_concurrent_decodes
     return self.programs.decoder(rows, read or self.buckets.decode(self.length, rows))(self.weights, state, *tables)
@@ -269,7 +269,7 @@ class NativeEngine:
     return self.buckets.prefill_rows(max(group_size, self.config.group_size))
 
   def entry(self, sequences: dict[int, ActiveSequence], rows: dict[int, int], copies: Sequence[PageCopy] = ()) -> Entry:
-    """The argument of `insert`; see `engine_programs.make_entry`."""
+    """Returns the argument `entry` of `insert`; see `engine_programs.make_entry`."""
     return make_entry(self, sequences, rows, copies)
 
   def check(self, request: Request) -> None:
@@ -319,16 +319,16 @@ class NativeEngine:
     on_dispatch: Callable[[int], None] | None = None,
   ) -> Rollout:
     """Samples `group_size` completions of each prompt, of one turn each; see `engine.Engine.__call__`."""
-    longest = max(len(p.tokens) for p in prompts)
-    if longest > self.config.max_prompt:
+    max_length = max(len(p.tokens) for p in prompts)
+    if max_length > self.config.max_prompt:
       raise InputError(
-        f'a prompt of {longest} tokens is longer than config.rollout.max_prompt_length={self.config.max_prompt}'
+        f'a prompt of {max_length} tokens is longer than config.rollout.max_prompt_length={self.config.max_prompt}'
       )
-    done: list[Completion] = []
+    finished: list[Completion] = []
 
     def collect(completions: list[Completion], idle: bool) -> Iterable[Request]:
       del idle
-      done.extend(completions)
+      finished.extend(completions)
       return ()
 
     requests = [
@@ -344,10 +344,10 @@ class NativeEngine:
       prefill_rows=self.prefill_rows(group_size),
       on_dispatch=on_dispatch,
     )
-    return sampler.to_rollout(prompts, done, self.config, step, self.version, figures=figures)
+    return sampler.to_rollout(prompts, finished, self.config, step, self.version, figures=figures)
 
   # ------------------------------------------------------------------ compile
 
   def jobs(self, params: Any, lengths: Sequence[int], group_size: int, turns: bool = False) -> list[Callable[[], Any]]:
-    """Functions that compile what sampling needs; see `engine.Engine.jobs`."""
+    """Returns functions that compile the programs of sampling; see `engine.Engine.jobs`."""
     return engine_programs.compile_jobs(self, params, lengths, group_size, turns)

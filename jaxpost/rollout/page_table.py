@@ -1,7 +1,7 @@
-"""Pages of the key-value cache (`rollout.page_size`): which sequence holds which.
+"""Allocates the pages of the key-value cache to sequences (`rollout.page_size`).
 
-A page holds `size` cache entries of one sequence. Samples of one prompt share its full pages; each has a last page of
-its own, and takes more as it grows. Page 0 is reserved: free slots write there.
+A page holds `size` cache entries. Samples of one prompt share its full pages; each has its own copy of a last page that
+is not full, and takes more pages as it grows. Page 0 is reserved: free slots write there.
 """
 
 import collections
@@ -15,7 +15,8 @@ import numpy as np
 class PageCopy:
   """Copies entries of a prefilled prompt into a page.
 
-  row: of the `generate.Prefilled`. place: which `size` entries of that row. page: their target.
+  row: row of the `generate.Prefilled`. place: the source is the entries [place * size, (place + 1) * size) of that row.
+  page: the target.
   """
 
   row: int
@@ -23,15 +24,15 @@ class PageCopy:
   page: int
 
 
-def _nothing() -> bool:
+def _evict_nothing() -> bool:
   return False
 
 
 class PageTable:
-  """Which sequence holds which pages of an engine, and which pages are free.
+  """The pages of each sequence of an engine, and the free pages.
 
   size: entries of a page.
-  count: pages, including the reserved page 0.
+  count: number of pages, including the reserved page 0.
   """
 
   def __init__(self, size: int, count: int):
@@ -48,41 +49,43 @@ class PageTable:
     return -(-entries // self.size)
 
   def admit(
-    self, holder: Hashable, prompt: bytes, row: int, length: int, extra: int, evict: Callable[[], bool] = _nothing
+    self, holder: Hashable, prompt: bytes, row: int, length: int, extra: int, evict: Callable[[], bool] = _evict_nothing
   ) -> list[PageCopy] | None:
     """Allocates pages for a prompt of `length` entries, which is row `row` of a `generate.Prefilled`.
 
     Args:
-      evict: releases pages that can be done without; False if there are none. Called while too few are free.
+      evict: releases pages of the prefix cache; False if it has none. Called while too few pages are free.
 
     Returns:
-      The copies that fill the pages; None where the free pages do not hold the prompt and `extra` entries more.
+      The copies that fill the pages; None if the free pages do not hold the prompt and `extra` entries more.
     """
-    full = length // self.size
+    num_full = length // self.size
     total = self.needed(length + extra)
-    while (total - full if prompt in self.shared else total) > len(self.free):
+    # Eviction may release the shared pages of this prompt, too.
+    while (total - num_full if prompt in self.shared else total) > len(self.free):
       if not evict():
         return None
-    copies, known = [], self.shared.get(prompt)
-    if known is None:
-      known = self.shared[prompt] = [self.free.popleft() for _ in range(full)]
-      copies = [PageCopy(row, i, page) for i, page in enumerate(known)]
-    private = [self.free.popleft() for _ in range(total - full)]
+    copies = []
+    full_pages = self.shared.get(prompt)
+    if full_pages is None:
+      full_pages = self.shared[prompt] = [self.free.popleft() for _ in range(num_full)]
+      copies = [PageCopy(row, i, page) for i, page in enumerate(full_pages)]
+    private = [self.free.popleft() for _ in range(total - num_full)]
     if length % self.size:
-      copies.append(PageCopy(row, full, private[0]))
-    self.held[holder] = [*known, *private]
+      copies.append(PageCopy(row, num_full, private[0]))
+    self.held[holder] = [*full_pages, *private]
     self.prompts[holder] = prompt
     self.users.update(self.held[holder])
     return copies
 
-  def grow(self, holder: Hashable, entries: int, evict: Callable[[], bool] = _nothing) -> bool:
-    """Extends a holder's pages to `entries`; False, and no page more, if too few are free; `evict` as in `admit`."""
+  def grow(self, holder: Hashable, entries: int, evict: Callable[[], bool] = _evict_nothing) -> bool:
+    """Extends a holder's pages to `entries`, or returns False if too few are free; `evict` as in `admit`."""
     pages = self.held[holder]
-    more = self.needed(entries) - len(pages)
-    while more > len(self.free):
+    num_new = self.needed(entries) - len(pages)
+    while num_new > len(self.free):
       if not evict():
         return False
-    for _ in range(more):
+    for _ in range(num_new):
       pages.append(self.free.popleft())
       self.users[pages[-1]] += 1
     return True

@@ -1,6 +1,6 @@
 """The prefix cache: key-value entries of finished sequences, reused by the next turn of a conversation.
 
-It holds nothing that is needed: when a slot or pages are wanted, the oldest sequence is evicted.
+A cached sequence can always be prefilled again: when a slot or pages are needed, the oldest one is evicted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(eq=False)
 class CachedPrefix:
-  """A finished sequence whose cache entries are still there.
+  """A finished sequence whose cache entries are kept.
 
   tokens: its token ids, as the bytes of an int32 array.
-  holder: the owner of its pages, where the cache has pages.
-  slot: where its entries are, where it has none.
+  holder: the holder of its pages in the page table, if the cache has pages.
+  slot: the slot that has its entries, if the cache has no pages.
   """
 
   tokens: bytes
@@ -30,10 +30,10 @@ class CachedPrefix:
 
 
 class PrefixCache:
-  """KV entries of finished sequences, oldest first, until their place is needed.
+  """KV entries of finished sequences, oldest first, until their slots or pages are needed.
 
-  pages: the page table of the engine; None where each slot has a cache of its
-    own, so that a cached prefix ends when its slot is reused.
+  pages: the page table of the engine; None if the cache has no pages, so that a
+    cached prefix is lost when its slot is reused.
   """
 
   def __init__(self, pages: PageTable | None):
@@ -46,7 +46,7 @@ class PrefixCache:
     return [] if self.pages else [entry.slot for entry in self.entries]
 
   def add(self, slot: int, sequence: Any) -> None:
-    """Keeps the entries of a finished `sequence.ActiveSequence`."""
+    """Keeps the cache entries of a finished `sequence.ActiveSequence`."""
     tokens = np.concatenate([sequence.request.tokens, sequence.drawn()])
     self.entries.append(CachedPrefix(tokens.astype(np.int32).tobytes(), sequence, slot))
 
@@ -60,7 +60,7 @@ class PrefixCache:
     self.entries.remove(entry)
 
   def evict(self, slots: Collection[int] | None = None) -> bool:
-    """Evicts the entries in `slots`, or else the oldest; False if there was none."""
+    """Evicts the prefixes in `slots`, or with None the oldest one; returns False if there was none."""
     evicted = self.entries[:1] if slots is None else [entry for entry in self.entries if entry.slot in slots]
     for entry in evicted:
       self.entries.remove(entry)

@@ -1,4 +1,4 @@
-"""Files of what a step learned from: rollouts/STAGE/STEP.npz of a run.
+"""Saves and loads the rollout, rewards and advantages of a step: rollouts/STAGE/STEP.npz of a run.
 
 Legend: N sequences, C completion tokens.
 """
@@ -17,11 +17,11 @@ from jaxpost.storage import object_store
 from jaxpost.types import Credit, Experience, Prompt, Rollout
 
 _SEAL = b'crc32 %08x\n'
-_LEFT_OUT = ('allowed', 'experts', 'top_ids', 'top_logprobs')  # of the arrays of a rollout: large, and never read
+_LEFT_OUT = ('allowed', 'experts', 'top_ids', 'top_logprobs')  # arrays of a rollout that are large, and never read
 
 
 def make_saver(folder: epath.Path, every: int, temperature: float) -> Callable[[int, Experience, Credit], None]:
-  """Returns a function that saves every `every`th step into `folder`; `temperature` is that of the run."""
+  """Returns a function that saves each `every`-th step into `folder`; `temperature` is that of the run."""
 
   def save_step(step: int, experience: Experience, credit: Credit):
     if step % every == 0:
@@ -31,7 +31,7 @@ def make_saver(folder: epath.Path, every: int, temperature: float) -> Callable[[
 
 
 def save(path: epath.PathLike, experience: Experience, credit: Credit, temperature: float = 1.0) -> None:
-  """Writes a rollout, its rewards, advantages and scores as arrays and JSON; no pickle."""
+  """Writes a rollout, its rewards, advantages and scores as arrays and JSON, without pickle."""
   rollout = experience.rollout
   arrays = {name: x for name, x in arrays_of(rollout).items() if name not in _LEFT_OUT}
   arrays |= {'rewards': experience.rewards, 'trained': credit.mask}
@@ -74,7 +74,7 @@ def load(path: epath.PathLike) -> tuple[Rollout, dict[str, np.ndarray]]:
       rewards={'recorded': arrays['rewards']},
     )
   except FileNotFoundError as error:
-    raise InputError(f'{path}: is not there; a run keeps its rollouts where config.log.rollouts_every is 1') from error
+    raise InputError(f'{path}: is missing; a run saves all rollouts with config.log.rollouts_every=1') from error
   except (KeyError, TypeError) as error:
     raise InputError(f'{path}: another version of jaxpost has written it ({error}); sample again') from error
   except (ValueError, OSError) as error:
@@ -102,13 +102,13 @@ class RecordedSampler:
     """Reads from a run's folder, or from the folder of the files.
 
     Args:
-      stage: of the other run.
-      rewards: the rewards of the other run count; False: they are graded anew.
-      temperature: of this run, where it trains on the recorded log-probs; None: it does not read them.
+      stage: name of the stage in the other run.
+      rewards: use the recorded rewards; False: completions are graded again.
+      temperature: that of this run, if it trains on the recorded log-probs; None: it does not read them.
     """
     folder = epath.Path(folder).expanduser()
-    of_run = folder / 'rollouts' / stage
-    self.folder = of_run if of_run.exists() else folder
+    stage_folder = folder / 'rollouts' / stage
+    self.folder = stage_folder if stage_folder.exists() else folder
     self.rewards = rewards
     self.temperature = temperature
 
@@ -120,7 +120,7 @@ class RecordedSampler:
     on_dispatch: Callable[[int], None] | None = None,
     **sampling: Any,
   ) -> Rollout:
-    """Returns the recorded rollout of a step; checks that it has as many prompts."""
+    """Returns the recorded rollout of a step; InputError unless it has as many prompts and completions."""
     del on_dispatch  # nothing is sampled
     refuse(bool(sampling), f'config.train_on_rollouts: the stored rollouts cannot be sampled with {sampling}')
     path = self.folder / f'{step + 1}.npz'
@@ -128,15 +128,15 @@ class RecordedSampler:
     if self.temperature is not None:
       self._check_logprobs(path, rollout, arrays)
     num_prompts = len(rollout.prompts)
-    size = len(rollout.lengths)
-    if (num_prompts, size) != (len(prompts), len(prompts) * group_size):
+    num_completions = len(rollout.lengths)
+    if (num_prompts, num_completions) != (len(prompts), len(prompts) * group_size):
       raise InputError(
-        f'{path}: {size} completions of {num_prompts} prompts, and config.rollout '
+        f'{path}: {num_completions} completions of {num_prompts} prompts, and config.rollout '
         f'asks for {len(prompts) * group_size} of {len(prompts)}'
       )
     # Recorded rewards count for every source, also for one that had no environment in that run.
     sources = [prompt.source | {'environment': None} for prompt in rollout.prompts]
-    if not self.rewards:  # nothing stays of how they were graded; the sources of this run name the functions
+    if not self.rewards:  # nothing of the old grading is used, and the sources of this run name the functions
       rollout = rollout.replace(rewards=None, turn_rewards=None, verdicts=None)
       functions = {prompt.index: prompt.source.get('rewards') for prompt in prompts}
       sources = [x | {'rewards': functions.get(p.index)} for x, p in zip(sources, rollout.prompts, strict=True)]
@@ -144,8 +144,8 @@ class RecordedSampler:
     return rollout.replace(prompts=tuple(recorded))
 
   def _check_logprobs(self, path: epath.Path, rollout: Rollout, arrays: dict[str, np.ndarray]) -> None:
-    """Raises InputError where the recorded log-probs are not those that this run would have computed."""
-    if rollout.from_data or rollout.expert is not None:
+    """Raises InputError unless the recorded log-probs are of the distribution that this run trains."""
+    if rollout.from_data or rollout.demonstration is not None:
       raise InputError(f'{path}: has answers of the data, which have no log-probs; sample again')
     if 'temperature' not in arrays:
       raise InputError(f'{path}: another version of jaxpost has written it (it has no temperature); sample again')
@@ -154,9 +154,9 @@ class RecordedSampler:
         f'{path}: was sampled with config.rl.sampling_mask, and its log-probs are not those of the whole distribution; '
         'sample again without it'
       )
-    of_sources = 'temperature' in rollout.prompts[0].source.get('sampling', ())  # each prompt has its own
-    if not of_sources and (was := arrays['temperature'].item()) != self.temperature:
+    by_source = 'temperature' in rollout.prompts[0].source.get('sampling', ())  # each prompt has the one of its source
+    if not by_source and (recorded := arrays['temperature'].item()) != self.temperature:
       raise InputError(
-        f'{path}: was sampled at temperature {was:g}, at which alone its log-probs hold; set '
-        f'config.rollout.temperature={was:g} (now {self.temperature:g})'
+        f'{path}: was sampled at temperature {recorded:g}, and its log-probs hold for that one alone; set '
+        f'config.rollout.temperature={recorded:g} (now {self.temperature:g})'
       )

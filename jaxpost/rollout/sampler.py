@@ -1,4 +1,4 @@
-"""The sampler of single answers: an engine's completions as a `Rollout`.
+"""The sampler of single answers: joins the completions of an engine into a `Rollout`.
 
 Legend: N sequences, P prompt tokens, C completion tokens, L layers.
 """
@@ -32,8 +32,8 @@ def to_rollout(
   """Stacks the completions of all prompts.
 
   Args:
-    completions: in any order; `request.tag` is the index of the sequence.
-    figures: metrics of the engine, with its 'occupancy'.
+    completions: in any order; their `request.tag` is the index of the sequence.
+    figures: metrics of the engine, 'occupancy' included.
   """
   completions = sorted(completions, key=lambda c: c.request.tag)
 
@@ -68,7 +68,7 @@ def to_rollout(
 
 @dataclasses.dataclass
 class Sampler:
-  """Samples completions from the weights that its engine has.
+  """Samples completions with the weights that its engine has loaded.
 
   `Episodes` (of an environment), `DemonstrationSampler` and `RecordedSampler` are called in the same way.
   """

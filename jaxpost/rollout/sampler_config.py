@@ -21,7 +21,7 @@ if TYPE_CHECKING:
   from jaxpost.distributed.mesh import Layout
   from jaxpost.models.config import ModelConfig
 
-IDS = 8  # stop ids and forbidden ids of a request: room for at least so many
+IDS = 8  # a request may have at least this many stop ids and forbidden ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,10 @@ class SamplerConfig:
   stop_strings: end a completion, too; the engine then needs `decode`.
   block: decode steps per dispatch.
   top_logprobs: number of most probable tokens reported at each position; a request may ask for fewer.
-  sampling_mask: report the tokens that could be drawn, `top_k` at most, see `Rollout.allowed`.
+  sampling_mask: report the tokens that could be drawn, at most `top_k`, see `Rollout.allowed`.
   page_size: cache entries of a page, a power of two; 0: each slot holds the longest sequence.
-  cache_tokens: entries of all pages; 0: half of what slots without pages have.
-  group_size: samples of a prompt that a rollout has; calls with fewer prefill no more prompts at a time.
+  cache_tokens: entries of all pages; 0: half as many as slots without pages have.
+  group_size: samples of each prompt in a rollout; calls with fewer do not prefill more prompts at a time.
   speculation: 'ngram' drafts tokens from samples of the same prompt (`drafts.py`); '': one token at a time.
   """
 
@@ -69,14 +69,13 @@ class SamplerConfig:
 
 
 def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
-  """Cached keys must be equal to those of a forward pass over the whole sequence."""
+  """Raises InputError if cached keys would differ from those of a forward pass over the whole sequence."""
   limit = rope.by_length(cfg)
-  longest = config.room
-  if limit and longest > limit:
-    kinds = {dict(r.scaling).get('rope_type') for r in cfg.ropes}
+  if limit and config.room > limit:
+    rope_types = {dict(r.scaling).get('rope_type') for r in cfg.ropes}
     raise InputError(
-      f'config.rollout: max_prompt_length + max_new_tokens = {longest}, but '
-      f'rope scaling {"".join(kinds & set(rope.BY_LENGTH))} rotates keys '
+      f'config.rollout: max_prompt_length + max_new_tokens = {config.room}, but '
+      f'rope scaling {"".join(rope_types & set(rope.BY_LENGTH))} rotates keys '
       f'differently once a sequence is longer than {limit}; lower them to that'
     )
 
@@ -91,9 +90,9 @@ def _check_pages(config: SamplerConfig, shards: int):
     )
 
 
-def check_top_logprobs(most: int, vocab_size: int) -> None:
+def check_top_logprobs(count: int, vocab_size: int) -> None:
   """Raises InputError if `top_logprobs` exceeds the vocabulary."""
-  refuse(most > vocab_size, f'config.rollout.top_logprobs: {most} of a vocabulary of {vocab_size}; lower it')
+  refuse(count > vocab_size, f'config.rollout.top_logprobs: {count} of a vocabulary of {vocab_size}; lower it')
 
 
 def check(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
@@ -149,9 +148,9 @@ def widths(config: SamplerConfig) -> dict[str, int]:
   return {name: max(IDS, len(vars(config)[name])) for name in ('stop_ids', 'forbidden_ids')}
 
 
-def sampling(config: SamplerConfig, given: dict) -> Sampling:
-  """The `Sampling` of one slot, as numpy scalars and [M] ids: `given`, else the config."""
-  values = dict(vars(config), min_tokens=config.min_new_tokens, max_tokens=config.max_new_tokens, seed=0) | given
+def sampling(config: SamplerConfig, overrides: dict) -> Sampling:
+  """Returns the `Sampling` of one slot, as numpy scalars and [M] ids: the config, with `overrides` of a request."""
+  values = dict(vars(config), min_tokens=config.min_new_tokens, max_tokens=config.max_new_tokens, seed=0) | overrides
   ids = {name: np.array([*values[name]] + [-1] * width, np.int32)[:width] for name, width in widths(config).items()}
   return Sampling(
     **{name: np.float32(values[name]) for name in ('temperature', 'top_p', 'min_p')},
@@ -161,27 +160,27 @@ def sampling(config: SamplerConfig, given: dict) -> Sampling:
 
 
 def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> None:
-  """Raises InputError if an engine with this config cannot serve a request; it begins with the parameter at fault."""
+  """Raises InputError if an engine with this config cannot serve a request; it begins with the wrong parameter."""
   size = len(request.tokens)
-  given = request.sampling
+  overrides = request.sampling
   name = f'prompt {request.prompt}'
   refuse(not size, f'{name}: is empty; a sequence begins with at least one token')
-  most = given.get('max_tokens', config.max_new_tokens)
-  if most < 1 or size + most > config.room:
+  max_tokens = overrides.get('max_tokens', config.max_new_tokens)
+  if max_tokens < 1 or size + max_tokens > config.room:
     raise InputError(
-      f'max_tokens: {most} tokens to draw and the {size} of {name} do not fit the {config.room} of a slot; shorten it, '
-      'or raise config.rollout.max_prompt_length (launch.serve: --max_context)'
+      f'max_tokens: {max_tokens} tokens to draw and the {size} of {name} do not fit the {config.room} of a slot; '
+      'shorten it, or raise config.rollout.max_prompt_length (launch.serve: --max_context)'
     )
   for key, (low, high) in _RANGES.items():
-    value = given.get(key, low)
+    value = overrides.get(key, low)
     if not low <= value <= high:  # NaN is in no range
       raise InputError(f'{key}: {value} is not from {low} to {high} ({name})')
-  if (more := given.get('top_logprobs', 0)) > config.top_logprobs:
-    raise InputError(f'top_logprobs: {more} are more than config.rollout.top_logprobs={config.top_logprobs} ({name})')
-  for string in given.get('stop_strings', ()):
+  if (count := overrides.get('top_logprobs', 0)) > config.top_logprobs:
+    raise InputError(f'top_logprobs: {count} are more than config.rollout.top_logprobs={config.top_logprobs} ({name})')
+  for string in overrides.get('stop_strings', ()):
     refuse(not isinstance(string, str) or not string, f'stop: {string!r} must be a text, not empty ({name})')
   for key, width in widths(config).items():
-    ids = given.get(key, ())
+    ids = overrides.get(key, ())
     if len(ids) > width:
       raise InputError(f'{key}: {len(ids)}, of {width} that fit; name as many in the config of the engine ({name})')
     check_ids(ids, vocab_size, f'{key} of {name}')
@@ -191,7 +190,7 @@ def check_request(config: SamplerConfig, request: Request, vocab_size: int) -> N
 
 
 def free_bytes(layout: Layout) -> float:
-  """Bytes that the devices of a layout have left; inf where they do not report it."""
+  """Returns the free bytes of all devices of a layout together; inf if they do not report it."""
   stats = [d.memory_stats() for d in layout.mesh.local_devices]
   if all(s and 'bytes_limit' in s for s in stats):
     return len(layout.mesh.devices.flat) * min(s['bytes_limit'] - s['bytes_in_use'] for s in stats)

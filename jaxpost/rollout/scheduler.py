@@ -1,14 +1,14 @@
-"""Continuous batching: requests in, completions out, slots never idle for long.
+"""Continuous batching: assigns requests to the slots of an engine, and collects their completions.
 
 `Scheduler.run` is the loop: admit queued requests into free slots (from the prefix cache, or by a prefill), dispatch a
-block of up to K decode steps for all slots, harvest what an earlier block drew, free the slots that finished.
+block of up to K decode steps for all slots, harvest the tokens of an earlier block, free the slots that finished.
 
 While requests are queued, a block is harvested before the next is dispatched, as an empty slot costs more than the gap.
 Once none are queued, the next block runs while the host reads the last one, and occupied slots are compacted, so that
 fewer rows are computed. No decision depends on the clock.
 
-The cache entries of a finished sequence stay until their place is needed (`prefix_cache.PrefixCache`). A request that
-continues such a sequence, the next turn of a conversation, prefills only what is new.
+The cache entries of a finished sequence stay until their slot or pages are needed (`prefix_cache.PrefixCache`). A
+request that continues such a sequence, the next turn of a conversation, prefills only its new tokens.
 
 Legend: S slots, C completion tokens, K tokens of a block.
 """
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
   from jaxpost.rollout.page_table import PageCopy
   from jaxpost.rollout.prefix_cache import CachedPrefix
 
-# (finished completions, idle) -> further requests; see Engine.serve.
+# (finished completions, idle) -> further requests; see `Engine.serve`.
 NextRequests = Callable[[list[Completion], bool], Iterable[Request]]
-# (request, token ids drawn so far), after each block.
+# Called with (request, the token ids that the block drew for it) after each block.
 OnTokens = Callable[[Request, np.ndarray], None]
 
 
 class Dispatched(NamedTuple):
-  """A block that runs, or whose results were not read yet.
+  """A block that was dispatched and not harvested yet.
 
-  slots: {slot: ActiveSequence} that it decodes. version: of the weights it uses.
+  slots: {slot: sequence} that it decodes. version: number of updates that produced its weights.
   """
 
   slots: dict[int, ActiveSequence]
@@ -81,17 +81,17 @@ class Scheduler:
     self.state = engine.init_decode_state()
     self.pages = engine.pages()
     self.prefilled: Any = None  # the `Prefilled` of the last prefill
-    self.prefilled_rows: dict[bytes, int] = {}  # prompt -> its row there
+    self.prefilled_rows: dict[bytes, int] = {}  # prompt -> its row in `prefilled`
     self.running: collections.deque[Dispatched] = collections.deque()
     self.prefix_cache = PrefixCache(self.pages)
     # Counts that `figures` reports.
-    self.computed = 0  # slot-steps
-    self.drawn = 0
+    self.computed = 0  # slot-steps: decode steps x slots
+    self.drawn = 0  # tokens, without those of cancelled requests
     self.dispatches = 0
     self.preempted = 0
     self.tokens_prefilled = 0
     self.tokens_cached = 0
-    self.gap_s = 0.0
+    self.gap_s = 0.0  # total time between the harvest of a block and the dispatch of the next, in seconds
     self.harvested_at: float | None = None
 
   def run(self, requests: Iterable[Request]) -> dict:
@@ -110,106 +110,107 @@ class Scheduler:
         self.enqueue(arrived)
         finished = []
         continue
-      can_draw = any(sequence.left > 0 for sequence in self.active.values())
+      can_draw = any(sequence.remaining > 0 for sequence in self.active.values())
       overlap = self.overlaps and not self.queue and can_draw
       dispatched = False
       if overlap or not self.running:
         dispatched = self.dispatch()
-      # The block just dispatched runs while the one before it is read, if blocks overlap.
-      blocks_to_leave = 1 if overlap and dispatched else 0
-      finished = self.harvest() if len(self.running) > blocks_to_leave else []
+      # If blocks overlap, the block just dispatched runs while the one before it is read.
+      keep_running = 1 if overlap and dispatched else 0
+      finished = self.harvest() if len(self.running) > keep_running else []
 
   def enqueue(self, requests: Iterable[Request]) -> None:
     """Checks requests and puts them at the end of the queue."""
     for request in requests:
       self.engine.check(request)
       self.cancellable |= request.is_cancelled is not None
-      most = request.sampling.get('max_tokens', self.engine.config.max_new_tokens)
-      self.queue.append(ActiveSequence(request, most, request.tokens))
+      max_tokens = request.sampling.get('max_tokens', self.engine.config.max_new_tokens)
+      self.queue.append(ActiveSequence(request, max_tokens, request.tokens))
 
   def drop_cancelled(self) -> None:
-    """Frees the slots and places of cancelled requests; what they have drawn, or a running block draws, is unwanted."""
-    gone = {x for x in (*self.queue, *self.active.values()) if x.request.is_cancelled and x.request.is_cancelled()}
-    for sequence in gone:
+    """Removes cancelled requests from the queue and the slots; tokens of theirs in a running block are discarded."""
+    sequences = (*self.queue, *self.active.values())
+    cancelled = {x for x in sequences if x.request.is_cancelled and x.request.is_cancelled()}
+    for sequence in cancelled:
       sequence.done = True
       self.drawn -= len(sequence.drawn())
       if self.pages and sequence in self.active.values():
         self.pages.release(sequence)
-    self.queue = collections.deque(sequence for sequence in self.queue if sequence not in gone)
-    self.active = {slot: sequence for slot, sequence in self.active.items() if sequence not in gone}
+    self.queue = collections.deque(sequence for sequence in self.queue if sequence not in cancelled)
+    self.active = {slot: sequence for slot, sequence in self.active.items() if sequence not in cancelled}
 
   # ------------------------------------------------------------------ admission
 
   def admit(self) -> None:
-    """Gives free slots to the next in the queue, after a prefill where one is needed."""
+    """Gives free slots to queued sequences, in order, after prefills of those that need one."""
     self.admit_cached()
     free = self.free_slots()
     while free and self.queue:
-      taken, copies, has_room = self.match_prefilled(free)
-      if taken:
-        self.insert(taken, copies)
-        free = free[len(taken) :]
+      matched, copies, has_room = self.match_prefilled(free)
+      if matched:
+        self.insert(matched, copies)
+        free = free[len(matched) :]
       elif has_room:
         self.prefill()
       if not has_room:
         return
 
   def free_slots(self) -> list[int]:
-    """Slots without a sequence; those with a cached prefix come last."""
+    """Returns the slots without a sequence; those with a cached prefix come last."""
     cached = self.prefix_cache.slots
     slots = range(self.engine.max_concurrent_decodes)
     return [slot for slot in slots if slot not in self.active and slot not in cached] + cached
 
   def match_prefilled(self, free: list[int]) -> tuple[dict[int, ActiveSequence], list[PageCopy], bool]:
-    """({free slot: ActiveSequence}, page copies, whether pages sufficed) of those that the last prefill holds."""
-    taken: dict[int, ActiveSequence] = {}
+    """Returns ({free slot: queued sequence of the last prefill}, page copies, False if one found too few pages)."""
+    matched: dict[int, ActiveSequence] = {}
     copies: list[PageCopy] = []
     for sequence in self.queue:
-      if len(taken) == len(free):
+      if len(matched) == len(free):
         break
       if sequence.key in self.prefilled_rows:
         if self.pages:
           row, evict = self.prefilled_rows[sequence.key], self.prefix_cache.evict
-          found = self.pages.admit(sequence, sequence.key, row, len(sequence.tokens), self.engine.block, evict=evict)
-          if found is None:
-            return taken, copies, False
-          copies += found
-        taken[free[len(taken)]] = sequence
-    return taken, copies, True
+          fills = self.pages.admit(sequence, sequence.key, row, len(sequence.tokens), self.engine.block, evict=evict)
+          if fills is None:
+            return matched, copies, False
+          copies += fills
+        matched[free[len(matched)]] = sequence
+    return matched, copies, True
 
   def admit_cached(self) -> None:
     """Admits queued requests that extend a cached prefix; only their suffix is prefilled."""
     if not self.prefix_cache.entries:
       return
     free = self.free_slots()
-    taken: dict[int, ActiveSequence] = {}
+    admitted: dict[int, ActiveSequence] = {}
     suffixes = {}
     for sequence in list(self.queue):
       cached = self.prefix_cache.longest_match(sequence.key) if free else None
       if cached is None or (slot := self.claim_cached_slot(cached, sequence, free)) is None:
         continue
       free.remove(slot)
-      # The last token is always computed: its output decides the next one.
+      # The last token is always computed, as the next one is drawn from its output.
       filled = min(len(cached.tokens) // sequence.tokens.itemsize, len(sequence.tokens) - 1)
-      taken[slot] = sequence
+      admitted[slot] = sequence
       suffixes[slot] = (filled, sequence.tokens[filled:])
       self.tokens_cached += filled
       self.tokens_prefilled += len(sequence.tokens) - filled
-    if not taken:
+    if not admitted:
       return
-    entry = self.engine.entry(taken, dict.fromkeys(taken, 0))
-    self.dequeue(taken)
+    entry = self.engine.entry(admitted, dict.fromkeys(admitted, 0))
+    self.dequeue(admitted)
     table = None
     if self.pages:
-      longest = max(len(sequence.tokens) for sequence in taken.values())
-      table = self.pages.table(taken, self.engine.max_concurrent_decodes, self.engine.buckets.read(longest))
+      longest = max(len(sequence.tokens) for sequence in admitted.values())
+      table = self.pages.table(admitted, self.engine.max_concurrent_decodes, self.engine.buckets.read(longest))
     self.state = self.engine.extend(self.state, entry, suffixes, self.run_key, self.step, table=table)
-    self.active |= taken
+    self.active |= admitted
 
   def claim_cached_slot(self, cached: CachedPrefix, sequence: ActiveSequence, free: list[int]) -> int | None:
     """Takes a prefix, and its pages, from the cache for a sequence that continues it; returns the slot.
 
-    None where pages do not suffice: the prefix is dropped then, and the sequence stays in the queue without pages.
+    It is None if there are too few pages: then the prefix is dropped, and the sequence stays queued without pages.
     """
     self.prefix_cache.take(cached)
     if not self.pages:
@@ -220,54 +221,54 @@ class Scheduler:
     self.pages.release(sequence)
     return None
 
-  def dequeue(self, taken: dict[int, ActiveSequence]) -> None:
+  def dequeue(self, admitted: dict[int, ActiveSequence]) -> None:
     """Removes admitted sequences from the queue."""
-    chosen = set(taken.values())
-    self.queue = collections.deque(sequence for sequence in self.queue if sequence not in chosen)
+    sequences = set(admitted.values())
+    self.queue = collections.deque(sequence for sequence in self.queue if sequence not in sequences)
 
   def prefill(self) -> None:
-    """Prefills prompts of one length bucket: that of the first in the queue, and others like it."""
+    """Prefills the prompt of the first sequence in the queue, with others of the same length bucket."""
     engine = self.engine
     bucket = engine.buckets.prompt(len(self.queue[0].tokens))
-    most = self.prefill_rows or engine.max_concurrent_decodes
+    max_rows = self.prefill_rows or engine.max_concurrent_decodes
     prompts: dict[bytes, np.ndarray] = {}
     for sequence in self.queue:
-      if len(prompts) == most:
+      if len(prompts) == max_rows:
         break
       if engine.buckets.prompt(len(sequence.tokens)) == bucket:
         prompts.setdefault(sequence.key, sequence.tokens)
-    self.prefilled = None  # frees the last one first
+    self.prefilled = None  # frees the arrays of the last prefill first
     self.prefilled = engine.prefill(list(prompts.values()), self.prefill_rows or 0)
     self.prefilled_experts = to_host(self.prefilled.experts, share=False)
     self.prefilled_rows = {key: row for row, key in enumerate(prompts)}
     self.tokens_prefilled += sum(map(len, prompts.values()))
 
-  def insert(self, taken: dict[int, ActiveSequence], copies: list[PageCopy]) -> None:
+  def insert(self, admitted: dict[int, ActiveSequence], copies: list[PageCopy]) -> None:
     """Forks prefilled sequences into their slots."""
-    self.dequeue(taken)
+    self.dequeue(admitted)
     if not self.pages:
-      self.prefix_cache.evict(taken)
-    rows = {slot: self.prefilled_rows[sequence.key] for slot, sequence in taken.items()}
-    entry = self.engine.entry(taken, rows, copies)
+      self.prefix_cache.evict(admitted)
+    rows = {slot: self.prefilled_rows[sequence.key] for slot, sequence in admitted.items()}
+    entry = self.engine.entry(admitted, rows, copies)
     self.state = self.engine.insert(self.state, self.prefilled, entry, self.run_key, self.step)
-    self.active |= taken
-    for slot, sequence in taken.items():
-      found = [x[rows[slot], 0, : len(sequence.tokens)] for x in self.prefilled_experts]
-      sequence.experts = (np.stack(found, axis=1),) if found else ()
+    self.active |= admitted
+    for slot, sequence in admitted.items():
+      experts = [x[rows[slot], 0, : len(sequence.tokens)] for x in self.prefilled_experts]  # of each layer
+      sequence.experts = (np.stack(experts, axis=1),) if experts else ()
 
   # --------------------------------------------------------------------- decode
 
   def dispatch(self) -> bool:
-    """Dispatches a block for all slots that can still draw something.
+    """Dispatches a block for all slots that may still draw tokens.
 
-    False where running blocks have to be harvested first, to free pages.
+    Returns False, without a dispatch, if running blocks must be harvested first, to free pages.
     """
     engine = self.engine
     if self.pages and not self.ensure_pages():
       return False
     if self.on_dispatch:
       self.on_dispatch(self.dispatches)
-    live = {slot: sequence for slot, sequence in self.active.items() if sequence.left > 0}
+    live = {slot: sequence for slot, sequence in self.active.items() if sequence.remaining > 0}
     if not self.queue:
       live = self.compact(live)
     rows = engine.buckets.rows(max(live) + 1)
@@ -278,7 +279,7 @@ class Scheduler:
     block = self.decode(live, rows, read, table)
     for sequence in live.values():
       sequence.used += engine.block
-      sequence.left -= engine.block
+      sequence.remaining -= engine.block
     self.running.append(Dispatched(live, block, engine.version))
     self.computed += rows * engine.block
     self.dispatches += 1
@@ -291,7 +292,7 @@ class Scheduler:
     return block
 
   def ensure_pages(self) -> bool:
-    """Allocates pages for a block of every sequence; preempts the last admitted ones where needed."""
+    """Allocates pages for a block of every sequence, preempting the last admitted; False to harvest blocks first."""
     block, evict = self.engine.block, self.prefix_cache.evict
     for sequence in list(self.active.values()):
       while sequence in self.active.values() and not self.pages.grow(sequence, sequence.used + block, evict):
@@ -305,7 +306,7 @@ class Scheduler:
     return True
 
   def compact(self, live: dict[int, ActiveSequence]) -> dict[int, ActiveSequence]:
-    """Moves the last slots into free ones where that allows a smaller row bucket."""
+    """Moves the last slots into free ones if a smaller row bucket then suffices; returns the live sequences by slot."""
     bucket = self.engine.buckets.rows
     count = len(self.active)
     if bucket(count) == bucket(max(live) + 1):
@@ -317,19 +318,19 @@ class Scheduler:
     self.relocate_cached(set(moves.values()))
     self.state = self.engine.move(self.state, moves)
     self.active = {moves.get(slot, slot): sequence for slot, sequence in self.active.items()}
-    return {slot: sequence for slot, sequence in self.active.items() if sequence.left > 0}
+    return {slot: sequence for slot, sequence in self.active.items() if sequence.remaining > 0}
 
-  def relocate_cached(self, wanted: set[int]) -> None:
-    """Moves cached prefixes out of the wanted slots, or evicts them."""
+  def relocate_cached(self, slots: set[int]) -> None:
+    """Moves cached prefixes out of these slots, or evicts them."""
     if self.pages:
       return
-    taken = wanted | {*self.prefix_cache.slots}
-    free = [slot for slot in self.free_slots() if slot not in taken]
+    occupied = slots | {*self.prefix_cache.slots}
+    free = [slot for slot in self.free_slots() if slot not in occupied]
     moves = {}
     for cached in self.prefix_cache.entries:
-      if cached.slot in wanted and free:
+      if cached.slot in slots and free:
         moves[cached.slot] = cached.slot = free.pop()
-    self.prefix_cache.evict(wanted)
+    self.prefix_cache.evict(slots)
     if moves:
       self.state = self.engine.move(self.state, moves)
 
@@ -368,12 +369,12 @@ class Scheduler:
     return finished
 
   def figures(self) -> dict:
-    """Figures of the whole call.
+    """Returns metrics of the whole call.
 
-    occupancy: share of computed slot-steps that drew a wanted token.
-    time/dispatch_gap: seconds from a block's result to the next dispatch, on average; 0 where the next one ran already.
-    preempted: sequences that gave up their slot because no page was free.
-    tokens_prefilled: prompt tokens that were computed. tokens_cached: those that the prefix cache had.
+    occupancy: share of computed slot-steps that drew a token of a completion.
+    time/dispatch_gap: mean seconds from a block's harvest to the next dispatch, 0 where the next one ran already.
+    preempted: sequences that lost their slot because no page was free.
+    tokens_prefilled: prompt tokens that were computed; tokens_cached: those found in the prefix cache.
     """
     paged = {'preempted': self.preempted} if self.pages else {}
     return {

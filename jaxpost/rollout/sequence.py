@@ -1,4 +1,4 @@
-"""Requests to an engine, their completions, and the sequences that the scheduler makes of them.
+"""Requests to an engine, their completions, and the state of a request in the scheduler.
 
 Legend: P prompt tokens, C completion tokens, L layers, k experts per token.
 """
@@ -30,9 +30,9 @@ class Request:
     prompt: global index of the prompt.
     sample: index within the group of the prompt.
     sampling: {field of `programs.sampling.Sampling` or 'stop_strings': scalar or tuple} that differ from the config.
-    tag: of the caller; comes back with the completion.
-    is_cancelled: asked between blocks; True gives up the place in the queue or the slot, without a completion. It must
-      answer the same on every process.
+    tag: any value of the caller, by which it knows the completion again.
+    is_cancelled: called between blocks; on True the request leaves the queue or its slot, without a completion. It must
+      return the same on every process.
   """
 
   tokens: np.ndarray
@@ -53,10 +53,10 @@ class Completion:
     behavior_logprobs: [C] float32 under the truncated distribution that the tokens were drawn from.
     finished: ended by a stop id or a stop string, not by max_tokens.
     versions: [C] int32, number of optimizer updates that produced the weights of each token (0: the initial ones).
-    stop_string: that ended it, or ''; the last token completes it.
+    stop_string: the string that ended the completion, whose last token completes it; '': none did.
     top_ids, top_logprobs: [C, n] int32 and float32, most probable first.
     allowed: [C, k] int32, see `Rollout`.
-    experts: [P + C, L, k] uint16 chosen by the router, for the whole text.
+    experts: [P + C, L, k] uint16, indices of the experts chosen by the router, for the whole text.
   """
 
   request: Request
@@ -89,19 +89,18 @@ class DrawnTokens(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class ActiveSequence:
-  """A request on its way through the queue and a slot.
+  """A request in the queue or in a slot.
 
-  request: what was asked for.
-  left: tokens that may still be drawn, after the blocks dispatched.
-  tokens: what is prefilled when it gets a slot.
-  used: cache entries, at most, after the blocks dispatched.
-  experts: ([P, L, k],) that routed `tokens`, where routing is recorded.
+  remaining: tokens that may still be drawn, after the blocks dispatched.
+  tokens: the text to prefill when it gets a slot; key: the same as bytes, to compare prompts and prefixes.
+  used: upper bound of its cache entries after the blocks dispatched.
+  experts: ([P, L, k],) that routed `tokens`, if routing is recorded, else ().
   done: whether the completion has ended.
   blocks: the tokens that each harvested block drew.
   """
 
   request: Request
-  left: int
+  remaining: int
   tokens: np.ndarray
   experts: tuple = ()
   done: bool = False
@@ -109,20 +108,20 @@ class ActiveSequence:
 
   def __post_init__(self):
     self.tokens = np.ascontiguousarray(self.tokens, np.int32)
-    self.key = self.tokens.tobytes()  # of equal prompts, and of their prefixes
+    self.key = self.tokens.tobytes()
     self.used = len(self.tokens)
 
   def requeued(self) -> ActiveSequence:
-    """This sequence to be prefilled again, with what it has drawn; all its blocks were harvested."""
+    """Returns this sequence with the drawn tokens in the text to prefill; all its blocks must have been harvested."""
     tokens = np.concatenate([self.request.tokens, self.drawn()])
-    return ActiveSequence(self.request, self.left, tokens, blocks=self.blocks)
+    return ActiveSequence(self.request, self.remaining, tokens, blocks=self.blocks)
 
   def drawn(self) -> np.ndarray:
     """[C] token ids so far."""
     return np.concatenate([np.zeros(0, np.int32), *(block.tokens for block in self.blocks)])
 
   def append(self, block: Block, slot: int, version: int) -> None:
-    """Appends what a block drew in a slot."""
+    """Appends the tokens that a block drew in a slot."""
     drawn = block.drawn[:, slot]
     fields = (block.tokens, block.logprobs, block.behavior_logprobs, block.experts, block.top, block.allowed)
     versions = np.full(drawn.sum(), version, np.int32)
@@ -136,36 +135,36 @@ class ActiveSequence:
     if not strings:
       return ''
     new = len(self.blocks[-1].tokens)
-    # A token may be a single byte of a character of four.
+    # A token may be one byte of a character of four, so a string may take four tokens per character.
     reach = 4 * max(map(len, strings)) + new
     # These blocks have enough tokens. Joining all of a long completion after each block would be slow.
     tokens = np.concatenate([block.tokens for block in self.blocks[-reach - new :]])
-    whole = decode(tokens[-reach:])
-    if not any(string in whole for string in strings):
+    window = decode(tokens[-reach:])
+    if not any(string in window for string in strings):
       return ''
-    # From here on places are those in `tokens`, which may lack the beginning of the completion.
+    # From here on, indices are those in `tokens`, which may lack the beginning of the completion.
     before = len(tokens) - new
-    least = min_tokens - sum(len(block.tokens) for block in self.blocks[: -reach - new])
-    for end in range(max(before, least) + 1, len(tokens) + 1):
+    min_end = min_tokens - sum(len(block.tokens) for block in self.blocks[: -reach - new])
+    for end in range(max(before, min_end) + 1, len(tokens) + 1):
       start = max(0, end - reach)
       text = decode(tokens[start:end])
-      early = decode(tokens[start : max(start, least)])
+      early = decode(tokens[start : max(start, min_end)])  # text of the first `min_tokens`, where no string counts
       for string in strings:
-        # The early part ends where both agree: half a character decodes to
-        # something else once the rest of it follows.
-        known = len(os.path.commonprefix([early, text]))
-        if text.find(string, max(0, known - len(string) + 1)) >= 0:
+        # Half a character decodes to something else once its other bytes follow, so the early text is `text` up to
+        # where the two agree. A string counts if it ends after that.
+        early_length = len(os.path.commonprefix([early, text]))
+        if text.find(string, max(0, early_length - len(string) + 1)) >= 0:
           self.blocks[-1] = self.blocks[-1].first(end - before)
           return string
     return ''
 
   def completion(self, stop_string: str, finished: bool) -> Completion:
-    """The record of a finished sequence."""
+    """Returns the completion of a finished sequence."""
     drawn = jax.tree.map(lambda *x: np.concatenate(x), *self.blocks)
-    new = len(self.tokens) - len(self.request.tokens)  # drawn before it was prefilled again
-    most = self.request.sampling.get('top_logprobs')
-    top_ids, top_logprobs = [x[:, :most] for x in drawn.top] or (None, None)
-    experts = np.concatenate([self.experts[0], drawn.experts[0][new:]]) if drawn.experts else None
+    prefilled = len(self.tokens) - len(self.request.tokens)  # tokens drawn before a preemption, and prefilled again
+    num_top = self.request.sampling.get('top_logprobs')
+    top_ids, top_logprobs = [x[:, :num_top] for x in drawn.top] or (None, None)
+    experts = np.concatenate([self.experts[0], drawn.experts[0][prefilled:]]) if drawn.experts else None
     return Completion(
       self.request,
       drawn.tokens,

@@ -98,15 +98,18 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
     'context' in section.rollout,
     'config.mesh.rollout: the context axis splits rows in training and is of no use in sampling; use tensor',
   )
-  splits_rows = 'context' in section.train + section.score
   refuse(
-    splits_rows and config.model.attention in WHOLE_ROW_KERNELS,
+    'context' in section.train + section.score and config.model.attention in WHOLE_ROW_KERNELS,
     f'config.model.attention: {config.model.attention} cannot attend over '
     'rows that a context axis splits; leave it auto',
   )
   refuse(
-    section.rollout_devices > 0 and not (algorithm.on_policy or config.eval.samples),
+    section.rollout_devices > 0 and not samples(config, algorithm),
     f'config.mesh.rollout_devices: {config.algorithm} samples nothing; leave it 0',
+  )
+  refuse(
+    section.score_devices > 0 and not (algorithm.needs(config) or 'reward_model' in config.rewards_tuple()),
+    f'config.mesh.score_devices: {config.algorithm} has no reference, teacher or reward model; leave it 0',
   )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxpost.distributed.transfer import to_host
+from jaxpost.distributed import coordination, transfer
 from jaxpost.errors import InputError
 from jaxpost.models import partition
 from jaxpost.models.parameters import join
@@ -43,7 +43,7 @@ def make_frozen_run(
 
   def run(batch: Batch) -> dict[str, np.ndarray]:
     placed_batch = place(placed.score, placed.shape.micro_rows, batch)
-    outputs = to_host(spec.read(role()(placed_batch)))
+    outputs = transfer.to_host(spec.read(role()(placed_batch)))
     return {name: array.reshape(-1, *array.shape[2:]) for name, array in outputs.items()}  # micro-batches joined
 
   return run
@@ -58,7 +58,7 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
   if part is not model:
     params, shared = partition.split(params, placed.model)
   if name == 'reference' and not config.rl.reference:
-    params = _move(params, part.shardings(layout))
+    params = jax.tree.map(_send, params, part.shardings(layout))
   elif part is not model:  # an adapter
     params = load_adapter(source, model, layout, ledger)
   else:
@@ -138,19 +138,21 @@ def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | 
 def teacher_heads(placed: PlacedStage, teachers: Sequence[Frozen]) -> tuple[jax.Array, ...]:
   """Returns the output embeddings of teachers in the layout of training, padded for the student."""
   heads = tuple(teacher_head(teacher, placed.model.config) for teacher in teachers)
-  shardings = tuple(placed.train.sharding(('vocab', 'embed'), x.shape) for x in heads)
-  return _move(heads, shardings)
+  return tuple(_send(x, placed.train.sharding(('vocab', 'embed'), x.shape)) for x in heads)
 
 
-def _move(tree: Any, shardings: Any) -> Any:
-  """Moves device arrays to `shardings`; in a plan, changes the shardings of their descriptions."""
-
-  def place_one(x, sharding):
-    if isinstance(x, jax.ShapeDtypeStruct):
-      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def _send(x: Any, sharding: jax.sharding.Sharding) -> Any:
+  """Moves an array, or its description, to a sharding of any devices; a program may then take over its buffers."""
+  if isinstance(x, jax.ShapeDtypeStruct):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  if coordination.process_count() == 1 or x.sharding.device_set == sharding.device_set:
     return jax.device_put(x, sharding)
-
-  return jax.tree.map(place_one, tree, shardings)
+  parts, wanted = ([*s.devices_indices_map(x.shape).values()] for s in (x.sharding, sharding))
+  if parts != wanted:  # which `device_put` does not do between processes
+    return jax.make_array_from_callback(x.shape, sharding, transfer.to_host(x).__getitem__, dtype=x.dtype)
+  sent = jax.block_until_ready(jax.device_put(x, sharding))
+  coordination.all_gather(None)  # a sender must keep its buffers until all receivers have read
+  return sent
 
 
 def teacher_head(teacher: Frozen, student: ModelConfig) -> jax.Array:
@@ -170,6 +172,4 @@ def teacher_head(teacher: Frozen, student: ModelConfig) -> jax.Array:
       return head
     return jnp.pad(head[:rows], ((0, max(0, rows - len(head))), (0, 0)))
 
-  if isinstance(head, jax.ShapeDtypeStruct):
-    return jax.eval_shape(fit, head)
-  return fit(head)
+  return jax.eval_shape(fit, head) if isinstance(head, jax.ShapeDtypeStruct) else fit(head)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from jaxpost.errors import InputError
+from jaxpost.errors import InputError, refuse
+from jaxpost.models import rope
 from jaxpost.stage.batch_shape import row_length
 
 if TYPE_CHECKING:
@@ -13,33 +14,42 @@ if TYPE_CHECKING:
   from jaxpost.models.config import CustomConfig, ModelConfig
   from jaxpost.stage.config import Config
 
-_ORIGINAL = 'original_max_position_embeddings'
-
 
 def longest(cfg: ModelConfig) -> int:
   """Returns the tokens of the longest sequence that the model supports, with its RoPE scaling."""
   length = cfg.max_position
-  for rope in cfg.ropes:
-    scaling = dict(rope.scaling)
+  for table in cfg.ropes:
+    scaling = dict(table.scaling)
     # For yarn, max_position_embeddings may be the length before scaling; for llama3 and longrope it is the one after.
     if scaling.get('rope_type') in ('linear', 'dynamic', 'yarn'):
-      length = max(length, int(scaling.get('factor', 1) * scaling.get(_ORIGINAL, cfg.max_position)))
+      original = scaling.get('original_max_position_embeddings', cfg.max_position)
+      length = max(length, int(scaling.get('factor', 1) * original))
   return length
 
 
-def warn(cfg: ModelConfig, config: Config, on_policy: bool) -> None:
-  """Warns if documents, or prompts with their completions, may be longer than the model has positions for."""
-  field, length = 'train.row_length', row_length(config, on_policy)
-  if on_policy:  # a row may hold several completions, each after its prompt
+def check_lengths(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None:
+  """Warns if documents, or prompts with their completions, may be longer than the model has positions for.
+
+  Raises:
+    InputError: answers would share a prompt that their lengths rotate in different ways.
+  """
+  field, length = 'train.row_length', row_length(config, algorithm.on_policy)
+  limit = rope.by_length(cfg)
+  if algorithm.on_policy:  # a row may hold several completions, each after its prompt
     field = 'rollout: max_prompt_length + max_new_tokens'
     length = config.rollout.max_prompt_length + config.rollout.max_new_tokens
-  if length > (limit := longest(cfg)):
+  refuse(
+    algorithm.mean_per(config) in ('pair', 'label') and config.preference.share_prompt and 0 < limit < length,
+    'config.preference.share_prompt: the RoPE scaling of this model rotates a prompt by the length of its answer '
+    f'beyond {limit} tokens, so that two answers cannot share it; set it to False, or train.row_length to {limit}',
+  )
+  if length > (positions := longest(cfg)):
     logging.warning(
       'config.%s: %d tokens are more than the %d positions of the model (max_position_embeddings); tokens beyond them '
       'have positions that it has not learned: lower it, or add a RoPE scaling to the config.json of the model',
       field,
       length,
-      limit,
+      positions,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -17,9 +16,7 @@ if TYPE_CHECKING:
   from jaxpost.models.model import Model
 
 
-def make_muon(
-  schedule: optax.Schedule, options: dict, part: Model, decayed: Callable[[dict], dict]
-) -> optax.GradientTransformation:
+def make_muon(schedule: optax.Schedule, options: dict, part: Model, decayed: dict) -> optax.GradientTransformation:
   """Returns Muon for the matrices of layers, AdamW for embeddings, heads, norms, biases and routers.
 
   Each matrix of a stack is orthogonalized by itself. Updates are scaled by 0.2 sqrt(max(inputs, outputs)), which gives
@@ -29,7 +26,7 @@ def make_muon(
     schedule: step -> learning rate.
     options: weight_decay of `config.optim`, and those of its b1, b2 and eps that are set.
     part: the model of the trained parameters.
-    decayed: (logical axes of parameters) -> which of them AdamW decays.
+    decayed: tree of bool, the parameters that AdamW decays.
   """
   dimensions, scales = {}, {}  # by parameter path; MaskedNode for parameters of AdamW
   for path, spec in part.table.items():
@@ -47,6 +44,6 @@ def make_muon(
     optax.add_decayed_weights(options['weight_decay']),
     optax.scale_by_learning_rate(schedule),
   )
-  adamw = optax.adamw(schedule, **options, mask=lambda params: decayed(part.axes()))
+  adamw = optax.adamw(schedule, **options, mask=decayed)
   labels = nest({path: 'muon' if isinstance(scale, float) else 'adamw' for path, scale in scales.items()})
   return optax.partition({'muon': muon, 'adamw': adamw}, labels)

@@ -110,13 +110,12 @@ def make_sampler(placed: PlacedStage, engine: NativeEngine, purpose: int) -> Sam
 def make_grader(placed: PlacedStage, observers: Sequence[Callable] = ()) -> grading.Grader:
   """Makes the grader of rollouts on the stage's worker processes; `observers` as in `Grader`."""
   config = placed.config
-  correct_by = sampling_inputs.correct_by(config, REWARD_MODEL in placed.inputs.sources)
   weights = dict(zip(config.rewards_tuple(), config.reward_weights))
   return grading.Grader(
     placed.workers.rewards,
     placed.inputs.tokenizer,
     model_weight=weights.get(REWARD_MODEL, 1.0),
-    correct_by=correct_by,
+    correct_by=sampling_inputs.correct_by(config, REWARD_MODEL in placed.inputs.sources),
     observers=observers,
     per_step=config.reward_model.per_step,
   )
@@ -141,7 +140,7 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
   if config.rl.expert:
     from jaxpost.rl import demonstrations
 
-    sampler = demonstrations.ExpertSampler(sampler, tokenizer, config.rollout.max_new_tokens)
+    sampler = demonstrations.SamplerWithDemonstrations(sampler, tokenizer, config.rollout.max_new_tokens)
   shape, stream = placed.shape, placed.data.stream
   observers = []  # they are called with the grades of each group
   if config.rl.curriculum:

@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import jax
 import optax
 from optax import contrib
 
 from jaxpost.errors import InputError, did_you_mean
+from jaxpost.models.parameters import nest
 
 if TYPE_CHECKING:
   from jaxpost.models.model import Model
@@ -57,13 +57,13 @@ def make_optimizer(section: OptimSection, schedule: optax.Schedule, part: Model)
   if section.name == 'muon':
     from jaxpost.stage import muon
 
-    return muon.make_muon(schedule, options, part, decayed)
+    return muon.make_muon(schedule, options, part, decayed(part))
   make = {**vars(contrib), **vars(optax)}[section.name]  # one of `_known`, see `check`
   parameters = inspect.signature(make).parameters
   kwargs = {name: value for name, value in options.items() if name in parameters}
   for mask in _DECAY_MASKS:
     if mask in parameters and 'weight_decay' in parameters:
-      kwargs[mask] = decayed(part.axes())
+      kwargs[mask] = decayed(part)
   return make(schedule, **kwargs)
 
 
@@ -110,10 +110,9 @@ def check(section: OptimSection) -> None:
     raise InputError('config.optim.end_lr: a constant learning rate has no end; choose schedule=linear or cosine')
 
 
-def decayed(axes: dict) -> dict:
-  """Returns a tree of bool: True for matrices and embeddings, which have weight decay; False for norms and biases."""
+def decayed(model: Model) -> dict:
+  """Returns a tree of bool: weight decay is for matrices and embeddings; of a custom model, for all but vectors.
 
-  def is_matrix(names: tuple[str, ...]) -> bool:
-    return len(set(names) - {'layers', 'expert'}) > 1  # the axes of a stack do not count
-
-  return jax.tree.map(is_matrix, axes, is_leaf=lambda x: isinstance(x, tuple))
+  It is not for norms, biases, decays of recurrences and taps of convolutions.
+  """
+  return nest({path: spec.matrix or not spec.exact for path, spec in model.table.items()})

@@ -33,7 +33,7 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None, ev
   """
   offloaded = {}
   if placed.config.rollout.offload:
-    if not placed.ledger.dry and not memory.can_offload(placed.train.mesh.local_devices[0]):
+    if not placed.ledger.dry and not memory.can_offload(jax.local_devices()[0]):
       raise InputError(
         'config.rollout.offload: these devices cannot address host memory to offload to; set it to False'
       )

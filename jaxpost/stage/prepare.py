@@ -19,7 +19,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.data.examples import Documents, warn_unseen, warn_without_stop
 from jaxpost.errors import InputError, did_you_mean, refuse
 from jaxpost.models import model as model_lib
-from jaxpost.models import partition
+from jaxpost.models import partition, rope
 from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.stage import checks, epochs
 from jaxpost.stage import config as config_lib
@@ -76,7 +76,7 @@ def prepare(
   source = source_of_model(config.model)
   role_sources = find_weights(config, algorithm, source, {stage.name: stage.inputs.outcome for stage in before})
   tokenizer = load_tokenizer(config, source, role_sources['policy'])
-  _check_weights(config, algorithm, role_sources)
+  check_weights(config, algorithm, role_sources)
   algorithm.check_roles(config, role_sources, tokenizer)
   inputs = make_inputs(name, config, algorithm, role_sources, tokenizer)
   if config.lora.rank:
@@ -93,17 +93,17 @@ def prepare(
   return PreparedStage(epochs.count_steps(inputs, data), data, Workers())
 
 
-def _check_weights(config: Config, algorithm: Algorithm, role_sources: Mapping[str, Source]) -> None:
+def check_weights(config: Config, algorithm: Algorithm, role_sources: Mapping[str, Source]) -> None:
   """Refuses options that the models of the roles do not support; warns of rows longer than the trained positions."""
   cfg = role_sources['policy'].config
   if isinstance(cfg, CustomConfig):
     from jaxpost.stage import model_limits
 
     model_limits.check_custom(config, algorithm, cfg)
-  elif row_length(config, algorithm.on_policy) > cfg.max_position:
+  elif row_length(config, algorithm.on_policy) > (rope.by_length(cfg) or cfg.max_position):
     from jaxpost.stage import model_limits
 
-    model_limits.warn(cfg, config, algorithm.on_policy)
+    model_limits.check_lengths(config, algorithm, cfg)
   checks.check_stored(config, algorithm, role_sources)
   if config.train.share_prompt:
     from jaxpost.rl import shared_prompts

@@ -51,6 +51,11 @@ def prepare(
       from jaxpost.rl import demonstrations
 
       demonstrations.check(tokenizer, rows, checks.READ_FIRST)
+    if config.rl.privileged and not (config.data.streaming or config.train_on_rollouts):
+      from jaxpost.rl import teachers
+
+      for index in range(min(len(data.stream), checks.READ_FIRST)):
+        teachers.teacher_prompt(data.stream.prompt(index), config, tokenizer)
     rewards = start_rewards(config, sampled_rows) if config.rewards_tuple() else None
     undo.pop_all()
   return PreparedStage(epochs.count_steps(inputs, data), data, Workers(rewards, environment))
@@ -75,8 +80,8 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
     'remax; set it to 0',
   )
   refuse(
-    r.staleness > 0 and r.offload,
-    'config.rollout.offload: with rollout.staleness updates run during sampling; leave one of them out',
+    r.offload and (r.staleness > 0 or config.mesh.rollout_devices > 0),
+    'config.rollout.offload: rollout.staleness and mesh.rollout_devices sample beside training; leave it False',
   )
   refuse(
     r.inflight_update_blocks > 0 and not r.staleness,

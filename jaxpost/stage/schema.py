@@ -168,7 +168,7 @@ class OptimSection:
   b1: float = option(-1.0, "Decay of the first moment; -1: the optimizer's own, 0.9 of adamw.", lo=-1.0, hi=0.999999)
   b2: float = option(-1.0, "Decay of the second moment; -1: the optimizer's own, 0.999 of adamw.", lo=-1.0, hi=0.999999)
   eps: float = option(-1.0, "Epsilon in the denominator; -1: the optimizer's own, 1e-8 of adamw.", lo=-1.0)
-  clip_norm: float = option(1.0, 'Largest global norm of the gradient.', lo=0.0)
+  clip_norm: float = option(1.0, 'Largest global norm of the gradient; 0: no limit.', lo=0.0)
   max_skipped: int = option(5, 'Non-finite steps that stop the run; each good step cancels a tenth of one.', lo=1)
 
 

@@ -65,7 +65,7 @@ class PreferenceSection:
 class RewardModelSection:
   """A reward model that is trained, or that grades completions."""
 
-  path: str = option('', 'Folder or RUN[@step] of the model that `reward_model` in config.reward stands for.')
+  path: str = option('', 'The model that `reward_model` in config.reward stands for, as init_from.')
   loss: str = option('bradley_terry', 'Loss of a reward model.', choices=('bradley_terry', 'regression', 'process'))
   per_step: bool = option(
     False, 'Grade each line of a completion instead of its end, by a model of the loss process: mean probability.'
@@ -77,7 +77,7 @@ class RewardModelSection:
 class DistillSection:
   """Distillation from teachers."""
 
-  teachers: tuple = option((), 'Model folders of the teachers (distill, gkd, opd).', each=str)
+  teachers: tuple = option((), 'Teachers (distill, gkd, opd), as init_from.', each=str)
   weights: tuple = option((), 'Weight of each teacher; (): equal weights.', each=float)
   beta: float = option(
     0.5, '0: KL(teacher, student); 1: KL(student, teacher); between: generalized Jensen-Shannon.', lo=0.0, hi=1.0

@@ -15,7 +15,7 @@ class RolloutSection:
   group_size: int = option(8, 'Completions sampled for each prompt.', lo=1, hi=2**16)
   max_prompt_length: int = option(512, 'Tokens of the longest prompt; longer ones are dropped.', lo=1, hi=2**24)
   max_new_tokens: int = option(128, 'Tokens of the longest completion, including its stop token.', lo=1, hi=2**24)
-  temperature: float = option(1.0, 'Temperature of sampling, and of all log-probs.', lo=1e-3)
+  temperature: float = option(1.0, 'Temperature of sampling, and of log-probs in policy gradients.', lo=1e-3)
   top_k: int = option(0, 'Sample from this many most probable tokens only; 0: off.', lo=0)
   top_p: float = option(1.0, 'Sample from the most probable tokens of this total probability; 1: off.', lo=1e-6, hi=1.0)
   min_p: float = option(
@@ -24,7 +24,7 @@ class RolloutSection:
   forbidden_ids: tuple = option((), 'Token ids that are never sampled.', each=int)
   stop_strings: tuple = option((), 'Strings that end a completion, in addition to the stop tokens.', each=str)
   min_new_tokens: int = option(0, 'Tokens before the first stop token or stop string is allowed.', lo=0, hi=2**24)
-  top_logprobs: int = option(0, 'Most probable tokens at each position whose log-probs samples/ has; 0: none.', lo=0)
+  top_logprobs: int = option(0, 'Most probable tokens a position with log-probs in samples/; 0: none.', lo=0)
   slots: int = option(0, 'Sequences decoded at a time; 0: all, up to 512, or what fits.', lo=0, hi=2**20)
   page_size: int = option(
     0,
@@ -47,7 +47,7 @@ class RolloutSection:
     lo=0,
     hi=1000,
   )
-  inflight_update_blocks: int = option(0, 'Blocks after which a rollout takes newer weights; 0: the next does.', lo=0)
+  inflight_update_blocks: int = option(0, 'Blocks after which a rollout takes newer weights; 0: it takes none.', lo=0)
   share_base: bool = option(False, 'Sample from the frozen base weights of training, not a copy: less memory, slower.')
   weights: str = option('', "Type of the sampler's layer weights; '': model.dtype.", choices=('', 'int8', 'float8'))
   cache: str = option('', "Type of cached keys and values; '': model.dtype.", choices=('', 'int8', 'float8'))
@@ -109,7 +109,7 @@ class RlSection:
     auto='token',
     choices=('', 'token', 'sequence', 'constant'),
   )
-  reference: str = option('', "Folder or RUN[@step] of the teacher of opd; '': the policy as the stage begins.")
+  reference: str = option('', "Teacher of opd, as init_from; '': the policy as the stage begins.")
   privileged: str = option(
     '', 'Column with a prompt that tells the teacher of opd more than the student sees (self-distillation).'
   )
@@ -247,7 +247,7 @@ class RlSection:
 class CriticSection:
   """The value function of PPO."""
 
-  path: str = option('', "Folder with the initial weights of the critic; '': those of the policy.")
+  path: str = option('', "Initial weights of the critic, as init_from; '': those of the policy.")
   lr: float = option(0.0, "Learning rate of the critic; 0: the method's own, or optim.lr.", lo=0.0, auto=0.0)
   value_head: bool = option(
     False, 'Use a second head of the policy, trained in its update, instead of a critic model; exports leave it out.'

@@ -3,7 +3,7 @@
 Only the short fields of an episode are kept in memory; its texts are read from the file when
 they are shown or searched. `refresh` reads files that are new or were written again, and forgets those
 that a resume has removed, so that an index can follow a run that goes on. A search for a text reads each file
-once and parses nothing; the answers to the last few queries are kept, so that their next pages cost nothing.
+once and parses few of its lines; the answers to the last few queries are kept, so that their next pages cost nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,8 @@ from jaxpost.monitor import metrics
 _SHORT = 160  # characters of a prompt and a completion in a list
 _KEPT = 16  # queries whose answers are kept; 0.8 MB each where all of 100,000 episodes are found
 _ASCII = bytes(range(128))
+_TEXTS = (b'prompt', b'completion', b'expected', b'error')
+_ESCAPED = re.compile(rb'\\u(?!00[01])[\da-fA-F]{4}')  # a character that is no control character
 PAGE = 50
 SORTS = ('trouble', 'newest', 'oldest', 'reward', '-reward', 'length', '-length')
 ONLY = ('', 'failed', 'truncated', 'right', 'wrong')
@@ -38,7 +41,7 @@ class Query:
 
   only: '' for all; 'failed' have no reward; 'truncated' did not end; 'right' and 'wrong'
     have the highest reward of the run, or less.
-  text: what prompt, completion or expected answer contain, in any case.
+  text: what prompt, completion, expected answer, error, messages or tool calls contain, in any case.
   prompt: key of a prompt, see `Index.episodes`.
   sort: 'trouble' has failed and truncated ones first, then the newest.
   """
@@ -63,12 +66,14 @@ class _File:
   lines: id of the episode in each line; -1 for a line that is no row, such as a torn one.
   folding: its characters outside of ASCII that case folding changes, such as `Ö`. Few files have any, and a search
     that knows them need not fold all characters of a file, which takes longer than to read it.
+  foreign: no run has written it so: it has `\\u00d6` for a character, or other spaces. A search parses all its lines.
   """
 
   size: int
   time: int
   lines: list[int]
   folding: frozenset[str]
+  foreign: bool
 
 
 class Index:
@@ -134,7 +139,7 @@ class Index:
     name, stage, step = str(path), path.parent.name, int(path.stem)
     data = path.read_bytes()
     ends = 0
-    lines = []
+    lines, foreign = [], None
     for line in data.split(b'\n'):
       begin, ends = ends, ends + len(line) + 1
       try:
@@ -142,10 +147,12 @@ class Index:
       except ValueError:
         lines.append(-1)  # still being written, or the nothing after the last line
         continue
+      if foreign is None:
+        foreign = _ESCAPED.search(data) or json.dumps(row, ensure_ascii=False).encode('utf-8', 'surrogatepass') != line
       lines.append(len(self.episodes))
       self._places.append((name, begin, len(line)))
       self.episodes.append(_short(lines[-1], stage, step, row))
-    return _File(size, time, lines, _folding(data))
+    return _File(size, time, lines, _folding(data), bool(foreign))
 
   def full(self, number: int) -> dict[str, Any]:
     """Returns an episode with its texts, as the run wrote it, and the fields of `episodes`.
@@ -193,8 +200,7 @@ class Index:
     return [e['id'] for e in sorted(self.episodes, key=lambda e: _order(e, sort))]
 
   def _with_text(self, names: Iterable[str], text: str) -> set[int]:
-    """Returns the ids of the episodes in these files whose lines have a text, in any case."""
-    wanted = json.dumps(text, ensure_ascii=False)[1:-1].casefold()  # as it stands in the files
+    """Returns the ids of the episodes in these files of which a text has `text` in it, in any case."""
     found: set[int] = set()
     for name in names:
       file = self._files.get(name)
@@ -203,7 +209,7 @@ class Index:
       except FileNotFoundError:  # since the last refresh
         continue
       if file is not None:  # a refresh may have forgotten it meanwhile
-        hits = _lines_with(_folded(data, file.folding, wanted), wanted.encode('utf-8', 'surrogatepass'))
+        hits = _lines_with(data, file, text.casefold())
         found.update(file.lines[line] for line in hits if line < len(file.lines))
     return found
 
@@ -256,15 +262,68 @@ def _folded(data: bytes, folding: Iterable[str], wanted: str) -> bytes:
   return data.lower()  # of bytes: the letters of ASCII
 
 
-def _lines_with(data: bytes, wanted: bytes) -> Iterator[int]:
-  """Yields the number of each line that has some bytes, in order."""
-  line = begin = 0
-  while (place := data.find(wanted, begin)) >= 0:
-    line += data.count(b'\n', begin, place)
-    yield line
-    begin = data.find(b'\n', place)  # of this line, so that it is counted when the next is found
-    if begin < 0:
-      return
+def _lines_with(data: bytes, file: _File, wanted: str) -> Iterator[int]:
+  """Yields the number of each line of a file that has a folded text in a text of its episode, in order."""
+  lines = data.split(b'\n')
+  if file.foreign:
+    yield from (number for number, line in enumerate(lines) if _has(line, wanted))
+    return
+  as_written = json.dumps(wanted, ensure_ascii=False)[1:-1]
+  data = _folded(data, file.folding, as_written)
+  number = counted = at = 0
+  while (at := data.find(as_written.encode('utf-8', 'surrogatepass'), at)) >= 0:
+    number += data.count(b'\n', counted, at)
+    counted = at
+    begin, end = data.rfind(b'\n', 0, at) + 1, data.find(b'\n', at)
+    end = end if end >= 0 else len(data)
+    there = _in_text(data, begin, at, end)
+    if there is None:
+      there, at = _has(lines[number], wanted), end
+    if there:
+      yield number
+    at = end if there else at + 1
+
+
+def _in_text(data: bytes, begin: int, place: int, end: int) -> bool | None:
+  """Whether a place in a line of a file, which is from `begin` to `end`, is in a text; None: only parsing tells.
+
+  A quote in a text has a backslash before it, so `": "` begins a text and `", "` ends one.
+  """
+  value = data.rfind(b'": "', begin, place)
+  if value >= 0 and data.find(b'", "', value + 4, place) < 0:
+    if data[data.rfind(b'"', begin, value) + 1 : value] in _TEXTS:
+      return True
+  return None if data.find(b'"turns": ', begin, end) >= 0 else False
+
+
+def _has(line: bytes, wanted: str) -> bool:
+  """Whether a text of the episode in a line has a folded text in it."""
+  try:
+    row = json.loads(line)
+  except ValueError:  # written again since the last refresh
+    return False
+  return any(wanted in text.casefold() for text in _texts(row))
+
+
+def _texts(row: dict) -> Iterator[str]:
+  """Yields the texts of an episode: what is in its messages, and the names and arguments of tool calls."""
+  yield from (str(row[name.decode()]) for name in _TEXTS if row.get(name.decode()))
+  for turn in row.get('turns', ()):
+    yield from _strings([turn.get('content'), turn.get('name')])
+    for call in turn.get('tool_calls', ()):
+      called = call.get('function', call)
+      yield from _strings([called.get('name'), called.get('arguments')])
+
+
+def _strings(value: Any) -> Iterator[str]:
+  """Yields the texts and numbers of a JSON value, and the keys of its objects."""
+  if isinstance(value, dict):
+    yield from value
+  if isinstance(value, (dict, list)):
+    for part in value.values() if isinstance(value, dict) else value:
+      yield from _strings(part)
+  elif value is not None:
+    yield str(value)
 
 
 def _short(number: int, stage: str, step: int, row: dict) -> dict[str, Any]:

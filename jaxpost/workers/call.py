@@ -21,7 +21,7 @@ from jaxpost.errors import InputError
 from jaxpost.workers import user_code
 
 _FLOAT32_MAX = 3.4028234663852886e38
-_LOOPS = threading.local()  # `runner`: the event loop of a thread
+_LOOPS = threading.local()  # its attribute `runner` is the event loop of a thread
 
 
 class RewardError(Exception):
@@ -30,13 +30,13 @@ class RewardError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Reward:
-  """A reward function and what its signature asks for.
+  """A reward function and the arguments in its signature.
 
   Attributes:
     name: the name in metrics and errors.
     fn: the callable.
     takes: names of its parameters.
-    rest: True if it has a **columns parameter.
+    takes_columns: True if it has a **columns parameter.
     needs: names of the parameters without a default; 'a|b' is satisfied by either.
     file: the source file, for error messages.
   """
@@ -44,35 +44,34 @@ class Reward:
   name: str
   fn: Callable
   takes: tuple[str, ...]
-  rest: bool
+  takes_columns: bool
   needs: tuple[str, ...]
   file: str
 
 
 def load(name: str, fn: Callable) -> Reward:
   """Makes a `Reward` of a callable; InputError if its signature does not fit."""
-  what = f'reward {name}'
   file = file_of(fn, name)
   try:
     signature = inspect.signature(fn)
   except (TypeError, ValueError) as error:
-    raise InputError(f'{what} ({file}): has no signature to read') from error
+    raise InputError(f'reward {name} ({file}): has no signature to read') from error
   parameters = signature.parameters.values()
   bound = fn.keywords if isinstance(fn, functools.partial) else {}
   # Options that a partial has bound are not arguments of a call.
   named = [p for p in parameters if p.name not in bound and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-  rest = any(p.kind == p.VAR_KEYWORD for p in parameters)
+  takes_columns = any(p.kind == p.VAR_KEYWORD for p in parameters)
   positional = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY and p.default is p.empty]
-  if positional or not (rest or any(p.name in user_code.STANDARD for p in named)):
+  if positional or not (takes_columns or any(p.name in user_code.STANDARD for p in named)):
     raise InputError(
-      f'{what} ({file}): wrong signature {signature}; arguments'
+      f'reward {name} ({file}): wrong signature {signature}; arguments'
       ' come by name: f(prompts, completions, completion_ids, **columns); one of verl is verl:./file.py:function'
     )
   needs = tuple(p.name for p in named if p.default is p.empty)
   if hasattr(fn, 'needs_columns'):  # a builtin whose columns depend on its options
     needs += tuple(fn.needs_columns)
   takes = tuple(p.name for p in named)
-  return Reward(name=name, fn=fn, takes=takes, rest=rest, needs=needs, file=file)
+  return Reward(name=name, fn=fn, takes=takes, takes_columns=takes_columns, needs=needs, file=file)
 
 
 def file_of(fn: Callable, name: object) -> str:
@@ -119,7 +118,7 @@ def call(
   bound = {'time_limit_s'}
   if isinstance(reward.fn, functools.partial):
     bound |= set(reward.fn.keywords)
-  arguments = {k: v for k, v in arguments.items() if k in reward.takes or reward.rest and k not in bound}
+  arguments = {k: v for k, v in arguments.items() if k in reward.takes or reward.takes_columns and k not in bound}
   try:
     values = finished(reward.fn(**arguments))
     if hasattr(values, 'tolist'):  # an array of numpy or torch
@@ -132,9 +131,9 @@ def call(
 
 
 def finished(value: Any) -> Any:
-  """Returns what a function has returned; of an `async` one, what it returns in the end.
+  """Returns the result of a function: `value`, or the result of awaiting it.
 
-  All calls in a thread share an event loop: a client with open connections, made in one call, works in the next.
+  All calls in a thread share an event loop, so that a client with open connections can be used again in the next call.
   """
   if not inspect.isawaitable(value):
     return value

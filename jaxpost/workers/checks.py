@@ -1,8 +1,8 @@
-"""Reads the tests of a row: what can be judged outside of the process that runs the solution, and what is refused.
+"""Parses the tests of a row, and refuses those that cannot be judged outside of the process of the solution.
 
-A test is Python source. It is never executed: `read` parses it and refuses by name what dialog.py cannot evaluate, so
-that a row whose tests cannot be judged is known before any program runs. The names that a test neither defines nor
-imports, and that are no builtins, are the solution's.
+A test is Python source. It is never executed: `read` parses it and refuses constructs that dialog.py cannot evaluate,
+with their names, so that a row whose tests cannot be judged is known before any program runs. Names that a test neither
+defines nor imports, and that are no builtins, are the solution's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ FUNCTIONS = (
   ' range repr reversed round set sorted str sum tuple type zip print'
 ).split()
 KINDS = ('int', 'float', 'str', 'list', 'tuple', 'dict', 'set', 'frozenset', 'bool', 'bytes', 'complex')
-# Methods of plain values that dialog.py calls, of each kind that has them in Python. A test that names another
-# attribute of such values is refused: what the solution returns must not decide whether it can be judged.
+# Methods of plain values that dialog.py calls, on each type that has them in Python. A test that names another
+# attribute of such values is refused: whether it can be judged must not depend on what the solution returns.
 METHODS = frozenset(
   'add append as_integer_ratio bit_count bit_length capitalize casefold center clear conjugate copy count decode'
   ' difference difference_update discard encode endswith extend find get hex index insert intersection'
@@ -83,7 +83,7 @@ _EXPRESSIONS = (
   ast.UnaryOp,
 )
 _INSTEAD = {
-  ast.ClassDef: 'write plain `assert` statements in the place of a class of tests',
+  ast.ClassDef: 'write plain `assert` statements instead of a class of tests',
   ast.While: 'write a `for` loop over a range',
   ast.Lambda: 'only a key of sorted, min and max may be one; give the solution plain values',
   ast.Global: 'pass the value as an argument',
@@ -103,8 +103,8 @@ class Test:
 
   Attributes:
     tree: the statements.
-    own: a builtin's name that the solution is called by, as in `assert sum(10, 15) == 6`, or ''.
-    exact: False if a tuple equals a list, as where the expected result was JSON.
+    own: name of a builtin that here is the solution's function, as in `assert sum(10, 15) == 6`, or ''.
+    exact: False if a tuple equals a list, because the expected result was JSON.
   """
 
   tree: ast.Module
@@ -121,7 +121,7 @@ def read(source: str) -> Test:
   except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
     raise UnreadableTest(f'it is no Python: {error}') from None
   calls_tests(tree)
-  skipped = _messages(tree)
+  skipped = _not_evaluated(tree)
   for node in ast.walk(tree):
     if node not in skipped:
       _check(node)
@@ -143,7 +143,7 @@ def example(entry_point: str, arguments: list, expected: object) -> Test:
 
 
 def _check_value(value: object, column: str) -> None:
-  """Refuses a value that no solution can get or return: its verdict would be 0 whatever the solution does."""
+  """Refuses a value that no solution can get or return, with which every solution would fail."""
   constants: list[str] = []
   try:
     text = json.dumps(runner.encode(value, lambda _: 0))
@@ -168,7 +168,7 @@ def calls_tests(tree: ast.Module) -> None:
   ast.fix_missing_locations(tree)
 
 
-def _messages(tree: ast.Module) -> set[ast.AST]:
+def _not_evaluated(tree: ast.Module) -> set[ast.AST]:
   """Returns the nodes that are never evaluated: messages of assertions and annotations."""
   roots = []
   for node in ast.walk(tree):
@@ -230,7 +230,7 @@ def _check_handler(node: ast.ExceptHandler) -> None:
 
 
 def _check_compare(node: ast.Compare) -> None:
-  """Refuses to compare an object of the solution's class, `Point(1, 2)`, as its `__eq__` may say what it likes."""
+  """Refuses to compare an object of the solution's class, `Point(1, 2)`, as its `__eq__` may return anything."""
   if not isinstance(node.ops[0], (ast.Eq, ast.NotEq)):
     return
   for side in (node.left, *node.comparators):
@@ -242,8 +242,8 @@ def _check_compare(node: ast.Compare) -> None:
 def _check_call(node: ast.Call) -> None:
   name = node.func.id if is_name(node.func) else ''
   if name == 'isinstance':
-    kinds = _names(node.args[-1]) if node.args else set()
-    if len(node.args) != 2 or not kinds or kinds - set(KINDS):
+    classes = _names(node.args[-1]) if node.args else set()
+    if len(node.args) != 2 or not classes or classes - set(KINDS):
       _refuse(node, f'uses `{_text(node)}`', f'isinstance knows {", ".join(KINDS)}')
   arguments = (*node.args, *(keyword.value for keyword in node.keywords))
   if any(isinstance(argument, ast.Lambda) for argument in arguments) and name not in FUNCTIONS:
@@ -260,8 +260,8 @@ def _check_import(node: ast.Import | ast.ImportFrom) -> None:
   known = {'math': MATH, 'collections': ['Counter'], 'pytest': ['raises'], '__future__': ['annotations']}
   for alias in node.names:
     if alias.asname or node.module not in ('typing', 'solution') and alias.name not in known.get(node.module, ()):
-      what = f'imports {alias.name} of {node.module}'
-      _refuse(node, what, 'a test may import functions of math, collections.Counter and pytest.raises')
+      use = f'imports {alias.name} of {node.module}'
+      _refuse(node, use, 'a test may import functions of math, collections.Counter and pytest.raises')
 
 
 def _check_with(node: ast.With) -> None:
@@ -274,7 +274,7 @@ def _check_with(node: ast.With) -> None:
 
 
 def _own(tree: ast.Module, skipped: set[ast.AST]) -> str:
-  """Returns the name of a builtin that is the solution's, or ''; refuses tests that pass or fail on their own."""
+  """Returns the name of a builtin that is the solution's function, or ''; refuses tests that do not need a solution."""
   nodes = [node for node in ast.walk(tree) if node not in skipped]
   asserts = any(isinstance(n, (ast.Assert, ast.With)) for n in nodes)
   bound = {name for node in nodes for name in _bound_names(node)}
@@ -285,19 +285,19 @@ def _own(tree: ast.Module, skipped: set[ast.AST]) -> str:
   unknown = sorted(free & set(dir(builtins)))
   if not asserts:
     raise UnreadableTest('it asserts nothing: any program passes it')
-  if unknown and len(free) > len(unknown):  # Alone it would be the solution's.
+  if unknown and len(free) > len(unknown):  # Without other free names it is the solution's function.
     raise UnreadableTest(f'it uses the builtin {unknown[0]}, which cannot be judged from outside; {_PLAIN}')
   if free:
     return ''
   if len(functions) == 1:
     return functions.pop()
-  never = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
-  hint = f'append `{never[0]}(NAME)` or name the function in a column entry_point' if never else _PLAIN
+  defined = [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+  hint = f'append `{defined[0]}(NAME)` or name the function in a column entry_point' if defined else _PLAIN
   raise UnreadableTest(f'it calls no function of the solution; {hint}')
 
 
 def _bound_names(node: ast.AST) -> Iterable[str]:
-  """Returns the names that a node defines or imports, or that must name exceptions: they are not the solution's."""
+  """Returns the names that a node defines or imports, or uses for exceptions: they are not the solution's."""
   if isinstance(node, ast.Name):
     return [node.id] if isinstance(node.ctx, ast.Store) else []
   if isinstance(node, ast.arg):
@@ -305,7 +305,7 @@ def _bound_names(node: ast.AST) -> Iterable[str]:
   if isinstance(node, ast.FunctionDef):
     return [node.name]
   if isinstance(node, (ast.Import, ast.ImportFrom)):
-    # `from solution import f` names what is the solution's.
+    # `from solution import f` imports a name of the solution.
     return [] if getattr(node, 'module', None) == 'solution' else [alias.name for alias in node.names]
   if isinstance(node, ast.ExceptHandler) and node.type:
     return _names(node.type)
@@ -315,7 +315,7 @@ def _bound_names(node: ast.AST) -> Iterable[str]:
 
 
 def is_name(node: ast.AST) -> TypeGuard[ast.Name]:
-  """True if a node is a plain name."""
+  """Returns whether a node is a plain name."""
   return isinstance(node, ast.Name)
 
 
@@ -329,12 +329,12 @@ def _text(node: ast.AST) -> str:
   return text if len(text) <= 80 else text[:77] + '...'
 
 
-def _refuse(node: ast.AST, what: str, instead: str = '') -> None:
+def _refuse(node: ast.AST, use: str, instead: str = '') -> None:
   instead = instead or _INSTEAD.get(type(node), _PLAIN)
-  raise UnreadableTest(f'line {getattr(node, "lineno", 1)} {what}, which cannot be judged from outside; {instead}')
+  raise UnreadableTest(f'line {getattr(node, "lineno", 1)} {use}, which cannot be judged from outside; {instead}')
 
 
-# Further checks of nodes, by their kind.
+# Further checks of nodes, by their type.
 _CHECKS: dict[type[ast.AST], Callable[[Any], None]] = {
   ast.LShift: _check_operator,
   ast.RShift: _check_operator,

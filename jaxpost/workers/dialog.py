@@ -1,9 +1,9 @@
 """Judges a solution from outside: evaluates a test, asks the solution's process for values, and compares them here.
 
-The evaluator walks the tree that checks.py has read, and asks `solution.Solution` for what the test does not hold. It
+The evaluator walks the syntax tree that checks.py has read, and asks `solution.Solution` for values of the solution. It
 executes neither the test nor anything that the solution sends.
 
-Everything is bounded: the length and depth of an answer, the steps and the time of a test, the size of what it makes.
+Everything is bounded: the length and depth of an answer, the steps and the time of a test, the size of its values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MODULES = {'math': math, 'collections': collections}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Function:
-  """A function of the test itself."""
+  """A function that the test defines."""
 
   names: list[str]
   body: list[ast.stmt] | ast.expr
@@ -52,12 +52,12 @@ def passed(test: checks.Test, ask: Callable[[str], str | None], deadline: float)
   """Evaluates a test; True if it ends and every assertion holds.
 
   Args:
-    test: what `checks.read` returned.
+    test: a test that `checks.read` returned.
     ask: sends a line to the solution and returns its answer, None if there is none.
-    deadline: of time.monotonic().
+    deadline: the time.monotonic() at which the test fails.
 
   Raises:
-    UnreadableTest: if the test uses what only its evaluation shows to be unreadable.
+    UnreadableTest: if the evaluation reaches an expression that cannot be judged.
     RewardError: if `ask` raises it, because the sandbox has ended.
   """
   evaluator = _Evaluator(test, ask, deadline)
@@ -72,7 +72,7 @@ class _Evaluator:
   """Evaluates one test; a method for each kind of node, named as the node is."""
 
   def __init__(self, test: checks.Test, ask: Callable[[str], str | None], deadline: float) -> None:
-    self._own = test.own
+    self._solution_builtin = test.own
     self._exact = test.exact
     self.solution = Solution(ask, deadline)
     self.ask = self.solution.ask
@@ -91,12 +91,12 @@ class _Evaluator:
       raise AssertionError
 
   def _Expr(self, node, scope) -> None:
-    """A call whose result is not used may change its arguments in place; they come back."""
+    """A call whose result is not used may change its arguments in place, so the changed ones are sent back."""
     call = node.value
-    function = self._value(call.func, scope) if isinstance(call, ast.Call) else None
     if not isinstance(call, ast.Call):
       self._value(call, scope)
       return
+    function = self._value(call.func, scope)
     arguments, named = self._arguments(call, scope)
     if not isinstance(function, values.Handle):
       self.apply(function, arguments, named)
@@ -176,7 +176,7 @@ class _Evaluator:
       self.block(node.finalbody, scope)
 
   def _With(self, node, scope) -> None:
-    """`with pytest.raises(NAME):`, the only one that checks.py lets pass."""
+    """`with pytest.raises(NAME):`, the only `with` that checks.py accepts."""
     try:
       self.block(node.body, scope)
     except values.ERRORS as error:
@@ -195,11 +195,11 @@ class _Evaluator:
     return getattr(self, f'_{type(node).__name__}')(node, scope)
 
   def items(self, value: Any) -> list:
-    """Returns what iteration over a value yields, as a list."""
+    """Returns the items that iteration over a value yields, as a list."""
     items = self.ask('apply', 'list', value) if isinstance(value, values.Handle) else value
     if isinstance(items, range) and len(items) > _STEPS:
       raise values.TooLarge
-    if isinstance(items, values.Handle):  # Its process did not list it.
+    if isinstance(items, values.Handle):  # The process of the solution sent an object instead of a list.
       raise values.Ended
     return list(items)
 
@@ -211,7 +211,7 @@ class _Evaluator:
       return scope[node.id]
     if node.id == '__name__':
       return '__main__'
-    if node.id != self._own and node.id in (*checks.FUNCTIONS, *checks.KINDS):
+    if node.id != self._solution_builtin and node.id in (*checks.FUNCTIONS, *checks.KINDS):
       return values.Builtin(node.id)
     return self.ask('name', node.id)
 
@@ -259,14 +259,14 @@ class _Evaluator:
     if isinstance(function, values.Handle):
       return self.ask('call', function, arguments, named)
     if isinstance(function, _Function):
-      return self._own_call(function, arguments, named)
+      return self._call_function(function, arguments, named)
     if isinstance(function, _Method):
       return values.call_method(function.owner, function.name, arguments, named, self)
     if isinstance(function, values.Builtin):
       return values.call_builtin(function, arguments, named, self)
     raise TypeError('not callable')
 
-  def _own_call(self, function: _Function, arguments: list, named: dict) -> Any:
+  def _call_function(self, function: _Function, arguments: list, named: dict) -> Any:
     scope = function.scope.new_child({**dict(zip(function.names, arguments)), **named})
     if len(arguments) > len(function.names) or set(function.names) - set(scope.maps[0]):
       raise TypeError('wrong number of arguments')
@@ -361,12 +361,12 @@ class _Evaluator:
     if not generators:
       yield self._value(element, scope)
       return
-    first, *rest = generators
-    for item in self.items(self._value(first.iter, scope)):
-      inner = scope.new_child()
-      self._bind(first.target, item, inner)
-      if all(values.plain(self._value(test, inner)) for test in first.ifs):
-        yield from self._rows(rest, inner, element)
+    outer, *inner = generators
+    for item in self.items(self._value(outer.iter, scope)):
+      inner_scope = scope.new_child()
+      self._bind(outer.target, item, inner_scope)
+      if all(values.plain(self._value(test, inner_scope)) for test in outer.ifs):
+        yield from self._rows(inner, inner_scope, element)
 
 
 def _classes(node: ast.expr) -> set[str]:

@@ -5,14 +5,15 @@ and writes one JSON object per line to stdout:
 
   {'ready': true} or {'setup': text}   isolated, or why isolation failed
   {'output': text or null}             for each input, in order
-  {'answer': text or null}             for each line that is asked of a solution
+  {'answer': text or null}             for each line that is sent to a solution
 
-For tests, stdin goes on: null starts the solution in a new process, and a text is a line to send to it. The test and
-the values that it expects stay with sandbox.py; this process only carries lines, and parses none of the solution's.
+For tests, more lines follow on stdin: null starts the solution in a new process, and a text is a line to send to it.
+The test and its expected values stay with sandbox.py; this process only passes lines on, and parses none of the
+solution's.
 
 This process is trusted; it is process 1 of the namespaces. It starts a new interpreter for each program, drops all
-privileges in it, filters its system calls, and afterwards kills every process that the program has left behind. The
-programs cannot write to the pipe to sandbox.py.
+privileges in it, filters its system calls, and kills every process that the program leaves behind. The programs cannot
+write to the pipe to sandbox.py.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ def main() -> int:
   """Reads the job from stdin and runs it, isolated unless it is insecure; returns the exit code."""
   namespaces.die_with_parent()
   namespaces.new_keyring()
-  # Process 1 gets no signal of its namespace that it has no handler for, and Python has one for SIGINT: a program of
-  # the same user would end the jail, and its failure would be taken for one of the sandbox.
+  # From its own namespace, process 1 gets only signals that it has a handler for. Python has one for SIGINT, with which
+  # a program of the same user could end the jail, and its failure would look like one of the sandbox.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
   requests = os.fdopen(os.dup(0), 'rb')
   job = json.loads(requests.readline())
@@ -67,9 +68,9 @@ def main() -> int:
       return 0
     if not job['insecure']:
       seccomp.program(platform.machine())  # made once, before the forks; an error if there is none
-    # Between the jail and the process that starts the programs are two of `namespaces.isolated`.
+    # `namespaces.isolated` has two processes between the child and the one that starts the programs.
     return supervisor.supervise(
-      lambda entrance: enclosed({**job, 'entrance': entrance}, requests),
+      lambda entrance: run_isolated({**job, 'entrance': entrance}, requests),
       limits_mb=(job['memory_mb'], job['disk_mb']),
       cgroups=job['cgroups'],
       below=0 if job['insecure'] else 2,
@@ -79,7 +80,7 @@ def main() -> int:
     return 1
 
 
-def enclosed(job: dict, requests: BinaryIO) -> int:
+def run_isolated(job: dict, requests: BinaryIO) -> int:
   """Runs the job in the child of the supervisor, isolated unless it is insecure; returns the exit code."""
   namespaces.die_with_parent()
   if not job['insecure']:
@@ -97,13 +98,13 @@ def run(job: dict, requests: BinaryIO, root: bool = False) -> None:
     requests: the lines of stdin after the job.
     root: True if this process is root in its namespaces; programs then switch to NOBODY_ID.
   """
-  signal.signal(signal.SIGUSR1, lambda *_: kill_programs(job['insecure']))  # They hold too much memory.
+  signal.signal(signal.SIGUSR1, lambda *_: kill_programs(job['insecure']))  # sent if they hold too much memory
   namespaces.report({'ready': True})
   deadline = time.monotonic() + job['timeout_s']
   if job['inputs'] is not None:
-    for number, given in enumerate(job['inputs']):
+    for number, text in enumerate(job['inputs']):
       in_time = time.monotonic() < deadline
-      namespaces.report({'output': run_input(job, given, number, deadline, root) if in_time else None})
+      namespaces.report({'output': run_input(job, text, number, deadline, root) if in_time else None})
     return
   started = False
   for number in itertools.count():
@@ -112,15 +113,15 @@ def run(job: dict, requests: BinaryIO, root: bool = False) -> None:
     started = answer_lines(job, requests, number, deadline, root)
 
 
-def run_input(job: dict, given: str, number: int, deadline: float, root: bool) -> str | None:
+def run_input(job: dict, text: str, number: int, deadline: float, root: bool) -> str | None:
   """Runs the solution as a program on one input; returns its stdout, or None if it failed."""
   folder = new_folder(job, number)
   with open(f'{folder}/solution.py', 'w', encoding='utf-8') as file:
     file.write(job['solution'])
   os.chmod(f'{folder}/solution.py', 0o644)
   reads, writes = os.pipe()
-  nothing = os.open(os.devnull, os.O_RDWR)
-  pipes = {0: text_file(given, folder), 1: writes, 2: nothing}
+  devnull = os.open(os.devnull, os.O_RDWR)
+  pipes = {0: text_file(text, folder), 1: writes, 2: devnull}
   try:
     pid = start(job, ['-c', _PROGRAM, f'{folder}/solution.py'], pipes, folder, deadline, root=root)
     try:
@@ -132,22 +133,22 @@ def run_input(job: dict, given: str, number: int, deadline: float, root: bool) -
 
 
 def answer_lines(job: dict, requests: BinaryIO, number: int, deadline: float, root: bool) -> bool:
-  """Starts the solution and carries lines to and from it; returns True if the next one is asked for."""
+  """Starts the solution and passes lines to and from it; returns True if the solution is to be started again."""
   folder = new_folder(job, number)
-  ours, theirs = socket.socketpair()
-  nothing = os.open(os.devnull, os.O_RDWR)
-  pipes = {0: nothing, 1: nothing, 2: nothing, 3: theirs.detach()}
-  with ours:
+  channel, program_channel = socket.socketpair()
+  devnull = os.open(os.devnull, os.O_RDWR)
+  pipes = {0: devnull, 1: devnull, 2: devnull, 3: program_channel.detach()}
+  with channel:
     pid = start(job, ['-c', _RUNNER], pipes, folder, deadline, root=root)
     try:
-      alive = send_line(ours, json.dumps(job['solution']), deadline)
+      alive = send_line(channel, json.dumps(job['solution']), deadline)
       while line := requests.readline():
-        asked = json.loads(line)
-        if asked is None:
+        request = json.loads(line)
+        if request is None:
           return True
         answer = None
-        if alive and (alive := send_line(ours, asked, deadline)):
-          answer = receive_line(ours, job['output_bytes'], deadline)
+        if alive and (alive := send_line(channel, request, deadline)):
+          answer = receive_line(channel, job['output_bytes'], deadline)
           alive = answer is not None
         namespaces.report({'answer': answer})
     finally:
@@ -171,8 +172,8 @@ def start(job: dict, command: list[str], pipes: dict[int, int], folder: str, dea
 
 
 def new_folder(job: dict, number: int) -> str:
-  """Makes an empty working directory; inside the namespaces it replaces that of the program before."""
-  if job['insecure']:  # The program before may have removed, replaced or closed this folder, or made others in it.
+  """Makes an empty working directory; inside the namespaces it replaces that of the previous program."""
+  if job['insecure']:  # The previous program may have removed, replaced or closed this folder, or made others in it.
     if os.path.islink(job['folder']) or os.path.isfile(job['folder']):
       os.unlink(job['folder'])
     os.makedirs(job['folder'], exist_ok=True)
@@ -195,7 +196,7 @@ def text_file(text: str, folder: str) -> int:
 def exec_program(
   job: dict, command: list[str], pipes: dict[int, int], folder: str, deadline: float, root: bool, failure: int
 ) -> NoReturn:
-  """Drops all privileges of this forked process and replaces it by the program's interpreter.
+  """Drops all privileges of this forked process and replaces it with the program's interpreter.
 
   Args:
     command: arguments of the interpreter.
@@ -278,7 +279,7 @@ def send_line(channel: socket.socket, line: str, deadline: float) -> bool:
 
 
 def receive_line(channel: socket.socket, limit: int, deadline: float) -> str | None:
-  """Receives the answer to one line; None if none comes in time, it is too long, or more comes with it."""
+  """Receives the answer to one line; None if there is none in time, it is too long, or more lines come with it."""
   data = bytearray()
   try:
     while not data.endswith(b'\n') and len(data) <= limit:
@@ -295,25 +296,25 @@ def receive_line(channel: socket.socket, limit: int, deadline: float) -> str | N
 def read_output(pid: int, pipe: int, limit: int, deadline: float) -> str | None:
   """Returns a program's stdout; None if it failed, took too long or printed more than `limit` bytes."""
   data = bytearray()
-  open_ = True
-  ended = None  # its exit status
-  while ended is None or open_:
-    if ended is None and time.monotonic() > deadline:
+  is_open = True
+  status = None  # exit status of the program; None while it runs
+  while status is None or is_open:
+    if status is None and time.monotonic() > deadline:
       return None
-    if not open_:
+    if not is_open:
       time.sleep(0.002)
-    elif select.select([pipe], [], [], 0 if ended is not None else 0.005)[0]:
+    elif select.select([pipe], [], [], 0 if status is not None else 0.005)[0]:
       part = os.read(pipe, 1 << 16)
-      open_ = bool(part)
+      is_open = bool(part)
       data += part
       if len(data) > limit:
         return None
       continue
-    elif ended is not None:  # A child of the program still holds the pipe open.
+    elif status is not None:  # A child of the program still holds the pipe open.
       break
-    if ended is None:
-      ended = exit_status(pid)
-  return data.decode(errors='replace') if ended == 0 else None
+    if status is None:
+      status = exit_status(pid)
+  return data.decode(errors='replace') if status == 0 else None
 
 
 def exit_status(pid: int) -> int | None:
@@ -335,7 +336,7 @@ def kill_programs(insecure: bool) -> None:
 
 
 def end_programs(pid: int, insecure: bool) -> None:
-  """Kills the program `pid` and all that it has started, and waits for them: nothing survives into the next program.
+  """Kills the program `pid` and all processes that it has started, and waits for them to end.
 
   On systems other than Linux only the process group of the program is killed.
   """

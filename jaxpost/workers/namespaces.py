@@ -4,8 +4,8 @@
 function as process 1 inside them. Consequences for the function and its children:
 
   user      they are root only in their namespace, or no user at all (NOBODY_ID)
-  mount     they see a new root: the system's and the interpreter's folders, read-only, four devices, and one writable
-  folder pid       they see only each other; when process 1 ends, the kernel kills all of them
+  mount     they see a new root: the system's and the interpreter's folders, read-only, four devices, a writable folder
+  pid       they see only each other; when process 1 ends, the kernel kills all of them
   network   there is no interface but a loopback device that is down
   ipc, uts  System V objects, message queues and the host name are not the host's
 
@@ -67,11 +67,11 @@ def report(line: dict) -> None:
     data = data[os.write(1, data) :]
 
 
-def check(result: int, what: str) -> None:
-  """Raises OSError with errno if a C call has returned a negative result."""
+def check(result: int, call: str) -> None:
+  """Raises OSError with errno if a C call has returned a negative result; `call` begins the message."""
   if result < 0:
     number = ctypes.get_errno()
-    raise OSError(number, f'{what}: {os.strerror(number)}')
+    raise OSError(number, f'{call}: {os.strerror(number)}')
 
 
 def isolated(serve: Callable[[bool], None], binds: Iterable[str], work: str) -> int:
@@ -114,7 +114,7 @@ def isolated(serve: Callable[[bool], None], binds: Iterable[str], work: str) -> 
 
 
 def has_nobody() -> bool:
-  """True if this user namespace maps NOBODY_ID, so that root can switch to it."""
+  """Returns whether this user namespace maps NOBODY_ID, so that root can switch to it."""
   with open('/proc/self/setgroups') as file:
     if file.read().strip() != 'allow':
       return False
@@ -164,14 +164,12 @@ def enter(process_1: Callable[[], int], flags: int, entered: int, mapped: int) -
   """Creates the namespaces and forks their process 1; returns its exit code.
 
   Args:
-    process_1: what process 1 runs.
-    flags: of unshare(2).
+    process_1: the function that process 1 runs.
+    flags: flags of unshare(2).
     entered: pipe to write to when the namespaces exist.
     mapped: pipe that carries a byte when the user ids are mapped.
   """
-  if libc.unshare(flags) < 0:
-    number = ctypes.get_errno()
-    raise OSError(number, f'unshare({", ".join(_NEW)}): {os.strerror(number)}')
+  check(libc.unshare(flags), f'unshare({", ".join(_NEW)})')
   os.write(entered, b'+')
   if not os.read(mapped, 1):
     return 1  # The parent has reported why.
@@ -196,9 +194,9 @@ def become_subreaper() -> None:
 
 
 def new_keyring() -> None:
-  """Replaces the session keyring, with what keys the user has put there, by an empty one.
+  """Replaces the session keyring, which may hold keys of the user, with an empty one.
 
-  Failure is ignored: where this call is refused, programs have no calls for keys either.
+  Failure is ignored: if this call is refused here, programs cannot make calls for keys either.
   """
   if number := _SYS_KEYCTL.get(platform.machine()):
     libc.syscall(number, _JOIN_SESSION_KEYRING, None)
@@ -244,15 +242,14 @@ def no_new_privileges() -> None:
 
 def read_only(path: str, flags: int = _AT_RECURSIVE) -> None:
   """Makes a mount, by default with all mounts below it, read-only and without setuid files."""
-  wanted = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
-  check(
-    libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, ctypes.byref(wanted), ctypes.sizeof(wanted)),
-    f'mount_setattr {path}',
-  )
+  attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)  # struct mount_attr
+  size = ctypes.sizeof(attributes)
+  result = libc.syscall(_SYS_MOUNT_SETATTR, _AT_FDCWD, path.encode(), flags, ctypes.byref(attributes), size)
+  check(result, f'mount_setattr {path}')
 
 
 def mount_root(binds: Iterable[str], work: str) -> None:
-  """Replaces the root file system by a small one and detaches the old root."""
+  """Replaces the root file system with a small one and detaches the old root."""
   # Private: no mount made here propagates to the host.
   mount('none', '/', '', _MS_REC | _MS_PRIVATE)
   root = '/proc'  # Any folder serves as the mount point; this one always exists.

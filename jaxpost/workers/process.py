@@ -1,4 +1,4 @@
-"""The owner's side of a worker process: start it, exchange JSON lines with it under a deadline, kill it.
+"""The parent's side of a worker process: starts it, exchanges JSON lines with it under a deadline, kills it.
 
 Each `Worker` is used by one thread. No operation blocks forever: every read and every write has a deadline, and the
 output that the user's code prints is drained at the same time, so that a full pipe cannot stall the worker.
@@ -22,7 +22,7 @@ from typing import Any
 from jaxpost.errors import InputError
 from jaxpost.workers import reaper, user_code
 
-# Variables that a worker gets: what programs need to run, and nothing that could be a secret.
+# Environment variables that a worker gets: those that programs need to run, and none that could hold a secret.
 _PASSED = re.compile(
   r'PATH|HOME|USER|LOGNAME|SHELL|TERM|TZ|TMPDIR|TMP|TEMP|LANG|LANGUAGE|LC_[A-Z]+|PYTHON[A-Z]+|VIRTUAL_ENV|CONDA_PREFIX'
   r'|LD_LIBRARY_PATH|(OMP|MKL|OPENBLAS|NUMEXPR)_NUM_THREADS|MALLOC_[A-Z_]+|XLA_FLAGS|JAX_COMPILATION_CACHE_DIR|NLTK_DATA'
@@ -33,7 +33,7 @@ _PROXY = re.compile(r'(http|https|no|all)_proxy', re.I)  # passed unless it hold
 _FRAME = re.compile(r'^  File "(.+)", line (\d+)', re.M)
 _DUMP = 'most recent call first'  # faulthandler's header of a traceback
 TAIL = 1 << 14  # bytes of printed output to keep
-_SHOWN_LINES = 20  # of printed output, to show of each batch
+_SHOWN_LINES = 20  # lines of printed output to show for each batch
 _SHOWN_COLUMNS = 400  # characters to show of a line
 _SLICE = 0.2  # seconds between checks that the process is alive
 _GRACE_S = 1.0  # seconds for an idle process to exit
@@ -81,7 +81,7 @@ class Worker:
 
   def __init__(self, module: str, setup: dict, variables: dict[str, str], reaper_process: Reaper, what: str) -> None:
     self._module = module
-    self._what = what
+    self._label = what
     self._setup = setup
     self._variables = variables
     self._reaper = reaper_process
@@ -138,10 +138,10 @@ class Worker:
       reply = self.receive(timeout_s)
     except TimeoutError:
       where = self.kill()
-      raise InputError(f'{self._what}: importing took longer than {timeout_s:g} s{where}') from None
+      raise InputError(f'{self._label}: importing took longer than {timeout_s:g} s{where}') from None
     except WorkerDied as error:
       text = ' '.join(self.printed_text().split())[-300:]
-      raise InputError(f'{self._what}: the worker {error} while importing: {text}') from None
+      raise InputError(f'{self._label}: the worker {error} while importing: {text}') from None
     if 'bad' in reply:
       self.kill()
       raise InputError(reply['bad'])
@@ -161,10 +161,10 @@ class Worker:
     """
     deadline = time.monotonic() + timeout_s
     while b'\n' not in self._incoming:
-      left = deadline - time.monotonic()
-      if left <= 0:
+      remaining = deadline - time.monotonic()
+      if remaining <= 0:
         raise TimeoutError
-      if not self._pump(min(left, _SLICE)):
+      if not self._pump(min(remaining, _SLICE)):
         raise WorkerDied(self._end())
     line, _, self._incoming = self._incoming.partition(b'\n')
     try:
@@ -232,7 +232,7 @@ class Worker:
     return self._where()
 
   def _drain(self) -> None:
-    """Reads what is left in stderr, up to a limit: a child that escaped the kill may write forever."""
+    """Reads the remaining text of stderr, up to a limit: a child that escaped the kill may write forever."""
     poll = select.poll()
     poll.register(self._stderr, select.POLLIN)
     for _ in range(64):
@@ -257,13 +257,13 @@ class Worker:
 
   def take_printed(self) -> tuple[str, int]:
     """Returns (end of the text, number of bytes) printed since the last call."""
-    taken = self.printed_text(), self.printed
+    printed = self.printed_text(), self.printed
     self._tail = b''
     self.printed = 0
-    return taken
+    return printed
 
   def finish(self) -> None:
-    """Closes the stdin of an idle process, waits a second for it to exit, then kills what is left."""
+    """Closes the stdin of an idle process, waits a second for it to exit, then kills its group."""
     if self._process is None:
       return
     self._process.stdin.close()
@@ -282,24 +282,24 @@ class Worker:
 
 
 class Printed:
-  """Shows on stderr what functions print in one worker process, that which prints first: up to 20 lines a batch."""
+  """Shows on stderr the output of functions in one worker process, the first that prints: up to 20 lines a batch."""
 
   def __init__(self, names: Collection[str]) -> None:
-    self._names = names  # of the functions
+    self._names = names  # names of the functions
     self._worker = None
-    self._left = _SHOWN_LINES  # -1: lines were left out
+    self._remaining = _SHOWN_LINES  # lines that may still be shown; -1: some were not shown
 
   def next_batch(self) -> None:
-    """Allows as many lines again."""
-    self._left = _SHOWN_LINES
+    """Allows 20 more lines."""
+    self._remaining = _SHOWN_LINES
 
   def show(self, worker: Worker, printed: str, cut: int) -> None:
-    """Prints what the functions printed for a group, each line after the name of its function.
+    """Shows the output of the functions for a group, each line after the name of its function.
 
     Args:
-      worker: the process; what another one prints is not shown.
+      worker: the process that has printed it; only the output of the first one that prints is shown.
       printed: parts that begin with a zero byte and the name of the function that is called.
-      cut: number of bytes before them that are missing, if positive.
+      cut: if positive, the number of missing bytes before `printed`.
     """
     if self._worker not in (None, worker):
       return
@@ -311,12 +311,12 @@ class Printed:
       if i and first in self._names:
         name, part = first, rest
       lines += [(name, line) for line in part.splitlines() if line.strip()]
-    for name, line in lines[: max(self._left, 0)]:
+    for name, line in lines[: max(self._remaining, 0)]:
       line = ''.join(c if c.isprintable() else ' ' for c in line[:_SHOWN_COLUMNS])  # no codes for the terminal
       sys.stderr.write(f'{name}: {line}\n')  # a whole line, which a progress bar prints above itself
-    if len(lines) > self._left >= 0:
+    if len(lines) > self._remaining >= 0:
       sys.stderr.write(f'rewards: printed more than {_SHOWN_LINES} lines in this step; the others are not shown\n')
-    self._left = max(self._left - len(lines), -1)
+    self._remaining = max(self._remaining - len(lines), -1)
 
 
 def worker_variables(needed: Sequence[str] = ()) -> tuple[dict[str, str], list[str]]:
@@ -332,17 +332,17 @@ def worker_variables(needed: Sequence[str] = ()) -> tuple[dict[str, str], list[s
   def passes(name: str, value: str) -> bool:
     return name in needed or bool(_PASSED.fullmatch(name) or _PROXY.fullmatch(name) and '@' not in value)
 
-  kept = {k: v for k, v in os.environ.items() if passes(k, v)}
-  dropped = sorted(os.environ.keys() - kept.keys())
+  variables = {k: v for k, v in os.environ.items() if passes(k, v)}
+  dropped = sorted(os.environ.keys() - variables.keys())
   root = str(pathlib.Path(__file__).resolve().parents[2])
   paths = (root, os.environ.get('PYTHONPATH', ''))
-  kept['PYTHONPATH'] = os.pathsep.join(p for p in paths if p)
-  kept['JAX_PLATFORMS'] = 'cpu'
-  return kept, dropped
+  variables['PYTHONPATH'] = os.pathsep.join(p for p in paths if p)
+  variables['JAX_PLATFORMS'] = 'cpu'
+  return variables, dropped
 
 
 def search_path() -> list[str]:
   """Returns the import path for a worker: this process's sys.path and the working directory."""
-  here = os.getcwd()
-  path = [str(entry) or here for entry in sys.path]
-  return path if here in path else path + [here]
+  cwd = os.getcwd()
+  path = [str(entry) or cwd for entry in sys.path]
+  return path if cwd in path else path + [cwd]

@@ -2,7 +2,7 @@
 
 `process.Reaper` runs this file as a script. Its stdin carries one line for each change: '+PID' when the process group
 PID starts, '-PID' when it has ended. The operating system closes the pipe when the owner ends, even after kill -9; the
-script then kills all groups that are left.
+script then kills the groups that have not ended.
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 
 
 def main() -> None:
-  """Tracks the process groups on stdin; kills those that are left at its end."""
+  """Tracks the process groups on stdin; at its end, kills those that have not ended."""
   groups: set[int] = set()
   for line in sys.stdin:
     change = groups.add if line[0] == '+' else groups.discard

@@ -1,7 +1,7 @@
 """The program inside the sandbox that holds a solution, and the format in which values enter and leave it.
 
 jail.py runs the text of this file in a new interpreter; descriptor 3 is a socket to the jail. The first line is the
-solution; each line after it asks for one thing, and is answered by one line:
+solution; each line after it is a request, which is answered by one line:
 
   ['name', text]                     a name of the solution's module
   ['attribute', value, text]         an attribute of a value
@@ -13,8 +13,8 @@ solution; each line after it asks for one thing, and is answered by one line:
 
   {'value': encoded} or {'raised': [names of the exception's class and its bases]}
 
-Nothing here is trusted: the solution shares this interpreter and can answer whatever it likes. That is no forgery: an
-answer is only a value, the expected value and the test never enter this process, and the other side
+Nothing here is trusted: the solution shares this interpreter and can send any answer. That does not let it pass a test:
+an answer is only a value, the expected value and the test never enter this process, and the other side
 (workers/dialog.py) reads an answer as plain data. Imports the standard library only.
 """
 
@@ -27,9 +27,9 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-DEPTH = 100  # of nested values
-BITS = 1 << 16  # of an integer
-REPLY_BYTES = 1 << 21  # of one answer
+DEPTH = 100  # limit of the levels of nested values
+BITS = 1 << 16  # limit of the bits of an integer
+REPLY_BYTES = 1 << 21  # limit of the bytes of one answer
 _TAGS = {'l': list, 't': tuple, 's': set, 'f': frozenset}
 APPLY: dict[str, Callable[[Any], Any]] = {
   'len': len,
@@ -44,15 +44,15 @@ APPLY: dict[str, Callable[[Any], Any]] = {
 
 
 def encode(value: Any, keep: Callable[[Any], int], depth: int = 0) -> Any:
-  """Returns a value as what JSON can carry; ValueError if it is nested deeper than `DEPTH`.
+  """Returns a value in a form that JSON can represent; ValueError if it is nested deeper than `DEPTH`.
 
-  A value of a subclass loses its class. Containers are lists that start with a tag; an object of any other kind is
+  A value of a subclass loses its class. Containers become lists that start with a tag. An object of any other class is
   kept in its process, and its number stands for it.
 
   Args:
-    value: what is encoded.
+    value: the value to encode.
     keep: returns the number of an object that has no plain form.
-    depth: of the value in what contains it.
+    depth: number of values that contain this one.
   """
   if depth > DEPTH:
     raise ValueError(f'nested deeper than {DEPTH}')
@@ -79,12 +79,12 @@ def encode(value: Any, keep: Callable[[Any], int], depth: int = 0) -> Any:
 
 
 def decode(data: Any, kept: Callable[[int, str], Any], depth: int = 0) -> Any:
-  """Returns the value of what `encode` has made; ValueError for anything else.
+  """Returns the value that `encode` has encoded; ValueError for any other data.
 
   Args:
     data: parsed JSON.
-    kept: returns what stands for an object, from its number and the name of its class.
-    depth: of the value in what contains it.
+    kept: (number, name of the class) of an object that was kept -> the object, or what stands for it.
+    depth: number of values that contain this one.
   """
   if depth > DEPTH:
     raise ValueError(f'nested deeper than {DEPTH}')
@@ -110,7 +110,7 @@ def decode(data: Any, kept: Callable[[int, str], Any], depth: int = 0) -> Any:
 
 
 def distinct(kind: type, items: list) -> Any:
-  """Returns a set or frozenset; ValueError where so many hashes are equal that making it takes quadratic time."""
+  """Returns a set or frozenset; ValueError if so many hashes are equal that making it takes quadratic time."""
   counts = collections.Counter(map(hash, items))
   if len(items) > 1000 and max(counts.values()) > 100 and len(set(map(repr, items))) > len(counts) + 100:
     raise ValueError('too many equal hashes')
@@ -131,34 +131,31 @@ def main() -> None:
 
   for line in lines:
     try:
-      answer = {'value': encode(_answer(module, *(decode(part, _at(objects)) for part in json.loads(line))), keep)}
+      request = [decode(part, lambda number, _: objects[number]) for part in json.loads(line)]
+      answer = {'value': encode(_answer(module, *request), keep)}
     except BaseException as error:
       answer = {'raised': [kind.__name__ for kind in type(error).__mro__]}
     replies.write(json.dumps(answer).encode() + b'\n')
     replies.flush()
 
 
-def _at(objects: list) -> Callable[[int, str], Any]:
-  return lambda number, _: objects[number]
-
-
-def _answer(module: types.ModuleType, what: str, *parts) -> Any:
-  """Does what one line asks for."""
-  if what == 'name':
+def _answer(module: types.ModuleType, verb: str, *parts) -> Any:
+  """Returns the result of one request."""
+  if verb == 'name':
     if parts[0] not in module.__dict__:
       raise NameError(parts[0])
     return module.__dict__[parts[0]]
-  if what == 'attribute':
+  if verb == 'attribute':
     return getattr(*parts)
-  if what == 'item':
+  if verb == 'item':
     return parts[0][parts[1]]
-  if what == 'slice':
+  if verb == 'slice':
     return parts[0][slice(*parts[1:])]
-  if what == 'apply':
+  if verb == 'apply':
     return APPLY[parts[0]](parts[1])
   function, arguments, named = parts
   result = function(*arguments, **named)
-  return (arguments, named) if what == 'change' else result
+  return (arguments, named) if verb == 'change' else result
 
 
 if __name__ == '__main__':

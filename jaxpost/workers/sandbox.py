@@ -9,9 +9,9 @@ outlive its time limit, or use more memory and disk than its limits. The sandbox
   resource limits   CPU and wall time, memory per process, processes, files, output (jail.py)
 
   system calls      those that ordinary programs use (seccomp.py)
-  memory in sum     of all processes of a solution, by a control group, or watched and killed (supervisor.py)
+  total memory      of all processes of a solution, by a control group, or watched and killed (supervisor.py)
 
-Not covered: the kernel is shared with the host. With `insecure=True` only the resource limits and that of memory in sum
+Not covered: the kernel is shared with the host. With `insecure=True` only the resource limits and that of total memory
 apply; everything that a program starts still ends with it.
 
 For each solution a new process runs jail.py, which builds the sandbox and reports one JSON line per program. Only the
@@ -37,7 +37,7 @@ from jaxpost.workers import call, checks, dialog, runner, supervisor
 
 _GRACE_S = 5.0  # seconds to start and end the sandbox, beyond the time limit of the programs
 _CGROUPS = '/sys/fs/cgroup'
-_EVALUATION_S = 2.0  # of these, left for the answers when the evaluation of tests ends
+_EVALUATION_S = 2.0  # part of `_GRACE_S` that remains for the last answers when the evaluation of tests ends
 _OUTPUT = 1 << 23  # upper limit of `output_bytes`
 _ALLOW = (
   'allow user namespaces (Ubuntu 24: sysctl'
@@ -75,8 +75,8 @@ def run_tests(solution: str, tests: Iterable[str | checks.Test], limits: Sandbox
 
   Args:
     solution: Python source of a module.
-    tests: Python sources, or what `checks.read` and `checks.example` return.
-    limits: of all tests together.
+    tests: Python sources, or tests that `checks.read` and `checks.example` return.
+    limits: limits of all tests together.
 
   Raises:
     UnreadableTest: if a test cannot be judged from outside; the message says what to write instead.
@@ -90,7 +90,7 @@ def run_tests(solution: str, tests: Iterable[str | checks.Test], limits: Sandbox
 def run_inputs(
   solution: str, inputs: Iterable[str], limits: SandboxLimits, output_bytes: int = _OUTPUT
 ) -> list[str | None]:
-  """Runs the solution once per input, as a program; returns what it wrote to stdout for each text on stdin.
+  """Runs the solution as a program, once per input on stdin; returns the stdout of each run.
 
   The result is None where the program failed, took too long or printed more than `output_bytes` (at most 8 MiB). The
   expected output never enters the sandbox, so it cannot be copied from there.
@@ -119,20 +119,20 @@ def probe(limits: SandboxLimits) -> None:
 
 
 def lacks(limits: SandboxLimits) -> str:
-  """Returns in one line what this machine or `limits` leave out of the sandbox, '' if it is complete."""
-  out = ['insecure=true: programs are not isolated'] if limits.insecure else []
+  """Returns one line about the parts of the sandbox that this machine or `limits` lack, '' if it is complete."""
+  lacking = ['insecure=true: programs are not isolated'] if limits.insecure else []
   if sys.platform != 'linux':
-    out.append('memory is limited for each process and not in sum')
-  elif why := supervisor.why_no_cgroup(_CGROUPS):
-    out.append(f'no control group can be made ({why}): the memory of all processes is only watched')
-  return '; '.join(out)
+    lacking.append('memory is limited for each process and not in total')
+  elif reason := supervisor.why_no_cgroup(_CGROUPS):
+    lacking.append(f'no control group can be made ({reason}): the memory of all processes is only watched')
+  return '; '.join(lacking)
 
 
 class _Jail:
   """A process that runs jail.py on one job; RewardError if it cannot set up the sandbox or ends early.
 
   Args:
-    limits: of the job.
+    limits: limits of the job.
     job: 'solution', 'inputs' (None for tests) and 'output_bytes'.
   """
 
@@ -197,7 +197,7 @@ class _Jail:
     return self.receive()['answer']
 
   def _send(self, value: object) -> None:
-    """Writes a JSON line to the jail, which may have ended; `receive` says so."""
+    """Writes a JSON line to the jail; if that has ended, the next `receive` raises."""
     data = memoryview(json.dumps(value).encode() + b'\n')
     while data:
       try:
@@ -208,11 +208,12 @@ class _Jail:
   def receive(self) -> dict:
     """Returns the next report of the jail; RewardError if it cannot go on or is silent until the deadline."""
     pipe = self._process.stdout.fileno()
-    seen = 0
-    while self._received.find(b'\n', seen) < 0:
-      seen = len(self._received)
-      left = self.deadline - time.monotonic()
-      part = os.read(pipe, 1 << 16) if left > 0 and select.select([pipe], [], [], left)[0] else b''
+    searched = 0
+    while self._received.find(b'\n', searched) < 0:
+      searched = len(self._received)
+      remaining = self.deadline - time.monotonic()
+      is_ready = remaining > 0 and select.select([pipe], [], [], remaining)[0]
+      part = os.read(pipe, 1 << 16) if is_ready else b''
       if not part:
         self._process.kill()
         raise call.RewardError(
@@ -228,39 +229,40 @@ class _Jail:
 
 
 def _remove(folder: str) -> None:
-  """Removes a folder of any depth and permissions but what cannot be removed; OSError if a part of it has moved.
+  """Removes a folder of any depth and permissions; OSError if a part of it has moved.
 
-  A program without isolation may have put links in it: none is followed. shutil.rmtree calls itself for each level.
+  Entries that cannot be removed stay. A program without isolation may have put links in it: none is followed.
+  shutil.rmtree, which is recursive, would fail on deep folders.
   """
   parent, name = os.path.split(folder)
-  here = os.open(parent, os.O_DIRECTORY)
-  left = [[name]]  # for `parent` and each folder below it down to `here`: names in it that are still to be removed
-  entered: list[tuple[str, tuple[int, int]]] = []  # these folders, and what identifies the one above each
+  current = os.open(parent, os.O_DIRECTORY)
+  remaining = [[name]]  # for `parent` and each folder below it down to `current`: names that are still to be removed
+  entered: list[tuple[str, tuple[int, int]]] = []  # (name, identity of its parent) of each of these folders
   try:
-    while left[0] or entered:
-      if left[-1]:
-        name = left[-1].pop()
+    while remaining[0] or entered:
+      if remaining[-1]:
+        name = remaining[-1].pop()
         try:
-          below = _open_folder(name, here)
+          child = _open_folder(name, current)
         except OSError:
           with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=here)
+            os.unlink(name, dir_fd=current)
           continue
-        entered.append((name, _identity(here)))
-        os.close(here)
-        here = below
-        left.append(_unlink_files(here))
+        entered.append((name, _identity(current)))
+        os.close(current)
+        current = child
+        remaining.append(_unlink_files(current))
         continue
-      left.pop()
-      name, above = entered.pop()
-      below, here = here, os.open('..', os.O_DIRECTORY, dir_fd=here)
-      os.close(below)
-      if _identity(here) != above:
+      remaining.pop()
+      name, parent_identity = entered.pop()
+      child, current = current, os.open('..', os.O_DIRECTORY, dir_fd=current)
+      os.close(child)
+      if _identity(current) != parent_identity:
         raise OSError(f'{name} has moved')
       with contextlib.suppress(OSError):
-        os.rmdir(name, dir_fd=here)
+        os.rmdir(name, dir_fd=current)
   finally:
-    os.close(here)
+    os.close(current)
 
 
 def _open_folder(name: str, at: int) -> int:
@@ -283,7 +285,7 @@ def _identity(folder: int) -> tuple[int, int]:
 
 
 def _unlink_files(folder: int) -> list[str]:
-  """Removes what is no folder from a folder; returns the names of the folders in it."""
+  """Removes the files and links in a folder; returns the names of the folders in it."""
   names = []
   with contextlib.suppress(OSError), os.scandir(folder) as entries:
     for entry in entries:
@@ -316,17 +318,17 @@ def _packages() -> list[str]:
 
 def _binds(packages: bool) -> list[str]:
   """Returns the folders to mount for the interpreter, parents first, without those below a mounted one."""
-  wanted = {
+  folders = {
     os.path.realpath(sys.base_prefix),
     sys.base_exec_prefix,
     os.path.dirname(_python()),
     os.path.dirname(os.__file__),
   }
   if packages:
-    wanted.update(_packages())
-  out: list[str] = []
-  for path in sorted(wanted):
-    inside = (*out, '/usr', '/nix/store', '/gnu/store')
-    if not path.startswith(tuple(f'{folder}/' for folder in inside)):
-      out.append(path)
-  return [path for path in out if path not in ('/', '/usr')]
+    folders.update(_packages())
+  binds: list[str] = []
+  for path in sorted(folders):
+    mounted = (*binds, '/usr', '/nix/store', '/gnu/store')
+    if not path.startswith(tuple(f'{folder}/' for folder in mounted)):
+      binds.append(path)
+  return [path for path in binds if path not in ('/', '/usr')]

@@ -1,9 +1,9 @@
-"""A filter of system calls for programs of the sandbox: those that are not listed here do not exist for them.
+"""A filter of system calls for programs of the sandbox, which can make only the calls that are listed here.
 
 The list has what an interpreter with threads, child processes, files, sockets and timers uses. Everything else fails
 with ENOSYS, for which C libraries have fallbacks: keys of the kernel (keyctl), io_uring, bpf, ptrace, userfaultfd,
 namespaces and mounts, System V shared memory and memory files (memfd_create), which no limit would count, and clone3,
-whose flags a filter cannot read. A process changes no resource limits but its own. Sockets are local (AF_UNIX) or of
+whose flags a filter cannot read. A process can change only its own resource limits. Sockets are local (AF_UNIX) or of
 IP, in a network that has no interface.
 
 seccomp(2), Documentation/userspace-api/seccomp_filter.rst. Imports nothing of jaxpost but `namespaces`.
@@ -81,7 +81,7 @@ def numbers(machine: str) -> dict[str, int]:
 @functools.cache
 def program(machine: str) -> bytes:
   """Returns the filter as BPF code, 8 bytes an instruction."""
-  known = numbers(machine)
+  calls = numbers(machine)
   code = [
     (_LOAD, 0, 0, _ARCHITECTURE),
     (_EQUAL, 1, 0, _AUDIT[machine]),
@@ -92,26 +92,26 @@ def program(machine: str) -> bytes:
   ]
   for name in ('socket', 'socketpair'):
     allowed = [step for family in _FAMILIES for step in ((_EQUAL, 0, 1, family), (_RETURN, 0, 0, _ALLOW))]
-    code += _of_call(known.pop(name), [(_LOAD, 0, 0, _ARGUMENT), *allowed, (_RETURN, 0, 0, _REFUSE)])
+    code += _of_call(calls.pop(name), [(_LOAD, 0, 0, _ARGUMENT), *allowed, (_RETURN, 0, 0, _REFUSE)])
   flags = [(_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, _REFUSE), (_RETURN, 0, 0, _ALLOW)]
-  code += _of_call(known.pop('clone'), [(_LOAD, 0, 0, _ARGUMENT), *flags])
-  # Limits of this process (0) only: process 1 of the jail may belong to the same user, and must keep its own.
-  itself = [(_EQUAL, 0, 1, 0), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
-  code += _of_call(known.pop('prlimit64'), [(_LOAD, 0, 0, _ARGUMENT), *itself])
-  for number in sorted(known.values()):
+  code += _of_call(calls.pop('clone'), [(_LOAD, 0, 0, _ARGUMENT), *flags])
+  # Only with pid 0, this process: process 1 of the jail may belong to the same user, and its limits must stay.
+  own_limits = [(_EQUAL, 0, 1, 0), (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _REFUSE)]
+  code += _of_call(calls.pop('prlimit64'), [(_LOAD, 0, 0, _ARGUMENT), *own_limits])
+  for number in sorted(calls.values()):
     code += _of_call(number, [(_RETURN, 0, 0, _ALLOW)])
   code.append((_RETURN, 0, 0, _REFUSE))
   return b''.join(struct.pack('=HBBI', *step) for step in code)
 
 
 def _of_call(number: int, steps: list[tuple]) -> list[tuple]:
-  """The steps, which end with a return, for one call; others jump over them."""
+  """Returns the filter of one call: other calls jump over the steps, which end with a return."""
   return [(_EQUAL, 0, len(steps), number), *steps]
 
 
 def install() -> None:
   """Filters the system calls of this process and its children, for good; needs `namespaces.no_new_privileges`."""
   code = program(platform.machine())
-  loaded = _Program(len(code) // 8, code)
-  result = namespaces.libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(loaded), 0, 0)
+  filter_program = _Program(len(code) // 8, code)
+  result = namespaces.libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(filter_program), 0, 0)
   namespaces.check(result, 'prctl(PR_SET_SECCOMP)')

@@ -1,7 +1,7 @@
 """Asks the process of a solution for values, and reads its answers as plain data.
 
-An answer is JSON, of which `runner.decode` makes plain values. An object of another kind stays in the solution's
-process and is a `values.Handle` here, whose attributes and results are asked for in turn.
+An answer is JSON, which `runner.decode` turns into plain values. An object of another class stays in the solution's
+process and is a `values.Handle` here; its attributes and the results of its calls are further requests.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jaxpost.workers import checks, runner, values
 
 
 class Solution:
-  """The process of a solution, seen from outside.
+  """Sends requests to the process of a solution.
 
   Attributes:
-    ended: True once an answer did not come, or was too long.
+    ended: True after an answer that did not come, or was too long.
 
   Args:
     ask_line: sends a line to the process and returns its answer, None if there is none.
-    deadline: of time.monotonic().
+    deadline: the time.monotonic() after which requests raise `Ended`.
   """
 
   def __init__(self, ask_line: Callable[[str], str | None], deadline: float) -> None:
@@ -30,19 +30,19 @@ class Solution:
     self._deadline = deadline
     self.ended = False
 
-  def ask(self, what: str, *parts) -> Any:
-    """Asks for one thing, see runner.py.
+  def ask(self, verb: str, *parts) -> Any:
+    """Sends one request, see runner.py, and returns the value in its answer.
 
     Raises:
-      Ended: no plain answer comes.
+      Ended: there is no valid answer in time.
       Raised: the solution raised.
       UnreadableTest: one of `parts` has no plain form.
     """
     if time.monotonic() > self._deadline:
       raise values.Ended
     try:
-      line = json.dumps([runner.encode(part, _number) for part in (what, *parts)])
-    except ValueError:  # It is deeper than the limit.
+      line = json.dumps([runner.encode(part, _number) for part in (verb, *parts)])
+    except ValueError:  # A value is nested deeper than the limit.
       raise values.Ended from None
     answer = self._ask_line(line)
     if answer is None or len(answer) > runner.REPLY_BYTES:
@@ -59,7 +59,7 @@ class Solution:
 
 
 def _number(value: Any) -> int:
-  """Returns the number of an object of the solution; UnreadableTest for what else has no plain form."""
+  """Returns the number of an object of the solution; UnreadableTest for others, such as functions of the test."""
   if isinstance(value, values.Handle):
     return value.number
   raise checks.UnreadableTest('it gives the solution a function; give it plain values')

@@ -1,4 +1,4 @@
-"""The outermost process of a sandbox: bounds the memory of its programs in sum, and leaves none of them alive.
+"""The outermost process of a sandbox: bounds the total memory of its programs, and leaves none of them alive.
 
 It forks the process that builds the sandbox, `jail`, and becomes the subreaper of everything below: a program that
 makes a session of its own and loses its parent becomes a child of this process or of the jail, which kill it (prctl(2),
@@ -24,7 +24,7 @@ _TICK_S = 0.02
 _MB = 1 << 20
 _PAGE = os.sysconf('SC_PAGE_SIZE')
 _WATCH = {signal.SIGTERM, signal.SIGCHLD}
-# Files with the limit, first of memory and then of memory and swap, where there is any
+# Files with the limit of memory and with that of swap, and the latter's value; '': it includes memory, and is the same
 _LIMITS = (
   ('memory.max', 'memory.swap.max', '0'),  # version 2
   ('memory.limit_in_bytes', 'memory.memsw.limit_in_bytes', ''),  # version 1
@@ -40,15 +40,15 @@ class Cgroup:
 
   def __init__(self, memory_mb: int, root: str) -> None:
     errors = []
-    own = pathlib.Path('/proc/self/cgroup').read_text()
-    for parent, (limit, swap, most_swap) in candidates(own, pathlib.Path(root)):
+    groups = pathlib.Path('/proc/self/cgroup').read_text()
+    for parent, (limit, swap, max_swap) in candidates(groups, pathlib.Path(root)):
       self._folder = parent / f'jaxpost-{os.getpid()}'
       try:
         self._folder.mkdir(exist_ok=True)
         try:
           (self._folder / limit).write_text(str(memory_mb * _MB))
           if (self._folder / swap).exists():
-            (self._folder / swap).write_text(most_swap or str(memory_mb * _MB))
+            (self._folder / swap).write_text(max_swap or str(memory_mb * _MB))
           self.entrance = os.open(self._folder / 'cgroup.procs', os.O_WRONLY)
           return
         except OSError:
@@ -59,7 +59,7 @@ class Cgroup:
     raise OSError('; '.join(errors) or 'this system has none')
 
   def remove_stale(self) -> None:
-    """Removes the empty groups beside this one whose process has ended without doing so."""
+    """Removes empty groups beside this one that processes have left behind."""
     for folder in self._folder.parent.glob('jaxpost-*'):
       if not os.path.exists(f'/proc/{folder.name.rpartition("-")[2]}'):
         with contextlib.suppress(OSError):
@@ -75,18 +75,18 @@ class Cgroup:
 
 
 def candidates(text: str, root: pathlib.Path) -> Iterator[tuple[pathlib.Path, tuple[str, str, str]]]:
-  """Yields folders that may get a group with a limit of memory, and the names of its files.
+  """Yields folders in which a group with a memory limit may be made, and its entry of `_LIMITS`.
 
   In version 2 a group with processes has no limited groups below it, but those beside it may be limited.
 
   Args:
-    text: of /proc/self/cgroup.
+    text: the text of /proc/self/cgroup.
     root: where the groups are mounted.
   """
   for line in text.splitlines():
-    number, kinds, path = line.split(':', 2)
+    number, controllers, path = line.split(':', 2)
     path = path.lstrip('/')
-    if 'memory' in kinds.split(','):
+    if 'memory' in controllers.split(','):
       yield root / 'memory' / path, _LIMITS[1]
     elif number == '0':
       yield root / path, _LIMITS[0]
@@ -110,7 +110,7 @@ def supervise(run: Callable[[int], int], limits_mb: tuple[int, int], cgroups: st
 
   Args:
     run: run(descriptor) of the jail; programs enter the control group by the descriptor, which is -1 without a group.
-    limits_mb: of the memory of all programs, and of the files that they hold in memory; the group counts both.
+    limits_mb: limits of the memory of all programs, and of their files in memory; the group counts both.
     cgroups: where control groups are mounted.
     below: how many processes are between the child and the one that starts the programs, each with one child.
   """
@@ -136,8 +136,8 @@ def supervise(run: Callable[[int], int], limits_mb: tuple[int, int], cgroups: st
 def _wait(child: int, limit: int, below: int) -> int:
   """Waits for the child or SIGTERM and watches the memory of the programs; returns an exit code."""
   while True:
-    got = signal.sigtimedwait(_WATCH, _TICK_S)
-    if got and got.si_signo == signal.SIGTERM:
+    received = signal.sigtimedwait(_WATCH, _TICK_S)
+    if received and received.si_signo == signal.SIGTERM:
       return 1
     pid, status = os.waitpid(child, os.WNOHANG)
     if pid:
@@ -151,23 +151,23 @@ def _wait(child: int, limit: int, below: int) -> int:
 
 def children(pid: int) -> list[int]:
   """Returns the ids of the child processes."""
-  found: list[int] = []
-  with contextlib.suppress(OSError):  # The process ends meanwhile.
+  pids: list[int] = []
+  with contextlib.suppress(OSError):  # The process may end meanwhile.
     for task in os.listdir(f'/proc/{pid}/task'):
-      found += map(int, pathlib.Path(f'/proc/{pid}/task/{task}/children').read_text().split())
-  return found
+      pids += map(int, pathlib.Path(f'/proc/{pid}/task/{task}/children').read_text().split())
+  return pids
 
 
 def descendants(pid: int) -> list[int]:
-  """Returns the ids of the child processes, of theirs, and so on."""
-  found = children(pid)
-  for child in found:  # grows meanwhile
-    found += children(child)
-  return found
+  """Returns the ids of all processes below this one."""
+  pids = children(pid)
+  for child in pids:  # grows meanwhile
+    pids += children(child)
+  return pids
 
 
 def memory(pids: list[int], limit: int) -> int:
-  """Returns the bytes that processes hold; pages that several share count once where the sum is beyond the limit."""
+  """Returns the bytes of memory of processes; shared pages count once if the sum would be beyond the limit."""
   resident = 0
   for pid in pids:
     with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 """Error texts about reward functions: reserved arguments, missing columns, the line of the user in a traceback.
 
-`call.py` calls them, in a worker process; the process that owns the worker needs only what is here.
+`call.py` uses them in a worker process; the parent process imports only this module.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _NOT_USER_CODE = (
 )
 
 
-def missing_of(needs: Iterable[str], given: Iterable[str]) -> list[str]:
-  """Returns the needs that no given name satisfies; 'a|b' is satisfied by either."""
-  return [need for need in needs if not set(need.split('|')) & set(given)]
+def missing_of(needs: Iterable[str], names: Iterable[str]) -> list[str]:
+  """Returns the needs that none of the names satisfies; 'a|b' is satisfied by either."""
+  return [need for need in needs if not set(need.split('|')) & set(names)]
 
 
 def missing_column(name: str, arguments: Iterable[str], lacks: str = 'this row') -> str:
-  """Returns the error text for a column that a row lacks; `lacks` is 'the data' where all rows do."""
+  """Returns the error text for a column that a row lacks; `lacks` is 'the data' if all rows lack it."""
   columns = ', '.join(k for k in arguments if k not in GIVEN) or 'none'
   return f'needs the column {" or ".join(map(repr, name.split("|")))}, {lacks} has: {columns}'
 

@@ -1,8 +1,8 @@
-"""Plain values of a test and what may be done with them outside of the solution: comparison, operators, functions.
+"""Operations on plain values of a test, outside of the solution's process: comparison, operators, functions.
 
 Values are compared as Python compares them, with one exception: a bool equals a bool only, also inside lists and dicts.
 An int equals a float of the same value. An object that stayed in the solution's process, a `Handle`, is not compared.
-Whatever a test computes has a bounded size: a solution that returns 10 ** 9 must not make its judge run out of memory.
+All values that a test computes are bounded: a solution that returns 10 ** 9 must not make its judge run out of memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from typing import Any, Protocol
 
 from jaxpost.workers import checks, runner
 
-_ITEMS = 1 << 20  # of a value that a test makes
-_BITS = runner.BITS  # of an integer that a test makes
-_TEXT = 1 << 24  # characters of a text that a test joins or formats
-_POWER_BITS = 3 << 12  # of the three integers of pow
-_DIGITS = 4300  # of a rounded integer
+# Limits of the values that a test makes
+_ITEMS = 1 << 20  # items of a container, characters of a text
+_BITS = runner.BITS  # bits of an integer
+_TEXT = 1 << 24  # characters of a text that is joined or formatted
+_POWER_BITS = 3 << 12  # bits of the three integers of pow together
+_DIGITS = 4300  # digits of a rounded integer
 _FLOAT = 400  # characters of the longest float, written with %f
 _WIDTHS = re.compile(r'[%)][-+ #0]*(?:\*|(\d*))(?:\.(\d*))?')  # width and precision of %-8.3f and %(name)8d
 _BINARY = {
@@ -48,8 +49,8 @@ _ORDER = {ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.Gt
 _KINDS = {name: getattr(builtins, name) for name in checks.KINDS}
 # Functions of one iterable, the first argument, which is made a list first.
 _OF_ITEMS = ('enumerate', 'list', 'reversed', 'set', 'frozenset', 'tuple', 'sum', 'sorted', 'min', 'max', 'all', 'any')
-_OF_OBJECTS = tuple(runner.APPLY)  # asked of the solution if the argument is its object
-_TRUE, _FALSE = object(), object()  # what bools are compared as
+_OF_OBJECTS = tuple(runner.APPLY)  # called in the solution's process if the argument is its object
+_TRUE, _FALSE = object(), object()  # stand for True and False in comparisons, as True == 1 in Python
 
 
 class TooLarge(Exception):
@@ -57,7 +58,7 @@ class TooLarge(Exception):
 
 
 class Ended(Exception):
-  """The solution's process is gone, hangs, or sent what is no answer; the test has failed, and cannot catch this."""
+  """The solution's process has ended, hangs, or sent no valid answer; the test has failed, and cannot catch this."""
 
 
 class Raised(Exception):
@@ -102,7 +103,7 @@ class Builtin:
 class Evaluator(Protocol):
   """The part of dialog.py that the functions of this module call.
 
-  ask: asks the solution for one thing, see `solution.Solution.ask`.
+  ask: sends one request to the solution, see `solution.Solution.ask`.
   """
 
   ask: Callable[..., Any]
@@ -111,11 +112,11 @@ class Evaluator(Protocol):
     """Calls any function that a test can name."""
 
   def items(self, value: Any) -> list:
-    """Returns what iteration over a value yields."""
+    """Returns the items that iteration over a value yields."""
 
 
 def same(a: Any, b: Any, exact: bool = True) -> bool:
-  """True if two plain values are equal; a bool equals a bool only. With exact=False a tuple equals a list."""
+  """Returns whether two plain values are equal; a bool equals a bool only. With exact=False a tuple equals a list."""
   return _marked(a, exact) == _marked(b, exact)
 
 
@@ -132,7 +133,7 @@ def _marked(value: Any, exact: bool = True) -> Any:
 
 
 def plain(value: Any) -> Any:
-  """Returns a plain value; TypeError for an object of the solution, which could answer whatever is asked for."""
+  """Returns a plain value; TypeError for an object of the solution, whose methods could return anything."""
   if isinstance(value, Handle):
     raise TypeError(f'an object of class {value.kind} is no plain value')
   return value
@@ -149,7 +150,7 @@ def compare(kind: ast.cmpop, a: Any, b: Any, exact: bool) -> bool:
   if isinstance(kind, ast.Is):
     return a is b or isinstance(a, Builtin) and a == b
   if isinstance(kind, ast.In):
-    if isinstance(b, range):  # Python would compare what is no int with each item.
+    if isinstance(b, range):  # Python would compare a value that is not an int with each item.
       return type(a) in (int, float) and a == a // 1 and int(a) in b
     marked = _marked(a, exact)
     return a in b if isinstance(b, (str, bytes)) else any(marked == _marked(item, exact) for item in b)
@@ -159,33 +160,34 @@ def compare(kind: ast.cmpop, a: Any, b: Any, exact: bool) -> bool:
 def binary(kind: ast.operator, a: Any, b: Any) -> Any:
   """Returns the result of an arithmetic operator; TooLarge before it would make a large value."""
   if isinstance(kind, ast.Mod) and isinstance(a, (str, bytes)):
-    _limit(_formatted(a, b), _TEXT)
+    _limit(_formatted_length(a, b), _TEXT)
   if isinstance(kind, (ast.Mult, ast.Pow)) and isinstance(a, int) and isinstance(b, int):
-    _limit(a.bit_length() + b.bit_length() if isinstance(kind, ast.Mult) else a.bit_length() * abs(b), _BITS)
+    bits = a.bit_length() + b.bit_length() if isinstance(kind, ast.Mult) else a.bit_length() * abs(b)
+    _limit(bits, _BITS)
   elif isinstance(kind, ast.Mult):
-    for many, times in ((a, b), (b, a)):
-      if hasattr(many, '__len__') and isinstance(times, int):
-        _limit(len(many) * times, _ITEMS)
+    for items, times in ((a, b), (b, a)):
+      if hasattr(items, '__len__') and isinstance(times, int):
+        _limit(len(items) * times, _ITEMS)
   elif isinstance(kind, ast.Add) and hasattr(a, '__len__') and hasattr(b, '__len__'):
     _limit(len(a) + len(b), _ITEMS)
   return _BINARY[type(kind)](a, b)
 
 
-def _formatted(text: str | bytes, given: Any) -> int:
-  """Returns a length that `text % given` does not exceed."""
-  parts = given if isinstance(given, tuple) else (given,)
+def _formatted_length(text: str | bytes, values: Any) -> int:
+  """Returns a length that `text % values` does not exceed."""
+  parts = values if isinstance(values, tuple) else (values,)
   for part in parts:
     plain(part)
-  marks = text if isinstance(text, str) else text.decode('latin-1')
-  longest = len(ascii(given)) + _FLOAT
-  if '*' in marks:  # A value is a width.
+  template = text if isinstance(text, str) else text.decode('latin-1')
+  longest = len(ascii(values)) + _FLOAT  # of one formatted value
+  if '*' in template:  # A value is a width.
     longest += max((abs(part) for part in parts if isinstance(part, int)), default=0)
-  widths = (int(digits) for pair in _WIDTHS.findall(marks) for digits in pair if digits)
-  return len(marks) + marks.count('%') * longest + sum(widths)
+  widths = (int(digits) for pair in _WIDTHS.findall(template) for digits in pair if digits)
+  return len(template) + template.count('%') * longest + sum(widths)
 
 
-def _limit(size: int, most: int) -> None:
-  if size > most:
+def _limit(size: int, limit: int) -> None:
+  if size > limit:
     raise TooLarge
 
 
@@ -200,7 +202,7 @@ def member(module: Any, name: str) -> Any:
 
 
 def call_builtin(builtin: Builtin, arguments: list, named: dict, outer: Evaluator) -> Any:
-  """Calls a function on plain values; where it takes an iterable, an object of the solution is listed first."""
+  """Calls a function on plain values; an object of the solution becomes a list first, if an iterable is needed."""
   name = builtin.name
   first = arguments[0] if arguments else None
   if builtin.function:
@@ -220,13 +222,13 @@ def call_builtin(builtin: Builtin, arguments: list, named: dict, outer: Evaluato
 
 
 def _print(*values: Any, **options: Any) -> None:
-  """Prints nothing: a test is judged by what it asserts."""
+  """Does nothing: the output of a test does not count."""
 
 
-def _is_instance(value: Any, kinds: Any) -> bool:
-  """isinstance for plain values; an object of the solution is of none of the plain classes."""
-  kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-  return not isinstance(value, Handle) and isinstance(value, tuple(_KINDS[kind.name] for kind in kinds))
+def _is_instance(value: Any, classes: Any) -> bool:
+  """isinstance for plain values; an object of the solution is an instance of none of the plain classes."""
+  classes = classes if isinstance(classes, tuple) else (classes,)
+  return not isinstance(value, Handle) and isinstance(value, tuple(_KINDS[kind.name] for kind in classes))
 
 
 def _type(value: Any) -> Builtin:
@@ -260,7 +262,7 @@ def _bytes(source: Any = b'', *encoding: Any, **named: Any) -> bytes:
 
 
 def _sum(items: list, start: Any = 0) -> Any:
-  """sum, also of lists or tuples, which Python would copy for each of them."""
+  """sum, also of lists or tuples, for which Python copies the whole sum at each step."""
   if type(start) not in (list, tuple):
     return sum(items, start)
   if any(type(item) is not type(start) for item in items):
@@ -273,7 +275,7 @@ def _distinct(kind: type, items: list | None = None) -> Any:
   return runner.distinct(kind, items or [])
 
 
-# Functions whose argument or result has to be checked, by name.
+# {name: implementation} of builtins whose arguments or result must be checked.
 _BOUNDED: dict[str, Callable] = {
   'print': _print,
   'isinstance': _is_instance,
@@ -296,7 +298,7 @@ def _call_math(name: str, function: Callable, arguments: list, named: dict) -> A
 
 
 def _call_lazy(name: str, arguments: list, named: dict, outer: Evaluator) -> Any:
-  """map, filter, zip, dict and Counter; what Python would yield later is returned as a list."""
+  """map, filter, zip, dict and Counter; the items that Python yields lazily are returned as a list."""
   if name == 'map':
     columns = [outer.items(value) for value in arguments[1:]]
     return [outer.apply(arguments[0], list(row), {}) for row in zip(*columns)]
@@ -321,7 +323,7 @@ def _callable(function: Any, outer: Evaluator) -> Callable:
 
 def call_method(owner: Any, name: str, arguments: list, named: dict, outer: Evaluator) -> Any:
   """Calls a method of a plain value; checks.METHODS lists them."""
-  if isinstance(owner, range):  # Python would compare what is no int with each item.
+  if isinstance(owner, range):  # Python would compare a value that is not an int with each item.
     owner = outer.items(owner)
   arguments = [outer.items(v) if isinstance(v, Handle) and name in ('join', 'extend') else plain(v) for v in arguments]
   _limit_method(owner, name, arguments)
