@@ -1,4 +1,4 @@
-"""What models lack: positions that a run may reach and they have not learned, and what one of your own cannot do."""
+"""Warns of sequences longer than a model's trained positions, and refuses options that custom models do not support."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 
 def longest(cfg: ModelConfig) -> int:
-  """Returns the tokens of a sequence that the model's positions are made for, its RoPE scaling counted."""
-  most = cfg.max_position
+  """Returns the tokens of the longest sequence that the model supports, with its RoPE scaling."""
+  length = cfg.max_position
   for table in cfg.ropes:
     scaling = dict(table.scaling)
-    # Configs of yarn keep the length before scaling in max_position_embeddings; those of llama3 and longrope do not.
+    # For yarn, max_position_embeddings may be the length before scaling; for llama3 and longrope it is the one after.
     if scaling.get('rope_type') in ('linear', 'dynamic', 'yarn'):
       original = scaling.get('original_max_position_embeddings', cfg.max_position)
-      most = max(most, int(scaling.get('factor', 1) * original))
-  return most
+      length = max(length, int(scaling.get('factor', 1) * original))
+  return length
 
 
 def check_lengths(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None:
@@ -43,20 +43,20 @@ def check_lengths(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Non
     'config.preference.share_prompt: the RoPE scaling of this model rotates a prompt by the length of its answer '
     f'beyond {limit} tokens, so that two answers cannot share it; set it to False, or train.row_length to {limit}',
   )
-  if length > (most := longest(cfg)):
+  if length > (positions := longest(cfg)):
     logging.warning(
-      'config.%s: %d tokens are more than the %d positions of the model (max_position_embeddings); what is longer '
-      'trains positions that it has not learned: lower it, or give the config.json of the model a RoPE scaling',
+      'config.%s: %d tokens are more than the %d positions of the model (max_position_embeddings); tokens beyond them '
+      'have positions that it has not learned: lower it, or add a RoPE scaling to the config.json of the model',
       field,
       length,
-      most,
+      positions,
     )
 
 
 def check_custom(config: Config, algorithm: Algorithm, cfg: CustomConfig) -> None:
-  """Raises InputError for options that need more than such a model has."""
+  """Raises InputError for options that need more than the interface of a custom model."""
   branches = algorithm.per in ('pair', 'label') or algorithm.pack is not None
-  asked = {
+  unsupported = {  # 'field=value that turns it off': whether it is on
     'preference.share_prompt=False': branches and config.preference.share_prompt,
     'train.share_prompt=False': config.train.share_prompt,
     'nll.neftune_alpha=0': config.nll.neftune_alpha,
@@ -64,9 +64,9 @@ def check_custom(config: Config, algorithm: Algorithm, cfg: CustomConfig) -> Non
     'rollout.page_size=0': config.rollout.page_size,
     'rollout.share_base=False': config.rollout.share_base,
   }
-  for fix, wrong in asked.items():
-    if wrong:
+  for fix, is_on in unsupported.items():
+    if is_on:
       raise InputError(
-        f'config.{fix.partition("=")[0]}: {cfg.code}, a model of your own, '
-        f'is called with parameters, tokens, positions and segments only, and samples from a copy; set config.{fix}'
+        f'config.{fix.partition("=")[0]}: the custom model {cfg.code} is called with parameters, tokens, positions '
+        f'and segments only, and samples from a copy of its weights; set config.{fix}'
       )
