@@ -162,10 +162,10 @@ def wait_for(key: str, binary: bool = False, poll: Callable[[], None] | None = N
 
 
 def failed_process() -> Exception | None:
-  """Returns the error of the first process, in the order of their keys, that has failed; None if none has."""
+  """Returns the error of the process with the lowest index that has failed; None if none has."""
   prefix = f'{_ROOT}/failed/{_State.runs}/'
   try:
-    failed = sorted(_RUN.client.key_value_dir_get(prefix))
+    failed = sorted(_RUN.client.key_value_dir_get(prefix), key=lambda entry: int(entry[0].removeprefix(prefix)))
   except jax.errors.JaxRuntimeError:  # the service has ended with process 0
     return None
   for key, text in failed:
