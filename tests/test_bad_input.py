@@ -152,12 +152,12 @@ FIELDS = {
   'stage that is a path': (
     'sft',
     {'stages': ('../../evil',), '../../evil': {}},
-    "config.stages: '../../evil' is no name",
+    "config.stages: '../../evil' cannot name a stage",
   ),
-  'stage in a folder': ('sft', {'stages': ('a/b',), 'a/b': {}}, "config.stages: 'a/b' is no name of a stage"),
-  'stage without a name': ('sft', {'stages': ('',), '': {}}, "config.stages: '' is no name of a stage"),
-  'stage of two lines': ('sft', {'stages': ('x\ny',), 'x\ny': {}}, r"config.stages: 'x.ny' is no name of a stage"),
-  'name that is a number': ('sft', {3: {}}, 'config.3: names of fields are text'),
+  'stage in a folder': ('sft', {'stages': ('a/b',), 'a/b': {}}, "config.stages: 'a/b' cannot name a stage"),
+  'stage without a name': ('sft', {'stages': ('',), '': {}}, "config.stages: '' cannot name a stage"),
+  'stage of two lines': ('sft', {'stages': ('x\ny',), 'x\ny': {}}, r"config.stages: 'x.ny' cannot name a stage"),
+  'name that is a number': ('sft', {3: {}}, 'config.3: the name of a field must be a string'),
   'mesh axis twice': ('sft', dict(mesh=dict(train='fsdp=2,fsdp=2')), 'mesh.train: .* names the axis fsdp twice'),
   'mesh axis twice, first of 1': ('sft', dict(mesh=dict(train='fsdp=1,fsdp=-1')), 'names the axis fsdp twice'),
   'mesh axis of many digits': ('sft', dict(mesh=dict(train='fsdp=' + '9' * 5000)), 'mesh.train: cannot read'),
@@ -184,7 +184,7 @@ FIELDS = {
   'mesh size': ('sft', dict(mesh=dict(rollout='data=--1')), "mesh.rollout: cannot read 'data=--1'"),
   'mesh with two rests': ('sft', dict(mesh=dict(train='fsdp=-1,data=-1')), 'mesh.train: .*one of them may be -1'),
   'mesh of nothing': ('sft', dict(mesh=dict(train='fsdp=0')), 'mesh.train: .*sizes are 1 or more'),
-  'context to sample': ('grpo', dict(mesh=dict(rollout='context=2')), 'mesh.rollout: sampling has no use for context'),
+  'context to sample': ('grpo', dict(mesh=dict(rollout='context=2')), 'mesh.rollout: the context axis splits rows'),
   'devices to sample nothing': ('sft', dict(mesh=dict(rollout_devices=4)), 'mesh.rollout_devices: sft samples nothing'),
   'devices to sample nothing held out': (
     'sft',
@@ -209,7 +209,7 @@ FIELDS = {
   'lag of a greedy answer': (
     'grpo',
     dict(algorithm='remax', rollout=dict(staleness=1)),
-    'rollout.staleness: 1 steps ahead there is neither config.train_on_rollouts nor',
+    'rollout.staleness: 1 does not work with config.train_on_rollouts or',
   ),
   'parked while others sample': (
     'grpo',
@@ -224,7 +224,7 @@ FIELDS = {
   'a base that is not there': (
     'grpo',
     dict(lora=dict(rank=2), rollout=dict(share_base=True), mesh=dict(rollout_devices=1)),
-    'rollout.share_base: the sampler has devices of its own',
+    'rollout.share_base: the sampler has its own devices',
   ),
   'parked for a sampler elsewhere': (
     'grpo',
@@ -270,7 +270,7 @@ FIELDS = {
     "needs_more .*rewards.py.*needs the column 'gold', the data from .* on has: .*answ",
   ),
   'init_from no run': ('sft', dict(init_from='.'), 'config.init_from: . is neither the folder of a run'),
-  'init_from no step': ('sft', dict(init_from='.@x'), "config.init_from: 'x' in '.@x' is no step"),
+  'init_from no step': ('sft', dict(init_from='.@x'), "config.init_from: 'x' in '.@x' is not a step"),
 }
 
 
@@ -308,7 +308,7 @@ def test_rows_that_do_not_split():
   from jaxpost.stage import batch_shape, config
 
   parsed = config.parse(dict(train=dict(batch_size=6)))['sft']
-  with pytest.raises(InputError, match='6 rows at a time do not split over 4'):
+  with pytest.raises(InputError, match='6 rows of a micro-batch do not split over 4'):
     batch_shape.batch_shape(parsed, False, 4)
 
 

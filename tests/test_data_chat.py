@@ -200,7 +200,7 @@ def test_a_call_that_the_template_leaves_out_is_refused(plain):
       render(plain, row, train_on=train_on)
     assert str(caught.value) == (
       "a.jsonl:1: message 1: the chat template leaves out its call of 'f'; set config.data.chat_template to a template "
-      'that shows calls of tools'
+      'that shows tool calls'
     )
   flat = {'role': 'assistant', 'content': 'A', 'tool_calls': [{'name': 'f', 'arguments': {}}]}
   with pytest.raises(InputError, match="leaves out its call of 'f'"):
@@ -229,7 +229,7 @@ def test_a_chat_that_ends_with_a_question_is_a_prompt_as_it_is(plain):
   row = {'messages': [USER, ANSWER, USER_2]}
   answered = {'messages': [*row['messages'], ANSWER]}
   assert prompts_lib.prompt_of(row, 'x') == row['messages'] == prompts_lib.prompt_of(answered, 'x')
-  with pytest.raises(InputError, match='nothing stands before the last assistant turn'):
+  with pytest.raises(InputError, match='there is nothing before the last assistant turn'):
     prompts_lib.prompt_of({'messages': [ANSWER]}, 'x')
 
 
@@ -384,7 +384,7 @@ BAD_ROWS = [
   ({'prompt': [USER], 'completion': [USER, ANSWER]}, 'the answer begins with its prompt, which'),
   ({'prompt': [USER], 'completion': [USER_2]}, 'has no assistant turn'),
   ({'prompt': 1, 'completion': 2}, 'prompt: is an int, must be a list'),
-  ({'messages': [USER, {**ANSWER, 'weight': -1}]}, r'messages\[1\].weight: -1 is no number >= 0'),
+  ({'messages': [USER, {**ANSWER, 'weight': -1}]}, r'messages\[1\].weight: -1 is not a number >= 0'),
   ({'messages': [USER, {**ANSWER, 'weight': True}]}, 'weight: True is no numb'),
   ({'messages': [USER, {**ANSWER, 'weight': float('inf')}]}, 'weight: inf is'),
   (
@@ -413,7 +413,7 @@ def test_bad_rows_are_named(plain, row, message):
 
 def test_weights_and_training_on_all_exclude_each_other(plain):
   row = {'messages': [USER, {**ANSWER, 'weight': 1}]}
-  with pytest.raises(InputError, match='x: messages with a weight, and train'):
+  with pytest.raises(InputError, match='x: messages have a weight, which train'):
     chat.make_example(plain, row, 'x', train_on='all')
 
 
@@ -423,8 +423,8 @@ def test_bad_prompts_are_named(plain):
     ({'question': 'x'}, {}, 'needs the column prompt'),
     ({'prompt': ''}, {}, 'prompt: is empty'),
     ({'prompt': 'x'}, {'system_prompt': 'S'}, 'plain text'),
-    ({'prompt': [system, USER]}, {'system_prompt': 'S'}, 'of its own'),
-    ({'messages': [ANSWER]}, {}, 'nothing stands before'),
+    ({'prompt': [system, USER]}, {'system_prompt': 'S'}, 'its own system message'),
+    ({'messages': [ANSWER]}, {}, 'there is nothing before'),
   ]:
     with pytest.raises(InputError, match='^a.jsonl:1: .*' + message):
       prompts_lib.prompt_tokens(plain, row, 'a.jsonl:1', **options)

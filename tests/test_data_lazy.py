@@ -195,8 +195,8 @@ def test_columns_and_maps_are_for_all_or_for_each(tmp_path):
     (((third, third), '', None, (1,)), '1 weights for 2 sources'),
     (((third, third), '', None, (1, 0)), f'weight of {third} is 0; it must'),
     (((third, third), '', None, (1, float('nan'))), 'is nan; it must'),
-    ((f'{first} + ',), 'names no source where one should be'),
-    (((),), 'names no source'),
+    ((f'{first} + ',), 'has an empty source'),
+    (((),), 'has an empty source'),
   ]:
     with pytest.raises(InputError, match=message):
       sources.read_sources(*arguments)
@@ -274,7 +274,7 @@ def test_many_files_are_not_all_open(tmp_path):
   for _ in range(2):
     assert [r['prompt'] for r in lazy] == [f'q{n}' for n in range(80)]
   handles = lazy._parts[0]._handles
-  assert len(handles._made) == 32
+  assert len(handles._entries) == 32
 
 
 def write_typed(path):
@@ -328,7 +328,7 @@ def test_row_groups_are_read_at_most_twice(tmp_path, monkeypatch, caplog):
   draw(rows, eager)
   assert len(reads) == 25 and max(reads.values()) <= 2 and not caplog.text
   # Groups that were written to the file are no longer in memory.
-  assert groups_of(rows)._recent._made.keys().isdisjoint(groups_of(rows)._pieces)
+  assert groups_of(rows)._recent._entries.keys().isdisjoint(groups_of(rows)._pieces)
 
 
 class SmallDisk(io.FileIO):
@@ -439,7 +439,7 @@ def test_bad_rows_are_named_when_they_are_reached(tmp_path):
     (1, r'a.jsonl:3:7: bad JSON: Expecting value'),
     (2, r'a.jsonl:4: the row is a list'),
     (3, r'a.jsonl:5:8: not UTF-8'),
-    (4, r"a.jsonl:6: bad JSON: the key 'n' stands twice"),
+    (4, r"a.jsonl:6: bad JSON: the key 'n' is in one object twice"),
   ]:
     with pytest.raises(InputError, match=message) as caught:
       lazy[i]
@@ -460,8 +460,8 @@ def test_what_cannot_be_streamed_is_said_at_once(tmp_path):
   (tmp_path / 'e.array_record').write_bytes(b'x' * 99)
   for name, message in [
     ('a.jsonl', 'a.jsonl: holds no rows'),
-    ('b.json', 'b.json: cannot be read with streaming, only .jsonl, .parq'),
-    ('c.jsonl.gz', 'c.jsonl.gz: cannot be read with streaming'),
+    ('b.json', 'b.json: cannot be streamed; convert it to .jsonl, .parq'),
+    ('c.jsonl.gz', 'c.jsonl.gz: cannot be streamed'),
     ('d.parquet', 'd.parquet: damaged or unreadable parquet'),
     ('e.array_record', 'e.array_record: damaged or unreadable ArrayRecord'),
   ]:

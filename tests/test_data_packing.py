@@ -98,7 +98,7 @@ def test_arrays_are_copied_in_their_kind():
   assert batch.arrays['topk'].dtype == np.int32
   np.testing.assert_array_equal(batch.arrays['margin'], np.where(batch.sequence_ids > 0, 0.5, 0))
   np.testing.assert_array_equal(batch.arrays['topk'][..., 1], np.where(batch.segment_ids > 0, batch.tokens + 1, 0))
-  with pytest.raises(ValueError, match='carry other arrays'):
+  with pytest.raises(ValueError, match='have different arrays'):
     packing.to_batch([[plain(3), pair(2, 2, 2)]], LENGTH, 1)
 
 

@@ -261,7 +261,7 @@ BAD_PAIRS = [
   ({**TEXT, 'rejected': 'a'}, 'rejected: equals chosen'),
   ({**TEXT, 'chosen': ' \n'}, 'chosen: is empty'),
   ({**TEXT, 'rejected': 5}, 'rejected: is an int'),
-  ({**TEXT, 'rejected': BAD}, 'one is text and one a list'),
+  ({**TEXT, 'rejected': BAD}, 'one is text and one is a list'),
   ({**TEXT, 'prompt': [USER]}, 'prompt is a list and chosen a str'),
   ({**MESSAGES, 'prompt': 'Q1'}, 'both text or both lists of messages$'),
   # UltraFeedback as it is on the hub; and with the prompt as messages, too.
@@ -275,7 +275,7 @@ BAD_PAIRS = [
   ({**MESSAGES, 'rejected': [USER]}, 'rejected: is empty'),
   ({**MESSAGES, 'chosen': [{'role': 'assistant', 'content': ''}]}, 'chosen: is empty'),
   ({**MESSAGES, 'chosen': [{'role': 'assistant', 'content': None}]}, r'chosen\[0\].content: is null'),
-  ({**MESSAGES, 'chosen': [{**GOOD[0], 'weight': 0}]}, 'chosen: the weights'),
+  ({**MESSAGES, 'chosen': [{**GOOD[0], 'weight': 0}]}, 'chosen: has no token to train on'),
   ({**MESSAGES, 'margin': 'x'}, "margin: 'x' is no number"),
   ({**MESSAGES, 'margin': float('nan')}, 'margin: nan is no number'),
   ({**MESSAGES, 'score_chosen': True, 'score_rejected': 1}, 'score_chosen: True is no number'),

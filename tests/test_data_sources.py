@@ -185,7 +185,7 @@ BAD_FILES = [
   ('a.jsonl', '{"a": 1}\n{"a": 1', r"a.jsonl:2:8: bad JSON: Expecting ','"),
   ('a.jsonl', '{"a": 1}\n[1]\n', r'a.jsonl:2: the row is a list, must be'),
   ('a.jsonl', 'null\n', r'a.jsonl:1: the row is a NoneType'),
-  ('a.jsonl', '{"a": 1, "a": 2}\n', r"a.jsonl:1: .*'a' stands twice"),
+  ('a.jsonl', '{"a": 1, "a": 2}\n', r"a.jsonl:1: .*'a' is in one object twice"),
   ('a.jsonl', b'{"a": 1}\n{"a": "\xff"}\n', r'a.jsonl:2:8: not UTF-8.*0xff'),
   ('a.jsonl', '{"a": ' + '9' * 5000 + '}', r'a.jsonl:1: bad JSON: Exceeds'),
   ('a.jsonl', '[' * 100000, r'a.jsonl:1: bad JSON'),

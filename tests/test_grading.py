@@ -217,7 +217,7 @@ def test_what_decides_prompts_goes_with_no_stored_rollouts(tmp_path):
     for feature in dict(dynamic_sampling=2), dict(curriculum='retire'):
       over = dict(algorithm=algorithm, train_on_rollouts=str(tmp_path), rl=feature)
       (config,) = config_lib.parse(tiny.grpo_config('', **over)).values()
-      with pytest.raises(InputError, match='config.train_on_rollouts: what was sampled again'):
+      with pytest.raises(InputError, match='config.train_on_rollouts: stored rollouts have neither'):
         sampling_inputs.check_sampling(config, True)
 
 

@@ -677,7 +677,7 @@ def adapter(folder, base, cfg=None, **changes):
     (dict(lora=dict(targets='q_proj,foo_proj')), "targets: 'foo_proj' matches none of layers/q, "),
     (dict(lora=dict(targets='(q')), 'targets: .* is not a regular expression'),
     (dict(lora=dict(rank=9)), r'rank: 9 is larger than layers/k, .* at most 8'),
-    (dict(lora=dict(dropout=0.1), algorithm='grpo', reward='exact_match'), 'lora.dropout: what is trained on policy'),
+    (dict(lora=dict(dropout=0.1), algorithm='grpo', reward='exact_match'), 'lora.dropout: an on-policy method'),
     (dict(train=dict(freeze='heads')), "freeze: 'heads' matches none of embed"),
     (dict(train=dict(freeze='.*')), "freeze: '.*' leaves nothing to train"),
     (dict(train=dict(freeze='[')), 'freeze: .* is not a regular expression'),
@@ -728,7 +728,7 @@ def test_adapter_of_another_model_is_refused(base, tmp_path, fields, text):
 
 def test_another_rank_than_that_of_the_adapter_is_refused(base, tmp_path):
   path = adapter(tmp_path / 'adapter', base)
-  with pytest.raises(InputError, match='config.lora.rank: 7 is not that of .*, which has . and decides it; leave it 0'):
+  with pytest.raises(InputError, match='config.lora.rank: 7 is not the rank of the adapter .*, .; leave it 0'):
     prepare.prepare_all(sft(base, lora=dict(rank=7, path=path)))
 
 

@@ -99,10 +99,10 @@ def test_the_kl_of_grpo_starts_anew(folder, tmp_path):
   [
     ('grpo', {}, 'config.reference.every: grpo reads no reference model'),
     ('simpo', {}, 'config.reference.every: simpo reads no reference model'),
-    ('opd', dict(rl=dict(reference='teacher')), 'config.reference.every: a teacher'),
+    ('opd', dict(rl=dict(reference='teacher')), 'config.reference.every: a reference from'),
     ('dpo', dict(preference=dict(precompute_ref=True)), 'config.preference.precompute_ref: the reference changes'),
     ('dpo', dict(mesh=dict(score='fsdp=-1')), 'config.mesh.score: '),
-    ('grpo', dict(rl=dict(kl_coef=0.1), rollout=dict(offload=True)), 'config.rollout.offload: moves no'),
+    ('grpo', dict(rl=dict(kl_coef=0.1), rollout=dict(offload=True)), 'config.rollout.offload: cannot offload'),
   ],
 )
 def test_what_cannot_follow_is_refused(algorithm, over, message):

@@ -343,7 +343,7 @@ def test_a_missing_extra_is_named(monkeypatch, path, package, extra):
 
 
 def test_an_unknown_store_is_named():
-  with pytest.raises(InputError, match='--workdir: hdfs://a/b: of object'):
+  with pytest.raises(InputError, match='--workdir: hdfs://a/b: only the object stores'):
     stages.run(tiny.run_config(''), 'hdfs://a/b', CONSOLE)
 
 

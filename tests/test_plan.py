@@ -976,7 +976,7 @@ def test_what_the_models_of_a_run_cannot_do_is_not_planned(over, field):
 @pytest.mark.parametrize(
   'algorithm, over, words',
   [
-    ('grpo', dict(mesh=dict(rollout='context=2')), 'mesh.rollout: sampling has no use for context'),
+    ('grpo', dict(mesh=dict(rollout='context=2')), 'mesh.rollout: the context axis splits rows'),
     ('sft', dict(mesh=dict(rollout_devices=4)), 'mesh.rollout_devices: sft samples nothing'),
     ('sft', dict(mesh=dict(score_devices=2)), 'mesh.score_devices: sft has no reference'),
     ('sft', dict(train=dict(share_prompt=True)), 'train.share_prompt: sft samples nothing'),

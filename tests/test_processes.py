@@ -300,7 +300,7 @@ def test_one_process_writes(said, folder):
 
 def test_different_data_is_refused_everywhere(said):
   assert said['two'][0]['other.jsonl'] == said['two'][1]['other.jsonl']
-  assert said['two'][0]['other.jsonl'].startswith('config.data.path of sft: what is in other.jsonl of process 1')
+  assert said['two'][0]['other.jsonl'].startswith('config.data.path of sft: the content of other.jsonl of process 1')
 
 
 def test_what_is_wrong_on_one_process_ends_the_other(said):
@@ -382,7 +382,7 @@ def test_different_code_is_refused_everywhere(folder, plain):
     file.write('# newer\n')
   line = refused(folder, plain, rank_1=['--config.seed=1'], root_1=folder / 'newer')
   assert line.startswith('jaxpost: the code of jaxpost of process 1 (')
-  assert line.endswith('); install one everywhere')
+  assert line.endswith('); install the same version everywhere')
   assert not (folder / 'refused').exists()
 
 
@@ -390,7 +390,7 @@ def test_different_code_is_refused_everywhere(folder, plain):
   'flag, wanted',
   [
     ('mesh.train=fsdp=3', "config.mesh.train: 'fsdp=3' does not fit 2 device"),
-    ('train.batch_size=3', 'config.train: 3 rows at a time do not split over 2'),
+    ('train.batch_size=3', 'config.train: 3 rows of a micro-batch do not split over 2'),
   ],
   ids=['mesh', 'batch'],
 )

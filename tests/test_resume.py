@@ -446,7 +446,7 @@ def test_other_rows_are_refused_before_anything_is_compiled(model, tmp_path, mon
       with pytest.raises(InputError, match=words):
         run(longer, tmp_path / name)
   data.write_text(row * 9)
-  said = f'warning: {rewards}: has changed since this run was started last'
+  said = f'warning: {rewards}: has changed since the last start of this run'
   assert said not in capsys.readouterr().out
   rewards.write_text(f'{REWARD}\n# stricter\n')
   run(longer, tmp_path / 'grpo')

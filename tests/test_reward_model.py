@@ -510,4 +510,6 @@ def test_another_tokenizer_is_refused(nano, judge, tmp_path):
     path.write_text(json.dumps(made))
 
   hf_export.save(tmp_path / 'turned', model, params, tokenizer_save=save)
-  refused(judged(nano, tmp_path / 'turned'), "reads other tokens than the policy: 'a' is 98 there and 97 here")
+  refused(
+    judged(nano, tmp_path / 'turned'), "reads other tokens than the policy: the id of 'a' is 98 there and 97 here"
+  )

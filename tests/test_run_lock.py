@@ -136,7 +136,7 @@ def test_a_damaged_lock_of_this_machine_is_left_over(damage, lock, tmp_path, qui
 def test_elsewhere_it_lives_while_it_beats(lock, tmp_path, quick, monkeypatch):
   monkeypatch.setattr(run_lock, 'WATCH_S', PATIENCE_S)
   first = lock()
-  first._mine['machine'] = 'another'
+  first._record['machine'] = 'another'
   first.acquire()
   said = []
   with pytest.raises(InputError, match='if it is certainly gone, remove .*lock.json'):

@@ -35,8 +35,8 @@ def test_it_is_short(name):
 @pytest.mark.parametrize(
   'fields, words',
   [
-    ('on_policy=True', 'on_policy without `credit`'),
-    ('', 'neither on_policy nor a `render`'),
+    ('on_policy=True', 'is on_policy and has no `credit`'),
+    ('', 'is not on_policy and has no `render`'),
     ("on_policy=True, credit=f, scores=('ref_logprobs',)", r"`scores` is \('ref_logprobs',\) and must be a function"),
     ("on_policy=True, credit=f, needs='reference'", "`needs` is 'reference' and must be a function"),
   ],

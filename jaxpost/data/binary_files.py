@@ -1,4 +1,4 @@
-"""Readers of parquet, Arrow and ArrayRecord files, whole; `files.py` says what a reader is."""
+"""Reads whole parquet, Arrow and ArrayRecord files; `files.py` describes the interface of a reader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parquet(path: epath.Path, name: str) -> files.NumberedRows:
 
 
 def arrow(path: epath.Path, name: str) -> files.NumberedRows:
-  """Yields the rows of an Arrow stream, which is what `datasets` writes."""
+  """Yields the rows of an Arrow stream, the format that `datasets` writes."""
   (pyarrow,) = import_reader(name, 'arrow', 'pyarrow')
   try:
     with path.open('rb') as file:
@@ -42,15 +42,15 @@ def arrow(path: epath.Path, name: str) -> files.NumberedRows:
 def rows_of(table: Any, name: str) -> list[dict[str, Any]]:
   """Returns the rows of an Arrow table or batch of the file `name`.
 
-  JSON is parsed: `datasets` 5 writes messages and schemas of tools as JSON if the arguments of calls differ. Nulls in
-  calls and schemas are left out: elsewhere all objects of a list have the same keys, a call those of others as null.
+  JSON is parsed: `datasets` 5 writes messages and tool schemas as JSON if the arguments of calls differ. Nulls in calls
+  and schemas are left out: without JSON, all objects of a list have the same keys, and null for those they lack.
   """
   rows = table.to_pylist()
   for field in table.schema:
     has_json = 'arrow.json' in str(field.type)
     for row in rows:
       value = _parsed(row[field.name], field.type, name) if has_json else row[field.name]
-      row[field.name] = [_own_keys(x) for x in value] if isinstance(value, list) else value
+      row[field.name] = [_without_null_keys(x) for x in value] if isinstance(value, list) else value
   return rows
 
 
@@ -65,8 +65,8 @@ def _parsed(value: Any, kind: Any, name: str) -> Any:
   return value
 
 
-def _own_keys(item: Any) -> Any:
-  """Returns a message with its calls, or a tool, without nulls."""
+def _without_null_keys(item: Any) -> Any:
+  """Returns a tool, or a message with its calls, without nulls."""
   if isinstance(item, dict) and isinstance(item.get('tool_calls'), list):
     return item | {'tool_calls': _without_nulls(item['tool_calls'])}
   is_tool = isinstance(item, dict) and isinstance(item.get('function'), dict)
@@ -80,7 +80,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def array_record(path: epath.Path, name: str) -> files.NumberedRows:
-  """Yields the records of an ArrayRecord file, each JSON."""
+  """Yields the records of an ArrayRecord file, each of which is JSON."""
   _, module = import_reader(name, 'ArrayRecord', *ARRAY_RECORD)
   try:
     reader = module.ArrayRecordReader(str(path))
@@ -94,14 +94,14 @@ def array_record(path: epath.Path, name: str) -> files.NumberedRows:
 
 
 def import_reader(name: str, kind: str, *modules: str) -> list[ModuleType]:
-  """Returns modules of the library that reads files of a kind, for the file `name`."""
+  """Imports modules of the library that reads files of a kind; InputError if it is not installed."""
   try:
     return [importlib.import_module(module) for module in modules]
   except ImportError as error:
     raise InputError(f'{name}: reading {kind} needs {modules[0].partition(".")[0]}: {_EXTRA}') from error
 
 
-def damaged(name: str, what: str, error: Exception) -> InputError:
-  """Returns the error of a file that a library could not read."""
-  first = (str(error).strip() or type(error).__name__).splitlines()[0]
-  return InputError(f'{name}: damaged or unreadable {what} file: {first}')
+def damaged(name: str, kind: str, error: Exception) -> InputError:
+  """Returns the error for a file that a library could not read."""
+  first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+  return InputError(f'{name}: damaged or unreadable {kind} file: {first_line}')

@@ -1,10 +1,10 @@
 """Encodes rows of data as documents with a loss mask; `prompts.py` encodes them as prompts for a sampler.
 
-T tokens of one document. A chat is rendered to text once; the trained spans of that text come from the template's {%
-generation %} markers, or from rendering it again with one turn replaced. Prompt and completion are encoded separately,
-so that a prompt has the tokens here that a sampler is given.
+Legend: T tokens of one document. `where` names a row in errors, e.g. 'train.jsonl:12'.
 
-`where` names a row in errors, e.g. 'train.jsonl:12'.
+A chat is rendered to text once. The trained spans of the text come from the {% generation %} markers of the template,
+or from rendering it again with one turn replaced. Prompt and completion are encoded separately, so that a prompt has
+the same tokens as in sampling.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Span = tuple[int, int]  # start and end, in characters
 
 TRAIN_ON = ('assistant', 'completion', 'all')
-# Private characters that stand for a turn in a rendering; the first pair the text does not have.
+# Private-use characters that replace the content of a turn; the first pair that a text does not contain is used.
 _SENTINELS = ('\ue000\ue001', '\ue002\ue003', '\uf000\uf001')
 # Text that a template may put between its generation prompt and the content of a turn.
 _OPENING = re.compile(r'\s*(<\w+>\s*)?(</\w+>\s*)?(<\|channel\|>(\w+<\|message\|>)?)?')
@@ -37,10 +37,10 @@ _THINK_BLOCK = re.compile(r'(<\w+>\s*)?(</\w+>\s*)?\Z')  # may end a generation 
 
 
 class _TurnPrompt(NamedTuple):
-  """What a turn is generated after."""
+  """The text after which a turn is generated."""
 
   text: str
-  header: str  # the end of `text` that is the generation prompt
+  header: str  # the generation prompt, with which `text` ends
 
 
 def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 'assistant') -> Example:
@@ -49,9 +49,9 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
   Args:
     row: with `messages`, or `prompt` and `completion` (both text, joined, or both lists of messages), or `text`.
     where: names the row in errors.
-    train_on: 'assistant': every assistant turn with its end, or the completion; 'completion': the last assistant turn
-      only; 'all': every token. Rows of `text` are always trained whole. A message may carry `weight` (a number >= 0,
-      also called loss_weight), which scales the mask of its tokens; 0 leaves the turn out.
+    train_on: 'assistant': every assistant turn with its end token, or the completion; 'completion': the last assistant
+      turn only; 'all': every token. All tokens of `text` are always trained. A message may have a `weight` (a number
+      >= 0, also called loss_weight), which scales the loss mask of its tokens; 0 leaves the turn out.
   """
   if train_on not in TRAIN_ON:
     raise InputError(f'train_on={train_on!r} is none of {", ".join(TRAIN_ON)}')
@@ -76,36 +76,37 @@ def make_example(tokenizer: Tokenizer, row: Row, where: str, *, train_on: str = 
 def _pair(tokenizer: Tokenizer, row: Row, where: str, train_on: str) -> Example:
   prompt, completion = row['prompt'], row['completion']
   if isinstance(prompt, str) != isinstance(completion, str):
-    kinds = f'prompt is {type_of(prompt)} and completion {type_of(completion)}'
-    raise InputError(f'{where}: {kinds}; both text or both lists of messages')
+    raise InputError(
+      f'{where}: prompt is {type_of(prompt)} and completion {type_of(completion)}; both text or both lists of messages'
+    )
   if not isinstance(prompt, str):
     prompt = messages_lib.check_messages(prompt, f'{where}: prompt')
     completion = messages_lib.check_messages(completion, f'{where}: completion')
     if completion[: len(prompt)] == prompt:
-      raise InputError(f'{where}: the answer begins with its prompt, which would stand there twice; take one out')
+      raise InputError(f'{where}: the answer begins with its prompt, which would be there twice; remove one of them')
     return _chat(tokenizer, prompt + completion, first=len(prompt), row=row, where=where, train_on=train_on)
   messages_lib.check_text(prompt, f'{where}: prompt')
   messages_lib.check_text(completion, f'{where}: completion')
-  head = [*tokenizer.bos_ids, *tokenizer.encode(prompt)]
-  tail = [*continuation(tokenizer, prompt, completion), tokenizer.eos_id]
-  trained = train_on == 'all'
-  return _example(head + tail, [trained] * len(head) + [True] * len(tail))
+  prompt_ids = [*tokenizer.bos_ids, *tokenizer.encode(prompt)]
+  completion_ids = [*continuation(tokenizer, prompt, completion), tokenizer.eos_id]
+  mask = [train_on == 'all'] * len(prompt_ids) + [True] * len(completion_ids)
+  return _example(prompt_ids + completion_ids, mask)
 
 
 def continuation(tokenizer: Tokenizer, prompt: str, text: str) -> list[int]:
-  """Returns the token ids of `text` where it follows the encoded `prompt`."""
+  """Returns the token ids of `text` that follow the ids of `prompt`."""
   if not tokenizer.adds_space:
     return tokenizer.encode(text)
-  # Encoded alone, the text would begin with a space that it does not have.
-  head = tokenizer.encode(prompt)
-  joint = tokenizer.encode(prompt + text)
-  if joint[: len(head)] == head:
-    return joint[len(head) :]
+  # Encoded alone, the text would get a leading space, which it does not have after the prompt.
+  prompt_ids = tokenizer.encode(prompt)
+  joint_ids = tokenizer.encode(prompt + text)
+  if joint_ids[: len(prompt_ids)] == prompt_ids:
+    return joint_ids[len(prompt_ids) :]
   return tokenizer.encode(text)
 
 
 def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, where: str, train_on: str) -> Example:
-  """Encodes a chat of which the assistant turns from message `first` on are trained."""
+  """Encodes a chat; its assistant turns from message `first` on are trained."""
   turns = [n for n, m in enumerate(messages) if n >= first and m['role'] == 'assistant']
   if not turns and train_on != 'all':
     raise InputError(f'{where}: has no assistant turn, so nothing to train on')
@@ -113,8 +114,7 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
   text, marked = render(messages)
   if train_on == 'all':
     if any('weight' in m for m in messages):
-      why = "messages with a weight, and train_on='all' trains every token alike"
-      raise InputError(f"{where}: {why}; use 'assistant', or drop the weights")
+      raise InputError(f"{where}: messages have a weight, which train_on='all' ignores; use 'assistant', or drop it")
     for n in turns:
       _check_shown(messages[n], text, f'{where}: message {n}')
     return _example(*_encode_spans(tokenizer, text, [(0, len(text))], [1], where))
@@ -133,45 +133,45 @@ def _chat(tokenizer: Tokenizer, messages: list[Message], first: int, row: Row, w
 
 
 def _marked_spans(marked: list[Span], messages: list[Message], turns: list[int], where: str) -> list[Span]:
-  """Returns the spans of these turns among `marked`, the spans of all assistant turns by the template's markers."""
-  assistant = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
-  if len(marked) != len(assistant):
-    why = f'the chat template marks {len(marked)} generations for {len(assistant)} assistant turns'
-    raise InputError(f'{where}: {why}; repair its generation markers')
-  return [marked[assistant.index(n)] for n in turns]
+  """Returns the spans of `turns` among `marked`, the spans that the template's markers give to all assistant turns."""
+  assistant_turns = [n for n, m in enumerate(messages) if m['role'] == 'assistant']
+  if len(marked) != len(assistant_turns):
+    counts = f'{len(marked)} generations for {len(assistant_turns)} assistant turns'
+    raise InputError(f'{where}: the chat template marks {counts}; repair its generation markers')
+  return [marked[assistant_turns.index(n)] for n in turns]
 
 
 def _span(
   tokenizer: Tokenizer, render: Callable, text: str, messages: list[Message], n: int, *, prompt: _TurnPrompt, where: str
 ) -> Span:
-  """Finds the characters of `text` that the assistant generates as message n, for which it is given `prompt`.
+  """Finds the characters of `text` that the assistant generates as message n after `prompt`.
 
-  The chat rendered with another message in its place differs from `text` in that message only. That holds for templates
-  too that render a turn otherwise once others follow it (Qwen3 drops its reasoning), where the rendering of the chat up
-  to the turn is no prefix of the whole.
+  The chat rendered with another message n differs from `text` only there. This also holds for templates that render a
+  turn differently once other turns follow (Qwen3 drops its reasoning). For these, the rendering of the chat up to the
+  turn would not be a prefix of `text`.
   """
   sentinel = next((s for s in _SENTINELS if s[0] not in text), None)
   if sentinel is None:
-    raise InputError(f'{where}: holds all private characters used as marks')
-  asked, header = prompt
-  replaced = {'role': 'assistant', 'content': sentinel}
+    raise InputError(f'{where}: has all private-use characters that mark turns; remove one pair of them')
+  prompt_text, header = prompt
+  replacement = {'role': 'assistant', 'content': sentinel}
   try:
-    changed, _ = render(messages[:n] + [replaced] + messages[n + 1 :])
+    changed, _ = render(messages[:n] + [replacement] + messages[n + 1 :])
   except InputError:  # some templates refuse the answer of a tool without the call before it
     until, _ = render(messages[: n + 1])
-    if not asked or not text.startswith(asked) or not text.startswith(until):
+    if not prompt_text or not text.startswith(prompt_text) or not text.startswith(until):
       raise
-    return len(asked), len(until.rstrip())
+    return len(prompt_text), len(until.rstrip())
   if sentinel not in changed:
-    why = f'the chat template leaves out message {n}, so its tokens cannot be told apart'
-    raise InputError(f'{where}: {why}; train on text, or give another template')
+    raise InputError(f'{where}: the chat template leaves out message {n}; train on text, or set another template')
   start = common_length(text, changed)
   end = len(text) - common_length(text[start:][::-1], changed[start:][::-1])
-  start = len(asked) if header and text[:start].startswith(asked) else _turn_start(header, text, start)[0]
+  start = len(prompt_text) if header and text[:start].startswith(prompt_text) else _turn_start(header, text, start)[0]
   if end < start:
-    why = f'the chat template renders message {n} otherwise than its generation prompt'
-    raise InputError(f'{where}: {why}; add generation markers to the template')
-  for special in tokenizer.special_texts:  # one begins here, or the two texts share a part of it
+    problem = f'renders message {n} differently than its generation prompt'
+    raise InputError(f'{where}: the chat template {problem}; add generation markers to the template')
+  # Include the special token that ends the turn. It begins at `end`, or before if both renderings share a part of it.
+  for special in tokenizer.special_texts:
     at = text.find(special, max(start, end - len(special) + 1), end + len(special))
     if at >= 0:
       return start, at + len(special)
@@ -179,26 +179,28 @@ def _span(
 
 
 def common_length(a: str, b: str) -> int:
-  """Returns how many characters two texts begin with alike, which `os.path.commonprefix` compares in Python."""
+  """Returns the length of the common prefix of two texts, faster than `os.path.commonprefix`."""
   size = min(len(a), len(b))
   codes = [np.frombuffer(x[:size].encode('utf-32-le', 'surrogatepass'), np.uint32) for x in (a, b)]
-  differ = np.flatnonzero(codes[0] != codes[1])
-  return int(differ[0]) if len(differ) else size
+  differences = np.flatnonzero(codes[0] != codes[1])
+  return int(differences[0]) if len(differences) else size
 
 
 def _turn_start(header: str, text: str, start: int) -> tuple[int, str]:
-  """Moves the start of a turn from its content to the end of `header`, its generation prompt.
+  """Moves the start of a turn from its content back to the end of `header`, its generation prompt.
 
-  Between the two is at most an opened or empty <think> block, which templates put before a content, or a channel; the
-  block belongs to the prompt as far as `header` has it. Also returns the part of `header` that the turn follows, '' for
-  none.
+  Templates may put an opened or empty <think> block, or a channel, between the two. The part of the block that `header`
+  has belongs to the prompt.
+
+  Returns:
+    The new start, and the part of `header` that comes before it; (start, '') if `header` is not found.
   """
-  bare = _THINK_BLOCK.sub('', header) or header
-  at = text.rfind(bare, 0, start) if bare else -1
-  if at < 0 or not _OPENING.fullmatch(text[at + len(bare) : start]):
+  without_block = _THINK_BLOCK.sub('', header) or header
+  at = text.rfind(without_block, 0, start) if without_block else -1
+  if at < 0 or not _OPENING.fullmatch(text[at + len(without_block) : start]):
     return start, ''
-  found = header if text.startswith(header, at) else bare
-  return at + len(found), found
+  shown = header if text.startswith(header, at) else without_block
+  return at + len(shown), shown
 
 
 def _prompt(render: Callable, messages: list[Message]) -> _TurnPrompt:
@@ -211,37 +213,39 @@ def _prompt(render: Callable, messages: list[Message]) -> _TurnPrompt:
 
 
 def _check_turn(messages: list[Message], n: int, text: str, span: Span, *, header: str, where: str) -> str:
-  """Returns what `text` has before trained message n that `header`, its generation prompt, has not; '' for nothing.
+  """Returns a warning if `text` has another header before trained message n than sampling (`header`); '' if not.
 
-  InputError if the template leaves out its reasoning or a call, or if a switch of the template mends the difference.
+  Raises:
+    InputError: the template leaves out the reasoning or a call of the message, or has a switch for its header.
   """
   reasoning = _check_shown(messages[n], text[slice(*span)], f'{where}: message {n}')
-  found = _turn_start(header, text, span[0])[1]
-  if found in ('', header):
+  trained_after = _turn_start(header, text, span[0])[1]
+  if trained_after in ('', header):
     return ''
-  why = f'{where}: message {n}: is trained after {found!r}, which sampling never sees, as its prompts end in {header!r}'
+  problem = f'is trained after {trained_after!r}, which sampling never sees, as its prompts end in {header!r}'
+  problem = f'{where}: message {n}: {problem}'
   if reasoning or n == len(messages) - 1:
     switch = f'set config.data.template_kwargs.enable_thinking={bool(reasoning)}'
-    raise InputError(f'{why}; {switch}, or the column chat_template_kwargs of the row')
-  # Told once by the caller and not refused: some templates drop the empty <think> block of turns that others follow.
-  return why
+    raise InputError(f'{problem}; {switch}, or the column chat_template_kwargs of the row')
+  # Only a warning: some templates drop the empty <think> block of turns that others follow.
+  return problem
 
 
 def _check_shown(message: Message, rendered: str, where: str) -> str:
-  """Returns the reasoning of a trained turn; InputError if the template leaves out that, or a call of a tool."""
+  """Returns the reasoning of a trained turn; InputError if the template leaves out the reasoning or a tool call."""
   for call in message.get('tool_calls', ()):
     name = (call.get('function') or call)['name']
     if name not in rendered:
-      why = f'the chat template leaves out its call of {messages_lib.shown(name)}'
-      raise InputError(f'{where}: {why}; set config.data.chat_template to a template that shows calls of tools')
+      problem = f'the chat template leaves out its call of {messages_lib.shown(name)}'
+      raise InputError(f'{where}: {problem}; set config.data.chat_template to a template that shows tool calls')
   reasoning = next((message[key] for key in messages_lib.REASONING if message.get(key)), '')
   content = message['content']
   if not reasoning and '</think>' in content:
     reasoning = content.split('</think>')[0].split('<think>')[-1]
   if isinstance(reasoning, str) and reasoning.strip() not in rendered:
-    why = 'the chat template drops its reasoning, as templates do once later turns follow'
     raise InputError(
-      f"{where}: {why}; set train_on='completion' (last turn only) or make it the last turn of a row of its own"
+      f'{where}: the chat template drops its reasoning, as templates do once later turns follow; set '
+      "train_on='completion' (last turn only) or make it the last turn of a row of its own"
     )
   return str(reasoning).strip()
 
@@ -249,30 +253,29 @@ def _check_shown(message: Message, rendered: str, where: str) -> str:
 def _encode_spans(
   tokenizer: Tokenizer, text: str, spans: Sequence[Span], weights: Sequence[float], where: str
 ) -> tuple[list[int], Sequence[float] | np.ndarray]:
-  """Returns the token ids of `text`, and for each the weight of its span, or 0."""
-  cuts = sorted({0, len(text), *(c for span in spans for c in span)})
+  """Returns the token ids of `text`, and for each the weight of the span that it is in, or 0."""
+  cuts = sorted({0, len(text), *itertools.chain.from_iterable(spans)})
   starts = {start for start, _ in spans}
 
   def weight(a: int, b: int) -> float:
-    found = (w for (s, e), w in zip(spans, weights) if s <= a and b <= e)
-    return next(found, 0)
+    return next((w for (start, end), w in zip(spans, weights) if start <= a and b <= end), 0)
 
   if not tokenizer.adds_space:
     parts = list(zip(cuts, cuts[1:]))
     encoded = tokenizer.encode_all([text[a:b] for a, b in parts])
     counts = np.fromiter(map(len, encoded), int)
     return list(itertools.chain.from_iterable(encoded)), np.repeat([weight(a, b) for a, b in parts], counts)
-  # This tokenizer would add a space at each cut, so all is encoded at once.
+  # The tokenizer would add a space to each part, so the text is encoded as a whole.
   ids, offsets = tokenizer.offsets(text)
   mask = [weight(a, b) if b > a else 0 for a, b in offsets]
   for n, (a, b) in enumerate(offsets):
-    if any(a < s < b for s in starts):
-      why = f'the tokenizer joins {text[a:b]!r} across the start of an assistant turn (token {n})'
-      raise InputError(f'{where}: {why}; its template does not suit it')
+    if any(a < start < b for start in starts):
+      problem = f'the tokenizer joins {text[a:b]!r} across the start of an assistant turn (token {n})'
+      raise InputError(f'{where}: {problem}; use a chat template that suits it')
   return ids, mask
 
 
 def _example(ids: Sequence[int], weights: Sequence[float] | np.ndarray) -> Example:
   mask = np.asarray(weights, np.float32)
-  whole = np.isin(mask, (0, 1)).all()
-  return Example(np.asarray(ids, np.int32), mask.astype(bool) if whole else mask)
+  is_binary = np.isin(mask, (0, 1)).all()
+  return Example(np.asarray(ids, np.int32), mask.astype(bool) if is_binary else mask)

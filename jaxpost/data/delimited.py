@@ -1,6 +1,6 @@
-"""Tables of text, .csv and .tsv: the first line names the columns, and all values are text.
+"""Reads .csv and .tsv tables: the first line names the columns, and all values are text.
 
-Values in double quotes may hold line breaks and the delimiter, and a quote as two (RFC 4180).
+Values in double quotes may contain line breaks, the delimiter, and double quotes, each written twice (RFC 4180).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jaxpost.errors import InputError
 if TYPE_CHECKING:
   from etils import epath
 
-_LONGEST = 1 << 30  # characters of a value; the default of `csv` is shorter than some documents
+_MAX_CHARACTERS = 1 << 30  # of a value; the default of `csv` is shorter than some documents
 
 
 def read(path: epath.Path, name: str, delimiter: str) -> files.NumberedRows:
-  """Yields (first line, {column: text}) of each row; InputError for other than the header's number of values."""
-  csv.field_size_limit(max(csv.field_size_limit(), _LONGEST))
+  """Yields (number of its first line, {column: text}) of each row; InputError if a row has another number of values."""
+  csv.field_size_limit(max(csv.field_size_limit(), _MAX_CHARACTERS))
   reader = csv.reader(io.StringIO(files.whole_text(path, name), newline=''), delimiter=delimiter, strict=True)
   header: list[str] = []
   line = 1
@@ -33,8 +33,8 @@ def read(path: epath.Path, name: str, delimiter: str) -> files.NumberedRows:
         header = _checked_header(values, f'{name}:{first}')
       elif len(values) != len(header):
         raise InputError(
-          f'{name}:{first}: has {len(values)} values, and the first line names {len(header)} columns; a value that '
-          f'holds {delimiter!r} has to stand in double quotes'
+          f'{name}:{first}: has {len(values)} values, and the first line names {len(header)} columns; put values that '
+          f'contain {delimiter!r} in double quotes'
         )
       else:
         yield first, dict(zip(header, values))
@@ -43,10 +43,10 @@ def read(path: epath.Path, name: str, delimiter: str) -> files.NumberedRows:
 
 
 def _checked_header(names: list[str], where: str) -> list[str]:
-  """Returns the names of the columns without spaces around them; each has to stand there once."""
+  """Returns the names of the columns without surrounding spaces; InputError for empty and repeated names."""
   names = [name.strip() for name in names]
   if not all(names):
     raise InputError(f'{where}: a column has no name; the first line names all columns')
-  if twice := [name for name in names if names.count(name) > 1]:
-    raise InputError(f'{where}: names the column {twice[0]!r} twice')
+  if repeated := [name for name in names if names.count(name) > 1]:
+    raise InputError(f'{where}: names the column {repeated[0]!r} twice')
   return names

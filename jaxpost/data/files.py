@@ -1,8 +1,8 @@
-"""Readers of text files, whole: numbered rows, with errors that name file, line and column.
+"""Reads whole text files into numbered rows, with errors that name file, line and column.
 
-A row's place is (prefix, number): ('a.jsonl:', 12) reads 'a.jsonl:12', a line counted from 1; ('a.parquet[', 12) reads
-'a.parquet[12]', counted from 0. Each reader takes a path and the name of the file in errors; `source_files.FORMATS` has
-the reader of each suffix.
+The place of a row is (prefix, number): ('a.jsonl:', 12) is printed as 'a.jsonl:12', a line counted from 1, and
+('a.parquet[', 12) as 'a.parquet[12]', counted from 0. Each reader takes a path and the name of the file for errors;
+`source_files.FORMATS` has the reader of each suffix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NumberedRows = Iterator[tuple[int, Any]]
 
 
 def _lines(path: epath.Path, name: str) -> Iterator[tuple[int, bytes]]:
-  """Yields (line number, bytes) of a file that may be gzipped."""
+  """Yields (line number, bytes) of each line of a file, which may be gzipped."""
   try:
     with path.open('rb') as raw:
       zipped = path.name.lower().endswith('.gz')
@@ -39,12 +39,12 @@ def _lines(path: epath.Path, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def whole_text(path: epath.Path, name: str) -> str:
-  """Returns the text of a file that may be gzipped."""
+  """Returns the text of a file, which may be gzipped."""
   return decode(b''.join(line for _, line in _lines(path, name)), name, 1)
 
 
 def decode(data: bytes, name: str, first_line: int) -> str:
-  """Decodes UTF-8; errors count lines from `first_line`."""
+  """Decodes UTF-8; `first_line` is the line number of the beginning of the data, for errors."""
   try:
     return data.decode('utf-8')
   except UnicodeDecodeError as error:
@@ -55,13 +55,13 @@ def decode(data: bytes, name: str, first_line: int) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict:
-  """Returns a dict; ValueError for equal keys, which would silently lose a value."""
-  found = dict(pairs)
-  if len(found) < len(pairs):
+  """Returns a dict of the pairs; raises ValueError for repeated keys, of which `json` would keep only the last."""
+  unique = dict(pairs)
+  if len(unique) < len(pairs):
     keys = [k for k, _ in pairs]
-    twice = next(k for k in keys if keys.count(k) > 1)
-    raise ValueError(f'the key {twice!r} stands twice in one object')
-  return found
+    repeated = next(k for k in keys if keys.count(k) > 1)
+    raise ValueError(f'the key {repeated!r} is in one object twice')
+  return unique
 
 
 def parse(text: str, name: str, line: int = 0) -> Any:
@@ -71,7 +71,7 @@ def parse(text: str, name: str, line: int = 0) -> Any:
   except json.JSONDecodeError as error:
     hint = ''
     if not line and error.msg == 'Extra data':
-      hint = ' (one object a line? name the file .jsonl)'
+      hint = ' (if there is one object per line, name the file .jsonl)'
     raise InputError(f'{name}:{line or error.lineno}:{error.colno}: bad JSON: {error.msg}{hint}') from error
   except (ValueError, RecursionError) as error:
     at = f'{name}:{line}' if line else name
@@ -79,14 +79,14 @@ def parse(text: str, name: str, line: int = 0) -> Any:
 
 
 def jsonl(path: epath.Path, name: str) -> NumberedRows:
-  """Yields one row for each line that is not blank."""
+  """Yields a row for each line that is not blank."""
   for number, line in _lines(path, name):
     if line.strip():
       yield number, parse(decode(line, name, number), name, number)
 
 
 def json_list(path: epath.Path, name: str) -> NumberedRows:
-  """Yields the elements of a file that is one JSON list."""
+  """Yields the elements of a file that contains one JSON list."""
   text = whole_text(path, name)
   if not text.strip():
     raise InputError(f'{name}: is empty')
@@ -97,7 +97,7 @@ def json_list(path: epath.Path, name: str) -> NumberedRows:
 
 
 def txt(path: epath.Path, name: str) -> NumberedRows:
-  """Yields the documents between <|endoftext|>, else the paragraphs between blank lines."""
+  """Yields the documents between <|endoftext|> or, if there is none, the paragraphs between blank lines."""
   text = whole_text(path, name).replace('\r\n', '\n')
   separator = _SEPARATOR if _SEPARATOR in text else '\n\n'
   line = 1

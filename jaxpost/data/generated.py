@@ -1,7 +1,7 @@
 """Generated data sets: `generated:NAME[:key=value,...]`.
 
-The rows are a pure function of the options, so that all processes and restarts have
-the same ones, and train and test never share a problem.
+The rows are a pure function of the options, so all processes and restarts have the same ones. The splits train and test
+have no problem in common.
 """
 
 import operator
@@ -17,8 +17,8 @@ _ARITHMETIC = {
   'max': 99,  # largest operand
   'digits': 0,  # operands below 10 ** digits instead of max
   'ops': '+',  # any of + - *
-  'correct': 0.5,  # share of the demonstrations that are right
-  'size': 4096,  # rows at most; fewer where there are fewer problems
+  'correct': 0.5,  # share of the demonstrations with the right answer
+  'size': 4096,  # largest number of rows; there are fewer if there are fewer problems
   'seed': 0,
 }
 _NOISY = {**_ARITHMETIC, 'noise': 0.0}  # share of the labels that are flipped
@@ -31,8 +31,8 @@ def rows(name: str, options: str = '') -> list[Row]:
   """Generates the rows of a data set.
 
   Args:
-    name: 'arithmetic', or with _pairs, _labels, _scores or _steps after it.
-    options: 'key=value,...'; see the tables of defaults.
+    name: 'arithmetic', 'arithmetic_pairs', 'arithmetic_labels', 'arithmetic_scores' or 'arithmetic_steps'.
+    options: 'key=value,...'; the tables of defaults above have the keys.
   """
   makers = {
     'arithmetic': (arithmetic, _ARITHMETIC),
@@ -44,23 +44,21 @@ def rows(name: str, options: str = '') -> list[Row]:
   if name not in makers:
     raise InputError(f'generated:{name}: there is no such data; there is {", ".join(makers)}')
   maker, defaults = makers[name]
-  chosen = _options(name, options, defaults)
-  largest = _check(name, chosen)
-  # Bytes, not hash(): equal in every process.
-  draw = random.Random(zlib.crc32(repr(sorted(chosen.items())).encode()))
-  problems = _problems(largest, chosen['ops'], chosen['split'], chosen['size'], draw)
-  made = [maker(*problem, chosen, draw) for problem in problems]
-  if not made:
-    raise InputError(f'generated:{name}: no {chosen["split"]} problems with operands up to {largest}')
-  return made
+  values = _options(name, options, defaults)
+  largest = _check(name, values)
+  # crc32, because hash() differs between processes.
+  draw = random.Random(zlib.crc32(repr(sorted(values.items())).encode()))
+  problems = _problems(largest, values['ops'], values['split'], values['size'], draw)
+  generated = [maker(*problem, values, draw) for problem in problems]
+  if not generated:
+    raise InputError(f'generated:{name}: no {values["split"]} problems with operands up to {largest}')
+  return generated
 
 
 def arithmetic(a: int, op: str, b: int, options: Row, draw: random.Random) -> Row:
-  """Generates a chat such as '17+25=' -> '42', a share of them with a wrong completion.
+  """Generates a chat: prompt ('17+25='), completion ('42') and the right `answer` as text.
 
-  Row: {'prompt': [{'role': 'user', 'content': '17+25='}], 'completion':
-  [{'role': 'assistant', 'content': '42'}], 'answer': '42'}. `answer` is
-  always right; a wrong completion is a mistake that a learner would make.
+  A share of the completions, 1 - `correct`, has a mistake that a learner would make.
   """
   answer = shown = _SOLVE[op](a, b)
   if draw.random() >= options['correct']:
@@ -69,10 +67,7 @@ def arithmetic(a: int, op: str, b: int, options: Row, draw: random.Random) -> Ro
 
 
 def arithmetic_pairs(a: int, op: str, b: int, options: Row, draw: random.Random) -> Row:
-  """Generates a preference: prompt, chosen (the answer), rejected (a mistake), answer.
-
-  `noise` is the share of pairs in which chosen and rejected are swapped.
-  """
+  """Generates a pair: prompt, chosen (the answer), rejected (a mistake), answer; swaps a share `noise` of the pairs."""
   answer = _SOLVE[op](a, b)
   sides = [_said(answer), _said(_slip(a, op, b, answer, draw))]
   if draw.random() < options['noise']:
@@ -81,51 +76,50 @@ def arithmetic_pairs(a: int, op: str, b: int, options: Row, draw: random.Random)
 
 
 def arithmetic_labels(a: int, op: str, b: int, options: Row, draw: random.Random) -> Row:
-  """Generates a row of `arithmetic` with a label: true where the completion is right."""
+  """Generates a row of `arithmetic` with a label, which is true if the completion is right."""
   row = arithmetic(a, op, b, options, draw)
   right = row['completion'][0]['content'] == row['answer']
   return {**row, 'label': right != (draw.random() < options['noise'])}
 
 
 def arithmetic_scores(a: int, op: str, b: int, options: Row, draw: random.Random) -> Row:
-  """Generates a row of `arithmetic` with a score: 1 where the completion is right, else 0."""
+  """Generates a row of `arithmetic` with a score: 1 if the completion is right, otherwise 0."""
   row = arithmetic_labels(a, op, b, options, draw)
   score = float(row.pop('label'))
   return {**row, 'score': score}
 
 
 def arithmetic_steps(a: int, op: str, b: int, options: Row, draw: random.Random) -> Row:
-  """Generates a solution in steps, '17+20=37', '37+5=42', '42', with a label for each.
+  """Generates a solution in steps such as '17+20=37', '37+5=42', '42': prompt, completions (the steps), labels, answer.
 
-  Row: prompt, completions (the steps), labels, answer. The second operand is
-  taken digit by digit. A share of the solutions, 1 - `correct`, has a slip in
-  one step; the label of it and of all after it is false.
+  The steps take the second operand digit by digit. A share of the solutions, 1 - `correct`, has a mistake in one step;
+  the labels of this step and of all later ones are false.
   """
   parts = _places(b)
-  slip = len(parts)
+  mistake_at = len(parts)
   if draw.random() >= options['correct']:
-    slip = draw.randrange(len(parts))
+    mistake_at = draw.randrange(len(parts))
   steps, labels, total = [], [], a
   for n, part in enumerate(parts):
     left = a if op == '*' else total
-    shown = _SOLVE[op](left, part)
-    if n == slip:
-      shown = _slip(left, op, part, shown, draw)
-    new = [f'{left}{op}{part}={shown}']
+    result = _SOLVE[op](left, part)
+    if n == mistake_at:
+      result = _slip(left, op, part, result, draw)
+    new = [f'{left}{op}{part}={result}']
     if op == '*' and n:
-      new.append(f'{total}+{shown}={total + shown}')
-      shown += total
+      new.append(f'{total}+{result}={total + result}')
+      result += total
     steps += new
-    labels += [n < slip] * len(new)
-    total = shown
+    labels += [n < mistake_at] * len(new)
+    total = result
   steps.append(str(total))
-  labels.append(slip == len(parts))
+  labels.append(mistake_at == len(parts))
   noisy = [label != (draw.random() < options['noise']) for label in labels]
   return {**_asked(a, op, b), 'completions': steps, 'labels': noisy, 'answer': str(_SOLVE[op](a, b))}
 
 
 def _check(name: str, options: Row) -> int:
-  """Returns the largest operand; InputError for impossible options."""
+  """Returns the largest operand; raises InputError for impossible options."""
   split, ops = options['split'], options['ops']
   if split not in ('train', 'test'):
     raise InputError(f'generated:{name}: split={split!r} is neither train nor test')
@@ -133,11 +127,11 @@ def _check(name: str, options: Row) -> int:
     raise InputError(f'generated:{name}: ops={ops!r}: only + - and *')
   for share in _SHARES:
     if not 0 <= options.get(share, 0) <= 1:
-      raise InputError(f'generated:{name}: {share} is a share, 0 to 1')
-  top = 10 ** options['digits'] - 1 if options['digits'] else options['max']
-  if top < 1 or options['size'] < 1:
+      raise InputError(f'generated:{name}: {share} is a share, from 0 to 1')
+  largest = 10 ** options['digits'] - 1 if options['digits'] else options['max']
+  if largest < 1 or options['size'] < 1:
     raise InputError(f'generated:{name}: max and size must be positive')
-  return top
+  return largest
 
 
 def _asked(a: int, op: str, b: int) -> Row:
@@ -155,46 +149,45 @@ def _places(number: int) -> list[int]:
   return [p for p in parts if p] or [0]
 
 
-def _problems(top: int, ops: str, split: str, size: int, draw: random.Random) -> Iterator[tuple[int, str, int]]:
+def _problems(largest: int, ops: str, split: str, size: int, draw: random.Random) -> Iterator[tuple[int, str, int]]:
   """Yields up to `size` distinct problems (a, op, b) of a split, in a random order."""
-  total = (top + 1) ** 2 * len(ops)
+  total = (largest + 1) ** 2 * len(ops)
   numbers: Iterable[int]
   if total <= max(20 * size, 1 << 16):
     numbers = draw.sample(range(total), total)
   else:
-    # Too many to list; a repeat is passed over below.
+    # Too many to list; repeated numbers are skipped below.
     numbers = (draw.randrange(total) for _ in range(40 * size))
-  seen = set()
+  yielded = set()
   for number in numbers:
-    rest, which = divmod(number, len(ops))
-    a, b = divmod(rest, top + 1)
-    problem = a, ops[which], b
-    # The split is a property of the problem, whatever the options; 3+5 and
-    # 5+3 are one problem.
-    pair = (a, b) if ops[which] == '-' else (min(a, b), max(a, b))
-    test = zlib.crc32(f'{ops[which]}{pair}'.encode()) % 10 == 0
-    if test == (split == 'test') and problem not in seen:
-      seen.add(problem)
+    operands, op_index = divmod(number, len(ops))
+    a, b = divmod(operands, largest + 1)
+    op = ops[op_index]
+    problem = a, op, b
+    # The split depends on the problem alone, not on the options; 3+5 and 5+3 are the same problem.
+    pair = (a, b) if op == '-' else (min(a, b), max(a, b))
+    is_test = zlib.crc32(f'{op}{pair}'.encode()) % 10 == 0
+    if is_test == (split == 'test') and problem not in yielded:
+      yielded.add(problem)
       yield problem
-      if len(seen) == size:
+      if len(yielded) == size:
         return
 
 
 def _slip(a: int, op: str, b: int, answer: int, draw: random.Random) -> int:
   """Draws a wrong answer of the kind that people give."""
-  near = [answer + d for d in (-10, -1, 1, 10)]
+  candidates = [answer + d for d in (-10, -1, 1, 10)]
   if op == '+':
-    near += [_carryless(a, b)] * 2
+    candidates += [_carryless(a, b)] * 2
   if op == '*' and b:
-    near += [answer + a, answer - a]
+    candidates += [answer + a, answer - a]
   if op == '-':
-    near += [-answer, a + b]
-  plausible = [n for n in near if n != answer and (n >= 0 or op == '-')]
-  return draw.choice(plausible)
+    candidates += [-answer, a + b]
+  return draw.choice([n for n in candidates if n != answer and (n >= 0 or op == '-')])
 
 
 def _carryless(a: int, b: int) -> int:
-  """Returns the sum in which each carry was forgotten."""
+  """Returns the sum of two numbers without any carry: 17 + 25 is 32."""
   total, place = 0, 1
   while a or b:
     total += (a % 10 + b % 10) % 10 * place
@@ -203,14 +196,14 @@ def _carryless(a: int, b: int) -> int:
 
 
 def _options(name: str, options: str, defaults: Row) -> Row:
-  """Returns `defaults` with the given values, in the type of each default."""
-  found = dict(defaults)
+  """Returns `defaults` updated with 'key=value,...', each value in the type of its default."""
+  values = dict(defaults)
   for part in filter(None, options.split(',')):
     key, _, value = part.partition('=')
     if key not in defaults:
       raise InputError(f'generated:{name}: unknown option {key!r}; there are {", ".join(defaults)}')
     try:
-      found[key] = type(defaults[key])(value)
+      values[key] = type(defaults[key])(value)
     except ValueError as error:
       raise InputError(f'generated:{name}: {key}={value!r} is no {type(defaults[key]).__name__}') from error
-  return found
+  return values

@@ -1,7 +1,7 @@
 """Files whose rows are read one by one, in any order (`streaming`).
 
-Only an index is kept in memory: 8 bytes a line, or what the format holds itself. Row groups of parquet are read whole,
-at most twice each where the disk has room (`RowGroups`).
+Only an index is kept in memory: 8 bytes per line, or the index of the file format. Row groups of parquet are read as a
+whole, at most twice each if the local disk has room (`RowGroups`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
   from etils import epath
 
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 22  # bytes that the search for line breaks reads at a time
 _PIECE = 1 << 16  # bytes of a row group on the local disk that are read for one row
-_MOST_ROWS = 256  # of such a piece: those of a dictionary may be far larger than its codes
-_LARGEST = 1 << 30  # bytes that a row group may take there, if they are not four times its own
-_SPACE = np.frombuffer(b' \t\n\r\x0b\x0c\xef', np.uint8)  # and of a BOM
+_MAX_ROWS = 256  # of such a piece: rows may be far larger than the dictionary codes by which their size is estimated
+_LARGEST = 1 << 30  # bytes that any row group may take on the local disk; one may also take four times its own bytes
+_SPACE = np.frombuffer(b' \t\n\r\x0b\x0c\xef', np.uint8)  # bytes that may begin a blank line, and that of a BOM
 
 
 class RandomAccess:
-  """A file as rows that are read by their number, from 0: `len(file)` of them, each `file[i]`."""
+  """A file as a sequence: `len(file)` rows, of which `file[i]` reads one."""
 
-  dropped = 0  # rows left out so far: they are dropped when they are reached
+  dropped = 0  # a map drops rows only when they are read
 
   def __init__(self, path: epath.Path, name: str):
     self._path = path
@@ -59,69 +59,71 @@ class _LeastRecent:
   def __init__(self, size: int):
     self.lock = threading.RLock()
     self._size = size
-    self._made: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+    self._entries: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
   def get(self, key: Any, make: Callable[[], Any]) -> Any:
     with self.lock:
-      if key not in self._made:
-        # Evicted first, so that no more than `size` are ever held.
-        while len(self._made) >= self._size:
-          self._made.popitem(last=False)
-        self._made[key] = make()
-      self._made.move_to_end(key)
-      return self._made[key]
+      if key not in self._entries:
+        # Evict first, so that there are never more than `size` entries.
+        while len(self._entries) >= self._size:
+          self._entries.popitem(last=False)
+        self._entries[key] = make()
+      self._entries.move_to_end(key)
+      return self._entries[key]
 
   def drop(self, key: Any) -> None:
-    """Forgets an entry, if there is one."""
-    self._made.pop(key, None)
+    """Removes an entry, if there is one."""
+    self._entries.pop(key, None)
 
 
 class RowGroups:
-  """The row groups of parquet files: the last four in memory, and those that were read again on the local disk.
+  """The row groups of parquet files: the last four in memory, and those that are read repeatedly on the local disk.
 
-  A random order comes back to each row group in every window of documents. From the second time on its rows are read
-  from a temporary file, in small pieces; it has no name, so its space is free once the process ends. Where the disk has
-  no room, groups that are not in the file are read again and again.
+  A random order returns to each row group in every window of documents. From the second time on, its rows are read in
+  small pieces from a temporary file. The file has no name, so the system frees its space when the process ends. If the
+  disk has no room, the remaining groups are read from their parquet files each time.
   """
 
   def __init__(self):
     self._recent = _LeastRecent(4)
-    self._used = {}  # {group: rows taken from its table in memory since it was read last}
-    self._pieces = {}  # {group: (rows of a piece, where pieces begin in the file, and end)}
-    # Without a buffer, which keeps what a full disk did not take, and raises again at the next use.
+    self._used = {}  # {group: rows taken from its table in memory since it was last read}
+    self._pieces = {}  # {group: (rows of a piece, offsets of the pieces in the file and of the end)}
     self._file, self._size, self._full = None, 0, False
 
   def row(self, key: Any, i: int, read: Callable[[], Any], arrow: Any) -> Any:
     """Returns row `i` of a group, as a table.
 
     Args:
-      key: of the group. read: reads its table. arrow: the library.
+      key: of the group.
+      read: reads the table of the group.
+      arrow: the module pyarrow.
     """
 
-    def table() -> Any:
-      found = read()
-      # A group whose rows were mostly taken is read in their order, which needs it once a pass.
-      if not self._full and self._used.get(key, len(found)) * 2 < len(found):
-        self._keep(key, found, arrow)
+    def read_group() -> Any:
+      table = read()
+      # If most of its rows were used since the last read, rows are read in file order: once per pass is enough.
+      if not self._full and self._used.get(key, len(table)) * 2 < len(table):
+        self._keep(key, table, arrow)
       self._used[key] = 0
-      return found
+      return table
 
     with self._recent.lock:
       if key not in self._pieces:
-        found = self._recent.get(key, table)
+        table = self._recent.get(key, read_group)
         self._used[key] += 1
-      if key in self._pieces:
+      if key in self._pieces:  # perhaps since `read_group`
         self._recent.drop(key)
-        rows, ends = self._pieces[key]
-        self._file.seek(ends[i // rows])
-        piece = self._file.read(ends[i // rows + 1] - ends[i // rows])
-        found, i = arrow.ipc.open_stream(piece).read_all(), i % rows
-      return found.slice(i, 1)
+        rows, offsets = self._pieces[key]
+        self._file.seek(offsets[i // rows])
+        piece = self._file.read(offsets[i // rows + 1] - offsets[i // rows])
+        table, i = arrow.ipc.open_stream(piece).read_all(), i % rows
+      return table.slice(i, 1)
 
   def _keep(self, key: Any, table: Any, arrow: Any) -> None:
-    """Writes a group to the local disk, if it has room for it; else this and all others are no longer written."""
+    """Writes a group to the local disk; if the disk has no room for it, no group is written from then on."""
     try:
       if self._file is None:
+        # Unbuffered: a buffer would keep data for which a full disk had no room, and raise again at the next use.
         self._file = tempfile.TemporaryFile(buffering=0)
       self._pieces[key] = self._write(table.replace_schema_metadata(None), arrow)
       self._size = self._pieces[key][1][-1]
@@ -131,33 +133,33 @@ class RowGroups:
         with contextlib.suppress(OSError):
           self._file.truncate(self._size)
       logging.warning(
-        'row groups of parquet are read again and again, as a temporary file holds no more of them: %s; '
-        'set TMPDIR to a folder with more room',
+        'row groups of parquet are read again and again, as a temporary file has no room for more: %s; set TMPDIR to a '
+        'folder with more room',
         error,
       )
 
   def _write(self, table: Any, arrow: Any) -> tuple[int, list[int]]:
-    """Writes a table behind the groups in the file; returns the rows of a piece, and where pieces begin and end."""
-    rows = min(max(1, _PIECE * len(table) // max(table.nbytes, 1)), _MOST_ROWS)
-    # Each piece would have the whole dictionary of a column. Decoded, a few rows at a time, a group may be far larger.
+    """Appends a table to the file; returns the rows of a piece, and the offsets of the pieces and of the end."""
+    rows = min(max(1, _PIECE * len(table) // max(table.nbytes, 1)), _MAX_ROWS)
+    # Decode dictionaries: each piece would have the whole dictionary of a column. A group may become far larger.
     plain = [x.with_type(x.type.value_type) if arrow.types.is_dictionary(x.type) else x for x in table.schema]
-    plain, most = arrow.schema(plain), max(_LARGEST, 4 * table.nbytes)
-    folder, ends = tempfile.gettempdir(), [self._file.seek(self._size)]
+    plain, limit = arrow.schema(plain), max(_LARGEST, 4 * table.nbytes)
+    folder, offsets = tempfile.gettempdir(), [self._file.seek(self._size)]
     for start in range(0, len(table), rows):
       buffer = arrow.BufferOutputStream()
       with arrow.ipc.new_stream(buffer, plain) as writer:
         writer.write_table(table.slice(start, rows).cast(plain))
       piece = buffer.getvalue()
-      ends.append(ends[-1] + piece.size)
+      offsets.append(offsets[-1] + piece.size)
       disk = shutil.disk_usage(folder)
-      # Other processes may write such a file, too, so at least its size stays free, and a tenth of the disk.
-      if disk.free - piece.size < max(ends[-1], disk.total // 10):
+      # Leave a tenth of the disk free, and as much as the file takes, as other processes may write one, too.
+      if disk.free - piece.size < max(offsets[-1], disk.total // 10):
         raise OSError(f'{folder} has {disk.free >> 20} MiB left')
-      if ends[-1] - ends[0] > most:
-        raise OSError(f'a row group of {table.nbytes >> 20} MiB takes more than {most >> 20} MiB')
+      if offsets[-1] - offsets[0] > limit:
+        raise OSError(f'a row group of {table.nbytes >> 20} MiB takes more than {limit >> 20} MiB')
       if self._file.write(piece) < piece.size:
         raise OSError(f'{folder} is full')
-    return rows, ends
+    return rows, offsets
 
 
 class Lines(RandomAccess):
@@ -179,17 +181,17 @@ class Lines(RandomAccess):
       self._starts = np.append(starts[kept], size)
 
   def _scan(self) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns the offset of each line, its first byte, and the size of the file."""
-    starts, firsts, offset, fresh = [], [], 0, True
+    """Returns the offset and the first byte of each line, and the size of the file."""
+    starts, firsts, offset, begins_line = [], [], 0, True
     with self._path.open('rb') as file:
       while chunk := file.read(_CHUNK):
         data = np.frombuffer(chunk, np.uint8)
-        at = np.flatnonzero(data[:-1] == 10) + 1
-        if fresh:
-          at = np.append(0, at)
-        fresh = data[-1] == 10
-        starts.append(at + offset)
-        firsts.append(data[at])
+        line_starts = np.flatnonzero(data[:-1] == ord('\n')) + 1
+        if begins_line:
+          line_starts = np.append(0, line_starts)
+        begins_line = data[-1] == ord('\n')
+        starts.append(line_starts + offset)
+        firsts.append(data[line_starts])
         offset += len(chunk)
     if not starts:
       return np.zeros(0, np.int64), np.zeros(0, np.uint8), 0
@@ -203,8 +205,7 @@ class Lines(RandomAccess):
       line = file.read(stop - start)
     if start == 0:
       line = line.removeprefix(b'\xef\xbb\xbf')
-    # Blank lines may follow.
-    line = line.partition(b'\n')[0]
+    line = line.partition(b'\n')[0]  # without blank lines that follow
     return line if line.strip() else b''
 
   def __len__(self) -> int:
@@ -249,8 +250,12 @@ class Parquet(RandomAccess):
 
   def __getitem__(self, i: int) -> Any:
     group = int(np.searchsorted(self._starts, i, 'right')) - 1
-    key, place = (self._name, group), i - int(self._starts[group])
-    row = self._groups.row(key, place, lambda: self._with_file(lambda f: f.read_row_group(group)), self._arrow)
+    index = i - int(self._starts[group])
+
+    def read() -> Any:
+      return self._with_file(lambda file: file.read_row_group(group))
+
+    row = self._groups.row((self._name, group), index, read, self._arrow)
     return binary_files.rows_of(row, self._name)[0]
 
 

@@ -1,8 +1,10 @@
-"""Streams of packed batches: the only place that imports grain.
+"""Streams of packed batches: the only module that imports grain.
 
-B rows, T tokens a row. The documents of a run form one endless stream, in which each epoch is shuffled anew. Window w
-is the documents [w W, (w+1) W) of that stream; its packed rows are a pure function of w. So a position is (window,
-row), small and independent of batch size, processes and mesh. `shared_rows.py` makes the batches of several processes.
+Legend: B rows, T tokens per row, W documents per window.
+
+The documents of a run form one endless stream, and each epoch has a new order. Window w has the documents
+[w W, (w+1) W) of that stream, and its packed rows are a pure function of w. So a position in the data is (window, row),
+which does not depend on batch size, processes or mesh. `shared_rows.py` makes the batches of several processes.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
   PackedRow = list[tuple[int, Example]]  # (row of the data, its Example)
 
 _OVERLONG = ('truncate', 'drop', 'error')
-_AHEAD = 2  # batches that are built before they are asked for
+_AHEAD = 2  # batches that are built ahead
 
 
 def order(
@@ -34,29 +36,29 @@ def order(
 ) -> grain.MapDataset:
   """Returns the endless order of documents: entry i is the row of document i.
 
-  Every epoch holds each row once, in a new order. With `weights` there are several sources, of `sizes` rows one after
-  the other: each is endless in this way, and they are mixed evenly, each with its share of the documents.
+  Every epoch has each row once, in a new order. With `weights`, the rows are those of several sources in turn, of
+  `sizes` rows: each source has an endless order of this kind, and they are interleaved evenly by weight.
   """
   if num_rows < 1:
     raise InputError('the data holds no rows')
   if not weights:
     return _endless(0, num_rows, seed if shuffle else None)
-  starts = np.append(0, np.cumsum(sizes)).tolist()
-  spans = zip(starts, starts[1:])
-  sources = [_endless(a, b, (seed, n) if shuffle else None) for n, (a, b) in enumerate(spans)]
+  bounds = np.append(0, np.cumsum(sizes)).tolist()
+  spans = zip(bounds, bounds[1:])
+  sources = [_endless(start, stop, (seed, n) if shuffle else None) for n, (start, stop) in enumerate(spans)]
   return grain.MapDataset.mix(sources, weights=_shares(weights).tolist())
 
 
 def _endless(start: int, stop: int, seed: int | tuple[int, int] | None) -> grain.MapDataset:
   rows = grain.MapDataset.range(start, stop)
   if seed is not None:
-    # grain adds the epoch to the seed; spread, so that the second epoch of one seed is not the first of the next.
-    spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    # grain adds the epoch to the seed: hash the seed, so that epoch 1 of seed s is not epoch 0 of seed s + 1.
+    hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     if 1 < len(rows) <= 1024:
       from jaxpost.data import few_rows
 
-      return grain.MapDataset.range(sys.maxsize).map(few_rows.endless(start, len(rows), spread))
-    rows = rows.shuffle(seed=spread)
+      return grain.MapDataset.range(sys.maxsize).map(few_rows.endless(start, len(rows), hashed))
+    rows = rows.shuffle(seed=hashed)
   return rows.repeat()
 
 
@@ -65,33 +67,35 @@ def _shares(weights: Sequence[float]) -> np.ndarray:
 
 
 def identity_of_mixture(sizes: Sequence[int], weights: Sequence[float]) -> dict[str, int]:
-  """Returns the numbers of a mixture that a saved position must agree with; {} without weights."""
+  """Returns the sizes and weights of a mixture, which a saved position must agree with; {} without weights."""
   if not weights:
     return {}
-  parts = np.rint(_shares(weights) * 1e6).astype(int).tolist()
+  shares_ppm = np.rint(_shares(weights) * 1e6).astype(int).tolist()
   return {
     **{f'rows_of_source_{n}': int(size) for n, size in enumerate(sizes)},
-    **{f'weight_ppm_of_source_{n}': part for n, part in enumerate(parts)},
+    **{f'weight_ppm_of_source_{n}': share for n, share in enumerate(shares_ppm)},
   }
 
 
 def check_position(state: Mapping[str, Any], identity: Mapping[str, int]) -> None:
-  """Raises InputError unless a saved position is of a stream with these numbers."""
-  for key, mine in identity.items():
-    if state.get(key) != mine:
+  """Raises InputError unless a saved position is of a stream with this identity."""
+  for key, value in identity.items():
+    if state.get(key) != value:
       raise InputError(
-        f'data: the saved position is of {key}={state.get(key)} and this run has {key}={mine}; go back to that, '
-        'or start a new run'
+        f'data: the saved position is of {key}={state.get(key)} and this run has {key}={value}; restore the old '
+        'value, or start a new run'
       )
 
 
 class PackedStream:
   """An endless iterator of (Batch [B, T], info), resumable at each batch.
 
-  Batches are built ahead in a thread; `state()` is the position after the batch handed out last. info:
-  `packing_efficiency` (real tokens / slots), `tokens` (real), `documents`, `truncated`, `dropped` (of the windows this
-  batch opened), `epochs` (documents used once this batch is, as a multiple of the rows), and for several sources the
-  documents of each, `data/<n>/documents` from 0.
+  Batches are built ahead in a thread; `state()` is the position after the last batch that was returned.
+
+  info has `tokens` (without padding), `packing_efficiency` (tokens / (B T)), `mean_context` (tokens that a token
+  attends to), `documents`, `truncated` and `dropped` (documents of the windows that this batch begins), `epochs`
+  (documents of the stream up to this batch / rows) and, with several sources, the documents of source n from 0,
+  `data/<n>/documents`.
   """
 
   def __init__(
@@ -114,15 +118,15 @@ class PackedStream:
     """Sets the stream to its start.
 
     Args:
-      examples_fn: row number -> Example, or None for one that is dropped and counted; pure, called in the thread.
-      seed: decides the order.
+      examples_fn: row number -> Example, or None for a dropped one; pure, called in the thread.
+      seed: of the order.
       shuffle: False keeps the documents in file order.
-      window: W documents packed together; 0 chooses about 64 full rows.
+      window: W; 0 for as many documents as fill about 64 rows.
       packing: False gives each document a row of its own.
-      overlong: what to do with documents above T tokens: 'truncate', 'drop',
-        or 'error'. A document left with nothing to train on is dropped.
+      overlong: what to do with documents above T tokens: 'truncate', 'drop' or 'error'. A truncated document without a
+        trained token is dropped.
       where: row number -> its place, for errors.
-      per: what weights are divided by, see `packing.to_batch`.
+      per: how weights are normalized, see `packing.to_batch`.
       sizes, weights: rows and weight of each source, see `order`.
     """
     if overlong not in _OVERLONG:
@@ -141,7 +145,7 @@ class PackedStream:
     self._stops = np.cumsum(sizes) if len(sizes) > 1 else ()
     self._window = window or self._choose_window()
     self._seed = seed
-    # All that a position (window, row) depends on: a state of another stream is refused.
+    # All that a position (window, row) depends on: `restore` refuses the state of another stream.
     self._identity = {
       'num_rows': num_rows,
       'row_length': row_length,
@@ -163,19 +167,19 @@ class PackedStream:
       self._start()
     try:
       batch, info, self._position = self._ahead.popleft().result()
-    except BaseException:  # the data is at fault, or this thread is interrupted
+    except BaseException:  # an error in the data, or an interrupt
       self.close()
       raise
     self._ahead.append(self._thread.submit(next, self._source))
     return batch, info
 
   def state(self) -> dict[str, int]:
-    """Returns the position after the last batch handed out, and what it depends on."""
+    """Returns the position after the last batch that was returned, and all that it depends on."""
     window, row = self._position
     return {'window': window, 'row': row, **self._identity}
 
   def restore(self, state: dict[str, int]) -> None:
-    """Continues after the batch at which `state` was taken, with any batch size."""
+    """Continues at a position that `state` has returned, with any batch size."""
     check_position(state, self._identity)
     self.close()
     self._position = (state['window'], state['row'])
@@ -187,7 +191,7 @@ class PackedStream:
     self._thread = None
 
   def peek(self) -> Batch:
-    """Returns the batch that comes next, and stays there."""
+    """Returns the next batch without moving on."""
     return next(self._batches(*self._position))[0]
 
   def _start(self) -> None:
@@ -196,25 +200,25 @@ class PackedStream:
     self._ahead = collections.deque(self._thread.submit(next, self._source) for _ in range(_AHEAD))
 
   def _choose_window(self) -> int:
-    """Returns W for about 64 full rows, by the lengths of the first documents."""
+    """Returns the W that fills about 64 rows, estimated from the lengths of the first documents."""
     if not self._packing:
       return min(self._num_rows, 256)
-    found = (self._examples_fn(self._order[i]) for i in range(min(64, self._num_rows)))
-    some = [len(example.tokens) for example in found if example]
-    mean = float(np.clip(np.mean(some), 1, self._row_length)) if some else 1.0
+    examples = (self._examples_fn(self._order[i]) for i in range(min(64, self._num_rows)))
+    lengths = [len(example.tokens) for example in examples if example]
+    mean = float(np.clip(np.mean(lengths), 1, self._row_length)) if lengths else 1.0
     return int(np.clip(64 * self._row_length / mean, 64, 1 << 16))
 
   def _batches(self, window: int, row: int) -> Iterator[tuple[Batch, dict, tuple[int, int]]]:
-    """Yields (batch, info, position after it) from a position on."""
+    """Yields (batch, info, position after the batch) from a position on."""
     rows: list[PackedRow] = []
     counts = {'truncated': 0, 'dropped': 0}
-    barren = 0  # documents read since a row came out
+    unused = 0  # documents read since the last packed row
     while True:
-      packed, in_window = self._packed_window(window)
+      packed, window_counts = self._packed_window(window)
       if row == 0:
-        counts = {k: n + in_window[k] for k, n in counts.items()}
-      barren = 0 if packed else barren + self._window
-      if barren >= self._num_rows:
+        counts = {name: n + window_counts[name] for name, n in counts.items()}
+      unused = 0 if packed else unused + self._window
+      if unused >= self._num_rows:
         raise InputError(
           f'data: none of the {self._num_rows} documents has a trained'
           f' token within {self._row_length} tokens; raise row_length, or change data.map if it drops them all'
@@ -232,13 +236,13 @@ class PackedStream:
       window, row = window + 1, 0
 
   def _finish(self, rows: list[PackedRow], counts: dict[str, int], documents: float) -> tuple[Batch, dict]:
-    """Makes (batch, info) of B rows; `documents` of the stream are used by then."""
-    batch, real, context = self._build(rows)
+    """Makes (batch, info) of B rows; `documents` is the number of documents of the stream up to the batch."""
+    batch, tokens, context = self._build(rows)
     sources = np.searchsorted(self._stops, [number for row in rows for number, _ in row], 'right')
     info = {
-      'packing_efficiency': real / batch.tokens.size,
-      'tokens': real,
-      'mean_context': context / max(real, 1),
+      'packing_efficiency': tokens / batch.tokens.size,
+      'tokens': tokens,
+      'mean_context': context / max(tokens, 1),
       'documents': sum(map(len, rows)),
       'epochs': documents / self._num_rows,
       **counts,
@@ -247,7 +251,7 @@ class PackedStream:
     return batch, info
 
   def _build(self, rows: list[PackedRow]) -> tuple[Batch, int, float]:
-    """Returns the batch of these rows, its tokens, and how many tokens each of them attends to, summed."""
+    """Returns the batch of these rows, its number of tokens, and the sum over tokens of those each attends to."""
     examples = [[example for _, example in row] for row in rows]
     batch = packing_lib.to_batch(examples, self._row_length, self._batch_size, per=self._per)
     contexts = (batch.positions + 1)[batch.segment_ids > 0]
@@ -259,27 +263,27 @@ class PackedStream:
     if not self._packing:
       return [[document] for document in kept], counts
     rows = packing_lib.pack_examples([example for _, example in kept], self._row_length)
-    # Packing sorts by length; training must not.
-    mixed = np.random.default_rng((self._seed, window)).permutation(len(rows))
-    return [[kept[i] for i in rows[r]] for r in mixed], counts
+    # Packing sorts documents by length, which would bias the batches: shuffle the rows.
+    shuffled = np.random.default_rng((self._seed, window)).permutation(len(rows))
+    return [[kept[i] for i in rows[r]] for r in shuffled], counts
 
   def _documents(self, window: int, part: slice = slice(None)) -> tuple[PackedRow, dict[str, int]]:
     """Renders the documents of a window, or a part of them; counts those truncated and those dropped."""
     numbers = [self._order[i] for i in range(window * self._window, (window + 1) * self._window)[part]]
-    # In the order of the files, where reading is cheap.
-    made = {row: self._examples_fn(row) for row in sorted(set(numbers))}
+    # Files are read fastest in their own order.
+    examples = {row: self._examples_fn(row) for row in sorted(set(numbers))}
     kept, counts = [], {'truncated': 0, 'dropped': 0}
     for row in numbers:
-      fitted = self.fitted(row, made[row])
+      fitted = self.fitted(row, examples[row])
       if fitted is None:
         counts['dropped'] += 1
         continue
-      counts['truncated'] += fitted is not made[row]
+      counts['truncated'] += fitted is not examples[row]
       kept.append((row, fitted))
     return kept, counts
 
   def fitted(self, row: int, example: Example | None) -> Example | None:
-    """Returns the Example of a row of the data as it is packed, at most T tokens; None if it is dropped."""
+    """Returns the Example of a row of the data cut to at most T tokens, as it is packed; None if it is dropped."""
     if example is not None and len(example.tokens) > self._row_length:
       if self._overlong == 'error':
         raise InputError(

@@ -1,7 +1,7 @@
 """Maps rows to TRL's columns: by `config.data.columns`, and by functions for `config.data.map`.
 
-Each function takes a row (dict) and returns one, or None to drop it. A row that has a `prompt` or
-a `text` already is returned as it is, so that other data can be used in a recipe.
+Each function takes a row (dict) and returns one, or None to drop it. A row that already has a `prompt` or a `text` is
+returned as it is, so that a recipe also works with other data.
 """
 
 import difflib
@@ -33,7 +33,7 @@ _INSTRUCTION = (
   "Solve the problem step by step. End with the answer alone, as a number, on a line of its own: '#### answer'."
 )
 _BOXED = 'Solve the problem step by step. End with the answer alone in \\boxed{}.'
-# A user's function may raise these on a row that it was not written for.
+# Errors of a user's function that are reported with the row.
 _ERRORS_OF_MAP = (
   ArithmeticError,
   AssertionError,
@@ -47,7 +47,7 @@ _ERRORS_OF_MAP = (
 
 
 def rename(columns: str) -> Callable[[Row, str], Row]:
-  """Returns a function of (row, its place) that renames columns by 'target=source,...', and keeps the others."""
+  """Returns a function of (row, place of the row) that renames columns by 'target=source,...' and keeps the others."""
   renames = _parse_columns(columns)
 
   def renamed(row: Row, where: str) -> Row:
@@ -78,7 +78,7 @@ def _parse_columns(columns: str) -> dict[str, str]:
 
 
 def load(map_fn: Callable[[Row], Row | None] | str) -> Callable[[Row, str], Row | None]:
-  """Returns a function of (row, its place) that calls `map_fn`, or what it names as an import path.
+  """Returns a function of (row, place of the row) that calls `map_fn`, a function or its import path.
 
   Its errors are InputErrors that name the row.
   """
@@ -86,17 +86,17 @@ def load(map_fn: Callable[[Row], Row | None] | str) -> Callable[[Row, str], Row 
 
   def mapped(row: Row, where: str) -> Row | None:
     try:
-      made = function(dict(row))
+      new_row = function(dict(row))
     except InputError as error:
       raise InputError(f'{where}: {error}') from error
     except _ERRORS_OF_MAP as error:
-      said = ' '.join(str(error).split())
+      message = ' '.join(str(error).split())
       raise InputError(
-        f'{where}: map_fn raised {type(error).__name__}: {said:.200}; the row has {messages.columns_of(row)}'
+        f'{where}: map_fn raised {type(error).__name__}: {message:.200}; the row has {messages.columns_of(row)}'
       ) from error
-    if made is not None and not isinstance(made, dict):
-      raise InputError(f'{where}: map_fn returned {type_of(made)}, must return a row (dict) or None to drop it')
-    return made
+    if new_row is not None and not isinstance(new_row, dict):
+      raise InputError(f'{where}: map_fn returned {type_of(new_row)}, must return a row (dict) or None to drop it')
+    return new_row
 
   return mapped
 
@@ -104,48 +104,43 @@ def load(map_fn: Callable[[Row], Row | None] | str) -> Callable[[Row, str], Row 
 def gsm8k(row: Row) -> Row:
   """Maps GSM8K: question, answer -> prompt and completion as chats, answer.
 
-  The completion lacks the notes for a calculator, <<48/2=24>>, which a model
-  that has none must not learn. `answer` is for the reward and stays.
+  The completion lacks the calculator annotations, <<48/2=24>>. `answer` is kept for the reward.
   """
   if 'prompt' in row:
     return row
   completion = _CALCULATOR.sub('', row['answer'])
-  asked = f'{row["question"].strip()}\n\n{_INSTRUCTION}'
+  question = f'{row["question"].strip()}\n\n{_INSTRUCTION}'
   return {
-    'prompt': [{'role': 'user', 'content': asked}],
+    'prompt': [{'role': 'user', 'content': question}],
     'completion': [{'role': 'assistant', 'content': completion}],
     'answer': row['answer'],
   }
 
 
 def math(row: Row) -> Row | None:
-  """Maps MATH: problem, answer (and solution) -> a chat, its completion, answer.
-
-  Rows without an answer are dropped.
-  """
+  """Maps MATH: problem, answer (and solution) -> prompt (and completion) as chats, answer; drops rows without one."""
   if 'prompt' in row:
     return row
   if row['answer'] is None or not row['answer'].strip():
     return None
-  asked = f'{row["problem"].strip()}\n\n{_BOXED}'
-  found = {'prompt': [{'role': 'user', 'content': asked}]}
+  question = f'{row["problem"].strip()}\n\n{_BOXED}'
+  out = {'prompt': [{'role': 'user', 'content': question}]}
   if row.get('solution') not in (None, ''):
-    found['completion'] = [{'role': 'assistant', 'content': messages.check_text(row['solution'], 'solution')}]
-  return {**found, 'answer': row['answer']}
+    out['completion'] = [{'role': 'assistant', 'content': messages.check_text(row['solution'], 'solution')}]
+  return {**out, 'answer': row['answer']}
 
 
 def as_chat(row: Row) -> Row:
-  """Makes a prompt that is a text the message of a user."""
+  """Turns a prompt that is text into a chat of one user message."""
   if not isinstance(row.get('prompt'), str):
     return row
   return {**row, 'prompt': [{'role': 'user', 'content': row['prompt']}]}
 
 
 def hh_rlhf(row: Row) -> Row | None:
-  """Maps Anthropic's hh-rlhf: chosen and rejected as texts -> as conversations.
+  """Maps Anthropic's hh-rlhf: chosen and rejected as texts -> as chats; drops pairs with an empty answer.
 
-  The messages that both share become the prompt where they are rendered. A
-  pair with an empty answer is dropped.
+  The messages that both share become the prompt when the pair is rendered.
   """
   if 'prompt' in row:
     return row
@@ -158,8 +153,8 @@ def hh_rlhf(row: Row) -> Row | None:
 def ultrafeedback(row: Row) -> Row:
   """Maps UltraFeedback (binarized): prompt, chosen, rejected -> chats.
 
-  chosen and rejected are whole conversations, or texts, and prompt their
-  first turn as text. `score_chosen` and `score_rejected` stay, for a margin.
+  In the data, chosen and rejected are whole conversations, or texts, and prompt is the text of their first turn.
+  `score_chosen` and `score_rejected` are kept for a margin.
   """
   prompt = row['prompt']
   sides = {}
@@ -178,30 +173,24 @@ def ultrafeedback(row: Row) -> Row:
 
 
 def _dialogue(text: str, name: str) -> list[dict[str, str]]:
-  """Splits '\\n\\nHuman: a\\n\\nAssistant: b' into messages.
-
-  Consecutive turns of one role become one message.
-  """
+  """Splits '\\n\\nHuman: a\\n\\nAssistant: b' into messages; consecutive turns of one role become one message."""
   _, *parts = re.split(r'(?:\A|\n\n)(Human|Assistant):', text)
   if not parts or parts[0] != 'Human':
     raise ValueError(f"{name} does not begin with '\\n\\nHuman:'")
   turns: list[dict[str, str]] = []
-  for speaker, said in zip(parts[::2], parts[1::2]):
+  for speaker, content in zip(parts[::2], parts[1::2]):
     role = 'user' if speaker == 'Human' else 'assistant'
     if turns and turns[-1]['role'] == role:
-      turns[-1]['content'] += f'\n\n{said.strip()}'
+      turns[-1]['content'] += f'\n\n{content.strip()}'
     else:
-      turns.append({'role': role, 'content': said.strip()})
+      turns.append({'role': role, 'content': content.strip()})
   if turns[-1]['role'] != 'assistant':
     raise ValueError(f'{name} does not end with a turn of the assistant')
   return turns
 
 
 def text(row: Row) -> Row:
-  """Maps prompt and completion, or messages, to `text`: their contents, joined as they are.
-
-  For plain continuation of data that was written as a chat.
-  """
+  """Maps prompt and completion, or messages, to `text`: their contents, joined without separators."""
   if 'text' in row:
     return row
   parts = [row['messages']] if 'messages' in row else [row['prompt'], row['completion']]
@@ -215,10 +204,9 @@ def _joined(part: str | list[dict]) -> str:
 
 
 def sharegpt(row: Row, where: str = 'the row') -> Row:
-  """Maps conversations (from, value) to messages, or prompt, chosen and rejected.
+  """Maps conversations (from, value) to messages or, if chosen and rejected are one turn each, to chats of a pair.
 
-  Rows read by `sources` are mapped so without being asked; chosen and rejected
-  may be one turn each, as LLaMA-Factory's are.
+  `sources` applies it without being asked. Pairs of this form are LLaMA-Factory's.
   """
   if 'conversations' not in row:
     return row
@@ -255,7 +243,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
 def alpaca(row: Row, where: str = 'the row') -> Row:
   """Maps instruction, input, output (and system, and history: earlier turns) to prompt and completion as chats.
 
-  Rows read by `sources` are mapped so without being asked.
+  `sources` applies it without being asked.
   """
   if 'prompt' in row:
     return row
@@ -268,13 +256,13 @@ def alpaca(row: Row, where: str = 'the row') -> Row:
   history = row.get('history') or []
   if not isinstance(history, list) or not all(isinstance(p, list) and [*map(type, p)] == [str, str] for p in history):
     raise InputError(f'{where}: history: must be a list of pairs of texts, [question, answer]')
-  asked = row['instruction']
+  question = row['instruction']
   if row.get('input'):
-    asked += '\n\n' + row['input']
+    question += '\n\n' + row['input']
   prompt = [{'role': 'system', 'content': row['system']}] if row.get('system') else []
-  for question, answer in history:
-    prompt += [{'role': 'user', 'content': question}, {'role': 'assistant', 'content': answer}]
-  prompt.append({'role': 'user', 'content': asked})
+  for earlier_question, answer in history:
+    prompt += [{'role': 'user', 'content': earlier_question}, {'role': 'assistant', 'content': answer}]
+  prompt.append({'role': 'user', 'content': question})
   used = ('instruction', 'input', 'output', 'system', 'history')
   return {
     **{k: v for k, v in row.items() if k not in used},

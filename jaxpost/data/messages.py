@@ -1,4 +1,4 @@
-"""Checks of the text, the messages and the tools that a row may hold.
+"""Checks the text, messages and tools of a row.
 
 `where` names the row and column in errors, e.g. 'train.jsonl:12: messages'.
 """
@@ -14,19 +14,19 @@ from jaxpost.errors import InputError, type_of
 Row = Mapping[str, Any]
 Message = dict[str, Any]  # {'role', 'content', ...}
 ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
-# Names of template_kwargs that every template gets by other means.
+# Variables that a chat template gets by other means than template_kwargs.
 _RESERVED = {'messages', 'tools', 'conversations', 'chat_template', 'add_generation_prompt', 'continue_final_message'}
 REASONING = ('reasoning_content', 'thinking', 'reasoning')  # keys of messages; a template gets the first by all names
-_TEXTS = ('name', 'tool_call_id', *REASONING)  # keys of messages that templates print
+_TEXT_KEYS = ('name', 'tool_call_id', *REASONING)  # other keys of messages that templates print
 _SURROGATE = re.compile('[\ud800-\udfff]')
 _CALL = '{"type": "function", "function": {"name": ..., "arguments": {...}}}'
 _TOOL = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
-_LARGEST = 1e30
-_SHOWN = 60  # characters of a value, and five times as many of the columns, in errors
+_MAX_NUMBER = 1e30
+_SHOWN = 60  # characters of a value that an error shows; five times as many of the columns
 
 
 def shown(value: Any) -> str:
-  """Returns the start of a value's repr, for errors of one line."""
+  """Returns the beginning of a value's repr, for errors of one line."""
   try:
     text = repr(value)
   except (ValueError, RecursionError):  # an integer or a nesting that Python does not print
@@ -41,14 +41,14 @@ def columns_of(row: Row) -> str:
 
 
 def number(value: Any, where: str, allow_bool: bool = False) -> float:
-  """Returns `value` as a float; InputError unless it is a number that float32 and sums of it hold."""
+  """Returns `value` as a float; InputError unless it is a number that is safe to sum in float32."""
   try:
-    found = float(value) if isinstance(value, (int, float)) else math.nan
+    result = float(value) if isinstance(value, (int, float)) else math.nan
   except OverflowError:
-    found = math.inf
-  if not abs(found) <= _LARGEST or (isinstance(value, bool) and not allow_bool):
+    result = math.inf
+  if not abs(result) <= _MAX_NUMBER or (isinstance(value, bool) and not allow_bool):
     raise InputError(f'{where}: {shown(value)} is no number, or too large')
-  return found
+  return result
 
 
 def check_text(text: Any, where: str) -> str:
@@ -63,7 +63,7 @@ def check_text(text: Any, where: str) -> str:
 
 
 def parse_json(text: str, where: str) -> Any:
-  """Returns the value that `text` is as JSON; InputError for other text."""
+  """Returns the value of a JSON text; InputError if it is not JSON."""
   try:
     return json.loads(text)
   except (ValueError, RecursionError) as error:
@@ -71,10 +71,10 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def check_messages(messages: Any, where: str) -> list[Message]:
-  """Returns normalized messages; InputError where they are no chat.
+  """Returns normalized messages; InputError if they are not a valid chat.
 
-  Contents become text (null contents of tool calls become ''), arguments that are given as JSON become objects, null
-  fields are left out and `loss_weight` is called `weight`.
+  Contents become text (null contents of messages with tool calls become ''), JSON arguments of calls become objects,
+  null fields are left out and `loss_weight` becomes `weight`.
   """
   if not isinstance(messages, (list, tuple)):
     raise InputError(f'{where}: is {type_of(messages)}, must be a list of messages')
@@ -93,13 +93,13 @@ def check_messages(messages: Any, where: str) -> list[Message]:
       content = ''
     if isinstance(content, list):
       content = _join_parts(content, f'{at}.content')
-    # Columnar files fill the keys that a message lacks with nulls.
+    # Columnar files have nulls for the keys that a message lacks.
     kept = {k: v for k, v in message.items() if v is not None}
     kept['content'] = check_text(content, f'{at}.content')
     if 'loss_weight' in kept:
       kept['weight'] = kept.pop('loss_weight')
     _check_weight(kept, f'{at}.weight')
-    for key in _TEXTS:
+    for key in _TEXT_KEYS:
       if key in kept:
         check_text(kept[key], f'{at}.{key}')
     if 'tool_calls' in kept:
@@ -111,13 +111,13 @@ def check_messages(messages: Any, where: str) -> list[Message]:
 def _check_weight(message: Message, where: str) -> None:
   weight = message.get('weight', 0)
   if number(weight, where) < 0:
-    raise InputError(f'{where}: {weight!r} is no number >= 0')
+    raise InputError(f'{where}: {weight!r} is not a number >= 0')
   if weight and message['role'] != 'assistant':
     raise InputError(f'{where}: {weight:g} on a turn of the {message["role"]}; only turns of the assistant are trained')
 
 
 def _check_calls(calls: Any, where: str) -> list[dict]:
-  """Returns calls of tools, objects with a name and arguments, or with a function of these; InputError for others."""
+  """Returns normalized tool calls; InputError unless each has a name and arguments, or a function with these."""
   if not isinstance(calls, (list, tuple)):
     raise InputError(f'{where}: is {type_of(calls)}, must be a list of {_CALL}')
   checked = []
@@ -136,7 +136,7 @@ def _check_calls(calls: Any, where: str) -> list[dict]:
       function = call['function'] = dict(function)
     if not check_text(function.get('name'), f'{at}.name'):
       raise InputError(f'{at}.name: is empty; a call is {_CALL}')
-    if isinstance(function.get('arguments'), str):  # some write nothing where there are none
+    if isinstance(function.get('arguments'), str):  # '' if the call has none, in some data
       function['arguments'] = parse_json(function['arguments'].strip() or '{}', f'{at}.arguments')
     if not isinstance(function.get('arguments', {}), (dict, type(None))):
       raise InputError(f'{at}.arguments: is {type_of(function["arguments"])}, must be an object, or one as JSON')
@@ -180,11 +180,11 @@ def tools_of(row: Row, where: str) -> list[dict] | None:
 
 def template_kwargs_of(row: Row, where: str) -> dict[str, Any]:
   """Returns the row's `chat_template_kwargs`, values for variables of the chat template, without nulls."""
-  given = row.get('chat_template_kwargs')
-  if given is None:
+  kwargs = row.get('chat_template_kwargs')
+  if kwargs is None:
     return {}
-  if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-    raise InputError(f'{where}: chat_template_kwargs: {shown(given)} is no mapping of names to values')
-  if reserved := _RESERVED & given.keys():
+  if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+    raise InputError(f'{where}: chat_template_kwargs: {shown(kwargs)} is no mapping of names to values')
+  if reserved := _RESERVED & kwargs.keys():
     raise InputError(f'{where}: chat_template_kwargs: {min(reserved)} is given to every template and cannot be set')
-  return {name: value for name, value in given.items() if value is not None}
+  return {name: value for name, value in kwargs.items() if value is not None}

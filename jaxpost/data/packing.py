@@ -1,7 +1,7 @@
 """Packs documents into rows of one length.
 
-B rows, T tokens a row (`row_length`). Documents are never cut or joined: each is a segment of its own (or several), its
-positions start at 0.
+Legend: B rows, T tokens per row (`row_length`). Documents are never cut or joined: each has one or several segments of
+its own, and positions that start at 0.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PER = ('token', 'sequence', 'pair', 'label')
 def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
   """Distributes Examples over rows by best-fit decreasing.
 
-  Longest first, each into the fullest row that still has room for it. For documents of 180 tokens (log-normal), 99 % of
-  rows of 2,048 tokens are filled.
+  The longest Example comes first, and each goes into the fullest row that still has room for it. Documents of 180
+  tokens on average (log-normal) fill 99 % of rows of 2,048 tokens.
 
   Args:
     lengths: tokens of each Example, none above `row_length`.
@@ -40,12 +40,12 @@ def pack(lengths: Sequence[int], row_length: int) -> list[list[int]]:
   for i in order:
     if lengths[i] > row_length:
       raise ValueError(f'Example {i}: {lengths[i]} tokens; a row takes {row_length}')
-    at = bisect.bisect_left(free, (lengths[i], -1))  # the row with the least room that is enough
-    if at == len(free):
+    best = bisect.bisect_left(free, (lengths[i], -1))  # of the rows with enough room, the one with the least
+    if best == len(free):
       room, row = row_length, len(rows)
       rows.append([])
     else:
-      room, row = free.pop(at)
+      room, row = free.pop(best)
     rows[row].append(i)
     bisect.insort(free, (room - lengths[i], row))
   return rows
@@ -62,18 +62,17 @@ def to_batch(
   """Makes a Batch [num_rows, row_length] of numpy arrays from rows of Examples.
 
   Args:
-    rows: for each row a list of Examples, at most `num_rows` of them; missing
-      rows are empty. All Examples carry the same `arrays`.
-    normalize: divide the weights by a total of the whole batch; otherwise they
-      are the plain mask. Where nothing is trained they are 0 either way.
-    per: that total: the weight of all trained 'token's, the number of trained 'sequence's (a document without numbered
-      ones is one), or of trained 'pair's. With 'pair', arrays['nll_weights'] holds the mask of the chosen (odd)
-      sequences, divided by its sum. 'label' is 'sequence' for sequences with a label, above or below 0, in
-      arrays['label']: arrays['label_weights'] holds the mask of both kinds, each divided by its number of sequences.
+    rows: the Examples of each row, at most `num_rows` rows; missing rows are empty. All Examples have the same
+      `arrays`.
+    normalize: whether to divide the weights by a total of the whole batch; if not, they are the loss masks.
+    per: that total. 'token': the weight of all trained tokens. 'sequence': the number of trained sequences, where a
+      document without sequence_ids counts as one. 'pair': the number of trained pairs; arrays['nll_weights'] then holds
+      the mask of the chosen (odd) sequences, divided by its sum. 'label': as 'sequence'; arrays['label_weights'] then
+      holds the masks of the sequences with arrays['label'] > 0 and < 0, each divided by its number of sequences.
 
   Returns:
-    The Batch. `branch_ids` and `sequence_ids` are None where no Example has them. `arrays` are float32, or int32 where
-    the Examples hold integers.
+    The Batch. `branch_ids` and `sequence_ids` are None if no Example has them. `arrays` are float32, or int32 if the
+    Examples hold integers.
   """
   if per not in PER:
     raise ValueError(f'per={per!r} is none of {", ".join(PER)}')
@@ -83,16 +82,15 @@ def to_batch(
   fields: dict[str, Any] = {n: np.zeros(shape, np.int32) for n in ('tokens', 'positions', 'segment_ids', *optional)}
   mask = np.zeros(shape, np.float32)
   arrays = _empty_arrays(examples, shape)
-  # [B, T] the sequence that a token counts for, numbered over the whole batch, or -1.
-  owners = np.full(shape, -1, np.int64)
-  taken = 0
+  owners = np.full(shape, -1, np.int64)  # [B, T] sequence of each token, numbered over the whole batch; -1: none
+  next_owner = 0
   for r, row in enumerate(rows):
     start = 0
     for example in row:
       place = r, slice(start, start + len(example.tokens))
       _fill(fields, place, example)
       mask[place] = np.where(example.trained, example.loss_mask, 0)
-      owners[place], taken = _owners(example, taken)
+      owners[place], next_owner = _owners(example, next_owner)
       for name, array in example.arrays.items():
         arrays[name][place] = array
       start = place[1].stop
@@ -100,18 +98,22 @@ def to_batch(
     chosen = np.where((owners >= 0) & (owners % 2 == 0), mask, 0)
     arrays['nll_weights'] = divided(chosen, chosen.sum(dtype=np.float64)) if normalize else chosen
   if per == 'label':
-    sides = [np.where(side, mask, 0) for side in (arrays['label'] > 0, arrays['label'] < 0)]
-    arrays['label_weights'] = sum(divided(x, len(np.unique(owners[x > 0]))) if normalize else x for x in sides)
+    good = np.where(arrays['label'] > 0, mask, 0)
+    bad = np.where(arrays['label'] < 0, mask, 0)
+    if normalize:
+      good = divided(good, len(np.unique(owners[good > 0])))
+      bad = divided(bad, len(np.unique(owners[bad > 0])))
+    arrays['label_weights'] = good + bad
   if per == 'token':
     total = mask.sum(dtype=np.float64)
   else:
-    found = np.unique(owners[mask > 0])
-    total = len(np.unique(found // 2) if per == 'pair' else found)  # sides 2 n and 2 n + 1 are pair n
+    trained = np.unique(owners[mask > 0])
+    total = len(np.unique(trained // 2) if per == 'pair' else trained)  # sequences 2 n and 2 n + 1 are pair n
   return types.Batch(**fields, loss_weights=divided(mask, total) if normalize else mask, arrays=arrays)
 
 
 def _fill(fields: dict[str, np.ndarray], place: Place, example: Example) -> None:
-  """Writes the fields of one Example; its ids continue those of its row."""
+  """Writes the fields of one Example; its ids continue those of the documents before it in the row."""
   row, length = place[0], len(example.tokens)
   fields['tokens'][place] = example.tokens
   fields['positions'][place] = np.arange(length) if example.positions is None else example.positions
@@ -121,33 +123,33 @@ def _fill(fields: dict[str, np.ndarray], place: Place, example: Example) -> None
     fields['branch_ids'][place] = example.branch_ids
   sequences = example.sequence_ids
   if sequences is not None:
-    taken = fields['sequence_ids'][row].max()
-    # The chosen sequence of a pair is odd, so a pair starts after an even number.
-    taken += taken % 2 if sequences.max(initial=0) > 1 else 0
-    fields['sequence_ids'][place] = np.where(sequences > 0, taken + sequences, 0)
+    last = fields['sequence_ids'][row].max()
+    # The chosen sequence of a pair has an odd id, so that of the sequence before a pair must be even.
+    last += last % 2 if sequences.max(initial=0) > 1 else 0
+    fields['sequence_ids'][place] = np.where(sequences > 0, last + sequences, 0)
 
 
-def _owners(example: Example, taken: int) -> tuple[np.ndarray, int]:
-  """Numbers the sequences of an Example from `taken` (even) on.
+def _owners(example: Example, first: int) -> tuple[np.ndarray, int]:
+  """Numbers the sequences of an Example from `first` (even) on.
 
   Returns:
-    [T] the sequence of each token, -1 for none, and the first even number after them.
+    The number [T] of each token's sequence, -1 for none, and the first even number after them.
   """
   ids = example.sequence_ids
   if ids is None:
-    return np.full(len(example.tokens), taken), taken + 2  # even: the number of the chosen side of a pair
+    return np.full(len(example.tokens), first), first + 2
   count = int(ids.max(initial=0))
-  return np.where(ids > 0, taken + ids - 1, -1), taken + count + count % 2
+  return np.where(ids > 0, first + ids - 1, -1), first + count + count % 2
 
 
 def _empty_arrays(examples: Sequence[Example], shape: tuple[int, int]) -> dict[str, np.ndarray]:
-  """Returns zeros [B, T, ...] for the arrays that the Examples carry."""
+  """Returns zeros [B, T, ...] for each of the `arrays` of the Examples."""
   if not examples:
     return {}
   names = sorted(examples[0].arrays)
   for example in examples:
     if sorted(example.arrays) != names:
-      raise ValueError(f'documents of one batch carry other arrays: {names} and {sorted(example.arrays)}')
+      raise ValueError(f'documents of one batch have different arrays: {names} and {sorted(example.arrays)}')
   out = {}
   for name in names:
     array = examples[0].arrays[name]
@@ -157,5 +159,5 @@ def _empty_arrays(examples: Sequence[Example], shape: tuple[int, int]) -> dict[s
 
 
 def divided(mask: np.ndarray, total: float) -> np.ndarray:
-  """Returns weights [B, T] that sum to 1 where `total` is the sum of the mask; the mask itself for a total of 0."""
+  """Returns the mask [B, T] divided by `total`, as float32; the mask itself if `total` is 0."""
   return (mask / total).astype(np.float32) if total else mask

@@ -1,10 +1,10 @@
 """Encodes rows of preferences, labels and scores as Examples with numbered sequences.
 
-T tokens of one document. Two answers to one prompt are two branches of one document, or (`share_prompt=False`) two
-segments side by side, each with a prompt of its own; what a model computes for them is the same. A completion has the
-tokens that `chat.make_example` gives it, up to the last trained one.
+Legend: T tokens of one document. `where` names a row in errors, e.g. 'train.jsonl:12'.
 
-`where` names a row in errors, e.g. 'train.jsonl:12'.
+Two answers to one prompt are two branches of one document or, with `share_prompt=False`, two segments that each repeat
+the prompt. A model computes the same for both forms. A completion has the tokens that `chat.make_example` gives it, up
+to the last trained one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
   Answer = str | list[Message]
 
 TRAIN_ON = ('completion', 'last')
-_ASKED = '\n\nAssistant:'  # ends the prompt in conversations that are one text (hh-rlhf)
+_PROMPT_END = '\n\nAssistant:'  # ends the prompt of a conversation that is one text (hh-rlhf)
 _STEP_END = '\n'  # follows each step, as in TRL
 
 
 @dataclasses.dataclass(frozen=True)
 class _Side:
-  """A prompt with one answer: a sequence of the Example to be made."""
+  """A prompt with one answer, which becomes one sequence of an Example."""
 
   tokens: np.ndarray  # [T] int32
   loss: np.ndarray  # [T] float32
@@ -49,15 +49,15 @@ def make_pair_example(
 ) -> Example:
   """Encodes a chosen and a rejected answer: sequences 1 and 2.
 
+  arrays['margin'] has the row's `margin`, or `score_chosen` - `score_rejected`, or 0, on the tokens of both sequences.
+
   Args:
     tokenizer: renders and encodes.
-    row: `prompt`, `chosen`, `rejected`, all text or all lists of messages;
-      without `prompt`, the messages that both share, or the text up to the last shared '\\n\\nAssistant:'. `margin`, or
-      `score_chosen` less `score_rejected`, goes to arrays['margin'] of their tokens, else 0.
+    row: `prompt`, `chosen` and `rejected`, all text or all lists of messages. Without `prompt`, it is the messages that
+      both share, or the shared text up to the last '\\n\\nAssistant:'.
     where: names the row in errors.
-    train_on: 'completion': every turn of the assistant; 'last': the last
-      token alone, where a reward model's score is read.
-    share_prompt: branches, else segments.
+    train_on: 'completion': every assistant turn; 'last': only the last token, where a reward model's score is read.
+    share_prompt: True for two branches of one document, False for two segments.
   """
   if train_on not in TRAIN_ON:
     raise InputError(f'train_on={train_on!r} is none of {", ".join(TRAIN_ON)}')
@@ -75,23 +75,25 @@ def make_pair_example(
 def make_unpaired_example(
   tokenizer: Tokenizer, row: Row, other_row: Row, where: str, *, share_prompt: bool = True
 ) -> Example:
-  """Encodes a good or bad answer (sequence 1), and an answer to another prompt (2), for KTO.
+  """Encodes a good or bad answer (sequence 1), and an answer to another prompt (sequence 2), for KTO.
 
-  Sequence 2 is the completion of `other_row` after this row's prompt. It has
-  no loss: KTO estimates its KL there (arXiv:2402.01306, section 4.1). arrays['label'] is +1 or -1 on the tokens of
-  sequence 1, arrays['kl_mask'] is 1 on those of sequence 2.
+  Sequence 2 is the completion of `other_row` after this row's prompt. It has no loss, and KTO estimates the KL on it
+  (arXiv:2402.01306, section 4.1). arrays['label'] is +1 or -1 on the tokens of sequence 1, arrays['kl_mask'] is 1 on
+  those of sequence 2.
 
   Args:
-    row, other_row: `prompt`, `completion` and `label` (true is good), or
-      `messages` that end with the assistant and `label`; `other_row` (see `mismatched`) gives its completion only.
+    row: `label` (true for good), and `prompt` and `completion`, or `messages` that end with an assistant turn.
+    other_row: a row of this kind with another prompt, see `mismatched`; only its completion is used.
     tokenizer, where: see `make_pair_example`.
   """
   prompt, completion = _answer_of(row, where)
   label = _label(row, where)
   _, other = _answer_of(other_row, f'{where}: the row paired with it')
   if isinstance(other, str) != isinstance(prompt, str):
-    kinds = 'is text where another row has messages, or the other way round'
-    raise InputError(f'{where}: {kinds}; KTO pairs each prompt with the completion of another row')
+    raise InputError(
+      f'{where}: is text where another row has messages, or the other way round; KTO pairs each prompt with the '
+      'completion of another row, so make them all the same'
+    )
   answer = _side(tokenizer, prompt, completion, row, where)
   kl = _side(tokenizer, prompt, other, row, where)
   answer = _with(answer, label=(2 * label - 1) * answer.scored, kl_mask=0 * answer.loss)
@@ -101,51 +103,50 @@ def make_unpaired_example(
 
 
 def mismatched(rows: Rows, i: int) -> int:
-  """Returns the number of a row whose completion answers another prompt than row i's.
+  """Returns the number of a row with another prompt than row i, or of any other row if none is found nearby.
 
-  A pure function of the rows and i. Where all rows have one prompt, any other row.
+  It is a pure function of the rows and i.
   """
   size = len(rows)
   if size < 2:
     raise InputError(f'{rows.name}: KTO pairs each prompt with the completion of another row and there is only one row')
-  asked, _ = _answer_of(rows[i], rows.where(i))
+  prompt, _ = _answer_of(rows[i], rows.where(i))
   begin = zlib.crc32(b'%d' % i)
-  found = None
-  # A bounded search: a data set may have one prompt in all of its rows.
+  partner = None
+  # The search is bounded, as all rows of a data set may have the same prompt.
   for n in range(min(size - 1, 64)):
     j = (i + 1 + (begin + n) % (size - 1)) % size
     if rows[j] is None:  # dropped by the map of a lazily read source
       continue
-    found = j
-    if _answer_of(rows[j], rows.where(j))[0] != asked:
+    partner = j
+    if _answer_of(rows[j], rows.where(j))[0] != prompt:
       break
-  if found is None:
+  if partner is None:
     raise InputError(f'{rows.where(i)}: no other row is left to pair it with; map_fn dropped those near it')
-  return found
+  return partner
 
 
 def make_steps_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
   """Encodes the steps of a solution with a label each, for a process reward model.
 
-  A line break follows each step, as in TRL's stepwise supervision; its last token has loss 1 and the step's label in
+  A line break follows each step, as in TRL's stepwise supervision. Its last token has loss 1, and the step's label in
   arrays['label']. All tokens of the steps are sequence 1.
 
   Args:
-    row: `prompt` (text or messages), `completions` (list of text) and
-      `labels` (list of bool or number).
+    row: `prompt` (text or messages), `completions` (list of texts) and `labels` (list of bools or numbers).
     tokenizer, where: see `make_pair_example`.
   """
   _needs(row, ('prompt', 'completions', 'labels'), where)
   steps, labels = row['completions'], row['labels']
-  for column, found in (('completions', steps), ('labels', labels)):
-    if not isinstance(found, (list, tuple)) or not found:
+  for column, values in (('completions', steps), ('labels', labels)):
+    if not isinstance(values, (list, tuple)) or not values:
       raise InputError(f'{where}: {column}: must be a list that is not empty')
   if len(steps) != len(labels):
     raise InputError(f'{where}: labels: {len(labels)} labels for {len(steps)} completions')
-  head = prompts_lib.prompt_tokens(tokenizer, row, where).tolist()
+  prompt_ids = prompts_lib.prompt_tokens(tokenizer, row, where).tolist()
   text = row['prompt'] if isinstance(row['prompt'], str) else ''
-  tokens = list(head)
-  marks = {}  # place of each step's last token -> its label
+  tokens = list(prompt_ids)
+  label_at = {}  # position of each step's last token -> its label
   for n, (step, label) in enumerate(zip(steps, labels)):
     at = f'{where}: completions[{n}]'
     if not messages_lib.check_text(step, at).strip():
@@ -153,21 +154,20 @@ def make_steps_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
     for part in (step, _STEP_END):
       tokens += chat.continuation(tokenizer, text, part)
       text += part
-    marks[len(tokens) - 1] = messages_lib.number(label, f'{where}: labels[{n}]', allow_bool=True)
+    label_at[len(tokens) - 1] = messages_lib.number(label, f'{where}: labels[{n}]', allow_bool=True)
   loss = np.zeros(len(tokens), np.float32)
-  loss[list(marks)] = 1
-  given = np.zeros(len(tokens), np.float32)
-  given[list(marks)] = list(marks.values())
-  scored = np.arange(len(tokens)) >= len(head)
-  return _join([_Side(np.asarray(tokens, np.int32), loss, scored, {'label': given})], False)
+  loss[list(label_at)] = 1
+  token_labels = np.zeros(len(tokens), np.float32)
+  token_labels[list(label_at)] = list(label_at.values())
+  scored = np.arange(len(tokens)) >= len(prompt_ids)
+  return _join([_Side(np.asarray(tokens, np.int32), loss, scored, {'label': token_labels})], False)
 
 
 def make_scored_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
-  """Encodes an answer (sequence 1) with a score, which belongs to its last token.
+  """Encodes an answer (sequence 1) with its score in arrays['label'] of the last token, the only one with a loss.
 
   Args:
-    row: `prompt` and `completion`, or `messages`, and `score`, which goes to
-      arrays['label'] of the last token.
+    row: `score`, and `prompt` and `completion`, or `messages`.
     tokenizer, where: see `make_pair_example`.
   """
   _needs(row, ('score',), where)
@@ -180,9 +180,12 @@ def make_scored_example(tokenizer: Tokenizer, row: Row, where: str) -> Example:
 def pair_of(row: Row, where: str) -> tuple[Answer, Answer, Answer]:
   """Returns (prompt, chosen, rejected) of a row: all text, or all checked messages."""
   _needs(row, ('chosen', 'rejected'), where)
-  chosen, rejected = (_checked(row[name], f'{where}: {name}') for name in ('chosen', 'rejected'))
+  chosen = _checked(row['chosen'], f'{where}: chosen')
+  rejected = _checked(row['rejected'], f'{where}: rejected')
   if isinstance(chosen, str) != isinstance(rejected, str):
-    raise InputError(f'{where}: of chosen and rejected one is text and one a list of messages; both the same')
+    raise InputError(
+      f'{where}: of chosen and rejected, one is text and one is a list of messages; make both text or both messages'
+    )
   if chosen == rejected:
     raise InputError(f'{where}: rejected: equals chosen, so there is nothing to prefer')
   if 'prompt' in row:
@@ -198,10 +201,10 @@ def pair_of(row: Row, where: str) -> tuple[Answer, Answer, Answer]:
 def _shared(chosen: Answer, rejected: Answer, where: str) -> tuple[Answer, Answer, Answer]:
   """Splits two whole conversations into (shared prompt, chosen, rejected)."""
   if isinstance(chosen, str) and isinstance(rejected, str):
-    cut = chosen.rfind(_ASKED, 0, chat.common_length(chosen, rejected)) + len(_ASKED)
-    if cut < len(_ASKED):
+    cut = chosen.rfind(_PROMPT_END, 0, chat.common_length(chosen, rejected)) + len(_PROMPT_END)
+    if cut < len(_PROMPT_END):
       raise InputError(
-        f'{where}: needs the column prompt: chosen and rejected are texts that share no {_ASKED!r}'
+        f'{where}: needs the column prompt: chosen and rejected are texts that share no {_PROMPT_END!r}'
         ' (rename with config.data.columns, e.g. prompt=question)'
       )
     return chosen[:cut], chosen[cut:], rejected[cut:]
@@ -234,10 +237,11 @@ def _answer_of(row: Row, where: str) -> tuple[Answer, Answer]:
 
 def _prompt(prompt: Any, answer: Answer, name: str, where: str) -> Answer:
   if isinstance(prompt, str) != isinstance(answer, str):
-    kinds = f'prompt is {type_of(prompt)} and {name} {type_of(answer)}'
-    held = not isinstance(answer, str) and prompt == answer[0]['content']
-    hint = f'; {name} has the prompt, so rename it: config.data.columns=asked=prompt' if held else ''
-    raise InputError(f'{where}: {kinds}; both text or both lists of messages{hint}')
+    has_prompt = not isinstance(answer, str) and prompt == answer[0]['content']
+    hint = f'; {name} has the prompt, so rename it: config.data.columns=asked=prompt' if has_prompt else ''
+    raise InputError(
+      f'{where}: prompt is {type_of(prompt)} and {name} {type_of(answer)}; both text or both lists of messages{hint}'
+    )
   return _checked(prompt, f'{where}: prompt')
 
 
@@ -257,8 +261,10 @@ def _not_empty(answer: Answer, where: str) -> None:
 def _needs(row: Row, columns: Sequence[str], where: str) -> None:
   for column in columns:
     if column not in row:
-      has = f'it has {messages_lib.columns_of(row)}'
-      raise InputError(f'{where}: needs the column {column}; {has} (rename with config.data.columns, {column}=...)')
+      raise InputError(
+        f'{where}: needs the column {column}; it has {messages_lib.columns_of(row)} (rename with config.data.columns, '
+        f'{column}=...)'
+      )
     if row[column] is None:
       raise InputError(f'{where}: {column}: is null')
 
@@ -280,19 +286,19 @@ def _margin(row: Row, where: str) -> float:
 
 def _side(tokenizer: Tokenizer, prompt: Answer, answer: Answer, row: Row, where: str) -> _Side:
   """Encodes `answer` after `prompt` with `chat.make_example`."""
-  shown = {name: row.get(name) for name in ('tools', 'chat_template_kwargs')}
-  made = chat.make_example(tokenizer, {'prompt': prompt, 'completion': answer, **shown}, where)
-  if made.loss_mask[:1].any():
-    raise InputError(f'{where}: nothing stands before it; the prompt is empty')
-  if not made.trained.any():
-    raise InputError(f'{where}: the weights leave nothing of it to train on')
-  # Tokens that a template writes after the answer are neither trained nor read.
-  stop = np.flatnonzero(made.trained)[-1] + 1
-  return _Side(made.tokens[:stop], made.loss_mask[:stop].astype(np.float32), made.trained[:stop])
+  template_inputs = {name: row.get(name) for name in ('tools', 'chat_template_kwargs')}
+  example = chat.make_example(tokenizer, {'prompt': prompt, 'completion': answer, **template_inputs}, where)
+  if example.loss_mask[:1].any():
+    raise InputError(f'{where}: has no prompt before it; the prompt is empty')
+  if not example.trained.any():
+    raise InputError(f'{where}: has no token to train on, as its weights are 0')
+  # Leave out tokens that a template writes after the answer.
+  stop = np.flatnonzero(example.trained)[-1] + 1
+  return _Side(example.tokens[:stop], example.loss_mask[:stop].astype(np.float32), example.trained[:stop])
 
 
 def _last_only(side: _Side) -> _Side:
-  """Trains the last token alone."""
+  """Returns the side with the loss on its last token alone."""
   loss = np.zeros_like(side.loss)
   loss[-1] = 1
   return dataclasses.replace(side, loss=loss)
@@ -300,12 +306,11 @@ def _last_only(side: _Side) -> _Side:
 
 def _with(side: _Side, **arrays) -> _Side:
   """Returns the side with these arrays [T]."""
-  made = {k: np.asarray(v, np.float32) for k, v in arrays.items()}
-  return dataclasses.replace(side, arrays=made)
+  return dataclasses.replace(side, arrays={name: np.asarray(array, np.float32) for name, array in arrays.items()})
 
 
 def _join(sides: list[_Side], share_prompt: bool) -> Example:
-  """Makes one Example of all sides, numbered from 1."""
+  """Makes one Example of all sides, whose sequences are numbered from 1."""
   branches = share_prompt and len(sides) > 1
   common = _common(sides) if branches else 0
   # The last shared token is repeated at the head of each branch.
@@ -329,7 +334,7 @@ def _join(sides: list[_Side], share_prompt: bool) -> Example:
 
 
 def _common(sides: list[_Side]) -> int:
-  """Counts the tokens that all sides begin with, before the first that is scored."""
+  """Returns the number of tokens that all sides begin with, before the first that is scored."""
   size = min(int(side.scored.argmax()) for side in sides)
   same = np.ones(size, bool)
   for side in sides[1:]:

@@ -1,8 +1,7 @@
-"""Shows examples as a model will see them: colored text for a terminal.
+"""Shows examples as a model sees them: colored text for a terminal.
 
-Trained tokens are green, of a rejected answer red, others dim; what is only
-scored (KTO's mismatched answers) is yellow. Each branch begins on a new line.
-The last line is how much of the rows packing fills.
+Trained tokens are green, those of a rejected answer red, those that are only scored (KTO's mismatched answers) yellow,
+and others dim. Each branch begins on a new line. The last line says how much of the rows packing fills.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
   from jaxpost.data.examples import Example
   from jaxpost.data.tokenizer import Tokenizer
 
-_MAX_TOKENS = 512  # of each example
+_MAX_TOKENS = 512  # shown of each example
 _STYLES = ('dim', 'green', 'red', 'yellow')
 
 
@@ -27,12 +26,11 @@ def preview(examples: Sequence[Example], tokenizer: Tokenizer, row_length: int =
   """Returns rich renderables: each example, then a table of lengths.
 
   Args:
-    examples: what is shown.
-    tokenizer: the one that made them.
-    row_length: T; 0 leaves out the packing figure.
+    examples: the examples to show.
+    tokenizer: the tokenizer that encoded them.
+    row_length: tokens of a row; 0 leaves out the packing figure.
   """
-  shown = [_colored(e, tokenizer) for e in examples]
-  return [*shown, _summary(examples, row_length)]
+  return [*(_colored(e, tokenizer) for e in examples), _summary(examples, row_length)]
 
 
 def _colored(example: Example, tokenizer: Tokenizer) -> text.Text:
@@ -43,9 +41,9 @@ def _colored(example: Example, tokenizer: Tokenizer) -> text.Text:
   tokens = example.tokens[:_MAX_TOKENS]
   styles = _styles(example)[:_MAX_TOKENS]
   parts = _parts(example)[:_MAX_TOKENS]
-  # Runs, not tokens, are decoded: a character may span several tokens.
-  ends = np.diff(styles) | np.diff(parts)
-  cuts = [0, *(np.flatnonzero(ends) + 1).tolist(), len(tokens)]
+  # Decode runs of tokens with one style: a character may span several tokens.
+  changes = np.diff(styles) | np.diff(parts)
+  cuts = [0, *(np.flatnonzero(changes) + 1).tolist(), len(tokens)]
   for a, b in zip(cuts, cuts[1:]):
     if a and parts[a] != parts[a - 1]:
       out.append(f'\n[answer {parts[a]}] ', 'bold')
@@ -65,14 +63,13 @@ def _styles(example: Example) -> np.ndarray:
   if example.sequence_ids is None:
     return mask.astype(int)
   ids = example.sequence_ids
-  second = (ids > 0) & (ids % 2 == 0)
-  # A sequence with no trained token is only scored.
-  idle = (ids > 0) & ~np.isin(ids, ids[mask])
-  return np.where(idle, 3, np.where(mask, 1 + second, 0))
+  is_rejected = (ids > 0) & (ids % 2 == 0)
+  only_scored = (ids > 0) & ~np.isin(ids, ids[mask])  # sequences without a trained token
+  return np.where(only_scored, 3, np.where(mask, 1 + is_rejected, 0))
 
 
 def _parts(example: Example) -> np.ndarray:
-  """Returns [T] the answer that a token belongs to: its branch, or its segment."""
+  """Returns [T] the number of the answer that each token belongs to: its branch, or its segment."""
   for ids in example.branch_ids, example.segment_ids:
     if ids is not None:
       return ids
@@ -80,21 +77,21 @@ def _parts(example: Example) -> np.ndarray:
 
 
 def _values(example: Example) -> Iterator[str]:
-  """Yields 'label 1 0 0': the values of an array on the trained tokens, if few."""
+  """Yields the values of each array on the trained tokens, such as 'label 1 0 0': all, or up to 8 different ones."""
   for name, array in example.arrays.items():
     if array.ndim == 1:
-      found = [f'{v:g}' for v in array[example.loss_mask > 0].tolist()]
-      if len(found) > 8:
-        found = list(dict.fromkeys(found))[:8]
-      yield ' '.join([name, *found])
+      values = [f'{v:g}' for v in array[example.loss_mask > 0].tolist()]
+      if len(values) > 8:
+        values = list(dict.fromkeys(values))[:8]
+      yield ' '.join([name, *values])
 
 
 def _summary(examples: Sequence[Example], row_length: int) -> table.Table:
   lengths = np.array([len(e.tokens) for e in examples])
   trained = np.array([int(e.trained.sum()) for e in examples])
   out = table.Table('', 'min', 'median', 'max', 'total')
-  for name, of in (('tokens', lengths), ('trained', trained)):
-    out.add_row(name, str(of.min()), f'{np.median(of):.0f}', str(of.max()), str(of.sum()))
+  for name, counts in (('tokens', lengths), ('trained', trained)):
+    out.add_row(name, str(counts.min()), f'{np.median(counts):.0f}', str(counts.max()), str(counts.sum()))
   if row_length:
     cut = np.minimum(lengths, row_length)
     rows = packing.pack(cut.tolist(), row_length)

@@ -1,9 +1,9 @@
-"""Prompts for samplers: rows of data as token ids, and streams of them.
+"""Encodes rows of data as prompts for samplers, and streams them.
 
-P tokens of a prompt. Prompt number i of a run is a pure function of the seed and i, so a position is one global index.
-Prompts of rows that are read lazily are made when they are reached; others all at the start.
+Legend: P tokens of a prompt. `where` names a row in errors, e.g. 'train.jsonl:12'.
 
-`where` names a row in errors, e.g. 'train.jsonl:12'.
+Prompt number i of a run is a pure function of the seed and i, so a position in the data is one global index. Prompts of
+lazily read rows are encoded when they are reached, all others at the start.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def prompt_tokens(tokenizer: Tokenizer, row: Row, where: str, *, system_prompt: 
 
 
 def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Message]:
-  """Returns the row's prompt, text or checked messages, without its answer."""
+  """Returns the row's prompt without its answer, as text or as checked messages."""
   if row.get('prompt') is not None:
     prompt = row['prompt']
     if isinstance(prompt, str):
@@ -48,7 +48,7 @@ def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Messa
     if messages[-1]['role'] == 'assistant':
       messages = messages[:-1]
     if not messages:
-      raise InputError(f'{where}: messages: nothing stands before the last assistant turn')
+      raise InputError(f'{where}: messages: there is nothing before the last assistant turn')
   else:
     raise InputError(
       f'{where}: needs the column prompt or messages; it has {messages_lib.columns_of(row)}'
@@ -56,7 +56,7 @@ def prompt_of(row: Row, where: str, system_prompt: str = '') -> str | list[Messa
     )
   if system_prompt:
     if messages[0]['role'] in ('system', 'developer'):
-      raise InputError(f'{where}: has a system message of its own and system_prompt is set')
+      raise InputError(f'{where}: has its own system message, and system_prompt is set; remove one of them')
     messages = [{'role': 'system', 'content': system_prompt}, *messages]
   return messages
 
@@ -67,8 +67,8 @@ def encode_prompt(
   """Returns the tokens [P] int32 of a prompt that `prompt_of` returned.
 
   Args:
-    row: may have `tools`, which the chat template shows, and `chat_template_kwargs`.
-    max_characters: of a chat, with its tools; see `check_length`.
+    row: may have `tools`, which the chat template lists, and `chat_template_kwargs`.
+    max_characters: limit of a rendered chat with its tools, see `check_length`.
   """
   if isinstance(prompt, str):
     ids = [*tokenizer.bos_ids, *tokenizer.encode(prompt)]
@@ -81,14 +81,14 @@ def encode_prompt(
   return np.asarray(ids, np.int32)
 
 
-def check_length(text: str, where: str, most: int | None) -> None:
-  """Raises InputError for a text of more than `most` characters, before time is spent on its tokens."""
-  if most is not None and len(text) > most:
-    raise InputError(f'{where}: {len(text)} characters are more than {most}; shorten it')
+def check_length(text: str, where: str, limit: int | None) -> None:
+  """Raises InputError for a text of more than `limit` characters, which would take long to tokenize."""
+  if limit is not None and len(text) > limit:
+    raise InputError(f'{where}: {len(text)} characters are more than {limit}; shorten it')
 
 
-class _Read(NamedTuple):
-  """A row as a prompt."""
+class _EncodedPrompt(NamedTuple):
+  """The prompt of a row, with its tokens and the row's other columns."""
 
   tokens: np.ndarray  # [P] int32
   prompt: str | list[dict]
@@ -111,7 +111,7 @@ class PromptStream:
   """An endless iterator of (tuple of Prompt, info), resumable at each step.
 
   Attributes:
-    skipped: rows whose prompt is too long, or that a lazily read source dropped; of lazily read rows, so far.
+    skipped: number of rows whose prompt is too long or that a map has dropped; of lazily read rows, those so far.
   """
 
   def __init__(
@@ -132,22 +132,24 @@ class PromptStream:
     Args:
       rows: with `prompt` (text or messages), or `messages`, whose prompt ends before the last assistant turn. Other
         columns go to the reward functions.
+      per_step: prompts per step.
       max_prompt_length: longer prompts are skipped and counted.
-      seed: decides the order.
+      seed: of the order.
       shuffle: False keeps the prompts in file order.
-      system_prompt: put before each chat as a system message.
-      tools: JSON schemas that every prompt shows, or (number of the row) -> its own; with some, it is a chat.
-      sources: `Prompt.source` of the prompts of each source of `rows`; (): {}.
+      system_prompt: added to each chat as its first message.
+      tools: JSON schemas of tools that every prompt lists, or row number -> those of the row. Prompts with tools have
+        to be chats.
+      sources: `Prompt.source` of the prompts of each source of `rows`; () for {}.
     """
     if per_step < 1:
       raise InputError(f'per_step={per_step} must be at least 1')
     self._rows, self._tokenizer = rows, tokenizer
-    self._longest = max_prompt_length
+    self._max_length = max_prompt_length
     self._system_prompt = system_prompt
     self._tools = tools
     self._sources = sources
     self.skipped = 0
-    self._prompts: list[_Read] | None = None  # without streaming: those of all rows that fit, by number
+    self._prompts: list[_EncodedPrompt] | None = None  # all that fit, by number; None while streaming
     self._num_prompts, sizes = len(rows), rows.sizes
     if not rows.streaming:
       self._prompts, sizes = self._read_all()
@@ -156,7 +158,7 @@ class PromptStream:
     self._stops = list(itertools.accumulate(sizes))
     self._per_step = per_step
     self._index = 0
-    self.curriculum: Chooser | None = None  # asked before a row is drawn
+    self.curriculum: Chooser | None = None
     self._identity = {
       'num_prompts': self._num_prompts,
       'seed': seed,
@@ -164,59 +166,59 @@ class PromptStream:
       **loader.identity_of_mixture(sizes, rows.weights),
     }
 
-  def _read_all(self) -> tuple[list[_Read], tuple[int, ...]]:
+  def _read_all(self) -> tuple[list[_EncodedPrompt], tuple[int, ...]]:
     """Returns the prompts that fit, and how many there are of each source."""
     rows = self._rows
-    found = []
+    prompts = []
     longest = 0
     sizes = [0] * len(rows.sizes)
     stops = list(itertools.accumulate(rows.sizes))
     for n in range(len(rows)):
-      read = self._read(n)
-      assert read is not None  # only lazily read rows are dropped
-      longest = max(longest, len(read.tokens))
-      if len(read.tokens) > self._longest:
+      prompt = self._read(n)
+      assert prompt is not None  # only lazily read rows are dropped
+      longest = max(longest, len(prompt.tokens))
+      if len(prompt.tokens) > self._max_length:
         self.skipped += 1
         continue
-      found.append(read)
+      prompts.append(prompt)
       sizes[bisect.bisect_right(stops, n)] += 1
-    if not found or rows.weights and not all(sizes):
-      of = '' if not found else f' of source {sizes.index(0)}'
+    if not prompts or rows.weights and not all(sizes):
+      of_source = '' if not prompts else f' of source {sizes.index(0)}'
       raise InputError(
-        f'{rows.name}: all {self.skipped} prompts{of} are longer than max_prompt_length={self._longest}; '
+        f'{rows.name}: all {self.skipped} prompts{of_source} are longer than max_prompt_length={self._max_length}; '
         f'the longest has {longest} tokens'
       )
-    return found, tuple(sizes)
+    return prompts, tuple(sizes)
 
-  def _read(self, n: int) -> _Read | None:
-    """Encodes the prompt of a row; None if the row was dropped."""
+  def _read(self, n: int) -> _EncodedPrompt | None:
+    """Encodes the prompt of a row; None if a map has dropped the row."""
     row, where = self._rows[n], self._rows.where(n)
     if row is None:
       return None
     prompt = prompt_of(row, where, self._system_prompt)
-    shown = row
+    row_with_tools = row
     if tools := self._tools(n) if callable(self._tools) else self._tools:
       if isinstance(prompt, str):
         raise InputError(
           f'{where}: prompt: is plain text, and an environment answers in chats; make it a list of messages'
         )
-      shown = {**row, 'tools': tools}
-    tokens = encode_prompt(self._tokenizer, prompt, shown, where)
-    return _Read(tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'})
+      row_with_tools = {**row, 'tools': tools}
+    tokens = encode_prompt(self._tokenizer, prompt, row_with_tools, where)
+    return _EncodedPrompt(tokens, prompt, {k: v for k, v in row.items() if k != 'prompt'})
 
   @property
   def lengths(self) -> list[int]:
-    """Number of tokens of each prompt of an epoch, unordered.
+    """Number of tokens of each prompt of an epoch, in no particular order.
 
-    Rows that are read lazily are not known: powers of two up to the longest allowed.
+    For lazily read rows, which are not known: the powers of two up to the longest allowed, and that.
     """
     if self._prompts is None:
-      powers = range(self._longest.bit_length())
-      return [*(1 << n for n in powers), self._longest]
-    return [len(read.tokens) for read in self._prompts]
+      powers = range(self._max_length.bit_length())
+      return [*(1 << n for n in powers), self._max_length]
+    return [len(prompt.tokens) for prompt in self._prompts]
 
   def __len__(self) -> int:
-    """Number of prompts of one epoch; of lazily read rows, including those to be skipped."""
+    """Number of prompts of one epoch; for lazily read rows it includes those that will be skipped."""
     return self._num_prompts
 
   def __iter__(self) -> PromptStream:
@@ -224,7 +226,7 @@ class PromptStream:
 
   def __next__(self) -> tuple[tuple[types.Prompt, ...], dict[str, float]]:
     prompts: list[types.Prompt] = []
-    barren = 0  # rows skipped since the last prompt
+    skipped_in_a_row = 0
     while len(prompts) < self._per_step:
       index = self._index
       self._index += 1
@@ -235,27 +237,29 @@ class PromptStream:
         prompts.append(prompt)
         if self.curriculum:
           self.curriculum.count_drawn()
-        barren = 0
+        skipped_in_a_row = 0
         continue
       self.skipped += 1
-      barren += 1
-      if barren >= self._num_prompts:
-        fit = f'is kept and within max_prompt_length={self._longest} tokens'
-        raise InputError(f'{self._rows.name}: none of the {self._num_prompts} prompts {fit}')
+      skipped_in_a_row += 1
+      if skipped_in_a_row >= self._num_prompts:
+        raise InputError(
+          f'{self._rows.name}: none of the {self._num_prompts} prompts is kept and within '
+          f'max_prompt_length={self._max_length} tokens'
+        )
     epochs = self._index / self._num_prompts
     return tuple(prompts), {'epochs': epochs, 'skipped': self.skipped}
 
   def prompt(self, index: int) -> types.Prompt | None:
-    """Returns the prompt of a global index; None if a lazily read row is skipped."""
+    """Returns the prompt at a global index; None if it is a lazily read row that is skipped."""
     number = self.row(index)
-    read = self._read(number) if self._prompts is None else self._prompts[number]
-    if read is None or len(read.tokens) > self._longest:
+    encoded = self._read(number) if self._prompts is None else self._prompts[number]
+    if encoded is None or len(encoded.tokens) > self._max_length:
       return None
     source = self._sources[bisect.bisect_right(self._stops, number)] if self._sources else {}
-    return types.Prompt(index=index, source=source, **read._asdict())
+    return types.Prompt(index=index, source=source, **encoded._asdict())
 
   def row(self, index: int) -> int:
-    """Returns the number of the row, among those that are kept, of a global index."""
+    """Returns the number of the row at a global index, counted among the rows that are kept."""
     return int(self._order[index])
 
   def state(self) -> dict[str, Any]:
@@ -264,7 +268,7 @@ class PromptStream:
     return state | {'curriculum': self.curriculum.state()} if self.curriculum else state
 
   def restore(self, state: dict[str, Any]) -> None:
-    """Continues after the step at which `state` was taken, with any `per_step`."""
+    """Continues at a position that `state` has returned, with any `per_step`."""
     loader.check_position(state, self._identity)
     self._index = state['index']
     self.skipped = state.get('skipped', self.skipped)

@@ -1,7 +1,4 @@
-"""Sequences of rows that hold none of their own: sources one after the other, rows read on demand, the first rows.
-
-They have the attributes of `sources.Rows`.
-"""
+"""Views of rows, with the attributes of `sources.Rows`: concatenated sources, rows read on access, the first rows."""
 
 import bisect
 import itertools
@@ -14,7 +11,7 @@ Row = dict[str, Any]
 
 
 class Chain:
-  """Sources one after the other."""
+  """The rows of several sources, one source after the other."""
 
   def __init__(self, name: str, parts: Sequence[Any], weights: Iterable[float] = (), streaming: bool = False):
     self.name = name
@@ -48,11 +45,11 @@ class Chain:
 
 
 class Lazy(Chain):
-  """Rows of the files of one source, read one by one and then passed through `prepare`, which may drop them."""
+  """The rows of the files of one source, each read on access and passed through `prepare`, which may drop it."""
 
   def __init__(self, name: str, opened: Sequence[Any], prepare: Callable[[Any, str], Row | None]):
     super().__init__(name, opened, streaming=True)
-    self.sizes = (len(self),)  # of one source
+    self.sizes = (len(self),)  # the files are one source
     self._prepare = prepare
 
   def __getitem__(self, i: int) -> Row | None:
@@ -60,16 +57,16 @@ class Lazy(Chain):
 
 
 class First:
-  """The first rows of a source, or of a mixture; of each of its sources the first in proportion."""
+  """The first rows of a source, or of each source of a mixture in proportion to its size."""
 
   def __init__(self, rows: Any, count: int):
-    """`count` is how many rows stay, fewer than there are."""
+    """Takes `count` rows, fewer than there are."""
     self.name = rows.name
     self.weights = rows.weights
     self.streaming = rows.streaming
     self.dropped = rows.dropped
     starts = [0, *itertools.accumulate(rows.sizes)]
-    ends = [count * stop // len(rows) for stop in starts]  # sums of the sizes that stay
+    ends = [count * stop // len(rows) for stop in starts]  # cumulative sizes of what remains of the sources
     self.sizes = tuple(stop - start for start, stop in zip(ends, ends[1:]))
     if rows.weights and not all(self.sizes):
       raise InputError(f'data: {count} samples of {rows.name} leave a source without rows; raise data.max_samples')

@@ -1,8 +1,8 @@
 """The batches of `loader.PackedStream` on several processes.
 
-Each process renders its share of the documents of some windows, and all tell each other the facts of theirs: enough to
-pack all documents, and to divide weights. So all pack alike, and each renders again and builds only the rows of its own
-devices.
+Each process renders its share of the documents of some windows, and the processes exchange `Facts` about them, which
+suffice to pack all documents and to normalize weights. So all processes pack in the same way, and each then renders and
+builds only the rows of its own devices.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
   from jaxpost.data.examples import Example
   from jaxpost.types import Batch
 
-_WINDOW_ROWS = 64  # rows of a window, about
+_WINDOW_ROWS = 64  # approximate number of rows of a window
 
 
 class Facts(NamedTuple):
-  """The facts of a document that all processes know; they are packed like an Example."""
+  """The figures of a document that all processes know; they can be packed like an Example."""
 
   length: int
-  context: float  # how many tokens each of its tokens attends to, summed
+  context: float  # sum over its tokens of the number of tokens that each attends to
   totals: tuple[float, float, float]  # see `count_totals`
 
   @property
   def tokens(self) -> range:
-    """Stands for the tokens, of which only the number counts."""
+    """A placeholder of the right length: packing reads only the number of tokens."""
     return range(self.length)
 
 
@@ -50,7 +50,7 @@ def facts_of(example: Example, per: str) -> Facts:
 def count_totals(example: Example, per: str) -> tuple[float, float, float]:
   """Returns what an Example adds to the totals by which `packing.to_batch` divides weights.
 
-  The first is that of `loss_weights`; the others are of `nll_weights`, or of the two kinds of labels.
+  The first is for `loss_weights`; the second is for `nll_weights`, or both others are for the labels > 0 and < 0.
   """
   mask = np.where(example.trained, example.loss_mask, 0)
   if per == 'token':
@@ -68,36 +68,36 @@ def count_totals(example: Example, per: str) -> tuple[float, float, float]:
 
 
 class SharedStream(loader.PackedStream):
-  """A stream whose work all processes share; it gives each of them the batches of a PackedStream.
+  """A PackedStream whose work is shared by all processes.
 
-  Rows that a process does not need are zeros.
+  It yields the same batches, with zeros in the rows that a process does not need.
   """
 
   def __init__(self, stream: loader.PackedStream, like: Batch, place: Callable[[Batch], Batch]):
-    """Goes on where `stream` is.
+    """Continues at the position of `stream`.
 
     Args:
-      stream: what it replaces, equal on all processes.
+      stream: the stream that it replaces, the same on all processes.
       like: a batch of the stream, for its fields.
-      place: puts a batch on the devices, which decides the rows that this process needs.
+      place: puts a batch on the devices, which determines the rows that this process needs.
     """
     stream.close()
     vars(self).update(vars(stream))
     numbers = np.arange(1, len(like.tokens) + 1, dtype=np.int32)[:, None]  # 0 is padding
     placed = place(dataclasses.replace(like, tokens=np.broadcast_to(numbers, like.tokens.shape))).tokens
-    self._own = {int(n) - 1 for shard in placed.addressable_shards for n in np.unique(shard.data) if n}
+    self._local_rows = {int(n) - 1 for shard in placed.addressable_shards for n in np.unique(shard.data) if n}
     self._like = like
-    self._together = max(1, self._batch_size // _WINDOW_ROWS)  # windows, so that processes meet about once a batch
+    self._windows_per_exchange = max(1, self._batch_size // _WINDOW_ROWS)  # about one exchange per batch
     self._channel: Channel | None = None
     self._known: dict[int, tuple[list, dict]] = {}  # window -> [(row of the data, Facts)] and counts
-    self._made: dict[int, Example] = {}  # those that were rendered here
+    self._rendered: dict[int, Example] = {}  # row of the data -> the Example that this process has rendered
 
   def __next__(self) -> tuple[Batch, dict[str, float]]:
     start, before = time.perf_counter(), self._channel.waited if self._thread else 0.0
-    made = super().__next__()
-    # What the thread waited for other processes, of the time without a batch, is their time and not this host's.
+    batch_and_info = super().__next__()
+    # Count only the part of this call's waiting in which the thread waited for other processes.
     seconds_waited(min(time.perf_counter() - start, self._channel.waited - before))
-    return made
+    return batch_and_info
 
   def close(self) -> None:
     """Stops the thread; the next batch starts it again."""
@@ -110,42 +110,44 @@ class SharedStream(loader.PackedStream):
     super()._start()
 
   def _documents(self, window: int, part: slice = slice(None)) -> tuple[list, dict[str, int]]:
-    """Returns [(row of the data, Facts)] of a window, and its counts; other windows are measured with it."""
+    """Returns [(row of the data, Facts)] of a window, and its counts; later windows are measured at the same time."""
     del part
     if window not in self._known:
-      windows = range(window, window + self._together)
-      said = [json.loads(line) for line in self._channel.join(self._measure(windows)).splitlines()]
-      self._known = {w: self._joined([one[n] for one in said]) for n, w in enumerate(windows)}
+      windows = range(window, window + self._windows_per_exchange)
+      by_process = [json.loads(line) for line in self._channel.join(self._measure(windows)).splitlines()]
+      self._known = {w: self._joined([parts[n] for parts in by_process]) for n, w in enumerate(windows)}
     return self._known[window]
 
   def _measure(self, windows: range) -> bytes:
-    """Renders the share of this process of each window, and returns its facts and counts as a line of JSON."""
+    """Renders this process's share of each window, and returns its facts and counts as a line of JSON."""
     index, count = self._channel.index, self._channel.count
     share = slice(self._window * index // count, self._window * (index + 1) // count)
-    read = [super(SharedStream, self)._documents(window, share) for window in windows]
-    self._made = {number: example for kept, _ in read for number, example in kept}
-    measured = [([(int(number), *facts_of(example, self._per)) for number, example in kept], n) for kept, n in read]
+    rendered = [super(SharedStream, self)._documents(window, share) for window in windows]
+    self._rendered = {number: example for kept, _ in rendered for number, example in kept}
+    measured = []
+    for kept, counts in rendered:
+      measured.append(([(int(number), *facts_of(example, self._per)) for number, example in kept], counts))
     return json.dumps(measured).encode() + b'\n'
 
   def _joined(self, parts: list) -> tuple[list, dict[str, int]]:
-    kept = [(number, Facts(*facts)) for known, _ in parts for number, *facts in known]
+    kept = [(number, Facts(*facts)) for measured, _ in parts for number, *facts in measured]
     return kept, {key: sum(counts[key] for _, counts in parts) for key in parts[0][1]}
 
   def _build(self, rows: list) -> tuple[Batch, int, float]:
     """Returns the batch, with the rows of this process, and the figures of all rows."""
-    own = [row if n in self._own else [] for n, row in enumerate(rows)]
-    needed = {number: facts.length for row in own for number, facts in row}
-    made = {number: self._again(number, needed[number]) for number in sorted(needed)}
-    examples = [[made[number] for number, _ in row] for row in own]
-    found = jax.tree.map(np.zeros_like, self._like)
-    if self._own:
-      found = packing.to_batch(examples, self._row_length, self._batch_size, normalize=False, per=self._per)
+    local_rows = [row if n in self._local_rows else [] for n, row in enumerate(rows)]
+    lengths = {number: facts.length for row in local_rows for number, facts in row}
+    examples = {number: self._render(number, lengths[number]) for number in sorted(lengths)}
+    batch = jax.tree.map(np.zeros_like, self._like)
+    if self._local_rows:
+      packed = [[examples[number] for number, _ in row] for row in local_rows]
+      batch = packing.to_batch(packed, self._row_length, self._batch_size, normalize=False, per=self._per)
     facts = [facts for row in rows for _, facts in row]
-    batch = self._divided(found, np.sum([f.totals for f in facts], axis=0))
+    batch = self._divided(batch, np.sum([f.totals for f in facts], axis=0))
     return batch, sum(f.length for f in facts), sum(f.context for f in facts)
 
-  def _again(self, number: int, length: int) -> Example:
-    example = self.fitted(number, self._made.get(number) or self._examples_fn(number))
+  def _render(self, number: int, length: int) -> Example:
+    example = self.fitted(number, self._rendered.get(number) or self._examples_fn(number))
     if example is None or len(example.tokens) != length:
       here = len(example.tokens) if example is not None else 0
       raise InputError(
@@ -155,21 +157,22 @@ class SharedStream(loader.PackedStream):
     return example
 
   def _divided(self, batch: Batch, totals: np.ndarray) -> Batch:
-    """Returns the batch with all fields of the others, and its masks divided by the totals of all rows."""
+    """Returns the batch with all fields of the first batch, and its masks divided by the totals of all rows."""
     fields: dict[str, Any] = {n: np.zeros_like(x) for n, x in vars(self._like).items() if isinstance(x, np.ndarray)}
     arrays = {n: np.zeros_like(x) for n, x in self._like.arrays.items()}
-    mine = {n: x for n, x in vars(batch).items() if isinstance(x, np.ndarray)}
-    new = sorted((set(mine) - set(fields)) | (set(batch.arrays) - set(arrays)))
-    if new:
+    local_fields = {n: x for n, x in vars(batch).items() if isinstance(x, np.ndarray)}
+    unknown = sorted((set(local_fields) - set(fields)) | (set(batch.arrays) - set(arrays)))
+    if unknown:
       raise InputError(
-        f'data: rows of this batch have {", ".join(new)}, which the first batch does not have; where several processes '
-        'share the work, all rows need the same columns'
+        f'data: rows of this batch have {", ".join(unknown)}, which the first batch does not have; with several '
+        'processes, all rows need the same columns'
       )
-    fields, arrays = fields | mine, arrays | batch.arrays
+    fields, arrays = fields | local_fields, arrays | batch.arrays
     fields['loss_weights'] = packing.divided(batch.loss_weights, totals[0])
     if self._per == 'pair':
       arrays['nll_weights'] = packing.divided(arrays['nll_weights'], totals[1])
     if self._per == 'label':
-      sides = (arrays['label'] > 0, totals[1]), (arrays['label'] < 0, totals[2])
-      arrays['label_weights'] = sum(packing.divided(np.where(side, arrays['label_weights'], 0), n) for side, n in sides)
+      good = np.where(arrays['label'] > 0, arrays['label_weights'], 0)
+      bad = np.where(arrays['label'] < 0, arrays['label_weights'], 0)
+      arrays['label_weights'] = packing.divided(good, totals[1]) + packing.divided(bad, totals[2])
     return dataclasses.replace(batch, arrays=arrays, **fields)

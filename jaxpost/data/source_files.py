@@ -1,7 +1,6 @@
-"""The files of a source: which they are, in a folder with splits or on the hub, and how each is read.
+"""Finds the files of a data source, in a folder with splits or on the hub, and opens each by its format.
 
-One entry of `FORMATS` adds a format to everything that reads data: files, folders and hub data sets, whole or
-streaming.
+An entry of `FORMATS` adds a format to everything that reads data: files, folders and hub data sets, streamed or not.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Format(NamedTuple):
 
   read: Callable[[epath.Path, str], files.NumberedRows]  # (path, name in errors) -> numbered rows
   mark: str  # ':' if rows are numbered by lines from 1, '[' if by entries from 0
-  gzip: bool = False  # may have .gz behind its suffix
-  random_access: str = ''  # the class of `lazy.py` that reads single rows, for streaming
+  gzip: bool = False  # whether the suffix may be followed by .gz
+  random_access: str = ''  # the class of `lazy.py` that reads single rows; '' if it cannot be streamed
 
 
 def _delimited(delimiter: str, path: epath.Path, name: str) -> files.NumberedRows:
@@ -54,7 +53,7 @@ FORMATS = {
   '.arrow': Format(functools.partial(_binary, 'arrow'), '['),
 }
 NAMES = ', '.join(FORMATS)
-# Files to download of a data set on the hub.
+# Patterns of the files to download from a data set on the hub.
 PATTERNS = tuple(f'*{suffix}{end}' for suffix, f in FORMATS.items() for end in ('', '.gz')[: 1 + f.gzip])
 _METADATA = ('dataset_info.json', 'dataset_infos.json', 'dataset_dict.json', 'state.json')
 _SPLIT_WORDS = {
@@ -71,17 +70,17 @@ _SPLIT_WORDS = {
 
 
 def find(name: str) -> Format | None:
-  """Returns the format of a file by its name, None if there is none."""
+  """Returns the format of a file by its name; None if it is unknown."""
   name = name.lower()
-  plain = name.removesuffix('.gz')
-  found = next((FORMATS[suffix] for suffix in FORMATS if plain.endswith(suffix)), None)
-  if found is None or (plain != name and not found.gzip):
+  uncompressed = name.removesuffix('.gz')
+  format_ = next((FORMATS[suffix] for suffix in FORMATS if uncompressed.endswith(suffix)), None)
+  if format_ is None or (uncompressed != name and not format_.gzip):
     return None
-  return found
+  return format_
 
 
 def find_files(path: str) -> list[tuple[epath.Path, str]]:
-  """Returns the files of a source, each with its name in errors."""
+  """Returns the files of a source, each with its name for errors."""
   local = epath.Path(path).expanduser()
   if local.exists():
     return _find_local(local, path, '')
@@ -90,15 +89,15 @@ def find_files(path: str) -> list[tuple[epath.Path, str]]:
     return _find_local(epath.Path(folder).expanduser(), folder, split)
   from jaxpost.storage import hub
 
-  named = hub.parse(path)
-  if named is None or (find(path) and not named[2]):
+  on_hub = hub.parse(path)
+  if on_hub is None or (find(path) and not on_hub[2]):
     raise _missing(local, path)
-  repo, revision, file = named
-  whole = bool(find(file))
-  found = epath.Path(hub.download(repo, 'dataset', revision, file if whole else '', PATTERNS))
-  if whole:
-    return [(found, path)]
-  return _find_local(found, path, file)
+  repo, revision, file_or_split = on_hub
+  is_file = bool(find(file_or_split))
+  downloaded = epath.Path(hub.download(repo, 'dataset', revision, file_or_split if is_file else '', PATTERNS))
+  if is_file:
+    return [(downloaded, path)]
+  return _find_local(downloaded, path, file_or_split)
 
 
 def _find_local(local: epath.Path, path: str, split: str) -> list[tuple[epath.Path, str]]:
@@ -110,33 +109,33 @@ def _find_local(local: epath.Path, path: str, split: str) -> list[tuple[epath.Pa
     local, split = local / split, ''
   if (local / 'state.json').exists():
     state = object_store.read_json(local / 'state.json')
-    if split:  # of a data set that was saved alone, which is one split or says nothing of splits
+    if split:  # the folder is a single split, which may have a name
       _choose(split, [name for name in (state.get('_split'),) if name], path)
-    found = [local / file['filename'] for file in state.get('_data_files', [])]
+    data_files = [local / file['filename'] for file in state.get('_data_files', [])]
   else:
-    found = _data_files(local)
-    splits = {f: _split_of(f.relative_to(local).parts) for f in found}
-    named = sorted({s for s in splits.values() if s})
-    if split or len(named) > 1:
-      split = _choose(split, named, path)
-      found = [f for f in found if splits[f] == split]
-  if not found:
-    there = ', '.join(sorted(f.name for f in local.iterdir())[:8])
-    raise InputError(f'{path}: no data in this folder ({NAMES}); it has {there or "nothing"}')
-  return [(f, str(f)) for f in found]
+    data_files = _data_files(local)
+    split_of = {file: _split_of(file.relative_to(local).parts) for file in data_files}
+    splits = sorted(set(split_of.values()) - {''})
+    if split or len(splits) > 1:
+      split = _choose(split, splits, path)
+      data_files = [file for file in data_files if split_of[file] == split]
+  if not data_files:
+    names = ', '.join(sorted(f.name for f in local.iterdir())[:8])
+    raise InputError(f'{path}: no data in this folder ({NAMES}); it has {names or "nothing"}')
+  return [(file, str(file)) for file in data_files]
 
 
 def _data_files(folder: epath.Path) -> list[epath.Path]:
   """Returns the data files below a folder, sorted, without metadata."""
-  found = []
+  data_files = []
   for path in sorted(folder.iterdir()):
     if path.name.startswith('.'):
       continue
     if path.is_dir():
-      found += _data_files(path)
+      data_files += _data_files(path)
     elif find(path.name) and path.name not in _METADATA:
-      found.append(path)
-  return found
+      data_files.append(path)
+  return data_files
 
 
 def _choose(split: str, names: list[str], path: str) -> str:
@@ -155,7 +154,7 @@ def _choose(split: str, names: list[str], path: str) -> str:
 
 
 def _split_of(parts: Sequence[str]) -> str:
-  """Returns the split that the parts of a path name, '' for none."""
+  """Returns the split that a word in the parts of a path names; '' if there is none."""
   words = re.split(r'[^A-Za-z]+', '/'.join(parts).lower())
   return next((_SPLIT_WORDS[w] for w in words if w in _SPLIT_WORDS), '')
 
@@ -165,7 +164,7 @@ def _missing(local: epath.Path, path: str) -> InputError:
   if not folder.is_dir():
     return InputError(f'{path}: no such file, nor is there a folder {folder}')
   names = [f.name for f in folder.iterdir()]
-  stems = {name.partition('.')[0]: name for name in sorted(names)}  # endings are alike, which says nothing
+  stems = {name.partition('.')[0]: name for name in sorted(names)}  # a common suffix would make all names similar
   near = [stems[stem] for stem in difflib.get_close_matches(local.name.partition('.')[0], stems, 1)]
   hint = f'{folder} has {", ".join(sorted(names)[:8]) or "nothing"}'
   if near:
@@ -174,30 +173,26 @@ def _missing(local: epath.Path, path: str) -> InputError:
 
 
 def open_file(path: epath.Path, name: str) -> tuple[str, files.NumberedRows]:
-  """Returns (prefix of the places of rows, iterator of (number, row)) of one file.
-
-  Args:
-    name: what to call it in errors.
-  """
-  found = find(path.name)
-  if found is None:
+  """Returns (prefix of the places of rows, iterator of (number, row)) of one file; `name` is its name in errors."""
+  format_ = find(path.name)
+  if format_ is None:
     zipped = [suffix for suffix, f in FORMATS.items() if f.gzip]
     raise InputError(f'{name}: unknown format; data is {NAMES} ({", ".join(zipped)} also .gz) or a folder of them')
-  return name + found.mark, found.read(path, name)
+  return name + format_.mark, format_.read(path, name)
 
 
 def open_streaming(paths: list[tuple[epath.Path, str]]) -> list[lazy.RandomAccess]:
-  """Opens files, given as (path, name in errors), whose rows are read when they are asked for."""
+  """Opens files, given as (path, name in errors), whose rows are read on access."""
   from jaxpost.data import lazy
 
   caches = lazy.Caches()
   opened = []
   for path, name in paths:
-    found = find(path.name)
-    if found is None or not found.random_access or path.name.lower().endswith('.gz'):
-      able = [suffix for suffix, f in FORMATS.items() if f.random_access]
+    format_ = find(path.name)
+    if format_ is None or not format_.random_access or path.name.lower().endswith('.gz'):
+      streamable = [suffix for suffix, f in FORMATS.items() if f.random_access]
       raise InputError(
-        f'{name}: cannot be read with streaming, only {", ".join(able)}; make it one of them, or turn streaming off'
+        f'{name}: cannot be streamed; convert it to {", ".join(streamable)}, or turn config.data.streaming off'
       )
-    opened.append(getattr(lazy, found.random_access)(path, name, caches))
+    opened.append(getattr(lazy, format_.random_access)(path, name, caches))
   return opened

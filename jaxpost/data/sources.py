@@ -4,7 +4,7 @@
     read('openai/gsm8k:main/train.parquet') read('generated:arithmetic:max=9')
 
 Columns are TRL's: `text`; `messages`; `prompt` + `completion`; `prompt` + `chosen` + `rejected`; ... Sharegpt and
-alpaca rows are mapped to them. With `streaming` rows are read when they are asked for.
+alpaca rows are mapped to them. With `streaming`, each row is read on access.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Rows(collections.abc.Sequence):
   """A sequence of dict rows, with the place of each.
 
   Attributes:
-    name: what was read.
-    dropped: rows for which the map function returned None.
+    name: the path that was read.
+    dropped: number of rows for which the map function returned None.
     sizes: number of rows of each source, in order.
     weights: share of each source in the documents; () for shares by size.
-    streaming: rows are read when asked for, and None where the map drops one.
+    streaming: True if rows are read on access; a row that the map drops is then None.
   """
 
   streaming = False
@@ -70,14 +70,14 @@ def read_sources(
   """Reads the rows of one source, or of several one after the other.
 
   Args:
-    path: see `read`; several as a tuple or with ' + ' between.
+    path: see `read`; several paths as a tuple, or joined by ' + '.
     columns, map_fn: see `read`; one for all sources or one each.
-    weights: share of each source in the documents of a run, in any unit; () gives each the share of its size.
+    weights: share of each source in the documents of a run, in any unit; () for shares by size.
     streaming: see `read`.
   """
   paths = split(path)
   if not paths or '' in paths:
-    raise InputError(f'data: {path!r}: names no source where one should be')
+    raise InputError(f'data: {path!r}: has an empty source; name a file, a folder or org/name')
   columns = _for_all(columns, paths, 'columns')
   maps_ = _for_all(map_fn, paths, 'map')
   weights = tuple(weights)
@@ -85,9 +85,7 @@ def read_sources(
     raise InputError(f'data: {len(weights)} weights for {len(paths)} sources; give one each')
   for path, weight in zip(paths, weights):
     if not 0 < weight < math.inf:
-      raise InputError(
-        f'data: the weight of {path} is {weight:g}; it must be above 0 (leave a source out that is not wanted)'
-      )
+      raise InputError(f'data: the weight of {path} is {weight:g}; it must be above 0 (or leave out the source)')
   parts = [read(p, c, m or None, streaming=streaming) for p, c, m in zip(paths, columns, maps_)]
   if len(parts) == 1:
     return parts[0]
@@ -97,7 +95,7 @@ def read_sources(
 
 
 def first(rows: Any, count: int) -> Any:
-  """Returns the first `count` rows, of each source of a mixture in proportion; all rows where there are no more."""
+  """Returns the first `count` rows, or all if there are fewer; of a mixture, each source gives its proportion."""
   if count >= len(rows):
     return rows
   from jaxpost.data.row_views import First
@@ -112,8 +110,8 @@ def split(value: str | Sequence[Any]) -> list[str]:
   return [part.strip() for part in str(value).split(' + ')]
 
 
-def _for_all(value: Any, paths: list[str], what: str) -> list:
-  """Returns one value for each source."""
+def _for_all(value: Any, paths: list[str], option: str) -> list:
+  """Returns one value of an option for each source."""
   if value is None or callable(value):
     return [value] * len(paths)
   if isinstance(value, str):
@@ -121,7 +119,7 @@ def _for_all(value: Any, paths: list[str], what: str) -> list:
   if len(value) == 1:
     return list(value) * len(paths)
   if value and len(value) != len(paths):
-    raise InputError(f'data: {len(value)} {what} for {len(paths)} sources; give one for all or one each')
+    raise InputError(f'data: {len(value)} {option} for {len(paths)} sources; give one for all or one each')
   return list(value) or [''] * len(paths)
 
 
@@ -136,12 +134,11 @@ def read(
 
   Args:
     path: a file (see `source_files.FORMATS`), a folder of them or one saved by `datasets` (':split' picks one),
-      'generated:NAME[:key=value,...]', or 'org/name[@revision][:file or split]' on the hub. What exists locally is
-      local.
-    columns: 'prompt=question,completion=answer' renames, target=source; other columns are kept.
-    map_fn: row -> row or None (drop it), or its import path; sees the renamed columns.
+      'generated:NAME[:key=value,...]', or 'org/name[@revision][:file or split]' on the hub, unless it exists locally.
+    columns: 'prompt=question,completion=answer' renames columns (target=source); others are kept.
+    map_fn: (row with renamed columns) -> row, or None to drop it; or the import path of such a function.
     fake_rows: rows to use instead of reading the path, which only names them.
-    streaming: read each row when it is asked for, for data larger than memory; not from all formats.
+    streaming: whether to read each row on access, for data larger than memory; not all formats can.
   """
   steps: list[Callable[[Row, str], Row | None]] = []
   if columns or map_fn is not None:
@@ -158,30 +155,30 @@ def read(
     return row if row is None else _recognize(row, where)
 
   if fake_rows is not None:
-    found: list[tuple[str, NumberedRows]] = [(f'{path}[', enumerate(fake_rows))]
+    opened: list[tuple[str, NumberedRows]] = [(f'{path}[', enumerate(fake_rows))]
   elif str(path).startswith('generated:'):
     from jaxpost.data import generated
 
     _, name, *options = str(path).split(':', 2)
-    found = [(f'{path}[', enumerate(generated.rows(name, ''.join(options))))]
+    opened = [(f'{path}[', enumerate(generated.rows(name, ''.join(options))))]
   else:
     from jaxpost.data import source_files
 
-    named = source_files.find_files(str(path))
+    files = source_files.find_files(str(path))
     if streaming:
       from jaxpost.data.row_views import Lazy
 
-      rows = Lazy(str(path), source_files.open_streaming(named), prepare)
+      rows = Lazy(str(path), source_files.open_streaming(files), prepare)
       if not len(rows):
         raise InputError(f'{path}: holds no rows')
       return rows
-    found = [source_files.open_file(*file) for file in named]
-  return _read_all(path, found, prepare)
+    opened = [source_files.open_file(*file) for file in files]
+  return _read_all(path, opened, prepare)
 
 
-def _read_all(path: Any, found: Iterable[tuple[str, NumberedRows]], prepare: Callable) -> Rows:
+def _read_all(path: Any, opened: Iterable[tuple[str, NumberedRows]], prepare: Callable) -> Rows:
   rows, places, dropped = [], [], 0
-  for prefix, numbered in found:
+  for prefix, numbered in opened:
     for number, row in numbered:
       row = prepare(row, _where(prefix, number))
       if row is None:
@@ -190,7 +187,7 @@ def _read_all(path: Any, found: Iterable[tuple[str, NumberedRows]], prepare: Cal
       rows.append(row)
       places.append((prefix, number))
   if not rows and dropped:
-    raise InputError(f'{path}: map_fn dropped all {dropped} rows: it returned None for each, and not a row')
+    raise InputError(f'{path}: map_fn dropped all {dropped} rows: it returned None for each of them')
   if not rows:
     raise InputError(f'{path}: holds no rows')
   return Rows(str(path), rows, places, dropped)
@@ -201,7 +198,7 @@ def _where(prefix: str, number: int) -> str:
 
 
 def _recognize(row: Row, where: str) -> Row:
-  """Maps sharegpt and alpaca rows to TRL's columns; returns others unchanged."""
+  """Maps sharegpt and alpaca rows to TRL's columns; returns other rows unchanged."""
   is_sharegpt = 'conversations' in row and not {'messages', 'prompt'} & set(row)
   is_alpaca = {'instruction', 'output'} <= set(row) and not {'messages', 'prompt', 'completion'} & set(row)
   if not is_sharegpt and not is_alpaca:

@@ -1,7 +1,7 @@
-"""Tokens of two tokenizers that stand for the same text.
+"""Aligns the tokens of two tokenizers by the text that they stand for.
 
-Two tokenizers cut a text in different places. The places where both cut divide it into spans, each of some tokens
-of one tokenizer and some of the other. Legend: T tokens of a document.
+Two tokenizers cut a text in different places. The places where both cut divide the text into spans, each of which is
+one or more tokens of either tokenizer.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
   from jaxpost.data.examples import Example
   from jaxpost.data.tokenizer import Tokenizer
 
-_BYTE = re.compile(r'<0x([0-9A-F]{2})>')  # of SentencePiece, for what has no piece
+_BYTE = re.compile(r'<0x([0-9A-F]{2})>')  # SentencePiece's token for a byte of text that has no piece
 
 
 class Span(NamedTuple):
-  """Tokens of two documents with the same text: those of `mine` and of `theirs`, as half-open ranges."""
+  """Tokens of two documents with the same text, as half-open ranges: of `mine` (student) and `theirs` (teacher)."""
 
   mine: tuple[int, int]
   theirs: tuple[int, int]
 
   @property
   def is_pair(self) -> bool:
-    """True for one token of each."""
+    """True if the span is one token of each document."""
     return all(stop - start == 1 for start, stop in self)
 
 
@@ -41,9 +41,9 @@ class Bytes:
   """The text of each token of a tokenizer.
 
   Attributes:
-    texts: UTF-8, or a part of a character; None for special tokens, and where there is no token.
+    texts: by token id, UTF-8 that may be a part of a character; None for special tokens and ids without a token.
     special: {special token: its id}.
-    stop_ids: tokens that end a turn.
+    stop_ids: ids of tokens that end a turn.
   """
 
   texts: list[bytes | None]
@@ -52,11 +52,11 @@ class Bytes:
 
   @classmethod
   def of(cls, tokenizer: Tokenizer) -> Bytes:
-    """Reads them from the vocabulary of a byte-level or a SentencePiece tokenizer."""
+    """Reads the texts from the vocabulary of a byte-level or a SentencePiece tokenizer."""
     special = {token.content: i for i, token in tokenizer.hf.added_tokens_decoder.items() if token.special}
     vocabulary = tokenizer.hf.get_vocab()
     texts: list[bytes | None] = [None] * (max(vocabulary.values()) + 1)
-    # They stand for space and line break; large vocabularies of SentencePiece have them as letters, beside their space.
+    # Byte-level tokenizers write space and line break as Ġ and Ċ; in SentencePiece these are letters, and ▁ is space.
     is_byte_level = {'Ġ', 'Ċ'} <= vocabulary.keys() and '▁' not in vocabulary
     to_bytes = _from_letters if is_byte_level else _from_piece
     for token, i in vocabulary.items():
@@ -67,7 +67,7 @@ class Bytes:
 
 @functools.cache
 def _letters() -> dict[str, int]:
-  """Returns {printable stand-in: byte} of byte-level tokenizers (GPT-2)."""
+  """Returns {printable character: byte that it stands for} of byte-level tokenizers (GPT-2)."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]
   return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -87,22 +87,22 @@ def _from_piece(token: str) -> bytes:
 
 
 def same_tokens(mine: Bytes, theirs: Bytes, ends: Mapping[int, int]) -> np.ndarray:
-  """Returns [size of their vocabulary] int32: the id of the same token among mine; -1 for none.
+  """Returns [size of their vocabulary] int32: for each of their tokens my id of the same token, or -1.
 
   Args:
-    ends: {token at which their turns end: the one at which mine end}.
+    ends: {id of a token that ends their turns: id of the token that ends mine}.
   """
-  ids = {text: i for i, text in reversed(list(enumerate(mine.texts))) if text is not None}
-  found = np.array([-1 if text is None else ids.get(text, -1) for text in theirs.texts], np.int32)
+  my_ids = {text: i for i, text in reversed(list(enumerate(mine.texts))) if text is not None}
+  same = np.array([-1 if text is None else my_ids.get(text, -1) for text in theirs.texts], np.int32)
   for token, i in theirs.special.items():
-    found[i] = mine.special.get(token, -1)
-  for other, own in ends.items():
-    found[other] = own
-  return found
+    same[i] = mine.special.get(token, -1)
+  for their_end, my_end in ends.items():
+    same[their_end] = my_end
+  return same
 
 
 def runs(example: Example) -> list[tuple[int, int]]:
-  """Returns the half-open ranges of tokens with a weight, such as the turns of the assistant."""
+  """Returns the half-open ranges of consecutive tokens with a weight, such as assistant turns."""
   weighted = np.asarray(example.loss_mask) > 0
   edges = np.flatnonzero(np.diff(np.concatenate([[False], weighted, [False]])))
   return list(zip(edges[::2].tolist(), edges[1::2].tolist()))
@@ -111,45 +111,47 @@ def runs(example: Example) -> list[tuple[int, int]]:
 def spans(mine: Example, theirs: Example, texts: tuple[Bytes, Bytes]) -> Iterator[Span]:
   """Yields the spans of two renderings of one document, run by run.
 
-  Where the texts of a run differ, as one template adds what the other does not, its spans end. A token at which the
-  turn ends is a span by itself.
+  If the texts of a run differ, because one template adds something, no span reaches beyond the first difference. A stop
+  token that ends a run is a span of its own.
 
   Args:
     texts: of the tokens of `mine` and of `theirs`.
   """
   for pair in zip(runs(mine), runs(theirs)):
-    sides = zip(pair, (mine, theirs), texts)
-    pieces, stopped = zip(*(_pieces(example.tokens[slice(*run)].tolist(), known) for run, example, known in sides))
+    my_pieces, i_stop = _pieces(mine.tokens[slice(*pair[0])].tolist(), texts[0])
+    their_pieces, they_stop = _pieces(theirs.tokens[slice(*pair[1])].tolist(), texts[1])
+    pieces = my_pieces, their_pieces
     _drop_leading_space(pieces)
-    common = chat.common_length(*(b''.join(some).decode('latin-1') for some in pieces))  # a character for each byte
-    # {length of the text so far: number of tokens}, for the student and for the teacher.
-    ends = [dict(zip(itertools.accumulate(map(len, some)), range(1, len(some) + 1))) for some in pieces]
+    # Each byte is one character of Latin-1.
+    common = chat.common_length(*(b''.join(side).decode('latin-1') for side in pieces))
+    # {bytes of text so far: number of tokens} of either side.
+    ends = [dict(zip(itertools.accumulate(map(len, side)), range(1, len(side) + 1))) for side in pieces]
     begin = (0, 0)
     for cut in sorted(set(ends[0]) & set(ends[1])):
       if cut > common:
         break
-      here = ends[0][cut], ends[1][cut]
+      end = ends[0][cut], ends[1][cut]
       if cut:
-        yield _span(pair, begin, here)
-      begin = here
-    if all(stopped) and begin == tuple(map(len, pieces)):
+        yield _span(pair, begin, end)
+      begin = end
+    if i_stop and they_stop and begin == (len(my_pieces), len(their_pieces)):
       yield _span(pair, begin, (begin[0] + 1, begin[1] + 1))
 
 
-def _pieces(ids: list[int], known: Bytes) -> tuple[list[bytes], bool]:
-  """Returns (the text of each token of a run before its end, whether a stop token ends it)."""
-  stopped = bool(ids) and ids[-1] in known.stop_ids
-  return [known.texts[i] or b'' for i in (ids[:-1] if stopped else ids)], stopped
+def _pieces(ids: list[int], tokens: Bytes) -> tuple[list[bytes], bool]:
+  """Returns (the text of each token of a run without its stop token, whether it has one)."""
+  stops = bool(ids) and ids[-1] in tokens.stop_ids
+  return [tokens.texts[i] or b'' for i in (ids[:-1] if stops else ids)], stops
 
 
 def _span(pair: Sequence[tuple[int, int]], begin: tuple[int, int], end: tuple[int, int]) -> Span:
   return Span(*((first + a, first + b) for (first, _), a, b in zip(pair, begin, end)))
 
 
-def _drop_leading_space(whole: Sequence[list[bytes]]) -> None:
-  """Drops the space that SentencePiece puts before a text, where the other has none."""
-  leads = [b''.join(pieces).startswith(b' ') for pieces in whole]
-  for pieces, lead, other in zip(whole, leads, reversed(leads)):
-    if lead and not other:
+def _drop_leading_space(sides: Sequence[list[bytes]]) -> None:
+  """Drops the space that SentencePiece puts before a text, if the other side has none."""
+  has_space = [b''.join(pieces).startswith(b' ') for pieces in sides]
+  for pieces, has, other_has in zip(sides, has_space, reversed(has_space)):
+    if has and not other_has:
       first = next(n for n, piece in enumerate(pieces) if piece)
       pieces[first] = pieces[first][1:]

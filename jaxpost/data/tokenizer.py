@@ -1,7 +1,7 @@
-"""Tokenizers: the only place that imports transformers and tokenizers.
+"""Tokenizers: the only module that imports transformers and tokenizers.
 
-A thin record over a fast tokenizer, without torch. The file tokenizer.json decides: the class that `transformers` has
-for a model family is never used, as it may change it. `load('bytes')` needs no file.
+`Tokenizer` is a thin record around a fast tokenizer, without torch. It behaves as tokenizer.json says: the class that
+`transformers` has for a model family is never used, as it may behave differently. `load('bytes')` needs no file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxpost.storage import object_store, seals
 if TYPE_CHECKING:
   from transformers import PreTrainedTokenizerFast
 
-# Else the import of transformers advises torch, which this library does without.
+# Without it, the import of transformers recommends to install torch, which this library does not need.
 os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
 
 CHATML = (
@@ -34,11 +34,11 @@ CHATML = (
   '{%- endif %}'
 )
 _TEMPLATES = pathlib.Path(__file__).with_name('templates')
-_MARK = re.compile(r'\{%[-+]?\s*generation\b')  # around what a template says that the assistant generates
+_MARK = re.compile(r'\{%[-+]?\s*generation\b')  # marks the text of a template that the assistant generates
 # Exceptions that expressions of a template raise.
 _TEMPLATE_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
-_SWITCHES = {'enable_thinking': False}  # template_kwargs that are passed where nothing else is set
-# Tokens that end a turn: a template that writes one means the sampler stops.
+_SWITCHES = {'enable_thinking': False}  # default template_kwargs
+# Tokens that end a turn: sampling stops at those that the chat template writes.
 _TURN_ENDS = ('<|im_end|>', '<|eot_id|>', '<|eom_id|>', '<end_of_turn>', '<|end|>', '<|eot|>', '<turn|>')
 _FILES = (
   'tokenizer.json',
@@ -64,27 +64,27 @@ class Tokenizer:
   source: str  # the folder it was read from, or 'bytes'
   eos_id: int  # ends a document
   pad_id: int
-  bos_id: int | None  # its `bos_token`, which an export names; `bos_ids` tells what text begins with
+  bos_id: int | None  # of the `bos_token`, for exports; `bos_ids` are the ids that encoded text begins with
   vocab_size: int  # with the added tokens
-  stop_ids: tuple[int, ...]  # a sampler stops at any of them
+  stop_ids: tuple[int, ...]  # sampling stops at any of them
   chat_template: str | None
-  named_templates: Mapping[str, str] = dataclasses.field(default_factory=dict)  # all of several; tool_use shows tools
+  named_templates: Mapping[str, str] = dataclasses.field(default_factory=dict)  # if there are several, such as tool_use
   # Variables of the chat template besides messages and tools; thinking is off unless it is switched on here.
   template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
-  def with_template_kwargs(self, given: Mapping[str, Any]) -> Tokenizer:
-    """Returns the tokenizer with these values for variables of its chat template, over those that it has."""
-    return dataclasses.replace(self, template_kwargs={**self.template_kwargs, **given})
+  def with_template_kwargs(self, kwargs: Mapping[str, Any]) -> Tokenizer:
+    """Returns the tokenizer with these values for variables of its chat template, which override its own."""
+    return dataclasses.replace(self, template_kwargs={**self.template_kwargs, **kwargs})
 
   def encode(self, text: str) -> list[int]:
-    """Returns the token ids of `text`; nothing is added, special tokens are parsed."""
+    """Returns the token ids of `text`; no tokens are added, special tokens are parsed."""
     return self.encode_all([text])[0]
 
   def encode_all(self, texts: list[str]) -> list[list[int]]:
-    """Returns the token ids of each text, see `encode`: in parallel, and without Python's lock, which servers need."""
-    # The wrapper's own encode sets options on the shared tokenizer, which fails when two threads encode at once.
-    found = self.hf.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return [encoding.ids for encoding in found]
+    """Returns the token ids of each text, see `encode`; runs in parallel and releases the GIL, as servers need."""
+    # `self.hf.encode` sets options on the shared tokenizer, which fails if two threads encode at the same time.
+    encodings = self.hf.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return [encoding.ids for encoding in encodings]
 
   def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
     """Returns the text of token ids, with or without special tokens."""
@@ -92,18 +92,18 @@ class Tokenizer:
     return self.hf.decode(ids, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
   def offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-    """Returns the token ids of `text`, and for each the (start, end) of its characters."""
-    out = self.hf.backend_tokenizer.encode(text, add_special_tokens=False)
-    return out.ids, out.offsets
+    """Returns the token ids of `text`, and the (start, end) of the characters of each token."""
+    encoding = self.hf.backend_tokenizer.encode(text, add_special_tokens=False)
+    return encoding.ids, encoding.offsets
 
   @functools.cached_property
   def bos_ids(self) -> list[int]:
-    """The ids that the tokenizer itself puts before a text: most often `bos_id` or none.
+    """The ids that the tokenizer puts before a text: usually `bos_id` or none.
 
-    Having a `bos_token` does not say so: GPT-2's and Pythia's put it before no text, Llama's and Gemma's do.
+    Not all tokenizers with a `bos_token` do: Llama's and Gemma's put it before each text, GPT-2's and Pythia's never.
     """
-    out = self.hf.backend_tokenizer.encode('a')
-    return out.ids[: [*out.special_tokens_mask, 0].index(0)]
+    encoding = self.hf.backend_tokenizer.encode('a')
+    return encoding.ids[: [*encoding.special_tokens_mask, 0].index(0)]
 
   @functools.cached_property
   def special_texts(self) -> tuple[str, ...]:
@@ -129,13 +129,13 @@ class Tokenizer:
     row: Mapping[str, Any] | None = None,
     where: str = 'chat',
   ) -> tuple[str, list[tuple[int, int]] | None]:
-    """Returns a chat as text, and the (start, end) spans of {% generation %} marks; None if the template has none.
+    """Returns a chat as text, and the (start, end) spans of its {% generation %} markers, or None without markers.
 
     Args:
       messages: list of {'role', 'content', ...}.
-      generation_prompt: append the header of an assistant turn.
+      generation_prompt: whether to append the header of an assistant turn.
       row: may have `tools` (JSON schemas), and `chat_template_kwargs`, which override the tokenizer's.
-      where: what to call the chat in errors.
+      where: names the chat in errors.
     """
     import jinja2
     from transformers.utils import chat_template_utils
@@ -151,12 +151,12 @@ class Tokenizer:
         f'{where}: messages need a chat template and {self.source} has none; use an instruct tokenizer, or set '
         f'config.data.chat_template to a .jinja file or one of {", ".join(sorted(_named_templates()))}'
       )
-    # Templates that print today's date would change the run each day.
+    # A fixed date, as templates that print today's date would change the run each day.
     variables = {**_SWITCHES, 'date_string': '26 Jul 2024', **self.hf.special_tokens_map, **self.template_kwargs}
     variables |= messages_lib.template_kwargs_of(row or {}, where)
     has_marks = _MARK.search(template) is not None
     try:
-      rendered: Any = chat_template_utils.render_jinja_template(  # which is annotated as a str
+      rendered: Any = chat_template_utils.render_jinja_template(  # its annotation, str, is wrong
         [messages],
         tools=tools,
         chat_template=template,
@@ -165,28 +165,28 @@ class Tokenizer:
         **variables,
       )
     except (jinja2.TemplateError, *_TEMPLATE_ERRORS) as error:
-      what = error if isinstance(error, jinja2.TemplateError) else f'{type(error).__name__}: {error}'
-      what = ' '.join(str(what).split())  # a template may say several lines
-      raise InputError(f'{where}: the chat template of {self.source} refuses it: {what:.300}') from error
+      message = error if isinstance(error, jinja2.TemplateError) else f'{type(error).__name__}: {error}'
+      message = ' '.join(str(message).split())  # on one line
+      raise InputError(f'{where}: the chat template of {self.source} refuses it: {message:.300}') from error
     texts, spans = rendered
     return messages_lib.check_text(texts[0], where), list(spans[0]) if has_marks else None
 
   def save(self, folder: str | pathlib.Path) -> None:
     """Writes the files that `transformers.AutoTokenizer` loads.
 
-    tokenizer_config.json gets the values of the template's switches as `chat_template_kwargs`, which `load` reads.
+    tokenizer_config.json gets the variables of the chat template as `chat_template_kwargs`, which `load` reads.
     """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    added: dict[str, Any] = {}
+    added: dict[str, Any] = {}  # to tokenizer_config.json
     if self.source == 'bytes':
       self.hf.save_pretrained(folder)
-      added['tokenizer_class'] = 'PreTrainedTokenizerFast'  # every release of transformers knows it
+      added['tokenizer_class'] = 'PreTrainedTokenizerFast'  # a class that every release of transformers has
     else:  # copied, not rewritten: transformers would change the class name
       for path in (pathlib.Path(self.source) / name for name in _FILES):
         if path.is_file():
           shutil.copyfile(path, folder / path.name)
-    if self.named_templates:  # a file would take their place
+    if self.named_templates:  # a file would override them
       (folder / 'chat_template.jinja').unlink(missing_ok=True)
       added['chat_template'] = [dict(name=name, template=text) for name, text in self.named_templates.items()]
     elif self.chat_template:
@@ -206,7 +206,7 @@ def load(
   """Loads the tokenizer of a Hugging Face folder or hub name, or 'bytes'.
 
   Args:
-    path: a folder with tokenizer.json, 'org/name', or 'bytes': one token for each byte, and <|endoftext|> 256,
+    path: a folder with tokenizer.json, 'org/name', or 'bytes': a token for each byte, and <|endoftext|> 256,
       <|im_start|> 257, <|im_end|> 258.
     chat_template: replaces the tokenizer's own template: a name in data/templates, a .jinja file, or its text.
     template_kwargs: passed to the chat template wherever this tokenizer renders a chat: prompts, training rows and
@@ -219,7 +219,7 @@ def load(
     seals.warn(folder, _FILES)
     hf, source = _from_folder(folder), str(folder)
     config = _read_config(folder)
-  # Files may carry a length to cut or fill to.
+  # The file may set a length for truncation or padding.
   hf.backend_tokenizer.no_truncation()
   hf.backend_tokenizer.no_padding()
   template = hf.chat_template
@@ -230,19 +230,19 @@ def load(
     template, named = template.get('default'), template
   templates = ''.join([template or '', *named.values()])
   saved = messages_lib.template_kwargs_of(hf.init_kwargs, f'{source}/tokenizer_config.json')
-  given = messages_lib.template_kwargs_of({'chat_template_kwargs': template_kwargs}, 'config.data.template_kwargs')
-  for name in given:
+  kwargs = messages_lib.template_kwargs_of({'chat_template_kwargs': template_kwargs}, 'config.data.template_kwargs')
+  for name in kwargs:
     if not _reads(templates, name):
       raise InputError(f'config.data.template_kwargs.{name}: the chat template of {path} reads no such variable')
   configured = config.get('eos_token_id')
   configured = configured if isinstance(configured, list) else [configured]
-  known = (hf.eos_token_id, *configured[:1], hf.get_vocab().get('<|endoftext|>'))
-  eos = next((i for i in known if i is not None), None)
+  candidates = (hf.eos_token_id, *configured[:1], hf.get_vocab().get('<|endoftext|>'))
+  eos = next((i for i in candidates if i is not None), None)
   if eos is None:
     raise InputError(f'{path}: the tokenizer has no end-of-text token; set "eos_token" in its tokenizer_config.json')
-  # A turn of gpt-oss ends with <|return|>, and its reasoning with <|end|>.
-  others = '<|end|>' if '<|return|>' in templates else ''
-  turn_ends = [hf.get_vocab().get(text) for text in _TURN_ENDS if text in templates and text != others]
+  # In gpt-oss, <|return|> ends a turn, and <|end|> only its reasoning.
+  ends_reasoning = '<|end|>' if '<|return|>' in templates else ''
+  turn_ends = [hf.get_vocab().get(text) for text in _TURN_ENDS if text in templates and text != ends_reasoning]
   return Tokenizer(
     hf=hf,
     source=source,
@@ -253,12 +253,12 @@ def load(
     stop_ids=tuple(dict.fromkeys(i for i in (eos, *configured, *turn_ends) if i is not None)),
     chat_template=template or None,
     named_templates=named,
-    template_kwargs=saved | given,
+    template_kwargs=saved | kwargs,
   )
 
 
 def _template(chosen: str) -> str:
-  """Returns the text of a template given as text, by the name of one in data/templates, or as a file."""
+  """Returns the text of a template, which is chosen as text, by name from data/templates, or as a file."""
   if '{{' in chosen or '{%' in chosen:
     return chosen
   named = _named_templates()
@@ -293,12 +293,12 @@ def _folder(path: str | pathlib.Path) -> pathlib.Path:
 
   from jaxpost.storage import hub
 
-  named = hub.parse(str(path))
-  if named is None:
+  on_hub = hub.parse(str(path))
+  if on_hub is None:
     raise InputError(f"{path}: no such folder; config.model.tokenizer is a Hugging Face folder, 'org/name' or 'bytes'")
-  repo, revision, file = named
+  repo, revision, file = on_hub
   if file:
-    raise InputError(f'{path}: name the repository of a tokenizer, no file')
+    raise InputError(f'{path}: name the repository of a tokenizer, not a file')
   return hub.download(repo, 'model', revision)
 
 
@@ -307,28 +307,28 @@ def _from_folder(folder: pathlib.Path) -> PreTrainedTokenizerFast:
 
   files = [n for n in _FILES if (folder / n).is_file()]
   if 'tokenizer.json' in files:
-    # Not AutoTokenizer: it imports torch where torch is installed.
+    # Not AutoTokenizer, which imports torch if it is installed.
     cls: Any = transformers.PreTrainedTokenizerFast
   elif {'vocab.json', 'tokenizer.model', 'vocab.txt'} & set(files):
     cls = transformers.AutoTokenizer
   else:
-    there = ', '.join(sorted(p.name for p in folder.iterdir())[:8])
-    raise InputError(f'{folder}: no tokenizer here (tokenizer.json); the folder has {there or "nothing"}')
+    names = ', '.join(sorted(p.name for p in folder.iterdir())[:8])
+    raise InputError(f'{folder}: no tokenizer here (tokenizer.json); the folder has {names or "nothing"}')
   for name in files:
     if name.endswith('.json'):
-      found = object_store.read_json(folder / name)
-      if name == 'tokenizer.json' and 'model' not in found:
+      content = object_store.read_json(folder / name)
+      if name == 'tokenizer.json' and 'model' not in content:
         raise InputError(f'{folder / name}: has no "model": not a tokenizer')
   try:
     hf = cls.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
   except BaseException as error:
-    # The library of tokenizers raises Exception itself for a file that it cannot read.
+    # The library `tokenizers` raises a bare Exception for a file that it cannot read.
     if type(error) is not Exception and not isinstance(error, (ValueError, TypeError, KeyError, ImportError, OSError)):
       raise
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if 'custom code' in first:
-      first = 'it needs code of its own, which is never run; save it with a tokenizer.json'
-    raise InputError(f'{folder}: unreadable tokenizer: {first}') from error
+    message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if 'custom code' in message:
+      message = 'it needs code of its own, which is never run; save it with a tokenizer.json'
+    raise InputError(f'{folder}: unreadable tokenizer: {message}') from error
   if not hf.is_fast:
     raise InputError(f'{folder}: only fast tokenizers are supported; save one with a tokenizer.json')
   return hf
@@ -351,7 +351,7 @@ def _bytes() -> PreTrainedTokenizerFast:
   from tokenizers import decoders, models, pre_tokenizers
   from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-  letters = bytes_to_unicode()  # the printable stand-ins that byte-level tokenizers use for bytes
+  letters = bytes_to_unicode()  # {byte: printable character that stands for it}
   model = models.BPE(vocab={letters[b]: b for b in range(256)}, merges=[])
   tokenizer = tokenizers.Tokenizer(model)
   tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

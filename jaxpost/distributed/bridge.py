@@ -1,7 +1,7 @@
-"""Copies weights to a phase that has devices of its own.
+"""Copies weights from the training devices to a phase that has its own devices.
 
-A program lays them out on the training devices as the other mesh wants them, then each shard is copied to its device,
-inside one process or from one process to another.
+A program first reshards them on the training devices to the layout of the other mesh. Then each shard is copied to its
+device, inside one process or from one process to another.
 """
 
 import dataclasses
@@ -15,34 +15,33 @@ from jaxpost.distributed import coordination
 from jaxpost.distributed.mesh import Layout
 from jaxpost.errors import InputError
 
-_COPIES = 'copies'  # mesh axis of a bridge's source: equal copies of the target's shards
-# Mesh axes of a sampling mesh over which weights are replicated.
-WHOLE = ('data', 'fsdp')
+_COPIES = 'copies'  # mesh axis of a bridge's source, over which it has equal copies of the target's shards
+WHOLE = ('data', 'fsdp')  # mesh axes of a sampling mesh over which weights are replicated
 
 
 @dataclasses.dataclass(frozen=True)
 class Bridge:
   """Copies weights from the training devices to a sampling mesh of other devices.
 
-  source: a layout of the training devices whose shards are those of the target, in one or more copies.
-  target: the layout that arrays arrive in.
+  source: a layout on the training devices with the shards of the target, in one or more copies.
+  target: the layout on the other devices.
   """
 
   source: Layout
   target: Layout
 
   def arriving(self, tree: Any) -> Any:
-    """Shapes, types and shardings of what `__call__` returns."""
+    """Returns shapes, dtypes and shardings of the arrays that `__call__` returns."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(x)), tree)
 
   def __call__(self, tree):
-    """The arrays of `tree`, which are in the `source` layout, in the `target` layout."""
+    """Returns the arrays of `tree`, which are in the `source` layout, in the `target` layout."""
     leaves, treedef = jax.tree.flatten(tree)
-    parts = _parts(self.target.mesh, WHOLE)
-    copies = _parts(self.source.mesh, (_COPIES,))
-    arrived = [copy(leaves, copies[i % len(copies)], part) for i, part in enumerate(parts)]
+    replicas = _replicas(self.target.mesh, WHOLE)
+    copies = _replicas(self.source.mesh, (_COPIES,))
+    copied = [copy(leaves, copies[i % len(copies)], replica) for i, replica in enumerate(replicas)]
     return treedef.unflatten(
-      [_whole(x.shape, x.dtype, self._sharding(x), found) for x, *found in zip(leaves, *arrived)]
+      [_whole(x.shape, x.dtype, self._sharding(x), arrays) for x, *arrays in zip(leaves, *copied)]
     )
 
   def _sharding(self, x) -> NamedSharding:
@@ -50,70 +49,66 @@ class Bridge:
 
 
 def make_bridge(train: Layout, target: Layout, key: str) -> Bridge | None:
-  """The bridge from `train` to `target`; None where both have the same devices.
+  """Returns the bridge from `train` to `target`; None if both have the same devices.
 
   Raises:
-    InputError: the training devices are no multiple of a replica of the target;
-      `key` names the config field of its mesh.
+    InputError: the number of training devices is not a multiple of those of a replica of the target; `key` names the
+      config field of its mesh.
   """
-  ours = set(train.mesh.devices.flat)
-  if ours == set(target.mesh.devices.flat):
+  train_devices = set(train.mesh.devices.flat)
+  if train_devices == set(target.mesh.devices.flat):
     return None
-  part = _parts(target.mesh, WHOLE)[0]
-  copies, left = divmod(len(ours), part.size)
-  if left:
+  replica = _replicas(target.mesh, WHOLE)[0]
+  copies, remainder = divmod(len(train_devices), replica.size)
+  if remainder:
     raise InputError(
-      f'{key}: weights are split over {part.size} devices there, and '
-      f'{len(ours)} training devices are no multiple of that; take a '
-      'smaller tensor or expert axis'
+      f'{key}: weights are split over {replica.size} devices there, and {len(train_devices)} training devices are no '
+      'multiple of that; take a smaller tensor or expert axis'
     )
   mesh = Mesh(
-    train.mesh.devices.reshape(copies, *part.devices.shape),
-    (_COPIES, *part.axis_names),
-    axis_types=(AxisType.Auto,) * (1 + part.devices.ndim),
+    train.mesh.devices.reshape(copies, *replica.devices.shape),
+    (_COPIES, *replica.axis_names),
+    axis_types=(AxisType.Auto,) * (1 + replica.devices.ndim),
   )
   return Bridge(Layout(mesh, target.phase), target)
 
 
-def _parts(mesh: Mesh, axes) -> list[Mesh]:
-  """The replicas of a mesh: meshes with the same axis names in which `axes` have size 1."""
+def _replicas(mesh: Mesh, axes: tuple[str, ...]) -> list[Mesh]:
+  """Splits a mesh over `axes`: each part has the same axis names, and size 1 along `axes`, without the axis copies."""
   names = mesh.axis_names
   inner = tuple(1 if n in axes else mesh.shape[n] for n in names)
   order = [i for i, n in enumerate(names) if n in axes] + [i for i, n in enumerate(names) if n not in axes]
-  rows = mesh.devices.transpose(order).reshape(-1, math.prod(inner))  # [replicas, devices of one]
+  rows = mesh.devices.transpose(order).reshape(-1, math.prod(inner))  # [replicas, devices of a replica]
   kept = [i for i, n in enumerate(names) if n != _COPIES]
-  return [
-    Mesh(row.reshape([inner[i] for i in kept]), [names[i] for i in kept], axis_types=(AxisType.Auto,) * len(kept))
-    for row in rows
-  ]
+  shape, kept_names = [inner[i] for i in kept], [names[i] for i in kept]
+  return [Mesh(row.reshape(shape), kept_names, axis_types=(AxisType.Auto,) * len(kept)) for row in rows]
 
 
 def copy(arrays: list, source: Mesh, target: Mesh) -> list:
-  """The shards on `source` of arrays, as arrays on `target`."""
-  here = [_whole(x.shape, x.dtype, NamedSharding(source, x.sharding.spec), [x]) for x in arrays]
-  there = [NamedSharding(target, x.sharding.spec) for x in arrays]
+  """Returns the shards of arrays on `source` as arrays on `target`, a mesh of the same shape."""
+  on_source = [_whole(x.shape, x.dtype, NamedSharding(source, x.sharding.spec), [x]) for x in arrays]
+  shardings = [NamedSharding(target, x.sharding.spec) for x in arrays]
   if coordination.process_count() == 1:
-    return jax.device_put(here, there)
+    return jax.device_put(on_source, shardings)
   if coordination.owners(source.devices.flat) != coordination.owners(target.devices.flat):
-    sent = jax.device_put(here, there)  # all of them together
+    sent = jax.device_put(on_source, shardings)  # in one call for all arrays
     coordination.all_gather(None)  # a sender must stay until all receivers have read
     return sent
-  pair = dict(zip(source.devices.flat, target.devices.flat))
-  if any(a.process_index != b.process_index for a, b in pair.items()):
+  target_of = dict(zip(source.devices.flat, target.devices.flat))
+  if any(a.process_index != b.process_index for a, b in target_of.items()):
     raise InputError(
-      'config.mesh.rollout_devices: some processes would both train and '
-      'sample, and with others; take the devices of whole processes'
+      'config.mesh.rollout_devices: some processes would train, and sample with devices of other processes; take all '
+      'devices of a process'
     )
-  return [
-    jax.make_array_from_single_device_arrays(
-      x.shape, s, [jax.device_put(part.data, pair[part.device]) for part in x.addressable_shards], dtype=x.dtype
-    )
-    for x, s in zip(here, there)
-  ]
+  out = []
+  for x, sharding in zip(on_source, shardings):
+    shards = [jax.device_put(shard.data, target_of[shard.device]) for shard in x.addressable_shards]
+    out.append(jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype))
+  return out
 
 
 def _whole(shape, dtype, sharding: NamedSharding, arrays: list):
-  """One array made of the shards that `arrays` hold on the devices of `sharding`."""
+  """Returns one array made of the shards of `arrays` on the devices of `sharding`, without a copy."""
   local = sharding.mesh.local_devices
-  shards = {s.device: s.data for x in arrays for s in x.addressable_shards if s.device in local}  # no copy is made
+  shards = {s.device: s.data for x in arrays for s in x.addressable_shards if s.device in local}
   return jax.make_array_from_single_device_arrays(shape, sharding, [shards[d] for d in local], dtype=dtype)

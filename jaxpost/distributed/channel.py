@@ -1,7 +1,8 @@
-"""Connected processes exchange values and errors by JAX's coordination service; runs of one process never import this.
+"""Exchanges values and errors between processes by JAX's coordination service; not imported in runs of one process.
 
-Main threads exchange small values, which wait for no program: a process that waits for one that has failed gets its
-error. They call these functions in the same order (`coordination.py`). A `Channel` joins bytes of other threads.
+Main threads exchange small values, without running a program on devices. A process that waits for another one that has
+failed gets its error. All main threads call these functions in the same order (`coordination.py`). A `Channel`
+exchanges bytes between other threads.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from jaxpost import errors
 _RUN: Any = distributed.global_state  # the client of the service, and the number of this process and of all
 _ROOT = 'jaxpost'
 _POLL_MS = 1000  # how often a wait checks whether a peer has failed
-_EXIT_MS = 10_000  # a failed process waits so long for its peers to read why
-_EXIT_GONE_MS = 3000  # likewise where a peer is gone, which the others notice themselves
-_KEPT = 64  # rounds whose keys stay; far more than two processes are ever apart
-_CHUNK = 1 << 21  # bytes of a value of the service
+_EXIT_MS = 10_000  # how long a failed process waits for its peers to read the reason
+_EXIT_GONE_MS = 3000  # the same if another process is gone, which the peers notice by themselves
+_KEPT = 64  # rounds whose keys are kept; two processes are never as many rounds apart
+_CHUNK = 1 << 21  # largest number of bytes of a value of the service
 _KINDS = {kind.exit_code: kind for kind in errors.KNOWN}
 
-# Numbers of the calls of `all_gather`, `any_process` and `broadcast_bytes`, and of the channels made.
+# Counters of the calls of `all_gather`, `any_process` and `broadcast_bytes`, and of channels.
 _rounds, _polls, _broadcasts, _channels = (itertools.count() for _ in range(4))
 
 
@@ -40,11 +41,11 @@ class _State:
 
   stops = 0
   runs = 0
-  failed: int | None = None  # its exit code
-  gone = False  # because another process was
-  waited = 0.0  # seconds of the main thread
+  failed: int | None = None  # exit code of a failed run
+  gone = False  # whether it failed because another process is gone
+  waited = 0.0  # seconds that the main thread has waited for other processes
   sent: list[str] = []  # keys of the broadcasts of this process
-  who_is_gone: Callable[[], str] = str  # a sentence that names the process that is gone, or ''
+  who_is_gone: Callable[[], str] = str  # returns a sentence that names the process that is gone, or ''
 
 
 def on_connected(who_is_gone: Callable[[], str]) -> None:
@@ -55,25 +56,25 @@ def on_connected(who_is_gone: Callable[[], str]) -> None:
 
 def all_gather(value: Any) -> list:
   """See `coordination.all_gather`."""
-  client, at = _RUN.client, next(_rounds)
-  here = f'{_ROOT}/round/{at}/'
-  client.key_value_set(f'{here}{_RUN.process_id}', json.dumps(value))
+  client, number = _RUN.client, next(_rounds)
+  prefix = f'{_ROOT}/round/{number}/'
+  client.key_value_set(f'{prefix}{_RUN.process_id}', json.dumps(value))
   if _RUN.process_id == 0:
-    texts = [wait_for(f'{here}{i}') for i in range(_RUN.num_processes)]
-    client.key_value_set(f'{here}all', f'[{",".join(texts)}]')
-    if at:  # a process in this round has read the one before
-      client.key_value_delete(f'{_ROOT}/round/{at - 1}/')
-  return json.loads(wait_for(f'{here}all'))
+    texts = [wait_for(f'{prefix}{i}') for i in range(_RUN.num_processes)]
+    client.key_value_set(f'{prefix}all', f'[{",".join(texts)}]')
+    if number:  # all processes are in this round, so they have read the one before
+      client.key_value_delete(f'{_ROOT}/round/{number - 1}/')
+  return json.loads(wait_for(f'{prefix}all'))
 
 
 def broadcast_bytes(sender: int, data: bytes | None) -> bytes:
-  """The bytes of process `sender`, on all processes; those of the others are not read."""
-  here = f'{_ROOT}/broadcast/{next(_broadcasts)}/'
+  """Returns the bytes of process `sender` on all processes; `data` of the others is ignored."""
+  prefix = f'{_ROOT}/broadcast/{next(_broadcasts)}/'
   if data is None or _RUN.process_id != sender:
-    return _receive(here, wait_for)
-  _send(here, data)
-  # Processes meet in each step, so older broadcasts were read by all.
-  _State.sent.append(here)
+    return _receive(prefix, wait_for)
+  _send(prefix, data)
+  # Processes synchronize in each step, so all have read older broadcasts.
+  _State.sent.append(prefix)
   if len(_State.sent) > _KEPT:
     _RUN.client.key_value_delete(_State.sent.pop(0))
   return data
@@ -81,19 +82,19 @@ def broadcast_bytes(sender: int, data: bytes | None) -> bytes:
 
 def any_process(flag: bool) -> bool:
   """See `coordination.any_process`."""
-  client, at = _RUN.client, next(_polls)
+  client, number = _RUN.client, next(_polls)
   flags = f'{_ROOT}/flags/{_State.stops}/'
   if flag:
     client.key_value_set(f'{flags}{_RUN.process_id}', '1', allow_overwrite=True)
   if _RUN.process_id == 0:
     answer = flag or bool(client.key_value_dir_get(flags))
-    client.key_value_set(f'{_ROOT}/stop/{at}', json.dumps(answer))
-    if at >= _KEPT:
-      client.key_value_delete(f'{_ROOT}/stop/{at - _KEPT}')
+    client.key_value_set(f'{_ROOT}/stop/{number}', json.dumps(answer))
+    if number >= _KEPT:
+      client.key_value_delete(f'{_ROOT}/stop/{number - _KEPT}')
   else:
-    answer = json.loads(wait_for(f'{_ROOT}/stop/{at}'))
+    answer = json.loads(wait_for(f'{_ROOT}/stop/{number}'))
   if answer:
-    _State.stops += 1  # the flags of a later stop have another name
+    _State.stops += 1  # so that flags of a later stop have other keys
   return answer
 
 
@@ -106,40 +107,43 @@ def fail_together() -> Iterator[None]:
     yield
   except BaseException as error:
     known = isinstance(error, tuple(_KINDS.values()))
-    # The error may be that of a connection to a process that is gone.
+    # An unknown error may come from a lost connection to a process that is gone.
     gone = '' if known or failed_process() else _State.who_is_gone()
-    first = failed_process() or (errors.PeerError(gone) if gone else None)
+    cause = failed_process() or (errors.PeerError(gone) if gone else None)
     _State.failed = error.exit_code if known else 1
     _State.gone = bool(gone)
-    if first is None:
+    if cause is None:
       _tell_peers(_State.failed, str(error) or repr(error))
-    elif not known:  # this error is a consequence of that failure
-      _State.failed = vars(type(first)).get('exit_code', 1)
-      raise first from error
+    elif not known:  # the error is a consequence of `cause`
+      _State.failed = vars(type(cause)).get('exit_code', 1)
+      raise cause from error
     raise
 
 
 def leave(code: int, message: str) -> None:
-  """Ends this process, once the others have had the time to read why."""
+  """Ends this process after the others have had time to read the reason."""
   _State.failed = code
   _tell_peers(code, message)
   _exit()
 
 
 def _tell_peers(code: int, message: str) -> None:
-  """Lets the other processes know how this one ends; unless the service is gone, with process 0."""
+  """Tells the other processes how this one ends, unless the service is gone with process 0."""
   with contextlib.suppress(jax.errors.JaxRuntimeError):
     _RUN.client.key_value_set(f'{_ROOT}/failed/{_State.runs}/{_RUN.process_id}', json.dumps([code, message]))
 
 
 def seconds_waited(more: float = 0.0) -> float:
-  """Seconds that this process has waited for others since it started, after `more` are counted as well."""
+  """Adds `more` to the seconds that this process has waited for others since it started; returns their sum."""
   _State.waited += more
   return _State.waited
 
 
 def wait_for(key: str, binary: bool = False, poll: Callable[[], None] | None = None) -> Any:
-  """The value of a key once it is there; raises the error of a failed peer, or of `poll`, which threads give."""
+  """Returns the value of a key as soon as it is set; raises the error of a failed peer, or of `poll`.
+
+  poll: is called every `_POLL_MS`; None in the main thread, whose waiting is counted.
+  """
   read = _RUN.client.blocking_key_value_get_bytes if binary else _RUN.client.blocking_key_value_get
   while True:
     start = time.perf_counter()
@@ -149,7 +153,7 @@ def wait_for(key: str, binary: bool = False, poll: Callable[[], None] | None = N
       if 'DEADLINE_EXCEEDED' not in str(error):
         raise
     finally:
-      if not poll:  # the process itself goes on
+      if not poll:
         _State.waited += time.perf_counter() - start
     if failure := failed_process():
       raise failure
@@ -158,15 +162,15 @@ def wait_for(key: str, binary: bool = False, poll: Callable[[], None] | None = N
 
 
 def failed_process() -> Exception | None:
-  """The error of the first other process that failed; None if none has."""
-  here = f'{_ROOT}/failed/{_State.runs}/'
+  """Returns the error of the process with the lowest index that has failed; None if none has."""
+  prefix = f'{_ROOT}/failed/{_State.runs}/'
   try:
-    failed = sorted(_RUN.client.key_value_dir_get(here))
-  except jax.errors.JaxRuntimeError:  # the service ended with process 0
+    failed = sorted(_RUN.client.key_value_dir_get(prefix), key=lambda entry: int(entry[0].removeprefix(prefix)))
+  except jax.errors.JaxRuntimeError:  # the service has ended with process 0
     return None
   for key, text in failed:
     code, message = json.loads(text)
-    return _KINDS.get(code, errors.PeerError)(f'process {key.removeprefix(here)}: {message}')
+    return _KINDS.get(code, errors.PeerError)(f'process {key.removeprefix(prefix)}: {message}')
   return None
 
 
@@ -175,28 +179,28 @@ class Closed(Exception):
 
 
 class Channel:
-  """Joins bytes of all processes; their main threads make their channels in the same order, for one thread each.
+  """Joins bytes of all processes for one thread of each; all main threads make their channels in the same order.
 
   Attributes:
-    waited: seconds that its thread has waited for other processes.
+    waited: seconds that the thread has waited for other processes.
   """
 
   def __init__(self):
     self.count, self.index = _RUN.num_processes, _RUN.process_id
     self.closed = threading.Event()  # ends a wait
     self.waited = 0.0
-    self._here = f'{_ROOT}/channel/{next(_channels)}/'
+    self._prefix = f'{_ROOT}/channel/{next(_channels)}/'
     self._round = 0
 
   def join(self, data: bytes) -> bytes:
     """Returns the bytes of all processes, one after the other; raises Closed once the channel is closed."""
-    here, before = (f'{self._here}{n}/' for n in (self._round, self._round - 1))
+    current, previous = f'{self._prefix}{self._round}/', f'{self._prefix}{self._round - 1}/'
     self._round += 1
-    _send(f'{here}{self.index}/', data)
+    _send(f'{current}{self.index}/', data)
     if self.index == 0:
-      _send(f'{here}all/', b''.join([_receive(f'{here}{i}/', self._wait_for) for i in range(self.count)]))
-      _RUN.client.key_value_delete(before)  # a process in this round has read the one before
-    return _receive(f'{here}all/', self._wait_for)
+      _send(f'{current}all/', b''.join([_receive(f'{current}{i}/', self._wait_for) for i in range(self.count)]))
+      _RUN.client.key_value_delete(previous)  # all processes are in this round, so they have read the one before
+    return _receive(f'{current}all/', self._wait_for)
 
   def _wait_for(self, key: str, binary: bool) -> bytes:
     start = time.perf_counter()
@@ -210,22 +214,22 @@ class Channel:
       raise Closed
 
 
-def _send(to: str, data: bytes) -> None:
-  """Stores bytes in parts, and then how many there are."""
+def _send(prefix: str, data: bytes) -> None:
+  """Stores bytes in parts, and then the number of parts, under keys with a prefix."""
   starts = range(0, len(data), _CHUNK)
   for i, start in enumerate(starts):
-    _RUN.client.key_value_set_bytes(f'{to}{i}', data[start : start + _CHUNK])
-  _RUN.client.key_value_set_bytes(f'{to}parts', str(len(starts)).encode())
+    _RUN.client.key_value_set_bytes(f'{prefix}{i}', data[start : start + _CHUNK])
+  _RUN.client.key_value_set_bytes(f'{prefix}parts', str(len(starts)).encode())
 
 
-def _receive(sent: str, wait: Callable[[str, bool], bytes]) -> bytes:
-  """Returns what `_send` has stored; `wait` is a form of `wait_for`."""
-  parts = int(wait(f'{sent}parts', True))
-  return b''.join(wait(f'{sent}{i}', True) for i in range(parts))
+def _receive(prefix: str, wait: Callable[[str, bool], bytes]) -> bytes:
+  """Returns the bytes that `_send` has stored; `wait` is called as `wait_for`."""
+  parts = int(wait(f'{prefix}parts', True))
+  return b''.join(wait(f'{prefix}{i}', True) for i in range(parts))
 
 
 def _exit() -> None:
-  """At exit after a failure: lets the peers read its reason, for a limited time."""
+  """Waits at the exit of a failed process, for a limited time, until the peers have read the reason."""
   if _State.failed is None:
     return
   try:

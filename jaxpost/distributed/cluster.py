@@ -1,6 +1,6 @@
 """Connects the processes of a run through `jax.distributed`, with readable errors.
 
-A process that does not connect in time is named on all the others; `peers.py` has the heartbeats of connected ones.
+If a process does not connect in time, all others name it. `peers.py` has the heartbeats of connected processes.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from jax._src import distributed  # the service has no public name
 from jaxpost import errors
 from jaxpost.distributed import channel, peers
 
-_TRANSFER_TIMEOUT_S = 3600  # weights wait for a process that still samples
+_TRANSFER_TIMEOUT_S = 3600  # a transfer of weights may wait for a process that is still sampling
 
 
 def connect(
@@ -33,12 +33,12 @@ def connect(
   """Connects to the other processes, before any device is used.
 
   Args:
-    address: HOST:PORT of process 0; '' where JAX knows the cluster, and then
-      it knows the rest, too.
-    count: how many processes there are; index: which of them this is.
-    cluster: JAX's detection method ('slurm', 'mpi4py', ...); '': any that fits.
+    address: HOST:PORT of process 0; '' if JAX detects the cluster, with `count` and `index`.
+    count: number of processes.
+    index: index of this process.
+    cluster: JAX's detection method ('slurm', 'mpi4py', ...); '' for any that fits.
     init_s: seconds that processes wait for each other at the start.
-    heartbeat_s: a process without heartbeats for so long is gone, and all end.
+    heartbeat_s: seconds without a heartbeat after which a process is gone, and all processes end.
 
   Raises:
     InputError: JAX does not know this cluster.
@@ -47,19 +47,19 @@ def connect(
     return _connect_pathways()
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   _open_for_transfers(address)
-  where = address or os.environ.get('JAX_COORDINATOR_ADDRESS', '')
+  coordinator = address or os.environ.get('JAX_COORDINATOR_ADDRESS', '')
   try:
-    with _names_absent(where, round(init_s)):
+    with _names_absent(coordinator, round(init_s)):
       jax.distributed.initialize(
         address or None,
         count,
         index,
         cluster_detection_method=cluster or None,
         initialization_timeout=round(init_s) + 2,
-        # JAX's own timeout comes after ours, as it does not name the process.
+        # Later than the timeout of `Peers`, as JAX does not name the process.
         heartbeat_timeout_seconds=round(heartbeat_s) + 3,
       )
-  except ValueError as e:  # something was neither given nor detected
+  except ValueError as e:  # an argument was neither given nor detected
     raise errors.InputError(
       f'--distributed: no cluster that JAX knows was found ({e}); give '
       '--coordinator=HOST:PORT, --num_processes and --process_id'
@@ -73,18 +73,18 @@ def connect(
 
 def _open_for_transfers(address: str):
   """Lets `device_put` reach other processes on CPU, as it does on accelerators."""
-  given = jax.config.values
-  if given['jax_platforms'] != 'cpu' or (given['jax_cross_host_transfer_socket_address']):
+  options = jax.config.values
+  if options['jax_platforms'] != 'cpu' or options['jax_cross_host_transfer_socket_address']:
     return
-  there = (address or os.environ.get('JAX_COORDINATOR_ADDRESS', '')).rpartition(':')[0] or socket.gethostname()
+  coordinator = (address or os.environ.get('JAX_COORDINATOR_ADDRESS', '')).rpartition(':')[0] or socket.gethostname()
   try:
-    family, kind, *_, at = socket.getaddrinfo(there.strip('[]'), 9, type=socket.SOCK_DGRAM)[0]
+    family, kind, *_, sockaddr = socket.getaddrinfo(coordinator.strip('[]'), 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-      probe.connect(at)  # sends nothing
+      probe.connect(sockaddr)  # sends nothing, and selects the address by which this host reaches process 0
       host = probe.getsockname()[0]
   except OSError as e:
     raise errors.InputError(
-      f'--coordinator: {there}: {e.strerror}; give the HOST:PORT at which this host reaches process 0'
+      f'--coordinator: {coordinator}: {e.strerror}; give the HOST:PORT at which this host reaches process 0'
     ) from e
   with socket.socket(family) as free:
     free.bind((host, 0))
@@ -106,27 +106,27 @@ def _connect_pathways():
 
 @contextlib.contextmanager
 def _names_absent(address: str, seconds: int):
-  """Names the processes that do not connect, in place of JAX's page of text.
+  """Names the processes that do not connect, instead of JAX's page of text.
 
   JAX ends this process when it gives up. Its service prints the missing processes if it gives up before the clients do.
-  Standard error is kept meanwhile, and shown unless it is understood.
+  Standard error is captured meanwhile, and printed if it has no known message.
   """
   service = distributed._jax
   make, stderr = service.get_distributed_runtime_service, os.dup(2)
   service.get_distributed_runtime_service = functools.partial(make, cluster_register_timeout=seconds)
-  kept = tempfile.TemporaryFile()
+  captured = tempfile.TemporaryFile()
 
   def restore() -> str:
     os.dup2(stderr, 2)
-    kept.seek(0)
-    return kept.read().decode(errors='replace')
+    captured.seek(0)
+    return captured.read().decode(errors='replace')
 
   def explain():
     text = restore()
-    found = re.search(r'timed out task names:\n((?:\d+\n)+)', text)
+    timed_out = re.search(r'timed out task names:\n((?:\d+\n)+)', text)
     hosts = os.environ.get('TPU_WORKER_HOSTNAMES', '').split(',')
-    if found:
-      absent = sorted(map(int, found[1].split()))
+    if timed_out:
+      absent = sorted(map(int, timed_out[1].split()))
       names = [f'{i} on {hosts[i]}' if i < len(hosts) and hosts[i] else str(i) for i in absent]
       return (
         f'process {", ".join(names)} did not come to {address} within {seconds} s (--init_timeout_s); look at its log'
@@ -134,15 +134,13 @@ def _names_absent(address: str, seconds: int):
     if 'newer incarnation' in text:
       return f'two processes came to {address} with one --process_id'
     if 'RegisterTask' in text:
-      return (
-        f'process 0 does not answer at {address} within {seconds} s '
-        '(--init_timeout_s): is it started, can this host reach it?'
-      )
+      limit = f'{seconds} s (--init_timeout_s)'
+      return f'process 0 does not answer at {address} within {limit}: is it started, can this host reach it?'
     os.write(2, text.encode())
     return 'JAX gave up while it started (see above)'
 
   peers.on_abort(explain, stacks=False)
-  os.dup2(kept.fileno(), 2)
+  os.dup2(captured.fileno(), 2)
   try:
     yield
   finally:

@@ -1,7 +1,7 @@
-"""Heartbeats between the processes of a run: which one is gone, and what each was in.
+"""Heartbeats between the processes of a run show which process is gone, and the operation that each is in.
 
-Each process sends one to JAX's coordination service every second, with the operation that it is in. A process without
-heartbeats is gone. Where an operation takes too long, its watchdog reads from them which process it waits for.
+Each process sends a heartbeat to JAX's coordination service every second, with the operation that it is in. A process
+without heartbeats is gone. If an operation takes too long, the watchdog reads from them which process it waits for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 from jaxpost.distributed import watchdog
 
 _ROOT = 'jaxpost/beat/'
-_QUICK = 3  # missed heartbeats: gone, where another failure is known already
+_QUICK = 3  # missed heartbeats after which a process is gone if another failure is already known
 
 
 class Peers:
@@ -32,43 +32,44 @@ class Peers:
 
     Args:
       client: JAX's coordination service.
-      index: of this process; count: of all processes.
-      timeout_s: without heartbeats for so long, a process is gone.
-      failure: () -> the exception that another process ended with, or None.
+      index: index of this process.
+      count: number of processes.
+      timeout_s: seconds without a heartbeat after which a process is gone.
+      failure: () -> the exception that another process has ended with, or None.
     """
     self.index = index
     self._client = client
     self._timeout_s = timeout_s
     self._failure = failure
     self._last: dict[int, dict] = {}  # {process: its last heartbeat}
-    self._missed = dict.fromkeys(range(count), 0)  # {process: heartbeats since}
+    self._missed = dict.fromkeys(range(count), 0)  # {process: heartbeats that it has missed}
     self._sent = 0
-    self._failed = 0  # heartbeats since another process failed
+    self._failed = 0  # heartbeats of this process since another process has failed
 
   def watch(self) -> None:
-    """Starts sending heartbeats; names the process at fault where JAX aborts this one."""
+    """Starts sending heartbeats; if JAX aborts this process, the process at fault is named."""
     on_abort(lambda: self.gone(_QUICK) or self._suspect())
     watchdog.watch_peers(self)
 
   def leave(self) -> None:
     """Sends a final heartbeat, so that the others do not report this process as dead."""
     if watchdog.leave():
-      with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 has gone
+      with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone with process 0
         self._send({'left': True})
 
   def gone(self, beats: int) -> str:
-    """Names a process that has missed `beats` heartbeats, in a sentence; '' if there is none."""
+    """Returns a sentence about a process that has missed `beats` heartbeats; '' if there is none."""
     for i, missed in sorted(self._missed.items()):
       if i != self.index and missed >= beats:
         last = self._last.get(i)
         was_in = f'; it was in {last["doing"]}, at {last["at"]}' if last else ''
-        return f'{self._name(i)} is gone: not heard of for {missed * watchdog.INTERVAL_S:.0f} s{was_in}'
+        return f'{self._name(i)} is gone: no heartbeat for {missed * watchdog.INTERVAL_S:.0f} s{was_in}'
     return ''
 
   def who_is_gone(self) -> str:
-    """Names the process behind a lost connection; waits until heartbeats are missed.
+    """Returns a sentence about the process that a lost connection led to, after waiting for missed heartbeats.
 
-    '' if none is gone, or if another process failed with an error of its own.
+    It is '' if no process is gone, or if another process has failed with an error of its own.
     """
     end = time.monotonic() + (_QUICK + 2) * watchdog.INTERVAL_S
     while time.monotonic() < end:
@@ -86,20 +87,20 @@ class Peers:
     doing, host = watchdog.operation(), socket.gethostname()
     try:
       self._send(dict(beat=self._sent, host=host, pid=os.getpid(), doing=doing, at=at, waits=waits))
-      found = {int(key.removeprefix(_ROOT)): json.loads(text) for key, text in self._client.key_value_dir_get(_ROOT)}
-    except jax.errors.JaxRuntimeError:  # the service is part of process 0
-      found = {i: last for i, last in self._last.items() if i}
+      entries = self._client.key_value_dir_get(_ROOT)
+      heartbeats = {int(key.removeprefix(_ROOT)): json.loads(text) for key, text in entries}
+    except jax.errors.JaxRuntimeError:  # the service is gone with process 0
+      heartbeats = {i: last for i, last in self._last.items() if i}
     for i in self._missed:
-      last = found.get(i)
-      new = last and (last.get('left') or last != self._last.get(i))
-      # Counted in heartbeats of this process, not in seconds: a process that was
-      # itself suspended has not waited for the others meanwhile.
-      self._missed[i] = 0 if new else self._missed[i] + 1
+      last = heartbeats.get(i)
+      is_new = last and (last.get('left') or last != self._last.get(i))
+      # Count heartbeats of this process, not seconds: while this process is suspended, the others miss none.
+      self._missed[i] = 0 if is_new else self._missed[i] + 1
       if last:
         self._last[i] = self._last.get(i, {}) | last
 
   def end_if_gone(self, also_failed: bool) -> None:
-    """Ends this process if another one is gone, or, with `also_failed`, failed and this one does not notice it."""
+    """Ends this process if another one is gone or, with `also_failed`, if it has not noticed the failure of another."""
     if text := self.gone(max(_QUICK, round(self._timeout_s / watchdog.INTERVAL_S))):
       watchdog.end(text)
     failure = self._failure() if also_failed else None
@@ -109,7 +110,7 @@ class Peers:
       watchdog.end(str(failure), code, stacks=code == 1)
 
   def stuck(self) -> list[str]:
-    """Returns a phrase for each other process that waits for none."""
+    """Returns a phrase for each other process that does not wait for devices or processes."""
     return [
       f'{self._name(i)}, which is stuck in {last["doing"]}, at {last["at"]}'
       for i, last in self._last.items()
@@ -124,18 +125,19 @@ class Peers:
     return f'process {i}' + (f' on {last["host"]} (pid {last["pid"]})' if 'host' in last else '')
 
   def _suspect(self) -> str:
-    """Why JAX ends this process: another one died, or the service of process 0 is gone."""
+    """Returns why JAX ends this process: another one has died, or the service of process 0 is gone."""
     at, waits = watchdog.place()
-    me, doing = watchdog.name_of_process(), watchdog.operation()
+    process, doing = watchdog.name_of_process(), watchdog.operation()
     if not waits:
-      return f'{me} is stuck in {doing}, at {at}; another one gave up'
-    return f'{me} ends in {doing}: {self._name(0) if self.index else "another process"} is gone (JAX says so above)'
+      return f'{process} is stuck in {doing}, at {at}; another one gave up'
+    other = self._name(0) if self.index else 'another process'
+    return f'{process} ends in {doing}: {other} is gone (JAX says so above)'
 
 
 def on_abort(explain: Callable[[], str], stacks: bool = True) -> None:
-  """Prints `explain()` before JAX ends this process by abort(), as it does when another one died.
+  """Prints `explain()` before JAX ends this process by abort(), as it does after the death of another one.
 
-  JAX's own callback cannot be used: it takes no Python function (std::bad_cast). Should the aborting thread deadlock
+  JAX's own callback cannot be used, as it takes no Python function (std::bad_cast). If the aborting thread deadlocks
   with Python here, the limit of `watchdog.start_operation` ends the process.
   """
 
@@ -144,5 +146,5 @@ def on_abort(explain: Callable[[], str], stacks: bool = True) -> None:
     watchdog.end(explain(), stacks=stacks)
 
   handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(print_reason)
-  on_abort.keep = handler  # as long as the process lives
+  on_abort.keep = handler  # a reference, so that it is not freed
   ctypes.CDLL(None).signal(signal.SIGABRT, handler)

@@ -1,6 +1,6 @@
-"""Meshes of the phases (train, rollout, score) as a config writes them, and the order of devices in them.
+"""Makes the meshes of the phases (train, rollout, score) from a config, and orders the devices in them.
 
-Phases share all devices, or a phase has devices of its own: the last ones. Training has what is left.
+Phases share all devices, or rollout and score have their own devices, the last ones, and training has the others.
 """
 
 import collections
@@ -19,30 +19,32 @@ from jaxpost.errors import InputError
 
 
 def make_layouts(mesh: Any, row_length: int, devices: Sequence[jax.Device] | None = None) -> dict[str, Layout]:
-  """The layout of each phase: {'train', 'rollout', 'score'}.
+  """Returns {phase: layout} for the phases 'train', 'rollout' and 'score'.
 
   Args:
     mesh: `config.mesh`.
-    row_length: tokens of a training row, which a context axis has to divide.
-    devices: all of them; None takes `jax.devices()`.
+    row_length: tokens of a training row, a multiple of the context axis.
+    devices: all devices; None for `jax.devices()`.
 
   Raises:
     InputError: a mesh does not fit its devices.
   """
-  every = list(jax.devices() if devices is None else devices)
+  devices = list(jax.devices() if devices is None else devices)
   separate = mesh.rollout_devices + mesh.score_devices
-  if separate >= len(every):
+  if separate >= len(devices):
     raise InputError(
-      f'config.mesh.rollout_devices, score_devices: {separate} of {len(every)} device(s) leave none to train on'
+      f'config.mesh.rollout_devices, score_devices: {separate} of {len(devices)} device(s) leave none to train on'
     )
-  left = len(every) - separate
-  after = left + mesh.score_devices
-  train = make_layout(mesh.train, 'train', devices=every[:left])
-  rollout = make_layout(mesh.rollout, 'rollout', devices=every[after:], beside=None if mesh.rollout_devices else train)
+  # The order is: devices of training, of score, of rollout.
+  score_start = len(devices) - separate
+  rollout_start = score_start + mesh.score_devices
+  train = make_layout(mesh.train, 'train', devices=devices[:score_start])
+  beside = None if mesh.rollout_devices else train
+  rollout = make_layout(mesh.rollout, 'rollout', devices=devices[rollout_start:], beside=beside)
   text, beside = mesh.score or mesh.train, train
   if mesh.score_devices:
     text, beside = mesh.score or 'fsdp=-1', None
-  score = make_layout(text, 'train', 'config.mesh.score', devices=every[left:after], beside=beside)
+  score = make_layout(text, 'train', 'config.mesh.score', devices=devices[score_start:rollout_start], beside=beside)
   for phase, layout in (('train', train), ('score', score)):
     parts = layout.mesh.shape['context']
     if row_length % parts:
@@ -62,41 +64,41 @@ def make_layout(
     text: sizes of the mesh axes, as in 'fsdp=-1,tensor=2'.
     phase: 'train' or 'rollout', which chooses the rules.
     key: the config field, for errors.
-    devices: those of the mesh; None takes `jax.devices()`.
-    beside: a layout whose devices are taken instead, in their order, as a jitted reshard needs.
+    devices: the devices of the mesh; None for `jax.devices()`.
+    beside: a layout whose devices are used instead, in the same order, as a jitted reshard needs.
   """
-  given = beside.mesh.devices if beside else np.array(jax.devices() if devices is None else devices)
-  sizes = parse_mesh(text, given.size, key or f'config.mesh.{phase}')
+  available = beside.mesh.devices if beside else np.array(jax.devices() if devices is None else devices)
+  sizes = parse_mesh(text, available.size, key or f'config.mesh.{phase}')
   shape = tuple(sizes.values())
-  placed = given.reshape(shape) if beside else order_devices(list(given), shape)
-  return Layout(Mesh(placed, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)), phase)
+  ordered = available.reshape(shape) if beside else order_devices(list(available), shape)
+  return Layout(Mesh(ordered, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)), phase)
 
 
 def lanes(layouts: dict[str, Layout]) -> dict[str, str]:
-  """{phase of a step: lane of the timeline}: phases on the same devices share a lane."""
+  """Returns {phase of a step: lane of the timeline}; phases on the same devices share a lane."""
 
-  def same(name):
-    return layouts[name].mesh.devices.flat[0] == layouts['train'].mesh.devices.flat[0]
+  def on_train_devices(phase: str) -> bool:
+    return layouts[phase].mesh.devices.flat[0] == layouts['train'].mesh.devices.flat[0]
 
-  train = 'devices' if same('rollout') and same('score') else 'train'
-  rollout = train if same('rollout') else 'rollout'
-  return {'update': train, 'score': train if same('score') else 'score', 'sample': rollout, 'reshard': 'weights'}
+  train = 'devices' if on_train_devices('rollout') and on_train_devices('score') else 'train'
+  score = train if on_train_devices('score') else 'score'
+  rollout = train if on_train_devices('rollout') else 'rollout'
+  return {'update': train, 'score': score, 'sample': rollout, 'reshard': 'weights'}
 
 
 def order_devices(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
-  """The devices as an array of `shape`, ordered for their network: neighbors on inner axes.
+  """Returns the devices as an array of `shape`, ordered for their network: neighbors are on inner axes.
 
-  Where there are several TPU slices, the outermost axis that their number
-  divides crosses the slow network between them; the others stay inside a slice.
+  With several TPU slices, the outermost axis that is a multiple of their number crosses the slow network between them;
+  the other axes stay inside a slice.
 
   Raises:
-    InputError: no axis is a multiple of the number of slices, or devices are
-      missing inside a slice.
+    InputError: no axis is a multiple of the number of slices, or devices are missing inside a slice.
   """
-  if devices[0].platform != 'tpu':  # hosts follow each other
+  if devices[0].platform != 'tpu':  # JAX lists the devices host by host
     return np.array(devices).reshape(shape)
-  held = collections.Counter(getattr(d, 'slice_index', 0) for d in devices)
-  slices = len(held)
+  devices_per_slice = collections.Counter(getattr(d, 'slice_index', 0) for d in devices)
+  slices = len(devices_per_slice)
   outer = next((i for i, n in enumerate(shape) if n % slices == 0), None)
   if outer is None:
     raise InputError(
@@ -108,17 +110,17 @@ def order_devices(devices: Sequence, shape: tuple[int, ...]) -> np.ndarray:
     if slices == 1:
       return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     return mesh_utils.create_hybrid_device_mesh(inside, across, devices, allow_split_physical_axes=True)
-  except (AssertionError, ValueError) as e:  # chips are missing there
+  except (AssertionError, ValueError) as e:  # chips of a block are missing
     raise InputError(
-      f'config.mesh: {len(devices)} devices of a phase, {[*held.values()]} '
-      f'by slice, have no order in a mesh (do they fill equal blocks?): {" ".join(str(e).split())[:100]}'
+      f'config.mesh: {len(devices)} devices of a phase, {[*devices_per_slice.values()]} by slice, have no order in a '
+      f'mesh (do they fill equal blocks?): {" ".join(str(e).split())[:100]}'
     ) from e
 
 
 def parse_mesh(text: str, num_devices: int, key: str) -> dict[str, int]:
-  """'fsdp=-1,tensor=2' -> {'data': 1, 'fsdp': num_devices // 2, 'tensor': 2}.
+  """Returns the size of each mesh axis; in 'fsdp=-1,tensor=2', fsdp gets all other devices, num_devices // 2.
 
-  One size may be -1: whatever is left. `key` names the config field in errors.
+  `key` names the config field in errors.
   """
   sizes = mesh_sizes(text, key)
   free = [name for name, size in sizes.items() if size == -1]
@@ -134,7 +136,7 @@ def parse_mesh(text: str, num_devices: int, key: str) -> dict[str, int]:
 
 
 def mesh_sizes(text: str, key: str) -> dict[str, int]:
-  """The size of every axis as written: what can be read without a device."""
+  """Returns the size of each mesh axis as written, which may be -1, without using a device."""
   sizes: dict[str, int] = {}
   for item in filter(None, text.replace(' ', '').split(',')):
     name, _, size = item.partition('=')
@@ -146,7 +148,6 @@ def mesh_sizes(text: str, key: str) -> dict[str, int]:
     if name in sizes:
       raise InputError(f'{key}: {text!r} names the axis {name} twice')
     sizes[name] = int(size)
-  wrong = [n for n in sizes.values() if n < 1 and n != -1]
-  if wrong or list(sizes.values()).count(-1) > 1:
+  if any(n < 1 and n != -1 for n in sizes.values()) or list(sizes.values()).count(-1) > 1:
     raise InputError(f'{key}: {text!r}: sizes are 1 or more, and one of them may be -1')
   return dict.fromkeys(AXES, 1) | sizes  # in the order of AXES, which is that of the mesh

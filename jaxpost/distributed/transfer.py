@@ -1,4 +1,4 @@
-"""Arrays between hosts, devices and meshes; `bridge.py` copies weights to a mesh of other devices."""
+"""Moves arrays between hosts, devices and meshes; `bridge.py` copies weights to a mesh of other devices."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from jaxpost.distributed.mesh import Layout
 
 
 def relabelled(x: Any, sharding: jax.sharding.Sharding) -> Any:
-  """The buffers of `x` under an equivalent sharding, of another mesh or spelling.
+  """Returns `x` with an equivalent sharding, of another mesh or written differently, without copying its buffers.
 
-  A program whose kernels have partitioning rules of their own takes arrays of one mesh only.
+  Programs whose kernels have custom partitioning rules take arrays of one mesh only.
   """
   if x.sharding == sharding:
     return x
@@ -24,35 +24,36 @@ def relabelled(x: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 def to_host(tree: Any, share: bool = True) -> Any:
-  """Device arrays as numpy arrays, also where other processes hold some shards.
+  """Returns device arrays as numpy arrays, even if other processes have some of their shards.
 
-  With `share` every process calls this and gets the arrays, even without one of their devices; otherwise only the
-  processes that have some of them.
+  With `share`, all processes call this and get the arrays, even processes without a device of an array. Without it,
+  only processes that have devices of the arrays call it.
   """
   leaves, treedef = jax.tree.flatten(tree)
-  found = list(leaves)
-  few: dict[int, list[int]] = {}  # {a process: places of leaves that it has and some others lack}
+  arrays = list(leaves)
+  to_broadcast: dict[int, list[int]] = {}  # {sender: indices of leaves that it has and some other process lacks}
   for i, x in enumerate(leaves):
     if not isinstance(x, jax.Array):
-      found[i] = np.asarray(x)
+      arrays[i] = np.asarray(x)
       continue
-    mine = coordination.owners(x.sharding.device_set)
-    if share and len(mine) < coordination.process_count():
-      few.setdefault(mine[0], []).append(i)
-    if coordination.process_index() in mine or not share:
-      found[i] = _fetch(x)
-  for owner, which in few.items():
-    from jaxpost.distributed import channel  # for several processes
+    owners = coordination.owners(x.sharding.device_set)
+    if share and len(owners) < coordination.process_count():
+      to_broadcast.setdefault(owners[0], []).append(i)
+    if coordination.process_index() in owners or not share:
+      arrays[i] = _fetch(x)
+  for sender, indices in to_broadcast.items():
+    from jaxpost.distributed import channel  # not imported in runs of one process
 
-    sent = None
-    if coordination.process_index() == owner:
-      sent = b''.join(np.ascontiguousarray(found[i]).tobytes() for i in which)
-    sent, at = memoryview(channel.broadcast_bytes(owner, sent)), 0
-    for i in which:
+    data = None
+    if coordination.process_index() == sender:
+      data = b''.join(np.ascontiguousarray(arrays[i]).tobytes() for i in indices)
+    data, offset = memoryview(channel.broadcast_bytes(sender, data)), 0
+    for i in indices:
       x = leaves[i]
-      found[i] = np.frombuffer(sent, x.dtype, x.size, at).reshape(x.shape) if x.size else (np.zeros(x.shape, x.dtype))
-      at += x.nbytes
-  return treedef.unflatten(found)
+      flat = np.frombuffer(data, x.dtype, x.size, offset) if x.size else np.zeros(0, x.dtype)
+      arrays[i] = flat.reshape(x.shape)
+      offset += x.nbytes
+  return treedef.unflatten(arrays)
 
 
 def _fetch(x: jax.Array) -> np.ndarray:
@@ -66,7 +67,7 @@ def _fetch(x: jax.Array) -> np.ndarray:
 
 
 def move(layout: Layout, tree: Any, *axes: str | None) -> Any:
-  """Device arrays in `layout`; those that are in it already stay as they are."""
+  """Returns device arrays in `layout`; arrays that are already in it are not copied."""
   leaves = jax.tree.leaves(tree)
   if leaves and jax.process_count() > 1 and leaves[0].sharding.device_set != set(layout.mesh.devices.flat):
     return layout.put(to_host(tree), *axes)

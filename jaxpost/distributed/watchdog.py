@@ -1,11 +1,11 @@
-"""Ends a run in which a process hangs or dies, and says which one and where.
+"""Ends a run in which a process hangs or dies, and reports which process, and where.
 
-An operation of the main thread that takes too long ends the process, with the stacks of all threads. Connected
-processes also send each other heartbeats (`peers.py`). JAX itself notices dead processes but never stuck ones,
-and names neither.
+If an operation of the main thread takes too long, the process ends and prints the stacks of all threads. Connected
+processes also send each other heartbeats (`peers.py`). JAX itself notices dead processes but not stuck ones, and does
+not name them.
 
-  start_operation('step 3 of sft', 60.0)   the main thread: at most a minute
-  with slow_operation('a save'): ...       inside a step: at least SLOW_S
+  start_operation('step 3 of sft', 60.0)   the main thread has at most a minute
+  with slow_operation('a save'): ...       a part of a step that has at least SLOW_S
   pause()                                  no operation is timed
 """
 
@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
   from jaxpost.distributed.peers import Peers
 
-INTERVAL_S = 1.0  # between two looks of the watching thread, and two heartbeats of a process
-SLOW_S = 600.0  # limit of what is no step (compilation, evaluation, saving), where that of a step is lower
-_BACKSTOP_S = 4.5  # then faulthandler ends the process: Python itself may hang
+INTERVAL_S = 1.0  # seconds between two checks of the watching thread, and two heartbeats of a process
+SLOW_S = 600.0  # lowest limit of operations that are not steps (compilation, evaluation, saving)
+_BACKSTOP_S = 4.5  # seconds after the limit at which faulthandler ends the process, even if Python itself hangs
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = (
   '<',
@@ -35,25 +35,26 @@ _LIBRARIES = (
   sysconfig.get_path('purelib') + os.sep,
   sysconfig.get_path('platlib') + os.sep,
 )
-# Modules in which this library waits for other processes and for devices.
+# Modules in which this library waits for other processes or for devices.
 _WAITING = (
   f'{_HERE}distributed{os.sep}channel.py',
   f'{_HERE}distributed{os.sep}transfer.py',
   f'{_HERE}distributed{os.sep}mesh.py',
 )
 _JAX = f'{os.sep}jax{os.sep}', f'{os.sep}jaxlib{os.sep}'
-# The exit code of the reason that this process has printed; empty before.
+# The exit code that belongs to the reason that this process has printed; empty until then.
 _printed: list[int] = []
 
 
 class _State:
   """State of the watchdog, shared by the main thread and the watching thread.
 
-  operation, since, limit: what the main thread is in, its start by the
-    monotonic clock, and the seconds it may take (0: any).
-  completes: whether that is carried to its end where another process has failed.
-  peers: the other processes; None in a run of one.
-  left: set once this process ends normally.
+  operation: the operation that the main thread is in.
+  since: its start by the monotonic clock.
+  limit: the seconds that it may take; 0 for no limit.
+  completes: whether it is completed even if another process has failed.
+  peers: the other processes; None in a run of one process.
+  left: set when this process ends normally.
   """
 
   operation = 'the start'
@@ -66,7 +67,7 @@ class _State:
 
 
 def start_operation(operation: str, limit_s: float) -> None:
-  """Names what the main thread does from now on; the run ends after `limit_s` of it (0: never)."""
+  """Sets the operation that the main thread is in from now on; the run ends if it takes `limit_s` (0: no limit)."""
   _State.operation = operation
   _State.since = time.monotonic()
   _State.limit = limit_s
@@ -78,9 +79,9 @@ def start_operation(operation: str, limit_s: float) -> None:
 
 @contextlib.contextmanager
 def slow_operation(operation: str, completes: bool = False) -> Iterator[None]:
-  """Around a part of a timed operation that is no step, such as saving, which has at least `SLOW_S`; also a decorator.
+  """Context, or decorator, for a part of a timed operation that takes longer, such as saving: it has at least `SLOW_S`.
 
-  completes: the failure of another process does not end it.
+  completes: whether it is completed even if another process has failed.
   """
   outer, limit = _State.operation, _State.limit
   start_operation(operation, max(SLOW_S, limit) if limit else 0.0)
@@ -93,13 +94,13 @@ def slow_operation(operation: str, completes: bool = False) -> Iterator[None]:
 
 
 def pause() -> None:
-  """Stops timing, until the next `start_operation`."""
+  """Stops timing until the next `start_operation`."""
   _State.limit = 0.0
   faulthandler.cancel_dump_traceback_later()
 
 
 def operation() -> str:
-  """Returns what the main thread is in."""
+  """Returns the operation that the main thread is in."""
   return _State.operation
 
 
@@ -110,7 +111,7 @@ def watch_peers(peers: Peers) -> None:
 
 
 def leave() -> bool:
-  """Ends the watching thread as the process ends; False if that was done before."""
+  """Ends the watching thread when the process ends; returns False if it was ended before."""
   if _State.left.is_set():
     return False
   _State.left.set()
@@ -120,26 +121,26 @@ def leave() -> bool:
 
 
 def place() -> tuple[str, bool]:
-  """('FILE:LINE in FUNCTION' of the main thread, whether it waits for JAX or for another process).
+  """Returns ('FILE:LINE in FUNCTION' of the main thread, whether it waits for JAX or for another process).
 
-  Where it waits for a thread that runs a user's code (a reward), the place in that thread.
+  If the main thread waits for a thread that runs a user's code (a reward), it is the place in that thread.
   """
   frames = sys._current_frames()
-  inner, waits = _own(frames.pop(threading.main_thread().ident, None))
+  inner, waits = _outside_libraries(frames.pop(threading.main_thread().ident, None))
   if inner is None:
     return 'no line of Python', waits
   if not waits and inner.f_code.co_filename.startswith(_HERE):
-    others = [_own(frame) for frame in frames.values()]
-    of_user = [frame for frame, _ in others if frame and not frame.f_code.co_filename.startswith(_HERE)]
-    inner = of_user[-1] if of_user else inner
-    # For the thread that reads rows together with other processes.
-    waits = not of_user and any(frame and frame.f_code.co_filename in _WAITING for frame, _ in others)
+    others = [_outside_libraries(frame) for frame in frames.values()]
+    in_user_code = [frame for frame, _ in others if frame and not frame.f_code.co_filename.startswith(_HERE)]
+    inner = in_user_code[-1] if in_user_code else inner
+    # The thread that reads rows together with other processes may wait for them.
+    waits = not in_user_code and any(frame and frame.f_code.co_filename in _WAITING for frame, _ in others)
   code = inner.f_code
   return f'{code.co_filename}:{inner.f_lineno} in {code.co_name}', waits
 
 
-def _own(frame):
-  """(innermost frame outside of installed libraries, whether a frame of JAX is below it)."""
+def _outside_libraries(frame):
+  """Returns (innermost frame outside of installed libraries, whether it has called JAX or waits for a process)."""
   waits = False
   while frame and (file := frame.f_code.co_filename).startswith(_LIBRARIES) and not file.startswith(_HERE):
     waits |= any(part in file for part in _JAX)
@@ -164,39 +165,38 @@ def _watch():
 
 
 def _late() -> str:
-  """Why this process is late: it is stuck itself, or waits for a process that is."""
+  """Returns why this process is late: it is stuck itself, or waits for a process that is stuck."""
   at, waits = place()
   operation = _State.operation
   limit = f'for more than {_State.limit:g} s (config.log.watchdog_s)'
   if _State.peers:
-    # The others come to the same end: give them time to read this heartbeat,
-    # as the service ends with process 0.
+    # The other processes will end, too: let them read this heartbeat before process 0 ends the service.
     _State.peers.exchange()
     time.sleep((1.5 if waits else 0.5) * INTERVAL_S)
   if not waits:
     return f'{name_of_process()} is stuck in {operation}, at {at}, {limit}'
-  stuck = _State.peers.stuck() if _State.peers else []
-  return f'{name_of_process()} waits in {operation} for ' + ('; '.join(stuck) or f'its devices, at {at},') + f' {limit}'
+  stuck = '; '.join(_State.peers.stuck() if _State.peers else [])
+  return f'{name_of_process()} waits in {operation} for {stuck or f"its devices, at {at},"} {limit}'
 
 
 def name_of_process() -> str:
-  """Returns which process this is, and where it runs."""
+  """Returns the index of this process, with its host and pid."""
   index = _State.peers.index if _State.peers else 0
   return f'process {index} on {socket.gethostname()} (pid {os.getpid()})'
 
 
 def print_reason(message: str, code: int, stream: TextIO | None = None) -> int:
-  """Prints the one line that says why this process ends, and returns the exit code to end with.
+  """Prints a line about why this process ends, and returns the exit code to end with.
 
-  While a process ends, the watchdog, a signal or an abort by JAX may find a reason of
-  their own; only the first is the cause, so a later one is not printed and its code does not count.
+  While a process ends, the watchdog, a signal or an abort by JAX may have further reasons. Only the first is the cause:
+  later ones are not printed, and the code of the first is returned.
 
   Args:
-    stream: where the line goes; None: file descriptor 2, for threads and signal handlers.
+    stream: where the line is printed; None for file descriptor 2, for threads and signal handlers.
   """
   if not _printed:
     if stream is None:
-      begin = '\r\x1b[K\x1b[?25h' if os.isatty(2) else ''  # in place of a status line, which hides the cursor
+      begin = '\r\x1b[K\x1b[?25h' if os.isatty(2) else ''  # removes a status line and shows the cursor
       os.write(2, f'{begin}jaxpost: {message}\n'.encode())
     else:
       print(f'jaxpost: {message}', file=stream, flush=True)
@@ -205,15 +205,12 @@ def print_reason(message: str, code: int, stream: TextIO | None = None) -> int:
 
 
 def forget_reason() -> None:
-  """At the start of a command: a notebook or a test runs several in one process."""
+  """Resets `print_reason` at the start of a command: a notebook or a test runs several in one process."""
   _printed.clear()
 
 
 def end(text: str, code: int = 1, stacks: bool = True) -> None:
-  """Prints the reason and all stacks, unless a reason was printed, then ends the process.
-
-  In the watching thread an exception would reach no caller.
-  """
+  """Prints the reason and all stacks, unless a reason was printed before, and ends the process, from any thread."""
   stacks &= not _printed
   code = print_reason(text, code)
   if stacks:

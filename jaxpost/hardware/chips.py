@@ -1,4 +1,4 @@
-"""Chips as data: peak rates and memory of the accelerators that are known."""
+"""Peak rates and memory of the known accelerators."""
 
 import dataclasses
 import re
@@ -7,23 +7,17 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-  """Figures of one device of a kind, from the vendors' data sheets.
+  """Figures of one device of a kind, from the vendors' data sheets; 0 if unknown."""
 
-  flops: dense bfloat16 FLOP/s. memory: bytes. bandwidth: of that memory, bytes/s. link: bytes/s that a device
-  receives along one mesh axis inside a slice or host (both directions of a torus axis; NVLink). network: bytes/s of
-  its share of the network between slices or hosts. clock: Hz, of XLA's estimates in cycles; 0 where it gives none.
-  devices: that JAX sees on a chip. largest: chips along each dimension of the largest slice.
-  """
-
-  kind: str  # in jax.Device.device_kind
-  flops: float
-  memory: float = 0.0
-  bandwidth: float = 0.0
-  link: float = 0.0
-  network: float = 0.0
-  clock: float = 0.0
-  devices: int = 1
-  largest: tuple[int, ...] = ()
+  kind: str  # part of jax.Device.device_kind
+  flops: float  # dense bfloat16 FLOP/s
+  memory: float = 0.0  # bytes
+  bandwidth: float = 0.0  # of the memory, bytes/s
+  link: float = 0.0  # bytes/s that a device receives along a mesh axis in a slice (both directions of a torus) or host
+  network: float = 0.0  # bytes/s of the device's share of the network between slices or hosts
+  clock: float = 0.0  # Hz, to convert XLA's estimates in cycles; 0 if XLA makes none
+  devices: int = 1  # that JAX shows for a chip
+  largest: tuple[int, ...] = ()  # chips along each dimension of the largest slice
 
 
 _GIB = 2**30
@@ -46,20 +40,20 @@ CHIPS = {
   'l40': Chip('L40', 181e12, 48e9, 864e9),
   'l40s': Chip('L40S', 362e12, 48e9, 864e9),
   'l4': Chip('L4', 121e12, 24e9, 300e9),
-  't4': Chip('T4', 65e12, 16e9, 320e9),  # of float16: it has no units for bfloat16
+  't4': Chip('T4', 65e12, 16e9, 320e9),  # FLOP/s of float16, as it has no units for bfloat16
 }
 _MORE_KINDS = {'TPU v5e': 'v5e', 'TPU v5p': 'v5p', 'TPU v6e': 'v6e'}
 
 
 def before_ampere(device: Any) -> bool:
-  """Returns whether a device is an NVIDIA GPU that has no bfloat16, for which XLA compiles no Triton either."""
-  # NVIDIA's is a number, such as 7.5, and AMD's a name, such as gfx942.
+  """Returns whether a device is an NVIDIA GPU without bfloat16, for which XLA does not compile Triton either."""
+  # A number for NVIDIA, such as 7.5, and a name for AMD, such as gfx942.
   capability = device.compute_capability if device.platform == 'gpu' else ''
   return capability[:1].isdigit() and float(capability) < 8
 
 
 def of_kind(kind: str) -> Chip | None:
-  """Returns the chip that a `device_kind` names; if several match, the longest name."""
-  names = {c.kind: c for c in CHIPS.values()} | {k: CHIPS[v] for k, v in _MORE_KINDS.items()}
-  found = [name for name in names if re.search(rf'{re.escape(name)}(?![0-9A-Za-z])', kind)]  # an L40 is no L4
-  return names[max(found, key=len)] if found else None
+  """Returns the chip that a `device_kind` names, by the longest name that matches; None if it is unknown."""
+  chips = {chip.kind: chip for chip in CHIPS.values()} | {name: CHIPS[key] for name, key in _MORE_KINDS.items()}
+  matches = [name for name in chips if re.search(rf'{re.escape(name)}(?![0-9A-Za-z])', kind)]  # L4 does not match L40
+  return chips[max(matches, key=len)] if matches else None

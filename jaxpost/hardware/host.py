@@ -5,17 +5,17 @@ import glob
 import importlib.util
 import os
 
-GPU_SHARE = 0.92  # of a GPU's memory, what JAX takes; plans count with it, too
+GPU_SHARE = 0.92  # share of a GPU's memory that JAX takes, in runs and in plans
 # glibc's mallopt parameters, from malloc.h.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX, _ARENA_MAX = -1, -2, -4, -8
 
 
 def tune_host() -> bool:
-  """Prepares the process for JAX; launchers call it before JAX starts, importing the library does not.
+  """Prepares the process for JAX; launchers call it before JAX starts, and importing the library does not.
 
-  Of a GPU's memory JAX may take GPU_SHARE, not 0.75, unless the environment says. Where JAX runs on the CPU, malloc
-  keeps its pages until the process ends: without page faults for XLA's temporaries, a training step is 1.3 x as fast.
-  It changes nothing after the start.
+  JAX may take GPU_SHARE of a GPU's memory, not 0.75, unless the environment sets another share. If JAX runs on the CPU,
+  malloc keeps its pages until the process ends: without page faults for XLA's temporaries, a training step is 1.3 times
+  as fast. Calls after the start of JAX have no effect.
 
   Returns:
     Whether malloc keeps its pages (glibc only).
@@ -28,13 +28,13 @@ def tune_host() -> bool:
   except (OSError, AttributeError):
     return False
   return all(
-    mallopt(which, value)
-    for which, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1), (_TOP_PAD, 64 << 20))
+    mallopt(parameter, value)
+    for parameter, value in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1), (_ARENA_MAX, 1), (_TOP_PAD, 64 << 20))
   )
 
 
 def _expects_accelerator() -> bool:
-  """True if JAX will not run on the CPU, as far as can be seen before it starts."""
+  """Returns whether JAX will run on an accelerator, as far as can be told before it starts."""
   if platforms := os.environ.get('JAX_PLATFORMS'):
     return not platforms.startswith('cpu')
   tpus = importlib.util.find_spec('libtpu') and (glob.glob('/dev/accel*') or glob.glob('/dev/vfio/[0-9]*'))

@@ -1,9 +1,9 @@
-"""Numerical check of attention kernels on this device, shape by shape; `grouped_check.py` has that of experts.
+"""Checks the results of attention kernels on this device, shape by shape; `grouped_check.py` checks that of experts.
 
-It runs before the programs of a run are compiled. A shape that a kernel gets
-wrong goes to XLA's attention. `models/attention_kernels.py` has the kernels.
+The check runs before the programs of a run are compiled. XLA computes the shapes that a kernel gets wrong.
+`models/attention_kernels.py` has the kernels.
 
-Legend: T tokens, H heads, K kv heads, h head size, hv that of values.
+Legend: T tokens, H heads, K kv heads, h head size, hv head size of values.
 """
 
 from __future__ import annotations
@@ -30,78 +30,73 @@ if TYPE_CHECKING:
   from jaxpost.models.attention_kernels import AttentionShape
   from jaxpost.models.config import ModelConfig
 
-# Largest error, as a share of the largest value; rounding to bfloat16 makes a tenth of it.
-_TOLERANCE = 0.05
-_HEADS = 2  # kv heads that are checked, with all their query heads
+_TOLERANCE = 0.05  # largest error, as a share of the largest value; that of rounding to bfloat16 is a tenth of it
+_HEADS = 2  # kv heads that are checked, with all of their query heads
 DECODE = 'decode'  # the name of the kernel for single tokens
 _DECODED = (4, 4, 1024, 32), (128, 130, 300, 8)  # slots decoded and held, entries of the cache and of a block
 _GPU_OPTIONS = {'xla_gpu_autotune_level': 0, 'xla_gpu_enable_triton_gemm': False}
-_SCORES = 2**25  # of the reference that exist at a time
-_LARGE = 2**26  # numbers of a q above which there is less of it
-# Errors of a kernel, or of JAX lowering it (JaxRuntimeError is a RuntimeError), for a shape that it does not support.
+_SCORES = 2**25  # attention scores that the reference computes at a time
+_LARGE = 2**26  # elements of q [rows, T, H, h] above which fewer rows and heads are checked
+# Errors of a kernel, or of JAX when it lowers the kernel (JaxRuntimeError is a RuntimeError), for unsupported shapes.
 _FAILURES = (AssertionError, AttributeError, ImportError, RuntimeError, TypeError, ValueError)
 
 
 class KernelUse(NamedTuple):
-  """Rows that a run attends to.
-
-  length: tokens of a row; parts: that a row is split into, for context parallelism; branches: rows have them.
-  """
+  """A use of attention in a run."""
 
   model: ModelConfig | CustomConfig
-  length: int
-  parts: int = 1
-  branches: bool = False
+  length: int  # tokens of a row
+  parts: int = 1  # parts that context parallelism splits a row into
+  branches: bool = False  # whether rows have branches after a shared prompt
 
 
 def verify(compute: Compute, uses: Iterable[KernelUse], decoded: Sequence[ModelConfig | CustomConfig] = ()) -> Compute:
   """Checks the attention kernel of a run and returns `compute` with the shapes that XLA has to compute.
 
-  A shape that the kernel gets wrong on any process goes to XLA on all. Each shape is checked once in a process; correct
-  ones are remembered in ~/.cache/jaxpost/attention.json.
+  If the kernel gets a shape wrong on any process, XLA computes the shape on all. Each shape is checked once in a
+  process; correct ones are remembered in ~/.cache/jaxpost/attention.json.
 
   Args:
     compute: with the kernel that the config or the platform chose.
-    uses: all rows that the run attends to.
+    uses: all uses of attention in training and scoring, and for prefill.
     decoded: models that sample.
 
   Raises:
     InputError: the kernel is wrong, and the config names it.
   """
   dtype = compute.dtype
-  works = sorted({(compute.attention, work) for use in uses for work in _shapes_to_check(compute, use)})
-  works += sorted({(DECODE, work) for cfg in decoded for work in decoded_shapes(compute, cfg)})
-  out, decode_kernel = [], compute.decode_kernel
-  for (name, work), why in zip(works, faults(works, dtype, trusted)):
-    where = where_it_runs()
-    if work.length:  # a cache that is decoded from has no rows
-      where += f' for rows of {work.length} tokens'
-    wrong = f'{name} is wrong on {where}, {_words(work)}: {why}'
-    if why and compute.forced and name != DECODE:
+  checks = sorted({(compute.attention, shape) for use in uses for shape in _shapes_to_check(compute, use)})
+  checks += sorted({(DECODE, shape) for cfg in decoded for shape in decoded_shapes(compute, cfg)})
+  rejected, decode_kernel = [], compute.decode_kernel
+  for (name, shape), fault in zip(checks, faults(checks, dtype, trusted)):
+    if not fault:
+      continue
+    rows = f' for rows of {shape.length} tokens' if shape.length else ''  # decoding has no rows
+    wrong = f'{name} is wrong on {where_it_runs()}{rows}, {_words(shape)}: {fault}'
+    if name == DECODE:
+      decode_kernel = False
+    elif compute.forced:
       raise InputError(f'config.model.attention: {wrong}; take auto')
-    if why:
-      if name == DECODE:
-        decode_kernel = False
-      else:
-        out.append(work)
-      logging.warning('attention by %s; XLA computes these', wrong)
-  return dataclasses.replace(compute, rejected_shapes=tuple(out), decode_kernel=decode_kernel)
+    else:
+      rejected.append(shape)
+    logging.warning('attention by %s; XLA computes these', wrong)
+  return dataclasses.replace(compute, rejected_shapes=tuple(rejected), decode_kernel=decode_kernel)
 
 
-def faults(works: Sequence[tuple[str, Any]], dtype: str, check: Callable[[str, Any, str], str]) -> list[str]:
-  """Returns for each (kernel, shape) why it is wrong on a process, or ''; see `verify`.
+def faults(checks: Sequence[tuple[str, Any]], dtype: str, check: Callable[[str, Any, str], str]) -> list[str]:
+  """Returns for each (kernel, shape) how it is wrong on any process, or ''; see `verify`.
 
   Args:
-    check: fn(kernel, shape, dtype) -> the same for this process.
+    check: (kernel, shape, dtype) -> how it is wrong on this process, or ''.
   """
   path = probe.cache_file('attention.json')
-  keys = [_key(name, dtype, work) for name, work in works]
+  keys = [_key(name, dtype, shape) for name, shape in checks]
   known = probe.read_cache(path)
-  whys = ['' if key in known else check(name, work, dtype) for key, (name, work) in zip(keys, works)]
-  correct = {key: 1 for key, why in zip(keys, whys) if not why}
+  found = ['' if key in known else check(name, shape, dtype) for key, (name, shape) in zip(keys, checks)]
+  correct = {key: 1 for key, fault in zip(keys, found) if not fault}
   if not correct.keys() <= known.keys():
     probe.add_to_cache(path, correct)
-  return [next(filter(None, of_processes), '') for of_processes in zip(*coordination.all_gather(whys))]
+  return [next(filter(None, of_processes), '') for of_processes in zip(*coordination.all_gather(found))]
 
 
 def where_it_runs() -> str:
@@ -109,7 +104,7 @@ def where_it_runs() -> str:
 
 
 def _shapes_to_check(compute: Compute, use: KernelUse) -> list[AttentionShape]:
-  """Returns the shapes for which the kernel would be used."""
+  """Returns the shapes of a use for which the kernel would run."""
   cfg, length, parts, branches = use
   if isinstance(cfg, CustomConfig) or (length < attention_kernels.SHORT * parts and not compute.forced):
     return []
@@ -118,7 +113,7 @@ def _shapes_to_check(compute: Compute, use: KernelUse) -> list[AttentionShape]:
 
 
 def decoded_shapes(compute: Compute, cfg: ModelConfig | CustomConfig) -> list[AttentionShape]:
-  """Returns the shapes in which the kernel for single tokens would read a cache."""
+  """Returns the shapes of a model for which the kernel for single tokens would run."""
   if not (compute.decode_kernel and attention_kernels.decodes(cfg, compute)):
     return []
   return [attention_kernels.attention_shape(cfg, 0, 1, heads) for heads in cfg.head_shapes]
@@ -138,7 +133,7 @@ def _words(work: AttentionShape) -> str:
 
 
 def _key(name: str, dtype: str, work: tuple) -> str:
-  """Returns a text that changes with the kernel, its code, the shape, and what it runs on."""
+  """Returns a cache key that changes with the kernel, its code, the shape, and the device and versions it runs on."""
   device = jax.local_devices()[0]
   code = zlib.crc32(device.client.platform_version.encode())
   models, checks = pathlib.Path(attention_kernels.__file__).parent, pathlib.Path(__file__).parent
@@ -149,77 +144,82 @@ def _key(name: str, dtype: str, work: tuple) -> str:
 
 @functools.cache
 def trusted(name: str, work: AttentionShape, dtype: str) -> str:
-  """Checks a kernel for each window of a model; returns '' if all are right, else what differs from XLA."""
+  """Checks a kernel for each window of a model; returns '' if all are right, otherwise what differs from XLA."""
 
-  def found() -> dict[str, float]:
-    windows = {window: f' with window {window}' if window else '' for window in work.windows}
-    return {f'{k}{where}': x for n, where in windows.items() for k, x in errors(name, work, dtype, n).items()}
+  def all_errors() -> dict[str, float]:
+    out: dict[str, float] = {}
+    for window in work.windows:
+      label = f' with window {window}' if window else ''
+      out |= {f'{array}{label}': error for array, error in errors(name, work, dtype, window).items()}
+    return out
 
-  return judge(found)
+  return judge(all_errors)
 
 
-def judge(found: Callable[[], dict[str, float]]) -> str:
-  """Returns '' if a check finds only small errors, else what is wrong or has failed.
+def judge(find_errors: Callable[[], dict[str, float]]) -> str:
+  """Returns '' if a check finds only small errors, otherwise what is wrong or has failed.
 
   Args:
-    found: fn() -> {what: largest error over the largest value}.
+    find_errors: () -> {array: largest error over the largest value}.
   """
   try:
-    # NaN is wrong, too, which `x > _TOLERANCE` would miss.
-    wrong = [f'{x:.1e} in {k}' for k, x in found().items() if not x <= _TOLERANCE]
+    # `not error <= _TOLERANCE` is also True for NaN.
+    wrong = [f'{error:.1e} in {array}' for array, error in find_errors().items() if not error <= _TOLERANCE]
   except _FAILURES as e:
     return f'{type(e).__name__}: {str(e).partition(chr(10))[0]}'
   return f'off by {", ".join(wrong)}' if wrong else ''
 
 
 def compiler_options() -> dict[str, Any]:
-  """Returns options of XLA; tuning the products of the reference takes half a minute for each shape on an H200."""
+  """Returns XLA options without autotuning, which takes half a minute for the reference of each shape on an H200."""
   options = _GPU_OPTIONS if jax.default_backend() == 'gpu' else {}
   return {k: v for k, v in options.items() if k not in probe.refused_options(tuple(options.items()))}
 
 
 def _packed_rows(count: int, length: int) -> tuple[jax.Array, jax.Array]:
-  """Returns (segment_ids, positions) of one or two rows: documents and padding, and documents that fill a row."""
-  cuts = jnp.array(
-    [[length // 7, length // 2 + 1, length - length // 9], [length // 3, length // 2 + length // 8, length]]
-  )[:count]
-  number = jnp.arange(length)
-  # [rows, T] 0 to 3, the document of a token
-  found = jax.vmap(lambda c: jnp.searchsorted(c, number, side='right'))(cuts)
-  starts = jnp.concatenate([jnp.zeros((count, 1), int), cuts], axis=1)
-  # Segments 1, 2, 3 and, behind the last cut, 0, which is padding.
-  return ((found + 1) % 4).astype(jnp.int32), number - jnp.take_along_axis(starts, found, axis=1)
+  """Returns (segment_ids, positions) of one or two rows of three documents; the first row ends in padding."""
+  with_padding = [length // 7, length // 2 + 1, length - length // 9]
+  full = [length // 3, length // 2 + length // 8, length]
+  ends = jnp.array([with_padding, full])[:count]  # of the documents
+  index = jnp.arange(length)
+  document = jax.vmap(lambda ends: jnp.searchsorted(ends, index, side='right'))(ends)  # [rows, T] 0 to 2; 3: padding
+  starts = jnp.concatenate([jnp.zeros((count, 1), int), ends], axis=1)
+  segment_ids = ((document + 1) % 4).astype(jnp.int32)  # 1, 2, 3; 0: padding
+  return segment_ids, index - jnp.take_along_axis(starts, document, axis=1)
 
 
 def _sizes(work: AttentionShape) -> tuple[int, int]:
-  """Returns how many rows and kv heads are checked."""
+  """Returns the numbers of rows and kv heads that are checked."""
   kv_heads, rows = min(work.kv_heads, _HEADS), 2
-  each = work.length * work.head_dim * (work.heads // work.kv_heads)
-  if rows * kv_heads * each > _LARGE:
+  size = work.length * work.head_dim * (work.heads // work.kv_heads)  # elements of q per row and kv head
+  if rows * kv_heads * size > _LARGE:
     rows = 1
-  if rows * kv_heads * each > _LARGE:
+  if rows * kv_heads * size > _LARGE:
     kv_heads = 1
   return rows, kv_heads
 
 
 def _branches(work: AttentionShape, positions: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """Returns positions, and the ids of two branches behind a shared part, the second of which starts again there."""
+  """Returns positions, and {'branch_ids': ids} of two branches after a shared prompt if the shape has branches.
+
+  The positions of both branches start at the end of the prompt.
+  """
   if not work.branches:
     return positions, {}
-  shared, second = work.length // 16, work.length // 8
-  branch = jnp.where(positions < shared, 0, 1 + (positions >= second))
-  again = jnp.where(positions >= second, positions - second + shared, positions)
-  return again, dict(branch_ids=branch.astype(jnp.int32))
+  prompt, second = work.length // 16, work.length // 8  # ends of the prompt and of the first branch
+  branch_ids = jnp.where(positions < prompt, 0, 1 + (positions >= second))
+  positions = jnp.where(positions >= second, positions - second + prompt, positions)
+  return positions, dict(branch_ids=branch_ids.astype(jnp.int32))
 
 
 def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str, float]:
-  """Returns {'out', 'q', 'k', 'v', ('sinks')}: how far a kernel is from XLA in float32.
+  """Returns the errors of a kernel: {'out': of the result, 'q', 'k', 'v' and perhaps 'sinks': of their gradients}.
 
-  An error is the largest difference over the largest value: 'out' of the forward pass, the others of gradients. Rows
-  are packed; long ones are checked with fewer heads. Stripes of a split row are computed one after the other.
+  An error is the largest difference from XLA in float32 over the largest value. Rows are packed; long rows are checked
+  with fewer heads. The stripes of a row that is split are computed one after the other.
   """
   if name == DECODE:
-    # Few slots, over whose entries blocks of the device are split, and many, with more in the cache than decoded.
+    # The kernel splits the entries of a slot over thread blocks if there are few slots, but not if there are many.
     return dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
   length, size, values = work.length, work.head_dim, work.value_dim
   rows, kv_heads = _sizes(work)
@@ -229,17 +229,17 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   def draw(key: jax.Array, *shape: int) -> jax.Array:
     return jax.random.normal(key, (rows, length, *shape)).astype(dtype)
 
-  given = (draw(keys[0], heads, size), draw(keys[1], kv_heads, size), draw(keys[2], kv_heads, values))
+  inputs = (draw(keys[0], heads, size), draw(keys[1], kv_heads, size), draw(keys[2], kv_heads, values))
   if work.sinks:
-    given += (jax.random.normal(keys[4], (heads,)),)
+    inputs += (jax.random.normal(keys[4], (heads,)),)
   g = draw(keys[3], heads, values).astype(jnp.float32)
   segments, positions = _packed_rows(rows, length)
   positions, branches = _branches(work, positions)
-  exactly = Compute('float32', q_chunk=max(16, min(length, _SCORES // (heads * length))))
+  float32 = Compute('float32', q_chunk=max(16, min(length, _SCORES // (heads * length))))
   packed = attention_xla.PackedRows(segments, positions, **branches)
 
   def exact(q, k, v, sinks=None):
-    return attention_xla.attend_in_chunks(q, k, v, packed, window, cfg=work, compute=exactly, sinks=sinks)
+    return attention_xla.attend_in_chunks(q, k, v, packed, window, cfg=work, compute=float32, sinks=sinks)
 
   def fast(q, k, v, sinks=None):
     q, k, v = (x.astype(dtype) for x in (attention_xla.scale_queries(q, work), k, v))
@@ -254,19 +254,19 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
     return jnp.stack([run(q[:, i::n], stripe=(i, n)) for i in range(n)], axis=2).reshape(rows, length, heads, values)
 
   @functools.partial(jax.jit, compiler_options=compiler_options())
-  def measured(given, g):
-    right, right_back = jax.vjp(exact, *(x.astype(jnp.float32) for x in given))
-    out, back = jax.vjp(fast, *given)
-    pairs = zip((out, *back(g)), (right, *right_back(g)))
+  def measured(inputs, g):
+    expected, expected_vjp = jax.vjp(exact, *(x.astype(jnp.float32) for x in inputs))
+    out, vjp = jax.vjp(fast, *inputs)
+    pairs = zip((out, *vjp(g)), (expected, *expected_vjp(g)))
     return [jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)) for a, b in pairs]
 
-  return dict(zip(('out', 'q', 'k', 'v', 'sinks'), map(float, measured(given, g))))
+  return dict(zip(('out', 'q', 'k', 'v', 'sinks'), map(float, measured(inputs, g))))
 
 
 def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, held: int, room: int, block: int) -> float:
-  """Returns how far the kernel for single tokens is from XLA in float32.
+  """Returns the error of the kernel for single tokens, see `errors`.
 
-  Of `slots` of `held` slots, with `room` entries in the cache and `block` tokens drawn since.
+  It decodes `slots` of the `held` slots of a cache of `room` entries, after `block` tokens that are not in the cache.
   """
   from jaxpost.models import decode_triton, decoding
 
@@ -279,20 +279,16 @@ def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, hel
     return jax.random.normal(key, shape).astype(dtype)
 
   q = draw(keys[0], slots, 1, heads, work.head_dim)
-  cache, recent = (
-    (draw(a, rows, kv_heads, entries, work.head_dim), draw(b, rows, kv_heads, entries, work.value_dim))
-    for a, b, rows, entries in ((keys[1], keys[2], held, room), (keys[3], keys[4], slots, block))
-  )
+  cache = draw(keys[1], held, kv_heads, room, work.head_dim), draw(keys[2], held, kv_heads, room, work.value_dim)
+  recent = draw(keys[3], slots, kv_heads, block, work.head_dim), draw(keys[4], slots, kv_heads, block, work.value_dim)
   sinks = jax.random.normal(keys[5], (heads,)) if work.sinks else None
 
   @functools.partial(jax.jit, compiler_options=compiler_options())
   def measured(q, cache, recent, sinks):
-    given = dict(window=window, cfg=work, sinks=sinks)
-    exactly = jax.tree.map(lambda x: x[:slots].astype(jnp.float32), (q, cache, recent))
-    right = decoding.cached_attention(*exactly, filled, jnp.int32(block // 2), compute=Compute('float32'), **given)
-    out = decode_triton.cached_attention(
-      q, cache, recent, filled, jnp.int32(block // 2), compute=Compute(dtype), **given
-    )
-    return jnp.max(jnp.abs(out - right)) / jnp.max(jnp.abs(right))
+    options, drawn = dict(window=window, cfg=work, sinks=sinks), jnp.int32(block // 2)
+    inputs = jax.tree.map(lambda x: x[:slots].astype(jnp.float32), (q, cache, recent))
+    expected = decoding.cached_attention(*inputs, filled, drawn, compute=Compute('float32'), **options)
+    out = decode_triton.cached_attention(q, cache, recent, filled, drawn, compute=Compute(dtype), **options)
+    return jnp.max(jnp.abs(out - expected)) / jnp.max(jnp.abs(expected))
 
   return float(measured(q, cache, recent, sinks))

@@ -1,4 +1,4 @@
-"""How fast a device reads and copies its memory, and how long a dispatch takes."""
+"""Measures how fast a device reads and copies its memory, and how long a dispatch takes."""
 
 import time
 
@@ -16,7 +16,8 @@ def measure(size: int = 0, rounds: int = 8) -> float:
   """Returns bytes per second at which an array is summed, the best of `rounds`.
 
   Args:
-    size: bytes of the array; 0: 256 MiB on CPUs, 4 GiB on accelerators.
+    size: bytes of the array; 0 for 256 MiB on CPUs, 4 GiB on accelerators.
+    rounds: number of measurements.
   """
   x = jax.random.uniform(jax.random.key(0), (_size(size) // 4,))
 
@@ -24,27 +25,27 @@ def measure(size: int = 0, rounds: int = 8) -> float:
   def sums(x: jax.Array) -> jax.Array:
     total = jnp.zeros(())
     for _ in range(probe.repeats()):
-      total = jnp.sum(x + total)  # each needs the one before
+      total = jnp.sum(x + total)  # depends on the sum before, so that XLA computes all of them
     return total
 
   return 4 * x.size * probe.rate(sums, x, rounds)
 
 
 def copy(size: int = 0, rounds: int = 8) -> float:
-  """Returns bytes per second that are read and written, together, while an array is copied; arguments as `measure`."""
+  """Returns the sum of bytes read and bytes written per second while an array is copied; arguments as in `measure`."""
   x = jax.random.uniform(jax.random.key(0), (_size(size) // 4,))
 
   @jax.jit
   def copies(x: jax.Array) -> jax.Array:
     for _ in range(probe.repeats()):
-      x = jax.lax.optimization_barrier(x + 1)  # else the additions become one
+      x = jax.lax.optimization_barrier(x + 1)  # so that XLA does not merge the additions
     return x
 
   return 2 * 4 * x.size * probe.rate(copies, x, rounds)
 
 
 def dispatch(calls: int = 100) -> dict[str, float]:
-  """Returns seconds of a call of a program that does almost nothing: 'alone', and 'queued' behind others."""
+  """Returns the seconds that a call of a tiny program takes: 'alone', and 'queued' after others."""
   program = jax.jit(lambda x: x + 1)
   x = jnp.zeros(8)
   alone = probe.repeats() / probe.rate(program, x, calls)

@@ -1,4 +1,4 @@
-"""Measured speed of this machine, what its compiler knows, and the cache files of what was measured or checked."""
+"""Measures matmul speed, asks the compiler for the options that it supports, and caches results of measurements."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
   import rich.console
   from etils import epath
 
-_GAIN = 1.1  # by which bfloat16 must be faster than float32, which is exact
+_GAIN = 1.1  # bfloat16 is chosen over the more exact float32 if it is this much faster
 
 
 def matmul_rate(dtype: jax.typing.DTypeLike, size: int = 0, rounds: int = 8) -> float:
   """Returns FLOP/s of a square matrix product with float32 accumulation, the best of `rounds`.
 
   Args:
-    size: rows; 0: 2,048 on CPUs, 8,192 on accelerators.
+    size: rows of the matrices; 0 for 2,048 on CPUs, 8,192 on accelerators.
+    rounds: number of measurements.
   """
   size = size or (2048 if jax.default_backend() == 'cpu' else 8192)
   x = (jax.random.normal(jax.random.key(0), (size, size)) / size**0.5).astype(dtype)
@@ -46,12 +47,12 @@ def matmul_rate(dtype: jax.typing.DTypeLike, size: int = 0, rounds: int = 8) -> 
 
 
 def repeats() -> int:
-  """Returns how often a dispatch repeats its work: on accelerators a dispatch costs as much as small work."""
+  """Returns how often a program repeats its work, so that the dispatch time does not matter on accelerators."""
   return 1 if jax.default_backend() == 'cpu' else 8
 
 
 def rate(program: Callable[[jax.Array], jax.Array], x: jax.Array, rounds: int) -> float:
-  """Returns how often a second the work of a program is done, in the fastest of `rounds` dispatches."""
+  """Returns how often per second a program does its work, in the fastest of `rounds` dispatches."""
   program(x).block_until_ready()  # compiles
   best = math.inf
   for _ in range(rounds):
@@ -62,13 +63,13 @@ def rate(program: Callable[[jax.Array], jax.Array], x: jax.Array, rounds: int) -
 
 
 def matmul_type(cache: str | os.PathLike[str] | None = None) -> tuple[str, str]:
-  """Returns the fastest safe type of matrix products on this machine, and a line that says why.
+  """Returns the fastest safe dtype of matmuls on this machine, and the reason.
 
-  CPUs differ, and are measured: half a second, once a machine. float16 is
-  measured, too, but chosen only on GPUs that lack bfloat16.
+  CPUs differ, and are measured once per machine, which takes half a second. float16 is measured for information, and
+  chosen only on GPUs without bfloat16.
 
   Args:
-    cache: file of earlier measurements; None: ~/.cache/jaxpost/cpu.json.
+    cache: file of earlier measurements; None for ~/.cache/jaxpost/cpu.json.
   """
   device = jax.devices()[0]
   if device.platform != 'cpu':
@@ -87,12 +88,12 @@ def matmul_type(cache: str | os.PathLike[str] | None = None) -> tuple[str, str]:
   return 'bfloat16' if faster else 'float32', why
 
 
-def try_options(device: jax.Device, wanted: dict[str, Any]) -> dict[str, str]:
-  """Returns {option: '' where the compiler of a device takes it, else its message}."""
+def try_options(device: jax.Device, options: dict[str, Any]) -> dict[str, str]:
+  """Returns {option: '' if the compiler of a device accepts its value, otherwise the compiler's message}."""
   shape = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
   lowered = jax.jit(lambda x: x + 1).lower(shape)
   out = {}
-  for name, value in wanted.items():
+  for name, value in options.items():
     try:
       lowered.compile({name: value})
       out[name] = ''
@@ -101,34 +102,35 @@ def try_options(device: jax.Device, wanted: dict[str, Any]) -> dict[str, str]:
   return out
 
 
-# A host that finds a program in its cache takes no part in the autotuning that the others, who compile it, would share.
+# Hosts that compile a program would share its autotuning, and wait for a host that has the program in its cache.
 HOSTS_OPTIONS = {'xla_gpu_shard_autotuning': False}
 DETERMINISTIC_OPTIONS = {'xla_gpu_deterministic_ops': True}
 
 
 def run_options(by_program: dict[str, Any], deterministic: bool) -> dict[str, Any]:
-  """Returns options of all programs of a run on GPUs: None for those that the compiler refuses.
+  """Returns the compiler options of all programs of a run on GPUs; None for options that the compiler refuses.
 
   Args:
-    by_program: what `programs.compile.options` chooses; only refused ones are returned.
+    by_program: the options that `programs.compile.options` chooses; of these, only refused ones are returned.
     deterministic: `config.train.deterministic`.
   """
-  given = os.environ.get('XLA_FLAGS', '')
-  several = HOSTS_OPTIONS if coordination.process_count() > 1 else {}
-  more = {k: v for k, v in (several | (DETERMINISTIC_OPTIONS if deterministic else {})).items() if k not in given}
-  return more | refused_options(tuple((by_program | more).items()))
+  flags = os.environ.get('XLA_FLAGS', '')
+  options = HOSTS_OPTIONS if coordination.process_count() > 1 else {}
+  options = options | (DETERMINISTIC_OPTIONS if deterministic else {})
+  options = {name: value for name, value in options.items() if name not in flags}
+  return options | refused_options(tuple((by_program | options).items()))
 
 
 @functools.cache
 def refused_options(options: tuple[tuple[str, Any], ...]) -> dict[str, None]:
-  """Returns {option: None} for those of (option, value) pairs that the compiler refuses, with a warning for each.
+  """Returns {option: None} for each of the (option, value) pairs that the compiler refuses, and warns about it.
 
-  A device of this process is asked, also about options for described devices: all platforms have the same names.
+  It asks a device of this process, even about the devices of a plan, as the names are the same on all platforms.
   """
-  found = {name: why for name, why in try_options(jax.local_devices()[0], dict(options)).items() if why}
-  for name, why in found.items():
-    logging.warning('jax %s: compiler option %s is left out: %s', jax.__version__, name, why)
-  return dict.fromkeys(found)
+  refused = {name: message for name, message in try_options(jax.local_devices()[0], dict(options)).items() if message}
+  for name, message in refused.items():
+    logging.warning('jax %s: compiler option %s is left out: %s', jax.__version__, name, message)
+  return dict.fromkeys(refused)
 
 
 def cache_file(name: str) -> pathlib.Path:
@@ -137,16 +139,16 @@ def cache_file(name: str) -> pathlib.Path:
 
 
 def read_cache(path: pathlib.Path) -> dict:
-  """Returns the entries of a cache file; {} if there is none, or it was cut off while it was written."""
+  """Returns the entries of a cache file; {} if it is missing or damaged."""
   try:
-    found = json.loads(path.read_text())
+    entries = json.loads(path.read_text())
   except (OSError, ValueError):
     return {}
-  return found if isinstance(found, dict) else {}
+  return entries if isinstance(entries, dict) else {}
 
 
 def add_to_cache(path: pathlib.Path, entries: dict) -> None:
-  """Adds entries to a cache file; a file that cannot be written costs time in the next run and is no error."""
+  """Adds entries to a cache file; does nothing if it cannot be written, which only costs time in the next run."""
   try:
     object_store.write(path, json.dumps(read_cache(path) | entries).encode())
   except OSError as e:
@@ -159,23 +161,23 @@ def _cpu() -> str:
     lines = pathlib.Path('/proc/cpuinfo').read_text('utf-8').splitlines()
   except OSError:
     lines = []
-  names = [li.partition(':')[2].strip() for li in lines if li.startswith('model name')]
+  names = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
   return names[0] if names else f'{platform.machine()} {platform.processor()}'
 
 
 def measured_dtype(saved: epath.Path, stages: list[str], console: rich.console.Console) -> str:
-  """Returns the fastest type of matrix products of process 0, or that of `stages` in `saved`, a run's config.json."""
+  """Returns the dtype of `stages` in `saved`, the config.json of a run; if there is none, the fastest on process 0."""
   dtype = coordination.broadcast(_saved_dtype(saved, stages))
   if not dtype:
-    jax.devices()  # on all processes: they wait for each other
-    found = list(matmul_type()) if coordination.process_index() == 0 else None
-    dtype, why = coordination.broadcast(found)
-    console.out(f'config.model.dtype: auto is {dtype} here ({why})', highlight=False)
+    jax.devices()  # on all processes, as they wait for each other
+    dtype_and_reason = list(matmul_type()) if coordination.process_index() == 0 else None
+    dtype, reason = coordination.broadcast(dtype_and_reason)
+    console.out(f'config.model.dtype: auto is {dtype} here ({reason})', highlight=False)
   return dtype
 
 
 def _saved_dtype(path: epath.Path, stages: list[str]) -> str | None:
-  """The type in the config of the run that is resumed, on process 0."""
+  """Returns the dtype in the config of the run that is resumed, on process 0; None if there is none."""
   if coordination.process_index() or not path.exists():
     return None
   saved = seals.read_json(path)

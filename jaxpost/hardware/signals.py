@@ -1,4 +1,4 @@
-"""Signals that tell a run to save and to end."""
+"""Handles the signals that tell a run to save and to end."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any, NoReturn
 
 from jaxpost.errors import Preempted
 
-_INSISTS_S = 1.0  # the same signal may come twice within milliseconds
-_LOOK_S = 0.05
+_INSISTS_S = 1.0  # seconds after which Ctrl-C counts as a second one: a signal may come twice within milliseconds
+_CHECK_S = 0.05  # seconds between two checks of the watching thread
 
 
 class StopSignal:
-  """SIGTERM, SIGINT and SIGHUP: the run saves after the step it is in, and ends with exit code 42.
+  """On SIGTERM, SIGINT and SIGHUP, the run saves after the current step and ends with exit code 42.
 
-  The handlers set a flag that the run looks at between steps. Nothing is raised in the code that a
-  signal interrupts, and signals after the first change nothing, except that SIGINT (Ctrl-C) a second
-  later ends the process without saving; in a command, the time at which a signal arrives counts, and
-  not that of its handler, which waits for C code. An ignored SIGHUP (nohup) stays ignored.
+  The handlers set a flag that the run checks between steps, and raise nothing in the code that a signal interrupts.
+  Signals after the first have no effect, except that SIGINT (Ctrl-C) at least a second later ends the process without
+  saving. In a command, the second counts to the arrival of the signal, and not to its handler, which waits for C code.
+  An ignored SIGHUP (nohup) stays ignored.
 
   Attributes:
     received: the first signal, or None.
-    unsaved: whether steps were made that no checkpoint holds yet.
+    unsaved: whether there are steps that no checkpoint has yet.
     end: ends the process with (exit code, message), from any thread.
   """
 
@@ -34,9 +34,9 @@ class StopSignal:
     """See the class.
 
     Args:
-      exit_after_s: for a command. Compilation looks at no flag: seconds after a signal, or after the save
-        that followed it, at which a thread ends the process if no step is unsaved. The process then ignores
-        further signals until its end. 0: neither, as in a notebook.
+      exit_after_s: for a command: seconds after a signal, or after the save that follows it, at which a thread ends the
+        process if no step is unsaved, as compilation does not check the flag. The process then ignores further signals
+        until its end. 0 for neither, as in a notebook.
     """
     self.received: int | None = None
     self.unsaved = False
@@ -53,14 +53,14 @@ class StopSignal:
     if self._exit_after_s:
       reader, writer = os.pipe()
       os.set_blocking(writer, False)
-      signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # told of signals while the main thread is in C
-      threading.Thread(target=self._end_what_is_stuck, args=(reader,), daemon=True).start()
+      signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # gets signals even while the main thread is in C code
+      threading.Thread(target=self._end_if_stuck, args=(reader,), daemon=True).start()
     return self
 
   def install(self) -> None:
-    """Sets the handlers; again, after a library (jax.distributed) may have set its own."""
+    """Sets the handlers; called again after a library (jax.distributed) may have set its own."""
     if threading.current_thread() is not threading.main_thread():
-      return  # Python lets no other thread set them, so a run in another thread notices no signal
+      return  # Python allows it only in the main thread, so a run in another thread receives no signals
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
       old = signal.getsignal(number)
       if not (number == signal.SIGHUP and old is signal.SIG_IGN):
@@ -71,7 +71,7 @@ class StopSignal:
     self._left.set()
     for number, handler in self._old.items():
       signal.signal(number, signal.SIG_IGN if self._exit_after_s else handler)
-    if kind is None and self.received and not self._exit_after_s:  # it came after the last call of `reached`
+    if kind is None and self.received and not self._exit_after_s:  # received after the last call of `reached`
       signal.raise_signal(self.received)
 
   def _note(self, number: int, frame: object) -> None:
@@ -82,34 +82,34 @@ class StopSignal:
     elif number == signal.SIGINT and not self._exit_after_s and now > self._since + _INSISTS_S:
       signal.signal(number, self._old[number])
       signal.raise_signal(number)
-    if number == signal.SIGHUP:  # what is written to a terminal that is gone is an error
+    if number == signal.SIGHUP:  # the terminal is gone, and writing to it would raise
       for fd in self._terminals:
         os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
-  def _end_what_is_stuck(self, reader: int) -> None:
-    """Ends the process once a signal came and the main thread has not ended it in time, or Ctrl-C came again."""
+  def _end_if_stuck(self, reader: int) -> None:
+    """Ends the process if the main thread does not end it in time after a signal, or after a second Ctrl-C."""
     while not {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} & set(os.read(reader, 4096)):
       pass
-    first = since = looked = time.monotonic()
-    while not self._left.wait(_LOOK_S):
+    first = saved_at = last_check = time.monotonic()
+    while not self._left.wait(_CHECK_S):
       now = time.monotonic()
-      came = os.read(reader, 4096) if select.select([reader], [], [], 0)[0] else b''
-      if signal.SIGINT in came and looked > first + _INSISTS_S:  # it arrived after `looked`
+      arrived = os.read(reader, 4096) if select.select([reader], [], [], 0)[0] else b''
+      if signal.SIGINT in arrived and last_check > first + _INSISTS_S:  # it arrived after `last_check`
         self.end(128 + signal.SIGINT, 'interrupted again; steps after the last checkpoint are lost')
-      looked = now
+      last_check = now
       if self.unsaved:
-        since = now
-      elif now > since + self._exit_after_s:
+        saved_at = now
+      elif now > saved_at + self._exit_after_s:
         self.end(Preempted.exit_code, 'told to stop, no step is lost; run the same command to go on')
 
   def reached(self) -> bool:
-    """Returns True on all processes once one has received a signal; call it once a step. Waits for no device."""
+    """Returns True on all processes once one has received a signal; called once per step. Does not wait for devices."""
     from jaxpost.distributed import coordination
 
     return coordination.any_process(self.received is not None)
 
   def check(self, where: str) -> None:
-    """Raises Preempted on all processes once one has received a signal; where no step is unsaved."""
+    """Raises Preempted on all processes once one has received a signal; called if no step is unsaved."""
     if self.reached():
       self.leave(where, 'no step is lost')
 

@@ -1,7 +1,7 @@
-"""From a config to one stage on its devices, compiled.
+"""Turns a config into a compiled stage on its devices.
 
-Start with `prepare` (what needs no device), then `place` (meshes and shapes), `assemble` (weights, roles, stream) and
-`precompile`; `records` has what passes between them. Lives here, too: the config schema and its parser, refusals, where
-weights come from, evaluation, export. Imports any room below; `stages.py`, planning/ and tools/ import it.
-Never here: formulas, jitted functions, what a step of on-policy RL does (rl/).
+Start with `prepare` (all that needs no device), then `place` (meshes and shapes), `assemble` (weights, roles, stream)
+and `precompile`; `records` has the records that they pass on. The room also has the config schema and its parser,
+checks of configs, sources of weights, evaluation and export. It imports any room below; `stages.py`, planning/ and
+tools/ import it. It has no formulas, no jitted functions and no step of on-policy RL (rl/).
 """

@@ -1,4 +1,7 @@
-"""Checks that the processes of a run agree: in code, config, run folder, data and weights. Read with several only."""
+"""Checks that all processes of a run have the same code, config, run folder, data and weights.
+
+Imported only if there are several processes.
+"""
 
 from __future__ import annotations
 
@@ -22,44 +25,41 @@ if TYPE_CHECKING:
   from jaxpost.data.sources import Rows
   from jaxpost.stage.records import PreparedStage, Source
 
-# Rows that processes compare at the start: all of most data sets.
-_HASHED, _HASHED_LAZY = 20_000, 100
+# Rows that processes compare at the start, of data in memory and of streamed data.
+_HASHED, _HASHED_STREAMED = 20_000, 100
 
 
 def check_config(raw: dict) -> None:
-  """InputError where processes have other code, or other configs."""
-  check_same(  # first: other code may have other fields
-    {'the version of jax': jax.__version__, 'the code of jaxpost': code()}, 'install one everywhere'
-  )
+  """Raises InputError if the processes differ in code or config."""
+  versions = {'the version of jax': jax.__version__, 'the code of jaxpost': code()}
+  check_same(versions, 'install the same version everywhere')  # before the config, whose fields the code defines
   plain = consistency.spelled(raw)
   if len(set(coordination.all_gather(seals.fingerprint(plain)))) > 1:
-    every = coordination.all_gather(plain)
-    for i, other in enumerate(every):
-      for key, (was, now) in consistency.difference(every[0], other).items():
+    configs = coordination.all_gather(plain)
+    for i, other in enumerate(configs):
+      for key, (first, value) in consistency.difference(configs[0], other).items():
         raise InputError(
-          f'config.{key}: {was!r} on process 0 and {now!r} on process {i}; start all with the same config'
+          f'config.{key}: {first!r} on process 0 and {value!r} on process {i}; start all with the same config'
         )
 
 
 def check_workdir(workdir: epath.Path, configs: dict) -> None:
-  """InputError where processes see another workdir."""
-  saved = {n: finished_steps(workdir / 'checkpoints' / n) for n in configs}
-  check_same(
-    {f'what {workdir} holds': [consistency.is_finished(workdir, configs), saved]},
-    'give a --workdir that all processes reach',
-  )
+  """Raises InputError if the processes see different files in the workdir."""
+  saved = {name: finished_steps(workdir / 'checkpoints' / name) for name in configs}
+  contents = [consistency.is_finished(workdir, configs), saved]
+  check_same({f'the content of {workdir}': contents}, 'give a --workdir that all processes share')
 
 
 def check_inputs(prepared: Sequence[PreparedStage]) -> None:
-  """InputError where processes see different data, tokens or weights."""
+  """Raises InputError if the processes see different data, tokens or weights."""
   values = {}
   for p in prepared:
     inputs, data = p.inputs, p.data
     assert data.rows is not None  # as in all runs that train
     rows, held_out = p.config.data.path, p.config.eval.data.path
-    values[f'config.data.path of {p.name}: what is in {rows}'] = digest(data.rows)
+    values[f'config.data.path of {p.name}: the content of {rows}'] = digest(data.rows)
     if data.held_out is not None:
-      values[f'config.eval.data.path of {p.name}: what is in {held_out}'] = digest(data.held_out.rows)
+      values[f'config.eval.data.path of {p.name}: the content of {held_out}'] = digest(data.held_out.rows)
     first = data.first_batch
     values[f'the tokenizer of {p.name}'] = seals.fingerprint(
       [inputs.tokenizer.encode(str(data.rows[0])), first is not None and first.tokens.tolist()]
@@ -70,33 +70,36 @@ def check_inputs(prepared: Sequence[PreparedStage]) -> None:
 
 
 def check_same(values: dict[str, Any], hint: str) -> None:
-  """Raises InputError on every process if any holds another value than process 0.
+  """Raises InputError on every process if the values of one differ from those of process 0.
 
   Args:
-    values: {name: JSON value}; the first that differs is named.
+    values: {name: JSON value}; the error names the first that differs.
     hint: what to do about it.
   """
+
+  def shown(value: Any) -> str:
+    return f' ({value})' if len(str(value)) < 80 else ''
+
   all_values = coordination.all_gather(values)
   for name, first in all_values[0].items():
     for i, other in enumerate(all_values):
-      if other.get(name) != first:
-        shown = [f' ({x})' if len(str(x)) < 80 else '' for x in (other.get(name), first)]
-        raise InputError(f'{name} of process {i}{shown[0]} differs from that of process 0{shown[1]}; {hint}')
+      if (value := other.get(name)) != first:
+        raise InputError(f'{name} of process {i}{shown(value)} differs from that of process 0{shown(first)}; {hint}')
 
 
 def code() -> str:
-  """Returns a hash of this library as it is installed here."""
+  """Returns a hash of the source files of this library on this host."""
   root = pathlib.Path(__file__).parents[1]
   return seals.fingerprint([[str(file.relative_to(root)), file.read_text()] for file in sorted(root.rglob('*.py'))])
 
 
 def outline(source: Source) -> list:
-  """Returns the shape, and samples of the files of a folder, as JSON."""
+  """Returns the shape of the model, and samples of its files, as JSON."""
   return [dataclasses.asdict(source.config), weight_sources.file_samples(source), source.base and outline(source.base)]
 
 
 def digest(rows: Rows) -> str:
-  """Returns a hash of the number of rows and of up to 20,000 of them."""
-  most = _HASHED_LAZY if rows.streaming else _HASHED
-  chosen = np.linspace(0, len(rows) - 1, min(len(rows), most)).astype(int)
+  """Returns a hash of the number of rows and of up to 20,000 of them, spread over the data."""
+  limit = _HASHED_STREAMED if rows.streaming else _HASHED
+  chosen = np.linspace(0, len(rows) - 1, min(len(rows), limit)).astype(int)
   return seals.fingerprint([len(rows), list(rows.sizes), *(json.dumps(rows[n], default=str) for n in chosen.tolist())])

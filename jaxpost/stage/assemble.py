@@ -1,6 +1,6 @@
-"""A placed stage -> roles, stream and evaluator, with their programs compiled.
+"""Makes the roles, stream and evaluator of a placed stage, and compiles their programs.
 
-Legend: M micro-batches, B rows, T tokens. `on_policy.py` makes what samples.
+`on_policy.py` makes the parts that sample.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
   """Makes the stage, compiled and ready to run from its first step.
 
   Args:
-    params: initial parameters in `placed.train`; their buffers are taken over.
+    params: initial parameters in the layout `placed.train`; their buffers are donated to the first update.
   """
   inputs, config, model = placed.inputs, placed.config, placed.model
   workdir = epath.Path(workdir)
@@ -58,7 +58,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     trace = Trace(workdir / 'profile' / placed.name, log.profile_from, log.profile_steps, config.train.steps)
 
   def check_first_step(metrics: dict):
-    # Dropout and rollouts of another run change what must hold at the start.
+    # Dropout and rollouts of another run change metrics that are known at step 1, such as importance ratios of 1.
     if not model.dropout and not config.train_on_rollouts:
       inputs.algorithm.check_first_step(metrics, config)
 
@@ -69,7 +69,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
     if placed.check_fits and (needed := placed.ledger.refused(error)):
       placed.check_fits(needed, jax.local_devices()[0])
     raise
-  coordination.all_gather('compiled')  # or a slow process would meet the time limit of the first collective
+  coordination.all_gather('compiled')  # so that a process slow to compile does not time out the first collective
   placed.timer.begin(workdir / 'timeline' / f'{placed.name}.json', log.timeline_steps)
   return Stage(
     name=placed.name,
@@ -102,13 +102,13 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
 
 
 def flops_of_updates(placed: PlacedStage, roles: Roles, updates: Sequence[Update], context: float) -> float:
-  """Returns the FLOPs of the updates of a step for each of its tokens, which attends to `context` tokens on average."""
-  parts = placed.config.rl.minibatches if placed.algorithm.on_policy else 1  # each update has this part of the tokens
-  return sum(roles.trainable[update.role].model.flops_of_update(context) for update in updates) / parts
+  """Returns the FLOPs of a step's updates per token, if a token attends to `context` tokens on average."""
+  minibatches = placed.config.rl.minibatches if placed.algorithm.on_policy else 1  # an update has 1 / minibatches of
+  return sum(roles.trainable[update.role].model.flops_of_update(context) for update in updates) / minibatches
 
 
 def begin_step(placed: PlacedStage, trace: Trace | None, step: int) -> None:
-  """Resets the watchdog, and starts or stops the profiler, as a step begins."""
+  """Resets the watchdog, and starts or stops the profiler, at the beginning of a step."""
   placed.timer.flush()
   watchdog.start_operation(f'step {step} of {placed.name}', placed.config.log.watchdog_s)
   if trace:
@@ -116,7 +116,7 @@ def begin_step(placed: PlacedStage, trace: Trace | None, step: int) -> None:
 
 
 def host_health_of(placed: PlacedStage, roles: Roles, writer: MetricsWriter) -> HostHealth | None:
-  """Makes the comparison of the processes of a run; None if there is one process."""
+  """Makes the comparison of the health of the run's processes; None if there is one process."""
   if coordination.process_count() == 1:
     return None
   from jaxpost.monitor.host_health import make_host_health
@@ -125,7 +125,7 @@ def host_health_of(placed: PlacedStage, roles: Roles, writer: MetricsWriter) -> 
 
 
 def make_rollout_saver(placed: PlacedStage, workdir: epath.PathLike) -> Callable | None:
-  """Returns a function that saves what a step learns from, or None (`log.rollouts_every` = 0)."""
+  """Returns a function that saves the rollouts of a step; None if `log.rollouts_every` is 0."""
   config = placed.config
   every, temperature = config.log.rollouts_every, config.rollout.temperature
   if not every or coordination.process_index():
@@ -141,8 +141,8 @@ def make_parts(
   """Makes (roles, stream, engine or None) of a stage.
 
   Args:
-    placed: its layouts, data and workers; its documents are filled.
-    params: initial parameters of the policy, in `placed.train`.
+    placed: its documents receive the arrays that frozen roles precompute.
+    params: initial parameters of the policy, in the layout `placed.train`.
     workdir: the run's folder, where precomputed arrays are cached.
   """
   config, algorithm = placed.config, placed.algorithm
@@ -174,19 +174,19 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
 
   Args:
     params: initial parameters of the policy.
-    precomputed: names of roles whose outputs the documents carry, so that
-      their weights are not needed.
+    precomputed: names of roles whose outputs the documents carry, so that their weights are not loaded.
   """
-  found = placed.inputs.sources
-  moving = bool(placed.config.reference.every)  # the reference is in the state of the policy
-  others = [x for x in found if x not in ('policy', 'critic', *precomputed) and not (moving and x == 'reference')]
+  role_sources = placed.inputs.sources
+  moving = bool(placed.config.reference.every)  # the reference is part of the policy's optimizer state
+  skipped = {'policy', 'critic', *precomputed} | ({'reference'} if moving else set())
   frozen: dict[str, Frozen] = {}  # made before the policy, whose update takes over the buffers of `params`
-  if others:
-    from jaxpost.stage import frozen_roles
+  for name in role_sources:
+    if name not in skipped:
+      from jaxpost.stage import frozen_roles
 
-    frozen |= {name: frozen_roles.make_frozen(placed, name, params, workdir) for name in others}
+      frozen[name] = frozen_roles.make_frozen(placed, name, params, workdir)
   critic = None
-  if 'critic' in found:
+  if 'critic' in role_sources:
     from jaxpost.stage import critic_weights
 
     critic = make_trainable(placed, 'critic', *critic_weights.load(placed, params, workdir))
@@ -204,23 +204,23 @@ def make_roles(placed: PlacedStage, params: dict, workdir: epath.PathLike | None
 
 
 def make_optimizer(inputs: Inputs, role: str, part: Model, dtype: str) -> tuple[optax.GradientTransformation, Callable]:
-  """Makes (optimizer, learning rate schedule) of a trainable role; `part` is what is trained, `dtype` of products."""
+  """Makes (optimizer, learning rate schedule) of a role; `part` has its trained parameters, `dtype` is of matmuls."""
   config, section = inputs.config, inputs.config.optim
-  updates = config.rl.epochs * config.rl.minibatches if inputs.algorithm.on_policy else 1  # a step
+  updates_per_step = config.rl.epochs * config.rl.minibatches if inputs.algorithm.on_policy else 1
   steps = config.train.steps
   lr = section.lr
   if role == 'critic':
     lr = config.critic.lr or lr
   elif 'critic' in inputs.sources:
     steps -= config.critic.warmup_steps
-  warmup = optim.warmup_steps(section, steps)
-  schedule = optim.make_schedule(section.schedule, lr, steps * updates, warmup * updates, section.end_lr)
+  warmup = optim.warmup_steps(section, steps) * updates_per_step
+  schedule = optim.make_schedule(section.schedule, lr, steps * updates_per_step, warmup, section.end_lr)
   optimizer = optim.make_optimizer(section, schedule, part)
   if config.reference.every and role == 'policy':
     from jaxpost.stage import moving_reference
 
-    follows = config.reference
-    optimizer = moving_reference.following(optimizer, follows.every, follows.mix, follows.reset_optimizer)
+    reference = config.reference
+    optimizer = moving_reference.following(optimizer, reference.every, reference.mix, reference.reset_optimizer)
   if dtype == 'float16':
     from jaxpost.programs import loss_scale
 
@@ -229,7 +229,7 @@ def make_optimizer(inputs: Inputs, role: str, part: Model, dtype: str) -> tuple[
 
 
 def make_trainable(placed: PlacedStage, role: str, model: Model, params: dict) -> Trainable:
-  """Makes the policy or the critic, with optimizer, `update` and `score`."""
+  """Makes the policy or the critic, with its optimizer state and its update and score programs."""
   objective, train = placed.objectives[role], placed.train
   part = partition.trained_part(model)
   params, fixed = partition.split(params, model)
@@ -274,7 +274,7 @@ def make_trainable(placed: PlacedStage, role: str, model: Model, params: dict) -
 
 @dataclasses.dataclass
 class DataStream:
-  """A data set as a stream of items."""
+  """The packed batches of a data set as a stream of items for the training loop."""
 
   batches: loader.PackedStream
   algorithm: Algorithm
@@ -290,11 +290,11 @@ class DataStream:
     return Item([Update('policy', batch)], info)
 
   def state(self) -> dict:
-    """Returns the position in the data, for a checkpoint."""
+    """Returns the position in the data, which a checkpoint stores."""
     return self.batches.state()
 
   def restore(self, state: dict) -> None:
-    """Goes on from the position of a checkpoint."""
+    """Continues from the position that a checkpoint stores."""
     self.batches.restore(state)
 
   def close(self) -> None:
@@ -303,7 +303,7 @@ class DataStream:
 
 
 def make_evaluator(placed: PlacedStage, engine: NativeEngine | None) -> Evaluator | None:
-  """Makes the evaluation of `config.eval`; None where nothing is held out."""
+  """Makes the evaluation of `config.eval`; None if there is no held-out data."""
   held_out = placed.data.held_out
   if held_out is None:
     return None

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class BatchShape:
-  """The shape of a step's batches, fixed for the run.
+  """The shape of a step's batches, fixed for the run. Numbers of rows are multiples of `micro_rows`.
 
-  rows: of a step, a multiple of `micro_rows`.
-  update_rows: of one update: of a minibatch on-policy, else `rows`.
-  micro_rows: processed at a time, over all devices.
+  rows: rows of a step.
+  update_rows: rows of one update: those of a minibatch if on-policy, otherwise `rows`.
+  micro_rows: rows of a micro-batch, over all devices.
   row_length: tokens of a row.
-  filled: the rows of a step that the longest completions fill: all, unless they share prompts.
+  filled: rows of a step that completions of full length fill; less than `rows` only if they share prompts.
   """
 
   rows: int
@@ -32,12 +32,12 @@ class BatchShape:
 
 
 def slots(rollout: RolloutSection, sequences: int) -> int:
-  """Returns the sequences to sample at a time: `config.rollout.slots`, or all of them, but at most 512."""
+  """Returns how many sequences are sampled at a time: `config.rollout.slots`, or all of them up to 512."""
   return rollout.slots or min(sequences, 512)
 
 
 def row_length(config: Config, on_policy: bool) -> int:
-  """Returns the tokens of a row: `config.train.row_length`, or one completion, or 512."""
+  """Returns the tokens of a row: `config.train.row_length` or, if it is 0, a prompt with a completion or 512."""
   if config.train.row_length:
     return config.train.row_length
   if config.train.share_prompt:
@@ -53,35 +53,34 @@ def batch_shape(config: Config, on_policy: bool, shards: int, tokens: int = 16_3
   Args:
     on_policy: rows hold completions; otherwise documents.
     shards: how many parts the rows of a micro-batch are split into.
-    tokens: of a device at a time, on-policy, if `train.micro_batch_size` is 0; by default those of an accelerator.
+    tokens: limit of a micro-batch per shard if on-policy and `train.micro_batch_size` is 0; the default is for
+      accelerators.
 
   Raises:
-    InputError: the rows at a time do not split evenly.
+    InputError: the rows of a micro-batch do not split evenly over the shards.
   """
   length = row_length(config, on_policy)
   rows = update_rows = filled = config.train.batch_size
   micro_rows = config.train.micro_batch_size
   if on_policy:
     r = config.rollout
-    # Completions that a row holds, however long they are.
-    per_row = max(1, length // (r.max_prompt_length + r.max_new_tokens))
+    sequences_per_row = max(1, length // (r.max_prompt_length + r.max_new_tokens))  # if all have the full length
     completions = r.prompts * r.group_size
-    rows = filled = math.ceil(completions / per_row)  # before padding to whole micro-batches
-    update_rows = math.ceil(completions // config.rl.minibatches / per_row)
+    rows = filled = math.ceil(completions / sequences_per_row)  # before padding to whole micro-batches
+    update_rows = math.ceil(completions // config.rl.minibatches / sequences_per_row)
     if config.train.share_prompt:
       from jaxpost.rl import shared_prompts
 
       filled = min(rows, shared_prompts.filled_rows(r, length))
     if not micro_rows:
-      # The rows of a shard in equal parts, as few as `tokens` allows: a part
-      # that is not full would cost as much as a full one.
+      # Split a shard's rows into as few equal micro-batches as `tokens` allows: a partial one costs as much as a full.
       shard_rows = math.ceil(update_rows / shards)
-      parts = min(shard_rows, math.ceil(shard_rows * length / tokens))
-      micro_rows = shards * math.ceil(shard_rows / parts)
+      micro_batches = min(shard_rows, math.ceil(shard_rows * length / tokens))
+      micro_rows = shards * math.ceil(shard_rows / micro_batches)
   micro_rows = micro_rows or rows
   if micro_rows % shards:
     raise InputError(
-      f'config.train: {micro_rows} rows at a time do not split over {shards} '
+      f'config.train: the {micro_rows} rows of a micro-batch do not split over {shards} '
       f'batch shards of config.mesh.train; use a multiple of {shards}'
     )
 

@@ -1,4 +1,4 @@
-"""Refuses, before any device is used, configs that a run could not do.
+"""Refuses configs that cannot run, before any device is used.
 
 Each function raises InputError with the field, the reason and a remedy.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
   from jaxpost.stage.records import Source
 
 READ_FIRST = 20_000  # documents that are tokenized, and so checked, before step 0
-OF_METHODS = dict(  # section of a method: its fields that sampling reads, whatever the method
+OF_METHODS = dict(  # section that only some methods read: its fields that sampling reads under every method
   nll=(), preference=(), reward_model=('path', 'per_step'), distill=(), rl=('correct_by', 'sources'), critic=()
 )
-_HOST_BYTES = 24  # of a token of a batch on the host: ids, positions, segments, weights and masks
+_HOST_BYTES = 24  # per token of a batch on the host: ids, positions, segments, weights and masks
 
 
 def samples_held_out(config: Config) -> bool:
@@ -39,7 +39,7 @@ def samples(config: Config, algorithm: Algorithm) -> bool:
 
 
 def check_config(config: Config, algorithm: Algorithm) -> None:
-  """Refuses what the config alone shows to be wrong."""
+  """Refuses errors that show in the config alone, without data or weights."""
   optim.check(config.optim)
   check_mesh(config, algorithm)
   if config.reference.every:
@@ -55,38 +55,36 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
 
 
 def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:
-  """Refuses fields in the section of a method that no stage of a run reads."""
+  """Refuses fields that are set in a method's section if no stage of the run reads that section."""
   unread = [name for name in OF_METHODS if not any(a.sections is None or name in a.sections for a, _ in stages)]
   adapters = any(config.lora.rank or config.lora.path for _, config in stages)
   for algorithm, config in stages:
-    if not adapters:  # an earlier run may have some, which have a dropout
+    if not adapters:
       refuse_unread(config.lora, ('dropout',), 'a run with lora.rank=0', 'lora')
     for name in unread:
-      read = OF_METHODS[name] if samples(config, algorithm) else ()
-      refuse_unread(vars(config)[name], (*read, *algorithm.needs(config)), config.algorithm, name)
+      read_by_sampling = OF_METHODS[name] if samples(config, algorithm) else ()
+      refuse_unread(vars(config)[name], (*read_by_sampling, *algorithm.needs(config)), config.algorithm, name)
 
 
 def check_sizes(config: Config, on_policy: bool) -> None:
-  """Refuses, by arithmetic, batches that the memory of this host cannot hold."""
-  r, free = config.rollout, memory.free_on_host()
-  prompts_and_completions = r.max_prompt_length + r.max_new_tokens
-  sizes = {}
+  """Refuses batches whose arrays would not fit into the free memory of this host."""
+  rollout, free_bytes = config.rollout, memory.free_on_host()
+  sequence_length = rollout.max_prompt_length + rollout.max_new_tokens
+  batch_tokens = {}  # {the fields whose product it is: tokens of a batch}
   if on_policy:
-    sizes['config.rollout: prompts x group_size x (max_prompt_length + max_new_tokens)'] = (
-      r.prompts * r.group_size * prompts_and_completions
-    )
+    fields = 'config.rollout: prompts x group_size x (max_prompt_length + max_new_tokens)'
+    batch_tokens[fields] = rollout.prompts * rollout.group_size * sequence_length
   else:
-    sizes['config.train: batch_size x row_length'] = config.train.batch_size * row_length(config, False)
+    batch_tokens['config.train: batch_size x row_length'] = config.train.batch_size * row_length(config, False)
   if samples_held_out(config):
-    sizes['config.eval: size x samples x (rollout.max_prompt_length + max_new_tokens)'] = (
-      config.eval.size * config.eval.samples * prompts_and_completions
-    )
-  for what, tokens in sizes.items():
-    needed = tokens * _HOST_BYTES
-    if needed > free:
+    fields = 'config.eval: size x samples x (rollout.max_prompt_length + max_new_tokens)'
+    batch_tokens[fields] = config.eval.size * config.eval.samples * sequence_length
+  for fields, tokens in batch_tokens.items():
+    needed_bytes = tokens * _HOST_BYTES
+    if needed_bytes > free_bytes:
       raise InputError(
-        f'{what} are {tokens:.3g} tokens, which take {needed / 2**30:.3g} GiB of this host as arrays of integers, '
-        f'and {free / 2**30:.3g} are free; lower one of them'
+        f'{fields} are {tokens:.3g} tokens, which take {needed_bytes / 2**30:.3g} GiB of host memory, and only '
+        f'{free_bytes / 2**30:.3g} GiB are free; lower one of them'
       )
 
 
@@ -98,7 +96,7 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
       phases.mesh_sizes(text, f'config.mesh.{phase}')
   refuse(
     'context' in section.rollout,
-    'config.mesh.rollout: sampling has no use for context, which splits rows in training; use tensor',
+    'config.mesh.rollout: the context axis splits rows in training and is of no use in sampling; use tensor',
   )
   refuse(
     'context' in section.train + section.score and config.model.attention in WHOLE_ROW_KERNELS,
@@ -117,11 +115,11 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
 
 
 def check_model(config: Config, model: Model) -> None:
-  """Refuses options of router and sampler that this model does not support."""
+  """Refuses router and sampler options that this model does not support."""
   router = config.router
   refuse(
     not model.config.experts and bool(router.balance_coef or router.z_coef or router.routing_replay),
-    'config.router: balance_coef, z_coef and routing_replay are of mixtures of experts; this model has none',
+    'config.router: balance_coef, z_coef and routing_replay are for mixtures of experts; this model has no experts',
   )
   if config.rollout.top_logprobs or config.rollout.page_size:
     from jaxpost.rollout import sampler_config  # which no SFT run reads
@@ -138,7 +136,7 @@ def check_model(config: Config, model: Model) -> None:
   )
   refuse(
     config.rollout.share_base and config.mesh.rollout_devices > 0,
-    'config.rollout.share_base: the sampler has devices of its own (mesh.rollout_devices); leave it False',
+    'config.rollout.share_base: the sampler has its own devices (mesh.rollout_devices); leave it False',
   )
 
 
@@ -151,19 +149,19 @@ def check_head(source: Source, scalar_head: bool, key: str) -> None:
     )
 
 
-def check_stored(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> None:
-  """Refuses training on stored rollouts, or routing replay, where something needed is not stored."""
+def check_stored(config: Config, algorithm: Algorithm, role_sources: Mapping[str, Source]) -> None:
+  """Refuses training on stored rollouts, and routing replay, if something that they need is not stored."""
   if config.train_on_rollouts and (config.router.routing_replay or (config.environment and config.reward)):
     raise InputError(
-      'config.train_on_rollouts: what is kept of a rollout has neither its experts '
-      '(config.router.routing_replay) nor the parts of a reward (config.environment with config.reward); sample again'
+      'config.train_on_rollouts: stored rollouts have neither the chosen experts (config.router.routing_replay) '
+      'nor the parts of a reward (config.environment with config.reward); sample again'
     )
   if config.router.routing_replay and (
     not algorithm.on_policy
     or algorithm.pack
     or algorithm.data_share(config)
     or config.environment
-    or set(found) - {'policy', 'reference'}
+    or set(role_sources) - {'policy', 'reference'}
   ):
     raise InputError(
       'config.router.routing_replay: is for on-policy methods on whole completions, '

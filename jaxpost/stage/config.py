@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def defaults() -> dict:
-  """Returns every field at its default, as nested dicts; config files start from them."""
+  """Returns the default of every field, as nested dicts that config files start from."""
   return dataclasses.asdict(Config())
 
 
@@ -31,7 +31,7 @@ def parse(config: Mapping) -> dict[str, Config]:
   config = dict(config)
   for name in config:
     if not isinstance(name, str):
-      raise InputError(f'config.{name!r}: names of fields are text')
+      raise InputError(f'config.{name!r}: the name of a field must be a string')
   names = _check('config.stages', config.get('stages') or (), tuple, Config.__dataclass_fields__['stages'].metadata)
   blocks = {k: v for k, v in config.items() if k not in _FIELDS and isinstance(v, Mapping)}
   for name in names:
@@ -40,11 +40,11 @@ def parse(config: Mapping) -> dict[str, Config]:
       raise InputError(f'config.stages: {name!r} is a field of every config; give the stage another name')
     if name not in blocks:
       raise InputError(f'config.stages: there is no block config.{name}; blocks: {", ".join(blocks) or "none"}')
-    if names.count(name) > 1:  # checkpoints, metrics and weights are known by the name of their stage
+    if names.count(name) > 1:  # the name of a stage identifies its checkpoints, metrics and weights
       raise InputError(f'config.stages: names {name!r} twice; give each stage a name and a block of its own')
     if blocks[name].get('stages'):
       raise InputError(f'config.{name}.stages: a stage has no stages of its own; name all of them in config.stages')
-  if names:  # a block that no stage names may wait for its turn
+  if names:  # blocks that config.stages does not name are allowed, and checked below
     config = {k: v for k, v in config.items() if k not in blocks}
   base = _build(Config, config, 'config')
   if not names:
@@ -54,7 +54,7 @@ def parse(config: Mapping) -> dict[str, Config]:
   plain = dataclasses.asdict(base)
   stages = {}
   for name, block in blocks.items():
-    _build(Config, block, f'config.{name}')  # names the block in its errors
+    _build(Config, block, f'config.{name}')  # only for its errors, which name the block
     stages[name] = _build(Config, merge(plain, block), 'config')
   return {name: stages[name] for name in names}
 
@@ -76,7 +76,7 @@ def parse_saved(path: epath.Path) -> dict[str, Config]:
 
 
 def stage_name(algorithm: str) -> str:
-  """Returns the name of the only stage of a run: 'sft', or the stem of a user's file."""
+  """Returns the name of the stage of a run without `config.stages`: 'sft', or the stem of a user's file."""
   target = algorithm.partition(':')[0]
   if target.endswith('.py'):
     return pathlib.PurePath(target).stem
@@ -84,36 +84,36 @@ def stage_name(algorithm: str) -> str:
 
 
 def resolve(config: Config, defaults: Mapping) -> Config:
-  """Returns the config with the algorithm's values for fields that are left to it.
+  """Returns the config with the algorithm's values for the fields that the user has left open.
 
   Args:
     defaults: {section: {field: value, or a function of the config}}.
   """
-  sections: dict[str, Any] = {name: x for name, x in vars(config).items() if dataclasses.is_dataclass(x)}
-  for section, block in sections.items():
-    given = defaults.get(section, {})
-    new = {}
-    for field in dataclasses.fields(block):
+  sections: dict[str, Any] = {name: value for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
+  for name, section in sections.items():
+    algorithm_defaults = defaults.get(name, {})
+    changes = {}
+    for field in dataclasses.fields(section):
       auto = field.metadata.get('auto')
-      if auto is not None and vars(block)[field.name] == field.default:
-        value = given.get(field.name, auto)
-        new[field.name] = value(config) if callable(value) else value
-    config = dataclasses.replace(config, **{section: dataclasses.replace(block, **new)})
+      if auto is not None and vars(section)[field.name] == field.default:
+        value = algorithm_defaults.get(field.name, auto)
+        changes[field.name] = value(config) if callable(value) else value
+    config = dataclasses.replace(config, **{name: dataclasses.replace(section, **changes)})
   return config
 
 
 _SECRET = r'\w*(secret|password|passwd|credential|(api|access|private)_?key)\w*(?<!_env)'
 # A password in a URL, or an option of a reward.
 _SECRET_IN_TEXT = re.compile(rf'://[^/@\s]*:[^/@\s]+@|[?&]{_SECRET}=', re.I)
-_MOST = 10**12  # and -10**12: the range of a number without one of its own
+_MAX_NUMBER = 10**12  # a number field without limits of its own lies in [-_MAX_NUMBER, _MAX_NUMBER]
 _FIELDS = frozenset(f.name for f in dataclasses.fields(Config))
 
 
 def _check_name(name: str, key: str) -> None:
-  """InputError unless a stage's name is good for files, columns and the command line."""
+  """Raises InputError unless a stage's name can be used in file names, columns and on the command line."""
   if not re.fullmatch(r'\w[\w+-]*([ .][\w+-]+)*', name) or len(name) > 100:
     raise InputError(
-      f'{key}: {_shown(name)} is no name of a stage, which names files; use at most 100 letters, digits, _ and -'
+      f'{key}: {_shown(name)} cannot name a stage and its files; use at most 100 letters, digits, _ and -'
     )
 
 
@@ -130,8 +130,8 @@ def _build(kind: type, values: Mapping, where: str, path: str = '') -> Any:
   """Makes a dataclass from a mapping, checked field by field.
 
   Args:
-    where: what errors call it, such as 'config.grpo.optim'.
-    path: dotted name of the section, such as 'optim'; '' is the whole config.
+    where: how error messages name it, such as 'config.grpo.optim'.
+    path: dotted name of the section, such as 'optim'; '' for the whole config.
   """
   fields = {f.name: f for f in dataclasses.fields(kind)}
   for key in values:
@@ -157,13 +157,13 @@ def _build(kind: type, values: Mapping, where: str, path: str = '') -> Any:
 
 
 def _check(name: str, value: Any, kind: Any, meta: Mapping) -> Any:
-  """Returns the value as the type of its field; InputError if it is out of range."""
+  """Returns the value converted to the type of its field; raises InputError if it has another type or range."""
   if isinstance(value, str):
     _check_text(name, value)
   if kind is Any:
     _check_free(name, value)
     return value
-  if kind is float and type(value) is int and value.bit_length() < 64:  # of more bits, float() may overflow
+  if kind is float and type(value) is int and value.bit_length() < 64:  # float() overflows for very large integers
     value = float(value)
   if kind is tuple and isinstance(value, list):
     value = tuple(value)
@@ -175,11 +175,11 @@ def _check(name: str, value: Any, kind: Any, meta: Mapping) -> Any:
   if kind is float and not math.isfinite(value):
     raise InputError(f'{name}: {value!r} is not a finite number')
   if meta['choices'] and value not in meta['choices']:
-    hint = did_you_mean(str(value), meta['choices'], 0.5)  # fp16 is float16
+    hint = did_you_mean(str(value), meta['choices'], 0.5)  # lenient enough to suggest float16 for fp16
     raise InputError(f'{name}: {_shown(value)} is not one of {", ".join(meta["choices"])}; {hint}'.rstrip('; '))
   if kind in (int, float):
-    lo = -_MOST if meta['lo'] is None else meta['lo']
-    hi = _MOST if meta['hi'] is None else meta['hi']
+    lo = -_MAX_NUMBER if meta['lo'] is None else meta['lo']
+    hi = _MAX_NUMBER if meta['hi'] is None else meta['hi']
     if value < lo:
       raise InputError(f'{name}: {_shown(value)} is below {lo!r}')
     if value > hi:
@@ -188,7 +188,7 @@ def _check(name: str, value: Any, kind: Any, meta: Mapping) -> Any:
 
 
 def _check_free(name: str, value: Any) -> None:
-  """InputError for what no free field may hold: text that is none, or a secret."""
+  """Raises InputError if a value of a field without a schema holds a secret or invalid text."""
   if isinstance(value, str):
     _check_text(name, value)
   elif isinstance(value, Mapping):
@@ -203,13 +203,13 @@ def _check_free(name: str, value: Any) -> None:
 
 def _secret(name: str) -> InputError:
   return InputError(
-    f'{name}: looks like a secret, which would stand in config.json; put it into an environment variable, and the '
-    'name of that here (in a field or option called *_env) or in config.rewards.env_vars'
+    f'{name}: looks like a secret, which would be written to config.json; put it into an environment variable, and '
+    'name the variable here (in a field or option called *_env) or in config.rewards.env_vars'
   )
 
 
 def _check_text(name: str, value: str) -> None:
-  """InputError for text that can be no path, and no line of a file."""
+  """Raises InputError for text that cannot be written to a file or used as a path, and for secrets."""
   if '\0' in value or any('\ud800' <= c <= '\udfff' for c in value):
     raise InputError(f'{name}: {value[:40]!r} has a character that is no text (NUL, or half of a surrogate pair)')
   if _SECRET_IN_TEXT.search(value):
@@ -217,7 +217,7 @@ def _check_text(name: str, value: str) -> None:
 
 
 def _shown(value: Any) -> str:
-  """A value as text; Python refuses to print the digits of a very large integer."""
+  """Returns a value as short text; `repr` raises for very large integers and deep nesting."""
   try:
     return repr(value)[:200]
   except (ValueError, RecursionError):

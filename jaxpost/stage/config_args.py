@@ -10,7 +10,7 @@ def parse_arg(arg: str | None, **options: bool | int | float | str) -> types.Sim
 
   Args:
     arg: the text; a bare name means True.
-    options: the names that the config file knows, and their defaults.
+    options: {name: default} of the arguments that the config file takes.
 
   Returns:
     An object with these attributes.
@@ -34,5 +34,5 @@ def parse_arg(arg: str | None, **options: bool | int | float | str) -> types.Sim
       try:
         values[name] = kind(value)
       except ValueError:
-        raise InputError(f'--config: {name}={value!r} is no {kind.__name__}') from None
+        raise InputError(f'--config: {name}={value!r} is not of type {kind.__name__}') from None
   return types.SimpleNamespace(**values)

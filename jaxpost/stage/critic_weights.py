@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 
 
 def load(placed: PlacedStage, params: dict, workdir: epath.PathLike | None) -> tuple[Model, dict]:
-  """Returns the model of the critic and its parameters: its own weights or, under adapters, where it can, the policy's.
+  """Returns the model of the critic and its initial parameters.
+
+  With adapters, a critic that starts from the policy's weights shares the frozen ones.
 
   Args:
-    params: initial parameters of the policy, in `placed.train`; the critic shares frozen ones and copies others.
+    params: initial parameters of the policy, in the layout `placed.train`.
   """
   config, layout, ledger, dtype = placed.config, placed.train, placed.ledger, placed.config.model.param_dtype
   model, shares = model_of(placed.inputs)
@@ -40,9 +42,9 @@ def load(placed: PlacedStage, params: dict, workdir: epath.PathLike | None) -> t
 
 
 def model_of(inputs: Inputs) -> tuple[Model, bool]:
-  """Returns the model of the critic, and whether it has its frozen weights in common with the policy."""
+  """Returns the model of the critic, and whether it shares its frozen weights with the policy."""
   policy, source = inputs.model, inputs.sources['critic']
   cfg = model_lib.with_scalar_head(source.config, policy.config.lora)
-  # Without adapters all weights of the critic are trained, and codes cannot be.
+  # Without adapters all weights of the critic are trained, and quantized weights cannot be.
   model = partition.frozen_base_model(cfg, policy.quantized if cfg.lora else '')
   return model, bool(model.frozen) and model.frozen <= policy.frozen and source == inputs.sources['policy']

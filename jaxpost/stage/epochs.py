@@ -1,7 +1,4 @@
-"""Epochs: how many steps a pass over the data of a stage takes, and `train.epochs` as steps.
-
-Legend: N documents, R packed rows of them, B rows of a step.
-"""
+"""Estimates the steps of an epoch over a stage's data, converts `train.epochs` to steps, and warns about the data."""
 
 from __future__ import annotations
 
@@ -21,35 +18,36 @@ if TYPE_CHECKING:
   from jaxpost.stage.config import Config
   from jaxpost.stage.records import Data, Inputs, PreparedStage
 
-_SAMPLED = 256  # documents of a source that are measured where none have been read yet
+_SAMPLED = 256  # documents of a source that are measured if none have been read yet
 
 
 def steps_of(inputs: Inputs, data: Data) -> float:
   """Returns the steps in which a stage uses each of its documents, or prompts, once.
 
-  Exact for prompts, but those that streaming leaves out. Documents are packed in windows, in another order each epoch,
-  so their rows are counted by packing the first 20,000 of them.
+  It is exact for prompts, except for those that streaming leaves out. For documents it is an estimate from packing the
+  first 20,000 of them, as they are packed in windows and in another order each epoch.
   """
   config = inputs.config
   if inputs.algorithm.on_policy:
     return len(data.stream) / config.rollout.prompts
-  rows = 0.0
+  rows_per_document = 0.0
   for share, lengths in _lengths(data):
     kept = [n for n in lengths if n]
-    packed = len(packing.pack(kept, row_length(config, False))) if config.data.packing else len(kept)
-    rows += share * max(1, packed) / len(lengths)  # of a document: R / N
-  return len(data.rows) * rows / config.train.batch_size
+    packed_rows = len(packing.pack(kept, row_length(config, False))) if config.data.packing else len(kept)
+    rows_per_document += share * max(1, packed_rows) / len(lengths)
+  return len(data.rows) * rows_per_document / config.train.batch_size
 
 
 def tokens_of(inputs: Inputs, data: Data) -> float:
   """Returns the tokens of one pass over the documents; 0 for an on-policy stage, which samples them."""
   if inputs.algorithm.on_policy:
     return 0.0
-  return len(data.rows) * sum(share * sum(lengths) / len(lengths) for share, lengths in _lengths(data))
+  tokens_per_document = sum(share * sum(lengths) / len(lengths) for share, lengths in _lengths(data))
+  return len(data.rows) * tokens_per_document
 
 
 def _lengths(data: Data) -> list[tuple[float, list[int]]]:
-  """(share of the documents, tokens in packed rows of its first ones, 0 for those dropped) of each source."""
+  """Returns (share of all documents, tokens of each of its first documents, 0 if dropped) of each source."""
   rows = data.rows
   read = 0 if rows.streaming else checks.READ_FIRST
   shares = rows.weights or rows.sizes
@@ -63,12 +61,12 @@ def _lengths(data: Data) -> list[tuple[float, list[int]]]:
     measured = range(start, start + min(size, max(read - start, _SAMPLED)))
     if size:
       out.append((share / sum(shares), [length(n) for n in measured]))
-    start += size  # rows of a source follow those of the one before
+    start += size
   return out
 
 
 def warnings(inputs: Inputs, data: Data) -> list[str]:
-  """Returns warnings about data that is cut, steps that a crash or a choice loses, and settings that change nothing."""
+  """Returns warnings about data that is cut, steps that are not saved, and settings that have no effect."""
   config, steps = inputs.config, inputs.config.train.steps
   out = [_warn_over_long(inputs, data), _warn_best(config)]
   if steps > 100 and not 0 < config.save.every < steps:
@@ -93,18 +91,20 @@ def _warn_over_long(inputs: Inputs, data: Data) -> str:
     total = 0 if data.rows.streaming else min(len(data.rows), checks.READ_FIRST)
     count = sum((e := data.documents.plain(n)) is not None and len(e.tokens) > limit for n in range(total))
     fate = 'cut there' if config.data.overlong == 'truncate' else fate
-  some = f'{count:,} of {total:,} {kind} ({count / max(total, 1):.0%})'
-  return f'{some} are longer than {limit:,} tokens and are {fate}: raise {field}' if count > total / 100 else ''
+  if count <= total / 100:
+    return ''
+  share = f'{count:,} of {total:,} {kind} ({count / max(total, 1):.0%})'
+  return f'{share} are longer than {limit:,} tokens and are {fate}: raise {field}'
 
 
 def _warn_best(config: Config) -> str:
-  """Returns a warning if `save.keep_best` has few steps to choose from, as they have to be both saved and evaluated."""
+  """Returns a warning if few steps are both saved and evaluated, so that `save.keep_best` has little choice."""
   saved, evaluated, steps = config.save.every, config.eval.every, config.train.steps
-  both = math.lcm(saved, evaluated)  # 0 where one of them is
-  if not config.save.keep_best or 0 < both < steps and both == max(saved, evaluated):
+  every = math.lcm(saved, evaluated)  # of steps that are both saved and evaluated; 0 if either is 0
+  if not config.save.keep_best or 0 < every < steps and every == max(saved, evaluated):
     return ''
-  found = f'every {both} steps one is' if 0 < both < steps else f'only step {steps}, the last, is'
-  return f'config.save.keep_best: {found} both saved and evaluated: let config.save.every equal config.eval.every'
+  candidates = f'every {every} steps one is' if 0 < every < steps else f'only step {steps}, the last, is'
+  return f'config.save.keep_best: {candidates} both saved and evaluated: let config.save.every equal config.eval.every'
 
 
 def count_steps(inputs: Inputs, data: Data) -> Inputs:
@@ -117,18 +117,18 @@ def count_steps(inputs: Inputs, data: Data) -> Inputs:
 
 
 def with_steps_of_run(raw: dict, configs: Mapping[str, Config], path: epath.Path) -> dict:
-  """Returns the config with the steps that a run in this folder has found for its `train.epochs`.
+  """Returns the config with the steps into which a run in this folder has converted its `train.epochs`.
 
   Args:
     raw: the config as nested dicts.
     configs: the same, {stage: Config}.
-    path: config.json of the run; it need not be there.
+    path: config.json of the run; it may be missing.
   """
   if not any(c.train.epochs for c in configs.values()) or not path.exists():
     return raw
   saved = config_lib.parse_saved(path)
-  same = {n: saved[n] for n, c in configs.items() if n in saved and c.train.epochs == saved[n].train.epochs > 0}
-  return with_steps(raw, {name: c.train.steps for name, c in same.items()})
+  same_epochs = [n for n, c in configs.items() if n in saved and c.train.epochs == saved[n].train.epochs > 0]
+  return with_steps(raw, {name: saved[name].train.steps for name in same_epochs})
 
 
 def with_steps(raw: dict, steps: Mapping[str, int]) -> dict:
@@ -140,7 +140,7 @@ def with_steps(raw: dict, steps: Mapping[str, int]) -> dict:
 
 
 def facts(prepared: Sequence[PreparedStage]) -> dict[str, dict[str, Any]]:
-  """Returns {stage: its rows, tokens an epoch, batch and epochs}, for people."""
+  """Returns {stage: its steps, rows, warnings, tokens per epoch, batch and epochs} for reports."""
   out = {}
   for p in prepared:
     config, per_epoch = p.config, steps_of(p.inputs, p.data)

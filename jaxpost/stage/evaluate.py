@@ -1,6 +1,6 @@
-"""Evaluation during training: pass@k from samples; `held_out_loss.py` has the loss.
+"""Evaluates pass@k from samples during training; `held_out_loss.py` evaluates the loss.
 
-Legend: N prompts, k samples a prompt.
+Legend: N prompts, n samples per prompt.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def pass_at_k(passed: np.ndarray, k: int) -> float:
-  """Chance that one of k samples passes, unbiased, from [N, n] bool.
+  """Returns the unbiased estimate of the chance that at least one of k samples passes, from `passed` [N, n] bool.
 
-  1 - C(n - c, k) / C(n, k), Chen et al. 2021 (arXiv:2107.03374), eq. 1.
+  It is the mean over prompts of 1 - C(n - c, k) / C(n, k), where c of n samples pass (arXiv:2107.03374, eq. 1).
   """
   n = passed.shape[1]
   chances = [1 - math.comb(n - int(c), k) / math.comb(n, k) for c in passed.sum(axis=1)]
@@ -44,32 +44,35 @@ def pass_rates(passed: np.ndarray) -> dict[str, float]:
 def pass_metrics(graded: Sequence[Graded], verdicts: np.ndarray, pass_reward: float) -> dict[str, float]:
   """Returns pass@k by the verdicts, and pass@k/NAME by each reward.
 
-  Prompts of which a sample has no verdict are left out and counted. pass@k/NAME
-  also leaves out prompts that the reward NAME does not apply to.
+  Prompts with a sample that has no verdict are left out and counted. pass@k/NAME also leaves out prompts that the
+  reward NAME does not apply to.
 
   Args:
-    graded: of N prompts; verdicts: [N, k] values of the reward that decides what is correct.
-    pass_reward: value of any reward from which a sample passes.
+    graded: results of N prompts.
+    verdicts: [N, n] values of the reward that decides which samples are correct; NaN: no verdict.
+    pass_reward: a sample passes from this value of a reward on.
   """
-  from jaxpost.rl.reward_metrics import reward_table  # which no SFT run reads
+  from jaxpost.rl.reward_metrics import reward_table  # not imported by SFT runs
 
-  whole = np.isfinite(verdicts).all(axis=1)  # [N]
-  tables = {'': verdicts} | {f'/{name}': reward_table(graded, name) for name in graded[0].components}
-  out: dict[str, float] = {'ungraded_prompts': int((~whole).sum())}
-  for suffix, table in tables.items():
-    judged = whole & np.isfinite(table).all(axis=1)
-    if judged.any():
-      out |= {f'{name}{suffix}': chance for name, chance in pass_rates(table[judged] >= pass_reward).items()}
+  has_verdicts = np.isfinite(verdicts).all(axis=1)  # [N]
+  values = {'': verdicts} | {f'/{name}': reward_table(graded, name) for name in graded[0].components}
+  out: dict[str, float] = {'ungraded_prompts': int((~has_verdicts).sum())}
+  for suffix, rewards in values.items():  # rewards [N, n]
+    applies = has_verdicts & np.isfinite(rewards).all(axis=1)
+    if applies.any():
+      rates = pass_rates(rewards[applies] >= pass_reward)
+      out |= {f'{name}{suffix}': chance for name, chance in rates.items()}
   return out
 
 
 @dataclasses.dataclass
 class SampledEval:
-  """pass@k of completions of held-out prompts, graded as in training.
+  """Evaluates pass@k of completions of held-out prompts, graded as in training.
 
-  The reward `config.rl.correct_by` says what has passed, see `pass_metrics`.
+  The reward `config.rl.correct_by` decides which samples pass, see `pass_metrics`.
 
-  score: (rollout, roles) -> [N k, C] values of the reward model, if there is one.
+  samples: n, completions per prompt.
+  score: (rollout, roles) -> [N n, C] values of the reward model for C tokens, if there is one.
   offload: `config.rollout.offload`, as in training.
   """
 
@@ -86,12 +89,12 @@ class SampledEval:
     from jaxpost.rl import reward_metrics
 
     engine = self.sampler.engine
-    with contextlib.ExitStack() as during:
-      during.enter_context(engine.preserve_weights())  # the next rollout may need those that are loaded now
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(engine.preserve_weights())  # the next rollout may need the weights that are loaded now
       if self.offload:
         from jaxpost.rl import offload
 
-        during.enter_context(offload.offloaded(roles))
+        stack.enter_context(offload.offloaded(roles))
       engine.load(roles.policy.params, step)
       rollout = self.sampler(self.prompts, self.samples, step, temperature=self.temperature)
       engine.unload()
@@ -103,22 +106,22 @@ class SampledEval:
       **pass_metrics(graded.results, graded.verdicts, self.pass_reward),
       **reward_metrics.component_metrics(graded.results),
     }
-    whole = np.isfinite(graded.verdicts).all(axis=1)
-    if whole.any():
-      out['reward'] = float(graded.rewards.reshape(-1, self.samples)[whole].mean())
+    has_verdicts = np.isfinite(graded.verdicts).all(axis=1)
+    if has_verdicts.any():
+      out['reward'] = float(graded.rewards.reshape(-1, self.samples)[has_verdicts].mean())
     return out, graded.sample_rows()
 
 
 @dataclasses.dataclass
 class Evaluator:
-  """Everything `eval.*` asks for. Call it with the roles and the step."""
+  """The evaluations of `config.eval`. Call it with the roles and the step."""
 
   held_out: HeldOut | None = None
   sampled: SampledEval | None = None
 
   @watchdog.slow_operation('an evaluation')
   def __call__(self, roles: Roles, step: int) -> tuple[dict, list[dict]]:
-    """(metrics, sample rows)."""
+    """Returns (metrics, rows about samples)."""
     metrics: dict[str, float] = {}
     rows: list[dict] = []
     if self.sampled is not None:

@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 _CARD = 'README.md'
 _ORIGIN = re.compile(r'<!-- jaxpost: (\{.*\}) -->')
 
-_WRITES = (  # how to use a model that writes text
+_LANGUAGE_MODEL_USAGE = (
   '    vllm serve FOLDER',
   '    python llama.cpp/convert_hf_to_gguf.py FOLDER --outfile model.gguf',
   '    echo "FROM ./model.gguf" > Modelfile && ollama create NAME -f Modelfile',
 )
-_SCORES = (  # and a reward model
+_REWARD_MODEL_USAGE = (
   '    transformers.AutoModelForSequenceClassification.from_pretrained("FOLDER")  # its logit is the score',
   '    python -m launch.train ... --config.reward=reward_model --config.reward_model.path=FOLDER',
 )
-# `AutoModelForSequenceClassification` and servers take the logit at the last token, whatever it is.
-_WHERE = {
+# {loss: the token whose logit is the score}; transformers and servers read the logit of the last token of any text.
+_SCORE_POSITIONS = {
   'process': 'The logit at the line break after each step is the score of the step. No other token was trained.',
   '': 'The score is the logit at the stop token that ends an answer, the only one that was trained. Many chat '
   'templates render a line break after it: remove that before the text is scored.',
@@ -50,7 +50,7 @@ _WHERE = {
 
 
 def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
-  """Writes a folder that `transformers` loads; adapter/ in it is for `peft`."""
+  """Writes a folder that `transformers` loads, with a subfolder adapter/ for `peft` if the stage trains an adapter."""
   tokenizer, model, section = inputs.tokenizer, inputs.model, inputs.config.model
   policy = inputs.sources['policy']
   base = policy.base or policy
@@ -60,19 +60,19 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
 
     pad = reward_models.pad_id(tokenizer)
     save = functools.partial(reward_models.save_tokenizer, tokenizer)
-  merge = model.merge  # operation by operation: fused, sums round otherwise
+  merge = model.merge  # not jitted: fused operations would round differently
   if model.quantized:
     from jaxpost.models import quantization
     from jaxpost.programs import convert
 
     merge = convert.after(functools.partial(quantization.convert_params, model=model.base), merge)
   origin = None
-  if section.path:  # random weights have no other parts
+  if section.path:  # there is a folder to copy the other parts from
     from jaxpost.stage import model_folders
 
     origin = model_folders.origin(section, model.config)
   save_beside: Callable[[epath.Path], None] = save
-  # The tensors of a multimodal base have other names than an adapter of the text model would ask for.
+  # An adapter of the text model would not match the tensor names of a multimodal base.
   if model.config.lora and not (origin and origin.renames):
     from jaxpost.formats import peft
 
@@ -93,7 +93,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
       stop_ids=tokenizer.stop_ids,
       bos_id=tokenizer.bos_id,
       pad_id=pad,
-      # The model's, also where the tokenizer is from elsewhere.
+      # Generation settings are those of the model, even if config.model.tokenizer names another folder.
       generation=hf_export.read_generation(str(base.folder or section.path) if section.tokenizer else tokenizer.source),
       tokenizer_save=save_beside,
       origin=origin,
@@ -101,10 +101,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
 
 
 def adapter_base(inputs: Inputs) -> str:
-  """Returns the name of the model that a stage's adapter is for.
-
-  '' if it has no name, or if more is trained than the adapter.
-  """
+  """Returns the name of the model below a stage's adapter; '' if it has none, or if more than that is trained."""
   source, model = inputs.sources['policy'], inputs.model
   while source.base is not None and source.config.lora == model.config.lora:
     source = source.base
@@ -117,12 +114,12 @@ def check_stage(folder: epath.PathLike, stage: str) -> None:
   """Raises InputError if a folder holds the export of another stage."""
   card = epath.Path(folder).expanduser() / _CARD
   origin = _ORIGIN.search(card.read_text()) if card.exists() else None
-  if origin and (there := json.loads(origin[1])['stage']) != stage:
-    raise InputError(f'{folder}: holds an export of stage {there}, not {stage}; export to another folder')
+  if origin and (exported := json.loads(origin[1])['stage']) != stage:
+    raise InputError(f'{folder}: holds an export of stage {exported}, not {stage}; export to another folder')
 
 
 def write_card(folder: epath.PathLike, run: epath.PathLike, stage: str, step: int) -> None:
-  """Adds the facts of a run to the card of its export: to the header that the export has written, and below it."""
+  """Adds the facts of a run to the card that its export has written: to the YAML header, and at the end."""
   card = epath.Path(folder).expanduser() / _CARD
   config = config_lib.parse_saved(epath.Path(run).expanduser() / 'config.json')[stage]
   header, end, title = card.read_text().partition('\n---\n')
@@ -132,26 +129,26 @@ def write_card(folder: epath.PathLike, run: epath.PathLike, stage: str, step: in
 
 
 def _header(base: str) -> dict[str, str]:
-  """Returns the fields of a card about the base model: its name on the hub, or the license in its folder."""
+  """Returns the card's fields about the base model: its name on the hub, or the license that its folder states."""
   folder = epath.Path(base).expanduser()
   if not base or not folder.exists():
-    name = base.partition('@')[0]  # the hub takes no revision here
+    name = base.partition('@')[0]  # the hub allows no revision in this field
     return {'base_model': name} if re.fullmatch(r'[\w.-]+/[\w.-]+', name) else {}
   card = folder / _CARD
   text = card.read_bytes().decode('utf-8', 'replace') if card.exists() else ''
   header = text.partition('\n---\n')[0] if text.startswith('---\n') else ''
-  named = re.search(r'^license: *([\w.+-]+) *$', header, re.MULTILINE)
-  return {'license': named[1]} if named else {}
+  license_line = re.search(r'^license: *([\w.+-]+) *$', header, re.MULTILINE)
+  return {'license': license_line[1]} if license_line else {}
 
 
 def _name(folder: epath.PathLike) -> str:
-  """Returns the folder as commands of the card have it: as it was given, or its name if the path is of one machine."""
+  """Returns how the card's commands refer to the folder: a relative path as it is, of others only the last part."""
   text = str(folder).rstrip('/')
   return text.rpartition('/')[2] if text.startswith(('/', '~')) or '://' in text else text
 
 
 def describe(run: epath.PathLike, stage: str, step: int, folder: str = 'FOLDER') -> str:
-  """Returns the Markdown of a card: how the weights were made, and how to use them; `folder` is that of the card."""
+  """Returns the Markdown of a card: how the weights were made, and how to use them from `folder`."""
   run = epath.Path(run).expanduser()
   config = config_lib.parse_saved(run / 'config.json')[stage]
   origin = {'stage': stage, 'step': step}
@@ -167,30 +164,29 @@ def describe(run: epath.PathLike, stage: str, step: int, folder: str = 'FOLDER')
   }
   lines = [f'<!-- jaxpost: {json.dumps(origin)} -->', '', '| how it was made | |', '|---|---|']
   lines += [f'| {name} | {_cell(value)} |' for name, value in rows.items() if value not in ('', None)]
-  measured = _metrics(run, stage, step)
-  if measured:
-    lines += ['', f'| held-out metric, step {measured[0]} | |', '|---|---|']
-    lines += [f'| {name} | {report.number(value)} |' for name, value in measured[1].items()]
-  scores = algorithms.load_algorithm(config.algorithm).scalar_head
-  usage = _SCORES if scores else _WRITES
+  evaluation = _last_evaluation(run, stage, step)
+  if evaluation:
+    lines += ['', f'| held-out metric, step {evaluation["step"]} | |', '|---|---|']
+    held_out = {name: value for name, value in evaluation.items() if name not in metrics.ROW_KEYS}
+    lines += [f'| {name} | {report.number(value)} |' for name, value in held_out.items()]
+  is_reward_model = algorithms.load_algorithm(config.algorithm).scalar_head
+  usage = _REWARD_MODEL_USAGE if is_reward_model else _LANGUAGE_MODEL_USAGE
   lines += [
     '',
     'The licenses of the base model and the data hold for these weights, too; name them before you publish.',
     '',
     *(line.replace('FOLDER', folder if '"FOLDER' in line else shlex.quote(folder)) for line in usage),
   ]
-  if scores:
-    lines += ['', _WHERE.get(config.reward_model.loss, _WHERE[''])]
+  if is_reward_model:
+    lines += ['', _SCORE_POSITIONS.get(config.reward_model.loss, _SCORE_POSITIONS[''])]
   return '\n'.join(lines) + '\n'
 
 
-def _metrics(run: epath.Path, stage: str, step: int) -> tuple[int, dict[str, float]] | None:
-  """The last evaluation up to a step, without what depends on the clock."""
+def _last_evaluation(run: epath.Path, stage: str, step: int) -> dict[str, Any] | None:
+  """Returns the metrics row of the last evaluation up to a step, without timings; None if there is none."""
   rows = metrics.comparable_rows(run / 'metrics.jsonl')
-  found = [r for r in rows if r['stage'] == stage and r['split'] != 'train' and r['step'] <= step]
-  if not found:
-    return None
-  return found[-1]['step'], {k: v for k, v in found[-1].items() if k not in metrics.ROW_KEYS}
+  evaluations = [r for r in rows if r['stage'] == stage and r['split'] != 'train' and r['step'] <= step]
+  return evaluations[-1] if evaluations else None
 
 
 def _cell(value: Any) -> str:

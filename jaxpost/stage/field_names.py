@@ -1,8 +1,7 @@
-"""Fields of a config by dotted name, and the field that an unknown name stands for.
+"""Looks up config fields by dotted name, and suggests the field that an unknown name was meant for.
 
-`field_type` returns the type of a field. `unknown_key` says what to write in place of a name that is no field: it knows
-former names, misspellings, fields of another section and the names that TRL, verl and Hugging Face use, which are
-listed in field_names.toml.
+`field_type` returns the type of a field. `unknown_key` suggests a field for former names, misspellings, names in the
+wrong section, and the names that TRL, verl and Hugging Face use, which field_names.toml lists.
 """
 
 from __future__ import annotations
@@ -24,55 +23,55 @@ SYNONYMS |= {name: tuple(fields.split()) for name, fields in _NAMES['several'].i
 _MAX_SUGGESTIONS = 4
 
 
-def _all_fields(kind, prefix: str) -> dict[str, Any]:
-  found = {}
-  for name, hint in typing.get_type_hints(kind).items():
-    found[prefix + name] = hint
+def _all_fields(section: type, prefix: str) -> dict[str, Any]:
+  fields = {}
+  for name, hint in typing.get_type_hints(section).items():
+    fields[prefix + name] = hint
     if dataclasses.is_dataclass(hint):
-      found |= _all_fields(hint, f'{prefix}{name}.')
-  return found
+      fields |= _all_fields(hint, f'{prefix}{name}.')
+  return fields
 
 
-FIELDS = _all_fields(Config, '')  # 'optim.lr' -> float; sections, too
+FIELDS = _all_fields(Config, '')  # dotted name -> type, of fields ('optim.lr': float) and of sections
 
 
 def field_type(path: str) -> Any:
-  """Returns the type of a field: a dataclass for a section, None for no field.
+  """Returns the type of a field: a dataclass for a section, None if there is no such field.
 
-  Everything below `user` and `data.template_kwargs` is free: its type is `typing.Any`.
+  `user` and `data.template_kwargs` may have any fields, whose type is `typing.Any`.
   """
   return Any if path.startswith(('user.', 'data.template_kwargs.')) else FIELDS.get(path)
 
 
 def unknown_key(where: str, path: str) -> InputError:
-  """Returns the error for `where.path`, where `path` is no field.
+  """Returns the error for `where.path`, which is not a field.
 
   Args:
-    where: 'config', or 'config.STAGE' for a field of a stage's block.
+    where: 'config', or 'config.STAGE' for a stage's block.
     path: dotted name inside it.
   """
-  if not path.isprintable():  # an error is one line
+  if not path.isprintable():  # keeps the error on one line
     path = ascii(path)[1:-1]
   if path in RENAMED:
     return InputError(f'{where}.{path}: has been renamed; write {where}.{RENAMED[path]}')
   parts = path.split('.')
-  near = _suggestions(parts)[:_MAX_SUGGESTIONS]
-  if not near:
+  suggestions = _suggestions(parts)[:_MAX_SUGGESTIONS]
+  if not suggestions:
     known = ', '.join(name.rpartition('.')[2] for name in _members(_known_section(parts)))
     return InputError(f'{where}.{path}: unknown key; known: {known}')
-  *names, last = [name if name.startswith('--') else f'{where}.{name}' for name in near]
+  *names, last = [name if name.startswith('--') else f'{where}.{name}' for name in suggestions]
   hint = f'{", ".join(names)} or {last}' if names else last
   return InputError(f'{where}.{path}: unknown key; did you mean {hint}?')
 
 
 def _known_section(parts: list[str]) -> str:
-  """The longest prefix of the path that is a section; '' is the whole config."""
-  known = ''
+  """Returns the longest prefix of the path that is a section; '' for the whole config."""
+  section = ''
   for count in range(1, len(parts)):
-    start = '.'.join(parts[:count])
-    if dataclasses.is_dataclass(FIELDS.get(start)):
-      known = start
-  return known
+    prefix = '.'.join(parts[:count])
+    if dataclasses.is_dataclass(FIELDS.get(prefix)):
+      section = prefix
+  return section
 
 
 def _members(section: str) -> list[str]:
@@ -80,19 +79,19 @@ def _members(section: str) -> list[str]:
 
 
 def _suggestions(parts: list[str]) -> list[str]:
-  """The fields that were most probably meant, by the first rule that finds any."""
-  tails = ['.'.join(parts[i:]) for i in range(len(parts))]
+  """Returns the fields that were most probably meant, by the first rule that finds any."""
+  tails = ['.'.join(parts[i:]) for i in range(len(parts))]  # 'a.b.c', 'b.c', 'c'
   for tail in tails:
     if tail in SYNONYMS:
       return list(SYNONYMS[tail])
   section = _known_section(parts)
-  rest = parts[section.count('.') + 1 :] if section else parts
-  if len(rest) > 1:  # a misspelled section says more than the name below it
-    found = _misspelled(section, rest) or _in_another_section(tails)
+  unknown_parts = parts[section.count('.') + 1 :] if section else parts
+  if len(unknown_parts) > 1:  # the first of them is a misspelled section, a better clue than the field's name
+    suggestions = _misspelled(section, unknown_parts) or _in_another_section(tails)
   else:
-    found = _in_another_section(tails) or _misspelled(section, rest)
-  if found:
-    return found
+    suggestions = _in_another_section(tails) or _misspelled(section, unknown_parts)
+  if suggestions:
+    return suggestions
   for part in reversed(parts[:-1]):
     if part in SYNONYMS:
       return list(SYNONYMS[part])
@@ -100,32 +99,31 @@ def _suggestions(parts: list[str]) -> list[str]:
 
 
 def _in_another_section(tails: list[str]) -> list[str]:
-  """Fields whose path ends like this one."""
+  """Returns the fields that end with the longest of `tails` that any field ends with."""
   for tail in tails:
-    found = [name for name in FIELDS if f'.{name}'.endswith(f'.{tail}')]
-    if found:
-      return found
+    fields = [name for name in FIELDS if f'.{name}'.endswith(f'.{tail}')]
+    if fields:
+      return fields
   return []
 
 
-def _misspelled(section: str, rest: list[str]) -> list[str]:
-  """The field of this section that is spelled alike, with what follows."""
-  start = f'{section}.' if section else ''
-  names = [name.removeprefix(start) for name in _members(section)]
-  for near in difflib.get_close_matches(rest[0], names, 1):
-    path = '.'.join([start + near, *rest[1:]])
+def _misspelled(section: str, parts: list[str]) -> list[str]:
+  """Returns the field that `parts` below a section stand for if the first, and then the next, is misspelled."""
+  prefix = f'{section}.' if section else ''
+  names = [name.removeprefix(prefix) for name in _members(section)]
+  for match in difflib.get_close_matches(parts[0], names, 1):
+    path = '.'.join([prefix + match, *parts[1:]])
     if field_type(path):
       return [path]
-    if len(rest) > 1 and dataclasses.is_dataclass(FIELDS.get(start + near)):
-      return _misspelled(start + near, rest[1:])
+    if len(parts) > 1 and dataclasses.is_dataclass(FIELDS.get(prefix + match)):
+      return _misspelled(prefix + match, parts[1:])
   return []
 
 
 def _similar(section: str, name: str) -> list[str]:
-  """The field that is spelled most alike, inside the section or anywhere."""
+  """Returns the field whose last part is most similar to `name`, inside the section or else anywhere."""
   for prefix in [f'{section}.', ''] if section else ['']:
-    names = {path.rpartition('.')[2]: path for path in reversed(FIELDS) if path.startswith(prefix)}
-    near = difflib.get_close_matches(name, names, 1)
-    if near:
-      return [names[near[0]]]
+    paths = {path.rpartition('.')[2]: path for path in reversed(FIELDS) if path.startswith(prefix)}
+    for match in difflib.get_close_matches(name, paths, 1):
+      return [paths[match]]
   return []

@@ -35,25 +35,26 @@ if TYPE_CHECKING:
 def make_frozen_run(
   placed: PlacedStage, params: dict, workdir: epath.PathLike | None, name: str, spec: Precompute
 ) -> Run:
-  """Makes host batch -> outputs of a frozen role, whose weights are loaded at the first call."""
+  """Returns a function from a host batch to the outputs of a frozen role; its first call loads the role's weights."""
 
   @functools.cache
   def role() -> Frozen:
     return make_frozen(placed, name, params, workdir)
 
   def run(batch: Batch) -> dict[str, np.ndarray]:
-    found = transfer.to_host(spec.read(role()(place(placed.score, placed.shape.micro_rows, batch))))
-    return {k: x.reshape(-1, *x.shape[2:]) for k, x in found.items()}
+    placed_batch = place(placed.score, placed.shape.micro_rows, batch)
+    outputs = transfer.to_host(spec.read(role()(placed_batch)))
+    return {name: array.reshape(-1, *array.shape[2:]) for name, array in outputs.items()}  # micro-batches joined
 
   return run
 
 
 def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.PathLike | None) -> Frozen:
-  """Makes a role that is not trained, in the type that products round weights to."""
+  """Makes a role that is not trained; its weights are stored in the dtype in which matmuls read them."""
   config, ledger, dtype = placed.config, placed.ledger, placed.config.model.param_dtype
   source, layout = placed.inputs.sources[name], placed.score
   model, part = models_of(placed.inputs, name, layout == placed.train)
-  shared: dict[str, Any] = {}  # leaves that training does not change, used in place
+  shared: dict[str, Any] = {}  # frozen leaves of the policy, which the role reads without a copy
   if part is not model:
     params, shared = partition.split(params, placed.model)
   if name == 'reference' and not config.rl.reference:
@@ -72,20 +73,21 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
 
 
 def models_of(inputs: Inputs, name: str, beside: bool) -> tuple[Model, Model]:
-  """Returns the model of a frozen role, and its part with weights of its own: the model itself, or what is not shared.
+  """Returns the model of a frozen role, and the part of it whose weights are not shared with the policy.
 
-  beside: whether it has the layout of training, and so can use weights that training does not change in place.
+  Args:
+    beside: whether the role has the layout of training, so that it can read the policy's frozen weights in place.
   """
   source, model = inputs.sources[name], inputs.model
   shares = beside
-  if name != 'reference' or inputs.config.rl.reference:  # else the policy as it is now
+  if name != 'reference' or inputs.config.rl.reference:  # otherwise it is the initial policy
     shares = beside and _shares_frozen_base(source, inputs)
     model = partition.frozen_base_model(source.config, model.quantized) if shares else partition.build(source.config)
   return model, partition.trained_part(model) if shares else model
 
 
 def _program(placed: PlacedStage, name: str, model: Model) -> Program:
-  """Makes what a role computes of a batch: scores or, of a teacher, what the loss needs for its logits."""
+  """Makes the program of a role: scores or, if the loss reads its logits, hidden states or top-k tokens."""
   options: dict[str, Any] = {}
   make: Callable[..., Program] = score.make_score
   if name == 'reference' or (name.startswith('teacher_') and not placed.distills):
@@ -99,20 +101,19 @@ def _program(placed: PlacedStage, name: str, model: Model) -> Program:
       make = topk.make_topk
       options = dict(k=distill.top_k, vocab_size=placed.model.config.vocab_size, temperature=distill.temperature)
       if distill.align == 'text':
-        # In the teacher's own tokens, which `teacher_text` places at those of the student.
+        # Over the teacher's own vocabulary; `teacher_text` aligns its tokens with those of the student.
         options |= dict(vocab_size=model.config.vocab_size, own=True)
   return make(model, placed.score, placed.compute, placed.ledger, **options)
 
 
 def _shares_frozen_base(source: Source, inputs: Inputs) -> bool:
-  """True if the source is an adapter folder on the policy's frozen base weights."""
+  """Returns whether the source is an adapter folder on the policy's frozen base weights."""
   policy = inputs.sources['policy']
   base = _below_adapter(source)
   policy_base = _below_adapter(policy)
   is_adapter = base is not source and base.name and not base.config.lora
   same_base = (base.name, base.config) == (policy_base.name, policy_base.config)
-  # Otherwise the policy's own adapter was merged into its base.
-  unmerged = policy.config.lora in ((), inputs.model.config.lora)
+  unmerged = policy.config.lora in ((), inputs.model.config.lora)  # no other adapter was merged into the policy's base
   if not (is_adapter and same_base and unmerged):
     return False
   shared = partition.frozen_base_model(source.config, inputs.model.quantized).frozen
@@ -120,12 +121,12 @@ def _shares_frozen_base(source: Source, inputs: Inputs) -> bool:
 
 
 def _below_adapter(source: Source) -> Source:
-  """The base of an adapter folder; other sources as they are."""
+  """Returns the base of an adapter folder, and other sources as they are."""
   return source.base if source.folder and source.base else source
 
 
 def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | None) -> dict:
-  """Loads the leaves of an adapter folder by themselves."""
+  """Loads the leaves of an adapter folder, without those of its base."""
   part = partition.trained_part(model)
   if ledger and ledger.dry:
     return load_weights.described(part, layout, 'float32')
@@ -141,7 +142,7 @@ def teacher_heads(placed: PlacedStage, teachers: Sequence[Frozen]) -> tuple[jax.
 
 
 def _send(x: Any, sharding: jax.sharding.Sharding) -> Any:
-  """Moves an array to a sharding of any devices; afterwards, a program may take over its buffers. Or a description."""
+  """Moves an array, or its description, to a sharding of any devices; a program may then take over its buffers."""
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
   if coordination.process_count() == 1 or x.sharding.device_set == sharding.device_set:
@@ -158,10 +159,10 @@ def teacher_head(teacher: Frozen, student: ModelConfig) -> jax.Array:
   """Returns a teacher's output embedding [V, D], padded for a student.
 
   Some families pad the vocabulary of larger models further. A teacher with a smaller vocabulary than the student's
-  keeps only the rows of its own tokens: their number tells which tokens it lacks.
+  keeps only the rows of its own tokens; the loss infers from their number which tokens it lacks.
   """
   if teacher.model.head is None:
-    raise InputError('config.distill.teachers: a model of your own has no output embedding; name a model folder')
+    raise InputError('config.distill.teachers: a custom model has no output embedding; name a model folder')
   size = teacher.model.config.vocab_size
   head = teacher.model.head(teacher.params)
   rows = student.padded_vocab_size if size >= student.vocab_size else size

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class HeldOut:
   """The objective and its metrics on held-out documents.
 
-  batches: host batches, weights normalized over all of them.
+  batches: host batches, whose token weights are normalized over all of them together.
   program: `programs.score.make_evaluate`.
   prepare: (placed batch, roles) -> batch, as in training.
   """
@@ -36,23 +36,23 @@ class HeldOut:
   prepare: Callable[[Batch, Roles], Batch]
 
   def __call__(self, roles: Roles) -> dict:
-    """Means over all the documents, however they fall into batches."""
+    """Returns {metric: mean over all documents}, whatever batches they are in."""
     policy = roles.policy
     totals: dict[str, float] = {}
     for batch in self.batches:
       placed = self.prepare(policy.place(batch), roles)
-      found = to_host(self.program(policy.state.params, placed, policy.state.step, policy.frozen))
-      for name, value in found.items():
+      sums = to_host(self.program(policy.state.params, placed, policy.state.step, policy.frozen))
+      for name, value in sums.items():
         totals[name] = totals.get(name, 0.0) + float(value)
-    # Losses of pairs and labels are no negative log-likelihood.
+    # Losses of preference pairs and of labels are no negative log-likelihoods.
     if set(totals) >= {'loss', 'entropy'} and 'rewards/chosen' not in totals:
-      nll = totals.get('nll', totals['loss'])  # without what is added to the loss
-      totals['perplexity'] = math.exp(min(nll, 50.0))  # a float overflows from exp(710) on
+      nll = totals.get('nll', totals['loss'])  # 'nll' is the loss without added terms
+      totals['perplexity'] = math.exp(min(nll, 50.0))  # exp(710) would overflow
     return totals
 
 
 def make(placed: PlacedStage) -> HeldOut:
-  """Makes the evaluation of the documents that a stage holds out."""
+  """Makes the evaluation of a stage's held-out documents."""
   config, algorithm, held_out = placed.config, placed.algorithm, placed.data.held_out
   assert held_out is not None and held_out.documents is not None, 'see `assemble.make_evaluator`'
   documents = held_out.documents
@@ -69,14 +69,15 @@ def eval_batches(
 ) -> list[Batch]:
   """Packs each example once, into a list of Batches [batch_size, row_length].
 
-  The last batch is filled with empty rows. Weights are divided by a figure of all batches together, so that sums over
-  batches are means; `per` as in training. Examples above `row_length` are cut to it, and count nothing where only their
-  prompt is left.
+  The last batch is filled with empty rows. Weights are normalized over all batches together, so that sums over batches
+  are means; `per` as in training. Longer examples are cut to `row_length`, and left out if only their prompt remains.
   """
-  given = [e for e in examples if e is not None]
-  cut = [c for e in given if (c := e.cut(row_length)) is not None]
+  documents = [example for example in examples if example is not None]
+  cut = [c for document in documents if (c := document.cut(row_length)) is not None]
   if not any(e.trained.any() for e in cut):
-    raise InputError(f'evaluation: none of the {len(given)} documents has a trained token within {row_length} tokens')
+    raise InputError(
+      f'evaluation: none of the {len(documents)} documents has a trained token within {row_length} tokens'
+    )
   rows = packing.pack_examples(cut, row_length)
   num_rows = math.ceil(len(rows) / batch_size) * batch_size
   whole = packing.to_batch([[cut[i] for i in row] for row in rows], row_length, num_rows, per=per)

@@ -1,4 +1,4 @@
-"""The config as a JSON schema, for editors of YAML and JSON configs; docs/config_schema.json holds it."""
+"""Makes the JSON schema of a config, docs/config_schema.json, for editors of YAML and JSON configs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ _TYPES = {str: 'string', bool: 'boolean', int: 'integer', float: 'number', dict:
 
 
 def schema() -> dict[str, Any]:
-  """Returns the JSON schema (draft 2020-12) of a config file.
-
-  A block of a stage, which may have any name, has the fields of a config.
-  """
+  """Returns the JSON schema (draft 2020-12) of a config file."""
   config = _section(Config)
-  # Any other name is that of a stage, whose value is a block.
+  # Any other key is the name of a stage, whose block has the fields of a config.
   config['additionalProperties'] = {'$ref': '#/$defs/stage'}
   return {
     '$schema': 'https://json-schema.org/draft/2020-12/schema',

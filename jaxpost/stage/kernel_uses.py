@@ -1,4 +1,4 @@
-"""Lists the shapes in which a stage uses the kernels of an accelerator, and checks these kernels on its devices."""
+"""Lists the shapes for which a stage runs accelerator kernels, and checks the kernels on the stage's devices."""
 
 from __future__ import annotations
 
@@ -23,48 +23,49 @@ if TYPE_CHECKING:
 def verified(
   compute: Compute, prepared: PreparedStage, layouts: dict[str, Layout], platform: str, dry: bool
 ) -> Compute:
-  """Returns the settings of a stage without what its kernels compute wrongly on these devices.
+  """Returns the compute settings of a stage without kernels that give wrong results on these devices.
 
   Args:
     layouts: {phase: Layout}.
-    dry: of a plan: nothing runs, only what the platform does not have is refused.
+    dry: for a plan: no kernel runs, and only kernels that the platform lacks are refused.
   """
   inputs = prepared.inputs
   if compute.uses_kernel:
     attention_kernels.check_platform(compute, platform)
     if not dry:
       length = row_length(inputs.config, inputs.algorithm.on_policy)
-      decoded = [inputs.model.config] if checks.samples(inputs.config, inputs.algorithm) else []
-      compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length, compute.attention), decoded)
+      decoding = [inputs.model.config] if checks.samples(inputs.config, inputs.algorithm) else []
+      compute = kernel_check.verify(compute, attention_uses(prepared, layouts, length, compute.attention), decoding)
   if compute.grouped_kernel and not dry:
     from jaxpost.hardware import grouped_check
 
-    models = [x.config for x in (inputs.model, *inputs.sources.values())]
-    compute = grouped_check.verify(compute, models, {x.mesh.shape['tensor'] for x in layouts.values()})
+    configs = [x.config for x in (inputs.model, *inputs.sources.values())]
+    tensor_shards = {layout.mesh.shape['tensor'] for layout in layouts.values()}
+    compute = grouped_check.verify(compute, configs, tensor_shards)
   return compute
 
 
 def attention_uses(
   prepared: PreparedStage, layouts: dict[str, Layout], length: int, kernel: str = ''
 ) -> list[KernelUse]:
-  """Lists the rows that attention will see: packed ones, if the kernel supports their branches, and all for prefill."""
+  """Lists the rows that attention processes: packed rows, if the kernel supports their branches, and prefilled ones."""
   inputs = prepared.inputs
   config, on_policy = inputs.config, inputs.algorithm.on_policy
-  out = []
+  uses = []
   trained = {'policy': inputs.model, 'critic': inputs.sources.get('critic', inputs.model)}
-  found = has_branches(inputs, prepared.data)
-  # Pairs of online DPO have branches, and what a reward model reads there has none.
-  for branches in {found, found and inputs.algorithm.pack is None}:
+  branched = has_branches(inputs, prepared.data)
+  # The pairs of online DPO have branches, but the rows that a reward model scores there have none.
+  for branches in {branched, branched and inputs.algorithm.pack is None}:
     if branches and kernel not in BRANCHES:
       continue
     for name, x in (inputs.sources | trained).items():
       layout = layouts['train' if name in trained else 'score']
-      out.append(KernelUse(x.config, length, row_shards(layout), branches))
+      uses.append(KernelUse(x.config, length, row_shards(layout), branches))
   r = config.rollout
   if on_policy or config.eval.samples:
-    room = r.max_prompt_length + r.max_new_tokens
-    # Continued conversations and preempted sequences are prefilled as a whole.
-    longest = room if prepared.workers.environment or r.page_size else r.max_prompt_length
-    lengths = {buckets.bucket(n, room) for n in range(1, longest + 1)}
-    out += [KernelUse(inputs.model.config, n) for n in lengths]
-  return out
+    max_length = r.max_prompt_length + r.max_new_tokens
+    # Continued conversations and preempted sequences are prefilled with all of their tokens.
+    longest = max_length if prepared.workers.environment or r.page_size else r.max_prompt_length
+    lengths = {buckets.bucket(n, max_length) for n in range(1, longest + 1)}
+    uses += [KernelUse(inputs.model.config, n) for n in lengths]
+  return uses

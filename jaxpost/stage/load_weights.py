@@ -1,7 +1,7 @@
-"""Loads the weights of a `records.Source` onto the devices of a role, and keeps in checkpoints what they lie on top of.
+"""Loads the weights of a `records.Source` onto the devices of a role, and records their base in checkpoints.
 
-A PEFT folder, and a checkpoint of a run that froze parameters, hold some of the parameters; the others come from the
-source that is their base.
+A PEFT folder, and a checkpoint of a run with frozen parameters, hold only some of the parameters. The others come from
+the source's base.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def load(
   seed: int = 0,
   ledger: Ledger | None = None,
 ) -> dict:
-  """Loads the parameters as `model` has them, in `layout`."""
+  """Loads the parameters of `model` from a source, in `layout`."""
   if ledger and ledger.dry:
     return described(model, layout, dtype)
   seed = seed if source.seed is None else source.seed
-  stored = below = partition.build(source.config)
-  # An adapter is put on merged weights, whatever else has been put on them.
+  stored = base_model = partition.build(source.config)
+  # An adapter folder goes on top of plain weights: other adapters below it are merged first.
   if source.folder and source.base:
-    below = stored.base
-  if source.config.lora in ((), model.config.lora):  # else they are merged
+    base_model = stored.base
+  if source.config.lora in ((), model.config.lora):  # otherwise the adapter is merged, into weights that are not coded
     stored = partition.quantized(stored, model.quantized)
-    below = partition.quantized(below, model.quantized)
+    base_model = partition.quantized(base_model, model.quantized)
   params = {}
   if source.base:
-    params = load(source.base, below, layout, dtype, workdir, seed=seed, ledger=ledger)
+    params = load(source.base, base_model, layout, dtype, workdir, seed=seed, ledger=ledger)
   params = join(params, _load_without_base(source, stored, layout, dtype, workdir, seed=seed, ledger=ledger))
   return partition.adopt(params, stored, model, layout, jnp.dtype(dtype), seed=seed)
 
@@ -62,10 +62,10 @@ def load(
 def _load_without_base(
   source: Source, model: Model, layout: Layout, dtype: str, workdir: Any, seed: int, ledger: Ledger | None
 ) -> dict:
-  """The leaves that a source has without its base."""
+  """Loads the leaves that a source holds itself, without those of its base."""
   shardings = model.shardings(layout)
   folder = source.checkpoints_in(workdir)
-  plain = partition.build(source.config)  # which is what is stored
+  plain = partition.build(source.config)  # the model as it is stored
   keep = functools.partial(partition.convert, theirs=plain, model=model)
   if folder is not None:
     return keep(read_checkpoint(folder, source.step, plain, layout, dtype, partial=source.base is not None))
@@ -74,40 +74,40 @@ def _load_without_base(
     from jaxpost.programs import write_pieces
 
     return peft.load(source.folder, model, shardings, write_pieces.write)
-  if source.folder is not None:  # one by one, so that all are never whole
+  if source.folder is not None:  # tensor by tensor: `keep` quantizes each before the next is read
     from jaxpost.formats import hf
     from jaxpost.programs import write_pieces
 
-    wanted = plain.shardings(layout)
-    return hf.load_params(source.folder, plain, wanted, jnp.dtype(dtype), keep, write=write_pieces.write)
+    stored_shardings = plain.shardings(layout)
+    return hf.load_params(source.folder, plain, stored_shardings, jnp.dtype(dtype), keep, write=write_pieces.write)
   return programs.random_params(model, seed, jnp.dtype(dtype), shardings, ledger or Ledger())
 
 
 def described(model: Model, layout: Layout, dtype: str, keep: Collection[str] | None = None) -> dict:
-  """Returns shapes and shardings of parameters, without memory; if `keep` is given, of its paths."""
-  found = {}
+  """Returns the parameters as shapes with shardings, which take no memory; with `keep`, only those of its paths."""
+  out = {}
   for path, spec in model.table.items():
     if keep is None or path in keep:
       sharding = layout.sharding(spec.axes, spec.shape)
-      found[path] = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype), sharding=sharding)
-  return nest(found)
+      out[path] = jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype or dtype), sharding=sharding)
+  return nest(out)
 
 
 def read_checkpoint(
   folder: epath.Path, step: int | None, model: Model, layout: Layout, dtype: str, partial: bool = False
 ) -> dict:
-  """Reads the policy's parameters in a checkpoint, as type `dtype`; with `partial`, only those that it holds."""
+  """Reads the policy's parameters from a checkpoint and casts them to `dtype`; with `partial`, only those it holds."""
   at = 'policy/params'
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
-    saved = {leaf.removeprefix(f'{at}/'): kind for leaf, (_, kind) in checkpointer.leaves(step).items()}  # path: type
-    wanted = flatten(described(model, layout, dtype, saved if partial else None))
-    stored = {path: x.update(dtype=saved.get(path, x.dtype)) for path, x in wanted.items()}
-    found = flatten(checkpointer.restore_params(nest(stored), step, at=at))
-    return nest({path: partition.in_type(found[path], x.dtype) for path, x in wanted.items()})
+    saved_dtypes = {leaf.removeprefix(f'{at}/'): dtype for leaf, (_, dtype) in checkpointer.leaves(step).items()}
+    targets = flatten(described(model, layout, dtype, saved_dtypes if partial else None))
+    stored = {path: x.update(dtype=saved_dtypes.get(path, x.dtype)) for path, x in targets.items()}
+    params = flatten(checkpointer.restore_params(nest(stored), step, at=at))
+    return nest({path: partition.in_type(params[path], x.dtype) for path, x in targets.items()})
 
 
 def make_meta(inputs: Inputs, workdir: epath.PathLike) -> dict:
-  """Returns what each checkpoint of a stage keeps besides arrays: JSON.
+  """Returns the JSON that each checkpoint of a stage keeps besides its arrays.
 
   Raises:
     InputError: the frozen weights have changed since the stage began.
@@ -120,9 +120,8 @@ def make_meta(inputs: Inputs, workdir: epath.PathLike) -> dict:
     base = weight_sources.record(inputs.sources['policy'], workdir, inputs.config.seed)
     if saved and saved['base']['fingerprint'] != base['fingerprint']:
       raise InputError(
-        f'{base["folder"] or base["checkpoints"] or base["stage"]}: these '
-        f'weights have changed since {inputs.name} of {workdir} was made on top '
-        'of them; bring the old ones back or choose another --workdir'
+        f'{base["folder"] or base["checkpoints"] or base["stage"]}: these weights have changed since {inputs.name} of '
+        f'{workdir} began to train on top of them; restore the old ones or choose another --workdir'
       )
     meta['base'] = base
   return meta

@@ -1,8 +1,7 @@
 """Opens the model folders that a config names: Hugging Face, PEFT adapters, exported custom models.
 
-Only headers and config.json are read here; `load_weights.py` reads the tensors. It is
-imported where a config names a folder, because a run that starts from random weights or
-from a checkpoint needs no file format.
+Only headers and config.json are read here; `load_weights.py` reads the tensors. Imported only if a config names a
+folder: a run that starts from random weights or from a checkpoint needs no file format.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def open_folder(text: str, key: str, text_only: bool = False) -> tuple[epath.Pat
   """Returns the local folder of a Hugging Face model and its shape, downloading org/name.
 
   Args:
-    text_only: of a multimodal folder, the shape is that of the text model.
+    text_only: whether to return the shape of the text model of a multimodal folder.
 
   Raises:
     InputError: `text`, the value of the config field `key`, names no such folder.
@@ -59,28 +58,28 @@ def local_folder(text: str, key: str) -> epath.Path:
 
 
 def origin(section: ModelSection, cfg: ModelConfig) -> multimodal.Origin | None:
-  """Returns the folder of `config.model`, also below an adapter, if exports have parts of it that `cfg` lacks.
+  """Returns the folder of `config.model`, or of its adapter's base, if it has parts that `cfg` lacks and exports copy.
 
-  They are the other parts of a multimodal folder, and modules that predict several tokens at once.
+  These are the other parts of a multimodal folder, and modules for multi-token prediction.
   """
   path, family = section.path, families.of_model(cfg.family)
   if not (section.text_only or family.hybrid or family.extra_layers):
     return None
   run_folder, _ = manifest.split_run(path)
   is_run = (epath.Path(run_folder).expanduser() / 'checkpoints').exists()
-  if not path or is_run:  # random weights, and checkpoints, are of text models alone
+  if not path or is_run:  # random weights and checkpoints have no other parts
     return None
   path = adapter_base(epath.Path(path).expanduser()) or path
   folder = model_folder.opened(local_folder(path, 'config.model.path'))
   if section.text_only and config_fields.other_parts(object_store.read_json(folder / 'config.json')):
     return multimodal.Origin(folder)
-  found = predictors.Predictors(folder, cfg)
+  modules = predictors.Predictors(folder, cfg)
   written = {name for stored in tensor_layout.table(cfg).values() for name in stored.names}
-  return found if found.others(written) or 'mtp' in cfg.more_heads else None
+  return modules if modules.others(written) or 'mtp' in cfg.more_heads else None
 
 
 def source_with_module(source: Source, config: Config, objective: Objective) -> Source:
-  """Returns the source with its module for multi-token prediction, which `config.nll.mtp_weight` asks for."""
+  """Returns the source with its module for multi-token prediction, which `config.nll.mtp_weight` trains."""
   key = 'config.nll.mtp_weight'
   if isinstance(source.config, CustomConfig):  # refused by `model_limits.check`
     return source
@@ -88,7 +87,7 @@ def source_with_module(source: Source, config: Config, objective: Objective) -> 
     raise InputError(f'{key}: {config.algorithm} does not train the module for multi-token prediction; set it to 0')
   if config.lora.rank or config.lora.path or config.model.quantize:
     raise InputError(f"{key}: trains all of a module; set config.lora.rank=0, lora.path='' and model.quantize=''")
-  if 'mtp' in source.config.more_heads:  # of an earlier run or stage
+  if 'mtp' in source.config.more_heads:  # an earlier run or stage has trained it
     return source
   if source.base or source.checkpoints or source.stage:
     raise InputError(
@@ -115,15 +114,15 @@ def adapter_base(folder: epath.Path) -> str | None:
 
 
 def with_adapter(config: ModelConfig, path: str, rank: int = 0) -> ModelConfig:
-  """Returns the shape `config` with the adapter of a PEFT folder, and with its head for scores if it has one.
+  """Returns the shape `config` with the adapter of a PEFT folder, and with its scalar head if it has one.
 
   Raises:
-    InputError: it is no adapter of this model, or has another rank than `rank` > 0.
+    InputError: it is no adapter of this model, or `rank` is neither 0 nor the adapter's rank.
   """
   if peft.is_judge(path) and not config.num_labels:
     config = model_lib.with_scalar_head(config)
   spec = peft.read_spec(path, config)
-  given, *_ = spec
-  if rank not in (0, given):
-    raise InputError(f'config.lora.rank: {rank} is not that of {path}, which has {given} and decides it; leave it 0')
+  adapter_rank, *_ = spec
+  if rank not in (0, adapter_rank):
+    raise InputError(f'config.lora.rank: {rank} is not the rank of the adapter {path}, {adapter_rank}; leave it 0')
   return dataclasses.replace(config, lora=spec)

@@ -1,4 +1,4 @@
-"""What models lack: positions that a run may reach and they have not learned, and what one of your own cannot do."""
+"""Warns of sequences longer than a model's trained positions, and refuses options that custom models do not support."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 def longest(cfg: ModelConfig) -> int:
-  """Returns the tokens of a sequence that the model's positions are made for, its RoPE scaling counted."""
-  most = cfg.max_position
+  """Returns the tokens of the longest sequence that the model supports, with its RoPE scaling."""
+  length = cfg.max_position
   for table in cfg.ropes:
     scaling = dict(table.scaling)
-    # Configs of yarn keep the length before scaling in max_position_embeddings; those of llama3 and longrope do not.
+    # For yarn, max_position_embeddings may be the length before scaling; for llama3 and longrope it is the one after.
     if scaling.get('rope_type') in ('linear', 'dynamic', 'yarn'):
       original = scaling.get('original_max_position_embeddings', cfg.max_position)
-      most = max(most, int(scaling.get('factor', 1) * original))
-  return most
+      length = max(length, int(scaling.get('factor', 1) * original))
+  return length
 
 
 def check(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None:
@@ -36,13 +36,13 @@ def check(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None:
   field, length = _longest_document(config, algorithm)
   if isinstance(cfg, CustomConfig):
     _check_custom(config, cfg)
-  elif length > (most := longest(cfg)):
+  elif length > (positions := longest(cfg)):
     logging.warning(
-      'config.%s: %d tokens are more than the %d positions of the model (max_position_embeddings); what is longer '
-      'trains positions that it has not learned: lower it, or give the config.json of the model a RoPE scaling',
+      'config.%s: %d tokens are more than the %d positions of the model (max_position_embeddings); tokens beyond them '
+      'have positions that it has not learned: lower it, or add a RoPE scaling to the config.json of the model',
       field,
       length,
-      most,
+      positions,
     )
 
 
@@ -54,10 +54,10 @@ def _longest_document(config: Config, algorithm: Algorithm) -> tuple[str, int]:
   return 'train.row_length', row_length(config, False)
 
 
-def with_readable_pairs(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> Config:
+def with_readable_pairs(config: Config, algorithm: Algorithm, role_sources: Mapping[str, Source]) -> Config:
   """Returns the config with `preference.share_prompt` off, and warns, where a model cannot read two answers so."""
   _, length = _longest_document(config, algorithm)
-  for role, source in found.items():
+  for role, source in role_sources.items():
     cfg = source.config
     if isinstance(cfg, CustomConfig) or cfg.state_shapes or 0 < rope.by_length(cfg) < length:
       logging.warning(
@@ -73,17 +73,17 @@ def with_readable_pairs(config: Config, algorithm: Algorithm, found: Mapping[str
 
 
 def _check_custom(config: Config, cfg: CustomConfig) -> None:
-  """Raises InputError for options that need more than such a model has."""
-  asked = {
+  """Raises InputError for options that need more than the interface of a custom model."""
+  unsupported = {  # 'field=value that turns it off': whether it is on
     'train.share_prompt=False': config.train.share_prompt,
     'nll.neftune_alpha=0': config.nll.neftune_alpha,
     'nll.mtp_weight=0': config.nll.mtp_weight,
     'rollout.page_size=0': config.rollout.page_size,
     'rollout.share_base=False': config.rollout.share_base,
   }
-  for fix, wrong in asked.items():
-    if wrong:
+  for fix, is_on in unsupported.items():
+    if is_on:
       raise InputError(
-        f'config.{fix.partition("=")[0]}: {cfg.code}, a model of your own, '
-        f'is called with parameters, tokens, positions and segments only, and samples from a copy; set config.{fix}'
+        f'config.{fix.partition("=")[0]}: the custom model {cfg.code} is called with parameters, tokens, positions '
+        f'and segments only, and samples from a copy of its weights; set config.{fix}'
       )

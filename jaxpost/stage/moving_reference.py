@@ -1,11 +1,11 @@
-"""A reference model that follows the policy: reset every so many updates, or an exponential moving average.
+"""A reference model that follows the policy, by periodic resets or as an exponential moving average.
 
-TR-DPO (arXiv:2404.09656): reference = mix * policy + (1 - mix) * reference,
-every `config.reference.every` updates; with mix 1 it is reset to the policy, as in ProRL
-(arXiv:2505.24864), which also starts the optimizer anew (`reset_optimizer`).
+TR-DPO (arXiv:2404.09656) sets reference = mix * policy + (1 - mix) * reference every `config.reference.every` updates.
+With mix 1 the reference is reset to the policy, as in ProRL (arXiv:2505.24864), which then also resets the state of the
+optimizer (`reset_optimizer`).
 
-Its weights are a part of the optimizer's state, so that checkpoints, meshes and skipped
-updates treat them as the moments of Adam.
+The reference is part of the optimizer's state, so that checkpoints, meshes and skipped updates treat it like the
+moments of Adam.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Following(NamedTuple):
   """The state of an optimizer, and the weights of the reference."""
 
-  updates: jax.Array  # [] int32, since the reference moved
+  updates: jax.Array  # [] int32, updates since the reference last changed
   reference: Any
   inner: Any
 
@@ -38,31 +38,31 @@ class Following(NamedTuple):
 def following(
   optimizer: optax.GradientTransformation, every: int, mix: float, reset_optimizer: bool = False
 ) -> optax.GradientTransformation:
-  """Returns the optimizer with a reference in its state, which moves after `every` updates.
+  """Returns the optimizer with a reference in its state, which changes every `every` updates.
 
-  With `reset_optimizer`, moments and their counts then start anew (ProRL); the schedule of
-  the learning rate goes on.
+  With `reset_optimizer`, moments and their counts are then reset (ProRL); the learning rate schedule continues.
   """
 
   def init(params):
-    # A copy: an update is given both, and reuses the memory of both.
+    # A copy, because an update donates the buffers of parameters and state.
     return Following(jnp.int32(0), jax.tree.map(jnp.copy, params), optimizer.init(params))
 
   def update(grads, state, params=None):
     updates, inner = optimizer.update(grads, state.inner, params)
-    moves = state.updates + 1 >= every  # [] bool
+    is_due = state.updates + 1 >= every  # [] bool
 
-    def moved(old, x, update):
-      return jnp.where(moves, (1 - mix) * old + mix * (x + update), old).astype(old.dtype)
+    def follow(reference, param, update):
+      mixed = (1 - mix) * reference + mix * (param + update)
+      return jnp.where(is_due, mixed, reference).astype(reference.dtype)
 
-    reference = jax.tree.map(moved, state.reference, params, updates)
+    reference = jax.tree.map(follow, state.reference, params, updates)
     if reset_optimizer:
 
-      def anew(old, fresh):
-        return old if _is_schedule(old) else jnp.where(moves, fresh, old)
+      def reset(old, initial):
+        return old if _is_schedule(old) else jnp.where(is_due, initial, old)
 
-      inner = jax.tree.map(anew, inner, optimizer.init(params), is_leaf=_is_schedule)
-    return updates, Following(jnp.where(moves, 0, state.updates + 1), reference, inner)
+      inner = jax.tree.map(reset, inner, optimizer.init(params), is_leaf=_is_schedule)
+    return updates, Following(jnp.where(is_due, 0, state.updates + 1), reference, inner)
 
   return optax.GradientTransformation(init, update)
 
@@ -80,7 +80,7 @@ class MovingReference(Frozen):
 
   @property
   def params(self) -> dict:
-    """All parameters, those that are not trained included."""
+    """All parameters, including those that are not trained."""
     state = self.policy.state.opt_state
     state = state.inner if isinstance(state, loss_scale.LossScaled) else state
     return join(self.policy.frozen.get('params', {}), state.reference)
@@ -91,14 +91,15 @@ class MovingReference(Frozen):
 
 
 def check(config: Config, algorithm: Algorithm) -> None:
-  """Raises InputError where the reference cannot follow the policy."""
+  """Raises InputError if the config does not allow a reference that follows the policy."""
   refuse(
     'reference' not in algorithm.needs(config),
     f'config.reference.every: {config.algorithm} reads no reference model with these fields; leave it 0, or '
     'set config.rl.kl_coef',
   )
   refuse(
-    bool(config.rl.reference), 'config.reference.every: a teacher (config.rl.reference) does not follow; leave it 0'
+    bool(config.rl.reference),
+    'config.reference.every: a reference from config.rl.reference does not follow the policy; leave it 0',
   )
   refuse(
     config.preference.precompute_ref,
@@ -106,8 +107,9 @@ def check(config: Config, algorithm: Algorithm) -> None:
   )
   refuse(
     bool(config.mesh.score or config.mesh.score_devices),
-    'config.mesh.score: a reference that follows is on the mesh of training; leave score and score_devices out',
+    'config.mesh.score: config.reference.every keeps the reference on the mesh of training; leave score and '
+    'score_devices out',
   )
   refuse(
-    config.rollout.offload, 'config.rollout.offload: moves no reference that follows (config.reference.every); unset it'
+    config.rollout.offload, 'config.rollout.offload: cannot offload the reference of config.reference.every; unset it'
   )

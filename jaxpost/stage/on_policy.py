@@ -1,4 +1,4 @@
-"""Makes what samples and grades in a stage: engine, sampler, grader, controller.
+"""Makes the parts of a stage that sample and grade: engine, sampler, grader, controller.
 
 Imported only by stages that sample.
 """
@@ -31,17 +31,17 @@ _TRAINING, _EVALUATION = 1, 2  # purposes of keys, see `run_key`
 
 
 def make_engine(placed: PlacedStage, slots: int = 0) -> NativeEngine:
-  """Makes the engine that generates, without weights.
+  """Makes the engine that generates completions; it has no weights yet.
 
   Args:
-    slots: sequences at a time, each of a prompt of its own; 0 for what `config.rollout` says.
+    slots: sequences decoded at a time, each with its own prompt; 0 for groups of `config.rollout`.
   """
   model, tokenizer = placed.model, placed.inputs.tokenizer
-  rollout, section = placed.config.rollout, placed.config.eval
+  rollout, evaluation = placed.config.rollout, placed.config.eval
   if placed.algorithm.on_policy:
     sequences, group_size = rollout.prompts * rollout.group_size, rollout.group_size
   else:
-    sequences, group_size = section.size * section.samples, 1
+    sequences, group_size = evaluation.size * evaluation.samples, 1
   if placed.config.router.routing_replay:
     from jaxpost.models import routing_replay
 
@@ -98,7 +98,7 @@ def run_key(seed: int, purpose: int) -> np.ndarray:
 
 
 def make_sampler(placed: PlacedStage, engine: NativeEngine, purpose: int) -> Sampler | Episodes:
-  """Makes what samples single answers, or episodes of an environment."""
+  """Makes the sampler: of single answers, or of episodes if the stage has an environment."""
   key = run_key(placed.config.seed, purpose)
   if environment := placed.workers.environment:
     from jaxpost.environments import factory
@@ -122,7 +122,7 @@ def make_grader(placed: PlacedStage, observers: Sequence[Callable] = ()) -> grad
 
 
 def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | None) -> Controller:
-  """Makes the stream of an on-policy algorithm: prompts to graded batches."""
+  """Makes the stream of an on-policy algorithm, which turns prompts into graded batches."""
   config, algorithm, tokenizer = placed.config, placed.algorithm, placed.inputs.tokenizer
   sampler = make_sampler(placed, engine, _TRAINING)
   if config.train_on_rollouts:
@@ -142,7 +142,7 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
 
     sampler = demonstrations.SamplerWithDemonstrations(sampler, tokenizer, config.rollout.max_new_tokens)
   shape, stream = placed.shape, placed.data.stream
-  observers = []  # called with the grades of each group
+  observers = []  # they are called with the grades of each group
   if config.rl.curriculum:
     from jaxpost.rl import curriculum
 
@@ -155,7 +155,7 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
 
     observers.append(mixture.observe)
   grader = make_grader(placed, observers)
-  surplus = right_samples = None
+  surplus = correct_samples = None
   if config.rl.dynamic_sampling:
     from jaxpost.rl import dynamic_sampling
 
@@ -163,7 +163,7 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
   if config.rl.replay:
     from jaxpost.rl import replay
 
-    right_samples = replay.Replay(grader, config.rl.replay, config.eval.pass_reward)
+    correct_samples = replay.Replay(grader, config.rl.replay, config.eval.pass_reward)
   return Controller(
     algorithm=algorithm,
     config=config,
@@ -176,22 +176,22 @@ def make_controller(placed: PlacedStage, roles: Roles, engine: NativeEngine | No
     update_shape=RowShape(shape.update_rows, shape.row_length, config.train.share_prompt),
     engine=None if config.train_on_rollouts else engine,  # recorded rollouts need no weights
     surplus=surplus,
-    replay=right_samples,
+    replay=correct_samples,
   )
 
 
 def make_sampled_eval(placed: PlacedStage, engine: NativeEngine, prompts: tuple[Prompt, ...]) -> SampledEval:
-  """Makes the evaluation of completions of held-out prompts."""
+  """Makes the evaluation that samples completions of held-out prompts."""
   config, shape = placed.config, placed.shape
-  values = None
+  score = None
   if REWARD_MODEL in placed.inputs.sources:
     from jaxpost.stage import reward_models
 
-    per_row = shape.row_length // (config.rollout.max_prompt_length + config.rollout.max_new_tokens)
-    values = functools.partial(
+    sequences_per_row = shape.row_length // (config.rollout.max_prompt_length + config.rollout.max_new_tokens)
+    score = functools.partial(
       reward_models.scores,
       shape=RowShape(shape.rows, shape.row_length, config.train.share_prompt),
-      max_sequences=shape.rows * per_row,
+      max_sequences=shape.rows * sequences_per_row,
     )
   return SampledEval(
     sampler=make_sampler(placed, engine, _EVALUATION),
@@ -200,6 +200,6 @@ def make_sampled_eval(placed: PlacedStage, engine: NativeEngine, prompts: tuple[
     samples=config.eval.samples,
     pass_reward=config.eval.pass_reward,
     temperature=config.eval.temperature,
-    score=values,
+    score=score,
     offload=config.rollout.offload,
   )

@@ -14,28 +14,30 @@ def load(target: str, attribute: str) -> Algorithm:
     InputError: there is none, or it is incomplete.
   """
   module = imports.load_module(target, 'config.algorithm')
-  found = vars(module).get(attribute)
-  if not isinstance(found, Algorithm):
+  algorithm = vars(module).get(attribute)
+  if not isinstance(algorithm, Algorithm):
     raise InputError(
       f'config.algorithm: {target} has no {attribute} = jaxpost.Algorithm(...); docs/your_algorithm.md shows one'
     )
-  _check_complete(found, target)
-  return found
+  _check_complete(algorithm, target)
+  return algorithm
 
 
-def _check_complete(found: Algorithm, target: str) -> None:
-  """Raises InputError where an algorithm lacks a function, or has something else in its place."""
-  for field in dataclasses.fields(found):
-    value = vars(found)[field.name]
+def _check_complete(algorithm: Algorithm, target: str) -> None:
+  """Raises InputError if an algorithm lacks a function, or has a value that is not a function in its place."""
+  for field in dataclasses.fields(algorithm):
+    value = vars(algorithm)[field.name]
     if (field.name == 'objective' or callable(field.default)) and not callable(value):
       raise InputError(
         f'config.algorithm: {target}: `{field.name}` is {value!r:.60} and must be a function; the docstring of '
         'jaxpost.Algorithm has its arguments'
       )
-  if found.on_policy and found.credit is Algorithm.credit:
-    raise InputError(f'config.algorithm: {target}: on_policy without `credit`; that of jaxpost.algorithms.grpo is one')
-  if not found.on_policy and found.render is None:
+  if algorithm.on_policy and algorithm.credit is Algorithm.credit:
     raise InputError(
-      f'config.algorithm: {target}: neither on_policy nor a `render` for '
-      'data; jaxpost.algorithms.sft.render_text is that of SFT'
+      f'config.algorithm: {target}: is on_policy and has no `credit`; jaxpost.algorithms.grpo has an example'
+    )
+  if not algorithm.on_policy and algorithm.render is None:
+    raise InputError(
+      f'config.algorithm: {target}: is not on_policy and has no `render`, which makes examples of rows; '
+      'jaxpost.algorithms.sft.render_text is an example'
     )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class PlacedStage(PreparedStage):
   """A prepared stage with what its roles and programs share on the devices.
 
-  train, rollout, score: the layouts of the phases, equal where they share devices.
+  train, rollout, score: the layouts of the phases; phases that share devices have equal ones.
   objectives: {trainable role: Objective}.
   ledger: compiles every program and keeps a row about each.
   timer: measures the phases of a step.
@@ -55,7 +55,7 @@ class PlacedStage(PreparedStage):
 
   @property
   def distills(self) -> bool:
-    """True if the loss reads the logits of teachers; if not, they are scored as a reference is."""
+    """True if the loss reads the teachers' logits; if not, teachers are scored like the reference."""
     return self.objectives['policy'].divergence is not None
 
   @property
@@ -65,16 +65,20 @@ class PlacedStage(PreparedStage):
 
   @property
   def choices(self) -> dict[str, str]:
-    """Returns {field: value, and what chose it: config, platform, memory or the method} of fields that may be left."""
+    """Returns {field: 'value (what chose it)'} of fields that the config may leave open."""
     config, compute = self.config, self.compute
-    used = {
+    resolved = {  # field: (whether the config sets it, value)
       'model.attention': (config.model.attention != 'auto', compute.attention),
       'model.remat': (config.model.remat != 'auto', compute.remat),
       'train.micro_batch_size': (config.train.micro_batch_size, self.shape.micro_rows),
     }
-    used |= {'rollout.block': (config.rollout.block, self.decode_block)} if self.algorithm.on_policy else {}
-    out = {k: f'{x} ({"config" if given else compute.platform})' for k, (given, x) in used.items()}
-    out |= {k: f'{functools.reduce(getattr, k.split("."), config)} ({why})' for k, why in self.by_memory.items()}
+    if self.algorithm.on_policy:
+      resolved['rollout.block'] = (config.rollout.block, self.decode_block)
+    out = {'model.dtype': compute.dtype}
+    for field, (is_set, value) in resolved.items():
+      out[field] = f'{value} ({"config" if is_set else compute.platform})'
+    for field, reason in self.by_memory.items():
+      out[field] = f'{functools.reduce(getattr, field.split("."), config)} ({reason})'
     if compute.rejected_shapes:
       out['model.attention'] += f', by XLA for {len(compute.rejected_shapes)} shapes that it gets wrong'
     if compute.attention == 'triton' and checks.samples(config, self.algorithm):
@@ -84,24 +88,27 @@ class PlacedStage(PreparedStage):
         out['model.attention'] += ', decoding by XLA'
     if self.model.config.experts:
       out['experts'] = f'{"kernel" if compute.grouped_kernel else "XLA"} ({compute.platform})'
-    out |= {f'rl.{k}': str(vars(config.rl)[k]).replace('()', 'none') for k in self.algorithm.defaults.get('rl', ())}
-    return {'model.dtype': compute.dtype} | out
+    for field in self.algorithm.defaults.get('rl', ()):  # the method chooses these
+      out[f'rl.{field}'] = str(vars(config.rl)[field]).replace('()', 'none')
+    return out
 
 
 def place_stage(
   prepared: PreparedStage, devices: Sequence[jax.Device] | None = None, ledger: Ledger | None = None
 ) -> PlacedStage:
-  """Places a stage on all devices, or on `devices`, which may be described ones.
+  """Places a stage on devices.
 
   Args:
-    devices: None for those of this run.
-    ledger: None for a new one; that of a plan makes no arrays (`dry`).
+    devices: the devices of a topology description, for a plan; None for all devices of this run.
+    ledger: None for a new one; the ledger of a plan makes no arrays (`dry`).
   """
   inputs = prepared.inputs
   config, on_policy = inputs.config, inputs.algorithm.on_policy
   length = batch_shape.row_length(config, on_policy)
-  made = phases.make_layouts(config.mesh, length, devices)
-  layouts = {k: dataclasses.replace(x, reduce_dtype=config.train.reduce_dtype) for k, x in made.items()}
+  layouts = {
+    phase: dataclasses.replace(layout, reduce_dtype=config.train.reduce_dtype)
+    for phase, layout in phases.make_layouts(config.mesh, length, devices).items()
+  }
   train = layouts['train']
   ledger = ledger or Ledger()
   device = train.mesh.devices.flat[0]
@@ -134,13 +141,13 @@ def place_stage(
 
 
 def _objectives(inputs: Inputs) -> dict[str, Objective]:
-  """The objective of the policy, and of the critic where there is one."""
+  """Returns {role: Objective} of the policy and of the critic, if there is one."""
   config, algorithm = inputs.config, inputs.algorithm
   teachers = [source for name, source in inputs.sources.items() if name.startswith('teacher_')]
   policy = dataclasses.replace(
     algorithm.objective(config),
     teacher_forms=tuple(source.config.logit_form for source in teachers),
-    router=(config.router.balance_coef, config.router.z_coef),  # the losses of routing.balance_loss
+    router=(config.router.balance_coef, config.router.z_coef),  # of the losses in `routing.balance_loss`
   )
   objectives = {'policy': policy}
   if critic := algorithm.critic(config):

@@ -1,4 +1,4 @@
-"""Every program of a stage, compiled before its first step.
+"""Compiles every program of a stage before its first step.
 
 Legend: M micro-batches, B rows, T tokens.
 """
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 
 
 def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None, evaluates: bool) -> memory.Memory:
-  """Predicts the memory that the compiled programs of a stage will need.
+  """Predicts the device memory that the compiled programs of a stage will need.
 
-  evaluates: whether the run also samples for its evaluation.
+  Args:
+    evaluates: whether evaluation samples, too.
   """
   offloaded = {}
   if placed.config.rollout.offload:
     if not placed.ledger.dry and not memory.can_offload(jax.local_devices()[0]):
       raise InputError(
-        'config.rollout.offload: these devices reach no memory of the host that could hold it; set it to False'
+        'config.rollout.offload: these devices cannot address host memory to offload to; set it to False'
       )
     from jaxpost.rl import offload
 
@@ -46,35 +47,35 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None, ev
   sampler = memory.distinct(engine.described(roles.policy.params)) if engine else {}
   ahead = placed.config.rollout.staleness > 0  # the sampler runs while the policy is updated
   preserved = memory.distinct(engine.described(roles.policy.params)[0]) if engine and ahead and evaluates else {}
-  own = {k: x for k, x in sampler.items() if k not in held}  # `rollout.share_base`: the rest is the policy's
-  out: dict[str, int] = {}  # per program, of the device that needs most
-  for mesh in dict.fromkeys(x.mesh for x in (placed.train, placed.rollout, placed.score)):
+  unshared = {key: x for key, x in sampler.items() if key not in held}  # with `rollout.share_base`, others are held
+  max_bytes: dict[str, int] = {}  # part -> bytes of the device that needs most of it
+  for mesh in dict.fromkeys(layout.mesh for layout in (placed.train, placed.rollout, placed.score)):
     device = mesh.devices.flat[0]
     ids = {d.id for d in mesh.devices.flat}
-    found = memory.predict(
-      [r for r in placed.ledger.rows if r['device'] in ids],
+    predicted = memory.predict(
+      [row for row in placed.ledger.rows if row['device'] in ids],
       held=memory.size(held, device),
       offloaded=memory.size(offloaded, device),
-      sampler=memory.size(own, device),
+      sampler=memory.size(unshared, device),
       overlap=ahead,
       preserved=memory.size(preserved, device),
     )
     if placed.check_fits:
-      placed.check_fits(found, (mesh.local_devices or jax.local_devices())[0])
-    out |= {k: max(n, out.get(k, 0)) for k, n in found.items()}
-  return memory.Memory(out)
+      placed.check_fits(predicted, (mesh.local_devices or jax.local_devices())[0])
+    max_bytes |= {part: max(size, max_bytes.get(part, 0)) for part, size in predicted.items()}
+  return memory.Memory(max_bytes)
 
 
 def compile_all(
   placed: PlacedStage, roles: Roles, engine: NativeEngine | None, evaluator: Evaluator | None
 ) -> memory.Memory:
-  """Compiles every program before step 0, two at a time; returns the memory that they need."""
+  """Compiles every program of a stage, two at a time; returns the memory that they need."""
   algorithm, policy = placed.algorithm, roles.policy
   update, update_rows, step_rows = _batches(placed, roles)
   jobs: list[Callable[[], Any]] = []
   jobs += [functools.partial(r.update_program.compile, r.state, update, r.frozen) for r in roles.trainable.values()]
   jobs += _score_jobs(placed, roles, update_rows, step_rows)
-  later: list[Callable[[], Any]] = []  # shares programs with what is in `jobs`
+  later: list[Callable[[], Any]] = []  # jobs that reuse programs of `jobs`, so that none is compiled twice
   if evaluator and evaluator.held_out:
     program = evaluator.held_out.program
     later.append(functools.partial(program.compile, policy.state.params, update, policy.state.step, policy.frozen))
@@ -82,7 +83,7 @@ def compile_all(
   if engine and algorithm.on_policy:
     lengths = placed.data.stream.lengths
     jobs += engine.jobs(policy.params, lengths, placed.config.rollout.group_size, turns)
-    if algorithm.greedy_baseline(placed.config):  # one answer to each prompt
+    if algorithm.greedy_baseline(placed.config):  # samples one answer per prompt
       later += engine.jobs(policy.params, lengths, 1, turns)
   if engine and evaluator and evaluator.sampled:
     sampled = evaluator.sampled
@@ -94,18 +95,18 @@ def compile_all(
 
 
 def run_jobs(jobs: Sequence[Callable[[], Any]]) -> None:
-  """Runs jobs, two at a time; after the first error, which it raises, none begins any more."""
+  """Runs jobs, two at a time; raises the first error, after which no further job begins."""
   with futures.ThreadPoolExecutor(2) as pool:
     running = [pool.submit(job) for job in jobs]
     try:
       for done in futures.as_completed(running):
         done.result()
-    finally:  # also where a user interrupts
+    finally:  # also on an interrupt
       pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _batches(placed: PlacedStage, roles: Roles) -> tuple[Batch, Batch, Batch]:
-  """Describes [M, B / M, T] batches: of an update, its rows as scoring reads them, and all rows of a step likewise."""
+  """Returns the shapes [M, B / M, T] of three batches: of an update, and of an update and of a step for scoring."""
   shape = placed.shape
   micro = shape.micro_rows
   described = functools.partial(jax.ShapeDtypeStruct, sharding=placed.train.sharding((None, 'batch'), (1, micro)))
@@ -119,21 +120,23 @@ def _batches(placed: PlacedStage, roles: Roles) -> tuple[Batch, Batch, Batch]:
   names = {name for objective in placed.objectives.values() for name in objective.arrays}
   heads = roles.teachers if placed.distills else ()
   hidden = tuple(described((*tokens, x.model.config.hidden_size), placed.compute.dtype) for x in heads)
-  # Arrays of the data have types and shapes of their own; what roles compute before an update is a float32 per token.
+  # Roles compute a float32 per token before an update; arrays of the data keep their own dtypes and shapes.
   update = rows.replace(arrays=dict.fromkeys(names, described(tokens, np.float32)) | rows.arrays, teacher_hidden=hidden)
   step = batch(shape.rows, placed.config.train.share_prompt)
   return update, without_signal(rows), without_signal(step)
 
 
 def _score_jobs(placed: PlacedStage, roles: Roles, update_rows: Batch, step_rows: Batch) -> list[Callable[[], Any]]:
-  """Lists what compiles the scores of frozen roles, of the policy and of the critic."""
+  """Lists the jobs that compile the score programs of frozen roles, of the policy and of the critic."""
   # Teachers whose logits the loss reads run on the rows of each update, others score the rollouts of a step.
-  of_update, of_step = (roles.teachers, ()) if placed.distills else ((), roles.teachers)
-  jobs: list[Callable[[], Any]] = [functools.partial(x.compile, step_rows) for x in (roles.reward_model, *of_step) if x]
-  if roles.reference:  # the pairs of an update have log-probs of their own
+  teacher_rows = update_rows if placed.distills else step_rows
+  jobs: list[Callable[[], Any]] = []
+  if roles.reward_model:
+    jobs.append(functools.partial(roles.reward_model.compile, step_rows))
+  jobs += [functools.partial(teacher.compile, teacher_rows) for teacher in roles.teachers]
+  if roles.reference:  # methods that pack pairs for an update score these pairs
     rows = update_rows if placed.algorithm.pack else step_rows
     jobs.append(functools.partial(roles.reference.compile, rows))
-  jobs += [functools.partial(x.compile, update_rows) for x in of_update]
   readers = {'old_logprobs': 'policy', 'values': 'critic' if roles.critic else 'policy'}
   scores = placed.algorithm.scores(placed.config)
   for name in dict.fromkeys(readers[score] for score in scores if score in readers):
@@ -143,7 +146,7 @@ def _score_jobs(placed: PlacedStage, roles: Roles, update_rows: Batch, step_rows
 
 
 def _rollout_row(placed: PlacedStage, branches: bool) -> Batch:
-  """A row as rollouts are packed into it, with `branches` behind prompts or without."""
+  """Returns an empty batch of one row with the fields of packed rollouts; `branches`: whether prompts are shared."""
   length = placed.shape.row_length
   ints = np.zeros((1, length), np.int32)
   floats = np.zeros((1, length), np.float32)

@@ -1,9 +1,8 @@
-"""Precomputed outputs of frozen models (reference log-probs, teacher top-k), cached on disk.
+"""Precomputes outputs of frozen models (reference log-probs, teacher top-k) and caches them on disk.
 
-Legend: N examples, T tokens of one, S tokens of all that are read.
+Legend: T tokens of an example, S tokens of all examples whose outputs are read.
 
-    WORKDIR/cache/FINGERPRINT/  NAME.npy (the arrays)  index.json (written
-                                last: without it nothing was made)
+    WORKDIR/cache/FINGERPRINT/  NAME.npy (the arrays)  index.json (written last, it marks the cache as complete)
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.place import PlacedStage
   from jaxpost.types import Batch
 
-# Host batch [rows, row_length] -> {name: [rows, row_length, ...]}, by a frozen role.
+# Host batch [rows, row_length] -> {name: [rows, row_length, ...]}, the outputs of a frozen role.
 Run = Callable[['Batch'], dict[str, np.ndarray]]
 _WINDOW = 256  # documents packed together
 _FIELDS = ('tokens', 'loss_mask', 'positions', 'segment_ids', 'branch_ids', 'sequence_ids')
@@ -51,31 +50,30 @@ def digest(examples: Iterable[Example | None]) -> str:
 def precompute(
   placed: PlacedStage, make_run: Callable[[str, Precompute], Run], workdir: epath.PathLike | None
 ) -> tuple[str, ...]:
-  """Fills a stage's documents with what frozen roles compute; returns the names of these roles.
+  """Fills a stage's documents with the outputs of frozen roles; returns the names of these roles.
 
-  The arrays come from the disk, where an earlier run left them; only otherwise
-  is a role made, and freed again.
+  The arrays are read from disk if an earlier run has cached them. If not, the role is made, and freed afterwards.
 
   Args:
     placed: the stage, whose documents (and held-out ones) are filled.
-    make_run: makes the `run` of a role.
-    workdir: the run's folder; None keeps nothing.
+    make_run: makes the `Run` of a role.
+    workdir: the run's folder; None to cache nothing.
   """
-  wanted = placed.algorithm.precompute(placed.config)
-  if placed.ledger.dry or not wanted:  # a plan makes no arrays
-    return tuple(wanted)
+  specs = placed.algorithm.precompute(placed.config)  # {role: Precompute}
+  if placed.ledger.dry or not specs:  # a plan makes no arrays
+    return tuple(specs)
   data, shape = placed.data, placed.shape
   sets = [(data.documents, data.rows)]
   if data.held_out and data.held_out.documents:
     sets.append((data.held_out.documents, data.held_out.rows))
-  for name, spec in wanted.items():
+  for name, spec in specs.items():
     run = make_run(name, spec)
     for documents, rows in sets:
       examples = [documents.plain(n) for n in range(len(documents))]
-      theirs = None
+      teacher_texts = None  # the documents in the tokens of a teacher with another tokenizer
       if spec.texts:
         tokenizer = weight_sources.tokenizer_of(placed.inputs.sources[name], {})
-        theirs = spec.texts(placed, name, examples, rows, tokenizer)
+        teacher_texts = spec.texts(placed, name, examples, rows, tokenizer)
       key = fingerprint(
         [
           weight_sources.identity(placed.inputs.sources[name], workdir, placed.config.seed),
@@ -87,64 +85,65 @@ def precompute(
           shape.row_length,
           spec.options,
           sorted(spec.arrays),
-          theirs and digest(theirs.theirs),
+          teacher_texts and digest(teacher_texts.theirs),
         ]
       )
-      # Times of files may differ between hosts.
+      # The key has modification times of files, which may differ between hosts.
       path = workdir and epath.Path(workdir) / 'cache' / coordination.broadcast(key)
       make = functools.partial(
         read, examples.__getitem__, len(documents), spec.arrays, run, shape.rows, shape.row_length
       )
-      if theirs:
-        make = functools.partial(theirs.read, spec, run, read)
+      if teacher_texts:
+        make = functools.partial(teacher_texts.read, spec, run, read)
       documents.fill(examples, load_or_make(path, make))
-  return tuple(wanted)
+  return tuple(specs)
 
 
 def read(
   examples: Callable[[int], Example | None], number: int, fields: Mapping, run: Run, rows: int, row_length: int
 ) -> dict[str, np.ndarray]:
-  """Computes {name: [S, ...]} of the trained tokens of all examples, in order.
+  """Computes {name: [S, ...]} of the tokens that each example reads (`Example.read`), in the order of the examples.
 
   Args:
-    examples: number -> Example or None, for 0 to `number`.
+    examples: index -> Example or None, for 0 <= index < `number`.
     fields: as in `Documents`.
   """
-  # Arrays have a type without examples, too.
+  # The empty first part gives arrays their dtype if there are no examples.
   parts = {name: [np.zeros((0, *shape), dtype)] for name, (shape, dtype) in fields.items()}
   for first in range(0, number, _WINDOW):
-    every = map(examples, range(first, min(first + _WINDOW, number)))
-    window = [example for example in every if example is not None]
+    candidates = map(examples, range(first, min(first + _WINDOW, number)))
+    window = [example for example in candidates if example is not None]
     for example, arrays in zip(window, _read_window(window, fields, run, rows, row_length)):
-      trained = example.read
+      is_read = example.read  # [T] bool
       for name, array in arrays.items():
-        parts[name].append(array[trained])
+        parts[name].append(array[is_read])
   return {name: np.concatenate(part) for name, part in parts.items()}
 
 
 def _read_window(
   examples: Sequence[Example], fields: Mapping, run: Run, rows: int, row_length: int
 ) -> list[dict[str, np.ndarray]]:
-  """Computes {name: [T, ...]} of each example; the tokens that do not fit into a row are 0."""
-  found = [
+  """Computes {name: [T, ...]} of each example; outputs of tokens that do not fit into a row are 0."""
+  results = [
     {name: np.zeros((len(example.tokens), *shape), dtype) for name, (shape, dtype) in fields.items()}
     for example in examples
   ]
-  short = {}  # number -> the example cut to a row, with the places that its tokens had before
-  for number, example in enumerate(examples):
+  cut_examples = {}  # index of an example -> the example cut to a row, with the positions that its tokens had before
+  for index, example in enumerate(examples):
     marked = dataclasses.replace(example, loss_mask=example.read, arrays={'place': np.arange(len(example.tokens))})
     if (cut := marked.cut(row_length)) is not None:
-      short[number] = cut
-  numbers = list(short)
-  packed = packing.pack_examples(list(short.values()), row_length)  # rows of indices into `numbers`
+      cut_examples[index] = cut
+  indices = list(cut_examples)
+  packed = packing.pack_examples(list(cut_examples.values()), row_length)  # rows of positions in `indices`
   for start in range(0, len(packed), rows):
-    batch = [[numbers[i] for i in row] for row in packed[start : start + rows]]
-    out = run(packing.to_batch([[short[n] for n in row] for row in batch], row_length, rows, normalize=False))
-    for r, row in enumerate(batch):
+    batch_rows = [[indices[i] for i in row] for row in packed[start : start + rows]]
+    documents = [[cut_examples[index] for index in row] for row in batch_rows]
+    outputs = run(packing.to_batch(documents, row_length, rows, normalize=False))
+    for r, row in enumerate(batch_rows):
       column = 0  # where the next document begins in the row
-      for number in row:
-        places = short[number].arrays['place']
+      for index in row:
+        places = cut_examples[index].arrays['place']
         for name in fields:
-          found[number][name][places] = out[name][r, column : column + len(places)]
+          results[index][name][places] = outputs[name][r, column : column + len(places)]
         column += len(places)
-  return found
+  return results

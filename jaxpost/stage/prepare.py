@@ -1,7 +1,7 @@
-"""Config -> everything about a stage that needs no device.
+"""Turns a config into everything about a stage that needs no device.
 
-Data, tokenizer, headers of model files and reward functions are looked at for every stage before the first one starts,
-so that a mistake in the last one is found in seconds. `place.py` and `assemble.py` then put a stage on the devices.
+Every stage's data, tokenizer, model file headers and reward functions are checked before the first stage starts, so a
+mistake in the last stage shows within seconds. `place.py` and `assemble.py` then put a stage on the devices.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
   from jaxpost.stage.schema import ModelSection
   from jaxpost.types import Batch
 
-Note = Callable[[str], object]  # gets a line about the share of the rows that is read
-_NOTE_EVERY = 256  # rows between two such lines
+Note = Callable[[str], object]  # receives progress lines while rows are read; `str` ignores them
+_NOTE_EVERY = 256  # rows between two progress lines
 
 
 def as_dict(config: Any) -> dict:
@@ -50,7 +50,7 @@ def as_dict(config: Any) -> dict:
 
 
 def prepare_all(config: Mapping, note: Note = str) -> list[PreparedStage]:
-  """Prepares all stages of a config, given as nested dicts; on an error ends the workers of those before.
+  """Prepares all stages of a config (nested dicts); on an error, ends the workers of the stages already prepared.
 
   Raises:
     InputError: a stage could not run.
@@ -60,25 +60,25 @@ def prepare_all(config: Mapping, note: Note = str) -> list[PreparedStage]:
     for name, (algorithm, section) in resolve_all(config).items():
       prepared.append(prepare(name, algorithm, section, prepared, note))
       undo.callback(prepared[-1].close)
-    undo.pop_all()  # every stage is good: its workers stay
+    undo.pop_all()  # all stages are prepared: keep their workers
   return prepared
 
 
 def prepare(
   name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage], note: Note
 ) -> PreparedStage:
-  """Prepares one stage, see `resolve`; `before` are the stages that run first."""
+  """Prepares one stage; `config` is resolved, see `resolve`, and `before` are the stages that run before this one."""
   checks.check_config(config, algorithm)
   if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
     from jaxpost.stage import reward_models
 
     reward_models.check_uses(config, algorithm)
   source = source_of_model(config.model)
-  found = find_weights(config, algorithm, source, {p.name: p.inputs.outcome for p in before})
-  tokenizer = load_tokenizer(config, source, found['policy'])
-  check_weights(config, algorithm, found)
-  algorithm.check_roles(config, found, tokenizer)
-  inputs = make_inputs(name, config, algorithm, found, tokenizer)
+  role_sources = find_weights(config, algorithm, source, {stage.name: stage.inputs.outcome for stage in before})
+  tokenizer = load_tokenizer(config, source, role_sources['policy'])
+  check_weights(config, algorithm, role_sources)
+  algorithm.check_roles(config, role_sources, tokenizer)
+  inputs = make_inputs(name, config, algorithm, role_sources, tokenizer)
   if config.lora.rank:
     from jaxpost.models import lora
 
@@ -93,29 +93,29 @@ def prepare(
   return PreparedStage(epochs.count_steps(inputs, data), data, Workers())
 
 
-def check_weights(config: Config, algorithm: Algorithm, found: Mapping[str, Source]) -> None:
-  """Refuses options that the weights of the roles, {role: Source}, do not allow; warns of positions not learned."""
-  cfg = found['policy'].config
+def check_weights(config: Config, algorithm: Algorithm, role_sources: Mapping[str, Source]) -> None:
+  """Refuses options that the models of the roles do not support; warns of rows longer than the trained positions."""
+  cfg = role_sources['policy'].config
   if isinstance(cfg, CustomConfig) or row_length(config, algorithm.on_policy) > cfg.max_position:
     from jaxpost.stage import model_limits
 
     model_limits.check(config, algorithm, cfg)
-  checks.check_stored(config, algorithm, found)
+  checks.check_stored(config, algorithm, role_sources)
   if config.train.share_prompt:
     from jaxpost.rl import shared_prompts
 
-    shared_prompts.check(config, algorithm, found)
+    shared_prompts.check(config, algorithm, role_sources)
 
 
 def resolve_all(config: Mapping) -> dict[str, tuple[Algorithm, Config]]:
-  """Returns what `resolve` does for each stage of a config; refuses fields that none of them reads."""
+  """Returns {stage: (algorithm, resolved config)} of a config; refuses fields that no stage reads."""
   stages = {name: resolve(section) for name, section in config_lib.parse(config).items()}
   checks.check_sections(stages.values())
   return stages
 
 
 def resolve(config: Config) -> tuple[Algorithm, Config]:
-  """Loads the algorithm of a config; returns it and the config with its defaults, checked."""
+  """Loads the algorithm of a config; returns it and the checked config with the algorithm's defaults filled in."""
   algorithm = load_algorithm(config.algorithm)
   config = config_lib.resolve(config, algorithm.defaults)
   algorithm.check(config)
@@ -123,33 +123,28 @@ def resolve(config: Config) -> tuple[Algorithm, Config]:
 
 
 def make_inputs(
-  name: str, config: Config, algorithm: Algorithm, found: dict[str, Source], tokenizer: Tokenizer
+  name: str, config: Config, algorithm: Algorithm, role_sources: dict[str, Source], tokenizer: Tokenizer
 ) -> Inputs:
-  """Makes the first record of a stage, with the model that the policy's weights are for.
-
-  Args:
-    config: resolved, see `resolve`.
-    found: {role: Source}, see `find_weights`.
-  """
+  """Makes the first record of a stage, with the policy's model; `config` is resolved, see `resolve`."""
   if config.preference.share_prompt and algorithm.mean_per(config) in ('pair', 'label'):
     from jaxpost.stage import model_limits
 
-    config = model_limits.with_readable_pairs(config, algorithm, found)
-  model = make_model(config, algorithm, found['policy'].config)
-  return Inputs(name, config, algorithm, found, model, tokenizer=tokenizer)
+    config = model_limits.with_readable_pairs(config, algorithm, role_sources)
+  model = make_model(config, algorithm, role_sources['policy'].config)
+  return Inputs(name, config, algorithm, role_sources, model, tokenizer=tokenizer)
 
 
 def make_data(
   inputs: Inputs, rows: Rows, held_out_rows: Rows | None = None, tools: list[dict] | None = None, note: Note = str
 ) -> Data:
-  """Makes the stream of a stage from its rows, and what it is evaluated on.
+  """Makes the training stream and the held-out data of a stage from their rows.
 
   Args:
-    held_out_rows: None where nothing is evaluated.
-    tools: JSON schemas that prompts show.
+    held_out_rows: None if nothing is evaluated.
+    tools: JSON schemas of the tools that prompts list.
 
   Raises:
-    InputError: rows are not what the algorithm learns from.
+    InputError: the rows lack something that the algorithm needs.
   """
   config, algorithm = inputs.config, inputs.algorithm
   fields: dict[str, Any] = {}
@@ -174,15 +169,15 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   adapter = config.lora
   refuse(
     algorithm.on_policy and adapter.dropout > 0,
-    'config.lora.dropout: what is trained on policy must be what has sampled; set it to 0',
+    'config.lora.dropout: an on-policy method must train the model that sampled, without dropout; set it to 0',
   )
   spec = ()
   if adapter.path:
-    spec = cfg.lora  # that of the folder, which `find_weights` has put on
+    spec = cfg.lora  # `find_weights` has read it from the adapter's folder
   elif adapter.rank:
     from jaxpost.models import lora
 
-    table = partition.build(dataclasses.replace(cfg, lora=())).table  # of the model below
+    table = partition.build(dataclasses.replace(cfg, lora=())).table  # parameters of the base model
     spec = (adapter.rank, adapter.alpha, adapter.rslora, lora.target_pattern(adapter.targets, table, adapter.rank))
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
@@ -192,8 +187,8 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   model = partition.freeze(model, config.train.freeze, trains_mtp)
   refuse(
     trains_mtp and not model.trains_mtp,
-    'config.nll.mtp_weight: this stage trains no module for multi-token prediction: lora and train.freeze leave it as '
-    'it is, and a model of your own has none; set it to 0',
+    'config.nll.mtp_weight: this stage trains no module for multi-token prediction: lora and train.freeze freeze it, '
+    'and a custom model has none; set it to 0',
   )
   if config.model.quantize:
     from jaxpost.models import quantization
@@ -205,12 +200,12 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
 
 
 def _trains_mtp(config: Config, algorithm: Algorithm) -> bool:
-  """True if the stage trains a module for multi-token prediction; of an earlier stage, it stays for the export."""
+  """True if the stage trains the multi-token prediction module; if not, that of an earlier stage is still exported."""
   return config.nll.mtp_weight > 0 and (algorithm.sections is None or 'nll' in algorithm.sections)
 
 
 def source_of_model(section: ModelSection) -> Source:
-  """Finds the weights that `config.model` names; random ones for a preset."""
+  """Finds the weights that `config.model` names; those of a preset are random."""
   path, preset = section.path, section.preset
   if path or ':' in preset:
     from jaxpost.stage import weight_sources
@@ -236,68 +231,68 @@ def find_weights(
   """Finds the weights of 'policy' and of every other role that the stage reads.
 
   Args:
-    source: of `config.model`.
-    earlier: {stage: Source} of what the stages before end with, in order.
-    find: (text, config field, earlier) -> Source; a plan knows shapes without weights. None: `weight_sources.find`.
+    source: the weights of `config.model`.
+    earlier: {stage: Source} of the final weights of the stages before this one, in order.
+    find: (text, config field, earlier) -> Source, used by plans, which need no weights. None: `weight_sources.find`.
   """
 
-  def named(text: str, key: str) -> Source:
+  def locate(text: str, field: str) -> Source:
     if find:
-      return find(text, key, earlier)
+      return find(text, field, earlier)
     from jaxpost.stage import weight_sources
 
-    return weight_sources.find(text, key, earlier, config.model.text_only)
+    return weight_sources.find(text, field, earlier, config.model.text_only)
 
-  key = 'config.init_from' if config.init_from or earlier else 'config.model.path'
+  policy_field = 'config.init_from' if config.init_from or earlier else 'config.model.path'
   policy = source
   if config.init_from:
-    policy = named(config.init_from, key)
+    policy = locate(config.init_from, policy_field)
   elif earlier:
-    *_, policy = earlier.values()  # of the stage before this one
+    *_, policy = earlier.values()  # the stage just before this one
   if config.lora.path:
     from jaxpost.stage import weight_sources
 
     policy = weight_sources.with_adapter(config.lora.path, policy, config.lora.rank)
-  checks.check_head(policy, algorithm.scalar_head, key)
+  checks.check_head(policy, algorithm.scalar_head, policy_field)
   if _trains_mtp(config, algorithm):
     from jaxpost.stage import model_folders
 
     policy = model_folders.source_with_module(policy, config, algorithm.objective(config))
-  out = {'policy': policy}
+  role_sources = {'policy': policy}
   if 'reference' in algorithm.needs(config):
     path = config.rl.reference
-    out['reference'] = named(path, 'config.rl.reference') if path else policy  # as the stage begins
+    role_sources['reference'] = locate(path, 'config.rl.reference') if path else policy  # as the stage begins
   if algorithm.critic(config):
     path = config.critic.path
-    out['critic'] = named(path, 'config.critic.path') if path else policy
+    role_sources['critic'] = locate(path, 'config.critic.path') if path else policy
   if algorithm.on_policy and 'reward_model' in config.rewards_tuple():
     from jaxpost.stage import reward_models
 
-    out['reward_model'] = reward_models.find(config, named)
+    role_sources['reward_model'] = reward_models.find(config, locate)
   teachers = config.distill.teachers if 'teachers' in algorithm.needs(config) else ()
   for i, text in enumerate(teachers):
-    out[f'teacher_{i}'] = named(text, f'config.distill.teachers[{i}]')
-  return out
+    role_sources[f'teacher_{i}'] = locate(text, f'config.distill.teachers[{i}]')
+  return role_sources
 
 
 def load_tokenizer(config: Config, source: Source, policy: Source) -> Tokenizer:
-  """Loads the tokenizer of `config.model`; InputError if the policy has another, or too few embeddings."""
+  """Loads the tokenizer of `config.model`; InputError if the policy's weights have another or too few embeddings."""
   section = config.model
   path = source.tokenizer_path(section)
   tokenizer = tokenizer_lib.load(path or 'bytes', config.data.chat_template, config.data.template_kwargs)
   if not path and not policy.stage and (config.init_from or source.checkpoints):
     from jaxpost.stage import weight_sources
 
-    theirs = weight_sources.tokenizer_of(policy, {})
-    probe = 'Zwölf: 12 + 345'  # which almost any two tokenizers encode differently
+    policy_tokenizer = weight_sources.tokenizer_of(policy, {})
+    probe = 'Zwölf: 12 + 345'  # almost any two tokenizers encode it differently
     refuse(
-      theirs is not None and theirs.encode(probe) != tokenizer.encode(probe),
+      policy_tokenizer is not None and policy_tokenizer.encode(probe) != tokenizer.encode(probe),
       f'config.model.tokenizer: is empty, and {config.init_from or section.path} has a tokenizer of its own; name it',
     )
   if tokenizer.vocab_size > policy.config.padded_vocab_size:
     raise InputError(
       f'tokenizer {tokenizer.source}: {tokenizer.vocab_size} tokens are more than the '
-      f'{policy.config.vocab_size} rows of the embedding of {config.init_from or section.path or section.preset}'
+      f'{policy.config.vocab_size} embedding rows of {config.init_from or section.path or section.preset}'
     )
   return tokenizer
 
@@ -310,7 +305,7 @@ def read_rows(config: Config) -> Rows:
 
 
 def read_held_out_rows(config: Config) -> Rows | Chain | None:
-  """Reads the data of `config.eval`; None where nothing is evaluated."""
+  """Reads the data of `config.eval`; None if nothing is evaluated."""
   held_out = config.eval.data
   if not held_out.path:
     return None
@@ -318,20 +313,20 @@ def read_held_out_rows(config: Config) -> Rows | Chain | None:
   columns = held_out.columns or _first(config.data.columns)
   try:
     return sources.read_sources(held_out.path, columns, held_out.map or _first(config.data.map))
-  except InputError as error:  # of a recipe's own held-out data, which a user of other data may never have named
+  except InputError as error:  # name the field: the data may be a recipe's default that the user has not chosen
     raise InputError(f'config.eval.data: {error}') from error
 
 
 def _first(option: str | Sequence[str]) -> str:
-  """The option of the first source, where each has one."""
+  """Returns the first source's value of a per-source option; '' if there is none."""
   return next(iter(sources.split(option)), '')
 
 
 def read_documents(inputs: Inputs, rows: Rows, fields: Mapping, note: Note = str) -> Documents:
-  """Renders the rows as Examples; up to 20,000 of them now, so that mistakes show.
+  """Renders the rows as Examples, the first `checks.READ_FIRST` of them now, so that mistakes show early.
 
   Args:
-    fields: of arrays that frozen models compute, see `Documents`.
+    fields: the arrays that frozen models compute, see `Documents`.
   """
   assert inputs.algorithm.render, 'all methods on data have one'
   render = inputs.algorithm.render(rows, inputs.tokenizer, inputs.config)
@@ -341,7 +336,7 @@ def read_documents(inputs: Inputs, rows: Rows, fields: Mapping, note: Note = str
     if i and i % _NOTE_EVERY == 0:
       note(f'reading data: {i:,} of {checked:,} documents are tokenized')
     ready.append(render(i))
-  if not inputs.algorithm.scalar_head:  # which writes no text
+  if not inputs.algorithm.scalar_head:  # a reward model generates no text
     warn_without_stop(ready, inputs.tokenizer)
     warn_unseen(ready)
 
@@ -355,7 +350,7 @@ def read_documents(inputs: Inputs, rows: Rows, fields: Mapping, note: Note = str
 
 
 def row_stream(inputs: Inputs, rows: Rows, documents: Documents) -> tuple[loader.PackedStream, Batch]:
-  """Makes the stream of packed rows; returns it at its start, and its first batch."""
+  """Returns the stream of packed rows, at its start, and its first batch."""
   config = inputs.config
   stream = loader.PackedStream(
     documents.__getitem__,
@@ -371,7 +366,7 @@ def row_stream(inputs: Inputs, rows: Rows, documents: Documents) -> tuple[loader
     sizes=rows.sizes,
     weights=rows.weights,
   )
-  return stream, stream.peek()  # raises now if no row can be made
+  return stream, stream.peek()  # raises here if no row can be made
 
 
 def make_held_out(
@@ -380,8 +375,8 @@ def make_held_out(
   """Renders the held-out documents, and tokenizes the prompts of `config.eval.samples`.
 
   Args:
-    fields: of arrays that frozen models compute, see `Documents`.
-    tools: JSON schemas that prompts show.
+    fields: the arrays that frozen models compute, see `Documents`.
+    tools: JSON schemas of the tools that prompts list.
   """
   section = inputs.config.eval
   count = min(len(rows), section.size)

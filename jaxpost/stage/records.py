@@ -10,8 +10,8 @@ Each is frozen. In the order in which they are made:
     PlacedStage    `place.place_stage`     a PreparedStage on a mesh: layouts, batch shape, ledger
     loop.Stage     `assemble.assemble`     roles, stream, evaluator, checkpoints
 
-Runs, plans, inference and benchmarks use the same records with parts of their own:
-a plan has the shapes of models in place of weights, a benchmark random rows.
+Plans, inference and benchmarks use the same records and replace parts of them: a plan has the shapes of the weights
+and not the weights, a benchmark has random rows.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """The place of the weights of a model. They are random if `folder`, `checkpoints` and `stage` are all empty.
+  """The origin of the weights of a model, which are random if `folder`, `checkpoints` and `stage` are all empty.
 
   Attributes:
     config: shape of the model.
     folder: holds safetensors files.
     checkpoints: folder of the checkpoints of a stage of another run.
-    stage: an earlier stage of this run.
-    step: of the checkpoint; None is the newest.
-    seed: of random weights; None is the seed of the run.
-    name: by which an export refers to the folder, such as org/name.
-    base: source of the parameters that this one lacks, such as the model below an adapter.
+    stage: name of an earlier stage of this run.
+    step: of the checkpoint; None for the newest.
+    seed: of random weights; None for the seed of the run.
+    name: how an export refers to the folder, such as org/name.
+    base: source of the parameters that this one lacks, such as the base model of an adapter.
   """
 
   config: ModelConfig
@@ -66,13 +66,13 @@ class Source:
   base: Source | None = None
 
   def checkpoints_in(self, workdir: epath.PathLike | None) -> epath.Path | None:
-    """Returns the folder of checkpoints that holds the weights, in a run in `workdir`; None if none does."""
+    """Returns the folder of the checkpoints with the weights, for a run in `workdir`; None if they are elsewhere."""
     return epath.Path(workdir) / 'checkpoints' / self.stage if self.stage else self.checkpoints
 
   def tokenizer_path(self, section: ModelSection) -> str:
-    """Returns what the tokenizer of `config.model` is read from; '' where nothing is named, and it is 'bytes'.
+    """Returns where the tokenizer is read from; '' if the config names none, which means the tokenizer 'bytes'.
 
-    Of an adapter, the base has the tokenizer.
+    An adapter has the tokenizer of its base model.
     """
     return section.tokenizer or str((self.base or self).folder or '')
 
@@ -109,8 +109,8 @@ class Inputs:
 class HeldOutData:
   """Data that the stage is evaluated on.
 
-  documents: whose loss is measured; None for an on-policy algorithm.
-  prompts: whose completions are graded; () where nothing is sampled.
+  documents: for the held-out loss; None for an on-policy algorithm.
+  prompts: their completions are sampled and graded; () if evaluation samples nothing.
   """
 
   rows: Rows
@@ -122,9 +122,9 @@ class HeldOutData:
 class Data:
   """The data of a stage, checked.
 
-  stream: None where nothing is trained (`launch.evaluate`); a plan has `testing.RandomPrompts`.
-  documents, first_batch: None for an on-policy algorithm, which learns from
-    completions. All batches have the fields of `first_batch`.
+  stream: None if nothing is trained (`launch.evaluate`); a plan has `testing.RandomPrompts`.
+  documents, first_batch: None for an on-policy algorithm, which learns from completions. All batches have the fields
+    of `first_batch`.
   """
 
   rows: Rows | None = None
@@ -135,7 +135,7 @@ class Data:
 
 
 def has_branches(inputs: Inputs, data: Data) -> bool:
-  """Returns whether documents of the rows have branches behind a shared prompt."""
+  """Returns whether packed documents are trees, with several branches after a shared prompt."""
   if data.first_batch is not None:
     return data.first_batch.branch_ids is not None
   return inputs.config.train.share_prompt or inputs.algorithm.pack is not None and inputs.config.preference.share_prompt
@@ -143,7 +143,7 @@ def has_branches(inputs: Inputs, data: Data) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Workers:
-  """Processes that run the user's functions; None where the stage has none."""
+  """Processes that run the user's functions; None if the stage has none."""
 
   rewards: RewardPool | None = None
   environment: EnvironmentPool | PoolsBySource | None = None
@@ -160,8 +160,9 @@ class Workers:
 class PreparedStage:
   """Everything about a stage that needs no device.
 
-  by_memory: {'section.field': why} of fields of the config that were left open and then chosen for the devices.
-  check_fits: (bytes of `memory.predict`, device) -> InputError where they do not fit; None: a plan, which only says so.
+  by_memory: {'section.field': reason} of the config fields that were left open and then chosen to fit device memory.
+  check_fits: (bytes of `memory.predict`, device) -> None; InputError if they do not fit. None for a plan, which
+    only reports it.
   """
 
   inputs: Inputs

@@ -1,4 +1,4 @@
-"""Reward models: their weights, the tokens that they have to share, their scores in an evaluation, and their export."""
+"""Finds reward models, checks their tokens against the policy's, scores evaluations and exports their tokenizer."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 def grades(config: Config, algorithm: Algorithm) -> bool:
-  """True if the stage loads a reward model, which grades what it samples."""
+  """Returns whether a reward model grades the completions of the stage's training."""
   return algorithm.on_policy and REWARD_MODEL in config.rewards_tuple()
 
 
 def check_uses(config: Config, algorithm: Algorithm) -> None:
-  """Refuses uses of a reward model's scores that have no meaning."""
+  """Refuses options that do not work with a reward model."""
   samples = config.eval.samples if config.eval.data.path else 0
   if algorithm.scalar_head and samples:
     raise InputError('config.eval.samples: a reward model writes no text; set it to 0 in the stage that trains one')
@@ -60,7 +60,7 @@ def check_uses(config: Config, algorithm: Algorithm) -> None:
 
 
 def find(config: Config, find_source: Callable[[str, str], Source]) -> Source:
-  """Finds its weights by `find_source`, (text, config field) -> Source."""
+  """Finds the weights of the reward model by `find_source`, (text, config field) -> Source."""
   key, path = 'config.reward_model.path', config.reward_model.path
   if not path:
     raise InputError(f'{key}: is empty, and config.reward asks for a reward model; name a folder, RUN or stage:NAME')
@@ -74,37 +74,37 @@ def find(config: Config, find_source: Callable[[str, str], Source]) -> Source:
 
 
 def check_tokens(
-  config: Config, found: Mapping[str, Source], tokenizer: Tokenizer, earlier: Mapping[str, Tokenizer]
+  config: Config, role_sources: Mapping[str, Source], tokenizer: Tokenizer, earlier: Mapping[str, Tokenizer]
 ) -> None:
-  """InputError where a reward model or critic would read the policy's tokens as other text.
+  """Raises InputError if a reward model or critic has another vocabulary than the policy.
 
   Args:
-    found: {role: Source}.
-    earlier: {stage: tokenizer} of the stages that run first.
+    role_sources: {role: Source}.
+    earlier: {stage: tokenizer} of the stages that run before this one.
   """
   for role in (REWARD_MODEL, 'critic'):
     key, path = f'config.{role}.path', vars(config)[role].path
-    if role not in found or not path:
+    if role not in role_sources or not path:
       continue
-    theirs = weight_sources.tokenizer_of(found[role], earlier)
-    size, needed = (found[k].config.vocab_size for k in (role, 'policy'))
-    if size < needed or theirs is None and size != needed:
+    role_tokenizer = weight_sources.tokenizer_of(role_sources[role], earlier)
+    size = role_sources[role].config.vocab_size
+    needed = role_sources['policy'].config.vocab_size
+    if size < needed or role_tokenizer is None and size != needed:
       raise InputError(
         f'{key}: {path} has a vocabulary of {size}, the policy has {needed}; it must read the tokens of the policy'
       )
-    ours = tokenizer.hf.get_vocab()
-    other = theirs.hf.get_vocab() if theirs else ours
-    wrong = sorted(t for t in {*ours, *other} if ours.get(t) != other.get(t))
-    if wrong:
-      raise InputError(
-        f'{key}: {path} reads other tokens than the policy: {wrong[0]!r} is '
-        f'{other.get(wrong[0])} there and {ours.get(wrong[0])} here; choose '
-        f'one that was trained with the tokenizer {tokenizer.source}'
-      )
+    policy_ids = tokenizer.hf.get_vocab()  # token -> id
+    role_ids = role_tokenizer.hf.get_vocab() if role_tokenizer else policy_ids
+    for token in sorted({*policy_ids, *role_ids}):
+      if policy_ids.get(token) != role_ids.get(token):
+        raise InputError(
+          f'{key}: {path} reads other tokens than the policy: the id of {token!r} is {role_ids.get(token)} there and '
+          f'{policy_ids.get(token)} here; choose one that was trained with the tokenizer {tokenizer.source}'
+        )
 
 
 def scores(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShape) -> np.ndarray:
-  """[N, C] outputs of the reward model, in as many batches as needed.
+  """Returns the outputs [N, C] of the reward model for N sequences of C tokens, in as many batches as needed.
 
   Args:
     max_sequences: how many sequences fit into a batch of `shape`.
@@ -123,22 +123,20 @@ def scores(rollout: Rollout, roles: Roles, *, max_sequences: int, shape: RowShap
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
-  """Returns a padding token that is not a stop token.
+  """Returns the id of a padding token that is not a stop token.
 
-  transformers reads the score at the last token that is not padding: where
-  the end of a turn pads, too, it would read one token early.
+  transformers reads the score at the last token that is not padding. If the stop token were the padding token, it would
+  read the score one token too early.
   """
-  known = (tokenizer.pad_id, tokenizer.bos_id, *sorted(tokenizer.hf.added_tokens_decoder))
-  good = [i for i in known if i is not None and i not in tokenizer.stop_ids]
-  if not good:
-    logging.warning(
-      '%s: has no token but those that end a text to pad with; read scores of one text at a time', tokenizer.source
-    )
-  return (good or known)[0]
+  candidates = (tokenizer.pad_id, tokenizer.bos_id, *sorted(tokenizer.hf.added_tokens_decoder))
+  usable = [i for i in candidates if i is not None and i not in tokenizer.stop_ids]
+  if not usable:
+    logging.warning('%s: can pad only with a stop token; read scores of one text at a time', tokenizer.source)
+  return (usable or candidates)[0]
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: epath.PathLike) -> None:
-  """Writes the tokenizer's files so that it pads with `pad_id`."""
+  """Writes the tokenizer's files, with `pad_id` as its padding token."""
   tokenizer.save(folder)
   if (pad := pad_id(tokenizer)) != tokenizer.pad_id:
     path = pathlib.Path(folder) / 'tokenizer_config.json'

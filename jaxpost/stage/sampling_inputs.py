@@ -30,23 +30,23 @@ def prepare(
   inputs: Inputs, rows: Rows, held_out_rows: Rows | None, before: Sequence[PreparedStage], make_data: Callable
 ) -> PreparedStage:
   """Makes the data of a stage that samples, see `prepare.make_data`, and starts its worker processes."""
-  config, algorithm, found, tokenizer = inputs.config, inputs.algorithm, inputs.sources, inputs.tokenizer
-  if {REWARD_MODEL, 'critic'} & found.keys():
+  config, algorithm, role_sources, tokenizer = inputs.config, inputs.algorithm, inputs.sources, inputs.tokenizer
+  if {REWARD_MODEL, 'critic'} & role_sources.keys():
     from jaxpost.stage import reward_models
 
-    reward_models.check_tokens(config, found, tokenizer, {p.name: p.inputs.tokenizer for p in before})
+    reward_models.check_tokens(config, role_sources, tokenizer, {p.name: p.inputs.tokenizer for p in before})
   with contextlib.ExitStack() as undo:  # ends the processes if a later step fails
     environment = None
     evaluated = sources.first(held_out_rows, config.eval.size) if checks.samples_held_out(config) else ()
-    graded = [x for x in (rows if algorithm.on_policy else (), evaluated) if x]
+    sampled_rows = [data for data in (rows if algorithm.on_policy else (), evaluated) if data]
     if config.environment:
       from jaxpost.environments import factory
 
-      environment = factory.start_environments(config, algorithm, tokenizer, graded)
+      environment = factory.start_environments(config, algorithm, tokenizer, sampled_rows)
       undo.callback(environment.close)
     data = make_data(inputs, rows, held_out_rows, environment.tools if environment else None)
     check_sampling(config, algorithm.on_policy, algorithm.rewards or checks.samples_held_out(config))
-    correct_by(config, REWARD_MODEL in found)  # refuses what is no reward
+    correct_by(config, REWARD_MODEL in role_sources)  # raises if config.rl.correct_by names no reward of the stage
     if algorithm.data_share(config) or config.rl.expert:
       from jaxpost.rl import demonstrations
 
@@ -63,31 +63,28 @@ def prepare(
       recorded = rollout_files.RecordedSampler(config.train_on_rollouts, inputs.name, rewards=not config.reward)
       for step in (1, inputs.config.train.steps):
         rollout_files.load(recorded.folder / f'{step}.npz')
-    rewards = start_rewards(config, graded) if config.rewards_tuple() else None
+    rewards = start_rewards(config, sampled_rows) if config.rewards_tuple() else None
     undo.pop_all()
   return PreparedStage(inputs, data, Workers(rewards, environment))
 
 
 def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> None:
-  """Refuses configs with which the controller could not sample, grade or batch.
-
-  rewards: False where nothing is graded.
-  """
-  recorded = config.train_on_rollouts and not checks.samples_held_out(config)
-  given = config.rewards_tuple() or config.environment or recorded
-  refuse(rewards and not given, 'config.reward: is empty; name a built-in reward, pkg.module:fn or ./file.py:fn')
+  """Refuses configs with which the controller could not sample, grade or batch; `rewards`: whether it grades."""
+  only_recorded = config.train_on_rollouts and not checks.samples_held_out(config)
+  can_grade = config.rewards_tuple() or config.environment or only_recorded
+  refuse(rewards and not can_grade, 'config.reward: is empty; name a built-in reward, pkg.module:fn or ./file.py:fn')
   if not on_policy:
     return
   r, rl = config.rollout, config.rl
   refuse(
     bool(config.train_on_rollouts) and bool(rl.dynamic_sampling or rl.curriculum or rl.advantage == 'remax'),
-    'config.train_on_rollouts: what was sampled again, or greedily, is not kept, and no prompt is drawn; '
-    'leave out rl.dynamic_sampling, rl.curriculum and remax',
+    'config.train_on_rollouts: stored rollouts have neither resampled groups nor greedy answers, and no prompts are '
+    'drawn; leave out rl.dynamic_sampling, rl.curriculum and remax',
   )
   refuse(
     r.staleness > 0 and bool(config.train_on_rollouts or rl.advantage == 'remax'),
-    f'config.rollout.staleness: {r.staleness} steps ahead there is neither '
-    'config.train_on_rollouts nor the greedy answer of remax; set it to 0',
+    f'config.rollout.staleness: {r.staleness} does not work with config.train_on_rollouts or the greedy answers of '
+    'remax; set it to 0',
   )
   refuse(
     r.offload and (r.staleness > 0 or config.mesh.rollout_devices > 0),
@@ -115,9 +112,9 @@ def prompt_stream(
   """Makes the stream of prompts of `rows`.
 
   Args:
-    per_step: prompts of a step; 0 for `config.rollout.prompts`.
+    per_step: prompts per step; 0 for `config.rollout.prompts`.
     shuffle: False keeps the order of the file.
-    tools: JSON schemas that prompts show, or those of each environment of `config.rl.sources`.
+    tools: JSON schemas of the tools that prompts list, or {environment of `config.rl.sources`: its schemas}.
   """
   from jaxpost.data.prompts import PromptStream
 
@@ -140,7 +137,7 @@ def prompt_stream(
 
 
 def start_rewards(config: Config, data: Sequence[Rows]) -> RewardPool | None:
-  """Starts the processes of the reward functions that grade `data`; None where only a reward model grades.
+  """Starts the processes of the reward functions that grade `data`; returns None if only a reward model grades.
 
   Raises:
     InputError: a function cannot be imported, does not take the columns of the rows, or cannot grade one.
@@ -150,7 +147,7 @@ def start_rewards(config: Config, data: Sequence[Rows]) -> RewardPool | None:
   specs, weights = config.rewards_tuple(), config.reward_weights
   if weights and len(weights) != len(specs):
     raise InputError(f'config.reward_weights: {len(weights)} weights for {len(specs)} rewards; give one each, or ()')
-  functions = [i for i, spec in enumerate(specs) if spec != REWARD_MODEL]
+  functions = [i for i, spec in enumerate(specs) if spec != REWARD_MODEL]  # their indices in `specs`
   if not functions:
     return None
   pool = RewardPool(
@@ -176,12 +173,12 @@ def start_rewards(config: Config, data: Sequence[Rows]) -> RewardPool | None:
 
 
 def reward_names(config: Config) -> list[str]:
-  """Returns the names of the reward functions, without that of a reward model."""
+  """Returns the names of the reward functions, without the reward model."""
   return list(builtin.short_names([spec for spec in config.rewards_tuple() if spec != REWARD_MODEL]))
 
 
 def correct_by(config: Config, model_grades: bool) -> str:
-  """Returns the name of the reward that decides what is correct; '' where nothing is graded.
+  """Returns the name of the reward that decides which answers are correct; '' if nothing is graded.
 
   Args:
     model_grades: whether a reward model is among the roles of the stage.
@@ -189,6 +186,9 @@ def correct_by(config: Config, model_grades: bool) -> str:
   Raises:
     InputError: config.rl.correct_by is no reward of the stage.
   """
-  others = {'environment': bool(config.environment), REWARD_MODEL: model_grades}
-  names = reward_names(config) + [name for name, grades in others.items() if grades]
+  names = reward_names(config)
+  if config.environment:
+    names.append('environment')
+  if model_grades:
+    names.append(REWARD_MODEL)
   return builtin.pick(names, config.rl.correct_by, 'config.rl.correct_by')

@@ -1,7 +1,6 @@
-"""Finds the weights that a config names, and finds and recognizes them again in a later run.
+"""Finds the weights that a config names, and in a later run finds them again and checks that they are the same.
 
-A `records.Source` is found before a device is touched; `load_weights.py` loads it. A preset with random weights needs
-no part of this.
+Finding a `records.Source` needs no device; `load_weights.py` loads it. A preset with random weights needs nothing here.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
   from jaxpost.stage.schema import ModelSection
 
 _STAGE = 'stage:'
-_BLOCK = 1 << 16  # bytes of a sample of a file
+_BLOCK = 1 << 16  # bytes of one sample of a file
 
 
 def find(text: str, key: str, earlier: Mapping[str, Source], text_only: bool = False) -> Source:
@@ -38,8 +37,8 @@ def find(text: str, key: str, earlier: Mapping[str, Source], text_only: bool = F
   Args:
     text: stage:NAME, RUN[@step], a folder of a model or an adapter, or org/name.
     key: the config field that holds it, for errors.
-    earlier: {stage: Source} of what the stages before this one end with.
-    text_only: of a multimodal folder, takes the text model.
+    earlier: {stage: Source} of the final weights of the stages before this one.
+    text_only: whether to take the text model of a multimodal folder.
   """
   if text.startswith(_STAGE):
     name = text[len(_STAGE) :]
@@ -62,10 +61,7 @@ def find(text: str, key: str, earlier: Mapping[str, Source], text_only: bool = F
 
 
 def of_code(code: str, path: str) -> Source:
-  """Returns the weights of the custom model that ./file.py:function makes.
-
-  They are in the folder `path`, or random if it is ''.
-  """
+  """Returns the weights of the custom model that ./file.py:function makes: the folder `path`, or random ones if ''."""
   model = model_lib.from_code(code)
   if not path:
     return Source(model.config)
@@ -76,7 +72,7 @@ def of_code(code: str, path: str) -> Source:
 
 
 def of_checkpoint(folder: epath.Path, step: int | None = None) -> Source:
-  """Returns the checkpoint of a stage, given the folder of its checkpoints; None is the newest."""
+  """Returns the checkpoint at a step (None: the newest) of a stage, given the folder of the stage's checkpoints."""
   with contextlib.closing(Checkpointer(folder)) as checkpointer:
     meta = checkpointer.restore_meta(step)
   config = saved_config.from_json(meta['model'])
@@ -97,23 +93,23 @@ def find_run(text: str, key: str) -> tuple[epath.Path, int | None]:
   """Parses RUN[@step] into (folder of the checkpoints of its last stage, step or None)."""
   run_folder, step = manifest.split_run(text)
   if step and not step.isdigit():
-    raise InputError(f'{key}: {step!r} in {text!r} is no step')
+    raise InputError(f'{key}: {step!r} in {text!r} is not a step')
   root = epath.Path(run_folder).expanduser()
   if not (root / 'config.json').exists():
     raise InputError(f'{key}: {run_folder} is not the folder of a run (it has no config.json)')
   folders = [f for f in (root / 'checkpoints').glob('*') if f.is_dir()]
-  # A stage that has begun and saved nothing yet is no outcome of the run.
+  # Prefer stages that have saved a checkpoint to one that has just begun.
   folders = [f for f in folders if manifest.finished_steps(f)] or folders
   saved = seals.read_json(root / 'config.json')
   order = list(saved.get('stages') or ())
-  found = sorted(folders, key=lambda f: order.index(f.name) if f.name in order else -1)
-  if not found:
+  folders.sort(key=lambda f: order.index(f.name) if f.name in order else -1)
+  if not folders:
     raise InputError(f'{key}: {run_folder} has no checkpoints')
-  return found[-1], int(step) if step else None
+  return folders[-1], int(step) if step else None
 
 
 def record(source: Source, workdir: epath.PathLike | None, seed: int) -> dict:
-  """Returns JSON from which `recall` finds the weights again and checks that they are the same."""
+  """Returns JSON with which `recall` finds the weights again and checks that they are the same."""
   return dict(
     config=dataclasses.asdict(source.config),
     folder=source.folder and object_store.resolved(source.folder),
@@ -132,32 +128,39 @@ def _fingerprint(source: Source, workdir, seed) -> str:
 
 
 def recall(saved: dict | None, checkpoints: epath.Path) -> Source | None:
-  """Returns the source of a record in a run whose checkpoints are in this folder."""
+  """Returns the source of a `record`.
+
+  Args:
+    checkpoints: folder of the checkpoints of the run that has saved the record.
+
+  Raises:
+    InputError: the weights are gone or have changed.
+  """
   if saved is None:
     return None
-  folder, made = saved['folder'], saved['checkpoints']
-  made = checkpoints / saved['stage'] if saved['stage'] else made
+  folder = saved['folder']
+  base_checkpoints = checkpoints / saved['stage'] if saved['stage'] else saved['checkpoints']
   source = Source(
     saved_config.from_json(saved['config']),
     folder=folder and epath.Path(folder),
-    checkpoints=made and epath.Path(made),
+    checkpoints=base_checkpoints and epath.Path(base_checkpoints),
     step=saved['step'],
     seed=saved['seed'],
     name=saved['name'],
     base=recall(saved['base'], checkpoints),
   )
-  place = folder or made
-  is_gone = place and not epath.Path(place).exists()
+  path = folder or base_checkpoints
+  is_gone = path and not epath.Path(path).exists()
   if is_gone or _fingerprint(source, None, 0) != saved['fingerprint']:
     raise InputError(
-      f'{place}: is gone or has changed, and {checkpoints} holds what was '
-      'trained on top of these weights only; bring them back'
+      f'{path}: is gone or has changed, and {checkpoints} holds only the parameters that were trained on top of these '
+      'weights; restore them'
     )
   return source
 
 
 def saved_tokenizer_path(section: ModelSection) -> str:
-  """Returns what a run with this section has read its tokenizer from, without its weights or code of the user."""
+  """Returns where a run with this `config.model` read its tokenizer from; loads no weights and no code of the user."""
   if not section.tokenizer and section.path and epath.Path(section.path).expanduser().is_dir():
     return find(section.path, 'config.model.path', {}, section.text_only).tokenizer_path(section) or 'bytes'
   return section.tokenizer or section.path or 'bytes'
@@ -181,10 +184,13 @@ def tokenizer_of(source: Source, earlier: Mapping[str, Tokenizer]) -> Tokenizer 
 
 
 def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bool = True) -> list:
-  """Returns JSON that tells these weights from others, without reading them.
+  """Returns JSON that identifies the weights, without reading all of them.
 
-  Files of a folder by name, size and samples of what they hold; a checkpoint by its checksums. here: the shape and the
-  times of the files, too, which a copy or a later version may change.
+  It has names, sizes and samples of the files of a folder, or the checksums of a checkpoint.
+
+  Args:
+    here: also includes the shape of the model and the times of the files, which another version of the library, or a
+      copy of the files, may change.
   """
   shape = here and dataclasses.asdict(source.config)
   folder = source.checkpoints_in(workdir)
@@ -192,21 +198,17 @@ def identity(source: Source, workdir: epath.PathLike | None, seed: int, here: bo
   if folder is not None:
     with contextlib.closing(Checkpointer(folder)) as checkpointer:
       step = checkpointer.latest() if source.step is None else source.step
-    # Process 0 writes it, and may be about to.
-    return [
-      shape,
-      coordination.broadcast(
-        (folder / str(step) / 'checksums.json').read_text() if coordination.process_index() == 0 else None
-      ),
-      *base,
-    ]
+    checksums = None
+    if coordination.process_index() == 0:  # it writes the file, which others might not see yet
+      checksums = (folder / str(step) / 'checksums.json').read_text()
+    return [shape, coordination.broadcast(checksums), *base]
   if source.folder is not None:
     return [shape, file_samples(source), here and sorted(int(f.stat().mtime) for f in _files(source)), *base]
   return [shape, seed if source.seed is None else source.seed]
 
 
 def file_samples(source: Source) -> list[list]:
-  """Returns [name, bytes, crc32 of up to 64 blocks over it] of each file of a folder; [] where there is no folder."""
+  """Returns [name, bytes, crc32 of about 64 blocks] of each safetensors file of a folder; [] if there is no folder."""
   return sorted(_sampled(f) for f in _files(source))
 
 
@@ -217,7 +219,7 @@ def _files(source: Source) -> list:
 def _sampled(file: epath.Path) -> list:
   stat, crc = file.stat(), 0
   with file.open('rb') as f:
-    for at in range(0, stat.length, max(stat.length // 64, _BLOCK)):  # a small file as a whole
+    for at in range(0, stat.length, max(stat.length // 64, _BLOCK)):  # all blocks of a small file
       f.seek(at)
       crc = zlib.crc32(f.read(_BLOCK), crc)
   return [file.name, stat.length, crc]

@@ -1,7 +1,7 @@
-"""Arrays on disk, computed once: a folder of .npy files and an index.
+"""Caches computed arrays on disk: a folder of .npy files and an index.
 
-The index is written last, with checksums of the files: a folder without one, or with files that
-differ, is computed again.
+The index is written last, with checksums of the files. The arrays are computed again if a folder has no index, or has
+files that differ from it.
 """
 
 import logging
@@ -19,17 +19,17 @@ _INDEX = 'index.json'
 def load_or_make(path: epath.PathLike | None, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
   """Returns {name: array} from the folder `path`, or calls `make` and writes its result there.
 
-  All processes call it and agree; process 0 writes. Arrays on local disks are
-  mapped, not read. Without a path nothing is kept.
+  All processes call it together; process 0 verifies and writes the files. Arrays on local disks are memory-mapped.
+  Without a path nothing is cached.
   """
   if path is None:
     return make()
   path = epath.Path(path)
-  found = _index(path, verify=coordination.process_index() == 0)
-  if coordination.broadcast(found is not None):  # what process 0 sees counts
-    if found is None:
-      raise FileNotFoundError(f'{path}: process 0 sees it and this one not')
-    return {name: _load(path / f'{name}.npy') for name in found}
+  index = _index(path, verify=coordination.process_index() == 0)
+  if coordination.broadcast(index is not None):  # process 0 decides
+    if index is None:
+      raise FileNotFoundError(f'{path}: process 0 sees this folder, and this process does not')
+    return {name: _load(path / f'{name}.npy') for name in index}
   values = make()
   if coordination.process_index() == 0:
     _write(path, values)
@@ -38,15 +38,17 @@ def load_or_make(path: epath.PathLike | None, make: Callable[[], dict[str, np.nd
 
 
 def _index(path: epath.Path, verify: bool) -> dict[str, list] | None:
-  """Returns {name: [bytes, crc32] of its file} of a finished folder, else None."""
+  """Returns {name: [bytes, crc32] of its file} of a finished folder; None for others."""
   if not (path / _INDEX).exists():
     return None
   try:
     index = seals.loads((path / _INDEX).read_bytes(), _INDEX)
     files = {f'{name}.npy': entry for name, entry in index.items()}
-    if verify and files != (found := object_store.checksums(path, [f for f in files if (path / f).exists()])):
-      wrong = next(f for f in files if found.get(f) != files[f])
-      raise seals.DamagedError(f'{wrong} is missing or differs from its checksum')
+    if verify:
+      on_disk = object_store.checksums(path, [name for name in files if (path / name).exists()])
+      for name, checksum in files.items():
+        if on_disk.get(name) != checksum:
+          raise seals.DamagedError(f'{name} is missing or differs from its checksum')
   except seals.DamagedError as error:
     logging.warning('%s: %s; its arrays are computed again', path, error)
     return None

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: saved in the background; files are verified each time before they are read.
+"""Saves checkpoints of a run in the background, and verifies their files each time before reading them.
 
-A step is a folder written by Orbax, and finished by its manifest (manifest.py):
+A step is a folder that Orbax writes and that a manifest (manifest.py) then marks as finished:
 
   FOLDER/20/state/...           the arrays, under flat names ('params/embed')
   FOLDER/20/meta/...            the data position, config and so on, as JSON
@@ -8,13 +8,13 @@ A step is a folder written by Orbax, and finished by its manifest (manifest.py):
   FOLDER/20/checksums.json      the manifest: checksums of every file above,
                                 shapes of the leaves, the step's metrics
 
-A folder without a manifest, or with files that differ from it, is no checkpoint: restoring falls back to the step
+A folder without a manifest, or with files that differ from it, is not a checkpoint: restoring falls back to the step
 before it. Old steps are removed only after the new one is finished.
 
-Arrays are stored by path, not by tree type: None leaves and empty optimizer states are
-in the template, so neither has to survive a change of library.
+Arrays are stored by path, without the types of the tree. None leaves and empty optimizer states come from the template
+of a restore, so a change of their library does not matter.
 
-All processes make the same calls in one order; process 0 decides for all.
+All processes make the same calls in the same order; process 0 decides for all.
 """
 
 from __future__ import annotations
@@ -38,25 +38,24 @@ from jaxpost.distributed import coordination, watchdog
 from jaxpost.storage import manifest as manifests
 from jaxpost.storage import object_store
 
-_ARRAYS = 'state/'  # where they are in the folder of a step
+_ARRAYS = 'state/'  # the subfolder of a step that holds the arrays
 
 
 def _is_not_raised(record: logging.LogRecord) -> bool:
-  """False for errors of a save in the background, which Orbax logs with a traceback and `wait` raises."""
-  return not record.pathname.endswith(('futures/future.py', 'checkpointers/async_checkpointer.py')) or (
-    record.levelno < logging.ERROR
-  )
+  """Filters out errors of background saves, which Orbax logs with a traceback: `wait` raises them."""
+  is_of_save = record.pathname.endswith(('futures/future.py', 'checkpointers/async_checkpointer.py'))
+  return not is_of_save or record.levelno < logging.ERROR
 
 
 @functools.cache
 def _spare_memory() -> None:
-  """tensorstore (up to 0.1.86) never frees what it makes of JSON: Orbax gets this once a save, not for each array."""
+  """Makes Orbax build a tensorstore spec once per save, not per array: tensorstore <= 0.1.86 leaks each JSON spec."""
   if build := getattr(tensorstore_utils, '_build_ocdbt_kvstore_tspec', None):
     build = functools.lru_cache(1)(build)  # only the path differs between arrays
     tensorstore_utils._build_ocdbt_kvstore_tspec = lambda directory, name=None, **options: (
       build(directory, **options) | ({} if name is None else {'path': name})
     )
-  tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0  # of counters, for a line of its log
+  tensorstore_utils.get_tensorstore_raw_bytes = lambda *_, **__: 0  # counters that it reads only for a line of its log
 
 
 class Checkpointer:
@@ -68,7 +67,7 @@ class Checkpointer:
     Args:
       folder: local, or on gs:// or s3://.
       keep: number of newest steps that are kept.
-      keep_best: a metric, whose best step is kept as well; '' is off.
+      keep_best: a metric; the step with its best value is kept as well; '' for none.
       best_mode: 'max' or 'min'.
     """
     if keep < 1:
@@ -76,10 +75,10 @@ class Checkpointer:
     if best_mode not in ('max', 'min'):
       raise errors.InputError(f"best_mode is '{best_mode}'; use 'max' or 'min'")
     self._folder = epath.Path(folder)
-    if not object_store.is_remote(folder):  # Orbax wants absolute paths
+    if not object_store.is_remote(folder):  # Orbax needs absolute paths
       self._folder = self._folder.expanduser().resolve()
-    # A single process lets Orbax write to this local folder and uploads it afterwards;
-    # several write to the object store together, which Orbax can do on gs:// only.
+    # For an object store, a single process lets Orbax write to this local folder, which is then uploaded. Several
+    # processes write to the store together, which Orbax supports on gs:// only.
     self._spool = None
     if object_store.is_remote(folder) and coordination.process_count() == 1:
       from jaxpost.storage import remote
@@ -87,8 +86,8 @@ class Checkpointer:
       self._spool = epath.Path(remote.folder())
     elif str(folder).startswith('s3://'):
       raise errors.InputError(
-        f'{folder}: several processes keep checkpoints on gs:// or on a disk'
-        ' that all of them reach; mount the bucket, or take gs://'
+        f'{folder}: several processes can keep checkpoints on gs:// or on a disk that all of them share; mount the '
+        'bucket, or use gs://'
       )
     self._keep = keep
     self._keep_best = keep_best
@@ -103,23 +102,23 @@ class Checkpointer:
     self._pending = None  # (step, future) of the save in progress
     self._restored = None  # step this run continues from
     self._saved: set[int] = set()  # steps finished since then
-    self._last = None  # step of the state on disk, as far as known
+    self._last = None  # step that was saved or restored last
 
   @watchdog.slow_operation('a save')
   def save(self, step: int, state: Any, meta: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
     """Starts saving; the caller may donate `state` once this returns.
 
-    (On accelerators Orbax has copied it to the host by then; on CPU it holds
-    views, and XLA copies instead of donating a buffer that is being viewed.)
+    By then Orbax has copied the arrays of accelerators to the host. Of arrays on CPU it holds views, and XLA copies a
+    donated buffer that has views.
 
-    Waits for the save before it, and raises its error. Saving the step saved
-    or restored last is a no-op. Steps after the one restored are replaced.
+    Waits for the save before it, and raises its error. Saving the step that was saved or restored last does nothing.
+    Later steps than the restored one are replaced.
 
     Args:
       step: updates done.
       state: pytree of jax arrays; None leaves and empty nodes are fine.
       meta: dict of JSON values (tuples come back as lists).
-      metrics: name -> float, for `keep_best`.
+      metrics: {name: value}, for `keep_best`.
     """
     self.wait()
     if step == self._last:
@@ -134,7 +133,7 @@ class Checkpointer:
       metrics={k: float(v) for k, v in (metrics or {}).items()},
       files={},
     )
-    meta = json.loads(json.dumps(meta))  # a copy: the caller may change its own
+    meta = json.loads(json.dumps(meta))  # a copy, as the caller may change the original during the save
     self._make_room(step)
     args = ocp.args.Composite(
       # Orbax stores no arrays without elements.
@@ -149,12 +148,12 @@ class Checkpointer:
     return coordination.broadcast({} if jax.process_index() else manifests.read(self._folder, step).metrics)
 
   def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Gives metrics to a step that was saved before its evaluation."""
+    """Adds metrics to a step that was saved before its evaluation."""
     if not jax.process_index():
       manifests.write(self._folder / str(step), manifests.read(self._folder, step)._replace(metrics=dict(metrics)))
 
   def check_metrics(self, metrics: Iterable[str]) -> None:
-    """Raises InputError if `keep_best` is none of these metrics of an evaluation."""
+    """Raises InputError if `keep_best` is not among these metrics of an evaluation."""
     if self._keep_best and self._keep_best not in metrics:
       raise errors.InputError(
         f"config.save.keep_best: no metric '{self._keep_best}'; there are {', '.join(sorted(metrics))}"
@@ -167,9 +166,9 @@ class Checkpointer:
 
   @watchdog.slow_operation('a save', completes=True)
   def wait(self, for_all: bool = False) -> None:
-    """Returns once nothing is being saved; raises if the save failed.
+    """Returns once the save in progress is finished; raises the error of a save that failed.
 
-    for_all: all processes call this, and return once process 0, which writes the manifest, does.
+    for_all: also waits for process 0, which writes the manifest; all processes must call it.
     """
     if self._pending is not None:
       (step, future), self._pending = self._pending, None
@@ -191,16 +190,15 @@ class Checkpointer:
         self._spool.rmtree(missing_ok=True)
 
   def is_empty(self) -> bool:
-    """Returns whether no save was ever finished here; unlike `latest`, it reads no arrays to verify them."""
+    """Returns whether no save was ever finished here; unlike `latest`, it verifies no files."""
     self.wait()
     return not coordination.broadcast(len(manifests.finished_steps(self._folder)))
 
   def latest(self) -> int | None:
-    """Returns the newest good step, or None where no save was ever finished.
+    """Returns the newest undamaged step; None if no save was ever finished.
 
     Raises:
-      NoCheckpointError: where steps were finished and none of them is good: starting
-        afresh over a damaged run is a decision for a person.
+      NoCheckpointError: all finished steps are damaged; whether to start over is then for the user to decide.
     """
     return None if self.is_empty() else self._choose(None, None)
 
@@ -211,8 +209,8 @@ class Checkpointer:
 
     Args:
       template: pytree of jax.ShapeDtypeStruct with shardings.
-      step: which step; None is the newest good one.
-      warn: gets one line if damaged steps had to be skipped; None: nothing does.
+      step: which step; None for the newest undamaged one.
+      warn: receives one line if damaged steps had to be skipped; None for no warning.
 
     Returns:
       (step, state, meta), with the shardings of the template.
@@ -225,11 +223,11 @@ class Checkpointer:
     return step, state, meta
 
   def restore_meta(self, step: int | None = None) -> dict:
-    """Reads only what was saved as `meta`, and verifies no arrays."""
+    """Reads only the saved `meta`, without verifying the arrays."""
     return self._read_meta(self._choose(step, None, arrays=False))
 
   def leaves(self, step: int | None = None) -> dict[str, list]:
-    """Returns {name ('params/embed'): [shape, type]} of the leaves of a step, and verifies no arrays."""
+    """Returns {name ('params/embed'): [shape, dtype]} of the leaves of a step, without verifying the arrays."""
     return manifests.read(self._folder, self._choose(step, None, arrays=False)).leaves
 
   def restore_params(self, template: Any, step: int | None = None, *, at: str = 'params') -> Any:
@@ -239,7 +237,7 @@ class Checkpointer:
   # Writing.
 
   def _finish(self, manifest: manifests.Manifest) -> None:
-    """Writes the manifest once Orbax is done, then prunes; runs in the background."""
+    """Writes the manifest once Orbax is done, then removes old steps; runs in the background."""
     self._orbax.wait_until_finished()
     if jax.process_index():
       return
@@ -276,30 +274,29 @@ class Checkpointer:
       )
 
   def _is_ancestor(self, step: int) -> bool:
-    """True if the run descends from `step`, False if it was rolled back to one before."""
-    since = self._restored
-    return since is None or step <= since or step in self._saved
+    """Returns whether the run descends from `step`: not if the run was rolled back to an earlier step."""
+    return self._restored is None or step <= self._restored or step in self._saved
 
   def _prune(self, step: int) -> None:
     """Removes all but the newest steps, the best one, and `step`."""
     steps = manifests.steps(self._folder)
     scores = {}
-    for other in filter(self._is_ancestor, steps):  # of a run that was rolled back, later steps are none
+    for other in filter(self._is_ancestor, steps):  # a rollback makes later steps obsolete
       try:
         metrics = manifests.read(self._folder, other).metrics
       except manifests.DamagedError:
         continue
       scores[other] = self._best_sign * metrics.get(self._keep_best, math.nan)
     kept = {step, *sorted(scores)[-self._keep :]}
-    known = [s for s in scores if not math.isnan(scores[s])]
-    if known:
-      kept.add(max(known, key=lambda s: (scores[s], s)))
+    scored = [s for s in scores if not math.isnan(scores[s])]
+    if scored:
+      kept.add(max(scored, key=lambda s: (scores[s], s)))
     for other in steps:
       if other not in kept:
         self._remove(other)
 
   def _remove(self, step: int) -> None:
-    # The manifest goes first: a removal cut short must not leave half a step.
+    # Without its manifest, a step whose removal is interrupted counts as unfinished.
     folder = self._folder / str(step)
     (folder / manifests.NAME).unlink(missing_ok=True)
     folder.rmtree()
@@ -311,7 +308,7 @@ class Checkpointer:
   # Reading.
 
   def _read_from(self, step: int, arrays: bool = True) -> epath.Path:
-    """Returns a folder with the files of a step, or with all but its arrays; a local copy of those on a store."""
+    """Returns a folder with the files of a step (`arrays=False`: perhaps without its arrays), copied from a store."""
     if not self._spool:
       return self._folder / str(step)
     copy = self._spool / f'read-{step}{"" if arrays else "-meta"}'
@@ -322,7 +319,7 @@ class Checkpointer:
     return copy
 
   def _damage(self, step: int, arrays: bool) -> str:
-    """Describes what is wrong with a step, or with its files besides the arrays, naming the file; '' if it is good."""
+    """Returns which file of a step is damaged and how; '' if none is. `arrays`: whether to check the arrays, too."""
     try:
       manifest = manifests.read(self._folder, step)
       if not arrays:
@@ -333,7 +330,10 @@ class Checkpointer:
     return ''
 
   def _choose(self, step: int | None, warn: Callable[[str], None] | None, arrays: bool = True) -> int:
-    """Returns the step to read, on all processes: `step`, or the newest good one; `arrays`: whether those are read."""
+    """Returns the step to read, the same on all processes: `step`, or the newest undamaged one.
+
+    arrays: whether its arrays will be read, and so have to be verified.
+    """
     self.wait()
     chosen, problems = -1, []
     if jax.process_index() == 0:
@@ -357,44 +357,44 @@ class Checkpointer:
     return self._orbax.restore(self._read_from(step, arrays=False), args=args)['meta']
 
   def _read(self, step: int, template: Any, prefix: str) -> Any:
-    """Reads the leaves below `prefix` into the shape of `template`."""
+    """Reads the leaves below `prefix` into a tree like `template`."""
     named, treedef = manifests.name_leaves(template)
-    wanted = {}
+    targets = {}
     for key, leaf in named.items():
       if leaf.sharding is None:
         raise TypeError(f'the template has no sharding for {key}')
-      wanted[prefix + key] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+      targets[prefix + key] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     folder = self._read_from(step)
     leaves = manifests.read(self._folder, step).leaves
-    manifests.check_leaves(folder, {k: v for k, v in leaves.items() if k.startswith(prefix)}, wanted)
+    manifests.check_leaves(folder, {k: v for k, v in leaves.items() if k.startswith(prefix)}, targets)
     # Orbax stores no arrays without elements.
-    arrays = {k: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for k, x in wanted.items() if not x.size}
-    stored = {k: x for k, x in wanted.items() if x.size}
+    arrays = {k: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for k, x in targets.items() if not x.size}
+    stored = {k: x for k, x in targets.items() if x.size}
     if stored:
       arrays |= self._read_arrays(folder, stored)
-    return jax.tree.unflatten(treedef, [arrays[key] for key in wanted])
+    return jax.tree.unflatten(treedef, [arrays[key] for key in targets])
 
   def _read_arrays(self, folder: epath.Path, stored: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Reads arrays by name; those of which this process holds no shard are not read."""
-    held = {k: x for k, x in stored.items() if x.sharding.addressable_devices}
-    # All processes take part in a restore: one that holds nothing reads the smallest array.
-    item: dict[str, Any] = held or {min(stored, key=lambda k: stored[k].size): np.zeros(())}
+    """Reads arrays by name, except for the content of those that have no shard on this process."""
+    local = {k: x for k, x in stored.items() if x.sharding.addressable_devices}
+    # All processes must take part in a restore: one without shards reads the smallest array.
+    item: dict[str, Any] = local or {min(stored, key=lambda k: stored[k].size): np.zeros(())}
     args = ocp.args.PyTreeRestore(
       item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
     )
-    found = self._orbax.restore(folder, args=ocp.args.Composite(state=args))['state']
+    restored = self._orbax.restore(folder, args=ocp.args.Composite(state=args))['state']
 
     def without_shards(x: jax.ShapeDtypeStruct) -> jax.Array:
       return jax.make_array_from_single_device_arrays(x.shape, x.sharding, [], dtype=x.dtype)
 
-    return {k: found[k] if k in held else without_shards(x) for k, x in stored.items()}
+    return {k: restored[k] if k in local else without_shards(x) for k, x in stored.items()}
 
 
 def _for_orbax(x: jax.Array) -> jax.Array | np.ndarray:
-  """Returns an array as every process of a run can hand it to Orbax."""
+  """Returns an array in a form that every process of a run can pass to Orbax."""
   if not x.sharding.addressable_devices:
     return np.zeros((), x.dtype)
-  # An array of one process among several: Orbax takes numpy, and process 0 writes it.
+  # Orbax takes an array that is on one process only as numpy, which process 0 writes.
   if coordination.process_count() > 1 and x.is_fully_addressable:
     return np.asarray(x)
   return x

@@ -1,7 +1,6 @@
-"""The Hugging Face hub: the only place that imports huggingface_hub.
+"""Downloads from and uploads to the Hugging Face hub: the only module that imports huggingface_hub.
 
-Respects HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN, as the library
-does. Never fetches pickled weights.
+Respects HF_HUB_OFFLINE, HF_ENDPOINT, HF_HOME and HF_TOKEN, as that library does. Never downloads pickled weights.
 """
 
 import os
@@ -34,9 +33,9 @@ def download(
   Args:
     repo: 'org/name'.
     kind: 'dataset' or 'model'.
-    revision: branch, tag or commit; '' is the default branch.
-    file: one file of the repository; '' is all that match `patterns`.
-    patterns: of file names, with *.
+    revision: branch, tag or commit; '' for the default branch.
+    file: one file of the repository; '' for all that match `patterns`.
+    patterns: glob patterns of file names.
   """
   try:
     import huggingface_hub as hf
@@ -45,7 +44,7 @@ def download(
       f"{repo}: no such local path, and reading from the hub needs huggingface_hub: pip install 'huggingface_hub'"
     ) from error
   if 'HF_HUB_VERBOSITY' not in os.environ:
-    hf.logging.set_verbosity_error()  # else up to four lines for each try; the last is the InputError below
+    hf.logging.set_verbosity_error()  # without its warnings about each retry; the last error is raised below
   named = f'{kind} {repo}' + (f'@{revision}' if revision else '')
   try:
     if file:
@@ -60,9 +59,8 @@ def download(
     raise InputError(f'hub: {repo} has no revision {revision!r}') from error
   except hf.errors.LocalEntryNotFoundError as error:
     raise InputError(
-      f'hub: {named}{":" + file if file else ""} is not in the local cache'
-      ' and the hub is off (HF_HUB_OFFLINE) or out of reach; nor is there a'
-      f' local path {repo}'
+      f'hub: {named}{":" + file if file else ""} is not in the local cache and the hub is off (HF_HUB_OFFLINE) or out '
+      f'of reach; nor is there a local path {repo}'
     ) from error
   except hf.errors.EntryNotFoundError as error:
     raise InputError(f'hub: {named} has no file {file!r}') from error
@@ -75,10 +73,7 @@ def download(
 
 
 def upload(folder: str, repo: str, private: bool = True) -> str:
-  """Uploads a folder as a model of the hub, which is made if it is not there; returns its address.
-
-  Args:
-    repo: 'org/name'.
+  """Uploads a folder as the model `repo` ('org/name') of the hub, which is created if missing; returns its URL.
 
   Raises:
     InputError: the hub refuses it, or cannot be reached.

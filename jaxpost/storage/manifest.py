@@ -1,8 +1,8 @@
 """The manifest of a checkpoint (checksums.json): what was saved, and its checksums.
 
-Orbax loads a flipped bit without an error. So each step of a run has a manifest, written once all other files are
-there: a step without one was never finished, and a step whose files differ from it is damaged. Its first line is its
-checksum (`seals.dumps`). Arrays of a state (a pytree) are saved under their names: 'params/embed'.
+Orbax does not detect flipped bits. So each step of a run has a manifest, which is written after all other files: a step
+without one is unfinished, and a step whose files differ from it is damaged. Its first line is its own checksum
+(`seals.dumps`). The arrays of a state (a pytree) are saved by name: 'params/embed'.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ class Manifest(NamedTuple):
 
 
 def write(folder: epath.PathLike, manifest: Manifest) -> None:
-  """Finishes the step in `folder`, atomically."""
+  """Writes the manifest of the step in `folder`, atomically, which marks the step as finished."""
   object_store.write(epath.Path(folder) / NAME, seals.dumps(manifest._asdict()))
 
 
 def read(folder: epath.PathLike, step: int) -> Manifest:
-  """Reads the manifest of a step below `folder`; looks at no other file.
+  """Reads the manifest of a step below `folder`, and no other file.
 
   Raises:
-    DamagedError: where there is none (the step is unfinished), or it is not the one that was written.
+    DamagedError: it is missing (the step is unfinished) or damaged.
   """
   path = epath.Path(folder) / str(step) / NAME
   if not path.exists():
@@ -47,13 +47,13 @@ def read(folder: epath.PathLike, step: int) -> Manifest:
 
 
 def verify(manifest: Manifest, folder: epath.PathLike) -> None:
-  """Reads all files of a step in `folder`; raises DamagedError unless they are those of its manifest."""
+  """Raises DamagedError unless all files of a step in `folder` have the checksums of its manifest."""
   folder, step = epath.Path(folder), manifest.step
   for name in manifest.files:
     if not (folder / name).is_file():
       raise DamagedError(f'{step}/{name} is missing')
-  for name, found in object_store.checksums(folder, manifest.files).items():
-    if found != manifest.files[name]:
+  for name, checksum in object_store.checksums(folder, manifest.files).items():
+    if checksum != manifest.files[name]:
       raise DamagedError(f'{step}/{name} differs from its checksum')
 
 
@@ -74,7 +74,7 @@ def finished_steps(folder: epath.PathLike) -> list[int]:
 
 
 def split_run(text: str) -> tuple[str, str]:
-  """Splits RUN[@step] into (folder, step or ''); a folder that is there may have an '@' in its own path."""
+  """Splits RUN[@step] into (folder, step or ''); the path of an existing folder may itself contain an '@'."""
   if epath.Path(text).expanduser().exists():
     return text, ''
   folder, at, step = text.rpartition('@')
@@ -82,7 +82,7 @@ def split_run(text: str) -> tuple[str, str]:
 
 
 def name_leaves(tree: Any) -> tuple[dict[str, Any], Any]:
-  """Returns ({'opt_state/0/mu/embed': leaf}, treedef), in leaf order."""
+  """Returns ({name such as 'opt_state/0/mu/embed': leaf}, treedef), in leaf order."""
   pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
   named = {}
   for path, leaf in pairs:
@@ -102,17 +102,16 @@ def check_arrays(named: dict[str, Any]) -> None:
       raise TypeError(f'{key} is {leaf.dtype}; save jax.random.key_data of it')
 
 
-def check_leaves(where: epath.Path, saved: dict[str, list], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
-  """Raises InputError if the leaves on disk are not the ones wanted."""
-  here = {k: f'{x.dtype} {list(x.shape)}' for k, x in wanted.items()}
-  there = {k: f'{dtype} {shape}' for k, (shape, dtype) in saved.items()}
-  wrong = sorted(k for k in {*here, *there} if here.get(k) != there.get(k))
-  if not wrong:
+def check_leaves(folder: epath.Path, saved: dict[str, list], targets: dict[str, jax.ShapeDtypeStruct]) -> None:
+  """Raises InputError if the saved leaves, {name: [shape, dtype]}, differ from those of a run in shape or dtype."""
+  in_run = {name: f'{x.dtype} {list(x.shape)}' for name, x in targets.items()}
+  on_disk = {name: f'{dtype} {shape}' for name, (shape, dtype) in saved.items()}
+  different = sorted(name for name in {*in_run, *on_disk} if in_run.get(name) != on_disk.get(name))
+  if not different:
     return
-  key = wrong[0]
-  more = f' (and {len(wrong) - 1} more)' if len(wrong) > 1 else ''
+  name = different[0]
+  others = f' (and {len(different) - 1} more)' if len(different) > 1 else ''
   raise InputError(
-    f'{where}: {key} is {there.get(key, "absent")} in the checkpoint and'
-    f' {here.get(key, "absent")} in the run{more}; the config changed since'
-    ' this checkpoint: restore the old values or choose another folder'
+    f'{folder}: {name} is {on_disk.get(name, "absent")} in the checkpoint and {in_run.get(name, "absent")} in the run'
+    f'{others}; the config changed since this checkpoint: restore the old values or choose another folder'
   )

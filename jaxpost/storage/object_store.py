@@ -1,7 +1,7 @@
-"""Files and folders, local ones and those on gs:// and s3://, and errors of the system about them in one line.
+"""Reads and writes files and folders, local or on gs:// and s3://, and turns system errors into one line.
 
-Object stores have neither append nor rename: files that grow are kept on this host and
-uploaded; a file written at once appears as a whole or not at all.
+Object stores have neither append nor rename: files that grow are kept on this host and uploaded; a file that is
+written in one call appears as a whole or not at all.
 """
 
 import contextlib
@@ -22,13 +22,15 @@ from etils import epath
 from jaxpost.errors import InputError, NoRoomError
 
 _EXTRAS = {'gs': 'gcs', 's3': 's3'}  # scheme -> extra of this library
-_PIECE = 1 << 18  # bytes that a checksum takes at a time: loading and exporting keep little of a file on the host
+_PIECE = 1 << 18  # bytes that a checksum reads at a time, so that little of a file is in host memory
 _READERS = 8  # files read at a time; crc32 releases the GIL
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_NO_ROOM_TEXTS = ('No space left on device', 'Disk quota exceeded')  # in what C++ libraries raise
-# A path that cannot be what it is used for.
-_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS)
-_PATH = (*_NO_ACCESS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+_NO_ROOM_TEXTS = ('No space left on device', 'Disk quota exceeded')  # parts of errors that C++ libraries raise
+# Errors about a path that cannot be used as a file or a folder.
+_PATH_ERRORS = (
+  *(errno.EACCES, errno.EPERM, errno.EROFS),
+  *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+)
 
 
 def is_remote(path: epath.PathLike) -> bool:
@@ -38,7 +40,7 @@ def is_remote(path: epath.PathLike) -> bool:
 
 def resolved(path: epath.PathLike) -> str:
   """Returns the absolute path, or the URL."""
-  # epath would take 'gs:' for a folder.
+  # `epath.Path.resolve` treats the 'gs:' of a URL as a folder.
   return str(path if is_remote(path) else epath.Path(path).resolve())
 
 
@@ -47,13 +49,13 @@ def check(path: str, key: str) -> None:
   """Raises InputError if `path` is on an object store that cannot be reached.
 
   Args:
-    key: field of the config that named the path, for the error.
+    key: the config field or flag that named the path, for the error.
   """
   scheme, remote, _ = path.partition('://')
   if not remote:
     return
   if scheme not in _EXTRAS:
-    raise InputError(f'{key}: {path}: of object stores, gs:// and s3:// are known; copy it to a local folder')
+    raise InputError(f'{key}: {path}: only the object stores gs:// and s3:// are supported; copy it to a local folder')
   try:
     epath.Path(path).exists()
   except ImportError as e:
@@ -65,7 +67,7 @@ def check(path: str, key: str) -> None:
 
 
 def write(path: epath.PathLike, data: bytes) -> None:
-  """Writes a whole file, atomically: a reader sees the old file or the new, also after a loss of power."""
+  """Writes a whole file, atomically: a reader sees the old file or the new one, even after a power loss."""
   path = epath.Path(path)
   if is_remote(path):
     path.write_bytes(data)
@@ -76,14 +78,14 @@ def write(path: epath.PathLike, data: bytes) -> None:
   sync(draft)
   try:
     draft.replace(path)
-  except OSError:  # such as a folder of this name
+  except OSError:  # for example, if there is a folder of this name
     draft.unlink()
     raise
   sync(path.parent)
 
 
 def make_folder(path: epath.PathLike) -> None:
-  """Makes a folder and those above it, which outlive a loss of power."""
+  """Makes a folder and its parents so that they survive a power loss."""
   path = epath.Path(path)
   missing = [] if is_remote(path) else [p for p in (path, *path.parents) if not p.exists()]
   path.mkdir(parents=True, exist_ok=True)
@@ -92,19 +94,19 @@ def make_folder(path: epath.PathLike) -> None:
 
 
 def sync(path: epath.PathLike) -> None:
-  """Waits until a local file, or the list of files of a folder, is on the disk (fsync)."""
+  """Waits until a local file, or the list of a folder's files, is on the disk (fsync)."""
   handle = os.open(path, os.O_RDONLY)
   try:
     os.fsync(handle)
   except OSError as error:
-    if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that have no such operation
+    if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system has no fsync
       raise
   finally:
     os.close(handle)
 
 
 def sync_all(folder: epath.PathLike) -> None:
-  """Waits until a local folder and all that is in it are on the disk."""
+  """Waits until a local folder and everything in it are on the disk."""
   for parent, _, names in os.walk(folder, topdown=False):
     for name in names:
       sync(os.path.join(parent, name))
@@ -112,24 +114,24 @@ def sync_all(folder: epath.PathLike) -> None:
 
 
 def write_text(path: epath.PathLike, text: str) -> None:
-  """Writes `text` as UTF-8, atomically: a reader sees the old file or the new.
-
-  A lone surrogate becomes \\udXXX, which is its JSON spelling, too.
-  """
+  """Writes `text` as UTF-8, as `write` does; a lone surrogate becomes \\udXXX, as in JSON."""
   write(path, text.encode('utf-8', 'backslashreplace'))
 
 
 def add_line(path: epath.PathLike, line: str) -> None:
-  """Adds a line to a text file, atomically; makes a file that is not there."""
+  """Adds a line to a text file, atomically; creates the file if it is missing."""
   path = epath.Path(path)
   old = path.read_text() if path.exists() else ''
   write_text(path, f'{old}{line}\n')
 
 
 def files(folder: epath.PathLike, parent: str = '') -> list[str]:
-  """Returns the names of all files below a folder, sorted; none where there is no folder."""
+  """Returns the names of all files below a folder, sorted, relative to it; [] if there is no folder.
+
+  parent: limits them to this subfolder.
+  """
   names: list[str] = []
-  folder = epath.Path(folder)  # `parent` is a folder below it, in the names that are returned
+  folder = epath.Path(folder)
   for path in (folder / parent).iterdir() if folder.exists() else ():
     name = f'{parent}/{path.name}' if parent else path.name
     names += files(folder, name) if path.is_dir() else [name]
@@ -142,23 +144,23 @@ def checksums(folder: epath.PathLike, names: Iterable[str]) -> dict[str, list[in
     return dict(zip(names, pool.map(lambda name: checksum(epath.Path(folder) / name), names)))
 
 
-def checksum(path: epath.PathLike, most: float = math.inf) -> list[int]:
-  """Returns [bytes, crc32] of a file, or of its first `most` bytes."""
+def checksum(path: epath.PathLike, limit: float = math.inf) -> list[int]:
+  """Returns [bytes, crc32] of a file, or of its first `limit` bytes."""
   size = crc = 0
   with epath.Path(path).open('rb') as file:
-    while chunk := file.read(int(min(_PIECE, most - size))):
+    while chunk := file.read(int(min(_PIECE, limit - size))):
       size += len(chunk)
       crc = zlib.crc32(chunk, crc)
   return [size, crc]
 
 
 def read_json(path: epath.Path | pathlib.Path) -> dict[str, Any]:
-  """Reads a JSON file that holds one object."""
+  """Reads a JSON file that holds one object; raises InputError if it does not."""
   try:
     value = json.loads(path.read_text(encoding='utf-8'))
   except json.JSONDecodeError as e:
     raise InputError(f'{path}:{e.lineno}:{e.colno}: bad JSON: {e.msg}; copy or download it again') from e
-  except (ValueError, OSError) as e:  # no UTF-8, or an integer of more digits than Python reads
+  except (ValueError, OSError) as e:  # ValueError: invalid UTF-8, or an integer with too many digits for Python
     raise InputError(f'{path}: unreadable ({e}); copy or download it again') from e
   except RecursionError as e:
     raise InputError(f'{path}: bad JSON: nested too deeply; copy or download it again') from e
@@ -179,7 +181,7 @@ def is_no_room(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def explained(where: str = 'a file') -> Iterator[None]:
-  """Raises NoRoomError where a disk is full, and InputError where a path cannot be read or written.
+  """Turns errors about a full disk into NoRoomError, and errors about access to a path into InputError.
 
   where: begins the message if an error does not name its file.
   """
@@ -188,15 +190,15 @@ def explained(where: str = 'a file') -> Iterator[None]:
   except (NoRoomError, InputError):
     raise
   except (OSError, RuntimeError, ValueError) as error:
-    notes, named = ' '.join(getattr(error, '__notes__', ())), getattr(error, 'filename', None)
-    where = named or notes or where
+    notes, filename = ' '.join(getattr(error, '__notes__', ())), getattr(error, 'filename', None)
+    where = filename or notes or where
     if is_no_room(error):
       raise NoRoomError(
         f'{where}: no room on the disk, or in the quota; what was saved before is good: make room and run the '
         'same command again'
       ) from error
-    if isinstance(error, (IsADirectoryError, NotADirectoryError)) and not named:  # as etils raises them
+    if isinstance(error, (IsADirectoryError, NotADirectoryError)) and not filename:  # etils raises these
       raise InputError(f'{error}; name another path') from error
-    if getattr(error, 'errno', None) in _PATH and named:
+    if getattr(error, 'errno', None) in _PATH_ERRORS and filename:
       raise InputError(f'{where}: {error.strerror}; name another path, or change its permissions') from error
     raise

@@ -1,4 +1,4 @@
-"""Copies between gs:// or s3:// and this host, for paths of which `object_store.is_remote` is True."""
+"""Copies files between object stores (gs://, s3://) and this host."""
 
 import atexit
 import functools
@@ -17,29 +17,26 @@ _CHUNK = 1 << 22  # bytes copied at a time
 
 def folder() -> pathlib.Path:
   """Makes a folder on this host that is removed when the process ends."""
-  made = tempfile.mkdtemp(prefix='jaxpost-')
-  atexit.register(shutil.rmtree, made, ignore_errors=True)
-  return pathlib.Path(made)
+  path = tempfile.mkdtemp(prefix='jaxpost-')
+  atexit.register(shutil.rmtree, path, ignore_errors=True)
+  return pathlib.Path(path)
 
 
 def exactly(file: Any) -> Any:
-  """Turns off the read-ahead of an open file.
-
-  fsspec reads 5 MB more at every seek.
-  """
-  if ahead := getattr(file, 'cache', None):
-    file.cache = caching.BaseCache(ahead.blocksize, ahead.fetcher, ahead.size)
+  """Returns an open file with its read-ahead turned off: fsspec reads 5 MB more at every seek."""
+  if cache := getattr(file, 'cache', None):
+    file.cache = caching.BaseCache(cache.blocksize, cache.fetcher, cache.size)
   return file
 
 
 def upload(source: epath.PathLike, target: epath.PathLike, last: str = '') -> None:
-  """Copies all files below a local folder; the one called `last` goes last."""
+  """Copies all files below a local folder to an object store; the file named `last` is copied last."""
   for name in sorted(object_store.files(source), key=lambda name: (name == last, name)):
     _copy(epath.Path(source) / name, epath.Path(target) / name)
 
 
 def download(source: epath.PathLike, target: epath.PathLike, leave_out: str = '') -> None:
-  """Copies the files below a folder of an object store to a local one, but for those whose names begin so."""
+  """Copies files from a folder of an object store to a local one, without those whose names begin with `leave_out`."""
   for name in object_store.files(source):
     if not (leave_out and name.startswith(leave_out)):
       _copy(epath.Path(source) / name, epath.Path(target) / name)
@@ -53,9 +50,9 @@ def _copy(source: epath.Path, target: epath.Path | pathlib.Path) -> None:
 
 @functools.cache
 def here(path: str, names: tuple[str, ...]) -> pathlib.Path:
-  """Returns a local folder with copies of these files, where the remote folder has them."""
-  made = folder()
+  """Returns a local folder with copies of those of the named files that the remote folder has."""
+  local = folder()
   for name in names:
     if (epath.Path(path) / name).exists():
-      _copy(epath.Path(path) / name, made / name)
-  return made
+      _copy(epath.Path(path) / name, local / name)
+  return local

@@ -1,8 +1,8 @@
-"""One run in a folder at a time: WORKDIR/lock.json names the process that has it.
+"""Allows one run in a folder at a time: WORKDIR/lock.json names the process that holds the folder.
 
-Works where flock does not (NFS, object stores): the holder rewrites the file every ten seconds. On
-the machine of the holder, its pid and start time tell whether it lives; elsewhere a lock that does
-not change while it is watched is left over. No clocks are compared.
+It works where flock does not (NFS, object stores): the holder rewrites the file every ten seconds. On the machine of
+the holder, its pid and start time show whether it is alive. From another machine, a lock is stale if it does not change
+while it is watched. No clocks are compared.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ except ImportError:  # Windows
   fcntl = None  # type: ignore[assignment]
 
 NAME = 'lock.json'
-BEAT_S = 10.0  # between two beats of the holder
-WATCH_S = 35.0  # without a beat, after which a lock of another machine is left over
-_SIZE = 1024  # bytes of the file, which are rewritten in place: a renamed one may stay unseen on NFS for a minute
-_SETTLE_S = {False: 0.3, True: 1.0}  # local, remote: when two take a lock over, the last one has written by then
+BEAT_S = 10.0  # seconds between two heartbeats of the holder
+WATCH_S = 35.0  # seconds without a heartbeat after which a lock of another machine is stale
+_SIZE = 1024  # bytes of the file, which is rewritten in place: NFS may show a renamed file only after a minute
+_SETTLE_S = {False: 0.3, True: 1.0}  # is remote -> seconds until a take-over is settled
 
 
 class RunLock:
@@ -42,8 +42,8 @@ class RunLock:
     """See the class.
 
     Args:
-      folder: of the run, made by `acquire`; local, or on gs:// or s3://.
-      lost: is called in a thread, with a sentence, if another process took the lock over.
+      folder: the run's folder, which `acquire` makes; local, or on gs:// or s3://.
+      lost: called in a thread, with an error message, if another process has taken the lock over.
     """
     self._folder = epath.Path(folder)
     self._path = self._folder / NAME
@@ -52,7 +52,7 @@ class RunLock:
     self._released = threading.Event()
     self._beating = threading.Lock()
     self._thread: threading.Thread | None = None
-    self._mine: dict[str, Any] = {
+    self._record: dict[str, Any] = {
       'host': socket.gethostname(),
       'pid': os.getpid(),
       'machine': _machine(),
@@ -66,10 +66,10 @@ class RunLock:
     """Takes the lock; a second call does nothing.
 
     Args:
-      note: gets a line before a wait of half a minute.
+      note: receives a line before a wait of half a minute.
 
     Raises:
-      InputError: another process has it, or the folder cannot be written.
+      InputError: another process holds the lock, or the folder cannot be written.
     """
     if self._held:
       return
@@ -90,17 +90,17 @@ class RunLock:
     self._thread.start()
 
   def release(self) -> None:
-    """Gives the lock back, from any thread; does nothing where it is not held."""
+    """Releases the lock, from any thread; does nothing if it is not held."""
     with self._beating:
-      if self._held and not self._released.is_set() and _fields(self._read()).get('token') == self._mine['token']:
-        with contextlib.suppress(Exception):  # a lock that is left over is recognized
+      if self._held and not self._released.is_set() and _fields(self._read()).get('token') == self._record['token']:
+        with contextlib.suppress(Exception):  # the next run would recognize a stale lock
           self._path.unlink()
       self._released.set()
     if self._thread and self._thread is not threading.current_thread():
       self._thread.join()
 
   def _create(self) -> bool:
-    """Makes the file; False where there is one."""
+    """Creates the file; returns False if there is one."""
     if object_store.is_remote(self._path):
       return not self._path.exists() and self._take_over()
     try:
@@ -113,7 +113,7 @@ class RunLock:
 
   @contextlib.contextmanager
   def _alone(self) -> Iterator[bool]:
-    """Yields True if no other process of this machine replaces the file; `_SETTLE_S` keeps other machines apart."""
+    """Yields True if no other process of this machine may replace the file; `_take_over` handles other machines."""
     try:
       file = None if object_store.is_remote(self._path) else open(self._path, 'rb')
     except FileNotFoundError:
@@ -132,47 +132,46 @@ class RunLock:
       yield True
 
   def _take_over(self) -> bool:
-    """Replaces the file; False if another process did so, too, and was the last."""
+    """Replaces the file; returns False if another process has replaced it afterwards."""
     object_store.write(self._path, self._text())
     time.sleep(_SETTLE_S[object_store.is_remote(self._path)])
     return self._read() == self._text()
 
   def _refuse_living(self, holder: bytes, note: Callable[[str], None]) -> None:
-    """InputError if the holder of the lock is alive; may watch it for `WATCH_S`."""
-    about = _fields(holder)
-    who = f'process {about.get("pid", "?")} on {about.get("host", "an unknown host")}'
-    held = (
-      f'{self._folder}: {who} has been using this folder since {about.get("since", "?")}; wait until it ends, end it, '
-    )
-    if about.get('start') and about.get('machine') == self._mine['machine']:
-      if _start_time(about.get('pid')) == about['start']:
-        raise InputError(f'{held}or choose another --workdir')
+    """Raises InputError if the holder of the lock is alive; may watch the lock for `WATCH_S`."""
+    fields = _fields(holder)
+    process = f'process {fields.get("pid", "?")} on {fields.get("host", "an unknown host")}'
+    in_use = f'{self._folder}: {process} has been using this folder since {fields.get("since", "?")}'
+    remedy = 'wait until it ends, end it, or choose another --workdir'
+    if fields.get('start') and fields.get('machine') == self._record['machine']:
+      if _start_time(fields.get('pid')) == fields['start']:
+        raise InputError(f'{in_use}; {remedy}')
       return
-    note(f'{self._folder}: was in use by {who}; watching for {WATCH_S:.0f} s whether it is alive')
+    note(f'{self._folder}: was in use by {process}; watching for {WATCH_S:.0f} s whether it is alive')
     end = time.monotonic() + WATCH_S
     while time.monotonic() < end:
       time.sleep(min(0.5, WATCH_S / 10))
-      now = self._read()
-      if now != holder:
-        if _fields(now).get('token') == about.get('token'):
-          raise InputError(f'{held}or choose another --workdir (if it is certainly gone, remove {self._path})')
-        return  # it was released, or taken over: look again
+      current = self._read()
+      if current != holder:
+        if _fields(current).get('token') == fields.get('token'):
+          raise InputError(f'{in_use}; {remedy} (if it is certainly gone, remove {self._path})')
+        return  # the lock was released or taken over: `acquire` tries again
 
   def _beat(self) -> None:
     while not self._released.wait(BEAT_S):
       with self._beating:
         if self._released.is_set():
           return
-        # The next beat tries again. A disk that is full or gone, or a store that answers no more (in errors of its own
-        # kinds), stops the run where it writes its files.
+        # On an error the next heartbeat tries again. If a disk is full or a store does not respond, the run will stop
+        # where it writes its files.
         with contextlib.suppress(Exception):
-          found = _fields(self._read())
-          if found.get('token', self._mine['token']) != self._mine['token']:
+          holder = _fields(self._read())
+          if holder.get('token', self._record['token']) != self._record['token']:
             self._released.set()
-            who = f'process {found.get("pid")} on {found.get("host")}'
-            self._lost(f'{self._folder}: {who} has taken this folder over, as this process seemed to be gone')
+            process = f'process {holder.get("pid")} on {holder.get("host")}'
+            self._lost(f'{self._folder}: {process} has taken this folder over, as this process seemed to be gone')
             return
-          self._mine['beat'] += 1
+          self._record['beat'] += 1
           self._rewrite()
 
   def _rewrite(self) -> None:
@@ -189,20 +188,20 @@ class RunLock:
       return None
 
   def _text(self) -> bytes:
-    return json.dumps(self._mine).encode().ljust(_SIZE - 1) + b'\n'
+    return json.dumps(self._record).encode().ljust(_SIZE - 1) + b'\n'
 
 
 def _fields(text: bytes | None) -> dict:
-  """Returns the fields of a lock file; {} where there is none, or it is damaged or was just created."""
+  """Returns the fields of a lock file; {} if it is missing, damaged or still empty."""
   try:
-    found = json.loads(text or b'')
+    fields = json.loads(text or b'')
   except (ValueError, RecursionError):
     return {}
-  return found if isinstance(found, dict) else {}
+  return fields if isinstance(fields, dict) else {}
 
 
 def _machine() -> str:
-  """Identifies the processes that share pids and their start times; '' if unknown."""
+  """Returns an id of the boot and the pid namespace, in which a pid and its start time are unique; '' if unknown."""
   try:
     boot = pathlib.Path('/proc/sys/kernel/random/boot_id').read_text('ascii').strip()
     return f'{boot} {os.readlink("/proc/self/ns/pid")}'
@@ -211,10 +210,10 @@ def _machine() -> str:
 
 
 def _start_time(pid: int | None) -> str:
-  """When a process of this machine began, in ticks since the boot; '' if there is none."""
+  """Returns when a process of this machine began, in ticks since the boot; '' if it does not exist or is a zombie."""
   try:
     text = pathlib.Path(f'/proc/{pid}/stat').read_text('ascii', 'replace')
-  except (OSError, ValueError):  # ValueError: a damaged lock has what is no path
+  except (OSError, ValueError):  # ValueError: the pid of a damaged lock makes no valid path
     return ''
   state, *fields = text.rpartition(')')[2].split()
   return '' if state == 'Z' else fields[18]

@@ -1,8 +1,8 @@
-"""Checksums of files that are read again: checksums.json of a folder.
+"""Checksums of the files that a later run reads: checksums.json of a folder.
 
-It maps names below the folder to what the files may be, each as [bytes, crc32], or [bytes, crc32, true] of
-the beginning of one that grows. Its first line is the crc32 of the rest. A file that is not listed is not
-checked, and neither is a folder without checksums.json.
+It maps each file's name to the list of versions that are accepted, each as [bytes, crc32], or [bytes, crc32, true] of
+the beginning of a file that grows. The first line of checksums.json is the crc32 of its other lines. Files that are not
+listed, and folders without checksums.json, are not checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = 'checksums.json'
 
 
 class DamagedError(Exception):
-  """Data that differs from its checksum; the message says which."""
+  """Data differs from its checksum; the message names the data."""
 
 
 def fingerprint(parts: Any) -> str:
@@ -42,7 +42,7 @@ def loads(data: bytes, name: object) -> Any:
   """Returns the value that `dumps` wrote.
 
   Raises:
-    DamagedError: it is another one; `name` begins the message.
+    DamagedError: the data differs from its checksum; `name` begins the message.
   """
   checksum, _, text = data.partition(b'\n')
   if checksum != b'%08x' % zlib.crc32(text):
@@ -51,14 +51,18 @@ def loads(data: bytes, name: object) -> Any:
 
 
 def add(folder: epath.PathLike, names: Iterable[str]) -> None:
-  """Adds finished files below a folder to its checksums."""
+  """Adds files that will not change to the checksums of their folder."""
   _update(epath.Path(folder), {n: [c] for n, c in object_store.checksums(folder, list(names)).items()})
 
 
 def write(path: epath.PathLike, text: str) -> None:
-  """Writes a file that is in the checksums of its folder before it is there; one that it replaces stays good."""
+  """Writes a file and its checksum.
+
+  The checksum is written first and the previous one stays accepted, so that an interrupt leaves a good file.
+  """
   path, data = epath.Path(path), text.encode('utf-8', 'backslashreplace')
-  _update(path.parent, {path.name: [[len(data), zlib.crc32(data)], *_read(path.parent).get(path.name, [])[:1]]})
+  previous = _read(path.parent).get(path.name, [])[:1]
+  _update(path.parent, {path.name: [[len(data), zlib.crc32(data)], *previous]})
   object_store.write(path, data)
 
 
@@ -68,33 +72,33 @@ def add_beginning(path: epath.PathLike, size: int, crc: int) -> None:
 
 
 def damaged(folder: epath.PathLike, names: Iterable[str] | None = None) -> list[str]:
-  """Returns which of the listed files differ from their checksums; one that is not there does not.
+  """Returns which of the listed files differ from their checksums; missing files do not count.
 
   Args:
-    names: which files; None: all.
+    names: the files to check; None for all.
   """
   folder = epath.Path(folder)
   try:
     listed = _load(folder)
   except DamagedError:
     return [NAME]
-  there = [n for n in listed if (names is None or n in names) and (folder / n).is_file()]
+  existing = [n for n in listed if (names is None or n in names) and (folder / n).is_file()]
   with futures.ThreadPoolExecutor(8) as pool:
-    good = pool.map(lambda name: any(_is(folder / name, *entry) for entry in listed[name]), there)
-    return [name for name, is_good in zip(there, good) if not is_good]
+    good = pool.map(lambda name: any(_matches(folder / name, *version) for version in listed[name]), existing)
+    return [name for name, is_good in zip(existing, good) if not is_good]
 
 
 def check(folder: epath.PathLike, names: Iterable[str] | None = None) -> None:
   """Raises InputError if one of the listed files differs from its checksum."""
-  if wrong := damaged(folder, names):
+  if different := damaged(folder, names):
     raise InputError(
-      f'{epath.Path(folder) / wrong[0]}: differs from its checksum, so it was damaged or changed; restore it from a '
-      f'copy, or remove {epath.Path(folder) / NAME} if the change is meant'
+      f'{epath.Path(folder) / different[0]}: differs from its checksum, so it was damaged or changed; restore it from '
+      f'a copy, or remove {epath.Path(folder) / NAME} if the change is intended'
     )
 
 
 def warn(folder: epath.PathLike, names: Iterable[str]) -> None:
-  """Logs a line for each of these files, which people edit, that differs from its checksum."""
+  """Logs a line for each of these files that differs from its checksum; users may edit them."""
   for name in damaged(folder, names):
     logging.warning('%s: differs from its checksum: it was edited or damaged', epath.Path(folder) / name)
 
@@ -106,8 +110,8 @@ def read_json(path: epath.PathLike) -> dict[str, Any]:
   return object_store.read_json(path)
 
 
-def _is(path: epath.Path, size: int, crc: int, grows: bool = False) -> bool:
-  """Returns whether a file is the one with this checksum, or begins with it."""
+def _matches(path: epath.Path, size: int, crc: int, grows: bool = False) -> bool:
+  """Returns whether a file, or the beginning of a file that grows, has this checksum."""
   return object_store.checksum(path, size) == [size, crc] and (grows or path.stat().length == size)
 
 
