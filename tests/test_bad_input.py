@@ -191,6 +191,11 @@ FIELDS = {
     dict(mesh=dict(rollout_devices=4), eval=dict(samples=2)),
     'mesh.rollout_devices: sft samples nothing',
   ),
+  'devices to sample what is stored': (
+    'grpo',
+    dict(mesh=dict(rollout_devices=4), train_on_rollouts='run'),
+    'mesh.rollout_devices: grpo samples nothing',
+  ),
   'devices to score nothing': (
     'sft',
     dict(mesh=dict(score_devices=4)),

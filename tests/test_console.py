@@ -270,6 +270,19 @@ def test_inspect_of_streamed_rows_that_a_map_drops(tmp_path, least, wanted):
     assert any(wanted in str(line) for line in preview_stage.show_stage(stage, 1))
 
 
+def test_inspect_shows_a_reward_model_among_the_rewards(tmp_path):
+  judge = tiny.folder(tmp_path / 'judge', num_labels=1)
+  over = dict(reward='length?max=9,reward_model,gsm8k', reward_weights=(1.0, 0.5, 0.25), reward_model=dict(path=judge))
+  (stage,) = prepare.prepare_all(tiny.grpo_config(tiny.folder(tmp_path / 'model'), **over))
+  with contextlib.closing(stage):
+    shown = [line for line in preview_stage.show_stage(stage, 1) if str(line).startswith('reward: ')]
+  assert shown == [
+    'reward: length (jaxpost.rewards.length:Length?max=9), weight 1, decides what is correct',
+    f'reward: reward_model ({judge}), weight 0.5',
+    'reward: gsm8k (jaxpost.rewards.math:gsm8k), weight 0.25',
+  ]
+
+
 def test_documents_that_are_cut_are_counted_at_the_start(tmp_path):
   most = (3, *[80] * 5)
   advice = 'raise config.train.row_length'

@@ -271,14 +271,6 @@ def test_modules_that_cannot_be_used(make, message):
       dict(model=dict(preset=CODES['nnx']), algorithm='ppo', reward='exact_match', train=dict(row_length=0)),
       'no scalar head',
     ),
-    (
-      dict(
-        model=dict(preset=CODES['nnx']),
-        algorithm='dpo',
-        data=dict(path='generated:arithmetic_pairs:max=9,ops=+,split=train,size=20'),
-      ),
-      'share_prompt',
-    ),
     (dict(model=dict(preset=CODES['nnx']), nll=dict(neftune_alpha=1.0)), 'neftune_alpha'),
     (dict(model=dict(preset=CODES['nnx']), lora=dict(rank=4)), 'targets'),
   ],
@@ -286,6 +278,15 @@ def test_modules_that_cannot_be_used(make, message):
 def test_what_a_model_of_ones_own_cannot_do(over, message, tmp_path):
   with pytest.raises(InputError, match=message):
     jaxpost.run(tiny.merged(tiny.run_config(''), over), tmp_path / 'run')
+
+
+def test_pairs_of_a_model_of_ones_own_share_no_prompt(caplog):
+  data = dict(path='generated:arithmetic_pairs:max=9,ops=+,split=train,size=20')
+  config = tiny.merged(tiny.run_config('', algorithm='dpo', data=data), dict(model=dict(preset=CODES['nnx'])))
+  (stage,) = prepare.prepare_all(config)
+  stage.close()
+  assert stage.data.first_batch.branch_ids is None and not stage.config.preference.share_prompt
+  assert 'config.preference.share_prompt: is taken as False, because the policy is a model of your own,' in caplog.text
 
 
 if __name__ == '__main__':

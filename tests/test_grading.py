@@ -260,7 +260,10 @@ def test_a_stored_rollout_is_the_whole_record(tmp_path):
 
 
 @pytest.mark.parametrize('algorithm, temperature', [('grpo', 0.5), ('rft', None)])
-def test_only_methods_that_read_stored_logprobs_ask_for_their_temperature(tmp_path, algorithm, temperature):
+def test_only_methods_that_read_stored_logprobs_ask_for_their_temperature(
+  tmp_path, monkeypatch, algorithm, temperature
+):
+  monkeypatch.setattr(rollout_files, 'load', lambda path: None)  # there are none
   folder = tiny.folder(tmp_path / 'model')
   over = dict(algorithm=algorithm, train_on_rollouts=str(tmp_path), rollout=dict(temperature=0.5))
   _, stream = jaxpost.policy_and_stream(tiny.grpo_config(folder, **over))

@@ -21,6 +21,8 @@ from jaxpost.formats import config_export, config_json, hf, hf_export, tensor_la
 from jaxpost.models import convolution, recurrence, routing, saved_config, transformer
 from jaxpost.models import model as model_lib
 from jaxpost.models.config import Experts
+from jaxpost.monitor import metrics
+from jaxpost.stage import prepare
 
 KDA = 'kimi_linear'  # the gated delta rule with decays of channels, beside latent attention
 # A family for each mixer -> what a layer keeps of a sequence, and the matrices of its mixer.
@@ -226,6 +228,13 @@ def test_an_adapter_is_exported_beside_such_modules(folder, tmp_path):
   assert (tmp_path / 'run/export/adapter/adapter_config.json').exists()
 
 
+@pytest.mark.parametrize('family', ['qwen3_5_text'])
+@pytest.mark.parametrize('size, words', [(8, 'layers with a recurrent state'), (12, '12 is no power of two')])
+def test_pages_are_refused_before_weights_are_loaded(folder, size, words):
+  with pytest.raises(InputError, match=f'^config.rollout.page_size: {words}'):
+    prepare.prepare_all(tiny.grpo_config(folder, rollout=dict(page_size=size)))
+
+
 def test_pages_branches_and_split_rows_are_refused():
   model, params = made('qwen3_5_text')
   with pytest.raises(InputError, match='^config.rollout.page_size: .*set it to 0$'):
@@ -234,6 +243,23 @@ def test_pages_branches_and_split_rows_are_refused():
   ids = tiny.tokens((1, 8))
   with pytest.raises(InputError, match='^config.preference.share_prompt: .*set it to False$'):
     model.forward(params, ids, np.arange(8)[None], np.ones((1, 8), int), compute=tiny.EXACT, branch_ids=ids)
+
+
+@pytest.mark.parametrize('family', ['qwen3_5_text'])
+@pytest.mark.parametrize('algorithm', ['dpo', 'online_dpo'])
+def test_pairs_share_no_prompt(folder, algorithm, tmp_path, caplog):
+  """By default they do, with models that can read such rows; the line says what is done here."""
+  data = dict(path='generated:arithmetic_pairs:max=9,ops=+,split=train,size=20')
+  config = tiny.run_config(folder, algorithm=algorithm, data=data, train=dict(steps=2))
+  if algorithm == 'online_dpo':
+    config = tiny.merged(tiny.grpo_config(folder), dict(algorithm=algorithm, train=dict(steps=2)))
+  jaxpost.run(config, tmp_path / 'run')
+  assert 'config.preference.share_prompt: is taken as False, because the policy ' in caplog.text
+  caplog.clear()
+  jaxpost.run(tiny.merged(config, dict(preference=dict(share_prompt=False))), tmp_path / 'apart')
+  assert 'share_prompt' not in caplog.text
+  rows = [metrics.comparable_rows(tmp_path / name / 'metrics.jsonl') for name in ('run', 'apart')]
+  assert rows[0] == rows[1] and len(rows[0]) == 2
 
 
 KIMI = dict(

@@ -26,19 +26,15 @@ def model(tmp_path_factory):
 
 def config_of(folder, algorithm, size=60, **over):
   kind = METHODS[algorithm]
-  return tiny.run_config(
+  common = tiny.run_config(
     folder,
-    **tiny.merged(
-      dict(
-        algorithm=algorithm,
-        seed=1,
-        train=dict(steps=4, batch_size=4, row_length=96),
-        data=dict(path=TASK.format(kind, 'train', size)),
-        eval=dict(data=dict(path=TASK.format(kind, 'test', 8))),
-      ),
-      over,
-    ),
+    algorithm=algorithm,
+    seed=1,
+    train=dict(steps=4, batch_size=4, row_length=96),
+    data=dict(path=TASK.format(kind, 'train', size)),
+    eval=dict(data=dict(path=TASK.format(kind, 'test', 8))),
   )
+  return tiny.merged(common, over)
 
 
 def run(config, workdir):
@@ -94,7 +90,7 @@ def test_reference_on_disk(model, algorithm, tmp_path, monkeypatch):
 
 
 def test_what_is_kept_is_of_these_weights_and_data(model, tmp_path, monkeypatch):
-  """Other data, rendering or weights: computed anew, beside the first."""
+  """Other data, rendering, weights or types of them: computed anew, beside the first."""
   on_disk = dict(train=dict(steps=1), preference=dict(precompute_ref=True))
   run(config_of(model, 'dpo', **on_disk), tmp_path / 'first')
   kept = sorted(p.name for p in (tmp_path / 'first/cache').iterdir())
@@ -108,6 +104,8 @@ def test_what_is_kept_is_of_these_weights_and_data(model, tmp_path, monkeypatch)
       (model, dict(size=61), 1),  # of the rows alone
       (model, dict(preference=dict(share_prompt=False)), 2),
       (other, {}, 2),
+      (model, dict(model=dict(param_dtype='bfloat16')), 2),
+      (model, dict(lora=dict(rank=2)), 2),  # an adapter of other sizes would be merged, and rounded
     ]
   ):
     folder = tmp_path / f'again{n}'

@@ -184,7 +184,7 @@ def test_another_learning_rate_on_the_same_rollouts(config, run, tmp_path):
 @pytest.mark.parametrize(
   'over, words',
   [
-    (dict(train=dict(steps=5)), r'5\.npz: is not there'),
+    (dict(train=dict(steps=5)), r'5\.npz: is missing'),
     (dict(rollout=dict(prompts=2)), '16 completions of 4 prompts'),
     (dict(rl=dict(dynamic_sampling=2)), 'config.train_on_rollouts'),
     (dict(algorithm='remax', rl=dict(kl_coef=0.0)), 'config.train_on_rollouts'),
@@ -199,6 +199,8 @@ def test_rollouts_that_do_not_fit_are_refused(config, run, tmp_path, over, words
     again['train_on_rollouts'] = str(tmp_path / 'from')
   with pytest.raises(InputError, match=words):
     jaxpost.run(again, tmp_path / 'run')
+  if 'npz' in words:  # not after the steps that are there
+    assert not (tmp_path / 'run').exists()
 
 
 def test_a_file_that_is_no_rollout(tmp_path):

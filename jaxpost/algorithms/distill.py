@@ -214,7 +214,7 @@ def check_on_policy(config: Config) -> None:
     'config.distill.nll_coef: is for completions of the data, and '
     'config.distill.on_policy=1 takes none; lower it, or set nll_coef=0',
   )
-  refuse_unread(config.rl, rl_fields_read(config.rl), 'gkd')
+  refuse_unread(config.rl, ('aggregate', 'correct_by', 'epochs', 'minibatches'), 'gkd')
 
 
 def check_teachers(config: Config, sources: Mapping[str, Any], tokenizer: Tokenizer) -> None:
@@ -253,12 +253,6 @@ def check_teacher(key: str, source: Any, tokenizer: Tokenizer) -> None:
       f'{key} has another tokenizer than {tokenizer.source}; its tokens mean something else, '
       'so choose a teacher of the same family',
     )
-
-
-def rl_fields_read(rl: Any) -> set[str]:
-  """Returns the fields of `config.rl` that GKD reads."""
-  del rl
-  return {'aggregate', 'correct_by', 'epochs', 'minibatches'}
 
 
 def check_first_step(metrics: dict, config: Config) -> None:

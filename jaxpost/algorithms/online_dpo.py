@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -88,12 +87,10 @@ def pack(
   ]
   packed = packing.pack_examples(examples, row_length)
   batch = packing.to_batch([[examples[i] for i in row] for row in packed], row_length, num_rows, per='pair')
-  # Without any pair these fields would be None, and the update would recompile.
-  zeros = np.zeros((num_rows, row_length), np.int32)
-  return batch.replace(
-    sequence_ids=zeros if batch.sequence_ids is None else batch.sequence_ids,
-    branch_ids=zeros if batch.branch_ids is None else batch.branch_ids,
-  )
+  if not examples:  # these fields would be None, and the update would recompile
+    zeros = np.zeros((num_rows, row_length), np.int32)
+    batch = batch.replace(sequence_ids=zeros, branch_ids=zeros if share_prompt else None)
+  return batch
 
 
 def pair(prompt: np.ndarray, chosen: Answer, rejected: Answer, share_prompt: bool) -> Example:
@@ -123,12 +120,6 @@ def two_rows(config: Config) -> int:
   return 2 * (config.rollout.max_prompt_length + config.rollout.max_new_tokens)
 
 
-def pair_length(config: Config) -> int:
-  """Returns the tokens of the longest pair; the last token of a shared prompt is repeated."""
-  saved = config.rollout.max_prompt_length - 1 if config.preference.share_prompt else 0
-  return two_rows(config) - saved
-
-
 def check(config: Config) -> None:
   """Raises InputError for combinations of fields that cannot work."""
   rl = config.rl
@@ -136,7 +127,9 @@ def check(config: Config) -> None:
   preference.check(config)
   refuse(rollout.group_size < 2, 'config.rollout.group_size: 1 sample is no pair; use at least 2')
   length = config.train.row_length
-  longest = pair_length(config)
+  longest = two_rows(config)
+  if config.preference.share_prompt:  # whose last token is repeated
+    longest -= rollout.max_prompt_length - 1
   # The number of rows of a step, which is enough for all its samples, packed one by one.
   samples_per_row = max(1, length // (two_rows(config) // 2))
   num_rows = math.ceil(rollout.prompts * rollout.group_size / samples_per_row)
@@ -150,13 +143,8 @@ def check(config: Config) -> None:
     'config.preference.precompute_ref: samples are not known before they are drawn; set it to False',
   )
   refuse(rl.minibatches > 1, 'config.rl.minibatches: would split pairs; use rl.epochs, or fewer rollout.prompts')
-  refuse_unread(rl, rl_fields_read(rl), 'online_dpo (preference.beta holds the policy)')
-
-
-def rl_fields_read(rl: Any) -> set[str]:
-  """Returns the fields of `config.rl` that online DPO reads."""
-  del rl
-  return {'epochs', 'minibatches', 'dynamic_sampling', 'mask_truncated', 'correct_by'}
+  read = ('epochs', 'minibatches', 'dynamic_sampling', 'mask_truncated', 'correct_by')
+  refuse_unread(rl, read, 'online_dpo (preference.beta holds the policy)')
 
 
 ONLINE_DPO = ALGORITHM = dataclasses.replace(

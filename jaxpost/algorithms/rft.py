@@ -11,8 +11,6 @@ of expert iteration.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from jaxpost.algorithms import grpo, sft
@@ -54,18 +52,13 @@ def check(config: Config) -> None:
     f'config.rl.advantage: {rl.advantage!r}, but rft keeps the best of '
     'each group; leave it empty, or use the algorithm grpo',
   )
-  refuse_unread(rl, rl_fields_read(rl), 'the cross entropy of rft')
+  read = ('advantage', 'aggregate', 'keep_reward', 'correct_by', 'mask_truncated')
+  read += ('dynamic_sampling', 'curriculum', 'epochs', 'minibatches')
+  refuse_unread(rl, read, 'the cross entropy of rft')
   refuse(
     rl.dynamic_sampling > 0 and config.rollout.group_size < 2,
     'config.rl.dynamic_sampling: one sample never differs; set it to 0 or config.rollout.group_size to at least 2',
   )
-
-
-def rl_fields_read(rl: Any) -> set[str]:
-  """Returns the fields of `config.rl` that count in RFT."""
-  del rl
-  fields = {'advantage', 'aggregate', 'keep_reward', 'correct_by', 'mask_truncated'}
-  return fields | {'dynamic_sampling', 'curriculum', 'epochs', 'minibatches'}
 
 
 RFT = ALGORITHM = Algorithm(

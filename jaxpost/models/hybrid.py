@@ -92,7 +92,7 @@ def over_rows(cfg: HybridConfig, rows: PackedRows, compute: Compute, layout: Cal
   if rows.branch_ids is not None:
     raise InputError(
       'config.preference.share_prompt: layers with a recurrent state cannot read branches of a shared prompt, which '
-      'would need a state each (online_dpo always has branches and is not for these models); set it to False'
+      'would need a state each; set it to False'
     )
   if row_shards(layout) > 1:
     raise InputError(

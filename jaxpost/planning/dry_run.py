@@ -17,7 +17,7 @@ from jaxpost.data.examples import Documents
 from jaxpost.errors import InputError, did_you_mean
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
-from jaxpost.stage import checks, model_folders, optim, sampling_inputs, weight_sources
+from jaxpost.stage import checks, model_folders, moving_reference, optim, sampling_inputs, weight_sources
 from jaxpost.stage import prepare as prepare_lib
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Source
 from jaxpost.storage import manifest
@@ -92,6 +92,8 @@ def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequenc
   """Makes the inputs of a stage from its resolved config (`stage.prepare.resolve`) alone."""
   optim.check(config.optim)
   checks.check_mesh(config, algorithm)
+  if config.reference.every:
+    moving_reference.check(config, algorithm)
   section = config.model
   if section.path:
     source = find(section.path, 'config.model.path', {}, section.text_only)

@@ -80,14 +80,19 @@ def _check_lengths(cfg: ModelConfig, config: SamplerConfig):
     )
 
 
-def _check_pages(config: SamplerConfig, shards: int):
-  if config.page_size & (config.page_size - 1):
-    raise InputError(f'config.rollout.page_size: {config.page_size} is no power of two')
-  if shards > 1:
-    raise InputError(
-      'config.rollout.page_size: pages are not split over devices; leave it '
-      '0, or give config.mesh.rollout a tensor axis only'
-    )
+def check_pages(size: int, cfg: ModelConfig, shards: int = 1) -> None:
+  """Raises InputError if a cache cannot have pages of `size` entries (0: none); see `check`."""
+  where = 'config.rollout.page_size'
+  refuse(bool(size & (size - 1)), f'{where}: {size} is no power of two')
+  refuse(
+    size > 0 and bool(cfg.state_shapes),
+    f'{where}: layers with a recurrent state keep it by slot, and sequences whose pages are shared would each need a '
+    'copy; set it to 0',
+  )
+  refuse(
+    size > 0 and shards > 1,
+    f'{where}: pages are not split over devices; leave it 0, or give config.mesh.rollout a tensor axis only',
+  )
 
 
 def check_top_logprobs(count: int, vocab_size: int) -> None:
@@ -101,13 +106,7 @@ def check(cfg: ModelConfig, config: SamplerConfig, shards: int) -> None:
   shards: parts that the mesh splits the batch into.
   """
   _check_lengths(cfg, config)
-  if config.page_size and cfg.state_shapes:
-    raise InputError(
-      'config.rollout.page_size: layers with a recurrent state keep it by slot, and sequences whose pages are shared '
-      'would each need a copy; set it to 0'
-    )
-  if config.page_size:
-    _check_pages(config, shards)
+  check_pages(config.page_size, cfg, shards)
   if config.min_new_tokens > config.max_new_tokens:
     raise InputError(
       f'config.rollout.min_new_tokens: {config.min_new_tokens} is more than '

@@ -148,11 +148,10 @@ def make_parts(
   config, algorithm = placed.config, placed.algorithm
   precomputed = ()
   if algorithm.precompute(config):
-    from jaxpost.stage import frozen_roles, precompute, weight_sources
+    from jaxpost.stage import frozen_roles, precompute
 
     make_run = functools.partial(frozen_roles.make_frozen_run, placed, params, workdir)
-    identity = functools.partial(weight_sources.identity, workdir=workdir, seed=config.seed)
-    precomputed = precompute.precompute(placed, make_run, identity, workdir)
+    precomputed = precompute.precompute(placed, make_run, workdir)
   roles = make_roles(placed, params, workdir, precomputed)
   engine = None
   if checks.samples(config, algorithm):

@@ -103,9 +103,10 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
     f'config.model.attention: {config.model.attention} cannot attend over '
     'rows that a context axis splits; leave it auto',
   )
+  trains_on_samples = algorithm.on_policy and not config.train_on_rollouts
   refuse(
-    section.rollout_devices > 0 and not samples(config, algorithm),
-    f'config.mesh.rollout_devices: {config.algorithm} samples nothing; leave it 0',
+    section.rollout_devices > 0 and not (trains_on_samples or samples_held_out(config)),
+    f'config.mesh.rollout_devices: {config.algorithm} samples nothing with this config; leave it 0',
   )
   refuse(
     section.score_devices > 0 and not (algorithm.needs(config) or 'reward_model' in config.rewards_tuple()),
@@ -120,10 +121,11 @@ def check_model(config: Config, model: Model) -> None:
     not model.config.experts and bool(router.balance_coef or router.z_coef or router.routing_replay),
     'config.router: balance_coef, z_coef and routing_replay are for mixtures of experts; this model has no experts',
   )
-  if config.rollout.top_logprobs:
+  if config.rollout.top_logprobs or config.rollout.page_size:
     from jaxpost.rollout import sampler_config  # which no SFT run reads
 
     sampler_config.check_top_logprobs(config.rollout.top_logprobs, model.config.vocab_size)
+    sampler_config.check_pages(config.rollout.page_size, model.config)
   if config.rollout.weights or config.rollout.cache:
     from jaxpost.models import scaled
 

@@ -81,7 +81,7 @@ def origin(section: ModelSection, cfg: ModelConfig) -> multimodal.Origin | None:
 def source_with_module(source: Source, config: Config, objective: Objective) -> Source:
   """Returns the source with its module for multi-token prediction, which `config.nll.mtp_weight` trains."""
   key = 'config.nll.mtp_weight'
-  if isinstance(source.config, CustomConfig):  # refused by `model_limits.check_custom`
+  if isinstance(source.config, CustomConfig):  # refused by `model_limits.check`
     return source
   if not objective.mtp_weight:
     raise InputError(f'{key}: {config.algorithm} does not train the module for multi-token prediction; set it to 0')

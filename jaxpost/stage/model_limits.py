@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from jaxpost.errors import InputError, refuse
+from jaxpost.errors import InputError
 from jaxpost.models import rope
+from jaxpost.models.config import CustomConfig
 from jaxpost.stage.batch_shape import row_length
 
 if TYPE_CHECKING:
   from jaxpost.algorithms.base import Algorithm
-  from jaxpost.models.config import CustomConfig, ModelConfig
+  from jaxpost.models.config import ModelConfig
   from jaxpost.stage.config import Config
+  from jaxpost.stage.records import Source
 
 
 def longest(cfg: ModelConfig) -> int:
@@ -27,23 +31,12 @@ def longest(cfg: ModelConfig) -> int:
   return length
 
 
-def check_lengths(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None:
-  """Warns if documents, or prompts with their completions, may be longer than the model has positions for.
-
-  Raises:
-    InputError: answers would share a prompt that their lengths rotate in different ways.
-  """
-  field, length = 'train.row_length', row_length(config, algorithm.on_policy)
-  limit = rope.by_length(cfg)
-  if algorithm.on_policy:  # a row may hold several completions, each after its prompt
-    field = 'rollout: max_prompt_length + max_new_tokens'
-    length = config.rollout.max_prompt_length + config.rollout.max_new_tokens
-  refuse(
-    algorithm.mean_per(config) in ('pair', 'label') and config.preference.share_prompt and 0 < limit < length,
-    'config.preference.share_prompt: the RoPE scaling of this model rotates a prompt by the length of its answer '
-    f'beyond {limit} tokens, so that two answers cannot share it; set it to False, or train.row_length to {limit}',
-  )
-  if length > (positions := longest(cfg)):
+def check(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None:
+  """Refuses what a model of one's own cannot do; of others, warns if documents may be longer than their positions."""
+  field, length = _longest_document(config, algorithm)
+  if isinstance(cfg, CustomConfig):
+    _check_custom(config, cfg)
+  elif length > (positions := longest(cfg)):
     logging.warning(
       'config.%s: %d tokens are more than the %d positions of the model (max_position_embeddings); tokens beyond them '
       'have positions that it has not learned: lower it, or add a RoPE scaling to the config.json of the model',
@@ -53,11 +46,35 @@ def check_lengths(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Non
     )
 
 
-def check_custom(config: Config, algorithm: Algorithm, cfg: CustomConfig) -> None:
+def _longest_document(config: Config, algorithm: Algorithm) -> tuple[str, int]:
+  """Returns the tokens that a document may have, and the fields of the config that say so."""
+  if algorithm.on_policy:  # a row may hold several completions, each after its prompt
+    rollout = config.rollout
+    return 'rollout: max_prompt_length + max_new_tokens', rollout.max_prompt_length + rollout.max_new_tokens
+  return 'train.row_length', row_length(config, False)
+
+
+def with_readable_pairs(config: Config, algorithm: Algorithm, role_sources: Mapping[str, Source]) -> Config:
+  """Returns the config with `preference.share_prompt` off, and warns, where a model cannot read two answers so."""
+  _, length = _longest_document(config, algorithm)
+  for role, source in role_sources.items():
+    cfg = source.config
+    if isinstance(cfg, CustomConfig) or cfg.state_shapes or 0 < rope.by_length(cfg) < length:
+      logging.warning(
+        'config.preference.share_prompt: is taken as False, because the %s is a model of your own, has layers with a '
+        'recurrent state, or rotates a prompt by the length of its answer (RoPE scaling)',
+        role,
+      )
+      preference = dataclasses.replace(config.preference, share_prompt=False)
+      config = dataclasses.replace(config, preference=preference)
+      algorithm.check(config)
+      break
+  return config
+
+
+def _check_custom(config: Config, cfg: CustomConfig) -> None:
   """Raises InputError for options that need more than the interface of a custom model."""
-  branches = algorithm.per in ('pair', 'label') or algorithm.pack is not None
   unsupported = {  # 'field=value that turns it off': whether it is on
-    'preference.share_prompt=False': branches and config.preference.share_prompt,
     'train.share_prompt=False': config.train.share_prompt,
     'nll.neftune_alpha=0': config.nll.neftune_alpha,
     'nll.mtp_weight=0': config.nll.mtp_weight,

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from etils import epath
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
   from jaxpost.algorithms.base import Precompute
   from jaxpost.data.examples import Example
   from jaxpost.stage.place import PlacedStage
-  from jaxpost.stage.records import Source
   from jaxpost.types import Batch
 
 # Host batch [rows, row_length] -> {name: [rows, row_length, ...]}, the outputs of a frozen role.
@@ -49,10 +48,7 @@ def digest(examples: Iterable[Example | None]) -> str:
 
 
 def precompute(
-  placed: PlacedStage,
-  make_run: Callable[[str, Precompute], Run],
-  identity: Callable[[Source], Any],
-  workdir: epath.PathLike | None,
+  placed: PlacedStage, make_run: Callable[[str, Precompute], Run], workdir: epath.PathLike | None
 ) -> tuple[str, ...]:
   """Fills a stage's documents with the outputs of frozen roles; returns the names of these roles.
 
@@ -61,7 +57,6 @@ def precompute(
   Args:
     placed: the stage, whose documents (and held-out ones) are filled.
     make_run: makes the `Run` of a role.
-    identity: returns JSON that identifies the weights of a source.
     workdir: the run's folder; None to cache nothing.
   """
   specs = placed.algorithm.precompute(placed.config)  # {role: Precompute}
@@ -81,14 +76,16 @@ def precompute(
         teacher_texts = spec.texts(placed, name, examples, rows, tokenizer)
       key = fingerprint(
         [
-          identity(placed.inputs.sources[name]),
+          weight_sources.identity(placed.inputs.sources[name], workdir, placed.config.seed),
           digest(examples),
           placed.compute.dtype,
+          placed.config.model.param_dtype,
           placed.model.quantized,
+          dataclasses.asdict(placed.model.config),  # adapters that are not kept are merged, and rounded
           shape.row_length,
           spec.options,
           sorted(spec.arrays),
-          *([digest(teacher_texts.theirs)] if teacher_texts else []),
+          teacher_texts and digest(teacher_texts.theirs),
         ]
       )
       # The key has modification times of files, which may differ between hosts.

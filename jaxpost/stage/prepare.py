@@ -19,7 +19,7 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.data.examples import Documents, warn_unseen, warn_without_stop
 from jaxpost.errors import InputError, did_you_mean, refuse
 from jaxpost.models import model as model_lib
-from jaxpost.models import partition, rope
+from jaxpost.models import partition
 from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.stage import checks, epochs
 from jaxpost.stage import config as config_lib
@@ -96,14 +96,10 @@ def prepare(
 def check_weights(config: Config, algorithm: Algorithm, role_sources: Mapping[str, Source]) -> None:
   """Refuses options that the models of the roles do not support; warns of rows longer than the trained positions."""
   cfg = role_sources['policy'].config
-  if isinstance(cfg, CustomConfig):
+  if isinstance(cfg, CustomConfig) or row_length(config, algorithm.on_policy) > cfg.max_position:
     from jaxpost.stage import model_limits
 
-    model_limits.check_custom(config, algorithm, cfg)
-  elif row_length(config, algorithm.on_policy) > (rope.by_length(cfg) or cfg.max_position):
-    from jaxpost.stage import model_limits
-
-    model_limits.check_lengths(config, algorithm, cfg)
+    model_limits.check(config, algorithm, cfg)
   checks.check_stored(config, algorithm, role_sources)
   if config.train.share_prompt:
     from jaxpost.rl import shared_prompts
@@ -130,6 +126,10 @@ def make_inputs(
   name: str, config: Config, algorithm: Algorithm, role_sources: dict[str, Source], tokenizer: Tokenizer
 ) -> Inputs:
   """Makes the first record of a stage, with the policy's model; `config` is resolved, see `resolve`."""
+  if config.preference.share_prompt and algorithm.mean_per(config) in ('pair', 'label'):
+    from jaxpost.stage import model_limits
+
+    config = model_limits.with_readable_pairs(config, algorithm, role_sources)
   model = make_model(config, algorithm, role_sources['policy'].config)
   return Inputs(name, config, algorithm, role_sources, model, tokenizer=tokenizer)
 

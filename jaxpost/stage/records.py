@@ -138,7 +138,7 @@ def has_branches(inputs: Inputs, data: Data) -> bool:
   """Returns whether packed documents are trees, with several branches after a shared prompt."""
   if data.first_batch is not None:
     return data.first_batch.branch_ids is not None
-  return inputs.config.train.share_prompt or inputs.algorithm.pack is not None
+  return inputs.config.train.share_prompt or inputs.algorithm.pack is not None and inputs.config.preference.share_prompt
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,9 +56,16 @@ def prepare(
 
       for index in range(min(len(data.stream), checks.READ_FIRST)):
         teachers.teacher_prompt(data.stream.prompt(index), config, tokenizer)
+    inputs = epochs.count_steps(inputs, data)
+    if config.train_on_rollouts and algorithm.on_policy:
+      from jaxpost.rollout import rollout_files
+
+      recorded = rollout_files.RecordedSampler(config.train_on_rollouts, inputs.name, rewards=not config.reward)
+      for step in (1, inputs.config.train.steps):
+        rollout_files.load(recorded.folder / f'{step}.npz')
     rewards = start_rewards(config, sampled_rows) if config.rewards_tuple() else None
     undo.pop_all()
-  return PreparedStage(epochs.count_steps(inputs, data), data, Workers(rewards, environment))
+  return PreparedStage(inputs, data, Workers(rewards, environment))
 
 
 def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> None:
@@ -87,12 +94,12 @@ def check_sampling(config: Config, on_policy: bool, rewards: bool = True) -> Non
     r.inflight_update_blocks > 0 and not r.staleness,
     'config.rollout.inflight_update_blocks: with rollout.staleness=0 there are no newer weights; leave it 0',
   )
-  length, needed = row_length(config, True), (r.max_prompt_length + r.max_new_tokens)
-  if length < needed:
-    raise InputError(
-      f'config.train.row_length: {length} is less than max_prompt_length + '
-      f'max_new_tokens = {needed}; raise it or leave it 0'
-    )
+  length, needed = row_length(config, True), r.max_prompt_length + r.max_new_tokens
+  refuse(
+    length < needed,
+    f'config.train.row_length: {length} is less than max_prompt_length + max_new_tokens = {needed}; raise it or leave '
+    'it 0',
+  )
   refuse(
     r.prompts * r.group_size % rl.minibatches > 0,
     f'config.rl.minibatches: {rl.minibatches} does not divide the {r.prompts} x {r.group_size} completions of a step',

@@ -55,7 +55,7 @@ class PreferenceSection:
   ipo_average: bool = option(True, 'IPO uses mean log-probs over tokens (as TRL), not sums.')
   desirable_weight: float = option(1.0, 'Weight of desirable completions in KTO.', lo=0.0)
   undesirable_weight: float = option(1.0, 'Weight of undesirable completions in KTO.', lo=0.0)
-  share_prompt: bool = option(True, 'Compute the prompt of a pair once for both answers.')
+  share_prompt: bool = option(True, 'Compute the prompt of a pair once for both answers, where the model can.')
   precompute_ref: bool = option(
     False, 'Compute the log-probs of the reference model once and cache them on disk: no second model in memory.'
   )

@@ -10,8 +10,8 @@ from jaxpost.data.sources import Rows
 from jaxpost.models import transformer
 from jaxpost.monitor.metrics import short_number
 from jaxpost.rewards import builtin
-from jaxpost.rewards.pool import RewardPool
-from jaxpost.stage import batch_shape, epochs, reward_models, sampling_inputs
+from jaxpost.rl.reward_metrics import REWARD_MODEL
+from jaxpost.stage import batch_shape, checks, epochs, reward_models, sampling_inputs
 from jaxpost.stage.records import Data, Inputs, PreparedStage
 
 _COUNTED = 512  # rows in the table of lengths
@@ -56,8 +56,8 @@ def show_stage(stage: PreparedStage, rows: int) -> list:
     out += [f'tool: {tool["function"]["name"]} of {name}' for name, its_tools in by_name.items() for tool in its_tools]
   on_policy = inputs.algorithm.on_policy
   out += _show_prompts(inputs, data_rows, rows, tools) if on_policy else _show_rows(inputs, data, rows)
-  if stage.workers.rewards:
-    out += _show_rewards(inputs, stage.workers.rewards)
+  if checks.samples(config, inputs.algorithm):
+    out += _show_rewards(inputs)
   return out
 
 
@@ -102,16 +102,19 @@ def _show_prompts(inputs: Inputs, data: Rows, count: int, tools: list[dict] | No
   ]
 
 
-def _show_rewards(inputs: Inputs, pool: RewardPool) -> list:
+def _show_rewards(inputs: Inputs) -> list:
   config = inputs.config
   correct_by = sampling_inputs.correct_by(config, reward_models.grades(config, inputs.algorithm))
+  names = iter(sampling_inputs.reward_names(config))
   specs = config.rewards_tuple()
-  weights = config.reward_weights or [1.0] * len(specs)
-  places = [builtin.locate(s) if isinstance(s, str) else 'in this process' for s in specs]
-  return [
-    f'reward: {name} ({place}), weight {weight:g}' + ', decides what is correct' * (name == correct_by)
-    for name, place, weight in zip(pool.names, places, weights)
-  ]
+  out = []
+  for spec, weight in zip(specs, config.reward_weights or [1.0] * len(specs)):
+    if spec == REWARD_MODEL:
+      name, place = spec, config.reward_model.path
+    else:
+      name, place = next(names), builtin.locate(spec) if isinstance(spec, str) else 'in this process'
+    out.append(f'reward: {name} ({place}), weight {weight:g}' + ', decides what is correct' * (name == correct_by))
+  return out
 
 
 def _heading(place: str, tokens: np.ndarray) -> rich_text.Text:
