@@ -422,7 +422,7 @@ def test_adaptive_kl_stays_where_nothing_is_trained():
 
 
 BAD = {
-  'group of one': (dict(rollout=dict(group_size=1)), 'group_size: 1 sample'),
+  'group of one': (dict(rollout=dict(group_size=1)), 'group_size: .*compares the samples of a group'),
   'foreign advantage': (dict(rl=dict(advantage='gae')), 'belongs to .*ppo'),
   'target in the loss': (dict(rl=dict(kl_target=0.1, kl_coef=0.1)), 'kl_in=reward'),
   'target of nothing': (dict(rl=dict(kl_target=0.1, kl_in='reward')), 'needs a kl_coef'),
@@ -430,7 +430,7 @@ BAD = {
   'no gradient of the KL in the reward': (dict(rl=dict(kl_in='reward', kl_estimator='k3')), 'use k1'),
   'correction': (dict(rl=dict(importance=('tis',))), 'token_truncated'),
   'two ratios': (dict(rl=dict(importance=('token_truncated', 'icepop'))), 'would each multiply'),
-  'empty band': (dict(rl=dict(importance=('token_mask',), token_low=3.0, token_high=2.0)), 'nothing is kept'),
+  'empty band': (dict(rl=dict(importance=('token_mask',), token_low=3.0, token_high=2.0)), 'no token is kept'),
   'dual clip': (dict(rl=dict(dual_clip=0.5)), 'must be above 1'),
   'clip': (dict(rl=dict(clip_low=-0.5)), 'must not be below 0'),
   'unread gamma': (dict(rl=dict(gamma=0.9)), 'gamma: advantage=.group.'),
