@@ -197,7 +197,7 @@ def test_a_vocabulary_too_small_is_refused(shared_data, gsm8k):
   config = sft_gsm8k.get_config('runlocal')
   config.data.path = gsm8k
   config.model.tokenizer = str(shared_data('tokenizers/qwen3'))
-  with pytest.raises(InputError, match='151669 tokens .* 259 rows') as caught:
+  with pytest.raises(InputError, match='151669 tokens .* 259 embedding rows') as caught:
     prepare.prepare_all(config.to_dict())
   assert '\n' not in str(caught.value)
 
