@@ -179,21 +179,29 @@ def _slots(p: PreparedStage, limits: Room) -> dict[str, Any]:
   return settings  # the last one needs least
 
 
+class _Tried(NamedTuple):
+  """Settings {'section.field': value} of an update, and what it needs with them."""
+
+  settings: dict[str, Any]
+  needs: Needs
+
+
 def _update(p: PreparedStage, limits: Room) -> dict[str, Any]:
   """Returns the settings of the fastest update that fits, or else of the one that needs least memory."""
   configured = p.config.model.remat
-  tried: list[tuple[Needs, dict[str, Any]]] = []
+  tried = []
   choices = ('dots', 'full') if configured == 'auto' else (configured,)  # the first one is the platform's default
   for remat in choices:
     for rows in _rows(p, limits.machine):
       settings: dict[str, Any] = {'model.remat': remat} if remat != choices[0] else {}
       settings |= {'train.micro_batch_size': rows} if rows else {}
-      tried.append((limits.needs(p, settings), settings))
-      if tried[0][0].updating <= limits.usable:  # the defaults fit
+      tried.append(_Tried(settings, limits.needs(p, settings)))
+      if tried[0].needs.updating <= limits.usable:  # the defaults fit
         return {}
-  fitting = [(needs.update_s, settings) for needs, settings in tried if needs.updating <= limits.usable]
-  by_memory = [(needs.updating, settings) for needs, settings in tried]
-  return min(fitting or by_memory, key=operator.itemgetter(0))[1]  # of equal ones the first, with most rows
+  fitting = [x for x in tried if x.needs.updating <= limits.usable]
+  if not fitting:
+    return min(tried, key=operator.attrgetter('needs.updating')).settings
+  return min(fitting, key=operator.attrgetter('needs.update_s')).settings  # of equal ones the first, with most rows
 
 
 def _rows(p: PreparedStage, machine: Topology) -> Iterator[int]:
