@@ -27,6 +27,9 @@ def environment(devices: int = 1, **more: str) -> dict[str, str]:
 def run(file: str, *arguments: str, devices: int = 1, timeout: int = 400, **more: str) -> subprocess.CompletedProcess:
   """Runs a test file as a script with `environment(devices, **more)`; fails with the end of its stderr.
 
+  Args:
+    file: the test file, or '-c', with the program as the first of the `arguments`.
+
   Returns:
     The process, with `stdout` and `stderr` as text.
   """

@@ -308,15 +308,7 @@ for one in out:
 @pytest.mark.parametrize('kind', ['', 'int8'])
 def test_a_sampler_on_a_mesh_shares_the_base(tmp_path, kind):
   base = tiny.folder(tmp_path / 'base', num_heads=8, num_kv_heads=8)
-  done = subprocess.run(
-    [sys.executable, '-c', SPLIT, base, kind],
-    cwd=ROOT,
-    text=True,
-    capture_output=True,
-    timeout=600,
-    env=children.environment(devices=4),
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  children.run('-c', SPLIT, base, kind, devices=4, timeout=600)
 
 
 EXPERTS = dict(

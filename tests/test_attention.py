@@ -241,15 +241,7 @@ assert less < kept / 2, (less, kept)
 
 
 def test_so_do_rows_that_are_split():
-  done = subprocess.run(
-    [sys.executable, '-c', PARTS],
-    cwd=CLONE,
-    text=True,
-    timeout=600,
-    capture_output=True,
-    env=children.environment(devices=2),
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  children.run('-c', PARTS, devices=2, timeout=600)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,6 @@
 """`config.mesh.train=auto`: compiled for, chosen, run on; on eight devices."""
 
 import json
-import pathlib
-import subprocess
-import sys
 
 import children
 import pytest
@@ -105,15 +102,7 @@ print(json.dumps({n: len(metrics.read_rows(pathlib.Path('runs', n, 'metrics.json
 
 def run_script(code, folder):
   """The JSON that a script prints last, on eight devices."""
-  done = subprocess.run(
-    [sys.executable, '-c', code, str(folder)],
-    cwd=pathlib.Path(__file__).parents[1],
-    text=True,
-    capture_output=True,
-    timeout=600,
-    env=children.environment(devices=8),
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  done = children.run('-c', code, str(folder), devices=8, timeout=600)
   return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -330,15 +330,7 @@ print(json.dumps(out))
 
 def test_a_tensor_device_draws_for_slots_of_its_own():
   """Draws are those of one device, bit for bit, also where the devices do not divide the slots."""
-  done = subprocess.run(
-    [sys.executable, '-c', DRAWS],
-    capture_output=True,
-    text=True,
-    timeout=600,
-    cwd=ROOT,
-    env=children.environment(devices=4),
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  done = children.run('-c', DRAWS, devices=4, timeout=600)
   for case in json.loads(done.stdout.splitlines()[-1]):
     assert all(case['same']) and len(set(case['tokens'])) > 3, case
 
@@ -389,15 +381,7 @@ print(json.dumps(dict(
 
 def test_adapters_add_no_large_sum_over_tensor():
   """[B, T, D] is summed once for gate and up, and in the type of activations; with adapters, [B, T, rank] is, too."""
-  done = subprocess.run(
-    [sys.executable, '-c', ADAPTED],
-    capture_output=True,
-    text=True,
-    timeout=600,
-    cwd=ROOT,
-    env=children.environment(devices=4),
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  done = children.run('-c', ADAPTED, devices=4, timeout=600)
   found = json.loads(done.stdout.splitlines()[-1])
   large, low = 2 * 64 * 32, 2 * 64 * 4
   assert found['gradient'] == found['down'] == [large]
