@@ -96,6 +96,17 @@ def test_prompts_of_later_steps_are_read_at_the_start(folder, tmp_path, last, me
     prepare.prepare_all(tiny.grpo_config(folder, **over))
 
 
+def test_a_stage_that_samples_for_its_evaluation_alone_reads_no_such_prompts(folder, tmp_path):
+  lines = [{'prompt': '1+1=', 'completion': '2', 'answer': '2', 'hint': 'It is 2.'}] * 4
+  (tmp_path / 'data.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+  data = dict(path=str(tmp_path / 'data.jsonl'))
+  config = tiny.grpo_config(folder, reward='exact_match', rl=dict(privileged='hint'), data=data)
+  config |= dict(stages=('first', 'second'), eval=dict(data=data, samples=2))
+  config |= dict(first=dict(algorithm='sft'), second=dict(algorithm='opd'))
+  for stage in prepare.prepare_all(config):
+    stage.close()
+
+
 @pytest.mark.parametrize(
   'over, message',
   [

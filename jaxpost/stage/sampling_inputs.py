@@ -51,7 +51,7 @@ def prepare(
       from jaxpost.rl import demonstrations
 
       demonstrations.check(tokenizer, rows, checks.READ_FIRST)
-    if config.rl.privileged and not (config.data.streaming or config.train_on_rollouts):
+    if algorithm.on_policy and config.rl.privileged and not (config.data.streaming or config.train_on_rollouts):
       from jaxpost.rl import teachers
 
       for index in range(min(len(data.stream), checks.READ_FIRST)):
