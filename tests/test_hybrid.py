@@ -235,6 +235,12 @@ def test_pages_are_refused_before_weights_are_loaded(folder, size, words):
     prepare.prepare_all(tiny.grpo_config(folder, rollout=dict(page_size=size)))
 
 
+@pytest.mark.parametrize('family', ['qwen3_5_text'])
+def test_pages_do_not_matter_to_a_stage_that_samples_nothing(folder):
+  (stage,) = prepare.prepare_all(tiny.run_config(folder, rollout=dict(page_size=8)))
+  stage.close()
+
+
 def test_pages_branches_and_split_rows_are_refused():
   model, params = made('qwen3_5_text')
   with pytest.raises(InputError, match='^config.rollout.page_size: .*set it to 0$'):

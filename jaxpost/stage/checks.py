@@ -114,18 +114,19 @@ def check_mesh(config: Config, algorithm: Algorithm) -> None:
   )
 
 
-def check_model(config: Config, model: Model) -> None:
+def check_model(config: Config, algorithm: Algorithm, model: Model) -> None:
   """Refuses router and sampler options that this model does not support."""
   router = config.router
   refuse(
     not model.config.experts and bool(router.balance_coef or router.z_coef or router.routing_replay),
     'config.router: balance_coef, z_coef and routing_replay are for mixtures of experts; this model has no experts',
   )
-  if config.rollout.top_logprobs or config.rollout.page_size:
+  page_size = config.rollout.page_size if samples(config, algorithm) else 0
+  if config.rollout.top_logprobs or page_size:
     from jaxpost.rollout import sampler_config  # which no SFT run reads
 
     sampler_config.check_top_logprobs(config.rollout.top_logprobs, model.config.vocab_size)
-    sampler_config.check_pages(config.rollout.page_size, model.config)
+    sampler_config.check_pages(page_size, model.config)
   if config.rollout.weights or config.rollout.cache:
     from jaxpost.models import scaled
 

@@ -195,7 +195,7 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
 
     model = quantization.quantize_model(model, config.model.quantize)
     quantization.check_frozen(model, 'config.model.quantize')
-  checks.check_model(config, model)
+  checks.check_model(config, algorithm, model)
   return model
 
 
