@@ -30,7 +30,7 @@ def mt_grpo(
   A_1 + A_2 and A_2. Here turn l is compared with those of the samples that have a turn l.
 
   Args:
-    rewards, valid: [P, G]; the outcome is the reward minus the sum of the turn's rewards.
+    rewards, valid: [P, G]; the outcome is the reward minus the sum of the rewards of all turns.
     turn_rewards: [N, C], the reward of a turn at one of its tokens.
     sampled: [N, C], nonzero for tokens of turns.
 
@@ -102,7 +102,7 @@ def states(turns: np.ndarray, completions: ArrayLike, group_size: int) -> dict[t
 
   Args:
     turns: [N, C], the result of `turns_of`.
-    completions: [N, C] tokens; an observation are the tokens between a turn and the one before.
+    completions: [N, C] tokens; the observation is the tokens between a turn and the one before.
   """
   turns_of_state = collections.defaultdict(list)
   for n, (row, tokens) in enumerate(zip(turns, np.asarray(completions))):

@@ -62,7 +62,7 @@ def clipped_value_loss(
 
   Args:
     values, old_values, returns: [B, T].
-    clip: largest distance of V from V_old; 0: no clipping.
+    clip: largest distance from V_old that lowers the loss; 0: no clipping.
 
   Returns:
     (loss, is_clipped), each [B, T]; is_clipped is 1.0 for tokens whose loss is the

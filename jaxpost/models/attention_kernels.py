@@ -36,8 +36,8 @@ _PAD = -1  # segment id of padding that is added to a row
 def _splash_refuses(head_dim, value_dim, dtype) -> str:
   if dtype != 'bfloat16':
     return f'config.model.dtype={dtype} (bfloat16 only)'
-  odd_sizes = [n for n in (head_dim, value_dim) if n % 8]
-  return f'heads of {odd_sizes[0]} (multiples of 8 only)' if odd_sizes else ''
+  unaligned = [n for n in (head_dim, value_dim) if n % 8]
+  return f'heads of {unaligned[0]} (multiples of 8 only)' if unaligned else ''
 
 
 def _triton_refuses(head_dim, value_dim, dtype) -> str:

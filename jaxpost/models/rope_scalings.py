@@ -49,8 +49,8 @@ def query_factors(positions: jax.Array, p: dict[str, Any]) -> tuple[jax.Array, .
   beta = p.get('llama_4_scaling_beta')
   if not beta:
     return ()
-  lengths = (positions + p.get('query_offset', 0)).astype(jnp.float32) / p['original_max_position_embeddings']
-  return (1 + beta * jnp.log1p(jnp.floor(lengths))[..., None, None],)
+  ratio = (positions + p.get('query_offset', 0)).astype(jnp.float32) / p['original_max_position_embeddings']
+  return (1 + beta * jnp.log1p(jnp.floor(ratio))[..., None, None],)
 
 
 def _linear(theta, dim, p, periods):

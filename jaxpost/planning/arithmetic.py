@@ -97,11 +97,11 @@ def estimate(
   shape = batch_shape.batch_shape(inputs.config, on_policy, train_layout.batch_shards, tokens=compute.micro_tokens)
   case = Case(inputs, topology, train_layout, meshes.layout(rollout, 'rollout'), compute, shape=shape)
   resident = held.memory(case)
-  trained = [case]  # one for each model that learns; they are updated one after the other
+  learners = [case]  # one for each model that learns; they are updated one after the other
   if 'critic' in inputs.sources:
     critic, _ = critic_weights.model_of(inputs)
-    trained.append(dataclasses.replace(case, inputs=dataclasses.replace(inputs, model=critic)))
-  updating = resident | max(map(_activations, trained), key=_sum)
+    learners.append(dataclasses.replace(case, inputs=dataclasses.replace(inputs, model=critic)))
+  updating = resident | max(map(_activations, learners), key=_sum)
   rows_updated = shape.filled * inputs.config.rl.epochs if on_policy else shape.filled
   seconds = {'update': _update_seconds(case, resident['optimizer']) * rows_updated / shape.micro_rows}
   if 'reference' in inputs.sources:

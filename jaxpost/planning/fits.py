@@ -180,11 +180,11 @@ def text(cell: Cell) -> str:
   return f'{gib(cell.estimate.total)}, {short_number(cell.estimate.tokens_per_s)}/s'
 
 
-def table(cells: Sequence[Cell], priced: Mapping[str, float], title: str) -> rich.table.Table:
+def table(rows: Sequence[Cell], priced: Mapping[str, float], title: str) -> rich.table.Table:
   """Returns the cells as a table for the console; a price adds the column of cost."""
   columns = ['method', 'device', 'fits', 'GiB', 'of', 'tokens/s', 'mesh', 'rows at a time']
   out = console_table(title, columns + ['USD per million tokens'] * bool(priced), left=('method', 'device', 'mesh'))
-  for cell in cells:
+  for cell in rows:
     usd = f'{cell.dollars(priced[cell.device]):.3g}' if cell.device in priced and cell.fits else ''
     out.add_row(
       cell.method,

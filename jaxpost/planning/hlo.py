@@ -158,7 +158,7 @@ def group_of(op: Op) -> tuple[int, ...]:
     return (int(pairs[1]), int(pairs[2])) if pairs else ()
   text = op.text.partition('replica_groups=')[2]
   if match := re.match(r'\{\{([\d,]*)\}', text):
-    return tuple(int(name) for name in match[1].split(',') if name)
+    return tuple(int(n) for n in match[1].split(',') if n)
   if match := re.match(r'\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', text):
     return tuple(_iota(match[2], match[3]).reshape(_ints(match[1]))[0].tolist())
   if match := re.match(

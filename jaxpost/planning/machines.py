@@ -231,8 +231,8 @@ def devices(topology: Topology) -> list:
     cpus = jax.devices('cpu')
     if len(cpus) < topology.chips:
       raise InputError(
-        f'--topology: {topology.text}: JAX has started with {len(cpus)} '
-        'devices; set their number in a command, because a notebook cannot'
+        f'--topology: {topology.text}: JAX has started with {len(cpus)} devices; run launch.plan, which sets their '
+        'number before JAX starts, as a notebook cannot'
       )
     return cpus[: topology.chips]
   from jax.experimental import topologies

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def make_score(model: Model, layout: Layout, compute: Compute, ledger: Ledger, *, temperature: float = 1.0) -> Program:
   """Makes the program score(params, batch [M, B, T]) -> Outputs [M, B, T] of weighted tokens.
 
-  A model with a scalar head also returns `values`, those of all tokens.
+  A model with a scalar head returns `values`, of all tokens, and only these if it has no language-model head.
   """
   head = train.head_config(model, Objective(None, reads=('entropy',), temperature=temperature), layout, compute)
 

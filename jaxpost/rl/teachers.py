@@ -34,7 +34,8 @@ def privileged_rollout(rollout: Rollout, config: Any, tokenizer: Tokenizer) -> R
 
 def teacher_prompt(prompt: Prompt, config: Any, tokenizer: Tokenizer) -> Prompt:
   """Returns the prompt with the tokens of its column `config.rl.privileged`; InputError if it has none or too many."""
-  name, max_length, where = config.rl.privileged, config.rollout.max_prompt_length, f'prompt {prompt.index}'
+  name, max_length = config.rl.privileged, config.rollout.max_prompt_length
+  where = f'prompt {prompt.index}'
   if prompt.columns.get(name) is None:
     raise InputError(f'config.rl.privileged: {where} has no column {name!r}; known: {", ".join(prompt.columns)}')
   row = {**prompt.columns, 'prompt': prompt.columns[name]}

@@ -103,7 +103,7 @@ def assemble(placed: PlacedStage, workdir: epath.PathLike, writer: MetricsWriter
 
 def flops_of_updates(placed: PlacedStage, roles: Roles, updates: Sequence[Update], context: float) -> float:
   """Returns the FLOPs of a step's updates per token, if a token attends to `context` tokens on average."""
-  minibatches = placed.config.rl.minibatches if placed.algorithm.on_policy else 1  # an update has 1 / minibatches of
+  minibatches = placed.config.rl.minibatches if placed.algorithm.on_policy else 1  # each has its part of the tokens
   return sum(roles.trainable[update.role].model.flops_of_update(context) for update in updates) / minibatches
 
 

@@ -101,7 +101,7 @@ def export(inputs: Inputs, folder: epath.PathLike, params: dict) -> None:
 
 
 def adapter_base(inputs: Inputs) -> str:
-  """Returns the name of the model below a stage's adapter; '' if it has none, or if more than that is trained."""
+  """Returns the name of the model below a stage's adapter; '' without one, or if more than the adapter is trained."""
   source, model = inputs.sources['policy'], inputs.model
   while source.base is not None and source.config.lora == model.config.lora:
     source = source.base

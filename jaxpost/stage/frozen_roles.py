@@ -44,7 +44,7 @@ def make_frozen_run(
   def run(batch: Batch) -> dict[str, np.ndarray]:
     placed_batch = place(placed.score, placed.shape.micro_rows, batch)
     outputs = transfer.to_host(spec.read(role()(placed_batch)))
-    return {name: array.reshape(-1, *array.shape[2:]) for name, array in outputs.items()}  # micro-batches joined
+    return {key: array.reshape(-1, *array.shape[2:]) for key, array in outputs.items()}  # micro-batches joined
 
   return run
 

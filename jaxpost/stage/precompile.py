@@ -48,7 +48,7 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None, ev
   ahead = placed.config.rollout.staleness > 0  # the sampler runs while the policy is updated
   preserved = memory.distinct(engine.described(roles.policy.params)[0]) if engine and ahead and evaluates else {}
   unshared = {key: x for key, x in sampler.items() if key not in held}  # with `rollout.share_base`, others are held
-  max_bytes: dict[str, int] = {}  # part -> bytes of the device that needs most of it
+  max_bytes: dict[str, int] = {}  # program -> bytes of the device that needs most of it
   for mesh in dict.fromkeys(layout.mesh for layout in (placed.train, placed.rollout, placed.score)):
     device = mesh.devices.flat[0]
     ids = {d.id for d in mesh.devices.flat}
@@ -62,7 +62,7 @@ def memory_of(placed: PlacedStage, roles: Roles, engine: NativeEngine | None, ev
     )
     if placed.check_fits:
       placed.check_fits(predicted, (mesh.local_devices or jax.local_devices())[0])
-    max_bytes |= {part: max(size, max_bytes.get(part, 0)) for part, size in predicted.items()}
+    max_bytes |= {name: max(size, max_bytes.get(name, 0)) for name, size in predicted.items()}
   return memory.Memory(max_bytes)
 
 
