@@ -126,7 +126,8 @@ def test_a_text_is_found_as_if_each_row_were_parsed_and_folded(tmp_path):
   places = random.integers(0, 10, 300)
   asked = [texts[n % 300][at : at + 1 + n % 3] for n, at in enumerate(places)]
   counts = set()
-  for text in [*asked, *map(str.upper, asked), 'strasse', '": "', '", "', 'completion', '42', 'quest']:
+  after_newline = [f'n{letter}' for letter in 'ksiflu01']  # a newline is written as \\n
+  for text in [*asked, *map(str.upper, asked), *after_newline, 'strasse', '": "', '", "', 'completion', '42', 'quest']:
     wanted = text.casefold()
     found = index.find(rollout_index.Query(text=text, sort='oldest'))
     holds = [n for n, r in rows.items() if any(wanted in r[k].casefold() for k in ('prompt', 'completion', 'expected'))]

@@ -288,6 +288,8 @@ def _in_text(data: bytes, begin: int, place: int, end: int) -> bool | None:
 
   A quote in a text has a backslash before it, so `": "` begins a text and `", "` ends one.
   """
+  if (place - begin - len(data[begin:place].rstrip(b'\\'))) % 2:
+    return None  # the hit begins within an escape such as \n
   value = data.rfind(b'": "', begin, place)
   if value >= 0 and data.find(b'", "', value + 4, place) < 0:
     if data[data.rfind(b'"', begin, value) + 1 : value] in _TEXTS:
