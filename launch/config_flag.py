@@ -39,11 +39,18 @@ _PARSERS = {
 flags.disclaim_key_flags()  # --config belongs to the command that defines it
 
 
+YAML_SUFFIXES = ('.yaml', '.yml', '.json')  # JSON is YAML
+
+
 def define_config() -> flags.FlagHolder:
   """Defines --config; its value is the config with all overrides applied."""
   # ml_collections applies no overrides if sys_argv is empty; `parse` does.
   return config_flags.DEFINE_config_file(
-    'config', None, 'Config file with its arguments: FILE.py[:args], or FILE.yaml.', lock_config=True, sys_argv=[]
+    'config',
+    None,
+    'Config file with its arguments: FILE.py[:args], FILE.yaml, or the config.json of a run.',
+    lock_config=True,
+    sys_argv=[],
   )
 
 
@@ -80,7 +87,7 @@ def joined(argv: Sequence[str]) -> list[str]:
 def _read_yaml(word: str) -> str:
   """Returns --config=FILE.yaml (or a run's config.json) as the Python config that reads it; other words unchanged."""
   flag, _, path = word.partition('=')
-  if flag not in ('--config', '-config') or not path.endswith(('.yaml', '.yml', '.json')):  # JSON is YAML
+  if flag not in ('--config', '-config') or not path.endswith(YAML_SUFFIXES):
     return word
   _check_file(path)
   return f'{flag}={pathlib.Path(__file__).with_name("yaml_config.py")}:{path}'
@@ -335,7 +342,7 @@ def _check_file(name: str):
     raise InputError(f'--config: {name} is a folder; name a file in it')
   folder = path.parent
   files = {f.name: f for place in (pathlib.Path('configs'), folder) if place.is_dir() for f in _configs(place)}
-  file_name = path.name if path.suffix in ('.py', '.yaml', '.yml') else f'{path.name}.py'
+  file_name = path.name if path.suffix in ('.py', *YAML_SUFFIXES) else f'{path.name}.py'
   near = difflib.get_close_matches(file_name, files, 1)
   hint = f'did you mean {files[near[0]]}?' if near else f'{folder} has {", ".join(sorted(files)[:8]) or "no config"}'
   if not folder.is_dir():
@@ -344,4 +351,4 @@ def _check_file(name: str):
 
 
 def _configs(folder: pathlib.Path) -> list[pathlib.Path]:
-  return [f for pattern in ('*.py', '*.yaml', '*.yml') for f in folder.glob(pattern)]
+  return [f for pattern in ('*.py', '*.yaml', '*.yml', 'config.json') for f in folder.glob(pattern)]

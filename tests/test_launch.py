@@ -455,6 +455,8 @@ def test_what_fits_of_a_run(run, call, tmp_path):
 def test_the_config_that_a_run_has_saved_is_a_config(run, call):
   code, out, err = call('inspect', f'--config={run}/config.json', '--stage=sft', '--config.sft.train.steps=1')
   assert code == 0, err
+  refused(call('inspect', f'--config={run}/confg.json'), 2, f'did you mean {run}/config.json')
+  refused(call('inspect', f'{run}/config.json'), 2, f'write --config={run}/config.json')
 
 
 def test_a_folder_without_its_flag(call, tmp_path):
