@@ -108,8 +108,9 @@ def test_filters(run, query, count):
 def test_a_text_is_found_as_if_each_row_were_parsed_and_folded(tmp_path):
   """Files are searched as bytes. Letters whose case folding is longer, or in ASCII, must not make a difference."""
   random = np.random.default_rng(0)
-  letters = [*'kKsSiIfFlL n"\\\n', *'ßẞſKİıŉǰﬁﬄﬆÖöΣςσᾼᾳДдꭰᏠ数🙂', '\u2028', '\x01', '\ud800', '\ufffd']
+  letters = [*'kKsSiIfFlL n"\\\n', *'ßẞſKİıŉǰﬁﬄﬆÖöΣςσᾼᾳДдꭰᏠ数🙂', '\u2028', '\x01', '\ufffd']
   texts = [''.join(random.choice(letters, 12)) for _ in range(300)]
+  texts[50:100] = [text + '\ud800' for text in texts[50:100]]
   for step in range(6):
     path = tmp_path / f'samples/grpo/{step}.jsonl'
     metrics = [row(step, 0, s, completion=text) for s, text in enumerate(texts[50 * step : 50 * step + 50])]
@@ -123,6 +124,7 @@ def test_a_text_is_found_as_if_each_row_were_parsed_and_folded(tmp_path):
   index = rollout_index.Index(tmp_path)
   rows = {e['id']: json.loads(index._line(e['id'])) for e in index.episodes}
   assert 200 < len(rows) < 299
+  assert [file.foreign for file in index._files.values()] == [False, True, True, False, False, True]
   places = random.integers(0, 10, 300)
   asked = [texts[n % 300][at : at + 1 + n % 3] for n, at in enumerate(places)]
   counts = set()
