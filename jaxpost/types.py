@@ -141,7 +141,7 @@ class Rollout:
     from_data: completions are demonstrations, nothing was sampled.
     mask: True on tokens that the policy sampled; None: it sampled all.
     versions: the version of each token, if weights were updated in the middle of the rollout; None: `version`.
-    rewards: {name: rewards that an environment gave or that were recorded with the rollout}; NaN: none.
+    rewards: {name: [N] float64} that an environment gave, or that were recorded with the rollout; NaN: none.
     turn_rewards: rewards of turns, at the last token of each; `rewards` has their sums, too.
     verdicts: `Experience.verdicts` that were recorded with the rollout.
     messages: the turns of model and tools, of each sequence.

@@ -29,6 +29,7 @@ from jaxpost.stage import field_names
 
 _OVERRIDE = re.compile(r'--?(?P<no>no)?config\.(?P<path>[^=]+)(?P<value>=.*)?', re.DOTALL)
 _SEVERAL = re.compile(r'\s*(\(.*\)|\[.*\])\s*', re.DOTALL)  # a tuple or list
+YAML_SUFFIXES = ('.yaml', '.yml', '.json')  # JSON is YAML
 _PARSERS = {
   bool: flags.BooleanParser(),
   int: flags.IntegerParser(),
@@ -39,18 +40,11 @@ _PARSERS = {
 flags.disclaim_key_flags()  # --config belongs to the command that defines it
 
 
-YAML_SUFFIXES = ('.yaml', '.yml', '.json')  # JSON is YAML
-
-
 def define_config() -> flags.FlagHolder:
   """Defines --config; its value is the config with all overrides applied."""
   # ml_collections applies no overrides if sys_argv is empty; `parse` does.
   return config_flags.DEFINE_config_file(
-    'config',
-    None,
-    'Config file with its arguments: FILE.py[:args], FILE.yaml, or the config.json of a run.',
-    lock_config=True,
-    sys_argv=[],
+    'config', None, 'Config file: FILE.py[:args], FILE.yaml, or config.json of a run.', lock_config=True, sys_argv=[]
   )
 
 

@@ -168,10 +168,8 @@ def _one_line(error: BaseException, argv: list[str]) -> str:
 def _missing_flags(names: list[str], argv: list[str]) -> str:
   """Returns the message about missing required flags."""
   flags_text = ' and '.join(f'--{name}' for name in names)
-  for name, is_value in (
-    ('config', lambda value: value.endswith(('.py', *config_flag.YAML_SUFFIXES))),
-    ('run', os.path.isdir),
-  ):
+  suffixes = ('.py', *config_flag.YAML_SUFFIXES)
+  for name, is_value in (('config', lambda value: value.endswith(suffixes)), ('run', os.path.isdir)):
     for word in argv[1:] if name in names else ():
       value = word.removeprefix(f'{name}=')
       if not word.startswith('-') and is_value(value):

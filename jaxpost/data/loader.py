@@ -93,9 +93,9 @@ class PackedStream:
   Batches are built ahead in a thread; `state()` is the position after the last batch that was returned.
 
   info has `tokens` (without padding), `packing_efficiency` (tokens / (B T)), `mean_context` (tokens that a token
-  attends to), `documents`, `truncated` and `dropped` (documents of the windows that this batch begins), `epochs`
-  (documents of the stream up to this batch / rows) and, with several sources, the documents of source n from 0,
-  `data/<n>/documents`.
+  attends to), `documents` (in this batch), `truncated` and `dropped` (of the windows that this batch begins), `epochs`
+  (documents of the stream up to the end of this batch / rows) and, with several sources, the documents in it of source
+  n from 0, `data/<n>/documents`.
   """
 
   def __init__(
@@ -123,8 +123,8 @@ class PackedStream:
       shuffle: False keeps the documents in file order.
       window: W; 0 for as many documents as fill about 64 rows.
       packing: False gives each document a row of its own.
-      overlong: what to do with documents above T tokens: 'truncate', 'drop' or 'error'. A truncated document without a
-        trained token is dropped.
+      overlong: what to do with documents above T tokens: 'truncate', 'drop' or 'error'. A document without a trained
+        token, truncated or not, is dropped.
       where: row number -> its place, for errors.
       per: how weights are normalized, see `packing.to_batch`.
       sizes, weights: rows and weight of each source, see `order`.
@@ -236,7 +236,7 @@ class PackedStream:
       window, row = window + 1, 0
 
   def _finish(self, rows: list[PackedRow], counts: dict[str, int], documents: float) -> tuple[Batch, dict]:
-    """Makes (batch, info) of B rows; `documents` is the number of documents of the stream up to the batch."""
+    """Makes (batch, info) of B rows; `documents` is the number of documents of the stream up to its end."""
     batch, tokens, context = self._build(rows)
     sources = np.searchsorted(self._stops, [number for row in rows for number, _ in row], 'right')
     info = {

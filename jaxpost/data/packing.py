@@ -124,7 +124,7 @@ def _fill(fields: dict[str, np.ndarray], place: Place, example: Example) -> None
   sequences = example.sequence_ids
   if sequences is not None:
     last = fields['sequence_ids'][row].max()
-    # The chosen sequence of a pair has an odd id, so that of the sequence before a pair must be even.
+    # The chosen sequence of a pair has an odd id, so the ids of a pair start after an even number.
     last += last % 2 if sequences.max(initial=0) > 1 else 0
     fields['sequence_ids'][place] = np.where(sequences > 0, last + sequences, 0)
 

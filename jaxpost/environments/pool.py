@@ -133,7 +133,7 @@ class EnvironmentPool:
     self._reaper = process.Reaper()
 
     def make() -> Environment:
-      worker = process.Worker('jaxpost.environments.worker', setup, variables, self._reaper, what=f'environment {spec}')
+      worker = process.Worker('jaxpost.environments.worker', setup, variables, self._reaper, f'environment {spec}')
       return Environment(worker, timeout_s)
 
     self.all = [make() for _ in range(workers)]

@@ -245,23 +245,23 @@ def _check_experts(fields: ExpertFields, raw: dict[str, Any], family: Family, wh
     raise InputError(f'{where}: moe_layer_end_index={end_layer!r} is not supported (only the last layer, {last_layer})')
 
 
-def _check_combinations(experts: Experts, fields: ExpertFields, raw: dict[str, Any], where: str) -> None:
+def _check_combinations(config: Experts, fields: ExpertFields, raw: dict[str, Any], where: str) -> None:
   """Raises InputError for the first combination of sizes that is impossible or not supported."""
-  group_size = experts.num // experts.groups
+  group_size = config.num // config.groups
   layers = raw['num_hidden_layers']
-  if experts.limit and raw['hidden_act'] != 'silu':
+  if config.limit and raw['hidden_act'] != 'silu':
     problem = f'hidden_act={raw["hidden_act"]!r} is not supported (only silu)'
-  elif experts.top_k > experts.num:
-    problem = f'num_experts_per_tok={experts.top_k} of {experts.num} experts'
+  elif config.top_k > config.num:
+    problem = f'num_experts_per_tok={config.top_k} of {config.num} experts'
   # A group is ranked by the sum of its two best experts (DeepSeek-V3, section 2.1.2).
-  elif experts.num % experts.groups or (experts.groups > 1 and group_size < 2):
-    problem = f'n_group={experts.groups} of {experts.num} experts is not supported'
-  elif experts.top_groups > experts.groups:
-    problem = f'topk_group={experts.top_groups} of {experts.groups} groups is not supported'
-  elif experts.top_k > experts.top_groups * group_size:
-    problem = f'num_experts_per_tok={experts.top_k} of {experts.top_groups} groups of {group_size} is not supported'
-  elif experts.first_dense >= layers:
-    problem = f'{fields.first_dense}={experts.first_dense} of {layers} layers is not supported'
+  elif config.num % config.groups or (config.groups > 1 and group_size < 2):
+    problem = f'n_group={config.groups} of {config.num} experts is not supported'
+  elif config.top_groups > config.groups:
+    problem = f'topk_group={config.top_groups} of {config.groups} groups is not supported'
+  elif config.top_k > config.top_groups * group_size:
+    problem = f'num_experts_per_tok={config.top_k} of {config.top_groups} groups of {group_size} is not supported'
+  elif config.first_dense >= layers:
+    problem = f'{fields.first_dense}={config.first_dense} of {layers} layers is not supported'
   else:
     return
   raise InputError(f'{where}: {problem}')

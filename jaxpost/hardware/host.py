@@ -15,7 +15,7 @@ def tune_host() -> bool:
 
   JAX may take GPU_SHARE of a GPU's memory, not 0.75, unless the environment sets another share. If JAX runs on the CPU,
   malloc keeps its pages until the process ends: without page faults for XLA's temporaries, a training step is 1.3 times
-  as fast. Calls after the start of JAX have no effect.
+  as fast. JAX reads its share when it starts, so a later call no longer changes it.
 
   Returns:
     Whether malloc keeps its pages (glibc only).

@@ -182,7 +182,7 @@ def _packed_rows(count: int, length: int) -> tuple[jax.Array, jax.Array]:
   full = [length // 3, length // 2 + length // 8, length]
   ends = jnp.array([with_padding, full])[:count]  # of the documents
   index = jnp.arange(length)
-  document = jax.vmap(lambda ends: jnp.searchsorted(ends, index, side='right'))(ends)  # [rows, T] 0 to 2; 3: padding
+  document = jax.vmap(lambda row: jnp.searchsorted(row, index, side='right'))(ends)  # [rows, T] 0 to 2; 3: padding
   starts = jnp.concatenate([jnp.zeros((count, 1), int), ends], axis=1)
   segment_ids = ((document + 1) % 4).astype(jnp.int32)  # 1, 2, 3; 0: padding
   return segment_ids, index - jnp.take_along_axis(starts, document, axis=1)
@@ -219,7 +219,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
   with fewer heads. The stripes of a row that is split are computed one after the other.
   """
   if name == DECODE:
-    # The kernel splits the entries of a slot over thread blocks if there are few slots, but not if there are many.
+    # The kernel splits the entries of a slot over thread blocks if slots are few; the case of many also has more held.
     return dict(out=max(_decode_error(work, dtype, window, *sizes) for sizes in _DECODED))
   length, size, values = work.length, work.head_dim, work.value_dim
   rows, kv_heads = _sizes(work)
@@ -266,7 +266,7 @@ def errors(name: str, work: AttentionShape, dtype: str, window: int) -> dict[str
 def _decode_error(work: AttentionShape, dtype: str, window: int, slots: int, held: int, room: int, block: int) -> float:
   """Returns the error of the kernel for single tokens, see `errors`.
 
-  It decodes `slots` of the `held` slots of a cache of `room` entries, after `block` tokens that are not in the cache.
+  It decodes `slots` of the `held` slots of a cache of `room` entries, amid `block` entries that follow the cache.
   """
   from jaxpost.models import decode_triton, decoding
 

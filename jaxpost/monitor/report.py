@@ -253,15 +253,15 @@ def write_report(workdir: epath.PathLike, rows: Sequence[Mapping] | None = None)
   """Writes report.html from the files of a run, finished or not, and its rows of metrics (None: read them, too)."""
   workdir = epath.Path(workdir)
   rows = read_rows(workdir / 'metrics.jsonl') if rows is None else rows
-  summary = _read_json(workdir / 'summary.json', {})
+  saved = _read_json(workdir / 'summary.json', {})
   config = _read_json(workdir / 'config.json', {})
   stages = _stages(rows)
-  warnings = summary.pop('warnings', ())
-  values = summary or figures(rows)
+  warnings = saved.pop('warnings', ())
+  values = saved or figures(rows)
   methods = {stage: _algorithm(config, stage) for stage in stages}
   text = _template().render(
     name=object_store.resolved(workdir).rpartition('/')[2],
-    wall_s=summary.get('wall_s'),
+    wall_s=saved.get('wall_s'),
     resumes=read_growing(workdir / 'resumes.jsonl'),
     warnings=warnings,
     stages={
@@ -291,7 +291,7 @@ def _algorithm(config: dict, stage: str) -> str:
 
 
 def start_of_run(workdir: epath.Path) -> dict[str, Any]:
-  """Returns the last start: facts {label: text}, changes {stage: {field: value}}, config file, overrides, and count."""
+  """Returns the last start: facts, changes {stage: {field: value}}, recipe (config file), overrides and count."""
   rows = read_growing(workdir / 'starts.jsonl')
   if not rows:
     return {}

@@ -35,7 +35,7 @@ def says_nothing_new(key: str, values: Mapping[str, float]) -> bool:
   """Returns whether a line with all other values can omit this one, because it is repeated or rarely of interest.
 
   With a single reward, its mean is the reward and pass@k by it is pass@k. The NLL is the loss of SFT. Standard
-  deviations, and counts of failures that are 0, are in metrics.jsonl only.
+  deviations, and counts of failures that are 0, are left to metrics.jsonl.
   """
   if key.endswith('/std') or (key == 'ungraded_prompts' and not values[key]):
     return True

@@ -189,7 +189,7 @@ class Judge:
 
 
 class Verdict(NamedTuple):
-  """The outcome of one request: the score in the reply, or None and, if it was not answered, the reason."""
+  """The outcome of one request: the scores in the reply, or None and, if it was not answered, the reason."""
 
   score: Any = None
   error: str | None = None

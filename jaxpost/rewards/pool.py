@@ -113,7 +113,7 @@ class RewardPool:
     self._closed = False
 
   def check_rows(self, rows: Any, names: Sequence[str] | None = None) -> None:
-    """Like `check`, for every row; also refuses values that JSON cannot represent, and null if only built-ins grade.
+    """Like `check`, for every row; also refuses values that JSON cannot represent, and null for all built-ins.
 
     Args:
       rows: `data.sources.Rows`; if they are read lazily, only the columns of the first are checked.

@@ -106,7 +106,7 @@ class RankJudge(judge.Judge):
   def _rank(
     self, prompt: str | list[dict], texts: Sequence[str], columns: dict, deadline: float, order: Sequence[int]
   ) -> judge.Verdict:
-    """Shows the texts in this order and asks for their ranking; returns one score for each text, in list order."""
+    """Shows the texts in this order and asks for their ranking; the verdict has a score for each, in list order."""
     answers = '\n\n'.join(f'Answer {place}:\n{texts[n]}' for place, n in enumerate(order, 1))
     text = self.fill({'prompt': judge.prompt_text(prompt), 'answers': answers, 'count': len(order), **columns})
     return self.ask(text, deadline, functools.partial(self._read_ranking, order))

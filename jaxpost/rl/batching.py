@@ -70,7 +70,7 @@ def prompt_lengths(rollout: Rollout) -> np.ndarray:
 
 
 class Place(NamedTuple):
-  """The columns [start, end) of a row that a sequence fills, as a branch of a document (a segment), numbered from 1.
+  """The columns [start, end) of a row that a sequence fills, as a branch of a document (a segment), both from 1.
 
   The first branch starts with the whole prompt, the others with its last token; the completion starts at `first`.
   """

@@ -99,7 +99,7 @@ class Round:
   """One call of the sampler, and its rewards; dynamic sampling draws several rounds for one step.
 
   Attributes:
-    pending: groups that the workers grade; None: there is no reward function.
+    pending: groups that the workers grade; None: no function grades them, or `graded` has their rewards.
     greedy: one greedy answer to each prompt.
     from_earlier_step: its groups were left over by an earlier step.
     graded: rewards of each group, where these are known already.

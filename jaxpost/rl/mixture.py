@@ -56,8 +56,8 @@ def parse(config: typing.Any, names: Sequence[str], rows: Rows | Chain, held_out
     config: the resolved config of the stage.
     names: names of the reward functions, see `RewardPool.names`.
     rows: the rows of as many sources as there are entries.
-    held_out: `rows` are for evaluation, and may be of one source, which all functions grade. The result then has the
-      temperature alone, or is ().
+    held_out: `rows` may be for evaluation. If they are then of one source for several entries, all functions grade
+      them, and the result has the temperature alone, or is ().
 
   Raises:
     InputError: an entry is wrong, or does not go with another field.

@@ -200,7 +200,7 @@ def _pairs(stage: str, step: int, rows: Sequence[tuple[dict, dict]]) -> Iterator
       by_split[row['split']][_key(row)[1:3]].append(values)
   for split, prompts in by_split.items():
     means = [tuple(statistics.fmean(rewards) for rewards in zip(*values)) for values in prompts.values()]
-    differences = [other - row for row, other in means]
+    differences = [second_mean - first_mean for first_mean, second_mean in means]
     middle, half_interval = statistics.fmean(differences), half_width(differences)
     first, second = (statistics.fmean(rewards) for rewards in zip(*means))
     yield Paired(

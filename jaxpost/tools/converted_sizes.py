@@ -82,8 +82,8 @@ def _without_the_prompt(setting: Setting, given: dict[str, Any]) -> Setting:
   prompt = integer(given, 'max_prefill_predict_length')
   if prompt and isinstance(setting.value, int) and setting.value > prompt:
     return Setting(setting.name, setting.value - prompt, setting.fields)
-  factor = 'max_prefill_predict_length, which the file lacks or which is not below it'
-  return setting.unmapped(f'rollout.max_new_tokens is this less {factor}')
+  prompt_field = 'max_prefill_predict_length, which the file lacks or which is not below it'
+  return setting.unmapped(f'rollout.max_new_tokens is this less {prompt_field}')
 
 
 def without_overridden(library: str, settings: list[Setting], given: dict[str, Any]) -> list[Setting]:

@@ -76,12 +76,12 @@ class Worker:
     setup: the first JSON line that it receives; has 'start_timeout_s'.
     variables: its environment variables.
     reaper_process: kills the worker if this process is killed.
-    what: the name of the worker in error messages.
+    label: the name of the worker in error messages.
   """
 
-  def __init__(self, module: str, setup: dict, variables: dict[str, str], reaper_process: Reaper, what: str) -> None:
+  def __init__(self, module: str, setup: dict, variables: dict[str, str], reaper_process: Reaper, label: str) -> None:
     self._module = module
-    self._label = what
+    self._label = label
     self._setup = setup
     self._variables = variables
     self._reaper = reaper_process
@@ -290,7 +290,7 @@ class Printed:
     self._remaining = _SHOWN_LINES  # lines that may still be shown; -1: some were not shown
 
   def next_batch(self) -> None:
-    """Allows 20 more lines."""
+    """Allows 20 lines again."""
     self._remaining = _SHOWN_LINES
 
   def show(self, worker: Worker, printed: str, cut: int) -> None:

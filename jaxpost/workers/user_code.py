@@ -1,6 +1,6 @@
 """Error texts about reward functions: reserved arguments, missing columns, the line of the user in a traceback.
 
-`call.py` uses them in a worker process; the parent process imports only this module.
+`call.py` uses them in a worker process; `process.py` and the pools use them in the process that owns the workers.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from jaxpost.tools.accelerator import rows as rows_lib
 # After these errors a device does not work any more: the process ends, and the supervisor starts another.
 _FATAL = ('CUDA_ERROR_ILLEGAL_ADDRESS', 'CUDA_ERROR_LAUNCH_FAILED', 'CUDA_ERROR_ASSERT', 'device-side assert')
 
-_MARGIN = 5.0  # seconds before the end of the budget, for the row to report its error
+_MARGIN = 5.0  # seconds before the end of the budget, for the row to report its results so far, or its error
 
 # Errors of measurements, of JAX (JaxRuntimeError is a RuntimeError) and of time limits. Any other error ends the
 # process, and is the row's error as well.
