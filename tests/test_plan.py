@@ -980,6 +980,7 @@ def test_what_the_models_of_a_run_cannot_do_is_not_planned(over, field):
     ('sft', dict(mesh=dict(rollout_devices=4)), 'mesh.rollout_devices: sft samples nothing'),
     ('sft', dict(mesh=dict(score_devices=2)), 'mesh.score_devices: sft has no reference'),
     ('sft', dict(train=dict(share_prompt=True)), 'train.share_prompt: sft samples nothing'),
+    ('sft', dict(save=dict(keep_best='loss')), 'save.keep_best: nothing is evaluated'),
     ('grpo', dict(reference=dict(every=1)), 'reference.every: grpo reads no reference model'),
   ],
 )

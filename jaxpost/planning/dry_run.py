@@ -17,7 +17,7 @@ from jaxpost.data.examples import Documents
 from jaxpost.errors import InputError, did_you_mean
 from jaxpost.models import model as model_lib
 from jaxpost.models import presets
-from jaxpost.stage import checks, model_folders, moving_reference, optim, sampling_inputs, weight_sources
+from jaxpost.stage import checks, model_folders, sampling_inputs, weight_sources
 from jaxpost.stage import prepare as prepare_lib
 from jaxpost.stage.records import Data, HeldOutData, Inputs, PreparedStage, Source
 from jaxpost.storage import manifest
@@ -90,10 +90,7 @@ def with_made_up_data(inputs: Inputs) -> PreparedStage:
 
 def make_inputs(name: str, algorithm: Algorithm, config: Config, before: Sequence[PreparedStage] = ()) -> Inputs:
   """Makes the inputs of a stage from its resolved config (`stage.prepare.resolve`) alone."""
-  optim.check(config.optim)
-  checks.check_mesh(config, algorithm)
-  if config.reference.every:
-    moving_reference.check(config, algorithm)
+  checks.check_config(config, algorithm)
   section = config.model
   if section.path:
     source = find(section.path, 'config.model.path', {}, section.text_only)

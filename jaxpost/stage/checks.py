@@ -39,7 +39,7 @@ def samples(config: Config, algorithm: Algorithm) -> bool:
 
 
 def check_config(config: Config, algorithm: Algorithm) -> None:
-  """Refuses errors that show in the config alone, without data or weights."""
+  """Refuses errors that show in the config alone, in a run or a plan: without data, weights or the run's host."""
   optim.check(config.optim)
   check_mesh(config, algorithm)
   if config.reference.every:
@@ -50,8 +50,6 @@ def check_config(config: Config, algorithm: Algorithm) -> None:
     config.save.keep_best and not config.eval.data.path,
     'config.save.keep_best: nothing is evaluated; set config.eval.data.path',
   )
-  check_sizes(config, algorithm.on_policy)
-  refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
 
 
 def check_sections(stages: Collection[tuple[Algorithm, Config]]) -> None:

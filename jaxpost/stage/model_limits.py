@@ -47,7 +47,7 @@ def check(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> None:
 
 
 def _longest_document(config: Config, algorithm: Algorithm) -> tuple[str, int]:
-  """Returns the tokens that a document may have, and the fields of the config that say so."""
+  """Returns (the fields of the config that limit a document, its largest number of tokens)."""
   if algorithm.on_policy:  # a row may hold several completions, each after its prompt
     rollout = config.rollout
     return 'rollout: max_prompt_length + max_new_tokens', rollout.max_prompt_length + rollout.max_new_tokens
@@ -65,8 +65,7 @@ def with_readable_pairs(config: Config, algorithm: Algorithm, role_sources: Mapp
         'recurrent state, or rotates a prompt by the length of its answer (RoPE scaling)',
         role,
       )
-      preference = dataclasses.replace(config.preference, share_prompt=False)
-      config = dataclasses.replace(config, preference=preference)
+      config = dataclasses.replace(config, preference=dataclasses.replace(config.preference, share_prompt=False))
       algorithm.check(config)
       break
   return config

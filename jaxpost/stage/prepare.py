@@ -69,6 +69,8 @@ def prepare(
 ) -> PreparedStage:
   """Prepares one stage; `config` is resolved, see `resolve`, and `before` are the stages that run before this one."""
   checks.check_config(config, algorithm)
+  checks.check_sizes(config, algorithm.on_policy)
+  refuse(not config.data.path, 'config.data.path: is empty; name a file, a folder, org/name or generated:arithmetic')
   if algorithm.scalar_head or config.reward_model.per_step or 'reward_model' in config.rewards_tuple():
     from jaxpost.stage import reward_models
 
