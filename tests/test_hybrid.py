@@ -252,7 +252,7 @@ def test_pages_branches_and_split_rows_are_refused():
 
 
 @pytest.mark.parametrize('family', ['qwen3_5_text'])
-@pytest.mark.parametrize('algorithm', ['dpo', 'online_dpo'])
+@pytest.mark.parametrize('algorithm', ['dpo', pytest.param('online_dpo', marks=pytest.mark.ci)])
 def test_pairs_share_no_prompt(folder, algorithm, tmp_path, caplog):
   """By default they do, with models that can read such rows; the line says what is done here."""
   data = dict(path='generated:arithmetic_pairs:max=9,ops=+,split=train,size=20')
