@@ -298,7 +298,7 @@ def test_overrides_without_a_config_are_refused():
 
 
 LINES = {
-  'none': ((), 'needs --config and --workdir: --config is the config file .*; --workdir is the folder of the run: .*'),
+  'none': ((), 'needs --config and --workdir: --config is the config file: .*; --workdir is the folder of the run: .*'),
   'a word': (('configs/quickstart.py',), "'configs/quickstart.py' is no flag; write --config=configs/quickstart.py"),
   'two dashes': (('config=../x.yaml', 'workdir=w'), "'config=../x.yaml' is no flag; write --config=../x.yaml"),
   'near': (
