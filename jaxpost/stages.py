@@ -18,7 +18,7 @@ from jaxpost import loop
 from jaxpost.distributed import coordination, watchdog
 from jaxpost.errors import InputError, PeerError
 from jaxpost.hardware import signals
-from jaxpost.models import partition
+from jaxpost.models import model as model_lib
 from jaxpost.monitor import activity as activity_lib
 from jaxpost.monitor import metrics, program_table
 from jaxpost.monitor import start as start_lib
@@ -301,7 +301,7 @@ def _takes_over(placed: PlacedStage, before: PlacedStage) -> bool:
 def _adopt(params: dict, before: PlacedStage, placed: PlacedStage) -> dict:
   """Returns the weights of the stage before in the model structure, layout and type of the next one."""
   config = placed.config
-  return partition.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, seed=config.seed)
+  return model_lib.adopt(params, before.model, placed.model, placed.train, config.model.param_dtype, seed=config.seed)
 
 
 def _plan(placed: PlacedStage, stage: loop.Stage) -> dict:

@@ -21,7 +21,8 @@ import jaxpost
 from jaxpost import stages
 from jaxpost.data import sources, tokenizer
 from jaxpost.errors import InputError
-from jaxpost.models import lora, partition
+from jaxpost.models import lora
+from jaxpost.models import model as model_lib
 from jaxpost.monitor import activity, metrics, start, timeline, titles
 from jaxpost.programs import compile as compile_lib
 from jaxpost.stage import config as config_lib
@@ -491,7 +492,7 @@ def test_max_samples_of_a_mixture():
   ],
 )
 def test_peft_names_of_targets(theirs, ours):
-  assert lora.target_pattern(theirs, partition.build(tiny.config()).table, 2) == ours
+  assert lora.target_pattern(theirs, model_lib.build(tiny.config()).table, 2) == ours
 
 
 def test_warmup_ratio():

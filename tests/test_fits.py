@@ -16,7 +16,8 @@ import pytest
 from configs import dpo_hh, grpo_gsm8k, sft_gsm8k
 from jaxpost.distributed import phases
 from jaxpost.errors import InputError
-from jaxpost.models import partition, presets, transformer
+from jaxpost.models import model as model_lib
+from jaxpost.models import presets, transformer
 from jaxpost.planning import arithmetic, dry_run, fits, machines, nearest, sampling_arithmetic, search
 from jaxpost.rollout import buckets
 from jaxpost.stage import config as config_lib
@@ -69,7 +70,7 @@ def test_adapters_are_all_that_has_moments(module):
 @pytest.mark.parametrize('name', ['sgd', 'lion', 'adafactor', 'muon'])
 def test_states_are_those_of_the_optimizer(name):
   """One moment, none, or of Adafactor one for a row and a column; Muon's matrices have one, all else Adam's two."""
-  table = partition.build(presets.PRESETS[NAME]).table
+  table = model_lib.build(presets.PRESETS[NAME]).table
   matrices = sum(math.prod(x.shape) for x in table.values() if x.matrix and x.stack)
   least, most = dict(
     sgd=(0, 8), lion=(4 * SIZE, 4 * SIZE + 8), adafactor=(0, 0.02 * SIZE), muon=(8 * SIZE - 4 * matrices,) * 2

@@ -20,7 +20,7 @@ import tiny
 from jaxpost import stages, types
 from jaxpost.errors import InputError
 from jaxpost.formats import hf, hf_export, peft, tensor_layout
-from jaxpost.models import lora, parameters, partition
+from jaxpost.models import lora, parameters
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import leaf
 from jaxpost.monitor import metrics
@@ -71,16 +71,16 @@ def near(one, two, tolerance=3e-5):
 
 
 def test_rank_0_is_the_model_itself():
-  model = partition.build(tiny.config())
+  model = model_lib.build(tiny.config())
   assert model.table == model_lib.build(tiny.config()).table
-  frozen = partition.freeze(model, '')
-  assert not frozen.frozen and partition.trained_part(frozen).table == model.table
+  frozen = model_lib.freeze(model, '')
+  assert not frozen.frozen and model_lib.trained_part(frozen).table == model.table
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('unroll', [True, False])
 def test_fresh_adapters_change_nothing(dtype, unroll):
-  model = partition.build(config())
+  model = model_lib.build(config())
   compute = dataclasses.replace(tiny.EXACT, dtype=dtype, residual=dtype, unroll=unroll)
   params, ids = tiny.params(model), tiny.tokens((2, 9))
   assert all(np.any(p['a']) and not np.any(p['b']) for p in params[parameters.ADAPTER_ROOT]['layers'].values())
@@ -95,7 +95,7 @@ def test_fresh_adapters_change_nothing(dtype, unroll):
 @pytest.mark.parametrize('unroll', [True, False])
 @pytest.mark.parametrize('targets, rslora', [(ALL, False), ('layers/[qo]', True)])
 def test_merged_weights_compute_the_same(targets, rslora, unroll):
-  model = partition.build(config(targets, rslora=rslora))
+  model = model_lib.build(config(targets, rslora=rslora))
   compute = dataclasses.replace(tiny.EXACT, unroll=unroll, remat='full')
   params, ids = params_of(model), tiny.tokens((2, 9))
   merged = model.merge(params)
@@ -107,7 +107,7 @@ def test_merged_weights_compute_the_same(targets, rslora, unroll):
 
 
 def test_a_starts_as_in_peft():
-  model = partition.build(config(rank=8))
+  model = model_lib.build(config(rank=8))
   found = model.init(jax.random.key(0))[parameters.ADAPTER_ROOT]['layers']
   for name, inputs in {'q': 32, 'o': 4 * 8, 'down': 48}.items():
     a, bound = np.asarray(found[name]['a']), 1 / math.sqrt(inputs)
@@ -116,7 +116,7 @@ def test_a_starts_as_in_peft():
 
 
 def test_adapters_are_sharded_as_their_matrices():
-  rows = partition.build(config()).table
+  rows = model_lib.build(config()).table
   assert rows['lora/layers/o/a'].axes == ('layers', 'heads', None, None)
   assert rows['lora/layers/o/b'].axes == ('layers', 'rank', 'embed')
   assert rows['lora/layers/o/a'].shape == (2, 4, 8, 3)
@@ -141,7 +141,7 @@ def gradient(model, params, batch, micro, step=0, unroll=True):
     tiny.one_device(),
     dataclasses.replace(tiny.EXACT, unroll=unroll),
   )
-  own, fixed = partition.split(params, model)
+  own, fixed = model_lib.split(params, model)
   split = jax.tree.map(lambda x: jnp.reshape(x, (-1, micro, *x.shape[1:])), batch)
   return jax.jit(lambda p, b: train.accumulate(lambda p, m: loss(p, m, step, {'params': fixed}), p, b))(own, split)
 
@@ -158,7 +158,7 @@ def test_dropout_keeps_the_mean():
 
 @pytest.mark.parametrize('unroll', [True, False])
 def test_dropout_depends_on_text_and_step_not_on_place(unroll):
-  model = partition.freeze(partition.build(config('q|o'), dropout=0.4), '')
+  model = model_lib.freeze(model_lib.build(config('q|o'), dropout=0.4), '')
   params, batch = params_of(model), rows_batch()
   (one, _), grads = gradient(model, params, batch, 4)
   (two, _), other = gradient(model, params, jax.tree.map(lambda x: x[::-1], batch), 2, unroll=unroll)
@@ -215,7 +215,7 @@ def torch_logits(network, ids):
 def load(folder, adapter, cfg):
   """(model, parameters) of a base folder with an adapter folder on it."""
   layout = tiny.one_device()
-  model = partition.freeze(partition.build(dataclasses.replace(cfg, lora=peft.read_spec(adapter, cfg))), '')
+  model = model_lib.freeze(model_lib.build(dataclasses.replace(cfg, lora=peft.read_spec(adapter, cfg))), '')
   params = hf.load_params(folder, model.base, model.base.shardings(layout), 'float32')
   return model, params | peft.load(adapter, model, model.shardings(layout))
 
@@ -246,7 +246,7 @@ def test_folder_and_gradients_of_peft(based, tmp_path, fields):
   assert float(value) == pytest.approx(loss.item(), rel=1e-5)
   theirs = {name.replace('.default', ''): p.grad.numpy() for name, p in network.named_parameters() if p.requires_grad}
   ours = dict(
-    hf_export.export_tensors(tensor_layout.table(model.config, partition.trained_part(model).table), grads, np.float32)
+    hf_export.export_tensors(tensor_layout.table(model.config, model_lib.trained_part(model).table), grads, np.float32)
   )
   assert ours.keys() == theirs.keys()
   for name in ours:
@@ -260,7 +260,7 @@ def read_by_peft(based, out, targets, rslora):
   from transformers import AutoModelForCausalLM
 
   folder, cfg = based
-  model = partition.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, targets)))
+  model = model_lib.build(dataclasses.replace(cfg, lora=(3, 5.0, rslora, targets)))
   params = params_of(model) | hf.load_params(folder, model.base, model.base.shardings(tiny.one_device()), 'float32')
   peft.writer(model, params, str(folder))(out)
   network = library.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), out)
@@ -320,7 +320,7 @@ def test_peft_loads_adapters_of_matrices_in_one_tensor(phi, tmp_path, targets, r
 
 def test_matrices_mixed_by_an_adapter_are_refused(phi, tmp_path):
   folder, cfg = phi
-  model = partition.build(dataclasses.replace(cfg, lora=(2, 4.0, False, 'q|k|v')))
+  model = model_lib.build(dataclasses.replace(cfg, lora=(2, 4.0, False, 'q|k|v')))
   peft.writer(model, params_of(model), str(folder))(tmp_path)
   file = tmp_path / 'adapter_model.safetensors'
   tensors = dict(safetensors.numpy.load_file(file))
@@ -336,7 +336,7 @@ def test_matrices_mixed_by_an_adapter_are_refused(phi, tmp_path):
 @pytest.mark.parametrize('targets', ['q', 'q|o', 'gate'])
 def test_one_of_fused_matrices_is_not_written(tmp_path, caplog, targets):
   """In Phi-3 `peft` has one adapter for q, k and v together."""
-  model = partition.build(tiny.config(lora=(2, 4.0, False, targets), **FUSED))
+  model = model_lib.build(tiny.config(lora=(2, 4.0, False, targets), **FUSED))
   peft.writer(model, params_of(model), 'base')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists()
   assert 'matrices in one tensor; for `peft`, all need adapters' in caplog.text
@@ -344,14 +344,14 @@ def test_one_of_fused_matrices_is_not_written(tmp_path, caplog, targets):
 
 def test_without_a_named_base_no_adapter_is_written(tmp_path, caplog):
   """Weights that were drawn at random have no name that peft could load them by."""
-  model = partition.build(tiny.config(lora=(2, 4.0, False, 'q')))
+  model = model_lib.build(tiny.config(lora=(2, 4.0, False, 'q')))
   peft.writer(model, {}, '')(tmp_path / 'adapter')
   assert not (tmp_path / 'adapter').exists() and 'its base model has no name' in caplog.text
 
 
 def test_sampled_weights_are_not_rounded_to_the_type_of_the_base():
   """The trainer adds adapters to a bfloat16 base in float32; so does the sampler that computes in float32."""
-  model = partition.build(tiny.config(lora=(2, 4.0, False, 'o')))
+  model = model_lib.build(tiny.config(lora=(2, 4.0, False, 'o')))
   params = params_of(model)
   base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), without(params)) | {'lora': params['lora']}
   weights = reshard.Reshard(model, tiny.one_device('rollout'), tiny.EXACT, Ledger())(base)
@@ -632,7 +632,7 @@ def test_another_type_of_parameters_than_that_of_the_run(base, trained):
   wanted, found = (parameters.flatten(x.policy.params) for x in (at, roles))
   model = roles.policy.model
   layout = roles.policy.layout
-  adopted = parameters.flatten(partition.adopt(at.policy.params, at.policy.model, model, layout, 'bfloat16'))
+  adopted = parameters.flatten(model_lib.adopt(at.policy.params, at.policy.model, model, layout, 'bfloat16'))
   for path, x in wanted.items():
     rounded = x.astype(model.table[path].dtype or 'bfloat16')
     for y in (found[path], adopted[path]):
@@ -663,7 +663,7 @@ def test_recipe():
 def adapter(folder, base, cfg=None, **changes):
   """An adapter folder for a model, with fields of its config changed."""
   cfg = cfg or hf.read_config(base)
-  model = partition.build(dataclasses.replace(cfg, lora=(2, 16.0, False, ALL)))
+  model = model_lib.build(dataclasses.replace(cfg, lora=(2, 16.0, False, ALL)))
   peft.writer(model, params_of(model), str(base))(folder)
   path = folder / peft.CONFIG
   path.write_text(json.dumps(json.loads(path.read_text()) | changes))

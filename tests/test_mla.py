@@ -18,7 +18,7 @@ from jaxpost.errors import InputError
 from jaxpost.formats import config_export, config_json, hf, hf_export, peft
 from jaxpost.models import config as config_lib
 from jaxpost.models import model as model_lib
-from jaxpost.models import parameters, partition, saved_config, transformer
+from jaxpost.models import parameters, saved_config, transformer
 from jaxpost.monitor import metrics
 from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
@@ -111,7 +111,7 @@ def test_a_cache_keeps_latents(model, params):
 
 def test_adapters_of_latents():
   cfg = tiny.latent(lora=(2, 5.0, False, ALL))
-  model = partition.build(cfg)
+  model = model_lib.build(cfg)
   stacks = {p.split('/')[1] for p in model.table if parameters.is_adapter(p)}
   assert stacks == {'dense', 'layers'}
   random = np.random.RandomState(0)
@@ -130,7 +130,7 @@ def test_adapters_of_latents():
   def found(targets):
     return {
       p.split('/')[1]
-      for p in partition.build(tiny.latent(lora=(2, 5.0, False, targets))).table
+      for p in model_lib.build(tiny.latent(lora=(2, 5.0, False, targets))).table
       if parameters.is_adapter(p)
     }
 
@@ -252,16 +252,16 @@ def test_layers_after_the_last_are_not_read_but_exported(model, params, tmp_path
 @pytest.mark.parametrize('targets', ['dense/.*', 'layers/o', 'q_b|o'])
 def test_adapters_of_one_stack_come_back(tmp_path, targets):
   cfg = tiny.latent(lora=(2, 5.0, False, targets))
-  model = partition.build(cfg)
+  model = model_lib.build(cfg)
   params = model.init(jax.random.key(0))
   peft.writer(model, params, 'base')(tmp_path)
-  read = partition.build(dataclasses.replace(cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
+  read = model_lib.build(dataclasses.replace(cfg, lora=peft.read_spec(tmp_path, dataclasses.replace(cfg, lora=()))))
 
   def adapters(m):
     return {p for p in m.table if parameters.is_adapter(p)}
 
   assert adapters(read) == adapters(model)
-  loaded = peft.load(tmp_path, read, partition.trained_part(read).shardings(tiny.one_device()))
+  loaded = peft.load(tmp_path, read, model_lib.trained_part(read).shardings(tiny.one_device()))
   jax.tree.map(np.testing.assert_array_equal, loaded['lora'], params['lora'])
 
 

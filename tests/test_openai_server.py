@@ -33,7 +33,7 @@ from jaxpost.environments.openai_server import Endpoint
 from jaxpost.environments.shared_engines import FairLock
 from jaxpost.errors import InputError
 from jaxpost.formats import peft
-from jaxpost.models import partition
+from jaxpost.models import model as model_lib
 from jaxpost.rollout.sampler_config import SamplerConfig
 from jaxpost.rollout.sequence import Completion
 from jaxpost.stage import on_policy
@@ -800,7 +800,7 @@ def several(folder, weights, tmp_path_factory):
   """(endpoint, {name: weights}, values of --adapter), a base and two on it."""
   root, folders = tmp_path_factory.mktemp('adapters'), []
   for name, rank, seed in ('one', 2, 0), ('two', 3, 1):
-    model = partition.build(dataclasses.replace(weights.inputs.model.config, lora=(rank, 9.0, False, 'q|o|gate')))
+    model = model_lib.build(dataclasses.replace(weights.inputs.model.config, lora=(rank, 9.0, False, 'q|o|gate')))
     params = test_lora.params_of(model, seed, b=0.5)
     peft.writer(model, params, folder)(root / name)
     folders.append(f'{name}={root / name}')

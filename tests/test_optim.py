@@ -15,7 +15,7 @@ from optax import contrib
 
 import jaxpost
 from jaxpost.errors import InputError
-from jaxpost.models import custom, partition
+from jaxpost.models import custom
 from jaxpost.models import lora as lora_lib
 from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import flatten, leaf
@@ -93,7 +93,7 @@ DECAYED = {
 def test_weight_decay_is_for_matrices_and_embeddings(family):
   """Not for norms, biases, decays and time steps of recurrences, or taps of convolutions; for A and B alike."""
   lora = (2, 4.0, False, lora_lib.ALL_LINEAR)
-  model = partition.build(dataclasses.replace(DECAYED[family], lora=lora, more_heads=('value',)))
+  model = model_lib.build(dataclasses.replace(DECAYED[family], lora=lora, more_heads=('value',)))
   found = flatten(optim.decayed(model))
   assert {path for path, decays in found.items() if not decays} == {
     path for path in model.table if re.search(NO_MATRICES, path.rpartition('/')[2])

@@ -15,7 +15,7 @@ import tiny
 
 from jaxpost.distributed import transfer
 from jaxpost.models import model as model_lib
-from jaxpost.models import parameters, partition
+from jaxpost.models import parameters
 from jaxpost.programs.compile import Ledger
 from jaxpost.programs.reshard import Reshard, group_of
 
@@ -26,7 +26,7 @@ def make(kind):
   fields = dict(num_layers=6)
   if kind == 'lora':
     fields['lora'] = (2, 4.0, False, 'q|v|down')
-    return partition.build(tiny.config(**fields))
+    return model_lib.build(tiny.config(**fields))
   return model_lib.build(tiny.config(**fields))
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxpost.distributed import coordination, transfer
 from jaxpost.errors import InputError
-from jaxpost.models import partition
+from jaxpost.models import model as model_lib
 from jaxpost.models.parameters import join
 from jaxpost.programs import score, write_pieces
 from jaxpost.roles import Frozen, place
@@ -56,7 +56,7 @@ def make_frozen(placed: PlacedStage, name: str, params: dict, workdir: epath.Pat
   model, part = models_of(placed.inputs, name, layout == placed.train)
   shared: dict[str, Any] = {}  # frozen leaves of the policy, which the role reads without a copy
   if part is not model:
-    params, shared = partition.split(params, placed.model)
+    params, shared = model_lib.split(params, placed.model)
   if name == 'reference' and not config.rl.reference:
     params = jax.tree.map(_send, params, part.shardings(layout))
   elif part is not model:  # an adapter
@@ -82,8 +82,8 @@ def models_of(inputs: Inputs, name: str, beside: bool) -> tuple[Model, Model]:
   shares = beside
   if name != 'reference' or inputs.config.rl.reference:  # otherwise it is the initial policy
     shares = beside and _shares_frozen_base(source, inputs)
-    model = partition.frozen_base_model(source.config, model.quantized) if shares else partition.build(source.config)
-  return model, partition.trained_part(model) if shares else model
+    model = model_lib.frozen_base_model(source.config, model.quantized) if shares else model_lib.build(source.config)
+  return model, model_lib.trained_part(model) if shares else model
 
 
 def _program(placed: PlacedStage, name: str, model: Model) -> Program:
@@ -116,7 +116,7 @@ def _shares_frozen_base(source: Source, inputs: Inputs) -> bool:
   unmerged = policy.config.lora in ((), inputs.model.config.lora)  # no other adapter was merged into the policy's base
   if not (is_adapter and same_base and unmerged):
     return False
-  shared = partition.frozen_base_model(source.config, inputs.model.quantized).frozen
+  shared = model_lib.frozen_base_model(source.config, inputs.model.quantized).frozen
   return shared <= inputs.model.frozen
 
 
@@ -127,7 +127,7 @@ def _below_adapter(source: Source) -> Source:
 
 def load_adapter(source: Source, model: Model, layout: Layout, ledger: Ledger | None) -> dict:
   """Loads the leaves of an adapter folder, without those of its base."""
-  part = partition.trained_part(model)
+  part = model_lib.trained_part(model)
   if ledger and ledger.dry:
     return load_weights.described(part, layout, 'float32')
   from jaxpost.formats import peft

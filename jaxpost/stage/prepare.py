@@ -19,7 +19,6 @@ from jaxpost.data import tokenizer as tokenizer_lib
 from jaxpost.data.examples import Documents, warn_unseen, warn_without_stop
 from jaxpost.errors import InputError, did_you_mean, refuse
 from jaxpost.models import model as model_lib
-from jaxpost.models import partition
 from jaxpost.models.config import CustomConfig, ModelConfig
 from jaxpost.stage import checks, epochs
 from jaxpost.stage import config as config_lib
@@ -179,14 +178,14 @@ def make_model(config: Config, algorithm: Algorithm, cfg: ModelConfig) -> Model:
   elif adapter.rank:
     from jaxpost.models import lora
 
-    table = partition.build(dataclasses.replace(cfg, lora=())).table  # parameters of the base model
+    table = model_lib.build(dataclasses.replace(cfg, lora=())).table  # parameters of the base model
     spec = (adapter.rank, adapter.alpha, adapter.rslora, lora.target_pattern(adapter.targets, table, adapter.rank))
   if algorithm.scalar_head:
     cfg = model_lib.with_scalar_head(cfg)
   cfg = dataclasses.replace(model_lib.with_value_head(cfg, algorithm.value_head(config)), lora=spec)
-  model = partition.build(cfg, adapter.dropout)
+  model = model_lib.build(cfg, adapter.dropout)
   trains_mtp = _trains_mtp(config, algorithm)
-  model = partition.freeze(model, config.train.freeze, trains_mtp)
+  model = model_lib.freeze(model, config.train.freeze, trains_mtp)
   refuse(
     trains_mtp and not model.trains_mtp,
     'config.nll.mtp_weight: this stage trains no module for multi-token prediction: lora and train.freeze freeze it, '
