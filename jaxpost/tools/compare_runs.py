@@ -20,7 +20,7 @@ from etils import epath
 
 from jaxpost.errors import InputError
 from jaxpost.monitor import curves, metrics, report, titles
-from jaxpost.stage import algorithms, checks, consistency
+from jaxpost.stage import algorithms, checks
 from jaxpost.stage import config as config_lib
 from jaxpost.storage import object_store
 
@@ -150,9 +150,9 @@ def config_difference(first: epath.Path, second: epath.Path) -> dict[str, tuple]
 
 def _stage_difference(*stages: config_lib.Config) -> dict[str, tuple]:
   """Returns {field: (first, second)}; fields that a method does not read only if the configs themselves differ."""
-  written = consistency.difference(*(consistency.spelled(vars(config)) for config in stages))
+  written = config_lib.difference(*stages)
   resolved = [_resolved(config) for config in stages]
-  used = consistency.difference(*(consistency.spelled(vars(config)) for config, _ in resolved))
+  used = config_lib.difference(*(config for config, _ in resolved))
   unread = {section for _, sections in resolved for section in sections}
   shared = {key: values for key, values in used.items() if key.partition('.')[0] not in unread}
   differences = {key: values for key, values in used.items() if key in written} | shared
