@@ -91,6 +91,7 @@ OPTIONS = {
   'jaxpost.programs.write_pieces': 'model.path',
   'jaxpost.programs.topk': 'distill.top_k',
   'jaxpost.programs.pages': 'rollout.page_size',
+  'jaxpost.programs.score': 'rl.kl_coef',
   'jaxpost.programs.verify': 'rollout.speculation',
   'jaxpost.programs.reported': 'rollout.top_logprobs',
   'jaxpost.programs.rounding': 'model.param_dtype',
@@ -125,6 +126,7 @@ OPTIONS = {
   'jaxpost.storage.remote': 'data.path',
   'jaxpost.stage.muon': 'optim.name',
   'jaxpost.workers.call': 'reward',  # of callables, which run in this process
+  'jaxpost.stage.evaluate': 'eval.data',
   'jaxpost.stage.held_out_loss': 'algorithm',
   'jaxpost.stage.reward_models': 'reward_model.path',
   'jaxpost.stage.precompute': 'rl.reference',
@@ -160,14 +162,14 @@ ENTRIES = (
   Entry(
     'SFT process', ('jaxpost.algorithms.sft', LOOP, 'jaxpost.stages'), (60, 12_000, 10), (60, 11_970, 7), lazy=False
   ),
-  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (116, 21_990, 10)),
+  Entry('GRPO run: launch.train, grpo', (GRPO, 'launch.train'), (112, 22_000, 12), (112, 21_760, 10)),
   # The methods are apart, as a run has one of them. The aim is what was there when the row was added. The limit rose
   # once, by 290 lines and 3 modules, for mended defects: the modules keep what few runs read out of the rows above.
   Entry(
     '... with all that options select',
     (GRPO, 'launch.train'),
     (255, 40_910, 18),
-    (251, 41_040, 20),
+    (249, 41_040, 20),
     options=('jaxpost.algorithms',),
   ),
 )

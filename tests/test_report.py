@@ -16,7 +16,7 @@ import rich.console
 
 from jaxpost import stages
 from jaxpost.errors import InputError
-from jaxpost.monitor import curves, metrics, report, titles
+from jaxpost.monitor import display, metrics, report
 from jaxpost.stage import algorithms
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
@@ -318,13 +318,13 @@ def test_every_phase_of_a_step_has_a_color_of_its_own(tmp_path):
 
 
 def test_axis():
-  assert curves._ticks(0.0, 10.0, 4) == [0.0, 2.5, 5.0, 7.5, 10.0]
-  low, high = curves._range([1.0 + i / 100 for i in range(100)] + [1e6])
+  assert display._ticks(0.0, 10.0, 4) == [0.0, 2.5, 5.0, 7.5, 10.0]
+  low, high = display._range([1.0 + i / 100 for i in range(100)] + [1e6])
   assert low < 1.0 and 1.99 < high < 10  # a spike does not flatten the rest
   for values in ([0.0], [5.0] * 30, [-1e-30], [0.1, 0.1 + 1e-17], [1e300, 0.0]):
-    low, high = curves._range(values)
+    low, high = display._range(values)
     assert low <= min(values) <= max(values) <= high and low < high
-    assert 2 <= len(curves._ticks(low, high, 4)) <= 9
+    assert 2 <= len(display._ticks(low, high, 4)) <= 9
 
 
 def write_rows(workdir, *rows):
@@ -436,16 +436,16 @@ def test_cards_and_open_curves_are_those_of_the_method(tmp_path, algorithm, want
   write_rows(tmp_path, ('train', 1, {key: 1.0 + i for i, key in enumerate(keys)}))
   (tmp_path / 'config.json').write_text(json.dumps({'algorithm': 'sft', 'grpo': {'algorithm': algorithm}}))
   cards, charts, folded = read_parts(tmp_path)
-  assert list(cards) == list(map(titles.title, wanted.split()))
+  assert list(cards) == list(map(display.title, wanted.split()))
   assert charts == wanted.split() and folded == [key for key in keys if key not in charts]
 
 
 def test_every_method_has_its_curves():
-  methods = curves._CURVES['methods']
+  methods = display._CURVES['methods']
   assert sorted(' '.join(methods).split()) == sorted(algorithms.ALGORITHMS)
-  exact, _ = titles._known()
+  exact, _ = display._known()
   known = {*exact, 'rewards/*/mean'}
-  assert not {key for keys in (curves.HEADLINES, *methods.values()) for key in keys} - known
+  assert not {key for keys in (display.HEADLINES, *methods.values()) for key in keys} - known
 
 
 def test_the_report_in_a_browser(tmp_path):
@@ -595,19 +595,19 @@ def documented():
 
 
 def test_every_metric_has_a_title():
-  exact, patterns = titles._known()
+  exact, patterns = display._known()
   for key in documented():
     known = key in exact or any(p.fullmatch(key) for p, *_ in patterns)
     assert known or key.endswith('/unfiltered'), f'{key}: give it a title in jaxpost/monitor/titles.toml'
-    title = titles.title(key)
+    title = display.title(key)
     assert not re.search('[_/]', title) and title[0].isupper() and len(title) <= 48, title
 
 
 def test_titles_with_names():
-  assert titles.title('pass@8/exact_match') == 'Pass@8 by exact match'
-  assert titles.title('eval_rewards/my_fn/mean') == 'Reward my fn, held out'
-  assert titles.title('data/3/documents') == 'Documents from source 3'
-  assert titles.title('of_mine/x_y') == 'Of mine, x y'
+  assert display.title('pass@8/exact_match') == 'Pass@8 by exact match'
+  assert display.title('eval_rewards/my_fn/mean') == 'Reward my fn, held out'
+  assert display.title('data/3/documents') == 'Documents from source 3'
+  assert display.title('of_mine/x_y') == 'Of mine, x y'
 
 
 def test_the_command_writes_it_for_a_run_that_goes_on(tmp_path):
