@@ -26,7 +26,7 @@ NAMES = ('a', 'b')
 
 @pytest.fixture
 def runs(tmp_path):
-  """Two runs with the same prompts. The second gets 1 more reward for prompt 1 and other texts from step 2 on."""
+  """Two runs with the same prompts. The second has 1 more reward for prompt 1, and other texts from step 2 on."""
   for name, lr in zip(NAMES, (1e-3, 2e-3)):
     run = tmp_path / name
     make_run(run, stages=('grpo',), steps=4)
@@ -54,10 +54,7 @@ def test_stage_that_only_one_run_has_is_one_difference(runs):
 
 
 def test_stages_with_different_names_are_compared_by_position(runs):
-  """The last stage is compared with the last, in the values that its method uses.
-
-  Fields that only one of the two methods reads are left out.
-  """
+  """The last stage is compared with the last. Fields that only one of the two methods reads are left out."""
   config = json.loads((runs[1] / 'config.json').read_text())
   config['optim']['lr'] = -1.0
   (runs[1] / 'config.json').write_text(json.dumps(config))
