@@ -75,10 +75,8 @@ def test_figures_leave_out_repetitions_and_are_grouped_by_stage(tmp_path):
     (run / 'config.json').write_text('{}')
     with open(run / 'metrics.jsonl', 'a', encoding='utf-8') as file:
       for stage in ('sft', 'grpo'):
-        extra_metrics = {'pass@1/right': 0.5, 'rewards/right/std': 0.1, 'perplexity': 2.0}
-        file.write(
-          json.dumps(dict(stage=stage, split='eval', step=4, time=0, **{'pass@1': 0.5}, **extra_metrics)) + '\n'
-        )
+        extra = {'pass@1/right': 0.5, 'rewards/right/std': 0.1, 'perplexity': 2.0}
+        file.write(json.dumps(dict(stage=stage, split='eval', step=4, time=0, **{'pass@1': 0.5}, **extra)) + '\n')
   keys = list(compare_runs.compare(*runs).figures)
   assert {'pass@1/sft', 'perplexity/sft', 'pass@1/grpo', 'perplexity/grpo'} <= set(keys)
   assert not {'pass@1/right/sft', 'rewards/right/std/sft'} & set(keys)
@@ -145,14 +143,10 @@ def test_browser_renders_page_as_written_with_hostile_texts(runs, tmp_path):
   write(hostile, 1, [row(1, p, s, completion=script) for p in range(3) for s in range(4)])
   path = tmp_path / 'c.html'
   compare_runs.write_page([runs[0], hostile], path)
-  written, in_browser = Page(path.read_text('utf-8')), Page(browser.rendered(path.as_uri(), tmp_path / 'profile'))
-  assert [tag for tag in in_browser.tags if tag != 'tbody'] == written.tags and in_browser.tags.count('svg') >= 4
-  assert in_browser.text.split() == written.text.split()
-  assert (
-    '<b>"& run' in in_browser.text
-    and 'grpo.optim.lr' in in_browser.text
-    and 'document.title = "gone"' in in_browser.text
-  )
+  written, shown = Page(path.read_text('utf-8')), Page(browser.rendered(path.as_uri(), tmp_path / 'profile'))
+  assert [tag for tag in shown.tags if tag != 'tbody'] == written.tags and shown.tags.count('svg') >= 4
+  assert shown.text.split() == written.text.split()
+  assert '<b>"& run' in shown.text and 'grpo.optim.lr' in shown.text and 'document.title = "gone"' in shown.text
 
 
 def test_missing_browser_fails_only_where_ci_promises_one(tmp_path, monkeypatch):

@@ -458,13 +458,9 @@ def test_browser_renders_report_as_written_with_hostile_texts(tmp_path):
   sample = {'prompt': HOSTILE, 'completion': '</div></section><script>document.title = "gone"</script>', 'reward': 1.0}
   (tmp_path / 'samples/grpo/4.jsonl').write_text(json.dumps(sample) + '\n')
   path = report.write_report(tmp_path)
-  written, in_browser = Page(path.read_text('utf-8')), Page(browser.rendered(path.as_uri(), tmp_path / 'profile'))
-  assert [tag for tag in in_browser.tags if tag != 'tbody'] == written.tags and in_browser.tags.count('figure') > 3
-  assert (
-    tmp_path.name in in_browser.text
-    and 'Time of a step: 4 s' in in_browser.text
-    and 'document.title = "gone"' in in_browser.text
-  )
+  written, shown = Page(path.read_text('utf-8')), Page(browser.rendered(path.as_uri(), tmp_path / 'profile'))
+  assert [tag for tag in shown.tags if tag != 'tbody'] == written.tags and shown.tags.count('figure') > 3
+  assert tmp_path.name in shown.text and 'Time of a step: 4 s' in shown.text and 'document.title = "gone"' in shown.text
 
 
 def test_report_is_written_in_any_locale_and_without_jax(tmp_path):
