@@ -295,7 +295,7 @@ def test_decoding_sends_nothing_per_token_unless_split_over_tensor():
       if each_token:
         vocab, slots_of_device = 320, 16 // 8
         assert [size for kind, size in each_token if kind == 'all-to-all'] == [vocab * slots_of_device]
-        # Log-probs.
+        # All other arrays are log-probs.
         assert all(size <= 16 for kind, size in each_token if kind not in ('all-to-all', 'all-reduce')), each_token
 
 

@@ -94,7 +94,8 @@ def test_ignored_choices_would_be_detected(field):
   for choice in combinations.FIELDS[field]:
     if not combinations.refusal(several, (field, choice)):
       gradient = combinations.expected(combinations.config_of(several, (field, choice)), on_policy=False)
-      without_effect += [choice] if np.linalg.norm(gradient - plain) < 1e-2 * np.linalg.norm(plain) else []
+      if np.linalg.norm(gradient - plain) < 1e-2 * np.linalg.norm(plain):
+        without_effect.append(choice)
   never_active = {'entropy control': ['rl.clip_cov', 'rl.entropy_target']}.get(
     field, []
   )  # take no effect in the first step

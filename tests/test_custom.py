@@ -153,12 +153,10 @@ def main():
 
     shardings = model.shardings(layout)
     placed = jax.tree.map(jax.device_put, params, shardings)
-    parts = {
-      jax.tree_util.keystr(k, simple=True, separator='/'): [
-        n // m for n, m in zip(x.shape, x.sharding.shard_shape(x.shape))
-      ]
-      for k, x in jax.tree_util.tree_leaves_with_path(placed)
-    }
+    parts = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(placed):
+      shard = x.sharding.shard_shape(x.shape)
+      parts[jax.tree_util.keystr(path, simple=True, separator='/')] = [n // m for n, m in zip(x.shape, shard)]
     value_and_grads = jax.jit(jax.value_and_grad(loss), out_shardings=(None, shardings))(
       placed, *(layout.put(x, 'batch', None) for x in (ids, positions, segments))
     )

@@ -64,16 +64,13 @@ def test_spans_end_where_tokens_of_both_end(other):
   own = tokenizer.load('bytes')
   texts = text_alignment.Bytes.of(own), text_alignment.Bytes.of(other)
   a, b = example(own, '12+4=5é'), example(other, '12+4=5é')
-  pieces = [(texts[0].texts[i], texts[1].texts[j]) for i, j in [(a.tokens[2], b.tokens[2])]]
-  assert pieces == [(b'1', b'12')]
+  assert (texts[0].texts[a.tokens[2]], texts[1].texts[b.tokens[2]]) == (b'1', b'12')
   spans = list(text_alignment.spans(a, b, texts))
   assert [span.mine for span in spans] == [(2, 4), (4, 6), (6, 7), (7, 8), (8, 9), (9, 10), (10, 11)]
   assert [span.is_pair for span in spans] == [False, False, True, True, True, True, True]
   for span in spans[:-1]:
-    own_text, other_text = (
-      b''.join(known.texts[i] for i in e.tokens[slice(*part)])
-      for known, e, part in zip(texts, (a, b), (span.mine, span.theirs))
-    )
+    own_text = b''.join(texts[0].texts[i] for i in a.tokens[slice(*span.mine)])
+    other_text = b''.join(texts[1].texts[i] for i in b.tokens[slice(*span.theirs)])
     assert own_text == other_text
 
 
@@ -94,8 +91,6 @@ def test_sentencepiece_letters_are_not_byte_stand_ins():
 
 
 def test_leading_space_does_not_shift_spans():
-  mine = types.SimpleNamespace(hf=None)
-  del mine
   plain = text_alignment.Bytes([b'a', b'b', b'ab'], {}, frozenset())
   pieces = text_alignment.Bytes([b' a', b'b', b' '], {}, frozenset())
   tokens = Example(np.array([0, 1], np.int32), np.ones(2, bool))

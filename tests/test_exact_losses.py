@@ -153,9 +153,8 @@ def test_robust_dpo_with_flipped_labels_has_the_gradient_of_right_labels():
 def true_values():
   """Returns the values of the policy before each token, [16, 2]: the expected reward given the tokens before it."""
   weights, rewards = probabilities(), exact.rewards_of(LENGTH, False)
-  given_first = (weights * rewards).reshape(exact.SYMBOLS, -1).sum(axis=1) / weights.reshape(exact.SYMBOLS, -1).sum(
-    axis=1
-  )
+  of_first = weights.reshape(exact.SYMBOLS, -1)
+  given_first = (weights * rewards).reshape(exact.SYMBOLS, -1).sum(axis=1) / of_first.sum(axis=1)
   return np.stack([np.full(COUNT, weights @ rewards), np.repeat(given_first, exact.SYMBOLS)], axis=1)
 
 

@@ -127,11 +127,10 @@ def test_adapters_are_sharded_like_their_matrices():
 
 
 def rows_batch(shape=(4, 12)):
-  return Batch(
-    tiny.tokens(shape),
-    *(np.broadcast_to(x, shape).astype(np.int32) for x in (np.arange(shape[1]), 1)),
-    loss_weights=np.full(shape, 1 / math.prod(shape), np.float32),
-  )
+  positions = np.broadcast_to(np.arange(shape[1]), shape).astype(np.int32)
+  segments = np.ones(shape, np.int32)
+  weights = np.full(shape, 1 / math.prod(shape), np.float32)
+  return Batch(tiny.tokens(shape), positions, segments, loss_weights=weights)
 
 
 def gradient(model, params, batch, micro, step=0, unroll=True):

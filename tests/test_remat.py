@@ -84,7 +84,7 @@ def stored_bytes(remat, quantize=''):
 
 
 def test_stored_bytes_per_token_and_layer_are_bounded():
-  """Dots keeps the input, q, k, v, the results of attention and its projection, gate and up, in bfloat16."""
+  """`dots` keeps the input, q, k, v, the results of attention and its projection, gate and up, in bfloat16."""
   assert stored_bytes('auto') == stored_bytes('dots') <= 50_000
   assert stored_bytes('full') <= 10_000
   assert stored_bytes('none') > 2 * stored_bytes('dots')

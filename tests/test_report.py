@@ -262,8 +262,13 @@ def test_metrics_are_read_once(tmp_path, monkeypatch):
   """
   make_run(tmp_path, stages=('sft',))
   reads, rows = [], rows_of(tmp_path)
+
+  def read_rows(path):
+    reads.append(path)
+    return rows
+
   for module in (report, metrics):
-    monkeypatch.setattr(module, 'read_rows', lambda path: reads.append(path) or rows)
+    monkeypatch.setattr(module, 'read_rows', read_rows)
   text = report.write_report(tmp_path).read_text('utf-8')
   assert reads == [tmp_path / 'metrics.jsonl']
   assert report.write_report(tmp_path, rows).read_text('utf-8') == text and len(reads) == 1
@@ -458,9 +463,9 @@ def test_browser_renders_report_as_written_with_hostile_texts(tmp_path):
   sample = {'prompt': HOSTILE, 'completion': '</div></section><script>document.title = "gone"</script>', 'reward': 1.0}
   (tmp_path / 'samples/grpo/4.jsonl').write_text(json.dumps(sample) + '\n')
   path = report.write_report(tmp_path)
-  written, shown = Page(path.read_text('utf-8')), Page(browser.rendered(path.as_uri(), tmp_path / 'profile'))
-  assert [tag for tag in shown.tags if tag != 'tbody'] == written.tags and shown.tags.count('figure') > 3
-  assert tmp_path.name in shown.text and 'Time of a step: 4 s' in shown.text and 'document.title = "gone"' in shown.text
+  written, dom = Page(path.read_text('utf-8')), Page(browser.rendered(path.as_uri(), tmp_path / 'profile'))
+  assert [tag for tag in dom.tags if tag != 'tbody'] == written.tags and dom.tags.count('figure') > 3
+  assert tmp_path.name in dom.text and 'Time of a step: 4 s' in dom.text and 'document.title = "gone"' in dom.text
 
 
 def test_report_is_written_in_any_locale_and_without_jax(tmp_path):
@@ -540,7 +545,8 @@ def test_page_shows_expected_answers_and_percentiles_of_samples(tmp_path):
 def test_six_cards_come_first(tmp_path):
   make_run(tmp_path, stages=('grpo',), steps=12)
   report.summary(tmp_path, {**report.figures(rows_of(tmp_path)), **{f'extra{n}/grpo': n + 1.0 for n in range(9)}})
-  text = (tmp_path / 'report.html').read_text() if read_page(tmp_path) else ''
+  read_page(tmp_path)
+  text = (tmp_path / 'report.html').read_text()
   assert text.split('More figures')[0].split('<h2>grpo</h2>')[1].count('<div class="box"><small title=') == 6
 
 

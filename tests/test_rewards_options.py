@@ -100,7 +100,7 @@ def file(tmp_path_factory):
 def group(*completions, **columns):
   size = len(completions)
   return Group(
-    ['p'] * size, list(completions), [[1] * len(c) for c in (completions)], {k: [v] * size for k, v in columns.items()}
+    ['p'] * size, list(completions), [[1] * len(c) for c in completions], {k: [v] * size for k, v in columns.items()}
   )
 
 

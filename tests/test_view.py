@@ -204,7 +204,12 @@ def test_index_follows_a_running_run(run):
 def test_concurrent_refreshes_read_a_file_once(run, monkeypatch):
   index = rollout_index.Index(run)
   original = rollout_index._short
-  monkeypatch.setattr(rollout_index, '_short', lambda *args: (time.sleep(0.01), original(*args))[1])
+
+  def slow_short(*args):
+    time.sleep(0.01)
+    return original(*args)
+
+  monkeypatch.setattr(rollout_index, '_short', slow_short)
   write(run, 3, [row(3, 0, s) for s in range(GROUP)])
   threads = [threading.Thread(target=index.refresh) for _ in range(2)]
   for thread in threads:
