@@ -222,11 +222,11 @@ def test_convert_command_writes_a_config_and_lists_unmapped_settings(tmp_path):
 
 
 @pytest.mark.parametrize('library', FILES)
-@pytest.mark.parametrize('told', FILES)
-def test_file_of_another_library_is_recognized(library, told, tmp_path):
+@pytest.mark.parametrize('assumed', FILES)
+def test_file_of_another_library_is_recognized(library, assumed, tmp_path):
   (tmp_path / FILES[library][0]).write_text(FILES[library][1])
-  given = convert.read(str(tmp_path / FILES[library][0]))
-  assert convert.looks_like(told, given) == ('' if told == library else library)
+  source = convert.read(str(tmp_path / FILES[library][0]))
+  assert convert.looks_like(assumed, source) == ('' if assumed == library else library)
 
 
 RL = {'per_device_train_batch_size': 4, 'gradient_accumulation_steps': 8, 'num_generations': 8}
@@ -292,8 +292,8 @@ def test_steps_that_count_updates_become_rollouts(library, method, given, steps,
 
 
 def test_steps_of_verl_are_kept_as_rollouts():
-  given = {'trainer.total_training_steps': 100, 'actor.ppo_epochs': 2, 'actor.ppo_mini_batch_size': 64}
-  config, _ = convert.convert('verl', given | {'data.train_batch_size': 256})
+  source = {'trainer.total_training_steps': 100, 'actor.ppo_epochs': 2, 'actor.ppo_mini_batch_size': 64}
+  config, _ = convert.convert('verl', source | {'data.train_batch_size': 256})
   assert config['train']['steps'] == 100 and config['rl'] == {'epochs': 2, 'minibatches': 4}
 
 
@@ -392,8 +392,8 @@ def test_unknown_tracker_is_named_in_the_reason():
 
 
 def test_unmapped_evaluation_and_vllm_settings_name_the_alternative():
-  given = {'eval_strategy': 'steps', 'vllm_mode': 'colocate'}
-  evaluation, colocated = (s.reason for s in convert.convert('trl', given)[1])
+  source = {'eval_strategy': 'steps', 'vllm_mode': 'colocate'}
+  evaluation, colocated = (s.reason for s in convert.convert('trl', source)[1])
   assert evaluation == 'eval.data names held-out data, and eval.every the steps between evaluations'
   assert colocated == convert.NOT_NEEDED
   assert 'mesh.rollout_devices' in convert.convert('trl', {'vllm_mode': 'server'})[1][0].reason
@@ -401,19 +401,19 @@ def test_unmapped_evaluation_and_vllm_settings_name_the_alternative():
 
 def test_sizes_and_ratios_are_not_mapped_to_counts_and_rates():
   """The errors of a config suggest a field for each of these names, but their values mean something else."""
-  given = {'actor.ppo_mini_batch_size': 256, 'min_lr_ratio': 0.1, 'generation_batch_size': 64, 'fp16': True}
-  config, settings = convert.convert('verl', given)
+  source = {'actor.ppo_mini_batch_size': 256, 'min_lr_ratio': 0.1, 'generation_batch_size': 64, 'fp16': True}
+  config, settings = convert.convert('verl', source)
   assert config == {'algorithm': 'grpo'} and all(s.reason for s in settings)
 
 
 def test_multi_token_prediction_weight_needs_its_switch():
-  given = {'model.mtp.enable_train': True, 'model.mtp.mtp_loss_scaling_factor': 0.1, 'model.mtp.detach_encoder': True}
-  config, settings = convert.convert('verl', given, 'sft')
+  source = {'model.mtp.enable_train': True, 'model.mtp.mtp_loss_scaling_factor': 0.1, 'model.mtp.detach_encoder': True}
+  config, settings = convert.convert('verl', source, 'sft')
   assert config['nll']['mtp_weight'] == 0.1
   assert [s.name for s in settings if 'is not built' in s.reason] == ['model.mtp.detach_encoder']
-  off = [given | {f'model.mtp.{name}': False} for name in ('enable', 'enable_train')]
-  for over, algorithm in (off[0], 'sft'), (off[1], 'sft'), (given, 'grpo'):
-    assert 'nll' not in convert.convert('verl', over, algorithm)[0]
+  switched_off = [source | {f'model.mtp.{name}': False} for name in ('enable', 'enable_train')]
+  for case, algorithm in (switched_off[0], 'sft'), (switched_off[1], 'sft'), (source, 'grpo'):
+    assert 'nll' not in convert.convert('verl', case, algorithm)[0]
 
 
 def test_settings_of_critic_and_evaluation_do_not_set_policy_fields():
@@ -522,8 +522,8 @@ lr=1
 def test_script_variables_are_substituted(tmp_path):
   """Variables are no settings themselves. Those without a value in the script stay as they are."""
   (tmp_path / 'a.sh').write_text(VARIABLES)
-  given = convert.read(str(tmp_path / 'a.sh'))
-  assert given == {
+  source = convert.read(str(tmp_path / 'a.sh'))
+  assert source == {
     'data.max_prompt_length': 2048,
     'data.train_files': '${FILE:-${HOME}/train.parquet}',
     'data.max_response_length': 5120,
@@ -533,7 +533,7 @@ def test_script_variables_are_substituted(tmp_path):
     'actor_rollout_ref.actor.optim.lr': '3e-6',
     'actor_rollout_ref.actor.clip_ratio_high': 0.28,
   }
-  config, settings = convert.convert('verl', given)
+  config, settings = convert.convert('verl', source)
   assert config['optim'] == {'lr': 3e-6} and config['rl'] == {'clip_high': 0.28}
   assert [s.name for s in settings if 'does not set' in s.reason] == ['data.train_files', 'actor_rollout_ref.rollout.n']
 

@@ -38,7 +38,7 @@ SAMPLED = MIXERS | {'olmo_hybrid': ([(3, 2, 14)] * 3 + [(3, 14, 14)], '')}
 
 
 @functools.cache
-def made(family, **fields):
+def model_and_params(family, **fields):
   model = model_lib.build(tiny.hybrid(family, **fields))
   return model, tiny.params(model)
 
@@ -61,7 +61,7 @@ def made(family, **fields):
   ids=str,
 )
 def test_every_field_changes_the_logits_or_the_shapes(family, fields):
-  ids, (model, params) = tiny.tokens((1, 20)), made(family)
+  ids, (model, params) = tiny.tokens((1, 20)), model_and_params(family)
   expected = tiny.logits(model, params, ids)
   changed_model = model_lib.build(tiny.hybrid(family, **fields))
   if changed_model.shapes() != model.shapes():
@@ -147,12 +147,12 @@ def test_chunked_recurrence_computes_the_same_as_token_by_token(corrected, chann
 
 def test_gradient_of_a_long_row_keeps_the_terms_of_one_block_in_memory():
   """The gradient of a row in several blocks keeps the terms of one block. In one block, it keeps all of them."""
-  shapes = [(1, 4096, *rest) for rest in ((1, 8), (1, 8), (2, 8), (2, 1), (2,))]
+  shapes = [(1, 4096, *sizes) for sizes in ((1, 8), (1, 8), (2, 8), (2, 1), (2,))]
   *terms, runs = [jax.ShapeDtypeStruct(x, 'float32') for x in shapes] + [jax.ShapeDtypeStruct((1, 4096), 'int32')]
 
   def temporary_bytes(block):
-    rest = dict(dtype='float32', corrected=True, block=block)
-    gradient = jax.grad(lambda terms, runs: jnp.sum(recurrence.chunked(*terms, runs, **rest)[0] ** 2))
+    options = dict(dtype='float32', corrected=True, block=block)
+    gradient = jax.grad(lambda terms, runs: jnp.sum(recurrence.chunked(*terms, runs, **options)[0] ** 2))
     return jax.jit(gradient).lower(terms, runs).compile().memory_analysis().temp_size_in_bytes
 
   assert temporary_bytes(512) < 0.4 * temporary_bytes(4096)
@@ -171,7 +171,7 @@ def test_layers_of_a_period_are_rematerialized_one_at_a_time():
 @pytest.mark.parametrize('family', SAMPLED)
 def test_slots_keep_states_and_keys(family):
   # The norm after OLMo's delta rule divides by outputs near 0. With its eps of 1e-5, rounding is 1.6e-5 of a log-prob.
-  model, params = made(family, **(dict(out_norm_eps=1e-3) if family == 'olmo_hybrid' else {}))
+  model, params = model_and_params(family, **(dict(out_norm_eps=1e-3) if family == 'olmo_hybrid' else {}))
   engine = proofs.engine(model, max_new_tokens=24)
   engine.load(params, version=0)
   cache = engine.programs.init.outputs().cache
@@ -250,7 +250,7 @@ def test_page_size_is_ignored_by_a_stage_that_samples_nothing(folder):
 
 
 def test_pages_branches_and_split_rows_are_refused():
-  model, params = made('qwen3_5_text')
+  model, params = model_and_params('qwen3_5_text')
   with pytest.raises(InputError, match='^config.rollout.page_size: .*set it to 0$'):
     proofs.engine(model, page_size=4)
   assert not proofs.engine(model).can_reuse_cache

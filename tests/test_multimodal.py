@@ -118,7 +118,7 @@ IDS = np.random.RandomState(0).randint(0, 250, (2, 13))
 
 
 @pytest.fixture(scope='module', params=MAKERS)
-def made(request, tmp_path_factory):
+def multimodal_model(request, tmp_path_factory):
   """Returns the folder and the logits [2, 13, V] of a random multimodal model."""
   torch.manual_seed(0)
   model = MAKERS[request.param]().eval()
@@ -145,8 +145,8 @@ def config_of(folder):
   return tiny.merged(tiny.run_config(str(folder)), over)
 
 
-def test_logits_match_those_of_transformers(made):
-  folder, expected = made
+def test_logits_match_those_of_transformers(multimodal_model):
+  folder, expected = multimodal_model
   config = hf.read_config(folder, text_only=True)
   model = model_lib.build(config)
   params = hf.load_params(folder, model, model.shardings(tiny.one_device()), np.float32)
@@ -154,16 +154,16 @@ def test_logits_match_those_of_transformers(made):
   assert np.abs(actual - expected).max() <= 3e-5 * np.abs(expected).max()
 
 
-def test_multimodal_folder_without_text_only_is_refused(made):
+def test_multimodal_folder_without_text_only_is_refused(multimodal_model):
   """The message names the part and the field to set."""
   with pytest.raises(InputError, match='vision_config of .* set config.model.text_only=True'):
-    weight_sources.find(str(made[0]), 'config.model.path', {})
+    weight_sources.find(str(multimodal_model[0]), 'config.model.path', {})
 
 
 @pytest.mark.long
-def test_export_replaces_only_the_text_model(made, tmp_path):
+def test_export_replaces_only_the_text_model(multimodal_model, tmp_path):
   """transformers loads the export as the multimodal model."""
-  folder, before = made
+  folder, before = multimodal_model
   jaxpost.run(config_of(folder), tmp_path / 'run')
   (export,) = (tmp_path / 'run').glob('**/model.safetensors.index.json')
   export = export.parent
