@@ -53,7 +53,7 @@ def test_stage_that_only_one_run_has_is_one_difference(runs):
   assert len(compare_runs.compare(*runs).fields) == 2
 
 
-def test_stages_with_different_names_are_compared_by_position(runs):
+def test_stages_of_other_names_are_compared_by_position(runs):
   """The last stage is compared with the last. Fields that only one of the two methods reads are left out."""
   config = json.loads((runs[1] / 'config.json').read_text())
   config['optim']['lr'] = -1.0
@@ -100,7 +100,7 @@ def test_paired_difference_is_of_prompts_with_a_t_interval(runs):
   assert (first.low, first.high) == pytest.approx((1 / 3 - half_width, 1 / 3 + half_width))
 
 
-def test_single_prompt_has_no_confidence_interval():
+def test_one_prompt_has_no_interval():
   assert math.isnan(compare_runs.half_width([1.0]))
 
 

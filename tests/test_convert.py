@@ -399,7 +399,7 @@ def test_unmapped_evaluation_and_vllm_settings_name_the_alternative():
   assert 'mesh.rollout_devices' in convert.convert('trl', {'vllm_mode': 'server'})[1][0].reason
 
 
-def test_sizes_and_ratios_are_not_mapped_to_counts_and_rates():
+def test_sizes_and_ratios_are_no_counts_and_rates():
   """The errors of a config suggest a field for each of these names, but their values mean something else."""
   source = {'actor.ppo_mini_batch_size': 256, 'min_lr_ratio': 0.1, 'generation_batch_size': 64, 'fp16': True}
   config, settings = convert.convert('verl', source)
@@ -561,7 +561,7 @@ def test_script_assignments_arrays_and_arithmetic_are_read(tmp_path, script, wan
   assert convert.read(str(tmp_path / 'a.sh')) == wanted
 
 
-def test_unused_script_variable_is_not_mapped():
+def test_a_variable_that_a_script_does_not_use_is_not_mapped():
   config, (setting,) = convert.convert('trl', {'$learning_rate': 1e-6})
   assert config == {'algorithm': 'grpo'} and setting.reason.startswith('is a variable that the script')
 

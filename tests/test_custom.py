@@ -212,7 +212,7 @@ class ModuleWithScalar(nn.Module):
     return nn.Embed(11, 8, name='embed')(tokens) * self.param('scale', nn.initializers.ones, ())
 
 
-def test_axes_come_from_rules_then_metadata_then_default():
+def test_axes_come_from_rules_then_metadata_then_a_default():
   table = custom.linen(PlainModule(), vocab_size=11, head='embed/embedding', axes=[('embed/.*', ('vocab', None))]).table
   assert table['embed/embedding'].axes == ('vocab', None)
   assert table['Dense_0/kernel'].axes == ('embed', 'mlp')

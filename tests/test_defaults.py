@@ -64,7 +64,7 @@ def test_defaults_of_a_loss_or_estimator_apply_only_to_it():
 
 
 @pytest.mark.parametrize('path', sorted((CLONE / 'configs').glob('[!_]*.py')), ids=lambda path: path.stem)
-def test_recipes_state_the_figure_to_expect(path):
+def test_recipes_say_which_figure_to_expect(path):
   """The figure is published (docs/defaults.md) or was measured here, or the recipe says that none is known."""
   text = ' '.join(ast.get_docstring(ast.parse(path.read_text('utf-8'))).split())
   published = path.name in (CLONE / 'docs' / 'defaults.md').read_text('utf-8')

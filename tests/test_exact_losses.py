@@ -188,7 +188,7 @@ def ppo_gradient(values, **rl):
 
 
 @pytest.mark.parametrize('lam', [1.0, 0.5])
-def test_ppo_gradient_is_that_of_the_expected_reward(lam):
+def test_ppo_has_the_gradient_of_the_reward(lam):
   """GAE is unbiased with lambda 1 and any values, or with the true values and any lambda (arXiv:1506.02438)."""
   wrong_values = true_values() + np.array([[0.3, 0]]) + np.where(np.arange(COUNT) < 8, 0.5, -0.5)[:, None] * [[0, 1]]
   actual, std, *_ = ppo_gradient(wrong_values if lam == 1 else true_values(), lam=lam)

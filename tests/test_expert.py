@@ -97,7 +97,7 @@ def item(folder):
     stream.close()
 
 
-def test_each_group_ends_with_the_completion_of_the_data(item):
+def test_each_group_ends_with_the_answer_of_the_data(item):
   experience, rollout = item.experience, item.experience.rollout
   assert rollout.demonstration.reshape(experience.groups, 4).tolist() == [[False] * 3 + [True]] * experience.groups
   assert (experience.rewards[rollout.demonstration] == 1).all() and rollout.finished[rollout.demonstration].all()

@@ -169,7 +169,7 @@ def test_layers_of_a_period_are_rematerialized_one_at_a_time():
 
 
 @pytest.mark.parametrize('family', SAMPLED)
-def test_slots_keep_states_and_keys(family):
+def test_slots_carry_states_and_keys(family):
   # The norm after OLMo's delta rule divides by outputs near 0. With its eps of 1e-5, rounding is 1.6e-5 of a log-prob.
   model, params = model_and_params(family, **(dict(out_norm_eps=1e-3) if family == 'olmo_hybrid' else {}))
   engine = proofs.engine(model, max_new_tokens=24)
@@ -261,7 +261,7 @@ def test_pages_branches_and_split_rows_are_refused():
 
 @pytest.mark.parametrize('family', ['qwen3_5_text'])
 @pytest.mark.parametrize('algorithm', ['dpo', pytest.param('online_dpo', marks=pytest.mark.ci)])
-def test_pairs_of_recurrent_models_share_no_prompt(folder, algorithm, tmp_path, caplog):
+def test_pairs_share_no_prompt(folder, algorithm, tmp_path, caplog):
   """Other models share prompts by default. The log says that recurrent models do not."""
   data = dict(path='generated:arithmetic_pairs:max=9,ops=+,split=train,size=20')
   config = tiny.run_config(folder, algorithm=algorithm, data=data, train=dict(steps=2))
@@ -323,7 +323,7 @@ def test_unsupported_kimi_linear_config_is_refused(fields, words):
   assert '\n' not in str(e.value)
 
 
-def test_kimi_linear_config_is_written_as_published():
+def test_kimi_linear_is_written_as_it_is_published():
   """Some readers know the layers only from `linear_attn_config`, and dense layers only as `mlp`."""
   cfg, _ = config_json.from_hf(KIMI, 'here')
   written = config_export.to_hf(cfg)
@@ -406,7 +406,7 @@ GRANITE = dict(
 )
 
 
-def test_granite_config_is_read_as_published():
+def test_granite_is_read_as_it_is_published():
   cfg, unread = config_json.from_hf(GRANITE, 'config.json')
   assert (cfg.mixers, cfg.value_size, cfg.intermediate_size, unread) == (('state_space', 'layers'), 16, 28, [])
   assert cfg.layer_ropes == (-1, -1) and cfg.biases == ('conv',)
@@ -515,7 +515,7 @@ OLMO = dict(model_type='olmo_hybrid', vocab_size=100_352, hidden_size=3840, num_
 @pytest.mark.parametrize(
   'raw, size, active', [(NEMOTRON, 31.6, 3.6), (LFM2_MOE, 8.3, 1.5), (OLMO, 7.4, 7.4), (KIMI, 49.1, 3.5)]
 )
-def test_published_configs_are_read_with_their_parameter_counts(raw, size, active):
+def test_published_configs_are_read(raw, size, active):
   cfg, unread = config_json.from_hf(raw, 'here')
   assert not unread and config_json.from_hf(config_export.to_hf(cfg), 'here') == (cfg, [])
   assert transformer.num_params(cfg) / 1e9 == pytest.approx(size, rel=0.01)

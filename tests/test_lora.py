@@ -115,7 +115,7 @@ def test_lora_a_is_initialized_as_in_peft():
     assert np.std(a) == pytest.approx(bound / math.sqrt(3), rel=0.15)
 
 
-def test_adapters_are_sharded_like_their_matrices():
+def test_adapters_are_sharded_as_their_matrices():
   rows = partition.build(config()).table
   assert rows['lora/layers/o/a'].axes == ('layers', 'heads', None, None)
   assert rows['lora/layers/o/b'].axes == ('layers', 'rank', 'embed')
@@ -641,7 +641,7 @@ def test_initial_parameters_are_rounded_to_the_type_of_the_stage(base, trained):
 
 
 @pytest.mark.nightly
-def test_critic_shares_no_array_that_the_policy_trains(base, tmp_path):
+def test_a_critic_shares_no_array_that_the_policy_trains(base, tmp_path):
   """The embedding is trained beside the adapters, so each update donates its buffer."""
   config = tiny.grpo_config(base, algorithm='ppo', lora=dict(rank=2), train=dict(steps=2))
   config['train']['freeze'] = '(?!lora/|embed).*'
@@ -683,7 +683,7 @@ def adapter(folder, base, cfg=None, **changes):
     (dict(train=dict(freeze='[')), 'freeze: .* is not a regular expression'),
   ],
 )
-def test_bad_config_is_refused_with_one_line(base, over, text):
+def test_bad_config_is_one_line(base, over, text):
   with pytest.raises(InputError, match=text) as error:
     prepare.prepare_all(sft(base, **over))
   assert '\n' not in str(error.value)

@@ -77,7 +77,7 @@ def rows_of(folder, workdir, **over):
 
 @pytest.mark.long
 @pytest.mark.parametrize('rank', [0, 2])
-def test_reset_makes_policy_and_reference_equal_also_after_a_resume(folder, tmp_path, rank):
+def test_a_reset_makes_policy_and_reference_equal(folder, tmp_path, rank):
   """The loss of DPO is log 2 while they are equal. A resumed run continues with the reference of its checkpoint."""
   over = dict(algorithm='dpo', data=dict(path='generated:arithmetic_pairs:max=99,ops=+,size=40'), lora=dict(rank=rank))
   rows = rows_of(folder, tmp_path / 'whole', **over, train=dict(steps=6))

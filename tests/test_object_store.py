@@ -249,7 +249,7 @@ def tensors(objects):
     ('d', (slice(1, 2), slice(0, 2))),
   ],
 )
-def test_slices_equal_those_of_a_local_file(tensors, name, index):
+def test_slices_are_those_of_a_local_file(tensors, name, index):
   remote = epath.Path('gs://bucket/x.safetensors')
   with remote.open('rb') as file, safetensors.safe_open(tensors, framework='np') as local:
     actual = safetensors_file.tensors(file, remote.stat().length)
@@ -276,7 +276,7 @@ def test_reference_to_a_reading_frame_keeps_no_file_open(tensors, monkeypatch):
   assert frames and read.shape[0] == 2
 
 
-def test_slice_reads_only_the_rows_of_the_shard(tensors, objects):
+def test_only_the_rows_of_a_shard_are_read(tensors, objects):
   with epath.Path('gs://bucket/x.safetensors').open('rb') as file:
     arrays = safetensors_file.tensors(file, tensors.stat().st_size)
     objects.read = 0
@@ -328,7 +328,7 @@ def test_damaged_header_is_refused(header):
 @pytest.mark.parametrize(
   'path, package, extra', [('gs://bucket/run', 'gcsfs', r'\[gcs\]'), ('s3://bucket/run', 's3fs', r'\[s3\]')]
 )
-def test_missing_extra_is_named(monkeypatch, path, package, extra):
+def test_a_missing_extra_is_named(monkeypatch, path, package, extra):
   monkeypatch.setitem(__import__('sys').modules, package, None)
   monkeypatch.setattr(gpath, '_is_tf_installed', lambda: False)
   object_store.check.cache_clear()

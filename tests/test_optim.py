@@ -126,7 +126,7 @@ def test_muon_state_is_sharded_like_its_parameters(model):
 
 
 @pytest.mark.parametrize('lora', [dict(), dict(rank=2)], ids=['all weights', 'adapters'])
-def test_muon_run_resumes_bitwise(tmp_path, lora):
+def test_a_run_with_muon_resumes_bit_for_bit(tmp_path, lora):
   def rows(folder, *step_counts):
     for steps in step_counts:
       config = tiny.run_config(
@@ -156,7 +156,7 @@ def test_optimizers_by_name_move_every_parameter(name, model):
 
 
 @pytest.mark.parametrize('name', ['lion', 'yogi', 'adan'])
-def test_optimizer_keeps_its_own_defaults(name, model):
+def test_an_optimizer_has_its_own_defaults(name, model):
   """The defaults are not Adam's: Lion's second moment decays by 0.99, and the epsilon of Yogi is 1e-3."""
   params = tiny.params(model)
   decay = {} if name == 'yogi' else {'weight_decay': 0.0}

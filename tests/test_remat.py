@@ -47,7 +47,7 @@ def test_gradients_do_not_depend_on_remat(name, unroll):
       assert tiny.largest(a - b) <= 1e-5 * max(tiny.largest(b), 1e-3)
 
 
-def test_remat_dots_recomputes_no_projection():
+def test_dots_repeats_no_projection():
   """Its FLOPs are those of storing everything, except for attention."""
   model = model_lib.build(tiny.config(hidden_size=128, intermediate_size=512))
   params, ids = tiny.params(model), tiny.tokens((2, 12))

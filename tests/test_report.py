@@ -230,7 +230,7 @@ def test_samples_of_different_prompts_are_shown_and_cut_to_1500_characters(tmp_p
   assert 'before' not in text and 'after, step 2' in text
 
 
-def test_page_of_a_long_run_stays_small(tmp_path):
+def test_long_run_stays_small(tmp_path):
   rows = [
     {'stage': s, 'split': 'train', 'step': i, 'time/step': 1.0} | {f'key{k}': math.sin(i / 100 + k) for k in range(40)}
     for s in 'abc'
@@ -291,7 +291,7 @@ def test_figures_are_means_of_the_last_10_steps(tmp_path):
   }
 
 
-def test_phases_leave_out_the_first_step():
+def test_phases_leave_out_the_compile():
   rows = [{'time/step': 60.0, 'time/update': 59.0}] + [{'time/step': 4.0, 'time/update': 3.0}] * 3
   assert report.phases(rows) == {'update': 3.0, 'other': 1.0}
   assert report.phases(rows[:1]) == {'update': 59.0, 'other': 1.0}
@@ -401,7 +401,7 @@ def test_card_of_failures_shows_their_sum(tmp_path):
   assert cards['Groups whose reward failed'] == ('5', '')
 
 
-def test_first_value_of_a_card_is_of_the_same_split(tmp_path):
+def test_the_first_value_of_a_card_is_of_the_same_split(tmp_path):
   write_rows(
     tmp_path,
     ('eval', 0, {'reward': 0.5}),

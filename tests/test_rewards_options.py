@@ -172,13 +172,13 @@ def test_bad_options_are_refused_with_one_line(file, spec, message):
     ('judge?model=m&url=http://host/v1&template=none.txt', 'No such file'),
   ],
 )
-def test_bad_options_of_builtins_are_refused(spec, message):
+def test_bad_options_of_builtins(spec, message):
   with RewardPool(spec) as pool:
     with pytest.raises(InputError, match=message):
       pool.check()
 
 
-def test_unknown_builtin_is_refused_with_all_names():
+def test_unknown_builtin_lists_all():
   with pytest.raises(InputError) as caught:
     builtin.locate('overlnog?max=3')
   assert "did you mean 'overlong'?" in str(caught.value)

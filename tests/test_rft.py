@@ -51,7 +51,7 @@ def kept_rows(credit):
   return np.flatnonzero(credit.mask.any(axis=1)).tolist()
 
 
-def test_best_sample_of_each_group_is_kept():
+def test_the_best_of_each_group_is_kept():
   """Of equal samples the first is kept, and none that is below the bar or was not graded."""
   experience = graded(REWARDS, LENGTHS)
   credit = rft.credit(experience, stage_config())

@@ -110,7 +110,7 @@ def test_advantages_add_rewards_and_the_teachers_of_the_source(folders, tmp_path
   )
 
 
-def test_distillation_run_resumes_bitwise(folders, tmp_path):
+def test_a_run_resumes_bit_for_bit(folders, tmp_path):
   config = run_config(folders, tmp_path, train=dict(steps=4), save=dict(every=2, export=True))
   jaxpost.run(config, tmp_path / 'whole', QUIET)
   shutil.copytree(tmp_path / 'whole', tmp_path / 'again')

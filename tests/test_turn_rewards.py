@@ -94,13 +94,13 @@ def enumerated(rl):
   return gradient, expectation
 
 
-def test_mt_grpo_gradient_is_that_of_all_rewards():
+def test_mt_grpo_has_the_gradient_of_all_rewards():
   """The baseline is the mean of a pair, which halves the gradient. A turn's reward does not reach later turns."""
   actual, expectation = enumerated(dict(advantage='mt_grpo', scale_rewards='none'))
   exact.close(actual, (-1 / 2, expectation('first turn and outcome')))
 
 
-def test_gigpo_gradient_adds_that_within_shared_states():
+def test_gigpo_adds_the_gradient_within_states():
   """All conversations share the first state. About half of their pairs share the second."""
   rl = dict(advantage='gigpo', scale_rewards='none', turn_gamma=0.5, step_weight=3.0)
   actual, expectation = enumerated(rl)

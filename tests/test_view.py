@@ -201,7 +201,7 @@ def test_index_follows_a_running_run(run):
   assert len(index.find(rollout_index.Query(step=3))) == GROUP
 
 
-def test_concurrent_refreshes_read_a_file_once(run, monkeypatch):
+def test_requests_at_the_same_time_read_a_file_once(run, monkeypatch):
   index = rollout_index.Index(run)
   original = rollout_index._short
 
