@@ -155,7 +155,7 @@ def test_length_adaptive_lambda_and_its_advantages_equal_formulas():
       assert gains[s, t] == pytest.approx(sum(lam[s] ** k * d for k, d in enumerate(deltas)), rel=1e-5, abs=1e-6)
 
 
-def test_critic_of_vapo_learns_undiscounted_returns():
+def test_critic_of_vapo_learns_monte_carlo_returns():
   rollouts = combinations.experience()
   rollouts.arrays['values'] = RANDOM.standard_normal(rollouts.mask.shape)
   returns = ppo.credit(rollouts, config_of('vapo')).arrays['returns']
