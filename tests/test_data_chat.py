@@ -343,7 +343,7 @@ def test_weight_of_a_turn_is_the_loss_mask_of_its_tokens(plain):
     assert trained_weights(plain, row, train_on='completion') == [1] * 3
   row = {'prompt': [USER], 'completion': [{**ANSWER, 'weight': 0.25}]}
   assert trained_weights(plain, row) == [0.25] * 3
-  # If all trained_weights are 0 or 1, the mask is bool.
+  # If all weights are 0 or 1, the mask is bool.
   row = {'messages': [USER, {**ANSWER, 'weight': 0}, USER_2, ANSWER_2]}
   assert render(plain, row) == (f'{Q}Q1{END}\n{A}A1{END}\n{Q}Q2{END}\n{A}[[A2{END}]]\n')
   assert chat.make_example(plain, row, 'x').loss_mask.dtype == bool

@@ -118,7 +118,7 @@ def test_answers_with_and_without_reasoning_have_own_headers(shared_data):
 
 
 @pytest.mark.parametrize('same', [0, 1, 3])
-def test_prompts_that_differ_in_tokens_are_shared_up_to_the_difference(same):
+def test_prompts_of_different_tokens_are_shared_up_to_the_difference(same):
   """The prompts of a pair differ if the tokenizer merges the end of the prompt with the beginning of an answer."""
   sides = []
   for other in (50, 60):

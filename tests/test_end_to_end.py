@@ -227,12 +227,12 @@ def test_sft_imports_no_rl_modules_and_starts_no_processes(model, tmp_path):
 
 def examples(count=7, longest=12, seed=0):
   """Documents of 3 to `longest` tokens; a random number of their last tokens is trained."""
-  random, made = np.random.RandomState(seed), []
+  random, documents = np.random.RandomState(seed), []
   for _ in range(count):
     size = random.randint(3, longest + 1)
     mask = np.arange(size) >= random.randint(1, size)
-    made.append(examples_lib.Example(random.randint(0, 131, size).astype(np.int32), mask))
-  return made
+    documents.append(examples_lib.Example(random.randint(0, 131, size).astype(np.int32), mask))
+  return documents
 
 
 def laid_out(docs, row_length, num_rows, packed):
@@ -317,13 +317,13 @@ def grpo_loss():
   config = config_lib.resolve(config, grpo.GRPO.defaults)
   objective = grpo.objective(config)
   values = np.random.RandomState(0).standard_normal((12, 1))
-  made = rollout()
-  mask = batching.completion_mask(made) * (np.arange(12) != 5)[:, None]
-  arrays = dict(advantages=values * mask, sampler_logprobs=made.logprobs, ref_logprobs=made.logprobs * 3)
+  samples = rollout()
+  mask = batching.completion_mask(samples) * (np.arange(12) != 5)[:, None]
+  arrays = dict(advantages=values * mask, sampler_logprobs=samples.logprobs, ref_logprobs=samples.logprobs * 3)
   weights = batching.token_weights(mask, 'token', 6)
 
   def compute(length, num_rows, micro):
-    batch = batching.to_batch(made, range(12), weights, arrays, num_rows, row_length=length)
+    batch = batching.to_batch(samples, range(12), weights, arrays, num_rows, row_length=length)
     return losses(objective, batch, micro)
 
   return compute, compute(11, 12, 12)

@@ -75,8 +75,8 @@ def test_clip_cov_draws_tokens_within_the_bounds():
 def test_top_entropy_takes_fraction_of_largest_entropies():
   entropy = RANDOM.uniform(size=(5, 7))
   tokens = sorted(chosen(MASK), key=lambda t: -entropy[t])
-  found = entropy_control.top_entropy(entropy, MASK, fraction=0.2)
-  assert chosen(found) == set(tokens[: int(0.2 * len(tokens))])
+  top = entropy_control.top_entropy(entropy, MASK, fraction=0.2)
+  assert chosen(top) == set(tokens[: int(0.2 * len(tokens))])
 
 
 def test_adaptive_entropy_coefficient_rises_below_target():

@@ -110,7 +110,7 @@ def test_samples_of_failing_rewards_are_masked_and_counted(tmp_path, record_prop
   record_property('cases', samples)
 
 
-def test_reward_that_sometimes_raises_is_a_warning_and_its_prints_are_shown(tmp_path, capfd):
+def test_reward_that_sometimes_raises_gives_one_warning_and_shows_prints(tmp_path, capfd):
   file = tmp_path / 'mine.py'
   file.write_text(
     'def mine(completions, prompts, **_):\n'

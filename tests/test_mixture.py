@@ -189,8 +189,8 @@ def summarize(item):
 
 @pytest.mark.parametrize('over', [{}, dict(rollout=dict(staleness=1))])
 def test_run_mixes_sources_and_resumes_bit_for_bit(folder, tmp_path, over):
-  made = run_config(folder, tmp_path, **over)
-  stream, resumed = (jaxpost.policy_and_stream(made)[1] for _ in range(2))
+  raw = run_config(folder, tmp_path, **over)
+  stream, resumed = (jaxpost.policy_and_stream(raw)[1] for _ in range(2))
   try:
     steps, state = [], None
     for n in range(4):
@@ -243,12 +243,12 @@ def test_held_out_source_without_column_of_its_reward_is_refused(folder, tmp_pat
   right_rows = write(tmp_path / 'held.jsonl', [{'prompt': '1+1=', 'answer': '2'}])
   for name, row in ('styled', {'prompt': 'say 1', 'style': 'terse'}), ('bare', {'prompt': 'say 1'}):
     path = f'{right_rows} + {write(tmp_path / f"{name}.jsonl", [row])}'
-    made = run_config(folder, tmp_path, eval=dict(samples=1, size=2, data=dict(path=path)))
+    raw = run_config(folder, tmp_path, eval=dict(samples=1, size=2, data=dict(path=path)))
     if name == 'styled':
-      prepare.prepare_all(made)[0].close()
+      prepare.prepare_all(raw)[0].close()
       continue
     with pytest.raises(InputError, match="short .*needs the column 'style', the data from .*bare.jsonl:1 on has"):
-      prepare.prepare_all(made)
+      prepare.prepare_all(raw)
 
 
 # ---------------------------------------------------------------- temperature
@@ -307,8 +307,8 @@ def test_run_with_two_temperatures_is_on_policy(folder, tmp_path):
   """Sampler, old policy and reference agree at the temperature of each source."""
   entries = ('sums?rewards=right&temperature=0.4', 'chat?rewards=short')
   over = dict(rl=dict(sources=entries, kl_coef=0.1, importance=('token_truncated',)), train=dict(steps=2))
-  made = run_config(folder, tmp_path, rollout=dict(temperature=1.5), **over)
-  _, stream = jaxpost.policy_and_stream(made)
+  raw = run_config(folder, tmp_path, rollout=dict(temperature=1.5), **over)
+  _, stream = jaxpost.policy_and_stream(raw)
   try:
     experience = next(stream).experience
   finally:
@@ -317,7 +317,7 @@ def test_run_with_two_temperatures_is_on_policy(folder, tmp_path):
   assert {p.source['sampling']['temperature'] for p in rollout.prompts} == {0.4, 1.5}
   for name in ('old_logprobs', 'ref_logprobs'):
     np.testing.assert_allclose(experience.arrays[name][mask], rollout.logprobs[mask], atol=1e-5)
-  jaxpost.run(made, tmp_path / 'run')
+  jaxpost.run(raw, tmp_path / 'run')
   first = metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl')[0]
   assert first['ratio'] == pytest.approx(1, abs=1e-4) and first['sampler_mismatch'] == pytest.approx(1, abs=1e-4)
   assert abs(first['kl']) < 1e-6
@@ -393,8 +393,7 @@ def environments_config(tmp_path, **over):
     rollout=dict(prompts=6, max_new_tokens=64),
     tools=dict(workers=2),
   )
-  made = episodes.config(episodes.folder(tmp_path / 'model'), tmp_path / 'env.py', **tiny.merged(base, over))
-  return made
+  return episodes.config(episodes.folder(tmp_path / 'model'), tmp_path / 'env.py', **tiny.merged(base, over))
 
 
 def zero_reward(completions, **columns):
@@ -405,8 +404,8 @@ def zero_reward(completions, **columns):
 
 @pytest.mark.long
 def test_sources_play_in_own_environments_and_resume_bit_for_bit(tmp_path, calls):
-  made = environments_config(tmp_path)
-  stream = jaxpost.policy_and_stream(made)[1]
+  raw = environments_config(tmp_path)
+  stream = jaxpost.policy_and_stream(raw)[1]
   try:
     steps, state = [], None
     for n in range(3):
@@ -415,7 +414,7 @@ def test_sources_play_in_own_environments_and_resume_bit_for_bit(tmp_path, calls
       item = next(stream)
       steps.append(summarize(item))
       rollout, info = item.experience.rollout, item.info
-      size = made['rollout']['group_size']
+      size = raw['rollout']['group_size']
       names = np.repeat([p.source['name'] for p in rollout.prompts], size)
       assert set(names) == {'shop', 'sums', 'dice'} and info['episodes/failed'] == 0
       components = {name: values for name, (_, values) in item.experience.components.items()}
@@ -460,9 +459,9 @@ def test_several_environments_without_sources_are_refused(tmp_path):
 def test_source_without_reward_and_environment_is_refused(tmp_path):
   """Its samples would all have reward 0 and be trained as failures; a method without rewards accepts the source."""
   entries = 'shop?environment=Shop', 'sums?environment=none', 'dice?environment=Dice'
-  made = environments_config(tmp_path, rl=dict(sources=entries), reward='')
+  raw = environments_config(tmp_path, rl=dict(sources=entries), reward='')
   with pytest.raises(InputError, match='config.rl.sources: sums: has no environment, and config.reward is empty'):
-    prepare.prepare_all(made)
-  teacher = dict(algorithm='opd', rl=dict(reference=made['model']['path']))
-  (prepared,) = prepare.prepare_all(tiny.merged(made, teacher))
+    prepare.prepare_all(raw)
+  teacher = dict(algorithm='opd', rl=dict(reference=raw['model']['path']))
+  (prepared,) = prepare.prepare_all(tiny.merged(raw, teacher))
   prepared.close()

@@ -230,7 +230,7 @@ def test_greedy_tokens_have_largest_log_prob_when_scored(server):
   assert [c['text'][:2] for c in plain] == ['ab', 'ab'] and plain[0]['logprobs'] is None
 
 
-def test_stop_string_that_is_special_token_stops(server, weights):
+def test_special_token_as_stop_string_stops(server, weights):
   """<|endoftext|>, id 256, is not a stop id of the tokenizer, and the text of an answer would leave it out."""
   tokenizer = weights.inputs.tokenizer
   assert 256 not in tokenizer.stop_ids

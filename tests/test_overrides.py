@@ -99,7 +99,7 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize('word', HIDDEN)
-def test_stage_with_own_value_keeps_it_and_reports_that(word):
+def test_stage_with_own_value_keeps_own_value_and_override_is_reported(word):
   stages, reported = read('quickstart', word)
   assert reported == [HIDDEN[word]]
   assert stages['sft'].rollout.group_size == 16 and stages['grpo'].rollout.group_size == 8

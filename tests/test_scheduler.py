@@ -348,7 +348,7 @@ def test_each_request_has_its_own_sampling_settings(model, params):
   assert len(changed[26, 0].tokens) >= 6
 
 
-def test_stop_string_keeps_no_token_after_the_one_that_completes_it(engine):
+def test_no_token_is_kept_after_a_stop_string_is_complete(engine):
   whole = {k: c for k, (c,) in serve(engine, requests()).items()}
   text = decode(whole[21, 1].tokens)
   string = text[5:8]  # may begin and end inside of tokens
@@ -426,9 +426,9 @@ def test_cancelled_requests_free_their_slots(model, params, fields):
       cancelled.update(x.prompt for x in batch[::2])
     return ()
 
-  assert_same(serve(engine, cancellable, cancel_after_two_blocks), alone)
+  same(serve(engine, cancellable, cancel_after_two_blocks), alone)
   assert len(blocks) < 20 and serve.figures['occupancy'] < 1
-  assert_same(serve(engine, batch[1::2]), alone)
+  same(serve(engine, batch[1::2]), alone)
 
 
 def test_slot_of_cancelled_request_goes_to_next_request(model, params):
@@ -459,7 +459,7 @@ def test_token_ids_outside_the_vocabulary_are_refused():
       )
 
 
-def assert_same(a, b):
+def same(a, b):
   """Asserts that two results of `serve` with one turn each hold the same samples."""
   assert set(a) == set(b)
   for key, (completion,) in a.items():
@@ -473,7 +473,7 @@ def test_paged_cache_draws_the_same_tokens(model, params, engine, page, tokens):
   paged = make_engine(model, params, page_size=page, cache_tokens=tokens)
   batch = [Request(r.tokens, r.prompt, n, dict(max_tokens=30)) for r in requests(4) for n in range(3)]
   unpaged = serve(engine, batch)
-  assert_same(serve(paged, batch), unpaged)
+  same(serve(paged, batch), unpaged)
   if tokens:
     assert serve.figures['preempted'] > 0
 
