@@ -143,7 +143,7 @@ def test_docstring_has_measured_figure_of_small_form(name, recipes):
   assert recipes.said(figure) in doc, again
 
 
-def test_page_of_recipes_is_up_to_date(recipes):
+def test_the_page_of_recipes_is_up_to_date(recipes):
   assert recipes.table(recipes.measured()) in recipes.PAGE.read_text('utf-8'), 'run python docs/make_recipes_table.py'
 
 

@@ -59,7 +59,7 @@ def test_prioritized_rows_are_drawn_with_probability_one_minus_pass_rate():
     assert abs(counts[row] / epochs - (1 - rate)) <= 4 * error
 
 
-def test_all_rows_are_drawn_again_when_all_are_solved(caplog):
+def test_all_are_drawn_again_when_all_are_solved(caplog):
   chosen = make('retire', [1.0] * ROWS)
   assert not any(chosen.draws(n, n) for n in range(ROWS))
   assert chosen.draws(0, ROWS) and 'drawn again' in caplog.text

@@ -84,7 +84,7 @@ def test_qwen3_trains_reasoning_as_text_and_as_field(qwen):
   assert render(thinking(qwen), {'messages': [USER, kept_apart]}) == expected
 
 
-def test_qwen3_reasoning_that_template_drops_is_refused_unless_untrained(qwen):
+def test_qwen3_dropped_reasoning_is_refused_unless_untrained(qwen):
   row = {'messages': [USER, THOUGHT, USER_2, ANSWER_2]}
   with pytest.raises(InputError, match='a.jsonl:1: message 1.*reasoning'):
     chat.make_example(qwen, row, 'a.jsonl:1')
@@ -281,7 +281,7 @@ def test_generation_markers_decide_what_is_trained(tmp_path):
   assert render(tokenizer, row, train_on='completion') == ('user: Q1;assistant: A1!;user: Q2;assistant: [[A2!]];')
 
 
-def test_assistant_header_is_not_sought_in_earlier_turns(tmp_path):
+def test_a_header_is_not_sought_in_earlier_turns(tmp_path):
   template = tmp_path / 'think.jinja'
   template.write_text(
     '{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}'
@@ -310,7 +310,7 @@ def test_text_row_is_trained_whole_with_bos_and_eos(plain, shared_data, tmp_path
   assert tokens[-1] == stories.eos_id == 2
 
 
-def test_plain_prompt_and_completion_are_joined_without_separator(plain, shared_data):
+def test_plain_prompt_and_completion_are_joined_as_they_are(plain, shared_data):
   row = {'prompt': '17+25=', 'completion': '42'}
   assert render(plain, row) == f'17+25=[[42{END}]]'
   assert render(plain, row, train_on='all') == f'[[17+25=42{END}]]'
@@ -321,7 +321,7 @@ def test_plain_prompt_and_completion_are_joined_without_separator(plain, shared_
   assert stories.decode(chat.make_example(stories, row, 'x').tokens) == '17+25=42'
 
 
-def test_text_parts_of_a_message_are_joined(plain):
+def test_text_parts_are_joined(plain):
   # LLaMA-Factory has `value` instead of `text`.
   parts = [{'type': 'text', 'text': 'A'}, {'type': 'text', 'value': '1'}]
   row = {'messages': [USER, {'role': 'assistant', 'content': parts}]}
@@ -444,7 +444,7 @@ def test_messages_without_a_template_are_refused(shared_data):
     chat.make_example(stories, {'messages': [USER, ANSWER]}, 'a.jsonl:1')
 
 
-def test_error_that_template_raises_is_quoted(tmp_path):
+def test_a_template_that_raises_is_quoted(tmp_path):
   template = tmp_path / 'strict.jinja'
   template.write_text("{{ raise_exception('roles must alternate') }}")
   tokenizer = tokenizer_lib.load('bytes', str(template))

@@ -115,7 +115,7 @@ def test_weighted_sources_have_their_shares_of_documents(shuffle):
   assert order[10**9] == loader.order(250, 0, shuffle, sizes, weights)[10**9]
 
 
-def test_mixture_resumes_exactly(tmp_path):
+def test_a_mixture_resumes_exactly(tmp_path):
   rows = mixture(tmp_path, (3, 1))
   whole = stream_of(rows)
   states, batches = [whole.state()], []
@@ -143,7 +143,7 @@ def test_mixture_resumes_exactly(tmp_path):
   stream_of(mixture(tmp_path, (0.75, 0.25))).restore(states[3])
 
 
-def test_documents_are_counted_by_source(tmp_path):
+def test_documents_are_counted_for_their_source(tmp_path):
   rows = mixture(tmp_path, sizes=(10, 13))
   counts = collections.Counter()
   stream = stream_of(rows, window=23, batch_size=1)
@@ -364,7 +364,7 @@ def no_folder():
     ('none', 'No usable temporary directory found'),
   ],
 )
-def test_row_groups_are_read_again_if_disk_has_no_room(tmp_path, monkeypatch, caplog, disk, why):
+def test_row_groups_are_read_again_where_the_disk_has_no_room(tmp_path, monkeypatch, caplog, disk, why):
   """Keeping row groups must neither fill a disk that others write to nor end the run when the disk is full."""
   kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
   eager, reads = list(sources.read(path)), count_reads(monkeypatch, kind)
@@ -388,7 +388,7 @@ def test_row_groups_are_read_again_if_disk_has_no_room(tmp_path, monkeypatch, ca
   assert disk == 'none' or size_of_file(rows) == max(ends[-1] for _, ends in kept.values())
 
 
-def test_row_group_that_would_exceed_size_bound_is_not_kept(tmp_path, monkeypatch, caplog):
+def test_a_row_group_that_would_outgrow_a_bound_is_not_kept(tmp_path, monkeypatch, caplog):
   """Each piece of a row group whose lists have a dictionary would hold the whole dictionary."""
   kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
   eager, read = list(sources.read(path)), kind.read_row_group
@@ -423,7 +423,7 @@ def test_row_group_pieces_do_not_copy_dictionaries(tmp_path, monkeypatch):
   assert max(reads.values()) == 2 and size_of_file(rows) < 4 * texts.nbytes
 
 
-def test_row_groups_read_in_order_are_not_kept(tmp_path, monkeypatch):
+def test_row_groups_that_are_read_in_order_are_not_kept(tmp_path, monkeypatch):
   kind, path = write_typed(tmp_path / 'a.parquet'), str(tmp_path / 'a.parquet')
   eager, reads = list(sources.read(path)), count_reads(monkeypatch, kind)
   rows = sources.read(path, streaming=True)
@@ -564,7 +564,7 @@ def test_streamed_prompts_skip_dropped_and_long_rows_and_resume(tmp_path):
     assert [p.prompt for p in streamed] == [p.prompt for p in in_memory] and info == expected_info
 
 
-def test_streaming_200_megabytes_takes_bounded_memory(tmp_path):
+def test_memory_stays_bounded_with_200_megabytes(tmp_path):
   path = tmp_path / 'big.jsonl'
   lines = 100_000
   filling = 'x' * 2000

@@ -250,7 +250,7 @@ def test_score_is_the_label_of_the_last_token(plain):
     assert example.sequence_ids.sum() == len('yes, this') + 1
 
 
-def test_message_weight_scales_loss_mask_of_its_answer(plain):
+def test_weights_of_messages_scale_a_pair(plain):
   half = [{**GOOD[0], 'weight': 0.5}]
   example = preferences.make_pair_example(plain, {**PAIRS[0], 'chosen': half}, 'x')
   ids = example.sequence_ids

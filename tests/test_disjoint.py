@@ -105,7 +105,7 @@ def test_run_of_two_processes_equals_run_of_one(folder, name):
 
 
 @pytest.mark.parametrize('name', SCORED)
-def test_reference_on_another_process_scores_the_same(folder, name):
+def test_a_reference_on_another_process_scores_the_same(folder, name):
   assert rows(folder, 'two', name) == rows(folder, 'one', name)
   assert rows(folder, 'two', name)[-1]['step'] == MIDDLE
 

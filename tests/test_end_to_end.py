@@ -128,7 +128,7 @@ def test_run_folder_and_summary_are_complete(grpo_run):
   assert {'prompt', 'completion', 'reward', 'components'} <= sample.keys()
 
 
-def test_first_grpo_step_is_on_policy(grpo_run):
+def test_first_step_of_grpo_is_on_policy(grpo_run):
   workdir, _, _ = grpo_run
   first = rows(workdir)[0]
   assert first['ratio'] == pytest.approx(1, abs=1e-5)
@@ -191,7 +191,7 @@ print(json.dumps([children, sorted(
 """
 
 
-def test_sft_imports_no_rl_modules_and_starts_no_processes(model, tmp_path):
+def test_sft_imports_nothing_of_rl(model, tmp_path):
   config = tiny.run_config(model, train=dict(steps=2), eval=dict(data=dict(path=f'{TASK},split=test,size=8')))
   (tmp_path / 'config.json').write_text(json.dumps(config))
   out = subprocess.run(

@@ -51,14 +51,14 @@ def test_covariance_equals_loop_over_tokens():
   assert (cov[~MASK] == 0).all()
 
 
-def test_kl_cov_takes_tokens_of_largest_covariance():
+def test_kl_cov_takes_the_largest():
   cov = entropy_control.covariance(LOGP, GAINS, MASK)
   order = sorted(by_loop().items(), key=lambda item: -item[1])
   for fraction, count in ((0.2, int(0.2 * len(order))), (1e-9, 1), (1.0, len(order))):
     assert chosen(entropy_control.kl_cov(cov, MASK, fraction=fraction)) == {t for t, _ in order[:count]}
 
 
-def test_clip_cov_draws_tokens_within_the_bounds():
+def test_clip_cov_draws_within_the_bounds():
   cov = entropy_control.covariance(LOGP, GAINS, MASK)
   inside = {t for t, value in by_loop().items() if 0.3 < value < 3}
   assert len(inside) > 4

@@ -77,7 +77,7 @@ def test_greedy_baseline_is_the_whole_reward(pool, correct_by, function):
   np.testing.assert_array_equal(graded.baseline, np.array([1, 0.5]) + function)
 
 
-def test_samples_without_baseline_are_counted_as_masked():
+def test_samples_without_a_baseline_are_counted():
   """The greedy answer of the first prompt has no reward, so its sample that has a reward is not trained."""
   pending = Grader(None, TOKENIZER, correct_by='environment').submit(
     rollout(2, [1, np.nan, 0, 1]), rollout(1, [np.nan, 0])
@@ -187,7 +187,7 @@ def test_rows_of_source_without_own_rewards_are_checked_for_all():
   assert seen == [None]
 
 
-def test_step_without_stored_samples_compares_to_none(tmp_path):
+def test_a_step_without_stored_samples_cannot_be_compared(tmp_path):
   (tmp_path / 'samples/grpo').mkdir(parents=True)
   (tmp_path / 'samples/grpo/25.jsonl').write_text('{"split": "eval"}\n')
   item = types.SimpleNamespace(experience=types.SimpleNamespace(rollout=rollout(2)), samples=list)
@@ -260,7 +260,9 @@ def test_stored_rollout_has_all_fields_and_is_checked_before_training(tmp_path):
 
 
 @pytest.mark.parametrize('algorithm, temperature', [('grpo', 0.5), ('rft', None)])
-def test_only_methods_that_read_stored_logprobs_check_temperature(tmp_path, monkeypatch, algorithm, temperature):
+def test_only_methods_that_read_stored_logprobs_ask_for_their_temperature(
+  tmp_path, monkeypatch, algorithm, temperature
+):
   monkeypatch.setattr(rollout_files, 'load', lambda path: None)  # the folder has no rollouts
   folder = tiny.folder(tmp_path / 'model')
   over = dict(algorithm=algorithm, train_on_rollouts=str(tmp_path), rollout=dict(temperature=0.5))

@@ -126,7 +126,7 @@ def test_held_out_rows_of_one_source_are_graded_by_all_functions():
     mixture.parse(entries, ('right', 'short'), single, held_out=False)
 
 
-def test_group_is_graded_by_functions_of_its_source(tmp_path, monkeypatch):
+def test_a_group_is_graded_by_its_own_functions(tmp_path, monkeypatch):
   (tmp_path / 'graders.py').write_text(
     'def right(completions, answer, **_):\n  return [1.0] * len(completions)\n'
     'def short(completions, style, **_):\n  return [0.5] * len(completions)\n'
@@ -188,7 +188,7 @@ def summarize(item):
 
 
 @pytest.mark.parametrize('over', [{}, dict(rollout=dict(staleness=1))])
-def test_run_mixes_sources_and_resumes_bit_for_bit(folder, tmp_path, over):
+def test_a_run_mixes_and_resumes_bit_for_bit(folder, tmp_path, over):
   raw = run_config(folder, tmp_path, **over)
   stream, resumed = (jaxpost.policy_and_stream(raw)[1] for _ in range(2))
   try:
@@ -232,7 +232,7 @@ def test_sources_have_the_shares_of_their_weights(folder, tmp_path):
   assert names.count('sums') == 300
 
 
-def test_source_without_column_of_its_reward_is_refused(folder, tmp_path):
+def test_a_source_without_the_column_of_its_reward_is_refused(folder, tmp_path):
   with pytest.raises(InputError, match='style'):
     prepare.prepare_all(
       run_config(folder, tmp_path, rl=dict(sources=('sums?rewards=right+short', 'chat?rewards=short')))
@@ -303,7 +303,7 @@ def test_policy_gradient_uses_temperature_of_each_source():
 
 
 @pytest.mark.long
-def test_run_with_two_temperatures_is_on_policy(folder, tmp_path):
+def test_a_run_with_two_temperatures_is_on_policy(folder, tmp_path):
   """Sampler, old policy and reference agree at the temperature of each source."""
   entries = ('sums?rewards=right&temperature=0.4', 'chat?rewards=short')
   over = dict(rl=dict(sources=entries, kl_coef=0.1, importance=('token_truncated',)), train=dict(steps=2))
@@ -403,7 +403,7 @@ def zero_reward(completions, **columns):
 
 
 @pytest.mark.long
-def test_sources_play_in_own_environments_and_resume_bit_for_bit(tmp_path, calls):
+def test_sources_play_in_environments_of_their_own_and_resume_bit_for_bit(tmp_path, calls):
   raw = environments_config(tmp_path)
   stream = jaxpost.policy_and_stream(raw)[1]
   try:
@@ -435,7 +435,7 @@ def test_sources_play_in_own_environments_and_resume_bit_for_bit(tmp_path, calls
     stream.close()
 
 
-def test_prompt_shows_tools_of_its_environment_only(tmp_path):
+def test_tools_are_shown_to_the_prompts_of_their_environment(tmp_path):
   template = tmp_path / 'tools.jinja'
   template.write_text(
     '{%- for tool in tools or [] %}<{{ tool.function.name }}: {{ tool.function.description }}>{% endfor %}'
@@ -451,12 +451,12 @@ def test_prompt_shows_tools_of_its_environment_only(tmp_path):
     assert [tool for tool in shown.values() if tool in text] == [shown[n] for n in shown if n == prompt.source['name']]
 
 
-def test_several_environments_without_sources_are_refused(tmp_path):
+def test_several_environments_need_sources(tmp_path):
   with pytest.raises(InputError, match='there are 2 .Shop, Dice.; config.rl.sources has to say'):
     prepare.prepare_all(environments_config(tmp_path, rl=dict(sources=())))
 
 
-def test_source_without_reward_and_environment_is_refused(tmp_path):
+def test_a_source_that_nothing_grades_is_refused(tmp_path):
   """Its samples would all have reward 0 and be trained as failures; a method without rewards accepts the source."""
   entries = 'shop?environment=Shop', 'sums?environment=none', 'dice?environment=Dice'
   raw = environments_config(tmp_path, rl=dict(sources=entries), reward='')

@@ -211,7 +211,7 @@ def test_yarn_mscale_multiplies_attention_scale():
   assert plain.attention_scale == pytest.approx(10**-0.5)
 
 
-def test_kimi_k2_is_read_and_written_as_deepseek_v3():
+def test_kimi_is_read_and_written_as_deepseek():
   cfg, unread = config_json.from_hf(
     RAW_CONFIG | dict(model_type='kimi_k2', n_group=1, topk_group=1, auto_map=dict(AutoModel='x.Y')), 'here'
   )

@@ -64,7 +64,7 @@ def test_groups_without_two_different_rewards_are_counted():
   assert credit.metrics == dict(pairs=0, groups_without_pair=3)
 
 
-def test_mask_truncated_leaves_out_truncated_samples():
+def test_truncated_samples_are_left_out():
   finished = np.array([True, False, True, True] * GROUPS)
   choice, credit = choose([[1, 3, 0, 2]] * 3, finished, rl=dict(mask_truncated=True))
   np.testing.assert_array_equal(choice.reshape(GROUPS, SIZE)[0], [0, 0, -1, 1])

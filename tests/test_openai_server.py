@@ -170,7 +170,7 @@ def model_logprobs(weights, ids):
   return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def test_episode_continues_after_engine_refuses_a_request(server, weights, monkeypatch):
+def test_an_episode_goes_on_after_a_request_that_the_engine_refuses(server, weights, monkeypatch):
   endpoint, _ = server
   episode = Episode(0, Prompt(0, np.array([97, 98], np.int32), '', {}), 0)
   session = Session(episode, turns.Turns(weights.inputs.tokenizer), EpisodeLimits(prompt=32, tokens=32), {})
@@ -251,7 +251,7 @@ def test_prompt_may_be_text_ids_or_list(server):
   assert len(from_list['choices']) == 2
 
 
-def test_stop_string_is_not_in_the_text(server):
+def test_a_stop_string_is_left_out(server):
   whole = ask(server, 'completions', prompt='xy', max_tokens=12, temperature=0)
   text = whole['choices'][0]['text']
   stop = text[3:5]
@@ -403,7 +403,7 @@ def test_streamed_text_never_has_partial_characters_or_stop_strings(stops):
     assert sent + stream.rest(whole) == whole
 
 
-def test_same_seed_gives_same_tokens(server):
+def test_a_seed_repeats_an_answer(server):
   def drawn(seed, n=1):
     reply = ask(server, 'completions', prompt='ab', max_tokens=16, temperature=1.0, seed=seed, n=n)
     return reply['id'], [c['token_ids'] for c in reply['choices']]
@@ -416,7 +416,7 @@ def test_same_seed_gives_same_tokens(server):
   assert two_choices[0] == first[0] != two_choices[1]
 
 
-def test_streamed_tool_calls_have_an_index(server, monkeypatch):
+def test_streamed_calls_of_tools_have_an_index(server, monkeypatch):
   text = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>'
   monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c, skip_special=True: text)
   tools = [{'type': 'function', 'function': {'name': name}} for name in 'fg']
@@ -443,7 +443,7 @@ def test_tool_call_is_parsed_from_text(server, monkeypatch):
 
 
 @pytest.mark.parametrize('before, content', [('I will look.\n', 'I will look.'), ('\n', None)])
-def test_text_before_tool_call_is_the_content(server, monkeypatch, before, content):
+def test_text_before_a_call_is_the_content(server, monkeypatch, before, content):
   text = before + '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
   monkeypatch.setattr(openai_format.Translator, 'decode', lambda self, c, skip_special=True: text)
   body = dict(messages=HELLO, max_tokens=2, tools=[{'type': 'function', 'function': {'name': 'f'}}])
@@ -590,7 +590,7 @@ def test_malformed_http_gets_json_error(server, data, code):
   assert json.loads(body)['error']['message']
 
 
-def test_reply_to_head_has_no_body(server, caplog):
+def test_an_answer_to_head_has_no_body(server, caplog):
   head, _, body = raw(server, b'HEAD /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n').partition(b'\r\n\r\n')
   assert head.split()[1] == b'501' and not body
   assert not caplog.records
@@ -746,7 +746,7 @@ def test_wrong_api_key_gets_401_before_body_is_read(weights):
     endpoint.close()
 
 
-def test_port_in_use_is_refused(server, weights):
+def test_a_taken_port_is_refused(server, weights):
   port = int(server[0].url.split(':')[2].split('/')[0])
   with pytest.raises(InputError, match='another --port'):
     Endpoint(server[0].engine, weights.inputs.tokenizer, port=port)
@@ -796,7 +796,7 @@ def test_serve_command_serves_adapter_records_and_ends_on_sigterm(folder, with_a
     ('--api_key_file=/dev/null', 'must hold one line'),
   ],
 )
-def test_unusable_file_is_refused_before_weights_are_read(flag, words):
+def test_files_that_cannot_be_used_are_refused_before_weights_are_read(flag, words):
   command = [sys.executable, '-m', 'launch.serve', '--model=/no/such/folder', flag]
   done = subprocess.run(command, cwd=CLONE, env=os.environ, capture_output=True, text=True)
   assert done.returncode == 2 and words in done.stderr and 'Traceback' not in done.stderr
@@ -881,7 +881,7 @@ def test_adapters_share_the_base_on_several_devices(with_adapters, folder):
   assert lacking == [0, 0, 0]
 
 
-def test_models_are_listed_and_unknown_model_gets_404(with_adapters):
+def test_models_are_listed_and_others_refused(with_adapters):
   url = with_adapters[0].url
   with urllib.request.urlopen(f'{url}/models?limit=20') as reply:
     assert [m['id'] for m in json.load(reply)['data']] == ['nano', 'one', 'two']

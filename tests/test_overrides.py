@@ -330,7 +330,7 @@ def test_train_flags_before_two_dashes_are_refused(verb):
   assert err == 'jaxpost: --config: is a flag of launch.train; write all of these after --, as in -- --config=FILE\n'
 
 
-def test_config_flag_and_its_file_may_be_two_words(tmp_path):
+def test_a_config_and_its_file_may_be_two_words(tmp_path):
   words = ['train', '--config', 'a.yaml', '--', '--config', 'b.py']
   assert config_flag.joined(words) == ['train', '--config=a.yaml', *words[3:]]
   assert config_flag.joined(['train', '--config']) == ['train', '--config']

@@ -47,7 +47,7 @@ CAUGHT_BY = {
   'rows padded to the longest possible': 'test_peer_defects.py:test_short_completions_share_rows',
   'left padding': 'test_peer_defects.py:test_short_completions_share_rows',
   'rewards without a timeout': 'test_rewards_pool.py:test_hanging_group_does_not_delay_other_groups',
-  'a failed reward is 0': 'test_rewards_pool.py:test_bad_reward_function_masks_only_its_group',
+  'a failed reward is 0': 'test_rewards_pool.py:test_a_bad_reward_masks_its_group_only',
   'text is tokenised again for training': 'test_peer_defects.py:test_trained_tokens_are_those_that_were_sampled',
   'loss depends on the accumulation': 'test_grpo_family.py:test_loss_does_not_depend_on_the_layout',
   'NaN of a group of one': 'test_losses_advantages.py:test_singletons_both_ways',

@@ -68,10 +68,10 @@ CROSSES = {
 @pytest.mark.parametrize('mesh', CROSSES)
 def test_outermost_axis_that_fits_crosses_slices(mesh, kind):
   devices = tpus(4, 4, slices=4, kind=kind)
-  found, axes = placed(devices[::-1], mesh)
+  ordered, axes = placed(devices[::-1], mesh)
   slow = axes[CROSSES[mesh]]
   for at in axes.values():
-    for line in along(found, at):
+    for line in along(ordered, at):
       slices = [d.slice_index for d in line]
       if at != slow:
         assert len(set(slices)) == 1, (mesh, at)
@@ -83,8 +83,8 @@ def test_outermost_axis_that_fits_crosses_slices(mesh, kind):
 def test_innermost_axis_goes_from_neighbor_to_neighbor(mesh):
   """Not in the order of their ids, as the chips of a slice are numbered host by host."""
   devices = tpus(4, 4)
-  found, _ = placed(devices, mesh)
-  inner = max(at for at, n in enumerate(found.shape) if n > 1)
+  ordered, _ = placed(devices, mesh)
+  inner = max(at for at, n in enumerate(ordered.shape) if n > 1)
 
   def steps(order):
     return {
@@ -93,8 +93,8 @@ def test_innermost_axis_goes_from_neighbor_to_neighbor(mesh):
       for x, y in zip(line, line[1:])
     }
 
-  assert steps(found) == {1}
-  assert steps(np.array(devices).reshape(found.shape)) > {1}
+  assert steps(ordered) == {1}
+  assert steps(np.array(devices).reshape(ordered.shape)) > {1}
 
 
 @pytest.mark.parametrize(
@@ -108,18 +108,18 @@ def test_innermost_axis_goes_from_neighbor_to_neighbor(mesh):
   ],
 )
 def test_inner_axes_stay_within_a_host_of_gpus(mesh, inside):
-  found, axes = placed(gpus(4), mesh)
+  ordered, axes = placed(gpus(4), mesh)
   for axis in AXES:
-    hosts = [len({d.process_index for d in line}) for line in along(found, axes[axis])]
-    if found.shape[axes[axis]] == 1 or axis in inside:
+    hosts = [len({d.process_index for d in line}) for line in along(ordered, axes[axis])]
+    if ordered.shape[axes[axis]] == 1 or axis in inside:
       assert set(hosts) == {1}, axis
     else:
-      assert set(hosts) == {min(4, found.shape[axes[axis]])}, axis
+      assert set(hosts) == {min(4, ordered.shape[axes[axis]])}, axis
 
 
-def test_phase_may_have_some_of_the_slices():
-  found, axes = placed(tpus(4, 4, slices=3)[16:], 'data=2,fsdp=16')
-  assert [d.slice_index for d in along(found, axes['data'])[0]] == [1, 2]
+def test_a_phase_may_have_some_of_the_slices():
+  ordered, axes = placed(tpus(4, 4, slices=3)[16:], 'data=2,fsdp=16')
+  assert [d.slice_index for d in along(ordered, axes['data'])[0]] == [1, 2]
 
 
 HOLES = [d for d in tpus(4, 4, slices=2) if d.id % 16 < 12]

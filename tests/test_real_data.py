@@ -104,7 +104,7 @@ def torch_loss(folder, documents):
   return total / count
 
 
-def test_sft_on_shakespeare_lowers_held_out_loss(shared_data, tmp_path):
+def test_sft_lowers_the_held_out_loss(shared_data, tmp_path):
   # The model was trained on stories, but not on Shakespeare.
   file = shared_data('text/tinyshakespeare.txt')
   speeches = file.read_text().split('\n\n')
@@ -170,7 +170,7 @@ def qwen(shared_data, tmp_path_factory):
 
 
 @pytest.mark.parametrize('recipe', [sft_gsm8k, grpo_gsm8k])
-def test_recipe_trains_on_gsm8k(recipe, gsm8k, qwen, tmp_path):
+def test_recipes_train_on_gsm8k(recipe, gsm8k, qwen, tmp_path):
   config = recipe.get_config('runlocal')
   config.model.update(path=qwen, tokenizer='')
   config.data.path = gsm8k
@@ -192,7 +192,7 @@ def test_recipe_trains_on_gsm8k(recipe, gsm8k, qwen, tmp_path):
   assert '#### answer' in first['prompt'] and first['components']['gsm8k'] == 0
 
 
-def test_tokenizer_larger_than_the_embedding_is_refused(shared_data, gsm8k):
+def test_a_vocabulary_too_small_is_refused(shared_data, gsm8k):
   config = sft_gsm8k.get_config('runlocal')
   config.data.path = gsm8k
   config.model.tokenizer = str(shared_data('tokenizers/qwen3'))

@@ -54,7 +54,7 @@ def stored_samples(run, step):
 
 
 @pytest.mark.parametrize('step, row', [(1, 0), (2, 7), (4, 15)])
-def test_sample_is_drawn_again_bit_for_bit(run, step, row):
+def test_a_sample_is_drawn_again(run, step, row):
   """The steps before it are repeated: from the start of the run, or for step 4 from the checkpoint of step 2."""
   sample = reproduce.reproduce(run, step, row)
   assert sample['identical'] is True
@@ -188,7 +188,7 @@ def test_stored_rollouts_can_be_trained_with_another_learning_rate(config, run, 
     (dict(algorithm='remax', rl=dict(kl_coef=0.0)), 'config.train_on_rollouts'),
   ],
 )
-def test_stored_rollouts_that_do_not_fit_the_config_are_refused(config, run, tmp_path, over, words):
+def test_rollouts_that_do_not_fit_are_refused(config, run, tmp_path, over, words):
   again = tiny.merged(config, tiny.merged(dict(train_on_rollouts=str(run)), over))
   if 'algorithm' in over:
     again['rl']['minibatches'] = 1

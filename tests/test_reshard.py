@@ -87,7 +87,7 @@ def test_weights_that_need_no_conversion_share_buffers_of_parameters(compute, dt
   assert not pointers(weights['layers']) & param_buffers
 
 
-def test_group_size_divides_the_number_of_layers():
+def test_groups_divide_the_layers():
   assert [group_of(n, 100, 10) for n in (1, 8, 12, 13, 28, 80)] == [1, 8, 6, 1, 7, 10]
   assert group_of(36, 5, 10) == 1 and group_of(0, 5, 0) == 1
 

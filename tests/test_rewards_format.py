@@ -156,7 +156,7 @@ def test_invalid_json_schema_in_row_gives_none_and_in_file_is_refused(tmp_path):
 
 
 @pytest.mark.usefixtures('jsonschema')
-def test_json_schema_fetches_no_referenced_url(tmp_path):
+def test_json_schema_fetches_nothing(tmp_path):
   (tmp_path / 'schema.json').write_text('{}')
   serve = functools.partial(Quiet, directory=str(tmp_path))
   with http.server.ThreadingHTTPServer(('127.0.0.1', 0), serve) as server:

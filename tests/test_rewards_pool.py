@@ -290,7 +290,7 @@ BAD = {
 
 
 @pytest.mark.parametrize('name', BAD)
-def test_bad_reward_function_masks_only_its_group(pool_of, name):
+def test_a_bad_reward_masks_its_group_only(pool_of, name):
   pool = pool_of(name, 'fine')
   good, bad, after = pool.grade([group('a', 'bb'), group('bad', 'bb'), group('a', 'bb')])
   assert good.rewards == after.rewards == [2.0, 3.0]
@@ -350,7 +350,7 @@ def test_weighted_sum_masks_rows_with_none_unless_all_are_none(pool_of):
   assert pool.stats['masked_rows'] == 1
 
 
-def test_results_of_overlapping_submissions_are_in_order(pool_of):
+def test_results_come_in_order_and_overlap(pool_of):
   pool = pool_of('index', workers=2)
   pool.check()
   first = pool.submit([group(str(i)) for i in range(8)])
@@ -433,7 +433,7 @@ async def asks(completions, **columns):
 """
 
 
-def test_async_function_keeps_its_connection_between_groups(tmp_path, monkeypatch):
+def test_a_connection_of_an_async_function_stays_open(tmp_path, monkeypatch):
   class Echo(socketserver.StreamRequestHandler):
     def handle(self):
       for line in self.rfile:
@@ -481,7 +481,7 @@ def test_too_many_failures_stop_the_run(pool_of):
     ('no.such.module:f', "no module 'no"),
   ],
 )
-def test_check_names_the_function_and_its_fault(file, tmp_path, spec, message):
+def test_check_names_function_and_fault(file, tmp_path, spec, message):
   sources = {
     'broken': 'x = 1\ndef f(:\n',
     'raising': '\n\nundefined\n',
@@ -530,7 +530,7 @@ def test_columns_that_are_not_json_are_refused_by_name(pool_of):
     pool.grade([Group(['p'], ['a'], [[1]], {'x': [1, 2]})])
 
 
-def test_missing_column_is_named(pool_of):
+def test_a_missing_column_is_named(pool_of):
   pool = pool_of('only_what_it_names')
   with pytest.raises(InputError, match="needs the column 'answer', this row has: question"):
     pool.grade([group('a', question='q')])

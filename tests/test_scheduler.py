@@ -129,14 +129,14 @@ def test_short_turns_draw_the_tokens_of_one_long_sample(engine):
 
 def talk(answers, turns=3):
   """A `next_requests` that appends a text of `answers` to each turn and sends it some blocks later, for some turns."""
-  said, waiting = collections.Counter(), collections.deque()
+  turn_of, waiting = collections.Counter(), collections.deque()
 
   def follow(completions, idle):
     for c in completions:
       key = c.request.prompt, c.request.sample
-      said[key] += 1
-      if said[key] < turns:
-        text = np.concatenate([c.request.tokens, c.tokens, answers[said[key], key[0] % 5]])
+      turn_of[key] += 1
+      if turn_of[key] < turns:
+        text = np.concatenate([c.request.tokens, c.tokens, answers[turn_of[key], key[0] % 5]])
         waiting.append([int(key[0]) % 3, Request(text, *key, c.request.sampling)])
     for item in waiting:
       item[0] -= 1
@@ -238,7 +238,7 @@ def test_wave_with_many_page_copies_compiles_nothing(model, params):
   assert [r['program'] for r in ledger.rows[before:]] == []
 
 
-def test_evaluation_prefills_as_many_prompts_at_a_time_as_training(model, params):
+def test_an_evaluation_prefills_as_many_prompts_at_a_time_as_training(model, params):
   """Although it draws one sample of each prompt: a prefill of 40 prompts would need five times the memory."""
   ledger = Ledger()
   engine = make_engine(model, params, ledger, slots=40, group_size=5, max_prompt=16, max_new_tokens=8)
@@ -409,7 +409,7 @@ def test_nan_logits_stop_serving_with_an_error(model, params):
 @pytest.mark.parametrize(
   'fields', [{}, dict(page_size=8), dict(page_size=16, cache_tokens=80)], ids=['slots', 'pages', 'few_pages']
 )
-def test_cancelled_requests_free_their_slots(model, params, fields):
+def test_cancelled_requests_give_up_their_slots(model, params, fields):
   """Half of the requests are cancelled, some in a slot and some in the queue; the others draw the same as alone."""
   engine = make_engine(model, params, **fields)
   batch = requests(10)
@@ -431,7 +431,7 @@ def test_cancelled_requests_free_their_slots(model, params, fields):
   same(serve(engine, batch[1::2]), alone)
 
 
-def test_slot_of_cancelled_request_goes_to_next_request(model, params):
+def test_a_slot_of_a_cancelled_request_goes_to_the_next(model, params):
   """One slot: the second request is served although the first, which is cancelled after a block, had 40 to draw."""
   engine = make_engine(model, params, slots=1, max_new_tokens=40)
   first, second = requests(2)

@@ -184,7 +184,7 @@ GOOD_AND_BAD = {
 }
 
 
-def test_every_ifeval_check_has_a_case():
+def test_every_check_has_a_case():
   assert set(GOOD_AND_BAD) == set(ifeval.CHECKS)
 
 
