@@ -1,7 +1,7 @@
 """`data.preferences`: examples of pairs, unpaired labels, steps and scores have the tokens of SFT.
 
-`sequence_ids` numbers the answers of an example from 1 and is 0 at prompts; `branch_ids` does so where answers share
-their prompt.
+`sequence_ids` numbers the answers of an example from 1 and is 0 at prompts; `branch_ids` is 0 at shared tokens of the
+prompts and numbers the branches after them.
 """
 
 import dataclasses

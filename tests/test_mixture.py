@@ -273,7 +273,7 @@ def exact_rollout(temperatures):
 
 
 def test_policy_gradient_uses_temperature_of_each_source():
-  """Weighted by their probabilities, all completions give the gradient of the expected reward of both policies."""
+  """Weighted by their probabilities, all completions give the gradient of the expected reward at both temperatures."""
   temperatures = np.array([0.5, 2.0])
   rollout = exact_rollout(temperatures)
   answers, values = exact.completions(2), exact.rewards_of(2, False)

@@ -143,7 +143,7 @@ def test_step_or_row_out_of_range_is_refused(run, step, row, words):
 
 
 def comparable_metrics(run):
-  """The metrics of each step but those of sampling, which a run on stored rollouts does not do."""
+  """The metrics without those of sampling, which a run on stored rollouts does not do, and without single rewards."""
   return [
     {
       k: v

@@ -78,7 +78,7 @@ def test_weights_do_not_depend_on_the_group_size(kind, compute, dtype):
   ],
 )
 def test_weights_that_need_no_conversion_share_buffers_of_parameters(compute, dtype, shared):
-  """`shared` has the parameters outside of the layers that have the dtype of the sampler already."""
+  """`shared` has the weights outside of the layers that need neither a cast nor a copy."""
   model = make('lora')
   params = params_of(model, dtype)
   weights = Reshard(model, tiny.one_device('rollout'), compute, Ledger())(params)
