@@ -322,7 +322,7 @@ def test_unusual_but_valid_return_values_are_accepted(pool_of, name, rewards):
   graded = pool.grade([group('bad', 'none', answer='bad')] * 2)
   assert [g.error for g in graded] == [None, None]
   assert [g.rewards for g in graded] == [rewards, rewards]
-  assert all(type(r) is float for r in rewards if r is not None)
+  assert all(type(r) is float for g in graded for r in g.rewards if r is not None)
   assert pool.stats['masked_rows'] == 2 * rewards.count(None)
 
 
