@@ -42,7 +42,7 @@ CAUGHT_BY = {
   'overlong penalty in characters': 'test_peer_defects.py:test_overlong_counts_tokens',
   'dynamic sampling ignored': 'test_grpo_family.py:test_dynamic_sampling_fills_the_batch',
   'the list of rewards is changed': 'test_peer_defects.py:test_the_config_is_not_changed',
-  'resume replays the data': 'test_resume.py:test_killed_at_any_moment',
+  'resume replays the data': 'test_resume.py:test_run_killed_at_random_moments_resumes_bitwise',
   'all logits at once': 'test_head.py:test_the_update_never_holds_all_logits',
   'rows padded to the longest possible': 'test_peer_defects.py:test_short_completions_share_rows',
   'left padding': 'test_peer_defects.py:test_short_completions_share_rows',
