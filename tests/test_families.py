@@ -504,9 +504,8 @@ def stored_gradients(network):
   saved = copy.deepcopy(network)
   with torch.no_grad():
     for parameter, copied in zip(network.parameters(), saved.parameters()):
-      copied.copy_(
-        torch.zeros_like(copied) if parameter.grad is None else parameter.grad
-      )  # a parameter that only selects experts has no gradient
+      # A parameter that only selects experts has no gradient.
+      copied.copy_(torch.zeros_like(copied) if parameter.grad is None else parameter.grad)
     for path, buffer in saved.named_buffers():
       if path.endswith(NOT_TRAINED):
         buffer.zero_()

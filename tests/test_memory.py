@@ -44,9 +44,7 @@ def test_free_host_memory_respects_the_limits_of_control_groups(tmp_path):
   write('sys/fs/cgroup/pod/memory.current', f'{6 * 2**30}\n')
   write('sys/fs/cgroup/pod/memory.stat', f'anon 3\ninactive_file {2 * 2**30}\n')
   assert free() == 12
-  write(
-    'proc/self/cgroup', '4:cpu,cpuacct:/docker/7\n3:memory:/docker/7\n0::/\n'
-  )  # version 1, as seen inside of a container
+  write('proc/self/cgroup', '4:cpu,cpuacct:/docker/7\n3:memory:/docker/7\n0::/\n')  # version 1, seen in a container
   write('sys/fs/cgroup/memory/memory.limit_in_bytes', f'{8 * 2**30}\n')
   write('sys/fs/cgroup/memory/memory.usage_in_bytes', f'{3 * 2**30}\n')
   assert free() == 5
