@@ -1,4 +1,4 @@
-"""`rewards.bounded`: a completion that its verifier would compute on forever gets 0 and is counted; others are graded."""
+"""`rewards.bounded`: a completion that its verifier would never finish gets 0 and is counted; others are graded."""
 
 import concurrent.futures
 import os
