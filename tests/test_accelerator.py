@@ -32,7 +32,7 @@ def accelerator():
 
 @pytest.mark.parametrize('length', [512, 4096])
 @pytest.mark.parametrize('preset', LARGE_PRESETS)
-def test_attention_kernel_agrees_with_float32(accelerator, preset, length):
+def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length):
   compute = compute_for(
     accelerator.platform, probe.matmul_type()[0], 'none', triton=not chips.before_ampere(accelerator)
   )
@@ -47,7 +47,7 @@ def test_attention_kernel_agrees_with_float32(accelerator, preset, length):
 
 
 @pytest.mark.parametrize('preset', [name for name in LARGE_PRESETS if presets.every()[name].experts])
-def test_grouped_kernel_of_experts_agrees_with_float32(accelerator, preset):
+def test_experts_agree_with_products_in_float32(accelerator, preset):
   """This includes the matrices of LoRA adapters."""
   compute = compute_for(
     accelerator.platform, probe.matmul_type()[0], 'none', triton=not chips.before_ampere(accelerator)
@@ -68,7 +68,7 @@ def test_decoding_agrees_with_teacher_forcing(preset):
     assert figures['tokens'] > 0 and 0 <= figures['kl'] < 2e-4 and figures['max_difference'] < 0.1, context
 
 
-def test_updates_and_decode_blocks_reuse_donated_buffers():
+def test_updates_and_blocks_write_in_place():
   cfg = workload.shape_of('xs', 2)
   config = dict(algorithm='sft', train=dict(steps=2, batch_size=2, row_length=256))
   with workload.stage(cfg, config, ('sft', workload.lengths_of(0, 256))) as running:

@@ -248,7 +248,7 @@ def sampler(base, kind, share, targets=''):
 
 
 @pytest.mark.parametrize('kind', ['', 'int8', 'nf4'])
-def test_sampler_shares_the_base(trained_adapters, kind):
+def test_a_sampler_shares_the_base(trained_adapters, kind):
   check_shared(trained_adapters[0], kind)
 
 
@@ -313,7 +313,7 @@ for one in out:
 
 
 @pytest.mark.parametrize('kind', ['', 'int8'])
-def test_sampler_on_a_mesh_shares_the_base(tmp_path, kind):
+def test_a_sampler_on_a_mesh_shares_the_base(tmp_path, kind):
   base = tiny.folder(tmp_path / 'base', num_heads=8, num_kv_heads=8)
   children.run('-c', SAMPLE_ON_MESHES, base, kind, devices=4, timeout=600)
 
@@ -327,7 +327,7 @@ EXPERTS = dict(
 
 @pytest.mark.parametrize('family', EXPERTS)
 @pytest.mark.parametrize('kind', ['', 'int8'])
-def test_sampler_shares_a_base_with_experts(tmp_path, kind, family):
+def test_a_sampler_shares_experts(tmp_path, kind, family):
   targets, shape = EXPERTS[family]
   base = tiny.folder(tmp_path / 'base', family=family, num_layers=3, tie_embeddings=False, **shape)
   tokenizer.load('bytes').save(base)

@@ -338,7 +338,7 @@ def test_failed_seal_keeps_the_last_good_step(tmp_path, monkeypatch):
   assert digest(restore(tmp_path)[1]) == digest(make_state(2))
 
 
-def test_rollback_drops_the_abandoned_steps(tmp_path):
+def test_rolling_back_drops_the_abandoned_steps(tmp_path):
   save_steps(tmp_path, [10, 20, 30], keep=3)
   ck = checkpoint.Checkpointer(tmp_path, keep=3)
   ck.restore(template(make_state(0)), 10)

@@ -46,7 +46,7 @@ def converted(library, given, algorithm=''):
 
 
 @pytest.mark.parametrize('library, ratio', [('trl', 0.1), ('tunix', 0.1), ('verl', None)])
-def test_number_of_warmup_steps_takes_precedence_over_a_fraction(library, ratio):
+def test_a_number_of_warmup_steps_decides_over_a_fraction(library, ratio):
   names = ('lr_warmup_steps_ratio', 'lr_warmup_steps') if library == 'verl' else ('warmup_ratio', 'warmup_steps')
   config, reasons = converted(library, dict(zip(names, (0.1, 5))))
   assert config['optim'] == {'warmup_steps': 5} and reasons[names[0]] == f'gives way to {names[1]} in {library}'
@@ -55,13 +55,13 @@ def test_number_of_warmup_steps_takes_precedence_over_a_fraction(library, ratio)
 
 
 @pytest.mark.parametrize('schedule, rate', [('warmup_cosine_decay_schedule', 2e-5), (None, 1e-5)])
-def test_learning_rate_of_tunix_depends_on_its_schedule(schedule, rate):
+def test_the_rate_of_tunix_depends_on_a_schedule(schedule, rate):
   given = {'optimizer_config.learning_rate': 1e-5, 'optimizer_config.peak_value': 2e-5}
   config, reasons = converted('tunix', given | {'optimizer_config.schedule_type': schedule}, 'sft')
   assert config['optim']['lr'] == rate and sum('gives way' in reason for reason in reasons.values()) == 1
 
 
-def test_settings_of_other_tunix_models_do_not_reach_the_policy():
+def test_other_models_of_tunix_are_not_the_policy():
   given = {
     'actor_model_config.lora_config.rank': 64,
     'critic_model_config.lora_config.rank': 32,
@@ -99,7 +99,7 @@ def test_settings_of_other_tunix_models_do_not_reach_the_policy():
     ('trl', {'load_in_8bit': True, 'load_in_4bit': False, 'lora_r': 8}, 'model', {'quantize': 'int8'}),
   ],
 )
-def test_settings_that_depend_on_other_settings(library, given, section, ours):
+def test_settings_that_depend_on_others(library, given, section, ours):
   config, reasons = converted(library, given)
   assert config.get(section) == ours
   assert not any('nothing here' in reason for reason in reasons.values())

@@ -37,7 +37,7 @@ def test_experts_without_an_expert_axis_need_no_communication_over_context(repor
 
 
 @pytest.mark.parametrize('way', ['padded', 'ragged'])
-def test_dispatched_rows_arrive_complete_and_in_order(report, way):
+def test_rows_arrive_as_they_left(report, way):
   """All rows that one device sends to another arrive in their order, as selected by numpy."""
   assert report[f'arrived:{way}'] == 'ok'
 

@@ -649,7 +649,7 @@ def test_decode_and_packed_rows_match_forward_of_one_text(reference, case):
 
 
 @pytest.mark.parametrize('case', ['mistral', 'gemma3'])
-def test_attention_windows_reach_into_shared_prompt_of_branches(reference, case):
+def test_windows_reach_into_the_shared_part_of_branches(reference, case):
   model, params = load(reference(case)[0])
   ids = tiny.tokens((1, 28))
   prompt, first, second = ids[:, :8], ids[:, 8:18], ids[:, 18:]
@@ -932,7 +932,7 @@ def test_unknown_fields_and_keys_are_reported():
   assert read(model_type='phi3', auto_map=dict(AutoModel='x.Y')) == ['auto_map']
 
 
-def test_older_spellings_of_config_fields_are_read():
+def test_older_spellings_are_read():
   def read(**fields):
     return config_json.from_hf(BASE | fields, 'here')[0]
 
@@ -1045,7 +1045,7 @@ def test_scan_over_layers_that_differ_gives_the_same_gradients(reference, case):
 
 
 @pytest.mark.parametrize('family', families.every())
-def test_architectures_named_by_exports_exist_in_transformers(family):
+def test_classes_that_an_export_names_exist(family):
   transformers = pytest.importorskip('transformers')
   pytest.importorskip('torch')  # `modeling_auto` needs it
   from transformers.models.auto import modeling_auto

@@ -346,7 +346,7 @@ exits.run(train.main)
 
 
 @pytest.mark.long
-def test_replica_that_differs_ends_all_processes(tmp_path):
+def test_a_replica_that_differs_stops_all(tmp_path):
   with Cluster(tmp_path, long_run(tmp_path), head=('-c', LAUNCHER_WITH_DIFFERENT_REPLICA)) as run:
     assert run.ends_within(PATIENCE_S) == [1, 1]
     for rank in (0, 1):
@@ -357,7 +357,7 @@ def test_replica_that_differs_ends_all_processes(tmp_path):
 
 
 @pytest.mark.long
-def test_slowest_host_is_named(tmp_path):
+def test_the_slow_host_is_named(tmp_path):
   with Cluster(
     tmp_path, long_run(tmp_path, train=dict(steps=12), log=dict(every=3)), head=('-c', LAUNCHER_WITH_SLOW_DATA)
   ) as run:

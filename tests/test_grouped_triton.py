@@ -88,7 +88,7 @@ def test_kernels_match_one_product_per_group(case, dtype):
 
 
 @pytest.mark.parametrize('case', ['uneven', 'many tiles', 'tiles of 64'])
-def test_results_do_not_depend_on_the_order_of_programs(monkeypatch, case):
+def test_the_order_of_programs_does_not_matter(monkeypatch, case):
   """No program writes rows of another one: a device runs them concurrently, the interpreter one after the other."""
   x, w, g, sizes, groups = draw(CASES[case], 'bfloat16')
   of = grouped_triton._Places.of
@@ -98,7 +98,7 @@ def test_results_do_not_depend_on_the_order_of_programs(monkeypatch, case):
   close(GROUPS(x, g, sizes, interpret=True), dw, 1e-5)
 
 
-def test_bfloat16_result_is_the_rounded_float32_result():
+def test_a_result_may_be_rounded():
   x, w, g, sizes, groups = draw(CASES['uneven'], 'bfloat16')
   for kernel, operands in (ROWS, (x, w)), (GROUPS, (x, g)):
     exact = kernel(*operands, sizes, interpret=True)
@@ -198,7 +198,7 @@ def test_kernel_is_on_for_gpus_in_16_bits_only():
 
 @pytest.mark.parametrize('out', ['bfloat16', 'float32'])
 @pytest.mark.parametrize('name', ['rows_by_groups', 'groups_of_rows'])
-def test_check_covers_each_result_type(monkeypatch, interpreted, name, out):
+def test_each_type_of_a_result_is_checked(monkeypatch, interpreted, name, out):
   monkeypatch.setattr(grouped_check, '_ROWS', (6,))
   kernel = getattr(grouped_triton, name)
 
@@ -210,7 +210,7 @@ def test_check_covers_each_result_type(monkeypatch, interpreted, name, out):
   assert 'off by' in grouped_check.trusted.__wrapped__(grouped_check.GROUPED, grouped_check.Matrix(24, 16), 'bfloat16')
 
 
-def test_kernel_that_fails_its_check_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
+def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
   monkeypatch.setenv('HOME', str(tmp_path))
   monkeypatch.setattr(grouped_check, '_ROWS', (6, 20))
   cfg = tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24))
@@ -250,7 +250,7 @@ def test_kernel_that_fails_its_check_is_not_used(monkeypatch, interpreted, caplo
   assert not grouped_check.verify(compute, [cfg]).grouped_kernel
 
 
-def test_choices_of_a_run_say_what_computes_its_experts(tmp_path):
+def test_choices_of_a_run_name_the_kernel_of_its_experts(tmp_path):
   """The choices in the first line of a run name XLA if the check refused the kernel."""
   choices = {}
   for name, fields in ('dense', {}), ('moe', dict(family='qwen3_moe', experts=Experts(8, 3, 24))):
@@ -271,7 +271,7 @@ def test_choices_of_a_run_say_what_computes_its_experts(tmp_path):
   }
 
 
-def test_check_accepts_a_correct_kernel(monkeypatch, interpreted):
+def test_the_errors_of_a_right_kernel_are_small(monkeypatch, interpreted):
   monkeypatch.setattr(grouped_check, '_ROWS', (6, 60))
   found = grouped_check.errors(grouped_check.Matrix(40, 24), 'bfloat16')
   assert found.keys() == {'out', 'x', 'w'} and max(found.values()) < 0.005
@@ -298,7 +298,7 @@ def test_check_covers_all_matrices_of_experts_and_adapters():
 
 @pytest.mark.parametrize('scope, share', [('', 1), ('rounds/while/body/', 0.5)])
 @pytest.mark.parametrize('kernel', ['rows', 'rows_transposed', 'matrices'])
-def test_plan_counts_flops_and_bytes_of_grouped_products(kernel, scope, share):
+def test_plans_count_products_of_groups(kernel, scope, share):
   """Matrices are 16 x 8. In rounds, half of the rows count; with few rows, matrices of some experts are not read."""
   operands, out = {
     'rows': (('bf16[6,16]', 'bf16[4,16,8]'), 'f32[6,8]'),

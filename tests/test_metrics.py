@@ -101,7 +101,7 @@ def test_torn_last_line_is_dropped_and_mended(tmp_path, tail):
   assert json.loads(lines[5])['step'] == 4
 
 
-def test_damaged_line_in_the_middle_is_refused_by_number(tmp_path):
+def test_damage_in_the_middle_is_named(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   write_run(tmp_path, [('sft', 3)])
   lines = path.read_text().splitlines()
@@ -343,7 +343,7 @@ def test_unhealthy_metrics_raise_one_counted_alert(kind, sick, steps):
   assert alerts_of(healthy + [sick] * (steps + 2)) == {kind: (8 + steps, 3)}
 
 
-def test_alert_of_sampler_mismatch_names_both_causes():
+def test_a_mismatch_names_both_of_its_causes():
   """A mismatch comes from types, or from updates: even float32 differs after them, and for samples of older weights."""
   (text,) = Alerts().check('grpo', 1, HEALTHY | {'sampler_mismatch': 1.0565})
   assert text.startswith('sampler_mismatch 1.056: ') and 'lower config.optim.lr' in text and 'check dtypes' in text
@@ -359,7 +359,7 @@ def test_harmless_changes_of_metrics_raise_no_alert():
   assert alerts_of([{'loss': 1.0}] * 20) == {}
 
 
-def test_warnings_are_printed_once_and_kept_by_a_resume(tmp_path):
+def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):
   def write_steps(writer, first, last):
     for step in range(first, last + 1):
       flat = 0.95 if step > 3 else 0.1

@@ -69,7 +69,7 @@ def test_export_over_another_stage_is_refused(run, tmp_path):
     export.check_stage(out, 'sft')
 
 
-def test_header_of_the_card_names_base_model_and_license(run, tmp_path, monkeypatch):
+def test_the_header_names_base_model_and_license(run, tmp_path, monkeypatch):
   out, base = tmp_path / 'out', tmp_path / 'base'
   out.mkdir()
   base.mkdir()

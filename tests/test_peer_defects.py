@@ -26,21 +26,21 @@ from jaxpost.stage import config as config_lib
 TESTS = pathlib.Path(__file__).parent
 CAUGHT_BY = {
   'finished rows go on decoding': 'test_sampler.py:test_samples_do_not_depend_on_slots_and_blocks',
-  'a group is prefilled once for each sample': 'test_peer_defects.py:test_prompt_of_a_group_is_prefilled_once',
+  'a group is prefilled once for each sample': 'test_peer_defects.py:test_a_group_reads_its_prompt_once',
   'another temperature compiles again': 'test_peer_defects.py:test_sampling_parameters_compile_nothing',
-  'the cache is replicated': 'test_peer_defects.py:test_kv_cache_is_split_over_batch_and_tensor_axes',
+  'the cache is replicated': 'test_peer_defects.py:test_the_cache_is_split_over_the_batch_axes',
   'each process trains on all samples': 'test_processes.py:test_each_group_is_graded_once_by_one_of_two',
   'PPO rounds rewards': 'test_ppo.py:test_rewards_are_not_rounded',
   'PPO KL at a temperature': 'test_ppo.py:test_first_step_is_on_policy_at_any_temperature',
-  'GRPO KL at a temperature': 'test_peer_defects.py:test_sampler_trainer_and_reference_share_one_temperature',
+  'GRPO KL at a temperature': 'test_peer_defects.py:test_log_probs_share_one_temperature',
   'the same draws each step': 'test_sampler.py:test_another_step_draws_other_tokens',
   'stale stop ids': 'test_peer_defects.py:test_sampling_parameters_compile_nothing',
-  'a stale sampling policy': 'test_peer_defects.py:test_sampler_has_the_newest_weights_at_every_step',
-  'k1 KL in the loss by default': 'test_peer_defects.py:test_default_kl_estimator_has_a_gradient_in_the_loss',
-  'ratio silently 1': 'test_peer_defects.py:test_ratio_of_later_updates_differs_from_1',
-  'overlong penalty in characters': 'test_peer_defects.py:test_overlong_penalty_counts_tokens',
+  'a stale sampling policy': 'test_peer_defects.py:test_the_sampler_has_the_newest_weights',
+  'k1 KL in the loss by default': 'test_peer_defects.py:test_the_default_kl_has_a_gradient',
+  'ratio silently 1': 'test_peer_defects.py:test_later_updates_are_off_policy',
+  'overlong penalty in characters': 'test_peer_defects.py:test_overlong_counts_tokens',
   'dynamic sampling ignored': 'test_grpo_family.py:test_dynamic_sampling_fills_the_batch',
-  'the list of rewards is changed': 'test_peer_defects.py:test_config_is_not_modified_by_a_run',
+  'the list of rewards is changed': 'test_peer_defects.py:test_the_config_is_not_changed',
   'resume replays the data': 'test_resume.py:test_run_killed_at_random_moments_resumes_bitwise',
   'all logits at once': 'test_head.py:test_the_update_never_holds_all_logits',
   'rows padded to the longest possible': 'test_peer_defects.py:test_short_completions_share_rows',
@@ -95,7 +95,7 @@ def test_sampling_parameters_compile_nothing(model):
     stream.close()
 
 
-def test_kv_cache_is_split_over_batch_and_tensor_axes():
+def test_the_cache_is_split_over_the_batch_axes():
   mesh = jax.sharding.AbstractMesh((2, 2, 1, 1, 2), AXES)
   place = generate.slot_shardings(Layout(mesh, 'rollout'))
   cache = jax.ShapeDtypeStruct((8, 2, 64, 16), jnp.float32)
@@ -107,7 +107,7 @@ def test_kv_cache_is_split_over_batch_and_tensor_axes():
   assert set(split(spec[0])) == {'data', 'fsdp'} and spec[1] == 'tensor'
 
 
-def test_prompt_of_a_group_is_prefilled_once(model):
+def test_a_group_reads_its_prompt_once(model):
   _, stream = policy_and_stream(model, rollout=dict(prompts=3, group_size=8, slots=4))
   engine, prefilled = stream.sampler.engine, []
   prefill = engine.prefill
@@ -126,7 +126,7 @@ def test_prompt_of_a_group_is_prefilled_once(model):
   assert sorted(prefilled) == sorted({tuple(p.tokens) for p in prompts})
 
 
-def test_sampler_trainer_and_reference_share_one_temperature(model, tmp_path):
+def test_log_probs_share_one_temperature(model, tmp_path):
   jaxpost.run(
     tiny.grpo_config(model, train=dict(steps=1), rl=dict(kl_coef=0.1), rollout=dict(temperature=0.6)), tmp_path
   )
@@ -135,7 +135,7 @@ def test_sampler_trainer_and_reference_share_one_temperature(model, tmp_path):
   assert abs(row['kl']) < 1e-8  # in the first step, the reference equals the policy
 
 
-def test_sampler_has_the_newest_weights_at_every_step(model, tmp_path):
+def test_the_sampler_has_the_newest_weights(model, tmp_path):
   """At every step, the log-probs of the sampler are those of the updated policy."""
   jaxpost.run(tiny.grpo_config(model, train=dict(steps=4), optim=dict(lr=5e-2)), tmp_path)
   rows = [r for r in metrics.read_rows(tmp_path / 'metrics.jsonl') if r['split'] == 'train']
@@ -169,7 +169,7 @@ def test_importance_correction_of_stale_rollouts_can_be_switched_off():
   assert config_of('grpo').rl.importance == config_of('ppo').rl.importance == ()
 
 
-def test_default_kl_estimator_has_a_gradient_in_the_loss():
+def test_the_default_kl_has_a_gradient():
   assert config_of('grpo').rl.kl_estimator == 'k3'
   assert config_of('grpo').rl.kl_in == 'loss'
   assert config_of('rloo').rl.kl_in == 'reward'  # in a reward, k1 is right
@@ -178,7 +178,7 @@ def test_default_kl_estimator_has_a_gradient_in_the_loss():
     assert config_of(name, rl=dict(kl_in='loss')).rl.kl_estimator == 'k3'
 
 
-def test_ratio_of_later_updates_differs_from_1(model):
+def test_later_updates_are_off_policy(model):
   """With several epochs over a rollout, old log-probs stay those at sampling time, so that the ratio leaves 1."""
   policy, stream = policy_and_stream(model, rl=dict(epochs=3), optim=dict(lr=5e-2))
   try:
@@ -193,13 +193,13 @@ def test_ratio_of_later_updates_differs_from_1(model):
   assert abs(ratios[-1] - 1) > 1e-4
 
 
-def test_overlong_penalty_counts_tokens():
+def test_overlong_counts_tokens():
   """The penalty depends on the 90 tokens of each completion, not on its characters."""
   found = length.Overlong(max=100, buffer=20)(completion_ids=[list(range(90)), list(range(90))])
   assert found == [-0.5, -0.5]
 
 
-def test_config_is_not_modified_by_a_run(model):
+def test_the_config_is_not_changed(model):
   config = tiny.grpo_config(model, algorithm='dapo')
   before = repr(config)
   _, stream = jaxpost.policy_and_stream(config)

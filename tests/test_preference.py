@@ -216,7 +216,7 @@ def test_results_do_not_depend_on_the_layout_of_a_batch(models, algorithm):
   assert_same(computed(models, algorithm, packed(algorithm, row_length=250, rows=4, order=-1), 2), expected)
 
 
-def test_shared_prompt_is_read_once_per_pair():
+def test_the_prompt_is_read_once():
   shared, apart = (examples('dpo', share)[0] for share in (True, False))
   assert len(shared.tokens) < 0.7 * len(apart.tokens)
 
@@ -312,7 +312,7 @@ def test_default_nll_coef_of_each_method():
   ],
   ids=str,
 )
-def test_every_preference_field_changes_the_loss(algorithm, fields):
+def test_every_field_counts(algorithm, fields):
   """Not share_prompt and precompute_ref, which change no result (test_preference_runs.py)."""
   base = dict(list(fields.items())[:-1])  # the last field may have an effect only together with those before it
   batch, outputs = random_outputs(algorithm)
@@ -324,12 +324,7 @@ def test_every_preference_field_changes_the_loss(algorithm, fields):
 
 
 def test_every_preference_field_has_a_case():
-  tested = {
-    name
-    for mark in test_every_preference_field_changes_the_loss.pytestmark
-    for _, fields in mark.args[1]
-    for name in fields
-  }
+  tested = {name for mark in test_every_field_counts.pytestmark for _, fields in mark.args[1] for name in fields}
   section = config_lib.defaults()['preference']
   assert tested | {'share_prompt', 'precompute_ref'} == set(section)
 
@@ -391,6 +386,6 @@ OPTIONS = {'simpo_alpha': 0.25, 'discopop_tau': 0.2, 'f_alpha': 0.9}
 
 
 @pytest.mark.parametrize('name', OPTIONS)
-def test_option_that_no_loss_reads_is_refused(name):
+def test_an_option_that_no_loss_reads_is_refused(name):
   with pytest.raises(InputError, match=f'config.preference.{name}: .*would ignore it'):
     settings('dpo', **{name: OPTIONS[name]})

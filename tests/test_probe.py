@@ -66,7 +66,7 @@ def test_types_of_accelerators_are_chosen_without_a_probe(monkeypatch, kind, cap
   assert chips.before_ampere(Device()) == (chosen == 'float16')
 
 
-def test_resumed_run_keeps_the_type_it_began_with(tmp_path, monkeypatch):
+def test_a_run_keeps_the_type_that_it_began_with(tmp_path, monkeypatch):
   model, messages = tiny.folder(tmp_path / 'model'), []
   config = tiny.merged(tiny.run_config(model), dict(model=dict(dtype='auto'), train=dict(steps=2), save=dict(every=1)))
 
@@ -135,7 +135,7 @@ def test_all_processes_take_the_type_of_the_first(tmp_path):
   assert [out.split()[-1] for out, _ in outputs] == ['float32', 'float32']
 
 
-def test_probe_without_a_writable_cache_is_measured_each_time(tmp_path):
+def test_probe_works_without_a_writable_cache(tmp_path):
   (tmp_path / 'file').write_text('')
   chosen, _ = probe.matmul_type(tmp_path / 'file' / 'cpu.json')
   assert chosen in ('float32', 'bfloat16')

@@ -169,7 +169,7 @@ def assert_same_run(workdir, expected):
   assert summary_without_times(workdir) == summary_without_times(expected)
 
 
-def test_baseline_run_learns_in_both_stages(baseline):
+def test_the_baseline_learns_in_both_stages(baseline):
   """If the baseline did not learn, equal final states would prove nothing."""
   rows = metrics.comparable_rows(baseline / 'metrics.jsonl')
   for stage, steps in STEPS.items():

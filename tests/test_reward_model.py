@@ -114,7 +114,7 @@ def unpacked(kind):
     ('process', True, 200, 4, 2, True),
   ],
 )
-def test_losses_do_not_depend_on_packing_or_micro_batches(kind, share, length, num_rows, micro, reverse):
+def test_losses_do_not_depend_on_the_layout(kind, share, length, num_rows, micro, reverse):
   config, docs = examples(kind, share)
   expected = unpacked(kind)
   actual = losses(config, docs[::-1] if reverse else docs, length, num_rows, micro, packed=True)
@@ -211,7 +211,7 @@ def letters(kind, count, seed):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_training_improves_held_out_loss(kind, nano, tmp_path):
+def test_learns(kind, nano, tmp_path):
   """A hundred steps halve the held-out loss; pairs are then ranked right in more than 90 % of the cases."""
   for name, count, seed in (('train', 2000, 1), ('test', 200, 2)):
     (tmp_path / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in letters(kind, count, seed)))
@@ -269,7 +269,7 @@ def scores(model, params, texts):
 TEXTS = [[257, 65, 66, 258], [70, 258, 71, 72, 258], [1, 2, 3]]
 
 
-def test_exported_reward_model_scores_the_same_in_transformers(nano, tmp_path):
+def test_transformers_gives_the_same_scores(nano, tmp_path):
   """AutoModelForSequenceClassification gives our scores, in a padded batch and for each text alone."""
   torch = pytest.importorskip('torch')
   import transformers
@@ -292,7 +292,7 @@ def test_exported_reward_model_scores_the_same_in_transformers(nano, tmp_path):
 
 
 @pytest.mark.parametrize('family', ['Qwen3', 'Llama'])
-def test_reward_model_folder_of_transformers_is_read(family, tmp_path):
+def test_a_folder_of_transformers_is_read(family, tmp_path):
   torch = pytest.importorskip('torch')
   import transformers
 
@@ -319,7 +319,7 @@ def test_reward_model_folder_of_transformers_is_read(family, tmp_path):
   np.testing.assert_allclose(scores(model, params, TEXTS), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_padding_token_is_never_a_stop_token(tmp_path):
+def test_padding_never_ends_a_text(tmp_path):
   """If a tokenizer pads with its end of turn, the reward model is saved with another padding token."""
   ends = dataclasses.replace(TOKENIZER, pad_id=TOKENIZER.eos_id)
   assert ends.pad_id in ends.stop_ids
@@ -511,7 +511,7 @@ def test_unusable_reward_model_configs_are_refused(nano, judge, tmp_path):
   refused(tiny.run_config(str(folder)), 'config.model.path: these weights are of a reward model')
 
 
-def test_reward_model_with_another_tokenizer_is_refused(nano, judge, tmp_path):
+def test_another_tokenizer_is_refused(nano, judge, tmp_path):
   """The vocabulary of the reward model has the same size, but two of its ids are exchanged."""
   model, params = judge[1:]
 

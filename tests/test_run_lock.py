@@ -171,7 +171,7 @@ def test_holder_whose_lock_was_taken_over_is_notified(lock, tmp_path, quick):
   assert len(lock.lost) == 1 and 'process 7 on' in lock.lost[0]
 
 
-def test_removed_lock_file_is_written_again(lock, tmp_path, quick):
+def test_a_lock_that_was_removed_comes_back(lock, tmp_path, quick):
   lock().acquire()
   path = tmp_path / 'run' / run_lock.NAME
   path.unlink()
@@ -181,7 +181,7 @@ def test_removed_lock_file_is_written_again(lock, tmp_path, quick):
   assert path.exists() and not lock.lost
 
 
-def test_beats_continue_after_an_error_of_an_object_store(lock, tmp_path, quick):
+def test_beats_go_on_after_an_error_of_an_object_store(lock, tmp_path, quick):
   """Errors of object stores are no OSErrors; a beat that fails is repeated."""
   held, failed = lock(), []
   read = held._read

@@ -99,7 +99,7 @@ def distribution(row, temperature, top_k, top_p):
   return logp, kept - np.log(np.sum(np.exp(kept)))
 
 
-def test_unrolled_truncation_draws_the_same_without_a_loop():
+def test_a_truncation_without_a_loop_draws_the_same():
   """The unrolled form is for GPUs, where the host would decide at each token about a branch with a loop inside."""
   logits = jnp.asarray(np.random.default_rng(3).normal(size=(8, V)), jnp.float32) * 3
   settings = slots_of(8, top_k=jnp.arange(8), top_p=jnp.linspace(0.3, 1, 8, dtype=jnp.float32))
@@ -114,7 +114,7 @@ def test_unrolled_truncation_draws_the_same_without_a_loop():
     np.testing.assert_array_equal(one, other)
 
 
-def test_draw_materializes_no_array_of_logits():
+def test_a_draw_writes_no_array_of_logits():
   """Scaled logits or weights of the whole vocabulary would have to be written and read again for each token."""
   shape = jax.ShapeDtypeStruct((8, 1152), jnp.float32)
   arguments = shape, slots_of(8), uniforms()[:8], jnp.zeros(8, int)
@@ -164,7 +164,7 @@ def test_top_p_applies_to_the_tokens_that_top_k_leaves():
   assert set(tokens.tolist()) == {0, 1}
 
 
-def test_temperature_that_would_overflow_is_greedy(row):
+def test_a_temperature_that_would_overflow_is_greedy(row):
   assert (draw(row, 2e-38)[0] == row.argmax()).all()
   assert np.isfinite(draw(row, 2e-38)[1]).all()
 
@@ -277,7 +277,7 @@ def scored(model, params, rollout, micro, compute):
 
 
 @pytest.mark.parametrize('micro', [1, 4])
-def test_scorer_matches_logprobs_of_the_sampler(model, params, rollout, micro):
+def test_the_scorer_gives_the_log_probs_of_the_sampler(model, params, rollout, micro):
   ours, theirs = scored(model, params, rollout, micro, tiny.EXACT)
   np.testing.assert_allclose(ours, theirs, atol=1e-5)
 

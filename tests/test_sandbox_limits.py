@@ -74,7 +74,7 @@ def counted(request, monkeypatch):
 
 
 @pytest.mark.parametrize('limits', [pytest.param(LIMITS, marks=namespaces), INSECURE], ids=['isolated', 'insecure'])
-def test_memory_of_all_processes_is_limited_in_sum(counted, limits):
+def test_memory_is_limited_in_sum(counted, limits):
   """No process allocates more than 40 MB: three fit in the limit of 128 MB, and 16 with 640 MB in sum do not."""
   few, many = CHILDREN.format(count=3, mb=25, seconds=0.3), CHILDREN.format(count=16, mb=40, seconds=30)
   assert sandbox.run_inputs(few, [''], limits) == ['held\n']
@@ -101,7 +101,7 @@ def test_memory_shared_by_processes_counts_once(monkeypatch):
 
 
 @namespaces
-def test_signals_to_process_1_do_not_end_the_sandbox():
+def test_a_signal_to_process_1_does_not_end_the_jail():
   """A program of the same user can send signals; an end of process 1 would leave the sample without a verdict."""
   program = 'import sys, time\nprint(input(), flush=True)\ntime.sleep(1)'
   with concurrent.futures.ThreadPoolExecutor(1) as thread:
@@ -165,7 +165,7 @@ def test_process_in_another_session_does_not_outlive_the_owner(tmp_path, number)
   ],
   ids=['deep', 'closed', 'removed', 'planted', 'linked'],
 )
-def test_program_without_isolation_cannot_keep_its_folder_or_fail_the_next(tmp_path, acts):
+def test_a_program_without_isolation_cannot_keep_its_folder_or_fail_the_next(tmp_path, acts):
   program = (
     f'import os\nwhich = input()\nprint(which)\nif which == "2": os._exit(print(end="", flush=True) or 0)\n{acts}'
   )
@@ -205,7 +205,7 @@ def test_removal_skips_files_it_cannot_remove_and_follows_no_link(tmp_path, monk
   assert not [link for link in links if link.is_symlink() and str(tmp_path) in os.readlink(link)]
 
 
-def test_only_control_groups_of_killed_owners_are_removed():
+def test_a_group_whose_owner_was_killed_is_removed_and_others_are_not():
   if why := supervisor.why_no_cgroup(sandbox._CGROUPS):
     pytest.skip(f'no control group can be made here: {why}')
   group = supervisor.Cgroup(64, sandbox._CGROUPS)

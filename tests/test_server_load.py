@@ -147,7 +147,7 @@ def run(folder, record, clients=CLIENTS, requests=REQUESTS, leaving=LEAVING):
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')
-def test_server_answers_each_request_of_1000_clients_once_and_frees_its_memory(tmp_path, record_property):
+def test_nothing_is_lost_or_answered_twice(tmp_path, record_property):
   record_property('cases', REQUESTS)
   folder = tiny.folder(tmp_path / 'nano')
   tokenizer.load('bytes').save(folder)

@@ -140,7 +140,7 @@ def test_previous_handlers_are_restored():
   assert {n: signal.getsignal(n) for n in before} == before
 
 
-def test_run_in_a_thread_installs_no_handlers(tmp_path):
+def test_a_run_in_a_thread_goes_without_handlers(tmp_path):
   with futures.ThreadPoolExecutor(1) as pool:
     run = pool.submit(stages.run, {'data': {'path': 'nowhere.jsonl'}, 'model': {'dtype': 'float32'}}, tmp_path / 'run')
     with pytest.raises(InputError, match='nowhere.jsonl'):  # and not ValueError, as handlers need the main thread

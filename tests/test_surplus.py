@@ -109,7 +109,7 @@ def test_resume_with_waiting_groups_is_bitwise(folder, staleness):
 @pytest.mark.parametrize(
   'over', [dict(rl=dict(keep_surplus=2)), dict(algorithm='dapo', rl=dict(keep_surplus=2, advantage='remax'))]
 )
-def test_keep_surplus_without_dynamic_sampling_is_refused(over):
+def test_keep_surplus_is_refused_for_methods_without_surplus(over):
   over = tiny.merged(dict(algorithm='grpo', reward='x'), over)
   method = algorithms.load_algorithm(over['algorithm'])
   with pytest.raises(InputError, match='rl.keep_surplus'):

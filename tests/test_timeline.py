@@ -15,7 +15,7 @@ from jaxpost.monitor import profile, timeline
 from jaxpost.types import Item
 
 
-def test_profiled_run_writes_one_trace(tmp_path):
+def test_a_run_leaves_a_trace(tmp_path):
   model = tiny.folder(tmp_path / 'model')
   config = tiny.run_config(model, log=dict(profile_from=2, profile_steps=2), train=dict(steps=5))
   stages.run(config, tmp_path / 'run')
@@ -46,7 +46,7 @@ def test_trace_starts_and_stops_at_the_configured_steps(monkeypatch, tmp_path, c
     assert bool(caplog.messages) == (begun > first > 0 and not expected), (first, last, begun)
 
 
-def test_error_during_a_trace_closes_it(monkeypatch, tmp_path):
+def test_an_error_leaves_no_trace_open(monkeypatch, tmp_path):
   """An open trace would keep a notebook from tracing again."""
 
   def fail(self):
@@ -120,7 +120,7 @@ class Devices:
 
 
 @pytest.mark.parametrize('wait', [False, True])
-def test_time_of_a_step_is_that_of_its_devices(wait, monkeypatch):
+def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
   """This includes the first step and the step after an evaluation, before which the host waits for no device."""
   devices, rows = Devices(), []
 

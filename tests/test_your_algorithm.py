@@ -41,7 +41,7 @@ def test_example_is_short(name):
     ("on_policy=True, credit=f, needs='reference'", "`needs` is 'reference' and must be a function"),
   ],
 )
-def test_incomplete_algorithm_is_refused(tmp_path, fields, words):
+def test_an_algorithm_that_is_incomplete_is_refused(tmp_path, fields, words):
   file = tmp_path / 'mine.py'
   file.write_text(f'import jaxpost\nf = lambda *arguments: None\nALGORITHM = jaxpost.Algorithm(f, {fields})\n')
   with pytest.raises(InputError, match=words):
