@@ -56,13 +56,13 @@ def test_a_number_of_warmup_steps_decides_over_a_fraction(library, ratio):
 
 @pytest.mark.parametrize('schedule, rate', [('warmup_cosine_decay_schedule', 2e-5), (None, 1e-5)])
 def test_the_rate_of_tunix_depends_on_a_schedule(schedule, rate):
-  given = {'optimizer_config.learning_rate': 1e-5, 'optimizer_config.peak_value': 2e-5}
-  config, reasons = converted('tunix', given | {'optimizer_config.schedule_type': schedule}, 'sft')
+  rates = {'optimizer_config.learning_rate': 1e-5, 'optimizer_config.peak_value': 2e-5}
+  config, reasons = converted('tunix', rates | {'optimizer_config.schedule_type': schedule}, 'sft')
   assert config['optim']['lr'] == rate and sum('gives way' in reason for reason in reasons.values()) == 1
 
 
 def test_other_models_of_tunix_are_not_the_policy():
-  given = {
+  tunix_settings = {
     'actor_model_config.lora_config.rank': 64,
     'critic_model_config.lora_config.rank': 32,
     'reference_model_config.lora_config.rank': 8,
@@ -71,7 +71,7 @@ def test_other_models_of_tunix_are_not_the_policy():
     'rl_training_config.critic_optimizer_config.max_grad_norm': 0.3,
     'ppo_config.gae_lambda': 0.9,
   }
-  config, reasons = converted('tunix', given)
+  config, reasons = converted('tunix', tunix_settings)
   assert config == {'algorithm': 'ppo', 'lora': {'rank': 64}, 'optim': {'clip_norm': 0.1}, 'rl': {'lam': 0.9}}
   assert 'mesh.rollout' in reasons['rollout_model_config.mesh.shape']
   assert 'mesh.score' in reasons['reference_model_config.lora_config.rank']

@@ -102,10 +102,10 @@ def main():
     return jax.jit(both)(params, x)
 
   def compare(text, layout, chosen=None):
-    found, right = run(layout, chosen), run(tiny.one_device(), chosen)
+    actual, expected = run(layout, chosen), run(tiny.one_device(), chosen)
     wrong = {
       jax.tree_util.keystr(path): float(tiny.largest(a - b))
-      for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right))
+      for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected))
       if not tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
     }
     print(text, wrong or 'ok')
@@ -141,12 +141,12 @@ def main():
   )
 
   mesh = make_layout('expert=4', 'train').mesh
-  wanted = random.uniform(size=(4, 6, 4)) < 0.4
+  requested = random.uniform(size=(4, 6, 4)) < 0.4
   x, y = random.normal(size=(4, 6, 5)), random.normal(size=(4, 4, 6, 5))
   split = PartitionSpec('expert')
 
   def both(x, y):
-    trip = expert_parallel.plan_dispatch(jnp.asarray(wanted), 'expert', way == 'ragged')
+    trip = expert_parallel.plan_dispatch(jnp.asarray(requested), 'expert', way == 'ragged')
     there, back = expert_parallel.dispatch(x[0], trip), expert_parallel.combine(y[0], trip)
     real = jnp.arange(6)[:, None] < trip.received[:, None, None]
     return jax.lax.psum(jnp.stack([jnp.sum(jnp.where(real, there * y[0], 0)), jnp.sum(x[0] * back)]), 'expert'), (
@@ -163,11 +163,11 @@ def main():
     print(f'transpose:{way}', 'ok' if near else f'{one}, {other}')
     lost = []
     for source, target in np.ndindex(4, 4):
-      sent_rows = x[source, wanted[source, :, target]].astype('f')
+      sent_rows = x[source, requested[source, :, target]].astype('f')
       if not np.array_equal(there[target, source, : len(sent_rows)], sent_rows):
         lost.append((source, target))
     print(f'arrived:{way}', lost or 'ok')
-  counts = wanted.sum(1)
+  counts = requested.sum(1)
   good = np.array_equal(sizes, [counts, counts.T])
   print('sent', 'ok' if good else f'{sizes}, {counts}')
 

@@ -458,13 +458,13 @@ def make(case, folder):
 @pytest.fixture(scope='module')
 def reference(tmp_path_factory):
   """reference(case) -> (folder, torch model), made once per case."""
-  made = {}
+  references = {}
 
   def get(case):
-    if case not in made:
+    if case not in references:
       folder = tmp_path_factory.mktemp(case)
-      made[case] = folder, make(case, folder)
-    return made[case]
+      references[case] = folder, make(case, folder)
+    return references[case]
 
   return get
 
@@ -820,11 +820,11 @@ def test_rope_parameters_change_the_logits(reference, case, key, other, length):
   changes = dict(rope_parameters=raw['rope_parameters'] | {key: other})
   if key in raw:
     changes[key] = other
-  right, wrong = (model_lib.build(config_json.from_hf(raw | x, 'here')[0]) for x in ({}, changes))
+  original, modified = (model_lib.build(config_json.from_hf(raw | x, 'here')[0]) for x in ({}, changes))
   ids = tiny.tokens((1, length), vocab=90)
-  params = hf.load_params(folder, right, right.shardings(tiny.one_device()), 'float32')
-  ours, theirs = (tiny.logits(m, params, ids) for m in (right, wrong))
-  assert tiny.largest(ours - theirs) > 1e-3 * tiny.largest(ours)
+  params = hf.load_params(folder, original, original.shardings(tiny.one_device()), 'float32')
+  original_logits, modified_logits = (tiny.logits(m, params, ids) for m in (original, modified))
+  assert tiny.largest(original_logits - modified_logits) > 1e-3 * tiny.largest(original_logits)
 
 
 LAYERS = dict(layer_types=[FULL, LOCAL])

@@ -115,11 +115,11 @@ def test_every_tile_is_computed_once(rows, columns):
   assert all(a[1] == b[1] for a, b in zip(tiles, tiles[1:]) if a[0] % 8 < min(rows - a[0] // 8 * 8, 8) - 1)
 
 
-@pytest.mark.parametrize('given', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('out', ['float32', 'bfloat16'])
-def test_gradients_match_xla(interpreted, given, out):
+def test_gradients_match_xla(interpreted, dtype, out):
   """Both round the same operands and results, for each type that parameters may have."""
-  x, w, g, sizes, _ = draw(CASES['uneven'], given)
+  x, w, g, sizes, _ = draw(CASES['uneven'], dtype)
   ours, plain = (Compute(platform='gpu', grouped_kernel=on) for on in (True, False))
 
   def run(compute):
@@ -273,9 +273,9 @@ def test_choices_of_a_run_name_the_kernel_of_its_experts(tmp_path):
 
 def test_the_errors_of_a_right_kernel_are_small(monkeypatch, interpreted):
   monkeypatch.setattr(grouped_check, '_ROWS', (6, 60))
-  found = grouped_check.errors(grouped_check.Matrix(40, 24), 'bfloat16')
-  assert found.keys() == {'out', 'x', 'w'} and max(found.values()) < 0.005
-  assert kernel_check.judge(lambda: found) == ''
+  errors = grouped_check.errors(grouped_check.Matrix(40, 24), 'bfloat16')
+  assert errors.keys() == {'out', 'x', 'w'} and max(errors.values()) < 0.005
+  assert kernel_check.judge(lambda: errors) == ''
 
 
 def test_check_covers_all_matrices_of_experts_and_adapters():
@@ -361,8 +361,8 @@ def test_kernel_compiles_for_gpus_without_copies():
     (999, 40, 24, 5),
   ]
   done = children.run('-c', COMPILE_FOR_H200.replace('SHAPES', str(shapes)), timeout=900)
-  found = json.loads(done.stdout.splitlines()[-1])
-  for (n, d, f, _), (memory, flops) in zip(shapes, found.values(), strict=True):
+  figures = json.loads(done.stdout.splitlines()[-1])
+  for (n, d, f, _), (memory, flops) in zip(shapes, figures.values(), strict=True):
     assert memory < 2**17  # room for the numbers of tiles, but for no array of rows or matrices
     assert flops == pytest.approx(3 * 2 * n * d * f, rel=0.01)
 

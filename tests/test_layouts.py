@@ -137,18 +137,18 @@ def main():
 
   def surrogate(name):
     """Returns (objective, batch) of an RL method, with random advantages and log-probs."""
-    found = algorithms.load_algorithm(name)
+    method = algorithms.load_algorithm(name)
     settings = config_lib.resolve(
       config_lib.parse(
         tiny.grpo_config('', algorithm=name, rl=dict(kl_coef=0.1, entropy_coef=0.01, importance=('icepop',)))
       )[name],
-      found.defaults,
+      method.defaults,
     )
     arrays = {k: random.normal(size=shape).astype(np.float32) for k in ('advantages', 'importance_weights')}
     arrays |= {
       f'{k}_logprobs': np.float32(-5 + 0.5 * random.normal(size=shape)) for k in ('sampler', 'behavior', 'old', 'ref')
     }
-    return found.objective(settings), batch.replace(
+    return method.objective(settings), batch.replace(
       arrays=arrays, sequence_ids=np.where(batch.loss_weights > 0, batch.segment_ids, 0)
     )
 

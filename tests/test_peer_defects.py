@@ -195,8 +195,8 @@ def test_later_updates_are_off_policy(model):
 
 def test_overlong_counts_tokens():
   """The penalty depends on the 90 tokens of each completion, not on its characters."""
-  found = length.Overlong(max=100, buffer=20)(completion_ids=[list(range(90)), list(range(90))])
-  assert found == [-0.5, -0.5]
+  penalties = length.Overlong(max=100, buffer=20)(completion_ids=[list(range(90)), list(range(90))])
+  assert penalties == [-0.5, -0.5]
 
 
 def test_the_config_is_not_changed(model):

@@ -77,8 +77,8 @@ def lock(tmp_path):
 
   make.lost = notices
   yield make
-  for made in locks:
-    made.release()
+  for instance in locks:
+    instance.release()
 
 
 @pytest.fixture
