@@ -1,7 +1,7 @@
-"""An environment and a model that plays in it, shared by the tests of episodes.
+"""An environment with a tool, and a model that plays in it, shared by the tests of episodes.
 
-A random model calls no tool, so in tests every turn that ends calls one: `nth`
-of the number of its characters.
+A random model never writes a valid tool call. Tests therefore replace the parser of tool calls by `parse`, with which
+every finished turn calls the tool `nth` with the number of its characters.
 """
 
 import numpy as np
@@ -39,7 +39,7 @@ class Env:
 
 
 def folder(path, length=5):
-  """A model that ends its turns often: <|im_end|> has a long embedding."""
+  """Writes a model that ends its turns often, because <|im_end|> (258) has a long embedding; returns its path."""
   shape = dict(vocab_size=259, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1)
   model = model_lib.build(tiny.config(**shape))
   params = tiny.params(model)
@@ -50,12 +50,12 @@ def folder(path, length=5):
 
 
 def parse(text, tools=()):
-  """In the place of `turns.parse`."""
+  """Replaces `turns.parse`: any text is one call of `nth` with its number of characters."""
   return [dict(name='nth', arguments={'n': len(text)})]
 
 
 def config(model, path, **over):
-  """GRPO in that environment."""
+  """A config of GRPO in the environment `Env` of file `path`, as nested dicts."""
   return tiny.run_config(
     model,
     **tiny.merged(

@@ -1,6 +1,7 @@
-"""Tests that need a GPU or a TPU: `JAX_PLATFORMS=cuda,cpu pytest -m accelerator -n 0` (or tpu,cpu).
+"""Kernels, decoding, buffer donation and memory on a GPU or TPU.
 
-JAXPOST_ACCELERATOR=cpu runs what a CPU can do of it, which shows that these tests still run.
+Run them by `JAX_PLATFORMS=cuda,cpu pytest -m accelerator -n 0` (or tpu,cpu). JAXPOST_ACCELERATOR=cpu runs the parts
+that a CPU supports, to show that these tests still work.
 """
 
 import dataclasses
@@ -18,19 +19,19 @@ from jaxpost.tools import bench
 from jaxpost.tools.accelerator import decoding, training, workload
 
 pytestmark = pytest.mark.accelerator
-WIDE = [name for name in presets.every() if not name.startswith(('tiny', 'xs'))]
+LARGE_PRESETS = [name for name in presets.every() if not name.startswith(('tiny', 'xs'))]
 
 
 @pytest.fixture(autouse=True)
 def accelerator():
-  wanted = os.environ.get('JAXPOST_ACCELERATOR')
-  if jax.default_backend() == 'cpu' and wanted != 'cpu':
+  platform = os.environ.get('JAXPOST_ACCELERATOR')
+  if jax.default_backend() == 'cpu' and platform != 'cpu':
     pytest.skip('JAX sees no accelerator: JAX_PLATFORMS=cuda,cpu or tpu,cpu on a machine that has one')
   return jax.devices()[0]
 
 
 @pytest.mark.parametrize('length', [512, 4096])
-@pytest.mark.parametrize('preset', WIDE)
+@pytest.mark.parametrize('preset', LARGE_PRESETS)
 def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length):
   compute = compute_for(
     accelerator.platform, probe.matmul_type()[0], 'none', triton=not chips.before_ampere(accelerator)
@@ -45,9 +46,9 @@ def test_a_kernel_agrees_with_attention_in_float32(accelerator, preset, length):
   assert not kernel_check.trusted(name, shape, compute.dtype)
 
 
-@pytest.mark.parametrize('preset', [name for name in WIDE if presets.every()[name].experts])
+@pytest.mark.parametrize('preset', [name for name in LARGE_PRESETS if presets.every()[name].experts])
 def test_experts_agree_with_products_in_float32(accelerator, preset):
-  """Also with adapters."""
+  """This includes the matrices of LoRA adapters."""
   compute = compute_for(
     accelerator.platform, probe.matmul_type()[0], 'none', triton=not chips.before_ampere(accelerator)
   )
@@ -60,11 +61,11 @@ def test_experts_agree_with_products_in_float32(accelerator, preset):
 
 @pytest.mark.parametrize('preset', ['xs', 'tiny_moe'])
 def test_decoding_agrees_with_teacher_forcing(preset):
-  """Others report a divergence of 2e-4 between their samplers and trainers."""
-  found = decoding.mismatch(preset, layers=2, contexts=(16, 300, 700), new=16)
-  assert sorted(found['by_context']) == ['16', '300', '700']
-  for n, x in found['by_context'].items():
-    assert x['tokens'] > 0 and 0 <= x['kl'] < 2e-4 and x['max_difference'] < 0.1, n
+  """The limit is the divergence of 2e-4 that other libraries report between sampler and trainer."""
+  mismatch = decoding.mismatch(preset, layers=2, contexts=(16, 300, 700), new=16)
+  assert sorted(mismatch['by_context']) == ['16', '300', '700']
+  for context, figures in mismatch['by_context'].items():
+    assert figures['tokens'] > 0 and 0 <= figures['kl'] < 2e-4 and figures['max_difference'] < 0.1, context
 
 
 def test_updates_and_blocks_write_in_place():
@@ -86,11 +87,11 @@ def test_updates_and_blocks_write_in_place():
     assert all(x.is_deleted() for x in jax.tree.leaves(state.cache))
 
 
-def test_memory_in_use_is_what_was_predicted(accelerator):
+def test_peak_memory_is_near_the_prediction(accelerator):
   if not accelerator.memory_stats():
     pytest.skip(f'{accelerator.device_kind} has no statistics of its memory')
   before = memory.peak()['memory/peak_bytes']
-  found = training.sft('qwen3_0_6b', layers=4, rows=8, row_length=2048, steps=2)
+  report = training.sft('qwen3_0_6b', layers=4, rows=8, row_length=2048, steps=2)
   peak = memory.peak()['memory/peak_bytes']
   assert peak > before, 'a test before this one used more memory; run this one alone'
-  assert 0.8 < peak / found['predicted_bytes'] < 1.05
+  assert 0.8 < peak / report['predicted_bytes'] < 1.05

@@ -1,4 +1,4 @@
-"""Several adapters on one base: roles that share it, answers side by side."""
+"""LoRA adapters on one base: roles, the sampler and the command line share its weights and compute the same."""
 
 import json
 import os
@@ -29,8 +29,8 @@ PAIRS = 'generated:arithmetic_pairs:max=99,split=train,size=60'
 
 
 @pytest.fixture(scope='module')
-def made(tmp_path_factory):
-  """(base folder, {name: folder of an adapter on it})."""
+def trained_adapters(tmp_path_factory):
+  """(base folder, {name: folder of an adapter on it}); each adapter was trained by a short run."""
   root = tmp_path_factory.mktemp('adapters')
   base = tiny.folder(root / 'base', num_layers=2)
   tokenizer.load('bytes').save(base)
@@ -51,6 +51,7 @@ def made(tmp_path_factory):
 
 
 def parts(config):
+  """The Roles of the first stage of a config."""
   kit = place.place_stage(prepare.prepare_all(config)[0])
   roles, stream, _ = assemble.make_parts(kit, stages.initial_params(kit, None))
   stream.close()
@@ -62,12 +63,13 @@ def pointers(tree):
 
 
 def shares(role, policy):
+  """Whether the arrays of a role include those of the frozen base of the policy."""
   return pointers(policy.frozen['params']) <= pointers(role.params)
 
 
 @pytest.mark.parametrize('kind', ['', 'int8'])
-def test_a_teacher_on_the_base_of_the_student(made, kind):
-  base, adapters = made
+def test_teacher_adapter_shares_the_base_of_the_student(trained_adapters, kind):
+  base, adapters = trained_adapters
   over = dict(algorithm='distill', lora=dict(rank=2), model=dict(quantize=kind), train=dict(batch_size=2))
 
   def build_with(teacher):
@@ -77,17 +79,17 @@ def test_a_teacher_on_the_base_of_the_student(made, kind):
   (teacher,) = roles.teachers
   assert shares(teacher, roles.policy)
   rows = roles.policy.place(prepare.prepare_all(tiny.run_config(base))[0].data.first_batch)
-  found = np.asarray(teacher(rows))
+  actual = np.asarray(teacher(rows))
   (alone,) = build_with(str(pathlib.Path(adapters['two']).parent)).teachers
   assert not shares(alone, roles.policy)
-  other = np.asarray(alone(rows))
+  expected = np.asarray(alone(rows))
   if not kind:  # the merged folder is not quantized
-    np.testing.assert_allclose(found, other, atol=1e-4 * np.abs(other).max())
-  assert np.abs(found - other).max() < 0.3 * np.abs(other).max()
+    np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
+  assert np.abs(actual - expected).max() < 0.3 * np.abs(expected).max()
 
 
-def test_a_reward_model_on_the_base_of_the_policy(made):
-  base, adapters = made
+def test_reward_model_adapter_shares_the_base_of_the_policy(trained_adapters):
+  base, adapters = trained_adapters
 
   def build_with(path, **lora):
     return parts(tiny.grpo_config(base, lora=lora or dict(rank=2), reward='reward_model', reward_model=dict(path=path)))
@@ -96,28 +98,28 @@ def test_a_reward_model_on_the_base_of_the_policy(made):
   judge = roles.reward_model
   assert shares(judge, roles.policy) and 'score' in judge.params
   rows = roles.policy.place(prepare.prepare_all(tiny.run_config(base))[0].data.first_batch)
-  found = np.asarray(judge(rows).values)
+  scores = np.asarray(judge(rows).values)
   alone = build_with(str(pathlib.Path(adapters['judge']).parent)).reward_model
-  np.testing.assert_allclose(found, alone(rows).values, rtol=1e-4, atol=1e-5)
-  assert np.abs(found).max() > 0
-  # A base that is trained, or that an adapter is merged into, is not shared.
+  np.testing.assert_allclose(scores, alone(rows).values, rtol=1e-4, atol=1e-5)
+  assert np.abs(scores).max() > 0
+  # A base that is trained is not shared.
   assert not shares(build_with(adapters['judge'], rank=0).reward_model, roles.policy)
 
 
-def test_a_policy_on_another_adapter_shares_nothing(made):
-  base, adapters = made
+def test_teacher_does_not_share_a_base_into_which_an_adapter_is_merged(trained_adapters):
+  base, adapters = trained_adapters
   roles = parts(
     tiny.merged(
       tiny.run_config(adapters['one']),
       dict(algorithm='distill', lora=dict(rank=4), distill=dict(teachers=(adapters['two'],))),
     )
   )
-  assert not shares(roles.teachers[0], roles.policy)  # `one` is merged below
+  assert not shares(roles.teachers[0], roles.policy)  # `one` is merged into the base of the policy
 
 
-def test_an_adapter_is_its_own_reference(made):
-  """DPO from an SFT adapter: it stays as reference beside what is trained."""
-  base, adapters = made
+def test_dpo_reference_is_the_initial_adapter_on_the_shared_base(trained_adapters):
+  """DPO continues an SFT adapter; a copy of the initial adapter on the shared base is the reference."""
+  base, adapters = trained_adapters
   roles = parts(
     tiny.merged(
       tiny.run_config(base),
@@ -130,32 +132,32 @@ def test_an_adapter_is_its_own_reference(made):
   jax.tree.map(np.testing.assert_array_equal, roles.reference.params['lora'], roles.policy.state.params['lora'])
 
 
-def test_adapters_share_the_base_and_answer_as_alone(made):
-  base, adapters = made
+def test_adapters_served_together_share_the_base_and_answer_as_alone(trained_adapters):
+  base, adapters = trained_adapters
   weights = inference.from_folder(base)
-  named = [f'{name}={adapters[name]}' for name in ('one', 'two')]
-  each = inference.adapters(weights, named)
-  assert list(each) == ['one', 'two']
-  for w in each.values():
+  flags = [f'{name}={adapters[name]}' for name in ('one', 'two')]
+  by_name = inference.adapters(weights, flags)
+  assert list(by_name) == ['one', 'two']
+  for w in by_name.values():
     assert pointers(weights.params) <= pointers(w.params)
   prompts = completions.make_prompts(weights, ['1+2=', '30+4='], as_chat=False)
   draws, rows = completions.Draws(max_new_tokens=8, temperature=0.0), []
-  completion_files.finish(each, prompts, draws, 'data=-1', '', source='', show=rows.append)
+  completion_files.finish(by_name, prompts, draws, 'data=-1', '', source='', show=rows.append)
   assert [r['adapter'] for r in rows] == ['one', 'one', 'two', 'two']
-  for name in each:
+  for name in by_name:
     alone = completions.completion_rows(
       completions.complete(inference.from_folder(adapters[name]), prompts, draws), weights.inputs.tokenizer
     )
-    mine = [r for r in rows if r['adapter'] == name]
-    assert [r['completion'] for r in mine] == [r['completion'] for r in alone]
-    np.testing.assert_allclose([r['logprob'] for r in mine], [r['logprob'] for r in alone], atol=2e-3)
+    rows_of_adapter = [r for r in rows if r['adapter'] == name]
+    assert [r['completion'] for r in rows_of_adapter] == [r['completion'] for r in alone]
+    np.testing.assert_allclose([r['logprob'] for r in rows_of_adapter], [r['logprob'] for r in alone], atol=2e-3)
   assert inference.adapters(weights, []) == {'': weights}
 
 
 @pytest.mark.parametrize('stage', ['one', 'codes'])
-def test_an_adapter_on_a_run_with_one_of_its_own(made, tmp_path, stage):
-  """The run's is a part of the base then, and in codes it is whole again."""
-  base, adapters = made
+def test_adapter_on_a_lora_run_merges_the_adapter_of_the_run(trained_adapters, tmp_path, stage):
+  """The adapter of the run is merged into the base, which is dequantized if it was stored in int8 codes."""
+  base, adapters = trained_adapters
   run = tmp_path / 'codes'
   if stage == 'codes':
     stages.run(
@@ -169,22 +171,22 @@ def test_an_adapter_on_a_run_with_one_of_its_own(made, tmp_path, stage):
   else:
     run = pathlib.Path(adapters['one']).parents[1]
   weights = inference.from_run(run)
-  found = inference.adapters(weights, [f'two={adapters["two"]}'])['two']
-  assert {p.split('/')[2] for p in found.inputs.model.table if p.startswith('lora/')} == {'q', 'v'}
+  with_adapter = inference.adapters(weights, [f'two={adapters["two"]}'])['two']
+  assert {p.split('/')[2] for p in with_adapter.inputs.model.table if p.startswith('lora/')} == {'q', 'v'}
   merged = weights.inputs.model.merge(weights.params)
-  own = {k: v for k, v in found.params.items() if k != 'lora'}
-  jax.tree.map(np.testing.assert_array_equal, own, merged)
-  assert set(found.params['lora']['layers']) == {'q', 'v'}
+  base_params = {k: v for k, v in with_adapter.params.items() if k != 'lora'}
+  jax.tree.map(np.testing.assert_array_equal, base_params, merged)
+  assert set(with_adapter.params['lora']['layers']) == {'q', 'v'}
 
 
 @pytest.mark.parametrize('values', [['x'], ['=x'], ['a=x', 'a=y']])
-def test_a_bad_flag_is_one_line(made, values):
+def test_malformed_adapter_flags_are_refused(trained_adapters, values):
   with pytest.raises(InputError, match='--adapter: takes NAME=FOLDER'):
-    inference.adapters(inference.from_folder(made[0]), values)
+    inference.adapters(inference.from_folder(trained_adapters[0]), values)
 
 
-def test_commands(made, tmp_path):
-  base, adapters = made
+def test_sample_and_export_commands_take_adapters(trained_adapters, tmp_path):
+  base, adapters = trained_adapters
 
   def run(*args):
     return subprocess.run(
@@ -221,12 +223,12 @@ def test_commands(made, tmp_path):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-# ----------------------------------------------------------- a sampler's base
+# -------------------------------------------- a sampler on the base of the policy
 
 
 def sampler(base, kind, share, targets=''):
-  """(policy, engine) of a stage, loaded."""
-  made = tiny.merged(
+  """Returns (policy, engine, bytes that were moved to it) of a stage whose weights the engine has loaded."""
+  config = tiny.merged(
     tiny.grpo_config(
       base,
       lora=dict(rank=2) | (dict(targets=targets) if targets else {}),
@@ -234,7 +236,7 @@ def sampler(base, kind, share, targets=''):
     ),
     dict(model=dict(quantize=kind)),
   )
-  kit = place.place_stage(prepare.prepare_all(made)[0])
+  kit = place.place_stage(prepare.prepare_all(config)[0])
   roles, stream, engine = assemble.make_parts(kit, stages.initial_params(kit, None))
   stream.close()
   policy = roles.policy
@@ -246,37 +248,42 @@ def sampler(base, kind, share, targets=''):
 
 
 @pytest.mark.parametrize('kind', ['', 'int8', 'nf4'])
-def test_a_sampler_shares_the_base(made, kind):
-  check_shared(made[0], kind)
+def test_a_sampler_shares_the_base(trained_adapters, kind):
+  check_shared(trained_adapters[0], kind)
 
 
 def check_shared(base, kind, targets=''):
+  """Asserts that an engine on the shared base holds only adapters of its own and samples as with merged weights."""
   policy, engine, moved = sampler(base, kind, True, targets)
-  other, merged, more = sampler(base, kind, False, targets)
-  fixed = pointers(policy.frozen['params'])
-  assert fixed <= pointers(engine.weights)
-  assert not fixed & pointers(merged.weights)
-  own = pointers(policy.state.params)  # which an update takes over
-  assert not own & pointers(engine.weights)
-  assert moved == sum(x.nbytes for x in jax.tree.leaves(policy.state.params)) < more / 2
+  merged_policy, merged, moved_merged = sampler(base, kind, False, targets)
+  base_pointers = pointers(policy.frozen['params'])
+  assert base_pointers <= pointers(engine.weights)
+  assert not base_pointers & pointers(merged.weights)
+  trained_pointers = pointers(policy.state.params)  # an update donates these arrays
+  assert not trained_pointers & pointers(engine.weights)
+  assert moved == sum(x.nbytes for x in jax.tree.leaves(policy.state.params)) < moved_merged / 2
   prompts = [Prompt(i, np.arange(40, 45 + i, dtype=np.int32), '', {}) for i in range(3)]
-  one, two = (e(prompts, group_size=2, run_key=on_policy.run_key(0, 1), step=0) for e in (engine, merged))
-  np.testing.assert_array_equal(one.completions, two.completions)
-  np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
+  shared_rollout, merged_rollout = (
+    e(prompts, group_size=2, run_key=on_policy.run_key(0, 1), step=0) for e in (engine, merged)
+  )
+  np.testing.assert_array_equal(shared_rollout.completions, merged_rollout.completions)
+  np.testing.assert_allclose(shared_rollout.logprobs, merged_rollout.logprobs, atol=1e-4)
 
 
-def test_what_a_sampler_shares_is_predicted_once(made):
-  """The sampler of a run that shares the base holds no more than copies of what is trained."""
-  held = {}
+def test_memory_shared_with_the_sampler_is_predicted_once(trained_adapters):
+  """Beyond the arrays of the policy, a sampler that shares the base holds only copies of the trained parameters."""
+  sampler_bytes = {}
   for share in (False, True):
-    policy, engine, _ = sampler(made[0], '', share)
-    there = memory.distinct(policy.params)
-    own = {key: x for key, x in memory.distinct(engine.described(policy.params)[0]).items() if key not in there}
-    held[share] = memory.size(own)
-  assert held[True] == memory.size(policy.state.params) < held[False]
+    policy, engine, _ = sampler(trained_adapters[0], '', share)
+    of_policy = memory.distinct(policy.params)
+    of_sampler_alone = {
+      key: x for key, x in memory.distinct(engine.described(policy.params)[0]).items() if key not in of_policy
+    }
+    sampler_bytes[share] = memory.size(of_sampler_alone)
+  assert sampler_bytes[True] == memory.size(policy.state.params) < sampler_bytes[False]
 
 
-SPLIT = """
+SAMPLE_ON_MESHES = """
 import sys
 sys.path.insert(0, 'tests')
 import numpy as np, tiny
@@ -308,12 +315,12 @@ for one in out:
 @pytest.mark.parametrize('kind', ['', 'int8'])
 def test_a_sampler_on_a_mesh_shares_the_base(tmp_path, kind):
   base = tiny.folder(tmp_path / 'base', num_heads=8, num_kv_heads=8)
-  children.run('-c', SPLIT, base, kind, devices=4, timeout=600)
+  children.run('-c', SAMPLE_ON_MESHES, base, kind, devices=4, timeout=600)
 
 
 EXPERTS = dict(
   qwen3_moe=('q|o|experts/(gate|up|down)', dict(experts=Experts(4, 2, 16))),
-  # One dense layer, two of experts; its kv_b is used from both sides.
+  # One dense layer and two with experts; attention uses kv_b on both sides, for keys and for values.
   deepseek_v3=('q_b|kv_b|o|dense/gate|experts/(gate|up|down)', dict(num_kv_heads=2)),
 )
 
@@ -328,10 +335,10 @@ def test_a_sampler_shares_experts(tmp_path, kind, family):
 
 
 @pytest.mark.parametrize('kind', ['', 'nf4'])
-def test_grpo_learns_on_one_base(made, tmp_path, kind):
+def test_grpo_learns_with_a_base_shared_by_the_sampler(trained_adapters, tmp_path, kind):
   config = tiny.merged(
     tiny.grpo_config(
-      made[0],
+      trained_adapters[0],
       lora=dict(rank=4),
       optim=dict(lr=2e-2),
       rollout=dict(prompts=8, group_size=8, share_base=True),
@@ -347,6 +354,6 @@ def test_grpo_learns_on_one_base(made, tmp_path, kind):
     assert row['sampler_mismatch'] == pytest.approx(1, abs=1e-3)
 
 
-def test_a_base_that_is_trained_is_not_shared(made):
+def test_share_base_without_lora_is_refused(trained_adapters):
   with pytest.raises(InputError, match='share_base: is for frozen weights'):
-    prepare.prepare_all(tiny.grpo_config(made[0], rollout=dict(share_base=True)))
+    prepare.prepare_all(tiny.grpo_config(trained_adapters[0], rollout=dict(share_base=True)))

@@ -1,7 +1,6 @@
-"""Checkpoints: exact, verified, never the only one deleted, never a wrong bit.
+"""Tests of `storage.checkpoint`: bitwise saves and restores, the steps that are kept, and recovery from damage.
 
-Faults are real ones: bits flipped on disk, processes killed with SIGKILL,
-writes refused by the kernel.
+Faults are real: bits are flipped on disk, processes are killed with SIGKILL, and the kernel refuses writes.
 """
 
 import hashlib
@@ -32,9 +31,9 @@ SEAL = 'checksums.json'
 
 
 def make_state(seed, width=16):
-  """A TrainState with all that trees bring: None, namedtuples, bfloat16.
+  """A TrainState with all kinds of nodes and leaves: None, namedtuples, an empty array, bfloat16, NaN.
 
-  Drawn by NumPy: processes started by these tests then compile nothing.
+  NumPy draws the values, so that child processes of these tests compile nothing.
   """
   draw = np.random.default_rng(seed)
   params = {
@@ -44,8 +43,8 @@ def make_state(seed, width=16):
   tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1, 0, 9)))
   state = types.TrainState(step=np.int32(seed), params=params, opt_state=jax.eval_shape(tx.init, params))
   state = jax.tree.map(lambda x: jnp.asarray((9 * draw.normal(size=x.shape)).astype(x.dtype)), state)
-  odd = np.array([math.nan, -0.0, 1e-40, math.inf], np.float32)
-  state.params['head.out/proj'] = jnp.asarray(odd)
+  special_values = np.array([math.nan, -0.0, 1e-40, math.inf], np.float32)
+  state.params['head.out/proj'] = jnp.asarray(special_values)
   return state
 
 
@@ -54,7 +53,7 @@ def template(state):
 
 
 def digest(tree):
-  """Hash of structure, dtypes, shapes and bits."""
+  """A hash of the structure of a tree, and of the dtypes, shapes and bits of its leaves."""
   leaves, treedef = jax.tree.flatten(tree)
   result = hashlib.sha256(str(treedef).encode())
   for leaf in leaves:
@@ -79,16 +78,16 @@ def sealed(folder, step):
 
 
 def restore(folder, step=None):
-  """Returns (step, state, meta, warnings) as a new process would see it."""
-  lines = []
+  """Returns (step, state, meta, warnings) that a new process would restore."""
+  warnings = []
   ck = checkpoint.Checkpointer(folder)
-  result = ck.restore(template(make_state(0)), step, warn=lines.append)
+  result = ck.restore(template(make_state(0)), step, warn=warnings.append)
   ck.close()
-  return *result, lines
+  return *result, warnings
 
 
 def run_child(code, *args, env=(), check=True):
-  """Runs Python code in a process of its own; returns it, finished."""
+  """Runs Python code in a child process; returns its (exit code, stdout, stderr)."""
   child = start_child(code, *args, env=env)
   out, err = child.communicate(timeout=120)
   if check:
@@ -97,6 +96,7 @@ def run_child(code, *args, env=(), check=True):
 
 
 def start_child(code, *args, env=()):
+  """Starts a child process that runs Python code with the names of this module."""
   code = 'from test_checkpoint import *\n' + textwrap.dedent(code)
   paths = os.pathsep.join([str(ROOT), str(ROOT / 'tests')])
   env = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': paths, **dict(env)}
@@ -115,12 +115,12 @@ def test_round_trip_is_bitwise(tmp_path):
   ck.save(7, state, meta)
   meta['position'].append(9)  # after the call: must not be saved
   assert ck.latest() == 7
-  step, restored, got = ck.restore(template(state))
+  step, restored, restored_meta = ck.restore(template(state))
   assert step == 7
-  assert got == {'position': [3, 5], 'lr': 0.1, 'stage': 'sft'}
+  assert restored_meta == {'position': [3, 5], 'lr': 0.1, 'stage': 'sft'}
   assert digest(restored) == digest(state)
   assert digest(restored) != digest(make_state(8))
-  assert ck.restore_meta() == got
+  assert ck.restore_meta() == restored_meta
   ck.close()
 
 
@@ -129,15 +129,15 @@ def test_restore_params_reads_no_optimizer_state(tmp_path):
   ck = checkpoint.Checkpointer(tmp_path)
   params = make_state(2).params
   assert digest(ck.restore_params(template(params))) == digest(params)
-  older = ck.restore_params(template(make_state(1).params), 1)
-  assert digest(older) == digest(make_state(1).params)
+  params_of_step_1 = ck.restore_params(template(make_state(1).params), 1)
+  assert digest(params_of_step_1) == digest(make_state(1).params)
   layers = ck.restore_params(template(params['layers']), at='params/layers')
   assert digest(layers) == digest(params['layers'])
-  seen = []
+  items_read = []
   original = ck._orbax.restore
-  ck._orbax.restore = lambda folder, args: (seen.append(args['state'].item), original(folder, args=args))[1]
+  ck._orbax.restore = lambda folder, args: (items_read.append(args['state'].item), original(folder, args=args))[1]
   ck.restore_params(template(params))
-  assert all(key.startswith('params/') for key in seen[0]) and len(seen) == 1
+  assert all(key.startswith('params/') for key in items_read[0]) and len(items_read) == 1
   ck.close()
 
 
@@ -193,20 +193,20 @@ def test_restores_on_other_meshes(tmp_path):
   ck.close()
 
 
-# A run that changed.
+# A run whose config has changed.
 
 
-def test_mismatch_names_key_and_shapes(tmp_path):
+def test_restore_into_changed_model_names_key_and_shapes(tmp_path):
   save_steps(tmp_path, [1])
   state = make_state(1)
   params = state.params
-  more = {**params, 'extra': jnp.ones((2,))}
-  less = {k: v for k, v in params.items() if k != 'embed'}
+  extra = {**params, 'extra': jnp.ones((2,))}
+  without_embed = {k: v for k, v in params.items() if k != 'embed'}
   cast = {**params, 'embed': params['embed'].astype(jnp.bfloat16)}
   cases = [
     (make_state(1, width=32).params, ['params/embed', '[16, 8]', '[32, 8]']),
-    (more, ['params/extra is absent in the checkpoint', 'float32 [2]']),
-    (less, ['params/embed', 'absent in the run', '[16, 8]']),
+    (extra, ['params/extra is absent in the checkpoint', 'float32 [2]']),
+    (without_embed, ['params/embed', 'absent in the run', '[16, 8]']),
     (cast, ['float32 [16, 8]', 'bfloat16 [16, 8]']),
   ]
   ck = checkpoint.Checkpointer(tmp_path)
@@ -219,7 +219,7 @@ def test_mismatch_names_key_and_shapes(tmp_path):
   ck.close()
 
 
-def test_states_that_cannot_be_saved(tmp_path):
+def test_unsavable_states_and_bad_options_are_refused(tmp_path):
   ck = checkpoint.Checkpointer(tmp_path)
   for state in ({'a': 1.0}, {'a': jax.random.key(0)}):
     with pytest.raises(TypeError, match='^a is'):
@@ -263,7 +263,7 @@ def test_keeps_the_newest_and_the_best(tmp_path):
       metrics = None if score is None else {'acc': score, 'loss': 1.0}
       ck.save(step, make_state(step), {}, metrics)
     ck.save(8, make_state(8), {})
-    ck.save(9, make_state(9), {}, {'loss': 1.0})  # an evaluation that graded nothing loses no step
+    ck.save(9, make_state(9), {}, {'loss': 1.0})  # an evaluation that graded nothing must not cost the step
     ck.check_metrics(['acc', 'loss'])
     with pytest.raises(errors.InputError, match="no metric 'acc'.*loss"):
       ck.check_metrics(['loss'])
@@ -286,7 +286,7 @@ def test_saving_the_same_step_again_is_a_no_op(tmp_path):
   ck.close()
 
 
-LISTS = """
+COUNT_LISTS = """
 import gc, logging, sys
 sys.path.insert(0, 'tests')
 import test_checkpoint
@@ -303,16 +303,19 @@ ck.close()
 
 
 def test_saves_leave_no_objects_in_memory(tmp_path):
-  """tensorstore keeps 24 lists a save without `_spare_memory`; two of the path of each are in a cache of Orbax.
+  """Saves 7 to 12 leave at most two lists each, which a cache of paths in Orbax holds.
 
-  In a process of its own: threads that earlier tests have left make lists, too.
+  Without `_spare_memory`, tensorstore would keep 24 lists per save. The count is made in a child process because
+  threads that earlier tests have left running create lists, too.
   """
-  done = subprocess.run([sys.executable, '-c', LISTS, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
+  done = subprocess.run(
+    [sys.executable, '-c', COUNT_LISTS, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True
+  )
   lists = [int(line) for line in done.stdout.split()]
   assert lists[-1] - lists[5] <= 6 * 2, lists
 
 
-def test_the_last_good_step_outlives_the_sealing(tmp_path, monkeypatch):
+def test_failed_seal_keeps_the_last_good_step(tmp_path, monkeypatch):
   ck = checkpoint.Checkpointer(tmp_path, keep=1)
   ck.save(1, make_state(1), {})
   ck.wait()
@@ -329,7 +332,7 @@ def test_the_last_good_step_outlives_the_sealing(tmp_path, monkeypatch):
   monkeypatch.setattr(checkpoint.object_store, 'checksums', original)
   assert (tmp_path / '2' / 'commit_success.txt').exists()
   assert restore(tmp_path)[0] == 1
-  ck.save(2, make_state(2), {})  # the run may go on, even with this step
+  ck.save(2, make_state(2), {})  # the run may go on, and may even save this step again
   ck.close()
   assert steps_in(tmp_path) == [2]
   assert digest(restore(tmp_path)[1]) == digest(make_state(2))
@@ -362,11 +365,12 @@ def two_steps(tmp_path_factory):
 
 
 def expect_fallback(folder, digests, name=''):
-  step, state, meta, lines = restore(folder)
+  """Asserts that step 10 is restored, with one warning that names the damaged file of step 20."""
+  step, state, meta, warnings = restore(folder)
   assert step == 10 and meta == {'position': 10}
   assert digest(state) == digests[10]
-  assert len(lines) == 1 and '\n' not in lines[0]
-  assert f'20/{name}' in lines[0] and 'using step 10' in lines[0]
+  assert len(warnings) == 1 and '\n' not in warnings[0]
+  assert f'20/{name}' in warnings[0] and 'using step 10' in warnings[0]
 
 
 @pytest.mark.parametrize('seed', range(scorecard.ROUNDS))
@@ -375,47 +379,47 @@ def test_every_flipped_bit_is_noticed(two_steps, record_property, seed):
   draw = random.Random(seed)
   flips = 0
   for path in all_files(folder / '20'):
-    good = path.read_bytes()
-    regions = [(k * len(good) // 4, (k + 1) * len(good) // 4) for k in range(4)]
+    original = path.read_bytes()
+    regions = [(k * len(original) // 4, (k + 1) * len(original) // 4) for k in range(4)]
     for start, end in regions:
-      bad = bytearray(good)
-      bad[draw.randrange(start, end)] ^= 1 << draw.randrange(8)
-      path.write_bytes(bad)
+      damaged = bytearray(original)
+      damaged[draw.randrange(start, end)] ^= 1 << draw.randrange(8)
+      path.write_bytes(damaged)
       expect_fallback(folder, digests, path.relative_to(folder / '20'))
       flips += 1
-    path.write_bytes(good)
+    path.write_bytes(original)
   record_property('cases', flips)
   assert flips >= 40
-  step, state, _, lines = restore(folder)  # all repaired
-  assert step == 20 and digest(state) == digests[20] and not lines
+  step, state, _, warnings = restore(folder)  # all files are repaired
+  assert step == 20 and digest(state) == digests[20] and not warnings
 
 
-def test_truncated_and_missing_files(two_steps, record_property):
+def test_truncated_or_missing_file_falls_back_to_previous_step(two_steps, record_property):
   folder, digests = two_steps
   record_property('cases', 5 * len(all_files(folder / '20')))
   for path in all_files(folder / '20'):
-    good = path.read_bytes()
+    original = path.read_bytes()
     name = path.relative_to(folder / '20')
-    for bad in (good[: len(good) // 2], b'', good + b'\0', b'\x80\x04N.'):
-      path.write_bytes(bad)
+    for damaged in (original[: len(original) // 2], b'', original + b'\0', b'\x80\x04N.'):
+      path.write_bytes(damaged)
       expect_fallback(folder, digests, name)
     path.unlink()
     expect_fallback(folder, digests, name)
-    path.write_bytes(good)
+    path.write_bytes(original)
   assert restore(folder)[0] == 20
 
 
-def test_folders_that_are_no_steps(tmp_path):
+def test_folders_that_are_no_checkpoints_are_skipped(tmp_path):
   save_steps(tmp_path, [10])
   (tmp_path / '99').mkdir()
   (tmp_path / '098').mkdir()
   (tmp_path / 'notes').mkdir()
   (tmp_path / '97').write_text('a file')
   shutil.copytree(tmp_path / '10', tmp_path / '50')  # renamed by hand
-  step, _, _, lines = restore(tmp_path)
-  assert step == 10 and len(lines) == 1
-  assert '99/checksums.json is missing' in lines[0]
-  assert '50/checksums.json belongs to step 10' in lines[0]
+  step, _, _, warnings = restore(tmp_path)
+  assert step == 10 and len(warnings) == 1
+  assert '99/checksums.json is missing' in warnings[0]
+  assert '50/checksums.json belongs to step 10' in warnings[0]
   ck = checkpoint.Checkpointer(tmp_path)
   ck.restore(template(make_state(0)), warn=lambda line: None)
   ck.save(50, make_state(50), {})
@@ -426,7 +430,7 @@ def test_folders_that_are_no_steps(tmp_path):
   assert (tmp_path / 'notes').exists()
 
 
-def test_no_checkpoint(tmp_path):
+def test_missing_or_damaged_checkpoints_raise_no_checkpoint_error(tmp_path):
   ck = checkpoint.Checkpointer(tmp_path / 'absent')
   with pytest.raises(errors.NoCheckpointError, match='nothing there'):
     ck.restore({})
@@ -444,24 +448,24 @@ def test_no_checkpoint(tmp_path):
     assert '\n' not in message and '10/meta/metadata' in message
     assert '20/meta/metadata' in message
   with pytest.raises(errors.NoCheckpointError, match='20/meta/metadata'):
-    ck.restore(template(make_state(0)), 20)  # asked for: no other will do
+    ck.restore(template(make_state(0)), 20)  # an explicit step has no fallback
   ck.close()
 
 
-def test_a_damaged_step_is_not_what_is_kept(tmp_path):
+def test_damaged_step_is_not_kept_as_spare(tmp_path):
   save_steps(tmp_path, [10, 17])
   (tmp_path / '17' / 'meta' / 'metadata').write_text('{}')
   ck = checkpoint.Checkpointer(tmp_path)
   ck.restore(template(make_state(0)), warn=lambda line: None)
   ck.save(20, make_state(20), {})
   ck.close()
-  assert steps_in(tmp_path) == [10, 20]  # 17 would be a useless spare
+  assert steps_in(tmp_path) == [10, 20]  # damaged step 17 would be useless as a spare
 
 
 # Sudden ends.
 
 
-def test_kill_inside_a_write(tmp_path):
+def test_kill_9_during_write_keeps_previous_step(tmp_path):
   child = start_child(
     """
     big = jnp.asarray(np.random.default_rng(0).normal(size=(1 << 20,)))
@@ -472,31 +476,31 @@ def test_kill_inside_a_write(tmp_path):
     tmp_path,
   )
   deadline = time.time() + 60
-  caught = False
-  while not caught and child.poll() is None and time.time() < deadline:
+  write_in_progress = False
+  while not write_in_progress and child.poll() is None and time.time() < deadline:
     for path in tmp_path.iterdir():
       if int(path.name) > 2 and not (path / 'commit_success.txt').exists():
-        caught = True
+        write_in_progress = True
     time.sleep(0.001)
   child.send_signal(signal.SIGKILL)
   _, err = child.communicate()
-  assert caught and child.returncode == -signal.SIGKILL, err
+  assert write_in_progress and child.returncode == -signal.SIGKILL, err
   unfinished = [s for s in steps_in(tmp_path) if not sealed(tmp_path, s)]
-  assert unfinished  # otherwise this test has tested nothing
-  good = unfinished[-1] - 1
-  state = {'small': make_state(good), 'big': jnp.zeros((1 << 20,))}
-  lines = []
+  assert unfinished  # otherwise the kill did not interrupt a write
+  last_sealed = unfinished[-1] - 1
+  state = {'small': make_state(last_sealed), 'big': jnp.zeros((1 << 20,))}
+  warnings = []
   ck = checkpoint.Checkpointer(tmp_path)
-  assert ck.latest() == good
-  step, restored, _ = ck.restore(template(state), warn=lines.append)
-  assert step == good and 'the save was never finished' in lines[0]
+  assert ck.latest() == last_sealed
+  step, restored, _ = ck.restore(template(state), warn=warnings.append)
+  assert step == last_sealed and 'the save was never finished' in warnings[0]
   assert digest(restored['small']) == digest(state['small'])
-  first = np.float32(np.random.default_rng(0).normal()) + np.float32(good)
+  first = np.float32(np.random.default_rng(0).normal()) + np.float32(last_sealed)
   assert restored['big'][0] == first
   ck.save(unfinished[-1], make_state(2), {})
   ck.close()
-  step, state, _, lines = restore(tmp_path)
-  assert step == unfinished[-1] and not lines
+  step, state, _, warnings = restore(tmp_path)
+  assert step == unfinished[-1] and not warnings
   assert digest(state) == digest(make_state(2))
 
 
@@ -524,16 +528,16 @@ def test_kill_between_commit_and_seal_and_inside_a_removal(tmp_path, record_prop
     folder = tmp_path / name
     assert steps_in(folder) == [1, 2]
     assert (folder / '2' / 'commit_success.txt').exists()
-    good = 1 if name == 'seal' else 2
-    assert [s for s in (1, 2) if sealed(folder, s)] == [good]
+    last_sealed = 1 if name == 'seal' else 2
+    assert [s for s in (1, 2) if sealed(folder, s)] == [last_sealed]
     step, state, _, _ = restore(folder)
-    assert step == good and digest(state) == digest(make_state(good))
+    assert step == last_sealed and digest(state) == digest(make_state(last_sealed))
     ck = checkpoint.Checkpointer(folder, keep=1)
     ck.restore(template(make_state(0)), warn=lambda line: None)
-    ck.save(good + 1, make_state(good + 1), {})
+    ck.save(last_sealed + 1, make_state(last_sealed + 1), {})
     ck.close()
-    assert steps_in(folder) == [good + 1]
-    assert restore(folder)[0] == good + 1
+    assert steps_in(folder) == [last_sealed + 1]
+    assert restore(folder)[0] == last_sealed + 1
 
 
 def test_disk_full_surfaces_at_the_next_check(tmp_path):
@@ -572,8 +576,8 @@ def test_disk_full_surfaces_at_the_next_check(tmp_path):
 
 
 @pytest.mark.nightly  # test_faults.py stops a run whose save takes longer than the limit
-def test_the_limit_of_a_step_does_not_end_a_save(tmp_path):
-  """It holds again afterwards."""
+def test_watchdog_does_not_end_a_save_longer_than_its_limit(tmp_path):
+  """The limit of a step is suspended while a checkpoint is written, and ends the process afterwards."""
   child = start_child(
     """
     from jaxpost.distributed import watchdog
@@ -598,7 +602,7 @@ def test_the_limit_of_a_step_does_not_end_a_save(tmp_path):
 # Several processes.
 
 
-def test_two_processes_take_the_same_decision(tmp_path):
+def test_two_processes_restore_the_same_step_after_damage(tmp_path):
   with socket.socket() as probe:
     probe.bind(('localhost', 0))
     port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Whole files in the shape of published ones of TRL, verl, Tunix and MaxText become configs, and no setting is lost."""
+"""`launch.convert` turns whole files of TRL, verl, Tunix and MaxText into configs, and accounts for each setting."""
 
 import pathlib
 
@@ -9,8 +9,9 @@ from jaxpost.stage import optim, prepare
 from jaxpost.tools import convert
 
 FOLDER = pathlib.Path(__file__).with_name('settings_of_others')
-WANTED = yaml.safe_load((FOLDER / 'ours.yaml').read_text())
-# Settings without a counterpart here, by what follows the last dot; all others are mapped, or say what is here instead.
+EXPECTED = yaml.safe_load((FOLDER / 'ours.yaml').read_text())
+# Settings without a counterpart in jaxpost, by the last part of their names. All other settings are mapped, or have a
+# reason that names what jaxpost has instead.
 NO_COUNTERPART = {
   'maxtext_dpo.yml': 'enable_goodput_recording monitor_goodput',
   'maxtext_rl.yml': 'max_num_batched_tokens async_scheduling enable_dp_attention async_checkpointing debug',
@@ -21,24 +22,25 @@ NO_COUNTERPART = {
   'top_p',
   'verl_ppo.sh': 'enable_gradient_checkpointing ppo_micro_batch_size_per_gpu',  # of the critic
 }
-DPO = {'trl_dpo.yaml': 'dpo'}  # the one file that does not say its method
+ALGORITHMS = {'trl_dpo.yaml': 'dpo'}  # the only file that does not name its method
 
 
-@pytest.mark.parametrize('file', WANTED)
-def test_a_published_file(file):
+@pytest.mark.parametrize('file', EXPECTED)
+def test_published_file_becomes_the_expected_config(file):
   library = file.partition('_')[0]
-  given = convert.read(str(FOLDER / file))
-  config, settings = convert.convert(library, given, DPO.get(file, ''))
-  assert config == WANTED[file]
-  assert [s.name for s in settings] == list(given) and all(bool(s.fields) != bool(s.reason) for s in settings)
+  file_settings = convert.read(str(FOLDER / file))
+  config, settings = convert.convert(library, file_settings, ALGORITHMS.get(file, ''))
+  assert config == EXPECTED[file]
+  assert [s.name for s in settings] == list(file_settings) and all(bool(s.fields) != bool(s.reason) for s in settings)
   unknown = [s.name.rpartition('.')[2] for s in settings if 'nothing here' in s.reason]
   assert unknown == NO_COUNTERPART.get(file, '').split()
-  assert not convert.looks_like(library, given)
+  assert not convert.looks_like(library, file_settings)
   for _, stage in prepare.resolve_all(config).values():
     optim.check(stage.optim)
 
 
-def answers(library, given, algorithm=''):
+def converted(library, given, algorithm=''):
+  """Returns (config, {setting: reason why it is not mapped})."""
   config, settings = convert.convert(library, given, algorithm)
   return config, {s.name: s.reason for s in settings}
 
@@ -46,21 +48,21 @@ def answers(library, given, algorithm=''):
 @pytest.mark.parametrize('library, ratio', [('trl', 0.1), ('tunix', 0.1), ('verl', None)])
 def test_a_number_of_warmup_steps_decides_over_a_fraction(library, ratio):
   names = ('lr_warmup_steps_ratio', 'lr_warmup_steps') if library == 'verl' else ('warmup_ratio', 'warmup_steps')
-  config, why = answers(library, dict(zip(names, (0.1, 5))))
-  assert config['optim'] == {'warmup_steps': 5} and why[names[0]] == f'gives way to {names[1]} in {library}'
-  config, _ = answers(library, dict(zip(names, (0.1, 0))))  # 0 of them: only verl takes it for an answer
+  config, reasons = converted(library, dict(zip(names, (0.1, 5))))
+  assert config['optim'] == {'warmup_steps': 5} and reasons[names[0]] == f'gives way to {names[1]} in {library}'
+  config, _ = converted(library, dict(zip(names, (0.1, 0))))  # only verl takes 0 steps for a setting
   assert config['optim'].get('warmup_ratio') == ratio
 
 
 @pytest.mark.parametrize('schedule, rate', [('warmup_cosine_decay_schedule', 2e-5), (None, 1e-5)])
 def test_the_rate_of_tunix_depends_on_a_schedule(schedule, rate):
-  given = {'optimizer_config.learning_rate': 1e-5, 'optimizer_config.peak_value': 2e-5}
-  config, why = answers('tunix', given | {'optimizer_config.schedule_type': schedule}, 'sft')
-  assert config['optim']['lr'] == rate and sum('gives way' in reason for reason in why.values()) == 1
+  rates = {'optimizer_config.learning_rate': 1e-5, 'optimizer_config.peak_value': 2e-5}
+  config, reasons = converted('tunix', rates | {'optimizer_config.schedule_type': schedule}, 'sft')
+  assert config['optim']['lr'] == rate and sum('gives way' in reason for reason in reasons.values()) == 1
 
 
 def test_other_models_of_tunix_are_not_the_policy():
-  given = {
+  tunix_settings = {
     'actor_model_config.lora_config.rank': 64,
     'critic_model_config.lora_config.rank': 32,
     'reference_model_config.lora_config.rank': 8,
@@ -69,10 +71,10 @@ def test_other_models_of_tunix_are_not_the_policy():
     'rl_training_config.critic_optimizer_config.max_grad_norm': 0.3,
     'ppo_config.gae_lambda': 0.9,
   }
-  config, why = answers('tunix', given)
+  config, reasons = converted('tunix', tunix_settings)
   assert config == {'algorithm': 'ppo', 'lora': {'rank': 64}, 'optim': {'clip_norm': 0.1}, 'rl': {'lam': 0.9}}
-  assert 'mesh.rollout' in why['rollout_model_config.mesh.shape']
-  assert 'mesh.score' in why['reference_model_config.lora_config.rank']
+  assert 'mesh.rollout' in reasons['rollout_model_config.mesh.shape']
+  assert 'mesh.score' in reasons['reference_model_config.lora_config.rank']
 
 
 @pytest.mark.parametrize(
@@ -98,6 +100,6 @@ def test_other_models_of_tunix_are_not_the_policy():
   ],
 )
 def test_settings_that_depend_on_others(library, given, section, ours):
-  config, why = answers(library, given)
+  config, reasons = converted(library, given)
   assert config.get(section) == ours
-  assert not any('nothing here' in reason for reason in why.values())
+  assert not any('nothing here' in reason for reason in reasons.values())

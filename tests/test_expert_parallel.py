@@ -1,4 +1,4 @@
-"""Tokens that travel to experts on 4 pretended devices, and back.
+"""Expert parallelism on 4 simulated devices: dispatch of tokens to experts, and the way back.
 
 Legend: n devices, N rows of each, D numbers a row, k experts of a row.
 """
@@ -6,12 +6,12 @@ Legend: n devices, N rows of each, D numbers a row, k experts of a row.
 import children
 import pytest
 
-# Destinations of tokens: those of the router; all to experts of one device
-# (so that others have nothing to do, and it has several rounds of work).
+# Destinations of tokens: "routed", as the router decides; "crowded", all to the experts of one device, which then needs
+# several rounds while the others are idle.
 CASES = [
   f'{way}:{chosen}:{mesh}' for way in ('padded', 'ragged') for chosen in ('routed', 'crowded') for mesh in ('4', '2')
 ]
-# The experts have adapters.
+# Cases in which experts have adapters.
 ADAPTED = [
   f'adapted:{way}:{chosen}:{mesh}'
   for way, chosen in (('padded', 'routed'), ('ragged', 'crowded'))
@@ -21,52 +21,52 @@ ADAPTED = [
 
 @pytest.fixture(scope='module')
 def report():
-  """{case: 'ok' or what is wrong}."""
+  """{case: 'ok' or the error}, from one child process with 4 devices."""
   run = children.run(__file__, devices=4)
   return dict(line.split(' ', 1) for line in run.stdout.splitlines())
 
 
 @pytest.mark.parametrize('case', CASES + ADAPTED)
-def test_experts_on_devices_are_those_on_one(report, case):
-  """Forward, and the gradients of rows, experts and router, in float32."""
+def test_experts_split_over_devices_match_one_device(report, case):
+  """Outputs, and gradients of rows, experts and router, agree in float32."""
   assert report[case] == 'ok'
 
 
-def test_parts_of_a_row_stay_where_they_are(report):
+def test_experts_without_an_expert_axis_need_no_communication_over_context(report):
   assert report['context=4'] == 'ok'
 
 
 @pytest.mark.parametrize('way', ['padded', 'ragged'])
 def test_rows_arrive_as_they_left(report, way):
-  """Rows that one device requests from another arrive in order, compared with numpy."""
+  """All rows that one device sends to another arrive in their order, as selected by numpy."""
   assert report[f'arrived:{way}'] == 'ok'
 
 
 @pytest.mark.parametrize('way', ['padded', 'ragged'])
-def test_the_way_back_is_the_transpose(report, way):
-  """<dispatch(x), y> = <x, combine(y)>, of the rows that travel."""
+def test_combine_is_the_transpose_of_dispatch(report, way):
+  """<dispatch(x), y> = <x, combine(y)> for the rows that are sent."""
   assert report[f'transpose:{way}'] == 'ok'
 
 
-def test_no_more_rows_travel_than_want_to(report):
-  """The sizes that an exact exchange sends are those counted in numpy."""
+def test_exact_exchange_sends_only_the_requested_rows(report):
+  """The sizes that the ragged exchange sends and receives are those counted by numpy."""
   assert report['sent'] == 'ok'
 
 
 def ragged(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
-  """Does what the documentation of `jax.lax.ragged_all_to_all` says; XLA:CPU does not have it."""
+  """Implements `jax.lax.ragged_all_to_all` as documented, because XLA:CPU lacks it."""
   import jax
   import jax.numpy as jnp
 
-  every = [jax.lax.all_gather(y, axis_name) for y in (operand, input_offsets, send_sizes, output_offsets)]
-  me, at = jax.lax.axis_index(axis_name), jnp.arange(len(output))
-  for given, starts, sizes, ends in zip(*every):
-    place = at - ends[me]
-    take = (place >= 0) & (place < sizes[me])
-    moved = given[jnp.where(take, place + starts[me], 0)]
-    output = jnp.where(take[:, None], moved, output)
-  # A device that expects other sizes than it is sent hangs, or worse.
-  wrong = jnp.any(every[2][:, me] != recv_sizes)
+  gathered = [jax.lax.all_gather(y, axis_name) for y in (operand, input_offsets, send_sizes, output_offsets)]
+  device, index = jax.lax.axis_index(axis_name), jnp.arange(len(output))
+  for sent, starts, sizes, ends in zip(*gathered):
+    offset = index - ends[device]
+    is_for_device = (offset >= 0) & (offset < sizes[device])
+    received = sent[jnp.where(is_for_device, offset + starts[device], 0)]
+    output = jnp.where(is_for_device[:, None], received, output)
+  # On an accelerator, a device that expects other sizes than are sent to it would hang; here its output is NaN.
+  wrong = jnp.any(gathered[2][:, device] != recv_sizes)
   return jnp.where(wrong, jnp.nan, output)
 
 
@@ -102,10 +102,10 @@ def main():
     return jax.jit(both)(params, x)
 
   def compare(text, layout, chosen=None):
-    found, right = run(layout, chosen), run(tiny.one_device(), chosen)
+    actual, expected = run(layout, chosen), run(tiny.one_device(), chosen)
     wrong = {
       jax.tree_util.keystr(path): float(tiny.largest(a - b))
-      for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right))
+      for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected))
       if not tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
     }
     print(text, wrong or 'ok')
@@ -141,12 +141,12 @@ def main():
   )
 
   mesh = make_layout('expert=4', 'train').mesh
-  wanted = random.uniform(size=(4, 6, 4)) < 0.4
+  requested = random.uniform(size=(4, 6, 4)) < 0.4
   x, y = random.normal(size=(4, 6, 5)), random.normal(size=(4, 4, 6, 5))
   split = PartitionSpec('expert')
 
   def both(x, y):
-    trip = expert_parallel.plan_dispatch(jnp.asarray(wanted), 'expert', way == 'ragged')
+    trip = expert_parallel.plan_dispatch(jnp.asarray(requested), 'expert', way == 'ragged')
     there, back = expert_parallel.dispatch(x[0], trip), expert_parallel.combine(y[0], trip)
     real = jnp.arange(6)[:, None] < trip.received[:, None, None]
     return jax.lax.psum(jnp.stack([jnp.sum(jnp.where(real, there * y[0], 0)), jnp.sum(x[0] * back)]), 'expert'), (
@@ -161,15 +161,13 @@ def main():
     )(x.astype('f'), y.astype('f'))
     near = abs(one - other) < 1e-4 < abs(one)
     print(f'transpose:{way}', 'ok' if near else f'{one}, {other}')
-    lost = [
-      (i, to)
-      for i in range(4)
-      for to in range(4)
-      for rows in [x[i, wanted[i, :, to]].astype('f')]
-      if not np.array_equal(there[to, i, : len(rows)], rows)
-    ]
+    lost = []
+    for source, target in np.ndindex(4, 4):
+      sent_rows = x[source, requested[source, :, target]].astype('f')
+      if not np.array_equal(there[target, source, : len(sent_rows)], sent_rows):
+        lost.append((source, target))
     print(f'arrived:{way}', lost or 'ok')
-  counts = wanted.sum(1)
+  counts = requested.sum(1)
   good = np.array_equal(sizes, [counts, counts.T])
   print('sent', 'ok' if good else f'{sizes}, {counts}')
 

@@ -1,9 +1,9 @@
-"""Every family of decoders against `transformers`, on random tiny models.
+"""Every family of decoders against `transformers`: logits, gradients, decoding, config.json, import and export.
 
 Legend: B rows, T tokens, V vocabulary, S slots.
 
-Weights of std 0.5, so that wrong mathematics shows; rows longer than the
-windows and than the context that a rope scaling starts from.
+Models are tiny, with random weights of standard deviation 0.5, large enough for an error in the math to show. Rows are
+longer than the attention windows and than the context at which rope scaling begins.
 """
 
 import copy
@@ -31,7 +31,7 @@ from jaxpost.programs.compile import Ledger
 from jaxpost.rollout import native
 from jaxpost.types import Prompt
 
-LOGITS, GRADIENTS = 3e-5, 1e-3  # of the largest
+LOGITS, GRADIENTS = 3e-5, 1e-3  # tolerances, relative to the largest entry
 LENGTH = 40
 BASE = dict(
   vocab_size=131,
@@ -98,11 +98,12 @@ LATENT = dict(
   norm_topk_prob=True,
   num_mtp_layers=0,
 )
-# Rows are longer than what a query attends to. With few heads, many scores would be 0, and torch.topk may choose any.
+# Rows are longer than the 7 tokens that a query attends to. With few heads, many scores would be 0, and torch.topk
+# could select any of these ties.
 SPARSE = LATENT | dict(index_n_heads=7, index_head_dim=6, index_topk=7)
 LINEAR = 'linear_attention'
-# Sizes at which transformers in float32 is as near to itself in float64 as the bar says: it takes differences of sums
-# of decays, so with other sizes of this order it is up to 4e-5 of the largest logit away (this library 1e-5).
+# At these sizes, transformers in float32 agrees with itself in float64 within the tolerance. It subtracts sums of
+# decays, so at other sizes of this order it is off by up to 4e-5 of the largest logit (this library by 1e-5).
 HYBRID = dict(
   num_hidden_layers=4,
   layer_types=[LINEAR, LINEAR, FULL, LINEAR],
@@ -189,8 +190,8 @@ CHUNKED = dict(
   num_experts_per_tok=2,
 )
 NOT_TRAINED = ('correction_bias', 'expert_bias', 'layer_scalar')  # tensors without a gradient
-OTHER_DECODE = ('nemotron_h',)  # transformers' decode has no least step, unlike its forward
-# Name -> (class of transformers, fields of its config).
+OTHER_DECODE = ('nemotron_h',)  # decoding in transformers ignores `time_step_min`, unlike its forward pass
+# Name -> (prefix of the classes in transformers, fields of the config).
 CASES = {
   'llama2': ('Llama', dict(num_key_value_heads=4)),
   'llama3': (
@@ -430,7 +431,7 @@ WRITTEN = {
 
 
 def make(case, folder):
-  """Writes a model of `transformers` with random weights; returns it."""
+  """Writes the folder of a `transformers` model with random weights; returns the model."""
   torch = pytest.importorskip('torch')
   import transformers
 
@@ -440,11 +441,11 @@ def make(case, folder):
   torch.manual_seed(0)
   name = kind.removesuffix('Text')
   network = getattr(transformers, f'{name}ForCausalLM')._from_config(config, attn_implementation='eager').eval()
-  ones = not name.startswith('Gemma') or name == 'Gemma4'  # earlier ones add 1 to their scales
+  scales_around_1 = not name.startswith('Gemma') or name == 'Gemma4'  # earlier Gemmas add 1 to the scales of norms
   with torch.no_grad():
     for path, p in network.named_parameters():
       if not path.endswith('correction_bias'):
-        p.copy_(0.5 * torch.randn_like(p) + (ones and 'norm' in path))
+        p.copy_(0.5 * torch.randn_like(p) + (scales_around_1 and 'norm' in path))
     for path, value in (*network.named_parameters(), *network.named_buffers()):
       if path.endswith(NOT_TRAINED):
         value.copy_(0.2 * torch.randn_like(value) + path.endswith('scalar'))
@@ -456,14 +457,14 @@ def make(case, folder):
 
 @pytest.fixture(scope='module')
 def reference(tmp_path_factory):
-  """case -> (folder, torch model), made once."""
-  made = {}
+  """reference(case) -> (folder, torch model), made once per case."""
+  references = {}
 
   def get(case):
-    if case not in made:
+    if case not in references:
       folder = tmp_path_factory.mktemp(case)
-      made[case] = folder, make(case, folder)
-    return made[case]
+      references[case] = folder, make(case, folder)
+    return references[case]
 
   return get
 
@@ -486,7 +487,10 @@ def difference(ours, theirs) -> float:
 
 
 def logit_error(folder, network) -> float:
-  """Returns the error of long rows, and of short rows for families whose layers depend on the length."""
+  """Returns the relative error of the logits of long rows.
+
+  Families whose rope depends on the length of a document are also compared on short rows.
+  """
   model, params = load(folder)
   lengths = (LENGTH, 12) if rope_lib.by_length(model.config) else (LENGTH,)
   rows = [tiny.tokens((2, n)) for n in lengths]
@@ -494,13 +498,14 @@ def logit_error(folder, network) -> float:
 
 
 def stored_gradients(network):
-  """Under the names of a folder: experts are fused in memory, not there."""
+  """The gradients under the tensor names of a saved folder, where experts are separate and not fused as in memory."""
   import torch
 
   saved = copy.deepcopy(network)
   with torch.no_grad():
-    for of, p in zip(network.parameters(), saved.parameters()):
-      p.copy_(torch.zeros_like(p) if of.grad is None else of.grad)  # what only chooses may be a parameter
+    for parameter, copied in zip(network.parameters(), saved.parameters()):
+      # A parameter that only selects experts has no gradient.
+      copied.copy_(torch.zeros_like(copied) if parameter.grad is None else parameter.grad)
     for path, buffer in saved.named_buffers():
       if path.endswith(NOT_TRAINED):
         buffer.zero_()
@@ -510,7 +515,7 @@ def stored_gradients(network):
 
 
 def gradient_error(folder, network) -> float:
-  """The largest over tensors, each relative to its largest entry."""
+  """Returns the largest error over all gradients, each relative to its largest entry."""
   import torch
 
   ids = tiny.tokens((2, LENGTH))
@@ -526,9 +531,9 @@ def gradient_error(folder, network) -> float:
     return jnp.sum(jax.nn.log_softmax(out[..., :131]) * weights)
 
   grads = jax.jit(jax.grad(ours))(params)
-  found = dict(hf_export.export_tensors(tensor_layout.table(model.config), grads, np.dtype('float32')))
-  assert set(theirs) == set(found)
-  return max(difference(found[k], g) if np.any(g) else tiny.largest(found[k]) for k, g in theirs.items())
+  exported = dict(hf_export.export_tensors(tensor_layout.table(model.config), grads, np.dtype('float32')))
+  assert set(theirs) == set(exported)
+  return max(difference(exported[k], g) if np.any(g) else tiny.largest(exported[k]) for k, g in theirs.items())
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -542,7 +547,7 @@ def test_gradients_equal_those_of_torch(reference, case):
 
 
 def tensors(folder):
-  """Returns name -> value of a folder, where names have the spelling of published folders."""
+  """Returns {name: value} of the tensors in a folder, with names spelled as in published folders."""
   family = families.every()[json.loads((folder / 'config.json').read_text())['model_type']]
 
   def published(name):
@@ -557,16 +562,16 @@ def tensors(folder):
 
 @pytest.mark.parametrize('case', CASES)
 def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
-  """And a folder that `transformers` computes the same logits from."""
+  """And `transformers` computes the same logits from the exported folder."""
   from transformers import AutoModelForCausalLM
 
   folder, network = reference(case)
   model, params = load(folder)
   hf_export.save(tmp_path / 'x', model, params)
   jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b, strict=True), tensors(folder), tensors(tmp_path / 'x'))
-  again = hf.read_config(tmp_path / 'x')
-  assert again == model.config
-  record = json.loads(json.dumps(dataclasses.asdict(model.config)))  # of a checkpoint
+  config_of_export = hf.read_config(tmp_path / 'x')
+  assert config_of_export == model.config
+  record = json.loads(json.dumps(dataclasses.asdict(model.config)))  # as a checkpoint stores it
   assert saved_config.from_json(record) == model.config
   # AutoModelForCausalLM knows Mistral 4 only as a part of Mistral 3.
   kind = type(network) if case == 'mistral4' else AutoModelForCausalLM
@@ -576,13 +581,13 @@ def test_import_and_export_give_the_same_bits(reference, tmp_path, case):
 
 
 def greedy(model, params, prompts, lengths, steps):
-  """(tokens [B, steps], hidden [B, steps, D]) by prefill and decode."""
+  """Greedy decoding after a prefill: (tokens [B, steps], hidden states [B, steps, D])."""
   room, compute = prompts.shape[1] + steps, tiny.EXACT
-  # The cache beyond a prompt must not be read: fill it with values that would show.
-  beyond = (np.arange(room) >= lengths[:, None])[:, None, :, None]
+  # The cache past the end of a prompt must not be read: it is filled with values that would change the results.
+  past_prompt = (np.arange(room) >= lengths[:, None])[:, None, :, None]
 
   def widen(c):
-    return jnp.where(beyond, 1e3, jnp.pad(c, ((0, 0), (0, 0), (0, steps), (0, 0))))
+    return jnp.where(past_prompt, 1e3, jnp.pad(c, ((0, 0), (0, 0), (0, steps), (0, 0))))
 
   @jax.jit
   def run(params):
@@ -608,64 +613,68 @@ def greedy(model, params, prompts, lengths, steps):
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_decode_and_packing_are_the_forward_of_one_text(reference, case):
-  """From padded prompts; what is drawn is the greedy text of transformers.
+def test_decode_and_packed_rows_match_forward_of_one_text(reference, case):
+  """Greedy decoding from padded prompts writes the text of transformers, with the hidden states of a forward pass.
 
-  The packed row is computed under a scan over layers, in chunks of queries.
+  A row that packs both texts, computed under a scan over layers in chunks of queries, has the same hidden states.
   """
   torch = pytest.importorskip('torch')
   folder, network = reference(case)
   model, params = load(folder)
-  # If the length of a document matters, all documents are on one side of the limit.
+  # If rope depends on the length of a document, all documents are on the same side of the limit of 16 tokens.
   longrope = rope_lib.by_length(model.config) == 16
   lengths = np.array([17, 20] if longrope else [9, 13], np.int32)
   steps, ids = 10, tiny.tokens((2, 20))
   padded = np.where(np.arange(20) < lengths[:, None], ids, 130)
   tokens, hidden = greedy(model, params, padded, lengths, steps)
-  whole, ends = np.full((2, 30), 130, np.int32), lengths + steps
+  texts, ends = np.full((2, 30), 130, np.int32), lengths + steps
   for row, n in enumerate(lengths):
-    whole[row, : ends[row]] = [*ids[row, :n], *tokens[row]]
-    given, options = torch.tensor(ids[row : row + 1, :n]).long(), dict(max_new_tokens=steps, do_sample=False)
-    text = network.generate(given, **options, use_cache=case not in OTHER_DECODE)[0, n:].numpy()
-    np.testing.assert_array_equal(tokens[row], text)
-  real = np.arange(30) < ends[:, None]
-  at = np.where(real, np.arange(30), 0)
-  alone = np.asarray(tiny.hidden(model, params, whole, segments=real.astype(np.int32), positions=at))
+    texts[row, : ends[row]] = [*ids[row, :n], *tokens[row]]
+    prompt, options = torch.tensor(ids[row : row + 1, :n]).long(), dict(max_new_tokens=steps, do_sample=False)
+    expected = network.generate(prompt, **options, use_cache=case not in OTHER_DECODE)[0, n:].numpy()
+    np.testing.assert_array_equal(tokens[row], expected)
+  is_token = np.arange(30) < ends[:, None]
+  token_positions = np.where(is_token, np.arange(30), 0)
+  unpacked = np.asarray(
+    tiny.hidden(model, params, texts, segments=is_token.astype(np.int32), positions=token_positions)
+  )
   for row, n in enumerate(lengths):
-    assert difference(hidden[row], alone[row, n - 1 : n - 1 + steps]) <= LOGITS
+    assert difference(hidden[row], unpacked[row, n - 1 : n - 1 + steps]) <= LOGITS
   compute = dataclasses.replace(tiny.EXACT, unroll=False, q_chunk=16)
   segments = np.repeat([1, 2], ends)[None]
-  packed = tiny.hidden(model, params, whole[real][None], compute, segments, positions=at[real][None])
-  assert difference(packed[0], alone[real]) <= LOGITS
+  packed = tiny.hidden(
+    model, params, texts[is_token][None], compute, segments, positions=token_positions[is_token][None]
+  )
+  assert difference(packed[0], unpacked[is_token]) <= LOGITS
 
 
 @pytest.mark.parametrize('case', ['mistral', 'gemma3'])
 def test_windows_reach_into_the_shared_part_of_branches(reference, case):
   model, params = load(reference(case)[0])
   ids = tiny.tokens((1, 28))
-  prompt, one, two = ids[:, :8], ids[:, 8:18], ids[:, 18:]
+  prompt, first, second = ids[:, :8], ids[:, 8:18], ids[:, 18:]
 
-  def whole(branch):
+  def unshared(branch):
     return tiny.hidden(model, params, np.concatenate([prompt, branch], 1))[0, 8:]
 
-  at = np.arange(8, 18)
+  branch_positions = np.arange(8, 18)
   forward = jax.jit(
     lambda p: model.forward(
       p,
       ids,
-      np.concatenate([np.arange(8), at, at])[None],
+      np.concatenate([np.arange(8), branch_positions, branch_positions])[None],
       np.ones((1, 28), np.int32),
       branch_ids=np.repeat([0, 1, 2], (8, 10, 10))[None],
       compute=dataclasses.replace(tiny.EXACT, q_chunk=4),
     )
   )
   out = forward(params)[0]
-  assert difference(out[8:18], whole(one)) <= 1e-5
-  assert difference(out[18:], whole(two)) <= 1e-5
+  assert difference(out[8:18], unshared(first)) <= 1e-5
+  assert difference(out[18:], unshared(second)) <= 1e-5
 
 
 @pytest.mark.parametrize('case', ['gemma2', 'granite'])
-def test_the_sampler_writes_what_transformers_writes(reference, case):
+def test_greedy_sampler_matches_transformers_generate(reference, case):
   torch = pytest.importorskip('torch')
   folder, network = reference(case)
   model, params = load(folder)
@@ -677,12 +686,12 @@ def test_the_sampler_writes_what_transformers_writes(reference, case):
   for row in range(2):
     text = network.generate(torch.tensor(ids[row : row + 1]).long(), max_new_tokens=8, do_sample=False)[0].numpy()
     np.testing.assert_array_equal(rollout.completions[row], text[8:])
-    whole = torch_logits(network, text[None])[0].astype(np.float64)
-    logp = whole - np.log(np.exp(whole).sum(-1, keepdims=True))
+    expected_logits = torch_logits(network, text[None])[0].astype(np.float64)
+    logp = expected_logits - np.log(np.exp(expected_logits).sum(-1, keepdims=True))
     np.testing.assert_allclose(rollout.logprobs[row], logp[np.arange(7, 15), text[8:]], atol=1e-4)
 
 
-def test_the_sampler_refuses_lengths_that_training_reads_otherwise(reference):
+def test_sampler_refuses_lengths_across_the_longrope_limit(reference):
   model, _ = load(reference('phi4_mini')[0])
   settings = native.SamplerConfig(slots=1, max_prompt=8, max_new_tokens=9, stop_ids=(2,))
   with pytest.raises(InputError, match='longrope.*16'):
@@ -690,7 +699,7 @@ def test_the_sampler_refuses_lengths_that_training_reads_otherwise(reference):
 
 
 def changed(value):
-  """Other values of the same kind, each of which must make a difference."""
+  """Returns other values of the same type, each of which must change the model."""
   if isinstance(value, bool) or value is None:
     return [not value]
   if isinstance(value, (int, float)):
@@ -703,20 +712,23 @@ def changed(value):
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_every_field_that_is_read_counts(reference, case):
-  """Another ModelConfig, of which test_models.py shows that it counts.
+def test_every_config_field_that_is_read_changes_the_model(reference, case):
+  """Another value gives another ModelConfig, whose every field counts (test_models.py).
 
-  Or an error, where it contradicts another field, as with a number of layers.
-
-  And no field that `transformers` writes is unknown.
+  A value that contradicts another field, such as a number of layers, may be refused instead. No field that
+  `transformers` writes is reported as unknown, beyond those that the family lists as reported.
   """
   raw = json.loads((reference(case)[0] / 'config.json').read_text())
   family = families.every()[raw['model_type']]
   right, unknown = config_json.from_hf(raw, 'here')
   assert {*unknown} == {k for k in family.reported if raw.get(k)}
-  # A list of all layers wins over the rules that make one.
-  over = ('layer_types', 'max_window_layers', 'sliding_window_pattern', 'interleave_moe_layer_step')
-  read = {*config_fields.READ, *family.reads} & set(raw) - {*over, 'no_rope_layer_interval', 'use_sliding_window'}
+  # A list with one entry per layer takes precedence over the rules that make such a list.
+  rules_of_layers = ('layer_types', 'max_window_layers', 'sliding_window_pattern', 'interleave_moe_layer_step')
+  read = {*config_fields.READ, *family.reads} & set(raw) - {
+    *rules_of_layers,
+    'no_rope_layer_interval',
+    'use_sliding_window',
+  }
   if 'longrope' not in str(raw):
     read.discard('original_max_position_embeddings')
   if family.activation_field != 'hidden_act':
@@ -745,8 +757,11 @@ def without(raw, *names):
 
 
 @pytest.mark.parametrize('case', [case for case in CASES if case not in WRITTEN])
-def test_what_a_config_leaves_out_is_what_transformers_takes(case):
-  """Each field in turn, or null in it; and parameters of the rope. A folder may be refused, but not read otherwise."""
+def test_missing_config_fields_get_the_defaults_of_transformers(case):
+  """Each field, and each parameter of the rope, is left out in turn; each field is also set to null.
+
+  Such a config may be refused, but it must not be read as another model than by transformers.
+  """
   import transformers
 
   kind, fields = CASES[case]
@@ -754,30 +769,30 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(case):
   raw = json.loads(json.dumps(make_config(**BASE | fields).to_dict()))
   raw['architectures'] = [kind.removesuffix('Text') + 'ForCausalLM']
   rope = raw.get('rope_parameters')
-  less = {f'no {field}': without(raw, field) for field in raw}
-  less |= {f'{field}=null': raw | {field: None} for field in raw}
-  less |= {f'no rope {field}': raw | {'rope_parameters': without(rope, field)} for field in rope} if rope else {}
+  incomplete = {f'no {field}': without(raw, field) for field in raw}
+  incomplete |= {f'{field}=null': raw | {field: None} for field in raw}
+  incomplete |= {f'no rope {field}': raw | {'rope_parameters': without(rope, field)} for field in rope} if rope else {}
   family = families.every()[raw['model_type']]
-  if not family.local_rope:  # of Olmo 3, transformers 5.23 would apply it to full layers only
-    less['rope_theta alone'] = without(raw, 'rope_parameters') | {'rope_theta': 77.0}
+  if not family.local_rope:  # transformers 5.23 applies the rope_theta of Olmo 3 to full layers only
+    incomplete['rope_theta alone'] = without(raw, 'rope_parameters') | {'rope_theta': 77.0}
   compared = 0
-  for name, given in less.items():
+  for name, config in incomplete.items():
     try:
-      theirs = make_config(**without(copy.deepcopy(given), 'model_type', 'transformers_version'))
-    except Exception:  # of many kinds
+      theirs = make_config(**without(copy.deepcopy(config), 'model_type', 'transformers_version'))
+    except Exception:  # transformers refuses incomplete configs with many types of errors
       continue
     filled = json.loads(json.dumps(theirs.to_dict())) | {'architectures': raw['architectures']}
     try:
-      wanted, found = (config_json.from_hf(x, 'here')[0] for x in (filled, given))
+      expected, actual = (config_json.from_hf(x, 'here')[0] for x in (filled, config))
     except InputError:
       continue
-    assert found == wanted, name
+    assert actual == expected, name
     compared += 1
   assert compared > 30
 
 
 ORIGINAL = 'original_max_position_embeddings'
-# (case, rope parameter, another value, tokens of the row that shows it).
+# (case, rope parameter, another value, length of a row whose logits it must change).
 ROPES = [
   ('llama_linear', 'factor', 9.0, 40),
   ('llama_dynamic', 'factor', 9.0, 60),
@@ -800,20 +815,20 @@ ROPES = [
 def test_rope_parameters_change_the_logits(reference, case, key, other, length):
   folder = reference(case)[0]
   raw = json.loads((folder / 'config.json').read_text())
-  if case == 'gpt_oss':  # some of its few entries are between the two betas
+  if case == 'gpt_oss':  # with 64, some of its few rope frequencies lie between the two betas
     raw['rope_parameters'][ORIGINAL] = 64
   changes = dict(rope_parameters=raw['rope_parameters'] | {key: other})
   if key in raw:
     changes[key] = other
-  right, wrong = (model_lib.build(config_json.from_hf(raw | x, 'here')[0]) for x in ({}, changes))
+  original, modified = (model_lib.build(config_json.from_hf(raw | x, 'here')[0]) for x in ({}, changes))
   ids = tiny.tokens((1, length), vocab=90)
-  params = hf.load_params(folder, right, right.shardings(tiny.one_device()), 'float32')
-  ours, theirs = (tiny.logits(m, params, ids) for m in (right, wrong))
-  assert tiny.largest(ours - theirs) > 1e-3 * tiny.largest(ours)
+  params = hf.load_params(folder, original, original.shardings(tiny.one_device()), 'float32')
+  original_logits, modified_logits = (tiny.logits(m, params, ids) for m in (original, modified))
+  assert tiny.largest(original_logits - modified_logits) > 1e-3 * tiny.largest(original_logits)
 
 
 LAYERS = dict(layer_types=[FULL, LOCAL])
-# (family, what its config.json says, a word of the complaint).
+# (family, fields of its config.json, a pattern in the error message).
 REFUSED = [
   ('mistral', dict(attention_bias=True), 'attention_bias'),
   ('mistral', dict(sliding_window=0), 'sliding_window'),
@@ -888,21 +903,21 @@ REFUSED = [
 
 
 @pytest.mark.parametrize('family,fields,word', REFUSED)
-def test_what_is_not_built_is_refused_by_name(family, fields, word):
+def test_unsupported_or_invalid_config_field_is_refused_by_name(family, fields, word):
   raw = dict(BASE, model_type=family) | fields
   with pytest.raises(InputError, match=word) as e:
     config_json.from_hf(raw, 'config.json')
   assert str(e.value).startswith('config.json: ') and '\n' not in str(e.value)
 
 
-@pytest.mark.parametrize('family, what', not_built.NEEDED.items())
-def test_families_that_are_not_built_are_refused_with_what_they_need(family, what):
+@pytest.mark.parametrize('family, feature', not_built.NEEDED.items())
+def test_unsupported_families_are_refused_with_the_feature_they_need(family, feature):
   from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
   assert family in CONFIG_MAPPING and family not in families.every()
   with pytest.raises(InputError, match=f"^here: model_type '{family}' is not supported: it needs ") as e:
     config_json.from_hf(BASE | dict(model_type=family), 'here')
-  assert str(e.value).endswith(what)
+  assert str(e.value).endswith(feature)
 
 
 def test_unknown_fields_and_keys_are_reported():
@@ -946,7 +961,7 @@ def test_older_spellings_are_read():
 
 
 @pytest.mark.parametrize('name', presets.every())
-def test_presets_are_what_their_config_json_says(name):
+def test_presets_round_trip_through_config_json(name):
   cfg = presets.every()[name]
   raw = json.loads(json.dumps(config_export.to_hf(cfg)))
   assert config_json.from_hf(raw, 'here') == (cfg, [])
@@ -970,7 +985,7 @@ GEMMAS = {
 
 @pytest.mark.parametrize('name', GEMMAS)
 def test_training_and_scoring_cap_the_logits_of_student_and_teachers(tmp_path, name):
-  """A teacher that is the student has nothing to teach; the run checks it."""
+  """The student is its own teacher: the run itself checks that the divergence of its first step is 0."""
   import jaxpost
 
   path = tiny.folder(tmp_path / 'model', **GEMMAS[name])
@@ -981,18 +996,18 @@ def test_training_and_scoring_cap_the_logits_of_student_and_teachers(tmp_path, n
 
 @pytest.mark.parametrize('name', GEMMAS)
 def test_sampler_and_training_give_the_same_logprobs(tmp_path, name):
-  """The sequences are longer than the window; the metrics of a first step compare them."""
+  """Sequences are longer than the attention window; metrics of the first step compare the log-probs."""
   import jaxpost
 
   path = tiny.folder(tmp_path / 'model', **GEMMAS[name])
   jaxpost.run(tiny.grpo_config(path, train=dict(steps=1)), tmp_path / 'run')
   rows = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
   row = next(r for r in rows if 'sampler_mismatch' in r)
-  assert abs(row['sampler_mismatch'] - 1) <= 1e-4  # a mean ratio
+  assert abs(row['sampler_mismatch'] - 1) <= 1e-4  # the mean of probability ratios
   assert abs(row['ratio'] - 1) <= 1e-4
 
 
-def test_what_is_fixed_is_known():
+def test_fixed_fields_of_families_have_known_names_and_values():
   """A misspelled value would build another model without an error."""
   known = {field.name for field in dataclasses.fields(config_lib.ModelConfig)}
   for name, family in families.every().items():
@@ -1004,18 +1019,18 @@ def test_what_is_fixed_is_known():
 
 def test_the_table_of_the_docs_has_every_case():
   text = (pathlib.Path(__file__).parents[1] / 'docs/models.md').read_text()
-  found = {
+  errors_by_case = {
     cells[1].strip(): [float(x) for x in cells[-3:-1]]
     for cells in (line.split('|') for line in text.splitlines())
     if len(cells) == 7 and cells[1].strip() in CASES
   }
-  assert list(found) == list(CASES)
-  assert all(x <= LOGITS and y <= GRADIENTS for x, y in found.values())
+  assert list(errors_by_case) == list(CASES)
+  assert all(x <= LOGITS and y <= GRADIENTS for x, y in errors_by_case.values())
 
 
 @pytest.mark.parametrize('case', ['gemma3', 'smollm3'])
-def test_layers_that_differ_under_scan_and_remat(reference, case):
-  """The same gradients from straight code and from a scan over arrays."""
+def test_scan_over_layers_that_differ_gives_the_same_gradients(reference, case):
+  """Unrolled layers, and a scan over arrays of layers that differ, give the same gradients with rematerialization."""
   model, params = load(reference(case)[0])
   ids = tiny.tokens((2, 24))
 
@@ -1023,32 +1038,34 @@ def test_layers_that_differ_under_scan_and_remat(reference, case):
     compute = dataclasses.replace(tiny.EXACT, **fields)
     return jax.jit(jax.grad(lambda p: jnp.sum(jnp.cos(tiny.hidden(model, p, ids, compute)))))(params)
 
-  right = gradient(remat='full')
+  unrolled = gradient(remat='full')
   jax.tree.map(
-    lambda a, b: np.testing.assert_array_less(difference(a, b), 1e-4), gradient(unroll=False, remat='full'), right
+    lambda a, b: np.testing.assert_array_less(difference(a, b), 1e-4), gradient(unroll=False, remat='full'), unrolled
   )
 
 
 @pytest.mark.parametrize('family', families.every())
 def test_classes_that_an_export_names_exist(family):
   transformers = pytest.importorskip('transformers')
-  pytest.importorskip('torch')  # what is imported now asks for it
+  pytest.importorskip('torch')  # `modeling_auto` needs it
   from transformers.models.auto import modeling_auto
 
   with_labels = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
   assert {'llama', 'gemma3_text'} <= {*with_labels}
-  kind = families.every()[family].hybrid or families.every()[family].latent
-  own = {
+  mixer = families.every()[family].hybrid or families.every()[family].latent
+  family_fields = {
     True: LATENT,
     'delta': dict(HYBRID),
     'state_space': SPACE,
     'convolution': dict(layer_types=['conv', FULL], num_dense_layers=1),
   }
-  own['delta'] |= {} if 'partial_rotary_factor' in families.every()[family].reads else dict(rope_parameters=rope())
-  own |= {'state_space': SINGLE} if families.every()[family].single else {}
-  own |= {'delta': KIMI} if families.every()[family].latent else {}
-  own = GEMMA_4 if families.every()[family].mixed else own.get(kind, {})
-  raw = BASE | own | dict(model_type=family)
+  family_fields['delta'] |= (
+    {} if 'partial_rotary_factor' in families.every()[family].reads else dict(rope_parameters=rope())
+  )
+  family_fields |= {'state_space': SINGLE} if families.every()[family].single else {}
+  family_fields |= {'delta': KIMI} if families.every()[family].latent else {}
+  family_fields = GEMMA_4 if families.every()[family].mixed else family_fields.get(mixer, {})
+  raw = BASE | family_fields | dict(model_type=family)
   cfg = config_json.from_hf(raw, 'here')[0]
   for labels in (0, 1):
     (name,) = config_export.to_hf(dataclasses.replace(cfg, num_labels=labels))['architectures']

@@ -1,4 +1,4 @@
-"""Logits and greedy text that other systems computed, stored as files."""
+"""Logits and greedy text of Llama and Qwen3 models against files that other systems computed."""
 
 import importlib.util
 import json
@@ -26,7 +26,8 @@ def load(folder):
   return model, hf.load_params(folder, model, model.shardings(tiny.one_device()), 'float32')
 
 
-def make():
+def make_script():
+  """The module golden/models/make.py, which draws the weights of the tiny models."""
   spec = importlib.util.spec_from_file_location('make', GOLDEN / 'make.py')
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
@@ -34,32 +35,32 @@ def make():
 
 
 @pytest.mark.parametrize('name', ['llama', 'qwen3'])
-def test_logits_of_a_tiny_model(name, tmp_path):
+def test_logits_of_a_tiny_model_match_the_stored_ones(name, tmp_path):
   golden = np.load(GOLDEN / f'{name}.npz')
   (tmp_path / 'config.json').write_text(str(golden['config']))
-  safetensors.numpy.save_file(make().weights(json.loads(str(golden['config']))), tmp_path / 'model.safetensors')
+  safetensors.numpy.save_file(make_script().weights(json.loads(str(golden['config']))), tmp_path / 'model.safetensors')
   ours = tiny.logits(*load(tmp_path), golden['tokens'].astype(np.int32))[0]
-  off = tiny.largest(ours - golden['logits'])
-  assert off <= TOLERANCE * tiny.largest(golden['logits'])
+  error = tiny.largest(ours - golden['logits'])
+  assert error <= TOLERANCE * tiny.largest(golden['logits'])
 
 
 @pytest.fixture(scope='module')
 def stories(shared_data):
-  """A real pretrained model: (its data, folder, model, parameters)."""
+  """(data folder, model folder, model, parameters) of a pretrained model, stories260K."""
   data = shared_data('stories260K')
   return data, data / 'hf', *load(data / 'hf')
 
 
-def test_logits_of_a_real_model(stories):
+def test_logits_of_a_pretrained_model_match_the_stored_ones(stories):
   data, _, model, params = stories
   golden = np.load(data / 'golden_logits.npz')
   ours = tiny.logits(model, params, golden['prompt_ids'][None])[0]
-  off = tiny.largest(ours - golden['logits'])
-  assert off <= TOLERANCE * tiny.largest(golden['logits'])
+  error = tiny.largest(ours - golden['logits'])
+  assert error <= TOLERANCE * tiny.largest(golden['logits'])
 
 
-def test_greedy_text_of_a_real_model(stories):
-  """Character for character what its author published."""
+def test_greedy_text_of_a_pretrained_model_is_the_published_text(stories):
+  """Tokens and characters are those that the author of the model published."""
   data, folder, model, params = stories
   golden = json.loads((data / 'golden_greedy.json').read_text())
   ids = golden['greedy_ids']

@@ -1,4 +1,6 @@
-"""Products of groups by the Triton kernel, in Pallas' interpreter on CPU.
+"""The Triton kernel of grouped matrix products of experts: results, its check, and its place in plans.
+
+On CPUs, Pallas' interpreter runs the kernel.
 
 Legend: N rows, E groups, D inputs, F outputs.
 """
@@ -25,8 +27,8 @@ from jaxpost.planning import cost
 from jaxpost.stage import place, prepare
 
 ROWS, GROUPS = grouped_triton.rows_by_groups, grouped_triton.groups_of_rows
-# (N, D, F, sizes): uneven groups, of which some are empty, one ends inside of a tile and one has several tiles; rows of
-# no group; sides that are no multiples of a tile; few rows and one row; tiles for 16, 64 and 128 rows.
+# (N, D, F, sizes). The groups are uneven: some are empty, one ends inside a tile and one has several tiles. Some rows
+# belong to no group, some sides are no multiples of a tile, and tiles are for 16, 64 or 128 rows.
 CASES = {
   'uneven': (100, 40, 24, [5, 0, 60, 1, 10]),
   'none past the end': (64, 32, 16, [40, 24]),
@@ -41,12 +43,13 @@ CASES = {
 
 @pytest.fixture
 def interpreted(monkeypatch):
+  """Runs the kernels in Pallas' interpreter."""
   monkeypatch.setattr(grouped_triton, 'rows_by_groups', functools.partial(ROWS, interpret=True))
   monkeypatch.setattr(grouped_triton, 'groups_of_rows', functools.partial(GROUPS, interpret=True))
 
 
 def draw(case, dtype):
-  """Returns x [N, D], w [E, D, F], g [N, F], sizes, and the group of each row, -1 past the end."""
+  """Returns x [N, D], w [E, D, F], g [N, F], sizes, and the group of each row (-1 if it belongs to none)."""
   n, d, f, sizes = case
   random = np.random.RandomState(0)
   x, w, g = (jnp.asarray(random.standard_normal(s), dtype) for s in ((n, d), (len(sizes), d, f), (n, f)))
@@ -54,25 +57,27 @@ def draw(case, dtype):
   return x, w, g, jnp.asarray(sizes, jnp.int32), groups
 
 
-def right(x, w, g, groups):
+def reference(x, w, g, groups):
   """Returns (x w, g w^T, x^T g) of each group in float32."""
   x, w, g = (np.asarray(a, np.float32) for a in (x, w, g))
   out, dx, dw = np.zeros_like(g), np.zeros_like(x), np.zeros_like(w)
   for e in range(len(w)):
-    mine = groups == e
-    out[mine], dx[mine], dw[e] = x[mine] @ w[e], g[mine] @ w[e].T, x[mine].T @ g[mine]
+    in_group = groups == e
+    out[in_group], dx[in_group], dw[e] = x[in_group] @ w[e], g[in_group] @ w[e].T, x[in_group].T @ g[in_group]
   return out, dx, dw
 
 
-def close(ours, right, tolerance):
-  assert np.max(np.abs(np.asarray(ours, np.float32) - right), initial=0) <= tolerance * max(1, tiny.largest(right))
+def close(ours, expected, tolerance):
+  assert np.max(np.abs(np.asarray(ours, np.float32) - expected), initial=0) <= tolerance * max(
+    1, tiny.largest(expected)
+  )
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 @pytest.mark.parametrize('case', CASES.values(), ids=CASES)
-def test_the_kernel_is_a_product_for_each_group(case, dtype):
+def test_kernels_match_one_product_per_group(case, dtype):
   x, w, g, sizes, groups = draw(case, dtype)
-  out, dx, dw = right(x, w, g, groups)
+  out, dx, dw = reference(x, w, g, groups)
   # Rows that belong to no group are not read.
   x, g = (jnp.where(groups[:, None] < 0, jnp.nan, a).astype(dtype) for a in (x, g))
   ours = ROWS(x, w, sizes, interpret=True)
@@ -84,37 +89,37 @@ def test_the_kernel_is_a_product_for_each_group(case, dtype):
 
 @pytest.mark.parametrize('case', ['uneven', 'many tiles', 'tiles of 64'])
 def test_the_order_of_programs_does_not_matter(monkeypatch, case):
-  """None writes rows of another one: a device runs them at the same time, the interpreter one after the other."""
+  """No program writes rows of another one: a device runs them concurrently, the interpreter one after the other."""
   x, w, g, sizes, groups = draw(CASES[case], 'bfloat16')
   of = grouped_triton._Places.of
   monkeypatch.setattr(grouped_triton._Places, 'of', lambda places, i: of(places, places.rows * places.columns - 1 - i))
-  out, _, dw = right(x, w, g, groups)
+  out, _, dw = reference(x, w, g, groups)
   close(ROWS(x, w, sizes, interpret=True), out, 1e-5)
   close(GROUPS(x, g, sizes, interpret=True), dw, 1e-5)
 
 
 def test_a_result_may_be_rounded():
   x, w, g, sizes, groups = draw(CASES['uneven'], 'bfloat16')
-  for kernel, given in (ROWS, (x, w)), (GROUPS, (x, g)):
-    exact = kernel(*given, sizes, interpret=True)
-    ours = kernel(*given, sizes, out='bfloat16', interpret=True)
+  for kernel, operands in (ROWS, (x, w)), (GROUPS, (x, g)):
+    exact = kernel(*operands, sizes, interpret=True)
+    ours = kernel(*operands, sizes, out='bfloat16', interpret=True)
     assert ours.dtype == jnp.bfloat16 and jnp.all(ours == exact.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize('rows, columns', [(1, 1), (3, 2), (8, 3), (19, 4)])
 def test_every_tile_is_computed_once(rows, columns):
   places = grouped_triton._Places(rows, columns)
-  found = [tuple(map(int, places.of(i))) for i in range(rows * columns)]
-  assert sorted(found) == [(i, j) for i in range(rows) for j in range(columns)]
-  # Neighbors share columns as long as there are rows in a band.
-  assert all(a[1] == b[1] for a, b in zip(found, found[1:]) if a[0] % 8 < min(rows - a[0] // 8 * 8, 8) - 1)
+  tiles = [tuple(map(int, places.of(i))) for i in range(rows * columns)]
+  assert sorted(tiles) == [(i, j) for i in range(rows) for j in range(columns)]
+  # Consecutive programs stay in a column until the last row of a band of 8 rows of tiles.
+  assert all(a[1] == b[1] for a, b in zip(tiles, tiles[1:]) if a[0] % 8 < min(rows - a[0] // 8 * 8, 8) - 1)
 
 
-@pytest.mark.parametrize('given', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('out', ['float32', 'bfloat16'])
-def test_gradients_are_those_of_xla(interpreted, given, out):
-  """Both round the same operands and results, of any type that parameters have."""
-  x, w, g, sizes, _ = draw(CASES['uneven'], given)
+def test_gradients_match_xla(interpreted, dtype, out):
+  """Both round the same operands and results, for each type that parameters may have."""
+  x, w, g, sizes, _ = draw(CASES['uneven'], dtype)
   ours, plain = (Compute(platform='gpu', grouped_kernel=on) for on in (True, False))
 
   def run(compute):
@@ -127,8 +132,8 @@ def test_gradients_are_those_of_xla(interpreted, given, out):
 
 
 @pytest.mark.parametrize('room', [0, 20])
-def test_experts_are_those_of_xla(interpreted, room):
-  """A layer with biases and adapters, for some of the experts, as a whole and in rounds."""
+def test_layer_of_experts_matches_xla(interpreted, room):
+  """A layer with biases and adapters on a device with 4 of 8 experts, as a whole and in rounds."""
   random = np.random.RandomState(0)
   cfg = tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24))
   shapes = {'gate': (32, 24), 'up': (32, 24), 'down': (24, 32), 'up_a': (32, 4), 'up_b': (4, 24), 'down_bias': (32,)}
@@ -152,7 +157,7 @@ def test_experts_are_those_of_xla(interpreted, room):
 
 
 def main():
-  """Prints {mesh: largest error} of a layer of experts on 4 devices, each of which runs the kernel."""
+  """Prints {mesh: largest relative error} of a layer of experts on 4 devices, each of which runs the kernel."""
   from jaxpost.distributed.phases import make_layout
 
   grouped_triton.rows_by_groups = functools.partial(ROWS, interpret=True)
@@ -169,26 +174,26 @@ def main():
 
     return jax.tree.leaves(jax.jit(jax.value_and_grad(loss, (0, 1)))(params, x))
 
-  right, out = run(tiny.one_device(), False), {}
+  expected, errors = run(tiny.one_device(), False), {}
   for mesh in 'expert=4', 'expert=2,tensor=2', 'tensor=2,fsdp=2':
     ours = run(make_layout(mesh, 'train', '--mesh'), True)
-    out[mesh] = max(float(tiny.largest(a - b) / tiny.largest(b)) for a, b in zip(ours, right, strict=True))
-  print(json.dumps(out))
+    errors[mesh] = max(float(tiny.largest(a - b) / tiny.largest(b)) for a, b in zip(ours, expected, strict=True))
+  print(json.dumps(errors))
 
 
-def test_each_device_runs_it_on_its_own_rows():
-  found = json.loads(children.run(__file__, devices=4).stdout)
-  assert len(found) == 3 and {k: x for k, x in found.items() if not x <= 1e-2} == {}
+def test_kernel_on_each_of_four_devices_matches_one_device():
+  errors = json.loads(children.run(__file__, devices=4).stdout)
+  assert len(errors) == 3 and {k: x for k, x in errors.items() if not x <= 1e-2} == {}
 
 
-def test_which_platforms_have_it():
+def test_kernel_is_on_for_gpus_in_16_bits_only():
   assert compute_for('gpu', 'bfloat16', 'none').grouped_kernel
   assert compute_for('gpu', 'float16', 'none', 'chunked').grouped_kernel
   for platform, dtype in ('gpu', 'float32'), ('tpu', 'bfloat16'), ('cpu', 'bfloat16'):
     assert not compute_for(platform, dtype, 'none').grouped_kernel
 
 
-# ------------------------------------------------------------------ the check
+# ---------------------------------------------------- the check before a run
 
 
 @pytest.mark.parametrize('out', ['bfloat16', 'float32'])
@@ -197,8 +202,8 @@ def test_each_type_of_a_result_is_checked(monkeypatch, interpreted, name, out):
   monkeypatch.setattr(grouped_check, '_ROWS', (6,))
   kernel = getattr(grouped_triton, name)
 
-  def wrong(*args, **more):
-    return kernel(*args, **more) * (3 if more['out'] == out else 1)
+  def wrong(*args, **options):
+    return kernel(*args, **options) * (3 if options['out'] == out else 1)
 
   assert not grouped_check.trusted.__wrapped__(grouped_check.GROUPED, grouped_check.Matrix(24, 16), 'bfloat16')
   monkeypatch.setattr(grouped_triton, name, wrong)
@@ -212,24 +217,24 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
   compute, kernel = compute_for('gpu', 'bfloat16', 'none'), grouped_triton.rows_by_groups
   calls = []
 
-  def beyond(x, w, sizes, **more):  # as without a mask
-    return kernel(x, w, sizes.at[-1].add(1), **more)
+  def beyond(x, w, sizes, **options):  # writes a row too many, as without a mask
+    return kernel(x, w, sizes.at[-1].add(1), **options)
 
-  def unsupported(*args, **more):
+  def unsupported(*args, **options):
     raise NotImplementedError('cannot lower')
 
-  def counted(*args, **more):
+  def counted(*args, **options):
     calls.append(args)
-    return kernel(*args, **more)
+    return kernel(*args, **options)
 
-  for wrong, why in (beyond, 'in out'), (unsupported, 'NotImplementedError: cannot lower'), (counted, ''):
-    monkeypatch.setattr(grouped_triton, 'rows_by_groups', wrong)
+  for replacement, reason in (beyond, 'in out'), (unsupported, 'NotImplementedError: cannot lower'), (counted, ''):
+    monkeypatch.setattr(grouped_triton, 'rows_by_groups', replacement)
     grouped_check.trusted.cache_clear()
     caplog.clear()
-    assert grouped_check.verify(compute, [cfg]) == dataclasses.replace(compute, grouped_kernel=not why)
-    assert why in caplog.text and caplog.text.count('XLA computes all of them') == bool(why)
-  kept = json.loads(probe.cache_file('attention.json').read_text())
-  assert sorted(k.split()[:4] for k in kept) == [
+    assert grouped_check.verify(compute, [cfg]) == dataclasses.replace(compute, grouped_kernel=not reason)
+    assert reason in caplog.text and caplog.text.count('XLA computes all of them') == bool(reason)
+  remembered = json.loads(probe.cache_file('attention.json').read_text())
+  assert sorted(k.split()[:4] for k in remembered) == [
     ['grouped', 'bfloat16', '24', '32'],
     ['grouped', 'bfloat16', '32', '24'],
   ]
@@ -238,26 +243,28 @@ def test_a_wrong_kernel_is_not_used(monkeypatch, interpreted, caplog, tmp_path):
   grouped_check.trusted.cache_clear()
   assert grouped_check.verify(compute, [cfg]) == grouped_check.verify(compute, [tiny.config()]) == compute
   assert not calls
-  # One process decides for all.
-  monkeypatch.setattr(coordination, 'all_gather', lambda mine: [mine, ['off by 2.0e+00 in out'] * len(mine)])
+  # If the check fails on one process, no process uses the kernel.
+  monkeypatch.setattr(
+    coordination, 'all_gather', lambda own_results: [own_results, ['off by 2.0e+00 in out'] * len(own_results)]
+  )
   assert not grouped_check.verify(compute, [cfg]).grouped_kernel
 
 
-def test_a_run_says_what_computes_its_experts(tmp_path):
-  """A kernel that its check refused is no longer passed over in the line that a run starts with."""
-  said = {}
-  for name, given in ('dense', {}), ('moe', dict(family='qwen3_moe', experts=Experts(8, 3, 24))):
-    (prepared,) = prepare.prepare_all(tiny.run_config(tiny.folder(tmp_path / name, **given)))
+def test_choices_of_a_run_name_the_kernel_of_its_experts(tmp_path):
+  """The choices in the first line of a run name XLA if the check refused the kernel."""
+  choices = {}
+  for name, fields in ('dense', {}), ('moe', dict(family='qwen3_moe', experts=Experts(8, 3, 24))):
+    (prepared,) = prepare.prepare_all(tiny.run_config(tiny.folder(tmp_path / name, **fields)))
     try:
       placed = place.place_stage(prepared)
     finally:
       prepared.close()
-    right = compute_for('gpu', 'bfloat16', 'none')
-    wrong = dataclasses.replace(right, grouped_kernel=False)
-    for what, compute in ('cpu', placed.compute), ('right', right), ('wrong', wrong):
-      said[name, what] = dataclasses.replace(placed, compute=compute).choices.get('experts')
-  assert said == {
-    **{('dense', what): None for what in ('cpu', 'right', 'wrong')},
+    with_kernel = compute_for('gpu', 'bfloat16', 'none')
+    without_kernel = dataclasses.replace(with_kernel, grouped_kernel=False)
+    for case, compute in ('cpu', placed.compute), ('right', with_kernel), ('wrong', without_kernel):
+      choices[name, case] = dataclasses.replace(placed, compute=compute).choices.get('experts')
+  assert choices == {
+    **{('dense', case): None for case in ('cpu', 'right', 'wrong')},
     ('moe', 'cpu'): 'XLA (cpu)',
     ('moe', 'right'): 'kernel (gpu)',
     ('moe', 'wrong'): 'XLA (gpu)',
@@ -266,13 +273,13 @@ def test_a_run_says_what_computes_its_experts(tmp_path):
 
 def test_the_errors_of_a_right_kernel_are_small(monkeypatch, interpreted):
   monkeypatch.setattr(grouped_check, '_ROWS', (6, 60))
-  found = grouped_check.errors(grouped_check.Matrix(40, 24), 'bfloat16')
-  assert found.keys() == {'out', 'x', 'w'} and max(found.values()) < 0.005
-  assert kernel_check.judge(lambda: found) == ''
+  errors = grouped_check.errors(grouped_check.Matrix(40, 24), 'bfloat16')
+  assert errors.keys() == {'out', 'x', 'w'} and max(errors.values()) < 0.005
+  assert kernel_check.judge(lambda: errors) == ''
 
 
-def test_which_matrices_are_checked():
-  """The hidden size may be that of a latent; `tensor` splits the size of an expert where it divides that."""
+def test_check_covers_all_matrices_of_experts_and_adapters():
+  """The inputs of experts may be latents; `tensor` splits the size of an expert if it divides that size."""
   cfg = tiny.config(family='qwen3_moe', experts=Experts(8, 3, 24))
   assert grouped_check.matrices(cfg) == grouped_check.matrices(cfg, 5) == {(32, 24), (24, 32)}
   assert grouped_check.matrices(cfg, 2) == {(32, 12), (12, 32)}
@@ -292,8 +299,8 @@ def test_which_matrices_are_checked():
 @pytest.mark.parametrize('scope, share', [('', 1), ('rounds/while/body/', 0.5)])
 @pytest.mark.parametrize('kernel', ['rows', 'rows_transposed', 'matrices'])
 def test_plans_count_products_of_groups(kernel, scope, share):
-  """16 x 8 matrices; the rows are half of a round's, and few rows leave matrices of experts that are not read."""
-  given, out = {
+  """Matrices are 16 x 8. In rounds, half of the rows count; with few rows, matrices of some experts are not read."""
+  operands, out = {
     'rows': (('bf16[6,16]', 'bf16[4,16,8]'), 'f32[6,8]'),
     'rows_transposed': (('bf16[6,8]', 'bf16[4,16,8]'), 'f32[6,16]'),
     'matrices': (('bf16[6,16]', 'bf16[6,8]'), 'f32[4,16,8]'),
@@ -308,18 +315,18 @@ ENTRY %main (a: A, b: B, s: s32[2,4]) -> OUT {
 }
 """
   name = f'jit(f)/while/body/{scope}grouped_{kernel}'
-  for short, long in zip(
-    ('A ', 'B ', 'OUT', 'TARGET', 'NAME'), (f'{given[0]} ', f'{given[1]} ', out, '__gpu$xla.gpu.triton', name)
+  for placeholder, value in zip(
+    ('A ', 'B ', 'OUT', 'TARGET', 'NAME'), (f'{operands[0]} ', f'{operands[1]} ', out, '__gpu$xla.gpu.triton', name)
   ):
-    text = text.replace(short, long)
-  found = cost.count(text)
-  assert found.flops == 2 * share * 6 * 16 * 8
+    text = text.replace(placeholder, value)
+  counted = cost.count(text)
+  assert counted.flops == 2 * share * 6 * 16 * 8
   unread = 0.75 ** (6 * share) * 4 * 16 * 8 * 2 * (kernel != 'matrices')
-  plain = cost.count(text.replace('grouped', 'other'))
-  assert plain.flops == 0 and plain.bytes - found.bytes == pytest.approx(unread)
+  as_other_call = cost.count(text.replace('grouped', 'other'))
+  assert as_other_call.flops == 0 and as_other_call.bytes - counted.bytes == pytest.approx(unread)
 
 
-_COMPILED = """
+COMPILE_FOR_H200 = """
 import json, re, jax
 from jaxpost.models import grouped
 from jaxpost.matmul import Compute
@@ -344,7 +351,7 @@ print(json.dumps(out))
 
 @pytest.mark.skipif(importlib.util.find_spec('jax_cuda13_plugin') is None, reason='needs jax[cuda13], but no GPU')
 @pytest.mark.long
-def test_it_compiles_for_gpus_without_copies():
+def test_kernel_compiles_for_gpus_without_copies():
   """Training and decoding of Qwen3-30B-A3B and GPT-OSS-20B, an adapter, and sides that are no multiples of a tile."""
   shapes = [
     (65536, 2048, 768, 128),
@@ -353,10 +360,10 @@ def test_it_compiles_for_gpus_without_copies():
     (65536, 2048, 16, 128),
     (999, 40, 24, 5),
   ]
-  done = children.run('-c', _COMPILED.replace('SHAPES', str(shapes)), timeout=900)
-  found = json.loads(done.stdout.splitlines()[-1])
-  for (n, d, f, _), (memory, flops) in zip(shapes, found.values(), strict=True):
-    assert memory < 2**17  # the numbers of tiles and no array of rows or matrices
+  done = children.run('-c', COMPILE_FOR_H200.replace('SHAPES', str(shapes)), timeout=900)
+  figures = json.loads(done.stdout.splitlines()[-1])
+  for (n, d, f, _), (memory, flops) in zip(shapes, figures.values(), strict=True):
+    assert memory < 2**17  # room for the numbers of tiles, but for no array of rows or matrices
     assert flops == pytest.approx(3 * 2 * n * d * f, rel=0.01)
 
 

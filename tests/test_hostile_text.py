@@ -1,6 +1,6 @@
-"""Whatever a model writes is read in linear time, and never ends a run.
+"""Parsers of rewards and tool calls read any text of a model in linear time and without an exception.
 
-A completion that takes its reward minutes, or makes it raise, has no verdict in the place of a 0.
+A completion that keeps its reward busy for minutes, or makes it raise, would get no verdict instead of a 0.
 """
 
 import functools
@@ -11,8 +11,8 @@ import pytest
 from jaxpost.environments import turns
 from jaxpost.rewards import code, format, ifeval, math
 
-LENGTH = 50_000  # what takes quadratic time takes a minute or more
-TEXTS = {  # before, what is repeated, after
+LENGTH = 50_000  # quadratic time would take a minute or more
+TEXTS = {  # name -> (start, repeated unit, end)
   'spaces after a fence': ('```', ' ', 'x y'),
   'backticks': ('', '`', ' x y'),
   'tildes': ('', '~', ' x y'),
@@ -54,7 +54,7 @@ READERS = {
 
 @pytest.mark.parametrize('name', READERS)
 def test_every_text_is_read_in_linear_time(name):
-  for what, (before, unit, after) in TEXTS.items():
+  for text_name, (before, unit, after) in TEXTS.items():
     begin = time.monotonic()
     READERS[name](before + unit * (LENGTH // len(unit)) + after)
-    assert time.monotonic() - begin < 10, what
+    assert time.monotonic() - begin < 10, text_name

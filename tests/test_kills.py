@@ -1,7 +1,7 @@
-"""Killed at a chosen moment, a run of any method goes on to the bits of one that nothing disturbs.
+"""A run of any method that is killed at a chosen moment resumes to the same bits as an undisturbed run.
 
-The moments are lines of code and not times, so each is hit. Of two processes one dies at the moment, and the other is
-killed with it.
+The moments are lines of code and not times, so that each is hit. Of two processes, one kills itself at the moment, and
+the test then kills the other.
 """
 
 import functools
@@ -47,7 +47,7 @@ def remainder(completion_ids, **columns):
 
 
 def config(folder, name, processes=1):
-  """Nested dicts of a run."""
+  """The config of a run of `CASES`, as nested dicts."""
   import episodes
   import tiny
 
@@ -61,7 +61,7 @@ def config(folder, name, processes=1):
     rl=dict(kl_coef=0.05),
     eval=dict(samples=2),
   )
-  own = {
+  method_fields = {
     'dpo': dict(algorithm='dpo', **paired),
     'reward_model': dict(algorithm='reward_model', **paired),
     'distill': dict(algorithm='distill', distill=dict(teachers=(f'{folder}/teacher',))),
@@ -81,11 +81,11 @@ def config(folder, name, processes=1):
   )
   if name == 'environment':
     return episodes.config(f'{folder}/player', folder / 'env.py', **tiny.merged(base, dict(eval=dict(samples=2))))
-  return tiny.run_config(f'{folder}/model', **tiny.merged(base, own.get(name, {})))
+  return tiny.run_config(f'{folder}/model', **tiny.merged(base, method_fields.get(name, {})))
 
 
 def main(folder, name, moment, rank, count, address, workdir):
-  """Makes the run in this process; at the moment, ends it."""
+  """Makes the run in this process, and kills the process at the moment."""
   from jaxpost import loop, stages
   from jaxpost.distributed import cluster
   from jaxpost.formats import hf_export
@@ -94,73 +94,73 @@ def main(folder, name, moment, rank, count, address, workdir):
   if int(count) > 1:
     cluster.connect(address, int(count), int(rank))
 
-  def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-  def before(owner, attribute, when):
+  def die_before(owner, attribute, when):
+    """Makes the process die before a call of a function for which `when` holds."""
     inner = getattr(owner, attribute)
 
     @functools.wraps(inner)
-    def outer(*given, **more):
-      if when(*given):
-        die()
-      return inner(*given, **more)
+    def outer(*args, **options):
+      if when(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+      return inner(*args, **options)
 
     setattr(owner, attribute, outer)
 
   def half_a_seal(path, data):
+    """Writes half of the seal of the last step under a temporary name; holds for that write only."""
     if pathlib.Path(path).parent.name == str(STEPS) and path.name == 'checksums.json':
       (path.parent / f'.{path.name}.half.tmp').write_bytes(data[: len(data) // 2])
       return True
     return False
 
-  def row_of(wanted):
-    return lambda writer, step, split, *given: (step, split) == wanted
+  def row_of(step_and_split):
+    return lambda writer, step, split, *args: (step, split) == step_and_split
 
   if moment == 'start':
-    before(loop, 'run_stage', lambda *given: True)
-  if moment == 'step' and int(rank) == int(count) - 1:  # the next step is on the devices then
-    before(metrics.MetricsWriter, 'write', row_of((3, 'train')))
+    die_before(loop, 'run_stage', lambda *args: True)
+  if moment == 'step' and int(rank) == int(count) - 1:  # while the devices compute the next step
+    die_before(metrics.MetricsWriter, 'write', row_of((3, 'train')))
   if moment == 'evaluation':
-    before(metrics.MetricsWriter, 'write', row_of((STEPS, 'eval')))
+    die_before(metrics.MetricsWriter, 'write', row_of((STEPS, 'eval')))
   if moment == 'save':
-    before(object_store, 'write', half_a_seal)
+    die_before(object_store, 'write', half_a_seal)
   if moment == 'export':
-    before(hf_export, '_write_configs', lambda *given: True)
+    die_before(hf_export, '_write_configs', lambda *args: True)
   stages.run(config(pathlib.Path(folder), name), workdir)
 
 
 def make(folder, name, moment, count, workdir):
-  """Makes a run, in this process or in several; returns their exit codes."""
+  """Makes a run, in this process or in child processes that may be killed at a moment; returns the exit codes."""
   if count == 1 and not moment:
     from jaxpost import stages
 
     stages.run(config(folder, name), workdir)
     return [0]
   address = real.free_address()
-  given = dict(cwd=ROOT, env=children.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-  started = [
+  options = dict(cwd=ROOT, env=children.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+  processes = [
     subprocess.Popen(
-      [sys.executable, __file__, str(folder), name, moment, str(rank), str(count), address, str(workdir)], **given
+      [sys.executable, __file__, str(folder), name, moment, str(rank), str(count), address, str(workdir)], **options
     )
     for rank in range(count)
   ]
   try:
     if moment:
-      first = count - 1 if moment == 'step' else 0
-      _, said = started[first].communicate(timeout=real.LIMIT)
-      assert started[first].returncode == -signal.SIGKILL, said
+      dying = count - 1 if moment == 'step' else 0
+      _, stderr = processes[dying].communicate(timeout=real.LIMIT)
+      assert processes[dying].returncode == -signal.SIGKILL, stderr
     else:
-      real.finish(started)
+      real.finish(processes)
   finally:
-    for process in started:
+    for process in processes:
       process.kill()
       process.communicate()
-  return [process.returncode for process in started]
+  return [process.returncode for process in processes]
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
+  """The folder of the models, the environment and the reward of all runs."""
   import episodes
   import tiny
 
@@ -175,7 +175,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def undisturbed(folder):
-  """undisturbed(run, number of processes) -> its folder."""
+  """undisturbed(name, number of processes) -> the folder of a run that was not killed."""
 
   @functools.cache
   def find(name, count):
@@ -186,13 +186,13 @@ def undisturbed(folder):
   return find
 
 
-# CI makes two of them, the scorecard all.
+# CI kills two of these runs, the scorecard all.
 @pytest.mark.parametrize('name, moment, count', CASES if scorecard.RUNS else CASES[:2])
-def test_killed_at_a_moment(name, moment, count, folder, undisturbed, tmp_path):
+def test_run_killed_at_a_line_of_code_resumes_bitwise(name, moment, count, folder, undisturbed, tmp_path):
   expected, workdir = undisturbed(name, count), tmp_path / 'run'
   make(folder, name, moment, count, workdir)
   (stage,) = [path.name for path in (expected / 'checkpoints').iterdir()]
-  saved = finished_steps(workdir / 'checkpoints' / stage)  # a save goes on during the next steps
+  saved = finished_steps(workdir / 'checkpoints' / stage)  # a save may still be in progress during the next steps
   assert saved in {'start': [[]], 'export': [[STEPS, EVERY]]}.get(moment, [[], [EVERY]])
   assert not (workdir / 'export').exists()
   make(folder, name, '', count, workdir)

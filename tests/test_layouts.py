@@ -1,4 +1,7 @@
-"""Eight fake devices in every layout compute what one device computes."""
+"""Losses, metrics and gradients on eight simulated devices, in every layout, match those on one device.
+
+One child process computes all layouts of the selected tests and prints 'ok' or the errors of each.
+"""
 
 import dataclasses
 import functools
@@ -9,10 +12,9 @@ import children
 import pytest
 
 LAYOUTS = ['data=8', 'fsdp=8', 'tensor=8', 'fsdp=4,tensor=2', 'data=2,fsdp=2,tensor=2', 'context=8', 'fsdp=2,context=4']
-# A model that has every feature of a family, in tensors that hold several
-# parameters each.
+# A model with every feature that dense families have, saved in tensors that hold several parameters each.
 RICH = ['rich:tensor=8', 'rich:data=2,fsdp=2,tensor=2', 'rich:fsdp=2,context=2,tensor=2']
-# A model with experts, with the losses of their router.
+# A model with experts, and the losses of their router.
 MOE = ['moe:expert=8', 'moe:expert=4,data=2', 'moe:expert=2,fsdp=2,tensor=2', 'moe:expert=2,context=2,fsdp=2']
 LATENT = ['latent:fsdp=4,tensor=2', 'latent:expert=2,fsdp=2,tensor=2', 'sparse:expert=2,fsdp=2,tensor=2']
 HYBRID = [
@@ -22,8 +24,7 @@ HYBRID = [
   'nemotron_h:expert=2,fsdp=2,tensor=2',
 ]
 MIXED = ['mixed:context=2,data=2,fsdp=2', 'mixed_moe:expert=2,fsdp=2,tensor=2', 'chunked:context=2,expert=2,fsdp=2']
-# Policy gradients on a saved rollout, by token and by sequence; `test_ppo`
-# and `test_preference_layouts` have the others.
+# Policy gradients by token and by sequence; `test_ppo` and `test_preference_layouts` test the other methods.
 RL = [f'grpo:{mesh}' for mesh in LAYOUTS] + ['gspo:fsdp=4,tensor=2', 'gspo:context=4,data=2']
 # Each axis and each kind of layer at least once.
 IN_CI = [
@@ -34,13 +35,13 @@ IN_CI = [
 
 @pytest.fixture(scope='module')
 def report(request):
-  """{layout: 'ok' or what is wrong}, from one process for all that are tested."""
-  tested = [item for item in request.session.items if item.path == request.path]
-  asked = [item.callspec.params['layout'] for item in tested if hasattr(item, 'callspec')]
-  run = children.run(__file__, *asked, 'bfloat16', devices=8, JAX_ENABLE_COMPILATION_CACHE='0', timeout=1200)
-  found = dict(line.split(' ', 1) for line in run.stdout.splitlines())
+  """{layout: 'ok' or the errors}, from one child process for all selected tests."""
+  items = [item for item in request.session.items if item.path == request.path]
+  layouts = [item.callspec.params['layout'] for item in items if hasattr(item, 'callspec')]
+  run = children.run(__file__, *layouts, 'bfloat16', devices=8, JAX_ENABLE_COMPILATION_CACHE='0', timeout=1200)
+  results = dict(line.split(' ', 1) for line in run.stdout.splitlines())
   remats = run.stderr.count('Involuntary full rematerialization')
-  return found | {'warnings': str(remats)}
+  return results | {'warnings': str(remats)}
 
 
 @pytest.mark.parametrize(
@@ -50,15 +51,15 @@ def report(request):
     for text in LAYOUTS + RICH + MOE + LATENT + HYBRID + MIXED + RL
   ],
 )
-def test_layout(report, layout):
+def test_layout_matches_one_device(report, layout):
   assert report[layout] == 'ok'
 
 
-def test_what_accelerators_compute_is_near(report):
+def test_bfloat16_on_a_mesh_is_near_float32_on_one_device(report):
   assert report['bfloat16'] == 'ok'
 
 
-def test_no_activation_is_replicated(report):
+def test_no_layout_needs_involuntary_full_rematerialization(report):
   assert report['warnings'] == '0'
 
 
@@ -78,7 +79,7 @@ def main():
   from jaxpost.stage import config as config_lib
   from jaxpost.types import Batch
 
-  # 8 heads divide over tensor=8, 4 kv heads do not; 150 rows are no multiple.
+  # tensor=8 divides the 8 heads, but not the 4 key-value heads nor the vocabulary of 150.
   shapes = dict(vocab_size=150, vocab_multiple=192, num_heads=8, num_kv_heads=4)
   plain = model_lib.build(tiny.config(**shapes))
   rich = model_lib.build(
@@ -135,25 +136,26 @@ def main():
     return model, folder, params
 
   def surrogate(name):
-    """(objective, batch) of a method on a rollout."""
-    found = algorithms.load_algorithm(name)
+    """Returns (objective, batch) of an RL method, with random advantages and log-probs."""
+    method = algorithms.load_algorithm(name)
     settings = config_lib.resolve(
       config_lib.parse(
         tiny.grpo_config('', algorithm=name, rl=dict(kl_coef=0.1, entropy_coef=0.01, importance=('icepop',)))
       )[name],
-      found.defaults,
+      method.defaults,
     )
     arrays = {k: random.normal(size=shape).astype(np.float32) for k in ('advantages', 'importance_weights')}
     arrays |= {
       f'{k}_logprobs': np.float32(-5 + 0.5 * random.normal(size=shape)) for k in ('sampler', 'behavior', 'old', 'ref')
     }
-    return found.objective(settings), batch.replace(
+    return method.objective(settings), batch.replace(
       arrays=arrays, sequence_ids=np.where(batch.loss_weights > 0, batch.segment_ids, 0)
     )
 
-  def gradient(layout, given, compute=compute, learnt=None):
-    model, folder, params = given
-    objective, batch = learnt or plain_sft
+  def gradient(layout, saved_model, compute=compute, task=None):
+    """((loss, metrics), gradients) of a saved model for a task: (objective, batch)."""
+    model, folder, params = saved_model
+    objective, batch = task or plain_sft
     loaded = hf.load_params(folder, model, model.shardings(layout), 'float32')
     jax.tree.map(np.testing.assert_array_equal, to_host(loaded), to_host(params))
     loss = train.make_loss(
@@ -162,9 +164,10 @@ def main():
     run = jax.jit(jax.value_and_grad(loss, has_aux=True), out_shardings=(None, model.shardings(layout)))
     return to_host(run(loaded, layout.put(batch, 'batch', None)))
 
-  def compare(given, right, text, learnt=None):
-    (loss, metrics), grads = right
-    (loss_8, metrics_8), grads_8 = gradient(make_layout(text.rpartition(':')[2], 'train'), given, learnt=learnt)
+  def compare(saved_model, expected, text, task=None):
+    """Prints whether the results in a layout of 8 devices are those expected."""
+    (loss, metrics), grads = expected
+    (loss_8, metrics_8), grads_8 = gradient(make_layout(text.rpartition(':')[2], 'train'), saved_model, task=task)
 
     def near(a, b):
       return tiny.largest(a - b) / (tiny.largest(b) or 1)
@@ -177,14 +180,14 @@ def main():
     wrong = {name: float(x) for name, x in off.items() if not x <= 1e-5}
     print(text, wrong or 'ok', flush=True)
 
-  def compare_all(make, texts, learnt=None):
-    """Compares the gradients of a model in those of these layouts that are asked for."""
+  def compare_all(make, texts, task=None):
+    """Compares a model on 8 devices with one device, in those of the layouts `texts` that the command line names."""
     texts = [text for text in texts if text in sys.argv[1:]]
     if texts:
-      given = make()
-      right = gradient(tiny.one_device(), given, learnt=learnt)
+      saved_model = make()
+      expected = gradient(tiny.one_device(), saved_model, task=task)
     for text in texts:
-      compare(given, right, text, learnt)
+      compare(saved_model, expected, text, task)
 
   def of(name, texts):
     return [text for text in texts if text.partition(':')[0] == name]
@@ -192,7 +195,7 @@ def main():
   def built(make, **fields):
     return lambda: saved(model_lib.build(make(**shapes | fields)))
 
-  given = functools.cache(lambda: saved(plain))
+  saved_plain = functools.cache(lambda: saved(plain))
   for name, make in dict(latent=tiny.latent, sparse=tiny.sparse).items():
     compare_all(built(make, num_kv_heads=8), of(name, LATENT))
   gated = Experts(8, 3, 16, shared=1, shared_size=24, shared_gate=True)
@@ -212,7 +215,7 @@ def main():
     compare_all(built(make, **dict(num_layers=2) | fields), of(family, HYBRID))
   alone = dict(shared_layers=0, wide_shared_mlp=False, values_are_keys=True, full_kv_heads=2, attention_scale=0.3)
   alone |= dict(num_layers=2, layer_windows=(6, 0), layer_ropes=(1, 0), experts=shared)
-  # Rounding alone makes a gradient of queries differ by 1.1e-5 on some CPUs with a scale of 1 and an eps of 0.05.
+  # With a scale of 1 and an epsilon of 0.05, rounding alone makes a gradient of queries differ by 1.1e-5 on some CPUs.
   compare_all(built(tiny.mixed, full_kv_heads=4, attention_scale=0.3, norm_eps=0.2), of('mixed', MIXED))
   compare_all(built(tiny.mixed, **alone), of('mixed_moe', MIXED))
   experts_of = dataclasses.replace(shared, shared_size=0, normalize=False, sigmoid=True, on_inputs=True)
@@ -221,14 +224,14 @@ def main():
   compare_all(lambda: saved(rich), RICH)
   compare_all(lambda: saved(sparse), MOE)
   for name in 'grpo', 'gspo':
-    compare_all(given, of(name, RL), surrogate(name))
-  compare_all(given, LAYOUTS)
+    compare_all(saved_plain, of(name, RL), surrogate(name))
+  compare_all(saved_plain, LAYOUTS)
   if 'bfloat16' not in sys.argv[1:]:
     return
-  (loss, _), grads = gradient(tiny.one_device(), given())
+  (loss, _), grads = gradient(tiny.one_device(), saved_plain())
   (low, _), grads_8 = gradient(
     make_layout('data=2,fsdp=2,tensor=2', 'train'),
-    given(),
+    saved_plain(),
     dataclasses.replace(compute, dtype='bfloat16', residual='bfloat16'),
   )
   near = abs(low / loss - 1) < 0.01 and all(

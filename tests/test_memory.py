@@ -1,4 +1,4 @@
-"""Memory: what is predicted before step 0, and what is then in use."""
+"""`hardware.memory`: predictions before step 0 and the memory then in use, free host memory, `rollout.offload`."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ def model(tmp_path_factory):
   return tiny.folder(tmp_path_factory.mktemp('memory') / 'nano', num_layers=2, hidden_size=64, intermediate_size=256)
 
 
-def test_what_a_container_leaves(tmp_path):
+def test_free_host_memory_respects_the_limits_of_control_groups(tmp_path):
   def write(path, text):
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text(text)
@@ -37,36 +37,36 @@ def test_what_a_container_leaves(tmp_path):
   assert free() == math.inf
   write('proc/meminfo', f'MemTotal: 1 kB\nMemAvailable: {2**30} kB\n')
   assert free() == 1024
-  write('proc/self/cgroup', '0::/pod/box\n')  # version 2: a container without a limit, in a group that has one
+  write('proc/self/cgroup', '0::/pod/box\n')  # version 2: the container has no limit, but its parent group has one
   write('sys/fs/cgroup/pod/box/memory.max', 'max\n')
   write('sys/fs/cgroup/pod/box/memory.current', '5\n')
   write('sys/fs/cgroup/pod/memory.max', f'{16 * 2**30}\n')
   write('sys/fs/cgroup/pod/memory.current', f'{6 * 2**30}\n')
   write('sys/fs/cgroup/pod/memory.stat', f'anon 3\ninactive_file {2 * 2**30}\n')
   assert free() == 12
-  write('proc/self/cgroup', '4:cpu,cpuacct:/docker/7\n3:memory:/docker/7\n0::/\n')  # version 1, seen from inside
+  write('proc/self/cgroup', '4:cpu,cpuacct:/docker/7\n3:memory:/docker/7\n0::/\n')  # version 1, seen in a container
   write('sys/fs/cgroup/memory/memory.limit_in_bytes', f'{8 * 2**30}\n')
   write('sys/fs/cgroup/memory/memory.usage_in_bytes', f'{3 * 2**30}\n')
   assert free() == 5
 
 
 def watched(model, folder, monkeypatch, **over):
-  """(plan, rows, most bytes of arrays that lived while it sampled, where
-  optimizer states were then)."""
-  seen, kinds = [], set()
+  """Makes a run of GRPO; returns (plan, rows of metrics, most bytes of live arrays on the device during sampling, kinds
+  of memory that held the optimizer state at updates)."""
+  live_bytes, kinds = [], set()
   call = sampler.Sampler.__call__
 
   def sample(self, *args, **kwargs):
     serve = self.engine.serve
 
-    def look(requests, *, next_requests, **fields):
-      def listen(done, idle):
-        seen.append(sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind != 'pinned_host'))
+    def watched_serve(requests, *, next_requests, **fields):
+      def measure(done, idle):
+        live_bytes.append(sum(x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind != 'pinned_host'))
         return next_requests(done, idle)
 
-      return serve(requests, next_requests=listen, **fields)
+      return serve(requests, next_requests=measure, **fields)
 
-    self.engine.serve = look
+    self.engine.serve = watched_serve
     try:
       return call(self, *args, **kwargs)
     finally:
@@ -87,11 +87,11 @@ def watched(model, folder, monkeypatch, **over):
   )
   (plan,) = json.loads((folder / 'plan.json').read_text())
   rows = [r for r in metrics.read_rows(folder / 'metrics.jsonl') if r['split'] == 'train']
-  return plan, rows, max(seen) - before, kinds
+  return plan, rows, max(live_bytes) - before, kinds
 
 
-def test_it_is_predicted_and_reported(model, tmp_path, monkeypatch):
-  plan, rows, lived, _ = watched(model, tmp_path / 'run', monkeypatch)
+def test_peak_memory_of_a_run_is_predicted_and_reported(model, tmp_path, monkeypatch):
+  plan, rows, live_bytes, _ = watched(model, tmp_path / 'run', monkeypatch)
   assert plan['choices'] == {
     'model.dtype': 'float32',
     'model.attention': 'chunked (cpu)',
@@ -106,43 +106,44 @@ def test_it_is_predicted_and_reported(model, tmp_path, monkeypatch):
     'rl.old_policy': 'recomputed',
     'rl.scale_rewards': 'group',
   }
-  found = plan['memory']
-  assert {'reshard', 'prefill', 'generate', 'update', 'peak'} <= set(found)
-  assert found['peak'] == max(found.values())
+  predicted = plan['memory']
+  assert {'reshard', 'prefill', 'generate', 'update', 'peak'} <= set(predicted)
+  assert predicted['peak'] == max(predicted.values())
   temps = max(r['temp_bytes'] for r in plan['programs'] if r['program'] == 'generate')
-  # Memory that is held during sampling, without the temporaries of the program.
-  assert 0.8 * (found['generate'] - temps) <= lived <= found['generate']
+  # Live arrays do not include the temporaries of the program that generates.
+  assert 0.8 * (predicted['generate'] - temps) <= live_bytes <= predicted['generate']
   for row in rows:
-    assert row['memory/predicted_bytes'] == found['peak']
+    assert row['memory/predicted_bytes'] == predicted['peak']
     assert row['memory/peak_bytes'] > 0
 
 
-def test_parking_changes_nothing_else(model, tmp_path, monkeypatch):
-  """The optimizer state and a reference are offloaded."""
-  kl = dict(rl=dict(kl_coef=0.1))
-  plain, rows, lived, kinds = watched(model, tmp_path / 'a', monkeypatch, **kl)
-  parked, same, less, then = watched(model, tmp_path / 'b', monkeypatch, rollout=dict(offload=True), **kl)
-  assert kinds == then == {'device'}  # it is back when it is wanted
+def test_offload_frees_memory_during_sampling_and_changes_no_result(model, tmp_path, monkeypatch):
+  """The optimizer state and the reference are on the host during sampling, and back on the device at updates."""
+  over = dict(rl=dict(kl_coef=0.1))
+  plan, rows, bytes_without, kinds = watched(model, tmp_path / 'a', monkeypatch, **over)
+  over |= dict(rollout=dict(offload=True))
+  offload_plan, offload_rows, bytes_with, offload_kinds = watched(model, tmp_path / 'b', monkeypatch, **over)
+  assert kinds == offload_kinds == {'device'}
 
-  def bare(rows):
+  def without_times(rows):
     return [{k: v for k, v in r.items() if not metrics.is_clock_key(k)} for r in rows]
 
-  assert bare(rows) == bare(same)
-  idle = plain['memory']['generate'] - parked['memory']['generate']
+  assert without_times(rows) == without_times(offload_rows)
+  saved_bytes = plan['memory']['generate'] - offload_plan['memory']['generate']
   policy = model_lib.build(hf.read_config(model))
-  # Two moments and a reference.
-  assert idle == pytest.approx(3 * memory.size(policy.init(jax.random.key(0))), rel=0.01)
-  assert lived - less == pytest.approx(idle, rel=0.01)
-  assert plain['memory']['update'] == parked['memory']['update']
+  # Offloaded are two moments and a reference: three times the size of the parameters.
+  assert saved_bytes == pytest.approx(3 * memory.size(policy.init(jax.random.key(0))), rel=0.01)
+  assert bytes_without - bytes_with == pytest.approx(saved_bytes, rel=0.01)
+  assert plan['memory']['update'] == offload_plan['memory']['update']
 
 
-def test_by_hand():
+def test_predicted_memory_of_programs_matches_sums_by_hand():
   def row(program, **kw):
     return dict(
       dict(program=program, argument_bytes=0, output_bytes=0, alias_bytes=0, temp_bytes=0, batch_bytes=0), **kw
     )
 
-  found = memory.predict(
+  predicted = memory.predict(
     [
       row('init', temp_bytes=999),
       row('update', output_bytes=100, alias_bytes=90, temp_bytes=7, batch_bytes=3),
@@ -154,11 +155,11 @@ def test_by_hand():
     60,
     30,
   )
-  assert found == dict(
+  assert predicted == dict(
     update=100 + 3 + 10 + 7, prefill=100 - 60 + 30 + 5 + 2, generate=100 - 60 + 30 + 5 + 10 + 4, peak=120
   )
-  found = memory.predict([row('verify', temp_bytes=1), row('update')], 100, 60, 30, overlap=True, preserved=20)
-  assert found == dict(verify=100 - 60 + 30 + 20 + 1, update=100 + 30, peak=130)
+  predicted = memory.predict([row('verify', temp_bytes=1), row('update')], 100, 60, 30, overlap=True, preserved=20)
+  assert predicted == dict(verify=100 - 60 + 30 + 20 + 1, update=100 + 30, peak=130)
 
 
 def test_evaluation_samples_with_the_optimizer_on_the_host(monkeypatch):
@@ -174,7 +175,7 @@ def test_evaluation_samples_with_the_optimizer_on_the_host(monkeypatch):
       events.append('sample')
       raise LookupError
 
-  roles = types.SimpleNamespace(policy=types.SimpleNamespace(params={}))  # which may be on other processes alone
+  roles = types.SimpleNamespace(policy=types.SimpleNamespace(params={}))  # other processes may hold all parameters
   for offloads, before in ((True, ['pinned_host']), (False, [])):
     with pytest.raises(LookupError):
       evaluate.SampledEval(Sampler(), None, (), 1, 1.0, 0.0, offload=offloads)(roles, 0)
@@ -182,7 +183,7 @@ def test_evaluation_samples_with_the_optimizer_on_the_host(monkeypatch):
     events.clear()
 
 
-def test_devices_without_such_memory_are_told(model, monkeypatch, tmp_path):
+def test_offload_on_devices_without_pinned_host_memory_is_refused(model, monkeypatch, tmp_path):
   config = tiny.grpo_config(model, rollout=dict(offload=True))
   monkeypatch.setattr(memory, 'can_offload', lambda device: False)
   with pytest.raises(InputError, match='config.rollout.offload: these'):

@@ -1,4 +1,4 @@
-"""metrics.jsonl survives kills and resumes; console, warnings, summary."""
+"""`monitor.metrics`: metrics.jsonl after kills and resumes, samples, TensorBoard, console output, alerts, summary."""
 
 import errno
 import io
@@ -29,7 +29,10 @@ def make_writer(workdir, terminal=False, **options):
 
 
 def write_run(workdir, plan, resume=0):
-  """plan: (stage, steps) pairs; the first continues after `resume`."""
+  """Writes rows and samples of stages; returns the console output.
+
+  plan: (stage, steps) pairs; the first stage continues after step `resume`.
+  """
   writer, out = make_writer(workdir)
   with writer:
     for stage, steps in plan:
@@ -45,6 +48,7 @@ def write_run(workdir, plan, resume=0):
 
 
 def keys(path):
+  """Returns (stage, split, step) of each row."""
   return [(r['stage'], r['split'], r['step']) for r in metrics.read_rows(path)]
 
 
@@ -55,7 +59,7 @@ def test_row_is_one_valid_json_line(tmp_path):
     writer.write(
       1, 'train', {'loss': np.float32(0.5), 'n': np.int64(7), 'kl': math.nan, 'grad_norm': math.inf, 'mfu': math.nan}
     )
-    # Flushed per line: another process reads it while this one runs.
+    # Each line is flushed: another process can read the file during the run.
     text = (tmp_path / 'metrics.jsonl').read_text()
   assert text == (
     '{"stage": "sft", "split": "train", "step": 1, "loss": 0.5, "n": 7, '
@@ -85,15 +89,15 @@ def test_rows_survive_kill_9(tmp_path):
 def test_torn_last_line_is_dropped_and_mended(tmp_path, tail):
   path = tmp_path / 'metrics.jsonl'
   write_run(tmp_path, [('sft', 3)])
-  whole = path.read_text()
-  path.write_text(whole + tail)
+  undamaged = path.read_text()
+  path.write_text(undamaged + tail)
   assert len(metrics.read_rows(path)) == 5
   writer, _ = make_writer(tmp_path)
   with writer:
     writer.start_stage('sft', 5, resume_step=3)
     writer.write(4, 'train', {'loss': 0.0})
   lines = path.read_text().splitlines()
-  assert '\n'.join(lines[:5]) + '\n' == whole
+  assert '\n'.join(lines[:5]) + '\n' == undamaged
   assert json.loads(lines[5])['step'] == 4
 
 
@@ -118,14 +122,14 @@ def test_resume_equals_an_uninterrupted_run(tmp_path):
   assert json.loads((tmp_path / 'cut/resumes.jsonl').read_text()) == {'stage': 'b', 'step': 2, 'rows_dropped': 7}
 
 
-def test_a_start_without_a_checkpoint_says_what_it_discards(tmp_path):
-  said = 'steps of an earlier start are discarded'
-  assert said not in write_run(tmp_path, [('a', 2), ('b', 3)])
+def test_start_without_checkpoint_reports_the_steps_it_discards(tmp_path):
+  message = 'steps of an earlier start are discarded'
+  assert message not in write_run(tmp_path, [('a', 2), ('b', 3)])
   printed = write_run(tmp_path, [('b', 3)])
-  assert f'b: no checkpoint, so 3 {said} (config.save.every)' in printed
+  assert f'b: no checkpoint, so 3 {message} (config.save.every)' in printed
 
 
-def test_start_keeps_earlier_and_drops_later(tmp_path):
+def test_start_of_a_stage_keeps_earlier_rows_and_drops_later_ones(tmp_path):
   write_run(tmp_path, [('a', 2), ('b', 3), ('c', 2)])
   (tmp_path / 'samples/b/notes.txt').write_text('mine')
   writer, _ = make_writer(tmp_path)
@@ -134,16 +138,16 @@ def test_start_keeps_earlier_and_drops_later(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   a = [('a', 'eval', 0), ('a', 'train', 1), ('a', 'train', 2), ('a', 'eval', 2)]
   assert keys(path) == a + [('b', 'eval', 0), ('b', 'train', 1), ('b', 'train', 2)]
-  left = sorted(str(p.relative_to(tmp_path / 'samples')) for p in (tmp_path / 'samples').rglob('*.*'))
-  assert left == ['a/1.jsonl', 'a/2.jsonl', 'b/1.jsonl', 'b/2.jsonl', 'b/notes.txt']
+  sample_files = sorted(str(p.relative_to(tmp_path / 'samples')) for p in (tmp_path / 'samples').rglob('*.*'))
+  assert sample_files == ['a/1.jsonl', 'a/2.jsonl', 'b/1.jsonl', 'b/2.jsonl', 'b/notes.txt']
   writer, _ = make_writer(tmp_path)
-  with writer:  # from the start: nothing of the stage stays, step 0 included
+  with writer:  # a start at step 0 drops all rows of the stage
     writer.start_stage('b', 3)
   assert keys(path) == a
 
 
-def test_stages_that_the_run_has_not_leave_nothing(tmp_path):
-  """A run that is started anew with another method, before anything was saved."""
+def test_rows_and_samples_of_removed_stages_are_dropped(tmp_path):
+  """A run is restarted with other stages, before the first checkpoint."""
   write_run(tmp_path, [('a', 2), ('gone', 3), ('b', 3)])
   (tmp_path / 'samples/early').mkdir()  # samples are written before the row of their step
   (tmp_path / 'samples/early/1.jsonl').touch()
@@ -185,8 +189,8 @@ def test_secondary_process_writes_nothing(tmp_path, capsys):
   assert capsys.readouterr().out == ''
 
 
-def test_tensorboard_is_left_out_where_its_queue_cannot_be(tmp_path, monkeypatch):
-  """Without a writable /dev/shm; an error about a file of the run is one."""
+def test_tensorboard_is_left_out_without_writable_shared_memory(tmp_path, monkeypatch):
+  """Its queue needs a writable /dev/shm; an error about a file of the run is still raised."""
   import tensorboardX
 
   def fail(folder, **options):
@@ -203,7 +207,7 @@ def test_tensorboard_is_left_out_where_its_queue_cannot_be(tmp_path, monkeypatch
     writer.start_stage('sft', 2)
 
 
-def test_tensorboard_has_tags(tmp_path):
+def test_tensorboard_gets_finite_metrics_under_stage_and_split(tmp_path):
   writer, _ = make_writer(tmp_path, tensorboard=True)
   with writer:
     writer.start_stage('sft', 2)
@@ -226,7 +230,7 @@ def test_object_stores_get_whole_files(tmp_path):
   assert [s for _, _, s in keys(path)] == list(range(1, 54))
 
 
-def test_slow_steps_have_a_line_each(tmp_path, monkeypatch):
+def test_slow_steps_are_printed_more_often_than_print_every(tmp_path, monkeypatch):
   clock = iter(range(1000))
   monkeypatch.setattr(metrics.time, 'monotonic', lambda: next(clock))
   writer, out = make_writer(tmp_path, print_every=10)
@@ -270,7 +274,7 @@ def test_pipe_gets_plain_lines(tmp_path):
   assert [s.split('/')[0] for s in lines[:4]] == ['grpo 1', 'grpo 11', 'grpo 21', 'grpo 25']
   assert lines[4:] == [
     'grpo 25 eval  pass@1 0.75  Cut completions 0.5  [red]odd 2',
-    'grpo 25 eval  reward 0.5  pass@1 0.75  Pass@1 by b 0.5  Reward b 0.25',  # a says what the first two say
+    'grpo 25 eval  reward 0.5  pass@1 0.75  Pass@1 by b 0.5  Reward b 0.25',  # `a` is in reward and pass@1
   ]
 
 
@@ -283,17 +287,18 @@ def test_terminal_gets_a_bar_that_closes_on_errors(tmp_path):
       writer.write(step, 'eval', {'pass@1': 0.5})
     raise KeyError('boom')
   text = out.getvalue()
-  assert text.count('\x1b[?25l') == text.count('\x1b[?25h') == 1  # cursor back
+  assert text.count('\x1b[?25l') == text.count('\x1b[?25h') == 1  # the cursor is hidden and shown again
   clean = re.sub(r'\x1b\[[0-9;?]*[a-zA-Z]', '', text).replace('\r', '\n')
   assert ' 8/20 ' in clean and 'loss 0.5  reward 0.25' in clean
-  # An eval line stands alone, not behind half a bar.
+  # A line of an evaluation does not share its line with the bar.
   for step in range(5, 9):
     assert f'\ngrpo {step} eval  pass@1 0.5\n' in clean
   writer.close()  # a second close is harmless
   assert out.getvalue() == text
 
 
-def run_watch(rows, stage='grpo'):
+def alerts_of(rows, stage='grpo'):
+  """Returns {kind: (step of the first alert, count)} for the rows of steps 1, 2, ..."""
   alerts = Alerts()
   for step, row in enumerate(rows, 1):
     alerts.check(stage, step, row)
@@ -322,40 +327,40 @@ HEALTHY = {
     ('flat', {'frac_reward_zero_std': 0.95}, 10),
     ('mismatch', {'sampler_mismatch': 1.06}, 1),
     ('mismatch', {'sampler_mismatch': math.inf}, 1),
-    ('mismatch', {'sampler_mismatch': None}, 1),  # what a resume reads of it
+    ('mismatch', {'sampler_mismatch': None}, 1),  # as a resume reads infinity
     ('values', {'critic/vf_clipfrac': 0.55}, 10),
     ('nonfinite', {'loss': math.nan}, 1),
     ('nonfinite', {'grad_norm': math.inf}, 1),
     ('nonfinite', {'loss': None}, 1),
   ],
 )
-def test_watch(kind, sick, steps):
+def test_unhealthy_metrics_raise_one_counted_alert(kind, sick, steps):
   healthy = [HEALTHY] * 8
   sick = HEALTHY | sick
-  assert run_watch(healthy * 5) == {}
-  assert run_watch(healthy + [sick] * (steps - 1) + healthy) == {}
-  # Warned once, counted each time.
-  assert run_watch(healthy + [sick] * (steps + 2)) == {kind: (8 + steps, 3)}
+  assert alerts_of(healthy * 5) == {}
+  assert alerts_of(healthy + [sick] * (steps - 1) + healthy) == {}
+  # There is one alert, which counts all steps.
+  assert alerts_of(healthy + [sick] * (steps + 2)) == {kind: (8 + steps, 3)}
 
 
 def test_a_mismatch_names_both_of_its_causes():
-  """The second update of a rollout, and samples of older weights, differ from the sampler in float32, too."""
+  """A mismatch comes from types, or from updates: even float32 differs after them, and for samples of older weights."""
   (text,) = Alerts().check('grpo', 1, HEALTHY | {'sampler_mismatch': 1.0565})
   assert text.startswith('sampler_mismatch 1.056: ') and 'lower config.optim.lr' in text and 'check dtypes' in text
 
 
-def test_watch_needs_a_reason():
+def test_harmless_changes_of_metrics_raise_no_alert():
   low = HEALTHY | {'entropy': 0.1}
-  del low['reward']  # SFT: entropy falls because it learns
-  assert run_watch([HEALTHY] * 8 + [low] * 20) == {}
+  del low['reward']  # in SFT, entropy falls because the model learns
+  assert alerts_of([HEALTHY] * 8 + [low] * 20) == {}
   short = HEALTHY | {'completions/mean_length': 2.0}
   longer = HEALTHY | {'completions/mean_length': 20.0}
-  assert run_watch([short] * 8 + [longer] * 20) == {}
-  assert run_watch([{'loss': 1.0}] * 20) == {}
+  assert alerts_of([short] * 8 + [longer] * 20) == {}
+  assert alerts_of([{'loss': 1.0}] * 20) == {}
 
 
 def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):
-  def steps(writer, first, last):
+  def write_steps(writer, first, last):
     for step in range(first, last + 1):
       flat = 0.95 if step > 3 else 0.1
       writer.write(step, 'train', HEALTHY | {'loss': 0.001, 'frac_reward_zero_std': flat})
@@ -366,7 +371,7 @@ def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):
     writer.warn(1, 'mine', 'slow [b]disk')
     writer.warn(2, 'mine', 'slow [b]disk')
     writer.start_stage('grpo', 20)
-    steps(writer, 1, 20)
+    write_steps(writer, 1, 20)
   text = out.getvalue()
   assert text.count('note: a loss near 0 is expected') == 1
   assert text.count('warning: grpo step 13: 95% of groups') == 1
@@ -376,12 +381,12 @@ def test_warnings_printed_once_and_kept_by_a_resume(tmp_path):
     writer, out = make_writer(tmp_path / 'cut')
     with writer:
       writer.start_stage('grpo', 20, first - 1)
-      steps(writer, first, last)
+      write_steps(writer, first, last)
   assert [(w['kind'], w['count']) for w in writer.alerts.warnings] == [('flat', 8)]
 
 
-def test_failures_of_a_reward_are_told_again_after_fifty_steps(tmp_path):
-  """The warning has the first error of the step, which a resume does not have, and the sum so far."""
+def test_reward_failures_are_reported_again_after_fifty_steps(tmp_path):
+  """The warning has the first error of the step and the count so far; a resume keeps the count and not the error."""
   failing = HEALTHY | {'groups': 4, 'failed_groups': 1}
   error = 'reward r: raised ValueError: x at r.py:3'
   writer, out = make_writer(tmp_path)
@@ -389,23 +394,23 @@ def test_failures_of_a_reward_are_told_again_after_fifty_steps(tmp_path):
     writer.start_stage('grpo', 120)
     for step in range(1, 105):
       writer.write(step, 'train', failing if step > 1 else HEALTHY, error)
-  warned = [line for line in out.getvalue().splitlines() if 'warning' in line]
-  assert [line.partition(': the')[0] for line in warned] == [f'warning: grpo step {n}' for n in (2, 52, 102)]
-  assert all(f'1 of 4 groups failed ({n} groups' in line for n, line in zip((1, 51, 101), warned, strict=True))
-  assert all(line.endswith(error) for line in warned)
-  (kept,) = writer.alerts.warnings
-  assert (kept['step'], kept['kind'], kept['count']) == (2, 'failed', 103) and kept['text'].endswith(error)
+  warnings = [line for line in out.getvalue().splitlines() if 'warning' in line]
+  assert [line.partition(': the')[0] for line in warnings] == [f'warning: grpo step {n}' for n in (2, 52, 102)]
+  assert all(f'1 of 4 groups failed ({n} groups' in line for n, line in zip((1, 51, 101), warnings, strict=True))
+  assert all(line.endswith(error) for line in warnings)
+  (alert,) = writer.alerts.warnings
+  assert (alert['step'], alert['kind'], alert['count']) == (2, 'failed', 103) and alert['text'].endswith(error)
   writer, out = make_writer(tmp_path)
   with writer:
     writer.start_stage('grpo', 120, 104)
     writer.write(105, 'train', failing, error)
   assert 'warning' not in out.getvalue()
   assert writer.alerts.warnings == [
-    kept | {'count': 104, 'text': kept['text'].replace(error, 'samples/ has the errors')}
+    alert | {'count': 104, 'text': alert['text'].replace(error, 'samples/ has the errors')}
   ]
 
 
-def test_samples_hold_anything(tmp_path):
+def test_samples_hold_any_text_and_number(tmp_path):
   writer, _ = make_writer(tmp_path)
   row = {
     'prompt': [{'role': 'user', 'content': 'Grüße 你好 \n'}],
@@ -423,21 +428,21 @@ def test_samples_hold_anything(tmp_path):
   assert second == {'prompt': 'x'} and '你好' in text
 
 
-def test_summary(tmp_path):
+def test_summary_is_returned_and_written_with_warnings(tmp_path):
   warnings = [{'kind': 'flat', 'count': 2}]
   out = report.summary(tmp_path, {'loss/sft': math.nan, 'x/y/sft': 1.5}, warnings)
   assert out == {'loss/sft': None, 'x/y/sft': 1.5, 'warnings': warnings}
   assert json.loads((tmp_path / 'summary.json').read_text()) == out
 
 
-def test_clock_keys():
+def test_is_clock_key_selects_times_and_rates():
   for key in ('time/step', 'tokens_per_s', 'mfu', 'x/samples_per_s'):
     assert metrics.is_clock_key(key)
   for key in ('loss', 'timeouts', 'mfu_target', 'tokens_per_step'):
     assert not metrics.is_clock_key(key)
 
 
-def test_short_number():
+def test_short_number_formats_numbers_of_any_size():
   cases = {
     0.12346: '0.1235',
     12345.6: '12.35k',

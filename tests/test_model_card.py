@@ -1,4 +1,4 @@
-"""The card of an export, the folder of another stage, and --push."""
+"""The model card of an export, the check against exporting over another stage, and `--push` to the hub."""
 
 import json
 
@@ -24,15 +24,15 @@ def run(tmp_path):
   return run
 
 
-def test_the_facts_of_the_run(run):
+def test_card_states_model_method_reward_step_command_and_metrics(run):
   text = export.describe(run, 'grpo', 15)
   for fact in ('some/base\\|model', '| method | grpo |', 'exact_match', 'step 15 of 100', 'jaxpost 9.9'):
     assert fact in text, fact
-  assert "| python -m launch.train '--x=(1,)' |" in text  # a line that a shell runs, without the folder of the clone
+  assert "| python -m launch.train '--x=(1,)' |" in text  # a command for a shell, without the path of the clone
   assert '| held-out metric, step 10 | |' in text and '| pass@1 | 0.5 |' in text
 
 
-def test_a_reward_model_is_not_served_as_one_that_writes(run):
+def test_card_of_a_reward_model_has_no_commands_that_generate_text(run):
   assert 'vllm serve FOLDER' in export.describe(run, 'grpo', 15)
   config = json.loads((run / 'config.json').read_text())
   (run / 'config.json').write_text(json.dumps(config | {'algorithm': 'reward_model', 'reward': ''}))
@@ -45,23 +45,23 @@ def test_a_reward_model_is_not_served_as_one_that_writes(run):
   assert 'logit at the line break after each step' in export.describe(run, 'reward_model', 15)
 
 
-def test_commands_name_the_folder_as_it_was_given(run, tmp_path, monkeypatch):
-  """Nothing in the card holds on one machine only."""
+def test_commands_in_the_card_name_the_folder_as_given_and_no_local_path(run, tmp_path, monkeypatch):
+  """A card holds on any machine: it names a relative folder as given, and an absolute one by its last part."""
   monkeypatch.chdir(tmp_path)
-  for given, named in (('exports/my model', "'exports/my model'"), (tmp_path / 'exports/my model', "'my model'")):
+  for folder, expected in (('exports/my model', "'exports/my model'"), (tmp_path / 'exports/my model', "'my model'")):
     card = tmp_path / 'exports/my model/README.md'
     card.parent.mkdir(parents=True, exist_ok=True)
     card.write_text('---\na: b\n---\n# title\n')
-    export.write_card(given, run, 'grpo', 15)
+    export.write_card(folder, run, 'grpo', 15)
     text = card.read_text()
-    assert f'    vllm serve {named}\n' in text and 'FOLDER' not in text and str(tmp_path) not in text, text
+    assert f'    vllm serve {expected}\n' in text and 'FOLDER' not in text and str(tmp_path) not in text, text
 
 
-def test_never_over_another_stage(run, tmp_path):
+def test_export_over_another_stage_is_refused(run, tmp_path):
   out = tmp_path / 'out'
   out.mkdir()
   (out / 'README.md').write_text('---\ntags:\n- jaxpost\n---\n')
-  export.check_stage(out, 'sft')  # an export without a run
+  export.check_stage(out, 'sft')  # an export that was not made from a run has no stage
   export.write_card(out, run, 'grpo', 15)
   assert (out / 'README.md').read_text().startswith('---\ntags')
   export.check_stage(out, 'grpo')
@@ -85,7 +85,7 @@ def test_the_header_names_base_model_and_license(run, tmp_path, monkeypatch):
   assert header(str(base)) == 'tags:\n- jaxpost\n'
   (base / 'README.md').write_text('---\nlicense: apache-2.0\n---\nlicense: of the text\n')
   assert header(str(base)) == 'tags:\n- jaxpost\nlicense: apache-2.0\n'
-  monkeypatch.chdir(tmp_path.parent)  # where the folder has the form of a name on the hub
+  monkeypatch.chdir(tmp_path.parent)  # there, the relative folder looks like a name on the hub
   assert header(f'{tmp_path.name}/base') == 'tags:\n- jaxpost\nlicense: apache-2.0\n'
   for text in (b'license: of a text without a header', b'---\nlicense: see "LICENSE": all\n---\n', b'---\n\xff\n---\n'):
     (base / 'README.md').write_bytes(text)
@@ -96,14 +96,14 @@ def test_push_without_a_token_sends_nothing(tmp_path, monkeypatch):
   (tmp_path / 'config.json').write_text('{}')
   monkeypatch.setattr(hub, 'has_token', lambda: False)
   monkeypatch.setattr(hub, 'upload', lambda *args, **kwargs: pytest.fail('sent'))
-  said = []
-  push.push(str(tmp_path), 'org/name', False, said.append)
-  assert said[0] == 'would send config.json, 2 bytes' and 'nothing was sent' in said[1]
+  messages = []
+  push.push(str(tmp_path), 'org/name', False, messages.append)
+  assert messages[0] == 'would send config.json, 2 bytes' and 'nothing was sent' in messages[1]
   with pytest.raises(InputError, match='ORG/NAME'):
-    push.push(str(tmp_path), 'name', False, said.append)
+    push.push(str(tmp_path), 'name', False, messages.append)
 
 
-def test_push_with_a_token(tmp_path, monkeypatch):
+def test_push_with_a_token_creates_a_private_repo_and_uploads(tmp_path, monkeypatch):
   import huggingface_hub
 
   calls = []
@@ -119,12 +119,12 @@ def test_push_with_a_token(tmp_path, monkeypatch):
 
   monkeypatch.setattr(hub, 'has_token', lambda: True)
   monkeypatch.setattr(huggingface_hub, 'HfApi', Api)
-  said = []
-  push.push(str(tmp_path), 'org/name', False, said.append)
+  messages = []
+  push.push(str(tmp_path), 'org/name', False, messages.append)
   assert calls == [
     ('org/name', {'private': True, 'exist_ok': True}),
     {'repo_id': 'org/name', 'folder_path': str(tmp_path)},
   ]
-  assert said == ['https://huggingface.co/org/name']
+  assert messages == ['https://huggingface.co/org/name']
   with pytest.raises(InputError, match='no way'):
-    push.push(str(tmp_path), 'org/refused', True, said.append)
+    push.push(str(tmp_path), 'org/refused', True, messages.append)

@@ -1,4 +1,4 @@
-"""Objectives of pairs and labels: TRL's figures, invariances, bad input.
+"""Preference objectives (DPO, KTO, ORPO, CPO, SimPO): values of TRL, invariance to layout, refused configs.
 
 Legend: M micro-batches, B rows, T tokens.
 """
@@ -35,26 +35,26 @@ close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6)
 
 
 def settings(algorithm, **fields):
-  """(Algorithm, Config) with these fields of `config.preference`."""
+  """Returns (Algorithm, Config) of a method, with `fields` as its `config.preference`, after its checks."""
   (config,) = config_lib.parse(
     tiny.merged(config_lib.defaults(), dict(algorithm=algorithm, preference=fields, model=dict(dtype='float32')))
   ).values()
-  found = algorithms.load_algorithm(algorithm)
-  config = config_lib.resolve(config, found.defaults)
-  found.check(config)
-  return found, config
+  method = algorithms.load_algorithm(algorithm)
+  config = config_lib.resolve(config, method.defaults)
+  method.check(config)
+  return method, config
 
 
-# ----------------------------------------------------------- figures of TRL
+# ----------------------------------------------------------- values of TRL
 
 
 def side_by_side(x):
-  """[4, 7, ...] of INPUTS -> [2, 14, ...]: a row is chosen, then rejected."""
+  """[4, 7, ...] of INPUTS -> [2, 14, ...]: each row has the chosen answer, then the rejected one."""
   return jnp.concatenate([x[:2], x[2:]], axis=1)
 
 
 def golden_outputs(logits):
-  """[4, 7, V] -> log-probs of each token [4, 7], by those before it."""
+  """[4, 7, V] logits -> [4, 7] log-probs of each token given those before it."""
   ids = INPUTS['pair_ids'].astype(int)[:, 1:, None]
   logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], ids, axis=2)[..., 0]
   return jnp.pad(logprobs, ((0, 0), (1, 0)))
@@ -101,7 +101,7 @@ def golden_batch():
     ),
   ],
 )
-def test_dpo_is_that_of_trl(case, fields):
+def test_dpo_losses_match_trl(case, fields):
   algorithm, config = settings('dpo', **fields)
   batch, golden = golden_batch(), CASES[f'trl/{case}']
 
@@ -114,18 +114,18 @@ def test_dpo_is_that_of_trl(case, fields):
   (value, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(jnp.asarray(INPUTS['pair_logits']))
   close(value, golden['loss'])
   close(jnp.sqrt(jnp.sum(gradient**2)), golden['grad_norm'])
-  for name, want in golden['metrics'].items():
-    close(metrics[name], want)
+  for name, expected in golden['metrics'].items():
+    close(metrics[name], expected)
   close(metrics['entropy'], 1.0)
 
 
 @pytest.mark.parametrize('case', ['kto_beta0.1', 'kto_apo_zero_unpaired'])
-def test_kto_is_that_of_trl(case):
+def test_kto_losses_match_trl(case):
   golden = CASES[f'trl/{case}']
   algorithm, config = settings(
     'kto', losses=(case.removesuffix('_beta0.1').removeprefix('kto_') if 'apo' in case else 'kto',)
   )
-  # Rows 0 and 2 are desirable. A second sequence holds the mismatched ones.
+  # Rows 0 and 2 are desirable. In column 8, a second sequence holds the log-probs of the mismatched pairs.
   mask = np.pad(INPUTS['pair_completion_mask'], ((0, 0), (0, 2)))
   ids = mask.astype(int)
   ids[:, 8] = 2
@@ -145,42 +145,43 @@ def test_kto_is_that_of_trl(case):
   )
   loss, metrics = algorithm.objective(config).fn(Outputs(jnp.asarray(logprobs), jnp.ones_like(mask)), batch)
   close(loss, golden['loss'])
-  for name, want in golden['metrics'].items():
-    close(metrics[name], want)
+  for name, expected in golden['metrics'].items():
+    close(metrics[name], expected)
 
 
-# ------------------------------------------------- what must make no change
+# ------------------------------------------------- invariance to the layout
 
 
 @pytest.fixture(scope='module')
 def models():
-  """(model, the policy's parameters, the reference's)."""
+  """(model, parameters of the policy, parameters of the reference)."""
   model = model_lib.build(tiny.config(vocab_size=259, num_layers=1))
   return model, tiny.params(model), tiny.params(model, seed=1)
 
 
 @functools.cache
 def examples(algorithm, share_prompt=True, number=6):
-  found, config = settings(algorithm, share_prompt=share_prompt)
+  method, config = settings(algorithm, share_prompt=share_prompt)
   kind = 'labels' if algorithm == 'kto' else 'pairs'
   rows = sources.read(f'generated:arithmetic_{kind}:size={number},seed=3')
-  render = found.render(rows, tokenizer_lib.load('bytes'), config)
+  render = method.render(rows, tokenizer_lib.load('bytes'), config)
   return [render(n) for n in range(number)]
 
 
 def packed(algorithm, share_prompt=True, row_length=80, rows=6, order=1):
-  made = examples(algorithm, share_prompt)[::order]
-  filled = packing.pack([len(e.tokens) for e in made], row_length)
-  found, _ = settings(algorithm)
-  return packing.to_batch([[made[i] for i in row] for row in filled], row_length, rows, per=found.per)
+  """Returns the Batch of the examples of a method, packed in rows."""
+  documents = examples(algorithm, share_prompt)[::order]
+  row_indices = packing.pack([len(e.tokens) for e in documents], row_length)
+  method, _ = settings(algorithm)
+  return packing.to_batch([[documents[i] for i in row] for row in row_indices], row_length, rows, per=method.per)
 
 
 def computed(models, algorithm, batch, micro_batches=1, layout=None, **fields):
-  """(loss, metrics, gradients) as an update computes them."""
+  """Returns (loss, metrics, gradients) of a batch as an update computes them."""
   model, params, ref_params = models
   if algorithm == 'kto' and ref_params is not params:
-    params, ref_params = ref_params, params  # for a z above 0
-  found, config = settings(algorithm, **fields)
+    params, ref_params = ref_params, params  # exchanged, the KL term z is above 0
+  method, config = settings(algorithm, **fields)
   layout, ledger = layout or tiny.one_device(), Ledger()
   params, ref_params = (jax.device_put(x, model.shardings(layout)) for x in (params, ref_params))
   read = score.make_score(model, layout, tiny.EXACT, ledger)
@@ -189,29 +190,30 @@ def computed(models, algorithm, batch, micro_batches=1, layout=None, **fields):
     model, state, layout, len(batch.tokens) // micro_batches, update_program=None, make_score=lambda: read
   )
   reference = Frozen(ref_params, read, layout, model)
-  placed = found.prepare(policy.place(batch), Roles(policy, reference=reference), config)
-  loss = train.make_loss(model, found.objective(config), layout, tiny.EXACT)
+  placed = method.prepare(policy.place(batch), Roles(policy, reference=reference), config)
+  loss = train.make_loss(model, method.objective(config), layout, tiny.EXACT)
   (value, metrics), grads = jax.jit(
     lambda params, batch: train.accumulate(lambda params, micro: loss(params, micro, 0, {}), params, batch)
   )(params, placed)
   return value, metrics, grads
 
 
-def same(a, b, tolerance=1e-5):
+def assert_same(a, b, tolerance=1e-5):
+  """Compares two results of `computed`."""
   for one, two in zip(a[:2], b[:2]):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), one, two)
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=tolerance * tiny.largest(y)), a[2], b[2])
 
 
 @pytest.mark.parametrize('algorithm', METHODS)
-def test_layout_of_a_batch_changes_nothing(models, algorithm):
-  """Not prompts read twice, packing, micro-batches, padding, nor order."""
-  one = computed(models, algorithm, packed(algorithm))
-  assert float(one[0]) > 0.01 and tiny.largest(one[2]['embed']) > 1e-3
+def test_results_do_not_depend_on_the_layout_of_a_batch(models, algorithm):
+  """Shared or repeated prompts, packing, micro-batches, padding and order give the same loss and gradients."""
+  expected = computed(models, algorithm, packed(algorithm))
+  assert float(expected[0]) > 0.01 and tiny.largest(expected[2]['embed']) > 1e-3
   if algorithm == 'kto':
-    assert float(one[1]['kl']) > 0.1
-  same(computed(models, algorithm, packed(algorithm, share_prompt=False, row_length=120)), one)
-  same(computed(models, algorithm, packed(algorithm, row_length=250, rows=4, order=-1), 2), one)
+    assert float(expected[1]['kl']) > 0.1
+  assert_same(computed(models, algorithm, packed(algorithm, share_prompt=False, row_length=120)), expected)
+  assert_same(computed(models, algorithm, packed(algorithm, row_length=250, rows=4, order=-1), 2), expected)
 
 
 def test_the_prompt_is_read_once():
@@ -219,8 +221,8 @@ def test_the_prompt_is_read_once():
   assert len(shared.tokens) < 0.7 * len(apart.tokens)
 
 
-def drawn(algorithm):
-  """A batch with random log-probs of policy and reference."""
+def random_outputs(algorithm):
+  """Returns (Batch, Outputs) of a method with random log-probs of policy and reference."""
   batch, random = packed(algorithm), np.random.default_rng(0)
 
   def draw():
@@ -232,11 +234,11 @@ def drawn(algorithm):
 
 @pytest.mark.parametrize('algorithm', METHODS)
 def test_only_trained_tokens_have_a_gradient(algorithm):
-  found, config = settings(algorithm)
-  batch, outputs = drawn(algorithm)
+  method, config = settings(algorithm)
+  batch, outputs = random_outputs(algorithm)
 
   def fn(logprobs):
-    return found.objective(config).fn(outputs.replace(logprobs=logprobs), batch)[0]
+    return method.objective(config).fn(outputs.replace(logprobs=logprobs), batch)[0]
 
   gradient = jax.grad(fn)(outputs.logprobs)
   np.testing.assert_array_equal(gradient != 0, batch.loss_weights > 0)
@@ -245,44 +247,46 @@ def test_only_trained_tokens_have_a_gradient(algorithm):
 
 
 @pytest.mark.parametrize('algorithm', ['dpo', 'kto'])
-def test_a_policy_that_is_its_reference(models, algorithm):
+def test_policy_equal_to_its_reference_has_the_known_first_loss(models, algorithm):
   model, params, _ = models
-  found, config = settings(algorithm)
+  method, config = settings(algorithm)
   loss, metrics, _ = computed((model, params, params), algorithm, packed(algorithm))
-  want = math.log(2) if algorithm == 'dpo' else 0.5
-  assert float(loss) == pytest.approx(want, abs=1e-6)
-  found.check_first_step({'loss': float(loss)} | {k: float(v) for k, v in metrics.items()}, config)
-  wrong = computed(models, algorithm, packed(algorithm))
+  expected = math.log(2) if algorithm == 'dpo' else 0.5
+  assert float(loss) == pytest.approx(expected, abs=1e-6)
+  method.check_first_step({'loss': float(loss)} | {k: float(v) for k, v in metrics.items()}, config)
+  with_other_reference = computed(models, algorithm, packed(algorithm))
   with pytest.raises(AssertionError, match='its own reference'):
-    found.check_first_step({'loss': float(wrong[0])} | {k: float(v) for k, v in wrong[1].items()}, config)
+    method.check_first_step(
+      {'loss': float(with_other_reference[0])} | {k: float(v) for k, v in with_other_reference[1].items()}, config
+    )
 
 
-def test_rewards_without_a_reference():
-  """Sums of log-probs for CPO; means for ORPO and SimPO, as in TRL."""
+def test_rewards_without_a_reference_are_scaled_logprobs():
+  """The rewards of CPO are sums of log-probs; those of ORPO and SimPO are means, as in TRL."""
   for name, of_means in (('cpo', False), ('orpo', True), ('simpo', True)):
-    batch, outputs = drawn(name)
-    found, config = settings(name)
-    _, metrics = found.objective(config).fn(outputs, batch)
+    batch, outputs = random_outputs(name)
+    method, config = settings(name)
+    _, metrics = method.objective(config).fn(outputs, batch)
     beta = 2.0 if name == 'simpo' else 0.1
     close(metrics['rewards/chosen'], beta * metrics['logps/chosen'])
     assert (float(metrics['logps/chosen']) > -2) == of_means
 
 
-def test_simpo_is_that_of_its_paper():
-  """beta 2 and gamma 1 (arXiv:2405.14734, section 4.2), not the 0.1 of DPO; a config may set others."""
+def test_simpo_defaults_are_those_of_its_paper():
+  """SimPO has beta 2 and gamma 1 (arXiv:2405.14734, section 4.2) and not beta 0.1 of DPO; a config may set others."""
   assert settings('simpo')[1].preference.beta == 2.0
   assert settings('simpo')[1].preference.gamma == 1.0
   assert settings('dpo')[1].preference.beta == 0.1
   assert settings('simpo', beta=2.5, gamma=0.3)[1].preference.beta == 2.5
 
 
-def test_nll_of_a_method():
+def test_default_nll_coef_of_each_method():
   values = {name: settings(name)[1].preference.nll_coef for name in METHODS}
   assert values == dict(dpo=0, ld_dpo=0, wpo=0, orpo=1, cpo=1, simpo=0, kto=0)
   assert settings('cpo', nll_coef=0.0)[1].preference.nll_coef == 0
 
 
-# ------------------------------------------------- every field, and bad ones
+# -------------------------------------- fields of config.preference, valid and invalid
 
 
 @pytest.mark.parametrize(
@@ -309,17 +313,17 @@ def test_nll_of_a_method():
   ids=str,
 )
 def test_every_field_counts(algorithm, fields):
-  """share_prompt and precompute_ref change no result: see test_preference_runs.py."""
-  base = dict(list(fields.items())[:-1])  # the last field may count only with those before it
-  batch, outputs = drawn(algorithm)
+  """Not share_prompt and precompute_ref, which change no result (test_preference_runs.py)."""
+  base = dict(list(fields.items())[:-1])  # the last field may have an effect only together with those before it
+  batch, outputs = random_outputs(algorithm)
   values = []
-  for some in (base, fields):
-    found, config = settings(algorithm, **some)
-    values.append(float(found.objective(config).fn(outputs, batch)[0]))
+  for preference_fields in (base, fields):
+    method, config = settings(algorithm, **preference_fields)
+    values.append(float(method.objective(config).fn(outputs, batch)[0]))
   assert abs(values[0] - values[1]) > 1e-5
 
 
-def test_no_field_is_left_out():
+def test_every_preference_field_has_a_case():
   tested = {name for mark in test_every_field_counts.pytestmark for _, fields in mark.args[1] for name in fields}
   section = config_lib.defaults()['preference']
   assert tested | {'share_prompt', 'precompute_ref'} == set(section)
@@ -353,27 +357,27 @@ def test_no_field_is_left_out():
   ],
   ids=str,
 )
-def test_bad_fields(algorithm, fields, message):
+def test_invalid_or_ignored_fields_are_refused(algorithm, fields, message):
   with pytest.raises(InputError, match='config.preference.*' + message):
     settings(algorithm, **fields)
 
 
-def test_answers_count_whole():
-  """A message of weight 0.5 has no meaning in a comparison of sums."""
+def test_message_weights_in_answers_are_refused():
+  """A message of weight 0.5 has no meaning where sums of log-probs of whole answers are compared."""
   row = generated.rows('arithmetic_pairs', 'size=1')[0]
-  said = [{**row['chosen'][0], 'weight': 0.5}]
+  weighted_answer = [{**row['chosen'][0], 'weight': 0.5}]
   _, config = settings('dpo')
-  rows = sources.Rows('x', [{**row, 'chosen': said}], [('x:', 7)])
+  rows = sources.Rows('x', [{**row, 'chosen': weighted_answer}], [('x:', 7)])
   render = preference.render(rows, tokenizer_lib.load('bytes'), config)
   with pytest.raises(InputError, match='x:7: a message has a weight'):
     render(0)
 
 
-def test_the_sampler_s_temperature():
+def test_objective_uses_the_sampling_temperature_in_online_dpo_only():
   config = settings('online_dpo')[1]
-  warm = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, temperature=0.7))
-  assert online_dpo.objective(warm).temperature == 0.7
-  assert preference.objective(warm).temperature == 1.0
+  at_temperature_0_7 = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, temperature=0.7))
+  assert online_dpo.objective(at_temperature_0_7).temperature == 0.7
+  assert preference.objective(at_temperature_0_7).temperature == 1.0
 
 
 # ------------------------------------------------- options of single losses

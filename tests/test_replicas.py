@@ -1,4 +1,4 @@
-"""The hash of replicas: every bit of every place counts."""
+"""`programs.replicas`: the hash that compares replicas depends on every bit and on its position."""
 
 import jax
 import numpy as np
@@ -18,16 +18,16 @@ def test_no_flipped_bit_is_missed(shape, dtype):
     return replicas._hash(jax.lax.bitcast_convert_type(words, dtype))
 
   flipped = []
-  for at in np.ndindex(shape):
+  for index in np.ndindex(shape):
     for bit in range(8 * size):
       other = words.copy()
-      other[at] ^= other.dtype.type(1 << bit)
+      other[index] ^= other.dtype.type(1 << bit)
       flipped.append(other)
-  found = jax.jit(jax.vmap(digest))(np.stack(flipped))
-  assert not np.any(np.asarray(found) == np.asarray(jax.jit(digest)(words)))
+  hashes = jax.jit(jax.vmap(digest))(np.stack(flipped))
+  assert not np.any(np.asarray(hashes) == np.asarray(jax.jit(digest)(words)))
 
 
-def test_places_count():
+def test_order_of_values_changes_the_hash():
   x = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
   digest = jax.jit(replicas._hash)
   assert digest(x) != digest(x[::-1]) != digest(x[:, ::-1]) != digest(x[..., ::-1]) != digest(x)

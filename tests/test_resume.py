@@ -1,8 +1,7 @@
-"""Kill it, stop it, damage it, start it again: the run comes out the same.
+"""Resume of a run that was killed, stopped or damaged: it ends with the results of an undisturbed run.
 
-One short run of SFT and GRPO is made without a disturbance; the others are
-compared with it, in the rows of their metrics and in every bit of their final
-state. What runs in a process of its own runs by the launcher's command.
+The baseline is a short run of SFT and GRPO without a disturbance. Disturbed runs must end with the same rows of
+metrics, and with the same final state, bit for bit. Runs in a process of their own are started by `launch.train`.
 """
 
 import collections
@@ -42,13 +41,13 @@ TASK = 'generated:arithmetic:max=99,ops=+'
 STEPS = {'sft': 8, 'grpo': 6}
 LIMIT = 240  # seconds for a process, on a busy machine
 
-# Never all equal, so that GRPO learns.
+# Its rewards differ within a group, so that GRPO learns.
 REWARD = """
 def remainder(completion_ids, **columns):
   return [float(sum(ids) % 7) for ids in completion_ids]
 """
-# The launcher, and a file of how often compilation found its cache.
-COUNTED = """
+# The launcher, which also writes counts of JAX events, such as hits of the compilation cache, to the file $EVENTS.
+COUNTING_LAUNCHER = """
 import atexit, collections, json, os, runpy, sys
 import jax
 seen = collections.Counter()
@@ -66,7 +65,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def command(model, tmp_path_factory):
-  """command(workdir, *more) -> the arguments of a run of both stages."""
+  """command(workdir, *flags) -> the command line of a run of both stages."""
   folder = tmp_path_factory.mktemp('config')
   (folder / 'rewards.py').write_text(REWARD)
   both = tiny.run_config(
@@ -85,13 +84,13 @@ def command(model, tmp_path_factory):
     ),
   )
   path = tiny.config_file(folder / 'both.py', both)
-  return lambda workdir, *more: [
+  return lambda workdir, *flags: [
     sys.executable,
     '-m',
     'launch.train',
     f'--config={path}',
     f'--workdir={workdir}',
-    *more,
+    *flags,
   ]
 
 
@@ -102,7 +101,7 @@ def start(arguments, **variables):
 
 
 def finish(process, code=0):
-  """(stdout, stderr) of a process that must end with this exit code."""
+  """Waits for a process, which must end with this exit code; returns (stdout, stderr)."""
   try:
     out, err = process.communicate(timeout=LIMIT)
   finally:
@@ -113,7 +112,7 @@ def finish(process, code=0):
 
 @pytest.fixture(scope='module')
 def baseline(command, tmp_path_factory):
-  """The folder of the run that nothing disturbs."""
+  """The folder of the undisturbed run."""
   workdir = tmp_path_factory.mktemp('runs') / 'baseline'
   out, err = finish(start(command(workdir)))
   assert 'after the first step' not in out + err
@@ -123,23 +122,23 @@ def baseline(command, tmp_path_factory):
 
 
 def seal(folder, step=None):
-  """Returns {name: crc} of the leaves and files in a checkpoint's manifest."""
+  """Returns the manifest of a checkpoint, by default of the newest: its leaves, its files and their checksums."""
   step = max(finished_steps(folder)) if step is None else step
   _, _, text = (folder / str(step) / 'checksums.json').read_bytes().partition(b'\n')
   return json.loads(text)
 
 
 def state(workdir, stage, step=None):
-  """{leaf: bytes} of a checkpoint, and its meta."""
+  """Returns ({leaf: bytes}, meta) of a checkpoint, by default of the newest."""
   import jax
 
   from jaxpost.storage.checkpoint import Checkpointer
 
   folder = workdir / 'checkpoints' / stage
   step = max(finished_steps(folder)) if step is None else step
-  here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   tree = {
-    k: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=here)
+    k: jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=one_device)
     for k, (shape, dtype) in seal(folder, step)['leaves'].items()
   }
   checkpointer = Checkpointer(folder)
@@ -151,9 +150,9 @@ def state(workdir, stage, step=None):
 
 
 def assert_same_run(workdir, expected):
-  """Rows, final states, samples and exported weights, bit for bit."""
-  mine, theirs = (metrics.comparable_rows(d / 'metrics.jsonl') for d in (workdir, expected))
-  assert mine == theirs
+  """Asserts that two runs agree in metrics, final states, samples, exported weights and summary, bit for bit."""
+  rows, expected_rows = (metrics.comparable_rows(d / 'metrics.jsonl') for d in (workdir, expected))
+  assert rows == expected_rows
   for stage, steps in STEPS.items():
     assert max(finished_steps(workdir / 'checkpoints' / stage)) == steps
     assert state(workdir, stage) == state(expected, stage)
@@ -162,19 +161,16 @@ def assert_same_run(workdir, expected):
     assert files == sorted(p.relative_to(workdir) for p in workdir.glob(pattern))
     for file in files:
       assert (workdir / file).read_bytes() == (expected / file).read_bytes()
-  figures = [
-    {
-      k: v
-      for k, v in json.loads((d / 'summary.json').read_text()).items()
-      if k not in ('wall_s', 'paths') and 'time' not in k and 'per_s' not in k
-    }
-    for d in (workdir, expected)
-  ]
-  assert figures[0] == figures[1]
+
+  def summary_without_times(folder):
+    summary = json.loads((folder / 'summary.json').read_text())
+    return {k: v for k, v in summary.items() if k not in ('wall_s', 'paths') and 'time' not in k and 'per_s' not in k}
+
+  assert summary_without_times(workdir) == summary_without_times(expected)
 
 
 def test_the_baseline_learns_in_both_stages(baseline):
-  """Else equal states would prove nothing."""
+  """If the baseline did not learn, equal final states would prove nothing."""
   rows = metrics.comparable_rows(baseline / 'metrics.jsonl')
   for stage, steps in STEPS.items():
     train = [r for r in rows if (r['stage'], r['split']) == (stage, 'train')]
@@ -195,34 +191,34 @@ def test_each_program_is_compiled_once(baseline):
     assert names <= {r['program'] for r in plan['programs']}
 
 
-def test_repeated_run_is_equal_and_finds_its_programs(command, baseline, tmp_path):
-  _, *rest = command(tmp_path / 'again')
-  arguments = [sys.executable, '-c', COUNTED, *rest[2:]]
+def test_repeated_run_is_equal_and_hits_the_compilation_cache(command, baseline, tmp_path):
+  _, *options = command(tmp_path / 'again')
+  arguments = [sys.executable, '-c', COUNTING_LAUNCHER, *options[2:]]
   events = tmp_path / 'events.json'
   out, err = finish(start(arguments, EVENTS=str(events)))
   assert_same_run(tmp_path / 'again', baseline)
-  seen = json.loads(events.read_text())
+  event_counts = json.loads(events.read_text())
   plans = json.loads((baseline / 'plan.json').read_text())
   programs = sum(len(p['programs']) for p in plans)
-  assert seen['/jax/compilation_cache/cache_hits'] >= programs
-  assert seen.get('/jax/compilation_cache/cache_misses', 0) == 0
+  assert event_counts['/jax/compilation_cache/cache_hits'] >= programs
+  assert event_counts.get('/jax/compilation_cache/cache_misses', 0) == 0
 
 
 # Processes that are killed.
 
 
 def descendants(pid):
-  """{pid: start time} of the children of a process, and theirs."""
-  found = {}
+  """Returns {pid: start time} of all descendants of a process."""
+  start_times = {}
   for task in pathlib.Path(f'/proc/{pid}/task').glob('*/children'):
-    with contextlib.suppress(OSError):  # it has just ended
+    with contextlib.suppress(OSError):  # the process has just ended
       for child in task.read_text().split():
-        found |= {int(child): start_time(child), **descendants(child)}
-  return found
+        start_times |= {int(child): start_time(child), **descendants(child)}
+  return start_times
 
 
 def start_time(pid):
-  """When a process began, in ticks; None once it is gone."""
+  """Returns when a process began, in clock ticks; None once it has ended."""
   try:
     text = pathlib.Path(f'/proc/{pid}/stat').read_text()
   except OSError:
@@ -232,7 +228,7 @@ def start_time(pid):
 
 
 def unfinished(workdir, stage, since=0.0):
-  """Steps whose writing began after `since` and has not ended."""
+  """Returns the steps whose save began after `since` and has not ended."""
   with contextlib.suppress(OSError):
     return [
       p.name
@@ -249,13 +245,14 @@ def has_rows(workdir, stage, count):
 
 
 def train_rows(workdir, stage):
+  """Returns the number of rows of training steps that a stage has written."""
   path = workdir / 'metrics.jsonl'
   text = path.read_text() if path.exists() else ''
   return text.count(f'"stage": "{stage}", "split": "train"')
 
 
 def wait_for(process, condition):
-  """Polls until it holds; False if the process ended before."""
+  """Polls until the condition holds; returns False if the process ended first."""
   deadline = time.monotonic() + LIMIT
   while not condition():
     if process.poll() is not None:
@@ -267,26 +264,26 @@ def wait_for(process, condition):
 
 def assert_gone(processes):
   deadline = time.monotonic() + 10
-  while any(t and start_time(pid) == t for pid, t in processes.items()):
+  while any(begun and start_time(pid) == begun for pid, begun in processes.items()):
     assert time.monotonic() < deadline, f'left over: {processes}'
     time.sleep(0.02)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize('seed', range(7, 7 + scorecard.ROUNDS))
-def test_killed_at_any_moment(command, baseline, tmp_path, record_property, seed):
-  """kill -9 in both stages, in the middle of writes and of steps."""
+def test_run_killed_at_random_moments_resumes_bitwise(command, baseline, tmp_path, record_property, seed):
+  """kill -9 hits both stages, in the middle of saves and of steps."""
   workdir, draw = tmp_path / 'killed', random.Random(seed)
   record_property('cases', 4)
-  inside = 0
+  kills_inside_a_save = 0
   for stage, writing in (('sft', True), ('sft', False), ('grpo', False), ('grpo', True)):
-    begin, process = time.time(), start(command(workdir))
+    start_s, process = time.time(), start(command(workdir))
     try:
       if writing:
-        started = wait_for(process, functools.partial(unfinished, workdir, stage, begin))
+        started = wait_for(process, functools.partial(unfinished, workdir, stage, start_s))
       else:
-        least = draw.randint(1, 3) + train_rows(workdir, stage)
-        started = wait_for(process, functools.partial(has_rows, workdir, stage, least))
+        rows_before_kill = draw.randint(1, 3) + train_rows(workdir, stage)
+        started = wait_for(process, functools.partial(has_rows, workdir, stage, rows_before_kill))
         time.sleep(draw.uniform(0, 0.05))
       workers = descendants(process.pid)
       process.kill()
@@ -296,16 +293,16 @@ def test_killed_at_any_moment(command, baseline, tmp_path, record_property, seed
     assert started and process.returncode == -signal.SIGKILL, out + err
     assert len(workers) >= 2
     assert_gone(workers)
-    inside += bool(unfinished(workdir, stage, begin))
+    kills_inside_a_save += bool(unfinished(workdir, stage, start_s))
   out, err = finish(start(command(workdir)))
   assert 'after the first step' not in out + err
-  assert inside >= 1
+  assert kills_inside_a_save >= 1
   assert_same_run(workdir, baseline)
 
 
 @pytest.mark.ci
-def test_told_to_stop(command, baseline, tmp_path):
-  """SIGTERM before the first step and in both stages: saved, exit code 42."""
+def test_run_stopped_by_sigterm_saves_and_resumes_bitwise(command, baseline, tmp_path):
+  """SIGTERM comes before the first step and in both stages; each time the run saves and ends with code 42."""
   workdir = tmp_path / 'stopped'
   for stage, rows in (('sft', 0), ('sft', 3), ('grpo', 1)):
     process = start(command(workdir))
@@ -323,27 +320,28 @@ def test_told_to_stop(command, baseline, tmp_path):
       step = max(finished_steps(workdir / 'checkpoints' / stage))
       assert f'{stage}: told to stop, saved at step {step};' in err
       assert step >= rows and not unfinished(workdir, stage)
-      # The steps that were done at the signal, and the step after them.
+      # The saved step includes all steps with rows: those before the signal and the step that was running.
       assert train_rows(workdir, stage) == step
   out, _ = finish(start(command(workdir)))
   assert 'rows of metrics past it, dropped: 0' in ' '.join(out.split())
   assert_same_run(workdir, baseline)
 
 
-def everything(workdir):
+def all_files(workdir):
+  """Returns {path: (content, modification time)} of the files of a run."""
   return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in workdir.rglob('*') if p.is_file()}
 
 
 def test_finished_run_started_again_changes_nothing(command, baseline):
-  before, begin = everything(baseline), time.monotonic()
+  before, begin = all_files(baseline), time.monotonic()
   out, _ = finish(start(command(baseline)))
   assert time.monotonic() - begin < 20
   assert 'was finished before' in out
   assert json.loads(out.splitlines()[-1]) == json.loads((baseline / 'summary.json').read_text())
-  assert everything(baseline) == before
+  assert all_files(baseline) == before
 
 
-# In this process: SFT, so that no worker is needed.
+# Tests in this process use SFT, which needs no worker process.
 
 
 def run(config, workdir):
@@ -351,14 +349,14 @@ def run(config, workdir):
   return stages.run(config, workdir)
 
 
-def same_rows(a, b):
-  a, b = (metrics.comparable_rows(d / 'metrics.jsonl') for d in (a, b))
-  assert a == b
+def same_rows(workdir, expected):
+  rows, expected_rows = (metrics.comparable_rows(d / 'metrics.jsonl') for d in (workdir, expected))
+  assert rows == expected_rows
 
 
 @pytest.fixture(scope='module')
 def sft(model, tmp_path_factory):
-  """(config, folder) of an SFT run that keeps all its steps."""
+  """(config, folder) of a finished SFT run that keeps all its steps."""
   config = tiny.run_config(
     model,
     save=dict(every=2, keep=9, export=False),
@@ -377,7 +375,7 @@ def copy(workdir, target):
 
 
 def leave_out_evaluation(workdir, step):
-  """Makes a run look as if it had been told to stop in this step, whose evaluation the resume has to make."""
+  """Makes a run look as if it had been stopped at this step, before an evaluation that the resume has to make up."""
   path = workdir / 'metrics.jsonl'
   lines = path.read_text().splitlines(keepends=True)
   kept = [line for line in lines if (json.loads(line)['split'], json.loads(line)['step']) != ('eval', step)]
@@ -401,60 +399,60 @@ def test_more_steps_continue_a_finished_run(sft, model, tmp_path, monkeypatch):
   read, before = Checkpointer.restore, live_bytes()
 
   def restore(checkpointer, template):
-    # The initial state is gone by then: on a device that is nearly full, a resume must fit where the start did.
+    # The initial state must be freed before the restore: a resume must fit on a device that the start nearly filled.
     assert live_bytes() - before < 0.1 * memory.size(template)
     return read(checkpointer, template)
 
   verify, verified = manifest.verify, []
   with monkeypatch.context() as patched:
     patched.setattr(Checkpointer, 'restore', restore)
-    patched.setattr(manifest, 'verify', lambda *given: verified.append(given) or verify(*given))
+    patched.setattr(manifest, 'verify', lambda *args: verified.append(args) or verify(*args))
     assert run(config, tmp_path / 'run')['steps/sft'] == 6
-  # For what is compared with the config, which needs no arrays, and for the state.
-  assert [any(name.startswith('state/') for name in what.files) for what, _ in verified] == [False, True]
+  # Checksums are verified twice: of the meta, which is compared with the config and needs no arrays, and of the state.
+  assert [any(name.startswith('state/') for name in record.files) for record, _ in verified] == [False, True]
   same_rows(tmp_path / 'run', sft[1])
   assert state(tmp_path / 'run', 'sft') == state(sft[1], 'sft')
-  scores, theirs = (seal(folder / 'checkpoints/sft', 4)['metrics']['loss'] for folder in (tmp_path / 'run', sft[1]))
-  assert scores == theirs  # for `save.keep_best`
+  loss, expected = (seal(folder / 'checkpoints/sft', 4)['metrics']['loss'] for folder in (tmp_path / 'run', sft[1]))
+  assert loss == expected  # for `save.keep_best`
   assert json.loads((tmp_path / 'run/config.json').read_text())['train']['steps'] == 6
-  given = types.SimpleNamespace(train=types.SimpleNamespace(steps=6))
-  stage = types.SimpleNamespace(name='sft', config=given, data=types.SimpleNamespace(held_out=True))
+  stage_config = types.SimpleNamespace(train=types.SimpleNamespace(steps=6))
+  stage = types.SimpleNamespace(name='sft', config=stage_config, data=types.SimpleNamespace(held_out=True))
   assert stages.stages_done([stage], tmp_path / 'run') == 1
   leave_out_evaluation(tmp_path / 'run', 6)
-  assert stages.stages_done([stage], tmp_path / 'run') == 0  # all its steps, and not the evaluation after them
+  assert stages.stages_done([stage], tmp_path / 'run') == 0  # all its steps are done, but not the evaluation after them
   with pytest.raises(InputError, match='train.steps: 4 of sft.* its step 6'):
     run(short, tmp_path / 'run')
 
 
-def test_other_rows_are_refused_before_anything_is_compiled(model, tmp_path, monkeypatch, capsys):
+def test_changed_data_is_refused_before_compilation_and_changed_reward_warns(model, tmp_path, monkeypatch, capsys):
   row = json.dumps(dict(prompt='1+1=', completion='2', answer='2')) + '\n'
   data, rewards = tmp_path / 'data.jsonl', tmp_path / 'rewards.py'
   data.write_text(row * 9)
   rewards.write_text(REWARD)
   over = dict(data=dict(path=str(data)), save=dict(every=2, export=False), train=dict(steps=2))
   grpo = dict(algorithm='grpo', reward=f'{rewards}:remainder', rollout=dict(prompts=2, group_size=2))
-  for name, more, kind in (('sft', {}, 'rows'), ('grpo', grpo, 'prompts')):
+  for name, method, kind in (('sft', {}, 'rows'), ('grpo', grpo, 'prompts')):
     data.write_text(row * 9)
-    config = tiny.merged(tiny.run_config(model, **over), more)
+    config = tiny.merged(tiny.run_config(model, **over), method)
     run(config, tmp_path / name)
     data.write_text(row * 10)
-    run(config, tmp_path / name)  # is done, and reads no more rows
+    run(config, tmp_path / name)  # the stage is finished and reads no more rows
     longer = tiny.merged(config, dict(train=dict(steps=3)))
     with monkeypatch.context() as patched:
       patched.setattr(stages.place, 'place_stage', None)
-      words = rf'config.data.path of {name}: {re.escape(str(data))} has 10 {kind}, and had 9 when the checkpoint'
-      with pytest.raises(InputError, match=words):
+      message = rf'config.data.path of {name}: {re.escape(str(data))} has 10 {kind}, and had 9 when the checkpoint'
+      with pytest.raises(InputError, match=message):
         run(longer, tmp_path / name)
   data.write_text(row * 9)
-  said = f'warning: {rewards}: has changed since the last start of this run'
-  assert said not in capsys.readouterr().out
+  warning = f'warning: {rewards}: has changed since the last start of this run'
+  assert warning not in capsys.readouterr().out
   rewards.write_text(f'{REWARD}\n# stricter\n')
   run(longer, tmp_path / 'grpo')
-  assert said in capsys.readouterr().out.replace('\n', '')
+  assert warning in capsys.readouterr().out.replace('\n', '')
 
 
 def test_signal_in_the_last_step_is_not_lost(sft, tmp_path):
-  """Nothing is left to do but the summary, and 42 is still the answer."""
+  """Only the summary is left to do, and the run still raises Preempted, for exit code 42."""
   config, expected = sft
   workdir = tmp_path / 'run'
 
@@ -464,38 +462,38 @@ def test_signal_in_the_last_step_is_not_lost(sft, tmp_path):
       time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGTERM)
 
-  late = []
-  old = signal.signal(signal.SIGTERM, lambda *_: late.append(1))
+  signals_after_run = []
+  old_handler = signal.signal(signal.SIGTERM, lambda *_: signals_after_run.append(1))
   thread = threading.Thread(target=stop)
   thread.start()
   try:
     with pytest.raises(Preempted, match='told to stop'):
       run(config, workdir)
       thread.join()
-      assert late, 'the signal was lost'
+      assert signals_after_run, 'the signal was lost'
       pytest.skip('so busy a machine that the signal came after the run')
   finally:
     thread.join()
-    signal.signal(signal.SIGTERM, old)
+    signal.signal(signal.SIGTERM, old_handler)
   run(config, workdir)
   same_rows(workdir, expected)
 
 
-def test_init_from_starts_from_those_weights(sft, model, tmp_path):
+def test_init_from_starts_from_the_weights_of_another_run(sft, model, tmp_path):
   config, other = sft
-  for where, step in (('', 6), ('@2', 2)):
-    child = tiny.merged(config, dict(init_from=f'{other}{where}', optim=dict(lr=0.0), train=dict(steps=1)))
+  for suffix, step in (('', 6), ('@2', 2)):
+    child = tiny.merged(config, dict(init_from=f'{other}{suffix}', optim=dict(lr=0.0), train=dict(steps=1)))
     run(child, tmp_path / f'run{step}')
-    mine, _ = state(tmp_path / f'run{step}', 'sft')
-    theirs, _ = state(other, 'sft', step)
-    weights = {k for k in mine if k.startswith('policy/params/')}
-    assert weights and all(mine[k] == theirs[k] for k in weights)
+    leaves, _ = state(tmp_path / f'run{step}', 'sft')
+    expected, _ = state(other, 'sft', step)
+    weights = {k for k in leaves if k.startswith('policy/params/')}
+    assert weights and all(leaves[k] == expected[k] for k in weights)
   with pytest.raises(NoCheckpointError, match='step 3 .not there.'):
     run(tiny.merged(config, dict(init_from=f'{other}@3')), tmp_path / 'bad')
 
 
-def test_keep_and_keep_best(model, tmp_path):
-  """The loss falls, so that the first step has the largest."""
+def test_save_keep_and_keep_best_decide_which_steps_stay(model, tmp_path):
+  """The loss falls, so that `best_mode=max` keeps an early step beside the newest ones."""
   config = tiny.run_config(
     model,
     optim=dict(lr=1e-2),
@@ -519,16 +517,16 @@ def damage(folder):
   file.write_bytes(content)
 
 
-def test_damaged_checkpoints(sft, tmp_path, capsys):
-  """The newest falls back to the one before it; with none left, exit code 3."""
+def test_damaged_checkpoint_falls_back_and_none_left_ends_with_code_3(sft, tmp_path, capsys):
+  """A damaged newest step falls back to the step before it; with no usable step left, the exit code is 3."""
   config, expected = sft
   workdir = copy(expected, tmp_path / 'run')
   folder = workdir / 'checkpoints' / 'sft'
   damage(folder / '6')
   run(config, workdir)
-  lines = [line for line in capsys.readouterr().out.splitlines() if 'checksum' in line]
-  assert len(lines) == 1 and 'using step 4' in lines[0]
-  assert 'step 6 (6/' in lines[0]
+  warnings = [line for line in capsys.readouterr().out.splitlines() if 'checksum' in line]
+  assert len(warnings) == 1 and 'using step 4' in warnings[0]
+  assert 'step 6 (6/' in warnings[0]
   same_rows(workdir, expected)
   assert state(workdir, 'sft') == state(expected, 'sft')
   (workdir / 'summary.json').unlink()
@@ -541,17 +539,17 @@ def test_damaged_checkpoints(sft, tmp_path, capsys):
   assert (workdir / 'metrics.jsonl').read_bytes() == rows
 
 
-def test_a_second_stage_needs_the_weights_it_began_from(sft, model, tmp_path):
-  """Never from an older step than the one that the stage before ended with."""
+def test_second_stage_resumes_only_on_the_weights_it_began_from(sft, model, tmp_path):
+  """A second stage never starts or resumes from an older step than the last of the stage before it."""
   config, first = sft
   workdir = copy(first, tmp_path / 'run')
   both = tiny.merged(config, dict(stages=('sft', 'more'), sft={}, more=dict(seed=1)))
   damage(workdir / 'checkpoints' / 'sft' / '6')
-  run(both, workdir)  # the first stage makes its last steps again
+  run(both, workdir)  # the first stage repeats its last steps
   steps = [(r['stage'], r['step']) for r in metrics.read_rows(workdir / 'metrics.jsonl') if r['split'] == 'train']
   assert steps == [(stage, n) for stage in ('sft', 'more') for n in range(1, 7)]
   assert state(workdir, 'sft') == state(first, 'sft')
-  # Now that the second has begun, the first is not made anew.
+  # Once the second stage has begun, the first stage is not repeated.
   damage(workdir / 'checkpoints' / 'sft' / '6')
   longer = tiny.merged(both, dict(more=dict(train=dict(steps=8))))
   with pytest.raises(NoCheckpointError, match='step 6 .6/.*checksum'):

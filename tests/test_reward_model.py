@@ -1,4 +1,4 @@
-"""Reward models: their losses, their folders, and what they do as a role.
+"""Reward models: their losses, training, exported folders, and their use as the reward of an RL run.
 
 Legend: B rows, T tokens a row, P pairs, N sequences.
 """
@@ -38,9 +38,9 @@ KINDS = {'bradley_terry': 'pairs', 'regression': 'scores', 'process': 'steps'}
 TOKENIZER = tokenizer_lib.load('bytes')
 
 
-def test_a_run_stands_for_its_last_stage_that_has_saved(tmp_path):
-  """A stage that was killed in its first save is none; the stages before are named by exporting them."""
-  run = tmp_path / 'me@example.com' / 'run'  # a home of this name holds an '@' that begins no step
+def test_run_folder_stands_for_its_last_stage_with_a_finished_save(tmp_path):
+  """A stage that was killed in its first save is passed over; a stage that is no reward model is refused by name."""
+  run = tmp_path / 'me@example.com' / 'run'  # the '@' in this path does not begin a step
   for step, finished in ('judge/1', True), ('sft/2', True), ('ppo/3', False):
     (run / 'checkpoints' / step).mkdir(parents=True)
     if finished:
@@ -49,26 +49,28 @@ def test_a_run_stands_for_its_last_stage_that_has_saved(tmp_path):
   assert weight_sources.find_run(f'{run}@2', 'config.init_from') == (run / 'checkpoints' / 'sft', 2)
   folder, step = weight_sources.find_run(str(run), 'config.init_from')
   assert folder.name == 'sft' and step is None
-  found = records.Source(tiny.config(), checkpoints=folder)
+  source = records.Source(tiny.config(), checkpoints=folder)
   config = config_lib.parse({'reward_model': {'path': str(run)}})['sft']
   with pytest.raises(InputError, match='no head that gives a reward; RUN is its last stage, sft: launch.export'):
-    reward_models.find(config, lambda *_: found)
+    reward_models.find(config, lambda *_: source)
 
 
 def stage_config(kind, **over):
+  """The Config of a stage that trains a reward model with the loss `kind`."""
   return config_lib.parse(tiny.merged(dict(algorithm='reward_model', reward_model=dict(loss=kind)), over))[
     'reward_model'
   ]
 
 
 def examples(kind, share_prompt=True):
+  """(Config, rendered documents) of seven generated rows for a loss."""
   config = stage_config(kind, preference=dict(share_prompt=share_prompt))
-  made = generated.rows(f'arithmetic_{KINDS[kind]}', 'size=7,max=99')
+  generated_rows = generated.rows(f'arithmetic_{KINDS[kind]}', 'size=7,max=99')
   if kind == 'bradley_terry':
-    made = [{**row, 'margin': n / 5} for n, row in enumerate(made)]
-  rows = sources.read('rows', fake_rows=made)
+    generated_rows = [{**row, 'margin': n / 5} for n, row in enumerate(generated_rows)]
+  rows = sources.read('rows', fake_rows=generated_rows)
   render = reward_model.REWARD_MODEL.render(rows, TOKENIZER, config)
-  return config, [render(n) for n in range(len(made))]
+  return config, [render(n) for n in range(len(generated_rows))]
 
 
 @functools.lru_cache
@@ -82,9 +84,14 @@ def weights():
 def losses(config, docs, row_length, num_rows, micro, packed):
   """(loss, metrics, gradients) of documents laid out in rows."""
   model, params = weights()
-  found = packing.pack([len(d.tokens) for d in docs], row_length) if (packed) else [[n] for n in range(len(docs))]
+  row_documents = [[n] for n in range(len(docs))]
+  if packed:
+    row_documents = packing.pack([len(d.tokens) for d in docs], row_length)
   batch = packing.to_batch(
-    [[docs[n] for n in row] for row in found], row_length, num_rows, per=reward_model.REWARD_MODEL.mean_per(config)
+    [[docs[n] for n in row] for row in row_documents],
+    row_length,
+    num_rows,
+    per=reward_model.REWARD_MODEL.mean_per(config),
   )
   loss = programs.make_loss(model, reward_model.objective(config), tiny.one_device(), tiny.EXACT)
   split = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, micro, *x.shape[1:]), batch)
@@ -93,12 +100,13 @@ def losses(config, docs, row_length, num_rows, micro, packed):
 
 
 @functools.lru_cache
-def one_each(kind):
+def unpacked(kind):
+  """`losses` with one document per row."""
   return losses(*examples(kind, False), 128, 7, 7, False)
 
 
 @pytest.mark.parametrize(
-  'kind, share, length, num_rows, micro, turned',
+  'kind, share, length, num_rows, micro, reverse',
   [
     ('bradley_terry', True, 160, 4, 2, True),
     ('bradley_terry', False, 320, 3, 3, False),
@@ -106,19 +114,19 @@ def one_each(kind):
     ('process', True, 200, 4, 2, True),
   ],
 )
-def test_losses_do_not_depend_on_the_layout(kind, share, length, num_rows, micro, turned):
+def test_losses_do_not_depend_on_the_layout(kind, share, length, num_rows, micro, reverse):
   config, docs = examples(kind, share)
-  expected = one_each(kind)
-  found = losses(config, docs[::-1] if turned else docs, length, num_rows, micro, packed=True)
-  assert found[0] == pytest.approx(expected[0], rel=1e-5)
+  expected = unpacked(kind)
+  actual = losses(config, docs[::-1] if reverse else docs, length, num_rows, micro, packed=True)
+  assert actual[0] == pytest.approx(expected[0], rel=1e-5)
   for key in expected[1]:
-    assert float(found[1][key]) == pytest.approx(float(expected[1][key]), rel=1e-5, abs=1e-6), key
-  for a, b in zip(jax.tree.leaves(found[2]), jax.tree.leaves(expected[2])):
+    assert float(actual[1][key]) == pytest.approx(float(expected[1][key]), rel=1e-5, abs=1e-6), key
+  for a, b in zip(jax.tree.leaves(actual[2]), jax.tree.leaves(expected[2])):
     assert tiny.largest(a - b) <= 1e-5 * tiny.largest(b)
 
 
 def pair_batch(chosen, rejected, margin=0.0):
-  """P pairs of two tokens each, in one row; the second of each is read."""
+  """(Outputs, Batch) of P pairs in one row; each answer has two tokens, and its score is that of the second."""
   count = len(chosen)
   scores = np.stack([chosen, rejected], axis=1).reshape(-1)
 
@@ -137,32 +145,32 @@ def pair_batch(chosen, rejected, margin=0.0):
 
 
 @pytest.mark.parametrize('coef, name', [(0.0, 'bt'), (0.01, 'bt_center')])
-def test_bradley_terry_gives_the_figures_of_trl(coef, name):
+def test_bradley_terry_loss_matches_trl(coef, name):
   outputs, batch = pair_batch(GOLDEN['inputs']['rm_chosen'], GOLDEN['inputs']['rm_rejected'])
   config = stage_config('bradley_terry', reward_model=dict(center_coef=coef))
-  loss, found = reward_model.objective(config).fn(outputs, batch)
+  loss, rewards = reward_model.objective(config).fn(outputs, batch)
   assert float(loss) == pytest.approx(GOLDEN['cases']['trlformula/rm_bt_center0.01'][name], rel=1e-5)
-  assert float(found['rewards/accuracies']) == 0.5 - 0.25 * (
+  assert float(rewards['rewards/accuracies']) == 0.5 - 0.25 * (
     np.sum(np.greater(*[GOLDEN['inputs'][f'rm_{k}'] for k in ('chosen', 'rejected')])) == 1
   )
 
 
-def test_margin_of_the_data_counts():
+def test_margin_column_is_subtracted_in_bradley_terry():
   fn = reward_model.objective(stage_config('bradley_terry')).fn
-  plain, more = (float(fn(*pair_batch([1.0], [0.5], m))[0]) for m in (0, 2.0))
-  assert plain == pytest.approx(math.log1p(math.exp(-0.5)), rel=1e-5)
-  assert more == pytest.approx(math.log1p(math.exp(1.5)), rel=1e-5)
+  without_margin, with_margin = (float(fn(*pair_batch([1.0], [0.5], m))[0]) for m in (0, 2.0))
+  assert without_margin == pytest.approx(math.log1p(math.exp(-0.5)), rel=1e-5)
+  assert with_margin == pytest.approx(math.log1p(math.exp(1.5)), rel=1e-5)
 
 
-def test_first_step_is_checked():
+def test_first_step_with_zero_scores_must_have_loss_log_2():
   config = stage_config('bradley_terry')
-  fine = dict(loss=math.log(2), margin=0.0)
-  fine |= {'rewards/chosen': 0.0, 'rewards/rejected': 0.0}
-  reward_model.check_first_step(fine, config)
+  first_step = dict(loss=math.log(2), margin=0.0)
+  first_step |= {'rewards/chosen': 0.0, 'rewards/rejected': 0.0}
+  reward_model.check_first_step(first_step, config)
   with pytest.raises(AssertionError, match='all scores are 0'):
-    reward_model.check_first_step({**fine, 'loss': 0.7}, config)
-  # A model that was trained before, or a margin: nothing is known.
-  reward_model.check_first_step({**fine, 'loss': 0.7, 'rewards/chosen': 0.1}, config)
+    reward_model.check_first_step({**first_step, 'loss': 0.7}, config)
+  # Scores other than 0, as of a model that was trained before, determine no loss.
+  reward_model.check_first_step({**first_step, 'loss': 0.7, 'rewards/chosen': 0.1}, config)
 
 
 # -------------------------------------------------------------------- learning
@@ -180,7 +188,7 @@ def nano(tmp_path_factory):
 
 
 def letters(kind, count, seed):
-  """Rows of words of a and b: the more a, the better."""
+  """Yields rows for a loss: words of the letters a and b, of which those with more a are better."""
   draw = random.Random(seed)
 
   def word():
@@ -189,11 +197,11 @@ def letters(kind, count, seed):
   for n in range(count):
     row = {'prompt': f'{n % 10}:'}
     if kind == 'bradley_terry':
-      one = other = word()
-      while one.count('a') == other.count('a'):
-        other = word()
-      best = max(one, other, key=lambda w: w.count('a'))
-      yield row | {'chosen': best, 'rejected': one if best == other else other}
+      first = second = word()
+      while first.count('a') == second.count('a'):
+        second = word()
+      best = max(first, second, key=lambda w: w.count('a'))
+      yield row | {'chosen': best, 'rejected': first if best == second else second}
     elif kind == 'regression':
       text = word()
       yield row | {'completion': text, 'score': text.count('a') / 3 - 1}
@@ -204,7 +212,7 @@ def letters(kind, count, seed):
 
 @pytest.mark.parametrize('kind', KINDS)
 def test_learns(kind, nano, tmp_path):
-  """Held-out words are judged better than before."""
+  """A hundred steps halve the held-out loss; pairs are then ranked right in more than 90 % of the cases."""
   for name, count, seed in (('train', 2000, 1), ('test', 200, 2)):
     (tmp_path / f'{name}.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in letters(kind, count, seed)))
   jaxpost.run(
@@ -232,7 +240,7 @@ def test_learns(kind, nano, tmp_path):
 
 
 def trained_folder(path, source, seed=0, **fields):
-  """A reward model of our own, with a head that is not 0."""
+  """Writes a reward model folder whose head is random instead of 0; returns (model, parameters)."""
   cfg = model_lib.with_scalar_head(hf.read_config(source))
   model = model_lib.build(dataclasses.replace(cfg, **fields))
   params = tiny.params(model, seed)
@@ -250,7 +258,7 @@ def trained_folder(path, source, seed=0, **fields):
 
 
 def scores(model, params, texts):
-  """The score of each list of tokens, read at its last one."""
+  """Returns the score of each list of tokens, read at its last token."""
   out = []
   for ids in texts:
     x = tiny.hidden(model, params, np.int32([ids]))
@@ -262,7 +270,7 @@ TEXTS = [[257, 65, 66, 258], [70, 258, 71, 72, 258], [1, 2, 3]]
 
 
 def test_transformers_gives_the_same_scores(nano, tmp_path):
-  """In a padded batch and alone, through AutoModelForSequenceClassification."""
+  """AutoModelForSequenceClassification gives our scores, in a padded batch and for each text alone."""
   torch = pytest.importorskip('torch')
   import transformers
 
@@ -312,7 +320,7 @@ def test_a_folder_of_transformers_is_read(family, tmp_path):
 
 
 def test_padding_never_ends_a_text(tmp_path):
-  """A tokenizer that pads with its end of turn gets another token for it."""
+  """If a tokenizer pads with its end of turn, the reward model is saved with another padding token."""
   ends = dataclasses.replace(TOKENIZER, pad_id=TOKENIZER.eos_id)
   assert ends.pad_id in ends.stop_ids
   assert reward_models.pad_id(ends) == 256
@@ -324,49 +332,52 @@ def test_padding_never_ends_a_text(tmp_path):
 
 
 def judged(nano, judge, **over):
+  """A config of GRPO whose reward is the reward model in folder `judge`."""
   return tiny.grpo_config(nano, **tiny.merged(dict(reward='reward_model', reward_model=dict(path=str(judge))), over))
 
 
 @pytest.fixture(scope='module')
 def judge(nano, tmp_path_factory):
+  """(folder, model, parameters) of a reward model."""
   folder = tmp_path_factory.mktemp('judge') / 'judge'
   return folder, *trained_folder(folder, nano)
 
 
 def graded(config, **changes):
-  """The Experience of the first step."""
+  """Returns (Experience, Item) of the first step of a config."""
   _, controller = jaxpost.policy_and_stream(config)
-  seen = []
+  experiences = []
   controller.algorithm = dataclasses.replace(
-    controller.algorithm, credit=lambda e, c: seen.append(e) or grpo.credit(e, c), **changes
+    controller.algorithm, credit=lambda e, c: experiences.append(e) or grpo.credit(e, c), **changes
   )
   try:
     item = next(controller)
   finally:
     controller.close()
-  return seen[0], item
+  return experiences[0], item
 
 
 def texts_of(rollout):
+  """Returns the tokens of prompt and completion of each sequence."""
   size = len(rollout.lengths) // len(rollout.prompts)
   return [
     [*rollout.prompts[n // size].tokens, *rollout.completions[n, :length]] for n, length in enumerate(rollout.lengths)
   ]
 
 
-def test_reward_is_the_score_of_the_text_alone(nano, judge):
-  """At its last token: packed with others or not; beside a function, too."""
+def test_reward_is_the_score_of_each_text_alone_even_when_packed(nano, judge):
+  """The score is read at the last token of each text, with and without packing, and beside a reward function."""
   folder, model, params = judge
   long = dict(max_new_tokens=24, prompts=16)
-  found, item = graded(judged(nano, folder, train=dict(row_length=120), rollout=long))
-  expected = scores(model, params, texts_of(found.rollout))
-  assert np.ptp(expected) > 0.1 and np.ptp(found.rollout.lengths) > 0
-  np.testing.assert_allclose(found.rewards, expected, rtol=1e-4, atol=1e-5)
+  experience, item = graded(judged(nano, folder, train=dict(row_length=120), rollout=long))
+  expected = scores(model, params, texts_of(experience.rollout))
+  assert np.ptp(expected) > 0.1 and np.ptp(experience.rollout.lengths) > 0
+  np.testing.assert_allclose(experience.rewards, expected, rtol=1e-4, atol=1e-5)
   assert item.info['rewards/reward_model/mean'] == pytest.approx(expected.mean(), rel=1e-4)
   mixed, _ = graded(
     judged(nano, folder, reward=(tiny.low_share, 'reward_model'), rollout=long, reward_weights=(2.0, 0.5))
   )
-  np.testing.assert_array_equal(mixed.rollout.completions, found.rollout.completions)
+  np.testing.assert_array_equal(mixed.rollout.completions, experience.rollout.completions)
   functions = np.array(
     tiny.low_share([mixed.rollout.completions[n, :length].tolist() for n, length in enumerate(mixed.rollout.lengths)])
   )
@@ -374,36 +385,38 @@ def test_reward_is_the_score_of_the_text_alone(nano, judge):
 
 
 @pytest.mark.parametrize('algorithm', ['reinforce_pp', pytest.param('grpo', marks=pytest.mark.long)])
-def test_steps_are_rewarded_where_they_end(nano, judge, algorithm):
-  """The mean probability of the steps, each at its line break or stop token; a function counts at the end."""
+def test_process_reward_is_placed_where_each_step_ends(nano, judge, algorithm):
+  """A step is rewarded, where it ends, by its probability over the number of steps; functions reward at the end."""
   folder, model, params = judge
   over = dict(rollout=dict(max_new_tokens=24, prompts=16), reward=(tiny.low_share, 'reward_model'))
   over |= dict(algorithm=algorithm, reward_weights=(2.0, 0.5), reward_model=dict(per_step=True))
-  found, item = graded(judged(nano, folder, **over))
-  rollout, texts, places = found.rollout, [], []
+  experience, item = graded(judged(nano, folder, **over))
+  rollout, texts, places = experience.rollout, [], []
   steps = np.zeros((len(rollout.lengths), 1))
   for n, length in enumerate(rollout.lengths):
-    # A line break follows the last step where the judge is trained; one that is cut off gets nothing.
+    # In training, the judge saw a line break after the last step. A step that is cut off is not rewarded.
     tokens = [ord('\n') if t in TOKENIZER.stop_ids else t for t in rollout.completions[n, :length].tolist()]
     ends = [i for i, t in enumerate(tokens) if t == ord('\n') and (not i or tokens[i - 1] != ord('\n'))]
     steps[n] = len(ends) + (tokens[-1] != ord('\n'))
     for i in ends:
       texts.append([*rollout.prompts[n // 4].tokens, *tokens[: i + 1]])
       places.append((n, i))
-  wanted = np.zeros(rollout.completions.shape)
-  wanted[tuple(zip(*places))] = 1 / (1 + np.exp(-np.array(scores(model, params, texts))))
+  probabilities = np.zeros(rollout.completions.shape)
+  probabilities[tuple(zip(*places))] = 1 / (1 + np.exp(-np.array(scores(model, params, texts))))
   assert rollout.finished.any() and not rollout.finished.all()
   assert (steps > 1).sum() > 2
-  np.testing.assert_allclose(found.turn_rewards, 0.5 * wanted / steps, rtol=1e-4, atol=1e-6)
+  np.testing.assert_allclose(experience.turn_rewards, 0.5 * probabilities / steps, rtol=1e-4, atol=1e-6)
   functions = tiny.low_share([rollout.completions[n, :length].tolist() for n, length in enumerate(rollout.lengths)])
-  np.testing.assert_allclose(found.rewards, 2 * np.array(functions) + found.turn_rewards.sum(axis=1), rtol=1e-4)
+  np.testing.assert_allclose(
+    experience.rewards, 2 * np.array(functions) + experience.turn_rewards.sum(axis=1), rtol=1e-4
+  )
   if algorithm == 'reinforce_pp':
-    to_go = np.cumsum(found.turn_rewards[:, ::-1], axis=1)[:, ::-1] + 2 * np.array(functions)[:, None]
-    advantages = token_advantages.whiten(to_go, found.mask)
+    rewards_to_go = np.cumsum(experience.turn_rewards[:, ::-1], axis=1)[:, ::-1] + 2 * np.array(functions)[:, None]
+    advantages = token_advantages.whiten(rewards_to_go, experience.mask)
     np.testing.assert_allclose(item.credit.arrays['advantages'], advantages, rtol=1e-4, atol=1e-5)
 
 
-def test_lines_in_a_row_end_one_step():
+def test_consecutive_line_breaks_end_one_step():
   ids = np.array([list(b'a\n\nb\n'), list(b'\nab\0\0')], np.int32)
   rollout = Rollout(
     prompts=(Prompt(0, np.zeros(1, np.int32), '', {}),),
@@ -428,16 +441,16 @@ def test_lines_in_a_row_end_one_step():
 @pytest.mark.parametrize(
   'over', [dict(reward='x'), dict(algorithm='sft'), dict(reward='reward_model', environment='x')]
 )
-def test_steps_that_nothing_grades_are_refused(over):
+def test_per_step_without_a_process_reward_model_is_refused(over):
   over = dict(dict(algorithm='grpo', reward_model=dict(per_step=True)), **over)
-  found = algorithms.load_algorithm(over['algorithm'])
-  config = config_lib.resolve(next(iter(config_lib.parse(over).values())), found.defaults)
+  algorithm = algorithms.load_algorithm(over['algorithm'])
+  config = config_lib.resolve(next(iter(config_lib.parse(over).values())), algorithm.defaults)
   with pytest.raises(InputError, match='config.reward_model.per_step'):
-    reward_models.check_uses(config, found)
+    reward_models.check_uses(config, algorithm)
 
 
-def test_stages_hand_over_and_evaluate(nano, tmp_path):
-  """SFT, a reward model from it, GRPO from the SFT model against that."""
+def test_sft_reward_model_and_grpo_stages_run_in_sequence(nano, tmp_path):
+  """Three stages: SFT, a reward model that starts from it, and GRPO of the SFT model with that reward model."""
   held_out = dict(samples=2, pass_reward=-100.0, data=dict(path=f'{TASK}:max=99,split=test,size=8'))
   config = tiny.grpo_config(
     nano,
@@ -465,7 +478,7 @@ def test_stages_hand_over_and_evaluate(nano, tmp_path):
     assert row['reward'] == row['rewards/reward_model/mean'] != 0
     assert row['pass@1'] == row['pass@2'] == 1
   assert not hf.read_config(tmp_path / 'run/export').num_labels
-  # The run's own reward model, of another run.
+  # Another run cannot use this run as reward model: its last stage is a language model.
   other = tiny.grpo_config(
     nano, reward='reward_model', reward_model=dict(path=str(tmp_path / 'run')), train=dict(steps=1)
   )
@@ -474,11 +487,12 @@ def test_stages_hand_over_and_evaluate(nano, tmp_path):
 
 
 def refused(config, match):
+  """Asserts that the checks before a run refuse a config with a message."""
   with pytest.raises(InputError, match=match):
     prepare.prepare_all(config)
 
 
-def test_what_cannot_work_is_refused(nano, judge, tmp_path):
+def test_unusable_reward_model_configs_are_refused(nano, judge, tmp_path):
   folder = judge[0]
   refused(judged(nano, ''), 'reward_model.path: is empty')
   refused(judged(nano, nano), 'is a language model')
@@ -498,18 +512,18 @@ def test_what_cannot_work_is_refused(nano, judge, tmp_path):
 
 
 def test_another_tokenizer_is_refused(nano, judge, tmp_path):
-  """The vocabulary has the same size, and its ids mean other text."""
+  """The vocabulary of the reward model has the same size, but two of its ids are exchanged."""
   model, params = judge[1:]
 
-  def save(folder):
+  def save_exchanged(folder):
     TOKENIZER.save(folder)
     path = folder / 'tokenizer.json'
-    made = json.loads(path.read_text())
-    vocab = made['model']['vocab']
+    contents = json.loads(path.read_text())
+    vocab = contents['model']['vocab']
     vocab['a'], vocab['b'] = vocab['b'], vocab['a']
-    path.write_text(json.dumps(made))
+    path.write_text(json.dumps(contents))
 
-  hf_export.save(tmp_path / 'turned', model, params, tokenizer_save=save)
+  hf_export.save(tmp_path / 'turned', model, params, tokenizer_save=save_exchanged)
   refused(
     judged(nano, tmp_path / 'turned'), "reads other tokens than the policy: the id of 'a' is 98 there and 97 here"
   )

@@ -1,4 +1,4 @@
-"""The same samples whatever the circumstances, on eight fake devices."""
+"""The engine draws the same samples for any mesh, slots, blocks, pages and order, on eight simulated devices."""
 
 import children
 import pytest
@@ -26,13 +26,13 @@ CASES = {
 
 @pytest.fixture(scope='module')
 def report():
-  """{case: 'ok' or what is wrong}, from one process for all of them."""
+  """{case: 'ok' or the error}, from one child process for all cases."""
   run = children.run(__file__, devices=8, timeout=900)
   return dict(line.split(': ', 1) for line in run.stdout.splitlines())
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_same_samples(report, case):
+def test_samples_match_those_of_one_device_with_a_slot_per_request(report, case):
   assert report[case] == 'ok'
 
 
@@ -53,7 +53,7 @@ def main():
   params = tiny.params(model)
   random = np.random.RandomState(1)
   settings = dict(top_logprobs=0), dict(top_k=40), dict(temperature=0.0)
-  wanted = [
+  all_requests = [
     Request(random.randint(0, 131, n, np.int32), 30 + n, i, settings[i]) for n in (2, 5, 9, 17) for i in range(3)
   ]
 
@@ -79,19 +79,19 @@ def main():
       Ledger(),
     )
     engine.load(layout.put(jax.tree.map(np.asarray, params)), version=1)
-    told, requests = {}, wanted
+    completions_by_key, requests = {}, all_requests
     if order is not None:
-      requests = [wanted[i] for i in np.random.RandomState(order).permutation(len(wanted))]
+      requests = [all_requests[i] for i in np.random.RandomState(order).permutation(len(all_requests))]
 
     def follow(completions, idle):
       """Keeps the completions, and continues each of them once with three more tokens."""
       del idle
-      more = []
+      continuations = []
       for c in completions:
         r, turn = c.request, c.request.tag or 0
-        told[r.prompt, r.sample, turn] = c
+        completions_by_key[r.prompt, r.sample, turn] = c
         if not turn:
-          more.append(
+          continuations.append(
             Request(
               np.concatenate([r.tokens, c.tokens, [9, 8, 7]]).astype(np.int32),
               r.prompt,
@@ -100,33 +100,33 @@ def main():
               1,
             )
           )
-      return more
+      return continuations
 
     engine.serve(requests, run_key=np.array(KEY, np.uint32), step=3, next_requests=follow)
-    return told
+    return completions_by_key
 
-  plains = {dtype: sample('data=1', 1, dict(dtype=dtype), None) for dtype in ('float32', 'bfloat16')}
-  for plain in plains.values():
-    exact = sum(len(c.tokens) for c in plain.values())
-    assert exact > 300 and len(plain) == 2 * len(wanted)
-    assert len({tuple(c.tokens) for k, c in plain.items() if not k[2]}) == len(wanted)
+  references = {dtype: sample('data=1', 1, dict(dtype=dtype), None) for dtype in ('float32', 'bfloat16')}
+  for reference in references.values():
+    num_tokens = sum(len(c.tokens) for c in reference.values())
+    assert num_tokens > 300 and len(reference) == 2 * len(all_requests)
+    assert len({tuple(c.tokens) for k, c in reference.items() if not k[2]}) == len(all_requests)
   for name, case in CASES.items():
-    off, apart = 0.0, 0
-    plain = plains[case[2].get('dtype', 'float32')]
+    largest_difference, num_different = 0.0, 0
+    reference = references[case[2].get('dtype', 'float32')]
     for key, c in sample(*case).items():
-      ours = plain[key]
-      if ours.tokens.tolist() == c.tokens.tolist():
-        off = max(off, float(np.abs(ours.logprobs - c.logprobs).max()))
-        assert ours.finished == c.finished
+      expected = reference[key]
+      if expected.tokens.tolist() == c.tokens.tolist():
+        largest_difference = max(largest_difference, float(np.abs(expected.logprobs - c.logprobs).max()))
+        assert expected.finished == c.finished
         assert c.top_ids.shape[1] == c.request.sampling.get('top_logprobs', 2)
-        off = max([off, *np.abs(ours.top_logprobs - c.top_logprobs).flat])
+        largest_difference = max([largest_difference, *np.abs(expected.top_logprobs - c.top_logprobs).flat])
         if 'dtype' not in case[2]:
-          assert ours.top_ids.tolist() == c.top_ids.tolist()
+          assert expected.top_ids.tolist() == c.top_ids.tolist()
       else:
-        apart += 1
-    loose = 'dtype' in case[2]
-    fine = off <= (0.05 if loose else 1e-5) and apart <= exact * 3 / 1000
-    print(f'{name}: ' + ('ok' if fine else f'{apart} differ, {off} off'))
+        num_different += 1
+    is_bfloat16 = 'dtype' in case[2]
+    passes = largest_difference <= (0.05 if is_bfloat16 else 1e-5) and num_different <= num_tokens * 3 / 1000
+    print(f'{name}: ' + ('ok' if passes else f'{num_different} differ, {largest_difference} off'))
 
 
 if __name__ == '__main__':

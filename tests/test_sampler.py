@@ -1,4 +1,4 @@
-"""The sampler: draws what it says, and agrees with the scorer."""
+"""`programs.sampling` and the engine: draws follow their distribution, and log-probs agree with the scorer."""
 
 import dataclasses
 import functools
@@ -20,12 +20,12 @@ from jaxpost.programs.sampling import Sampling
 from jaxpost.rollout import native
 from jaxpost.types import Batch, Prompt
 
-DRAWS, V = 20_000, 600  # V: more than one block of the inverted distribution
+DRAWS, V = 20_000, 600  # V: more than one tile of the vocabulary
 
 
 @pytest.fixture(scope='module')
 def row():
-  """Logits of one token: V of them, some likely, most not."""
+  """V logits, of which a few are likely."""
   random = np.random.RandomState(0)
   return (2.5 * random.standard_normal(V)).astype(np.float32)
 
@@ -37,6 +37,8 @@ def uniforms():
 
 
 def draw(row, temperature=1.0, top_k=0, top_p=1.0, **ids):
+  """Draws a token in each of DRAWS slots with the same logits; returns (tokens, logprobs, behavior_logprobs)."""
+
   def full(x, dtype):
     return jnp.full(DRAWS, x, dtype)
 
@@ -52,7 +54,7 @@ def draw(row, temperature=1.0, top_k=0, top_p=1.0, **ids):
 
 
 def slots_of(count, **fields):
-  """Sampling of `count` slots, with defaults."""
+  """The Sampling settings of `count` slots; `fields` replace the defaults."""
 
   def full(x, dtype=jnp.int32):
     return jnp.full(count, x, dtype)
@@ -85,12 +87,12 @@ _compiled = jax.jit(sampling.draw)
 
 
 def distribution(row, temperature, top_k, top_p):
-  """(log p, log of what is drawn from), in float64 and the obvious way."""
+  """Returns (log-probs, log-probs after top-k and top-p), computed in float64 by the definitions."""
   x = row.astype(np.float64) / temperature
   logp = x - np.log(np.sum(np.exp(x)))
   order = np.argsort(-logp)
   chances = np.exp(logp[order]) * (np.arange(V) < (top_k or V))
-  chances /= chances.sum()  # top-p takes its share of what top-k leaves
+  chances /= chances.sum()  # top-p is a share of the probability that top-k leaves
   keep = (np.cumsum(chances) - chances < top_p) & (chances > 0)
   kept = np.full(V, -np.inf)
   kept[order[keep]] = logp[order[keep]]
@@ -98,38 +100,38 @@ def distribution(row, temperature, top_k, top_p):
 
 
 def test_a_truncation_without_a_loop_draws_the_same():
-  """This form is for GPUs, where a branch with a loop inside would be decided by the host at each token."""
+  """The unrolled form is for GPUs, where the host would decide at each token about a branch with a loop inside."""
   logits = jnp.asarray(np.random.default_rng(3).normal(size=(8, V)), jnp.float32) * 3
   settings = slots_of(8, top_k=jnp.arange(8), top_p=jnp.linspace(0.3, 1, 8, dtype=jnp.float32))
-  given = logits, settings, uniforms()[:8], jnp.zeros(8, int)
-  texts, found = [], []
+  arguments = logits, settings, uniforms()[:8], jnp.zeros(8, int)
+  texts, draws = [], []
   for unroll in (False, True):
-    lowered = jax.jit(functools.partial(sampling.draw, unroll=unroll)).lower(*given)
+    lowered = jax.jit(functools.partial(sampling.draw, unroll=unroll)).lower(*arguments)
     texts.append(lowered.as_text())
-    found.append(lowered.compile()(*given))
+    draws.append(lowered.compile()(*arguments))
   assert [text.count('stablehlo.while') for text in texts] == [2, 0]
-  for one, other in zip(*map(jax.tree.leaves, found)):
+  for one, other in zip(*map(jax.tree.leaves, draws)):
     np.testing.assert_array_equal(one, other)
 
 
 def test_a_draw_writes_no_array_of_logits():
-  """Scaled logits, or weights, of the whole vocabulary would be written and read again for each token."""
+  """Scaled logits or weights of the whole vocabulary would have to be written and read again for each token."""
   shape = jax.ShapeDtypeStruct((8, 1152), jnp.float32)
-  given = shape, slots_of(8), uniforms()[:8], jnp.zeros(8, int)
-  text = _compiled.lower(*given).compile().as_text()
+  arguments = shape, slots_of(8), uniforms()[:8], jnp.zeros(8, int)
+  text = _compiled.lower(*arguments).compile().as_text()
   entry = text[text.index('ENTRY') :]
   written = [line for line in entry.splitlines() if re.search(r'= \(?f32\[8,1152\]', line)]
   assert all(re.search(r' (parameter|tuple)\(', line) for line in written), written
 
 
-def test_blocks_of_any_length_draw_the_same():
-  """Accelerators sum fewer weights at a time."""
+def test_draws_do_not_depend_on_the_vocab_tile():
+  """Accelerators sum the weights of smaller tiles."""
   logits = jnp.asarray(np.random.default_rng(4).normal(size=(64, 1000)), jnp.float32) * 3
   for fields in (dict(), dict(temperature=jnp.full(64, 0.7, jnp.float32)), dict(top_k=jnp.full(64, 30))):
-    given = logits, slots_of(64, **fields), uniforms()[:64], jnp.zeros(64, int)
-    few, many = (jax.jit(functools.partial(sampling.draw, vocab_tile=n))(*given) for n in (128, 256))
-    np.testing.assert_array_equal(few.tokens, many.tokens)
-    np.testing.assert_allclose(few.logprobs, many.logprobs, atol=2e-6)
+    arguments = logits, slots_of(64, **fields), uniforms()[:64], jnp.zeros(64, int)
+    small_tiles, large_tiles = (jax.jit(functools.partial(sampling.draw, vocab_tile=n))(*arguments) for n in (128, 256))
+    np.testing.assert_array_equal(small_tiles.tokens, large_tiles.tokens)
+    np.testing.assert_allclose(small_tiles.logprobs, large_tiles.logprobs, atol=2e-6)
 
 
 SETTINGS = [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.0, 7, 1.0), (1.0, 0, 0.8), (1.3, 40, 0.7)]
@@ -141,24 +143,24 @@ def test_draws_follow_the_distribution(row, temperature, top_k, top_p):
   logp, kept = distribution(row, temperature, top_k, top_p)
   np.testing.assert_allclose(logprobs, logp[tokens], atol=1e-5)
   np.testing.assert_allclose(behavior, kept[tokens], atol=1e-5)
-  assert np.isfinite(behavior).all()  # nothing from outside
+  assert np.isfinite(behavior).all()  # no token outside of the truncated distribution
   expected = DRAWS * np.exp(kept)
   counts = np.bincount(tokens, minlength=V)
-  rare = expected < 10  # of too few for the statistic: one bin
+  rare = expected < 10  # too few for the statistic: these tokens share one bin
   bins = np.append(expected[~rare], expected[rare].sum())
-  seen = np.append(counts[~rare], counts[rare].sum())
-  bins, seen = bins[bins > 0], seen[bins > 0]
-  chi2, degrees = np.sum((seen - bins) ** 2 / bins), len(bins) - 1
+  observed = np.append(counts[~rare], counts[rare].sum())
+  bins, observed = bins[bins > 0], observed[bins > 0]
+  chi2, degrees = np.sum((observed - bins) ** 2 / bins), len(bins) - 1
   assert degrees > 4
   assert abs(chi2 - degrees) < 4 * np.sqrt(2 * degrees), (chi2, degrees)
 
 
-def test_top_p_takes_its_share_of_what_top_k_leaves():
+def test_top_p_applies_to_the_tokens_that_top_k_leaves():
   """Top-k 2 of .4 .3 .2 .1 leaves .57 .43; half of that is the first token alone, as in transformers and vLLM."""
-  four = np.log(np.array([0.4, 0.3, 0.2, 0.1] + [1e-30] * (V - 4), np.float32))
-  tokens, *_ = draw(four, top_k=2, top_p=0.5)
+  four_tokens = np.log(np.array([0.4, 0.3, 0.2, 0.1] + [1e-30] * (V - 4), np.float32))
+  tokens, *_ = draw(four_tokens, top_k=2, top_p=0.5)
   assert set(tokens.tolist()) == {0}
-  tokens, *_ = draw(four, top_p=0.5)
+  tokens, *_ = draw(four_tokens, top_p=0.5)
   assert set(tokens.tolist()) == {0, 1}
 
 
@@ -167,14 +169,14 @@ def test_a_temperature_that_would_overflow_is_greedy(row):
   assert np.isfinite(draw(row, 2e-38)[1]).all()
 
 
-def test_greedy_takes_the_best_and_draws_at_temperature_1(row):
+def test_greedy_takes_the_best_token_and_reports_logprobs_at_temperature_1(row):
   tokens, logprobs, behavior = draw(row, temperature=0.0, top_k=3)
   assert (tokens == row.argmax()).all() and (behavior == 0).all()
   logp, _ = distribution(row, 1.0, 0, 1.0)
   np.testing.assert_allclose(logprobs, logp.max(), atol=1e-5)
 
 
-def test_slots_sample_each_in_its_own_way(row):
+def test_each_slot_samples_with_its_own_settings(row):
   random = np.random.RandomState(0)
   kinds = random.randint(0, 4, DRAWS)
 
@@ -189,21 +191,21 @@ def test_slots_sample_each_in_its_own_way(row):
   )
   logits = jnp.broadcast_to(jnp.asarray(row), (DRAWS, V))
   tokens, _, _ = _draw(logits, settings, uniforms())
-  # Greedy, top-1 and a top-p of nearly nothing all mean the best one.
+  # Greedy, top-1 and a top-p near 0 all draw the most probable token.
   assert (tokens[kinds != 2] == row.argmax()).all()
-  alone = draw(row, 0.5)[0]  # sums round otherwise where nothing is cut
+  alone = draw(row, 0.5)[0]  # without truncation, sums are rounded differently
   assert np.mean((tokens != alone)[kinds == 2]) <= 3e-3
 
 
 @pytest.mark.parametrize('uniform', [0.0, 1 - 2**-24])
-def test_the_ends_of_the_distribution(uniform):
+def test_extreme_uniforms_draw_the_first_and_last_possible_token(uniform):
   row = np.full(V, -np.inf, np.float32)
-  row[[3, 590]] = 0.0  # the first and last token cannot be drawn
+  row[[3, 590]] = 0.0  # only these two tokens can be drawn
   token = _draw(jnp.asarray(row)[None], slots_of(1), jnp.full(1, uniform, jnp.float32))[0]
   assert token[0] == (3 if uniform == 0 else 590)
 
 
-def test_uniforms_depend_on_every_part_of_the_address():
+def test_uniforms_depend_on_key_step_prompt_sample_seed_and_position():
   def at(key=0, step=0, prompt=0, sample=0, seed=0, position=0):
     keys = sampling.slot_keys(jax.random.key(key), step, jnp.array([prompt]), jnp.array([sample]), jnp.array([seed]))
     return float(sampling.uniforms(keys, jnp.array([position]))[0])
@@ -212,7 +214,7 @@ def test_uniforms_depend_on_every_part_of_the_address():
   assert len(set(values)) == 7 and at() == values[0]
 
 
-# The engine, in exact float32.
+# The engine, mostly in exact float32.
 
 NEW, GROUP = 24, 4
 
@@ -242,7 +244,7 @@ def rollout(model, params):
 
 
 def as_batch(rollout):
-  """One row a sequence; the completion has weight."""
+  """Returns (Batch with one sequence per row and weight on its completion, positions of the completions)."""
   n, room = rollout.completions.shape
   shape = n, 20 + room
   tokens, weights = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
@@ -258,19 +260,19 @@ def as_batch(rollout):
 
 
 def scored(model, params, rollout, micro, compute):
-  """(log-probs of the sampler, of the scorer) of all tokens drawn."""
+  """Returns (log-probs of the sampler, log-probs of the scorer) of all sampled tokens."""
   batch, at = as_batch(rollout)
   layout = tiny.one_device()
   batch = jax.tree.map(lambda x: layout.put(x.reshape(micro, -1, x.shape[-1])), batch)
   score = score_lib.make_score(
     model, layout, dataclasses.replace(compute, head_elements=50_000), Ledger(), temperature=0.8
   )
-  found = np.asarray(score(params, batch).logprobs)
-  found = found.reshape(-1, found.shape[-1])
+  logprobs = np.asarray(score(params, batch).logprobs)
+  logprobs = logprobs.reshape(-1, logprobs.shape[-1])
   assert [len(x) for x in at] == rollout.lengths.tolist()
   return (
     np.concatenate([x[: len(n)] for x, n in zip(rollout.logprobs, at)]),
-    np.concatenate([x[n] for x, n in zip(found, at)]),
+    np.concatenate([x[n] for x, n in zip(logprobs, at)]),
   )
 
 
@@ -280,7 +282,7 @@ def test_the_scorer_gives_the_log_probs_of_the_sampler(model, params, rollout, m
   np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-def test_they_are_near_in_bfloat16(model, params):
+def test_scorer_is_near_logprobs_of_the_sampler_in_bfloat16(model, params):
   compute = compute_for('cpu', 'bfloat16', 'none')
   drawn = sample(model, params, temperature=0.8, compute=compute)
   ours, theirs = scored(model, params, drawn, 1, compute)
@@ -288,25 +290,25 @@ def test_they_are_near_in_bfloat16(model, params):
   assert np.abs(ours - theirs).max() > 0
 
 
-def test_the_kernel_of_gpus_decodes_what_the_scorer_scores(model, params, monkeypatch):
-  """In Pallas' interpreter: slots that are refilled, and blocks of a part of them, read one cache of any length."""
+def test_scorer_is_near_logprobs_of_the_gpu_decode_kernel(model, params, monkeypatch):
+  """Pallas' interpreter runs the kernel, with slots that are refilled and blocks that decode only some of the slots."""
   attend, calls = decode_triton.attend, []
 
-  def interpreted(q, cache, *rest, **more):
+  def interpreted(q, cache, *args, **options):
     calls.append((len(q), *cache[0].shape[:3:2]))
-    return attend(q, cache, *rest, interpret=True, **more)
+    return attend(q, cache, *args, interpret=True, **options)
 
   monkeypatch.setattr(decode_triton, 'attend', interpreted)
   compute = dataclasses.replace(compute_for('cpu', 'bfloat16', 'none'), decode_kernel=True)
   drawn = sample(model, params, block=4, count=5, temperature=0.8, compute=compute)
   ours, theirs = scored(model, params, drawn, 1, compute)
   assert np.exp(np.abs(ours - theirs)).mean() <= 1.02
-  # Traced once a layer for each number of rows, always with the whole cache.
+  # The kernel is traced once per layer and number of rows, always with the whole cache.
   assert {16} < {rows for rows, *_ in calls} <= {16, 8, 4, 2}
   assert {(slots, room) for _, slots, room in calls} == {(16, 20 + NEW + 4)}
 
 
-def test_what_a_rollout_holds(rollout):
+def test_rollout_ends_at_stop_ids_and_is_zero_beyond(rollout):
   stops = np.isin(rollout.completions, (5, 6))
   beyond = np.arange(NEW) >= rollout.lengths[:, None]
   for i, length in enumerate(rollout.lengths):
@@ -316,18 +318,18 @@ def test_what_a_rollout_holds(rollout):
   assert 0 < rollout.finished.sum() < len(rollout.lengths)
   for x in (rollout.completions, rollout.logprobs):
     assert (x[beyond] == 0).all()
-  # Nothing was truncated: what was drawn from is the distribution itself.
+  # Without truncation, tokens are drawn from the distribution of the model itself.
   np.testing.assert_allclose(rollout.behavior_logprobs, rollout.logprobs, atol=1e-6)
   assert (rollout.step, rollout.version) == (2, 3)
 
 
 def flips(a, b) -> int:
-  """Sequences that part: after the first other token all may differ."""
+  """Returns the number of sequences that differ; after a first differing token, all later ones may differ."""
   return int(np.any(a.completions != b.completions, axis=1).sum())
 
 
 @pytest.mark.parametrize('slots,block', [(2, 4), (5, 1)])
-def test_slots_and_blocks_do_not_matter(model, params, rollout, slots, block):
+def test_samples_do_not_depend_on_slots_and_blocks(model, params, rollout, slots, block):
   other = sample(model, params, slots, block, temperature=0.8)
   assert flips(other, rollout) <= 3 * rollout.lengths.sum() / 1000
   same = np.all(other.completions == rollout.completions, axis=1)
@@ -341,16 +343,16 @@ def test_another_step_draws_other_tokens(model, params, rollout):
   assert len(np.unique(rollout.completions[:GROUP], axis=0)) == GROUP
 
 
-def test_greedy_is_the_best_of_the_full_forward(model, params):
+def test_greedy_decoding_matches_argmax_of_the_forward_pass(model, params):
   greedy = sample(model, params, temperature=0.0, count=3)
   batch, at = as_batch(greedy)
   best = tiny.logits(model, params, batch.tokens).argmax(-1)
-  for i, where in enumerate(at):
-    np.testing.assert_array_equal(best[i, where - 1], greedy.completions[i, : len(where)])
+  for i, completion_positions in enumerate(at):
+    np.testing.assert_array_equal(best[i, completion_positions - 1], greedy.completions[i, : len(completion_positions)])
 
 
-def test_what_is_excluded_is_not_drawn(row):
-  """Forbidden ids, stop ids too early, and less than min_p of the best left."""
+def test_excluded_tokens_are_not_drawn(row):
+  """Excluded are forbidden ids, stop ids before min_tokens, and tokens below min_p of the best remaining token."""
   order = np.argsort(-row)
 
   def tile(ids):
@@ -375,21 +377,21 @@ def test_what_is_excluded_is_not_drawn(row):
 
 
 @pytest.mark.parametrize('fields', [dict(min_p=0.1), dict(top_k=2), dict(top_p=0.5), dict()])
-def test_what_is_excluded_may_be_far_ahead(fields):
-  """No weight of the others may vanish beside it."""
+def test_excluded_token_of_dominant_logit_keeps_the_others_finite(fields):
+  """The weights of the other tokens must not underflow beside that of the excluded token."""
   row = np.linspace(2, -2, V, dtype=np.float32)
   row[0] = 120
   if 'min_p' in fields:
     fields = {'min_p': jnp.full(DRAWS, fields['min_p'])}
   tokens, logprobs, behavior = draw(row, forbidden_ids=jnp.zeros((DRAWS, 1), jnp.int32), **fields)
   assert 0 not in tokens and np.isfinite(behavior).all()
-  rest = row[1:] - np.log(np.exp(row[1:]).sum())
+  logp_of_others = row[1:] - np.log(np.exp(row[1:]).sum())
   if not fields:
-    np.testing.assert_allclose(behavior, rest[tokens - 1], atol=1e-5)
+    np.testing.assert_allclose(behavior, logp_of_others[tokens - 1], atol=1e-5)
   np.testing.assert_allclose(logprobs, row[tokens] - 120, atol=1e-4)
 
 
-def test_a_slot_with_nothing_left_is_broken():
+def test_slot_without_a_permitted_token_is_broken():
   row = jnp.zeros((1, 2))
   drawn = sampling.draw(
     row, slots_of(1).replace(forbidden_ids=jnp.array([[0, 1]])), jnp.full(1, 0.5), jnp.zeros(1, int)

@@ -1,4 +1,4 @@
-"""Limits of a solution in sum: memory of all its processes, and nothing that lives on or is kept."""
+"""Limits of `workers.sandbox` on a program in total: memory of all its processes, no survivors, nothing kept."""
 
 import concurrent.futures
 import ctypes
@@ -17,9 +17,9 @@ from jaxpost.workers import sandbox, supervisor
 
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='the sandbox needs Linux')
-call_it = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
+UNSHARE = 'import ctypes, sys\nsys.exit(ctypes.CDLL(None).unshare(0x10000000 | 0x20000) != 0)'
 namespaces = pytest.mark.skipif(
-  sys.platform != 'linux' or subprocess.run([sys.executable, '-c', call_it]).returncode != 0,
+  sys.platform != 'linux' or subprocess.run([sys.executable, '-c', UNSHARE]).returncode != 0,
   reason='this kernel or container allows no user namespaces',
 )
 LIMITS = sandbox.SandboxLimits(timeout_s=60.0, memory_mb=128)  # Python starts slowly on a busy machine
@@ -39,7 +39,7 @@ while len(got) < {count}:
 time.sleep({seconds})
 print('held')
 """
-# A child of a child in a session of its own, which appends to a file as long as it lives.
+# Starts a grandchild in a new session, which appends to a file as long as it lives.
 SURVIVOR = """
 import os, sys, time
 if not os.fork():
@@ -53,9 +53,9 @@ while not os.path.exists({file!r}): time.sleep(0.01)
 {then}
 """
 
-# Runs a program to which the modes of files apply also as root: without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, which
-# the execve takes away.
-OBEDIENT = """
+# Runs a program that must respect the modes of files even as root: the execve takes away CAP_DAC_OVERRIDE and
+# CAP_DAC_READ_SEARCH.
+AS_NON_ROOT = """
 import ctypes, os, sys
 for power in (1, 2):
   ctypes.CDLL(None).prctl(24, power)
@@ -65,7 +65,7 @@ os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])
 
 @pytest.fixture(params=['group', 'watched'])
 def counted(request, monkeypatch):
-  """Memory in sum is limited in one of two ways."""
+  """The two ways of limiting memory in sum: a control group, or a supervisor that watches the processes."""
   if request.param == 'watched':
     monkeypatch.setattr(sandbox, '_CGROUPS', '/proc/none')
     assert 'is only watched' in sandbox.lacks(LIMITS)
@@ -75,7 +75,7 @@ def counted(request, monkeypatch):
 
 @pytest.mark.parametrize('limits', [pytest.param(LIMITS, marks=namespaces), INSECURE], ids=['isolated', 'insecure'])
 def test_memory_is_limited_in_sum(counted, limits):
-  """No process has more than 40 MB; 16 of them are refused 640, and three have 120."""
+  """No process allocates more than 40 MB: three fit in the limit of 128 MB, and 16 with 640 MB in sum do not."""
   few, many = CHILDREN.format(count=3, mb=25, seconds=0.3), CHILDREN.format(count=16, mb=40, seconds=30)
   assert sandbox.run_inputs(few, [''], limits) == ['held\n']
   assert sandbox.run_inputs(many, ['', ''], limits) == [None, None]
@@ -83,18 +83,18 @@ def test_memory_is_limited_in_sum(counted, limits):
   assert sandbox.run_tests(f'{many}f = abs', ['assert f(1) == 1'], limits) == [False]
 
 
-def test_files_in_memory_count():
-  """A control group counts them; in the namespaces no program can make one (test_seccomp.py)."""
+def test_files_in_memory_count_towards_the_limit():
+  """A control group counts files in memory; an isolated program cannot create any (test_seccomp.py)."""
   if why := supervisor.why_no_cgroup(sandbox._CGROUPS):
     pytest.skip(f'no control group can be made here: {why}')
   program = 'import os\nfor i in range({count}): os.write(os.memfd_create("x"), bytes(20 << 20))\nprint("held")'
-  found = [sandbox.run_inputs(program.format(count=count), [''], INSECURE) for count in (5, 20)]
-  assert found == [['held\n'], [None]]
+  outputs = [sandbox.run_inputs(program.format(count=count), [''], INSECURE) for count in (5, 20)]
+  assert outputs == [['held\n'], [None]]
 
 
 @namespaces
-def test_what_processes_share_counts_once(monkeypatch):
-  """60 processes that have inherited 60 MB hold 60 MB and not 3,600."""
+def test_memory_shared_by_processes_counts_once(monkeypatch):
+  """30 child processes that inherit 60 MB hold 60 MB in sum and not 1,800 MB."""
   monkeypatch.setattr(sandbox, '_CGROUPS', '/proc/none')
   program = 'x = bytearray(60 << 20)\n' + CHILDREN.format(count=30, mb=0, seconds=0.3)
   assert sandbox.run_inputs(program, [''], LIMITS) == ['held\n']
@@ -102,20 +102,20 @@ def test_what_processes_share_counts_once(monkeypatch):
 
 @namespaces
 def test_a_signal_to_process_1_does_not_end_the_jail():
-  """A program of the same user can send it; as its failure would be the sandbox's, the sample would have no verdict."""
+  """A program of the same user can send signals; an end of process 1 would leave the sample without a verdict."""
   program = 'import sys, time\nprint(input(), flush=True)\ntime.sleep(1)'
   with concurrent.futures.ThreadPoolExecutor(1) as thread:
     result = thread.submit(sandbox.run_inputs, program, ['6'], LIMITS)
     while not (inside := [pid for pid in supervisor.descendants(os.getpid()) if is_process_1(pid)]):
       assert not result.done()
       time.sleep(0.01)
-    for sign in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1}:  # of ours, to end the program
-      os.kill(inside[0], sign)
+    for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1}:  # SIGUSR1 ends the program
+      os.kill(inside[0], number)
     assert result.result() == ['6\n']
 
 
 def is_process_1(pid):
-  """Returns whether a process is the first of its namespace, and has started a program."""
+  """Returns whether a process is process 1 of a namespace and has started a program."""
   try:
     status = pathlib.Path(f'/proc/{pid}/status').read_text()
     return '\t1\n' in status.partition('NSpid:')[2].partition('NSpgid')[0] and bool(supervisor.children(pid))
@@ -124,22 +124,22 @@ def is_process_1(pid):
 
 
 def is_written(file):
-  """Returns whether anything still appends to a file."""
+  """Returns whether a process still appends to a file."""
   size = file.stat().st_size
   time.sleep(0.2)
   return file.stat().st_size > size
 
 
 @pytest.mark.parametrize('then, printed', [('print(6)', '6\n'), ('time.sleep(100)', None), ('os.abort()', None)])
-def test_a_session_of_its_own_does_not_outlive_the_program(tmp_path, then, printed):
+def test_process_in_another_session_does_not_outlive_the_program(tmp_path, then, printed):
   file = tmp_path / 'alive'
   limits = dataclasses.replace(INSECURE, timeout_s=60.0 if printed else 2.0)
   assert sandbox.run_inputs(SURVIVOR.format(file=str(file), then=then), [''], limits) == [printed]
-  assert not file.exists() or not is_written(file)  # in two seconds a busy machine may not get so far
+  assert not file.exists() or not is_written(file)  # on a busy machine, the program may not start within two seconds
 
 
-@pytest.mark.parametrize('sign', [signal.SIGKILL, signal.SIGTERM])
-def test_a_session_of_its_own_does_not_outlive_the_owner(tmp_path, sign):
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGTERM])
+def test_process_in_another_session_does_not_outlive_the_owner(tmp_path, number):
   file = tmp_path / 'alive'
   program = SURVIVOR.format(file=str(file), then='time.sleep(100)')
   code = f'from jaxpost.workers import sandbox as s\ns.run_inputs({program!r}, [""], s.{INSECURE!r})'
@@ -147,7 +147,7 @@ def test_a_session_of_its_own_does_not_outlive_the_owner(tmp_path, sign):
   while not file.exists():
     time.sleep(0.01)
     assert owner.poll() is None
-  owner.send_signal(sign)
+  owner.send_signal(number)
   owner.wait()
   deadline = time.monotonic() + 60
   while is_written(file):
@@ -171,12 +171,12 @@ def test_a_program_without_isolation_cannot_keep_its_folder_or_fail_the_next(tmp
   )
   run = f'from jaxpost.workers import sandbox as s\nprint(s.run_inputs({program!r}, ["1", "2"], s.{INSECURE!r}))'
   environment = {**os.environ, 'PYTHONPATH': str(CLONE), 'TMPDIR': str(tmp_path)}
-  shown = subprocess.run([sys.executable, '-c', OBEDIENT, run], env=environment, capture_output=True, text=True)
-  assert shown.stdout == "['1\\n', '2\\n']\n", shown.stderr
+  done = subprocess.run([sys.executable, '-c', AS_NON_ROOT, run], env=environment, capture_output=True, text=True)
+  assert done.stdout == "['1\\n', '2\\n']\n", done.stderr
   assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_removed_keeps_nothing_else_and_no_link_is_followed(tmp_path, monkeypatch):
+def test_removal_skips_files_it_cannot_remove_and_follows_no_link(tmp_path, monkeypatch):
   unlink = os.unlink
 
   def refuse(path, **options):
@@ -193,13 +193,13 @@ def test_what_cannot_be_removed_keeps_nothing_else_and_no_link_is_followed(tmp_p
   (tmp_path / 'job/link').symlink_to(outside)
   monkeypatch.setattr(os, 'unlink', refuse)
   sandbox._remove(str(tmp_path / 'job'))
-  left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob('*')}
-  assert left == {'outside', 'job', 'job/a', 'job/a/b', 'job/a/b/kept', 'job/c', 'job/c/kept'}
+  remaining = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob('*')}
+  assert remaining == {'outside', 'job', 'job/a', 'job/a/b', 'job/a/b/kept', 'job/c', 'job/c/kept'}
   (tmp_path / 'link').symlink_to(outside)
-  at = os.open(tmp_path, os.O_DIRECTORY)
-  with pytest.raises(OSError):  # as where the program has put a link in the place of a folder that was listed
-    sandbox._open_folder('link', at)
-  os.close(at)
+  folder_fd = os.open(tmp_path, os.O_DIRECTORY)
+  with pytest.raises(OSError):  # as if the program had replaced a listed folder by a link
+    sandbox._open_folder('link', folder_fd)
+  os.close(folder_fd)
   assert outside.stat().st_mode & 0o777 == 0o500
   links = (pathlib.Path('/proc/self/fd') / number for number in os.listdir('/proc/self/fd'))
   assert not [link for link in links if link.is_symlink() and str(tmp_path) in os.readlink(link)]
@@ -220,13 +220,18 @@ def test_a_group_whose_owner_was_killed_is_removed_and_others_are_not():
     group.remove()
 
 
-def test_no_group_is_left(tmp_path, monkeypatch):
-  """Only the groups of this test count: other tests run beside it and have groups of their own."""
+def test_sandbox_leaves_no_control_group(tmp_path, monkeypatch):
+  """Only the groups of this test are looked for, because tests that run at the same time have their own groups."""
   if why := supervisor.why_no_cgroup(sandbox._CGROUPS):
     pytest.skip(f'no control group can be made here: {why}')
   parents = [parent for parent, _ in supervisor.candidates(pathlib.Path('/proc/self/cgroup').read_text(), ROOT)]
   started, popen = [], subprocess.Popen
-  monkeypatch.setattr(sandbox.subprocess, 'Popen', lambda *a, **kw: started.append(popen(*a, **kw)) or started[-1])
+
+  def recorded_popen(*args, **options):
+    started.append(popen(*args, **options))
+    return started[-1]
+
+  monkeypatch.setattr(sandbox.subprocess, 'Popen', recorded_popen)
   program = SURVIVOR.format(file=str(tmp_path / 'alive'), then='print(6)')
   assert sandbox.run_inputs(program, ['', ''], INSECURE) == ['6\n', '6\n']
   assert len(started) == 1
@@ -245,11 +250,11 @@ ROOT = pathlib.Path('/sys/fs/cgroup')
     ('', []),
   ],
 )
-def test_groups_are_looked_for_where_a_process_may_make_them(text, folders):
+def test_candidates_are_folders_where_a_process_may_make_control_groups(text, folders):
   assert [parent for parent, _ in supervisor.candidates(text, ROOT)] == [ROOT / folder for folder in folders]
 
 
-KEEP = """
+KEEPER = """
 import os, socket
 paths = '/tmp/kept', '/dev/shm/kept', 'kept'
 found = [os.path.exists(path) for path in paths]
@@ -267,11 +272,11 @@ print(any(found))
 
 @namespaces
 def test_nothing_is_kept_between_programs():
-  assert sandbox.run_inputs(KEEP, ['', ''], LIMITS) == ['False\n', 'False\n']
+  assert sandbox.run_inputs(KEEPER, ['', ''], LIMITS) == ['False\n', 'False\n']
 
 
-def test_keys_of_the_session_are_not_shown():
-  """Also without a filter of system calls."""
+def test_keys_of_the_session_keyring_are_hidden():
+  """Keys are hidden even without a filter of system calls."""
   number = {'x86_64': (248, 250), 'aarch64': (217, 219)}.get(platform.machine())
   libc = ctypes.CDLL(None, use_errno=True)
   key = libc.syscall(number[0], b'user', b'canary', b'value', 5, -3) if number else -1

@@ -1,4 +1,4 @@
-"""The server under load, on loopback: 1,000 clients at once; nothing is lost, answered twice, or kept."""
+"""`launch.serve` under load: 1,000 clients at once on loopback; each request has one answer, and memory is freed."""
 
 import asyncio
 import collections
@@ -23,17 +23,17 @@ from jaxpost.environments import openai_server
 CLONE = pathlib.Path(__file__).resolve().parents[1]
 CLIENTS = 1000
 REQUESTS = scorecard.REQUESTS
-PATIENCE_S = 240  # on a busy machine
-LEAVING = 50  # clients that leave without an answer
+PATIENCE_S = 240  # the longest wait, on a busy machine
+LEAVING = 50  # clients that disconnect before they have an answer
 
 
 @dataclasses.dataclass
 class Load:
-  """Counts of the clients, and figures of the server's process.
+  """Counts of the clients, and samples of the server's process.
 
-  answers: replies to each request, by its number. refused: statuses other than 200. failed: connections that broke.
-  memory_mb, threads, files: of the server, sampled while the clients ask; the first sample has all connections open,
-    the last one none.
+  answers: number of replies to each request, by its number. refused: counts of statuses other than 200. failed: number
+    of broken connections. memory_mb, threads, files: of the server, sampled while clients send requests; all
+    connections are open at the first sample, and none at the last.
   """
 
   answers: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -62,19 +62,19 @@ async def _until(condition):
 
 
 def prompt(number):
-  """Four token ids that no other request has."""
+  """Four token ids that are unique to a request."""
   return [number // 200**i % 200 for i in range(4)]
 
 
 async def exchange(reader, writer, number):
-  """(status, body) of the reply to one request."""
+  """Sends one request; returns (status, body) of the reply."""
   body = json.dumps(dict(prompt=prompt(number), max_tokens=2, temperature=1.0)).encode()
   head = f'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n'
   writer.write(head.encode() + body)
   await writer.drain()
   head = (await reader.readuntil(b'\r\n\r\n')).decode()
-  size = int(head.lower().split('content-length: ')[1].split()[0])
-  return int(head.split()[1]), json.loads(await reader.readexactly(size))
+  content_length = int(head.lower().split('content-length: ')[1].split()[0])
+  return int(head.split()[1]), json.loads(await reader.readexactly(content_length))
 
 
 async def _client(port, numbers, ready, load):
@@ -99,7 +99,7 @@ async def _client(port, numbers, ready, load):
 
 
 async def _leave(port):
-  """Asks for many tokens, and leaves before they can be there."""
+  """Requests many tokens and disconnects before they can be sampled."""
   _, writer = await asyncio.open_connection('127.0.0.1', port)
   body = json.dumps(dict(prompt='leaving', max_tokens=24, n=64)).encode()
   writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n' % len(body) + body)
@@ -125,18 +125,18 @@ async def _run(port, pid, clients, requests, leaving):
 
 
 def run(folder, record, clients=CLIENTS, requests=REQUESTS, leaving=LEAVING):
-  """(`Load`, last line of the server, its recorded rows) of `launch.serve` on a model folder."""
+  """Runs `launch.serve` on a model folder under load; returns (`Load`, last line of the server, rows it recorded)."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2 * clients + 500)), hard))
-  few_files = ['sh', '-c', 'ulimit -Sn 1024; exec "$@"', 'sh']  # the limit of many systems, which the server raises
+  few_files = ['sh', '-c', 'ulimit -Sn 1024; exec "$@"', 'sh']  # a common default, which the server must raise
   command = [sys.executable, '-m', 'launch.serve', f'--model={folder}', f'--record={record}', '--port=0']
   command = [*few_files, *command, '--max_context=48', '--slots=64']
   server = subprocess.Popen(command, cwd=CLONE, stdout=subprocess.PIPE, text=True)
   try:
     port = int(server.stdout.readline().split(':')[2].split('/')[0])
-    asyncio.run(_run(port, server.pid, 8, 64, 0))  # compiles
+    asyncio.run(_run(port, server.pid, 8, 64, 0))  # compiles the programs
     load = asyncio.run(_run(port, server.pid, clients, requests, leaving))
-    asyncio.run(_until(lambda: _open_files(server.pid) < 100))  # it learns later that they are closed
+    asyncio.run(_until(lambda: _open_files(server.pid) < 100))  # the server notices closed connections with a delay
     load.sample(server.pid)
     server.send_signal(signal.SIGTERM)
     last = server.communicate(timeout=PATIENCE_S)[0].strip()
@@ -158,7 +158,7 @@ def test_nothing_is_lost_or_answered_twice(tmp_path, record_property):
   assert recorded == {tuple(prompt(number)): 1 for number in range(REQUESTS)}
   answered, refused, cancelled = map(int, re.findall(r'\d+', last))
   assert refused == 0 and answered + cancelled == REQUESTS + 64 + LEAVING
-  assert cancelled > LEAVING / 2  # a fast machine may answer some of those that leave
-  assert max(load.threads) - min(load.threads) <= openai_server._THREADS  # of a pool, which makes them when needed
+  assert cancelled > LEAVING / 2  # a fast machine may answer some clients before they disconnect
+  assert max(load.threads) - min(load.threads) <= openai_server._THREADS  # a pool starts threads on demand
   assert load.files[0] > CLIENTS and load.files[-1] < 100
   assert load.memory_mb[-1] < load.memory_mb[0] + 64

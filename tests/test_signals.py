@@ -1,4 +1,4 @@
-"""A run that gets a stop signal at any moment saves once, loses no step and ends with 42."""
+"""Stop signals (SIGTERM, SIGINT, SIGHUP) at any moment: a run saves once, loses no step and ends with code 42."""
 
 import contextlib
 import os
@@ -24,9 +24,9 @@ from jaxpost.rewards.pool import Group, RewardPool
 from jaxpost.storage.manifest import finished_steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-LIMIT = 240  # seconds for a process, on a busy machine
-# A map that keeps its thread in C code, as the compiler does: no Python handler runs meanwhile.
-STUCK = """
+LIMIT = 240  # seconds that a process may take, on a busy machine
+# A map that keeps its thread in C code, as compilation does, so that no Python signal handler can run.
+STUCK_MAP = """
 import hashlib, os, pathlib
 
 def fix(row):
@@ -35,7 +35,7 @@ def fix(row):
     hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)
   return row
 """
-# The launcher, with an export that takes long once.
+# The launcher, whose first export hangs for 600 s; the next one does not.
 SLOW_EXPORT = """
 import os, pathlib, sys, time
 from absl import flags
@@ -94,26 +94,27 @@ def wait_for(process, condition):
     time.sleep(0.002)
 
 
-def rows(folder):
+def train_rows(folder):
+  """Returns the number of training steps in the metrics of the run."""
   file = folder / 'run' / 'metrics.jsonl'
   return file.read_text().count('"train"') if file.exists() else 0
 
 
 @pytest.fixture
 def clock(monkeypatch):
-  """[the time that handlers of signals see]: on a busy machine milliseconds may become a second."""
+  """[the time that signal handlers see], which stands still: on a busy machine, milliseconds could become a second."""
   now = [100.0]
   monkeypatch.setattr(signals, 'time', types.SimpleNamespace(monotonic=lambda: now[0]))
   return now
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_and_the_same_again(number, model, tmp_path, clock):
-  """In this process: one save, all steps in it, and nothing is raised in between."""
+def test_repeated_stop_signals_save_once_without_losing_a_step(number, model, tmp_path, clock):
+  """A run in this process gets a signal three times: it saves once, with all steps, and raises Preempted at the end."""
   config = tiny.run_config(model, train=dict(steps=4000))
 
   def stop():
-    while rows(tmp_path) < 3:
+    while train_rows(tmp_path) < 3:
       time.sleep(0.001)
     for _ in range(3):
       os.kill(os.getpid(), number)
@@ -125,10 +126,10 @@ def test_a_signal_and_the_same_again(number, model, tmp_path, clock):
     stages.run(config, tmp_path / 'run')
   thread.join()
   (step,) = finished_steps(tmp_path / 'run' / 'checkpoints' / 'sft')
-  assert step == rows(tmp_path) >= 3
+  assert step == train_rows(tmp_path) >= 3
 
 
-def test_handlers_are_those_of_before_afterwards():
+def test_previous_handlers_are_restored():
   before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
   with signals.StopSignal() as stop:
     signal.raise_signal(signal.SIGINT)
@@ -142,11 +143,11 @@ def test_handlers_are_those_of_before_afterwards():
 def test_a_run_in_a_thread_goes_without_handlers(tmp_path):
   with futures.ThreadPoolExecutor(1) as pool:
     run = pool.submit(stages.run, {'data': {'path': 'nowhere.jsonl'}, 'model': {'dtype': 'float32'}}, tmp_path / 'run')
-    with pytest.raises(InputError, match='nowhere.jsonl'):  # not ValueError: signal only works in main thread
+    with pytest.raises(InputError, match='nowhere.jsonl'):  # and not ValueError, as handlers need the main thread
       run.result()
 
 
-def test_a_person_who_insists_ends_a_run(clock):
+def test_ctrl_c_again_after_two_seconds_ends_the_run(clock):
   with signals.StopSignal() as stop:
     signal.raise_signal(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
@@ -156,7 +157,7 @@ def test_a_person_who_insists_ends_a_run(clock):
     stop.received = None
 
 
-def test_nohup_stays():
+def test_ignored_sighup_stays_ignored():
   before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
   try:
     with signals.StopSignal() as stop:
@@ -166,7 +167,7 @@ def test_nohup_stays():
     signal.signal(signal.SIGHUP, before)
 
 
-WATCHED = """
+PROCESS_IN_C_CODE = """
 import hashlib, os, signal, sys, time
 from jaxpost.hardware import signals
 with signals.StopSignal(exit_after_s=0.3) as stop:
@@ -181,15 +182,18 @@ sys.exit(7)
 
 
 @pytest.mark.parametrize('case, code', [('stuck', 42), ('unsaved', 7)])
-def test_the_deadline(case, code):
-  """C code that looks at no flag is ended, unless steps would be lost with it; later signals end nothing."""
-  done = subprocess.run([sys.executable, '-c', WATCHED, case], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+def test_process_stuck_in_c_code_ends_at_the_deadline_unless_steps_are_unsaved(case, code):
+  """Code in C never looks at a flag, so the process is ended, unless steps would be lost; later signals end nothing."""
+  done = subprocess.run(
+    [sys.executable, '-c', PROCESS_IN_C_CODE, case], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT
+  )
   assert done.returncode == code, done.stderr
   assert done.stderr == ('jaxpost: told to stop, no step is lost; run the same command to go on\n' * (code == 42))
 
 
-# Has a clock of its own, which also stops the watching thread: `looks` waits until it has read all values.
-CTRL_C = """
+# Controls its own clock, whose lock can also stop the watching thread. `looks` waits until that thread has read all
+# values.
+PROCESS_WITH_ITS_OWN_CLOCK = """
 import os, signal, threading, time, types
 from jaxpost.hardware import signals
 
@@ -233,13 +237,13 @@ with signals.StopSignal(exit_after_s=0.5) as stop:
 """
 
 
-def test_when_a_signal_arrives_counts():
-  """Not when its handler runs, which waits for C code; and no suspended process loses its steps."""
-  subprocess.run([sys.executable, '-c', CTRL_C], cwd=ROOT, check=True, timeout=LIMIT)
+def test_time_of_a_signal_is_when_it_arrives_not_when_its_handler_runs():
+  """C code delays the handler of a signal; and a suspended process loses no unsaved steps."""
+  subprocess.run([sys.executable, '-c', PROCESS_WITH_ITS_OWN_CLOCK], cwd=ROOT, check=True, timeout=LIMIT)
 
 
-def test_stuck_before_the_first_step(model, tmp_path):
-  (tmp_path / 'maps.py').write_text(STUCK)
+def test_stop_while_stuck_in_c_code_before_the_first_step_ends_with_42(model, tmp_path):
+  (tmp_path / 'maps.py').write_text(STUCK_MAP)
   config = tiny.run_config(model, data=dict(map=f'{tmp_path}/maps.py:fix'))
   process = start(command(tmp_path, config), HOLD=str(tmp_path / 'hold'))
   wait_for(process, (tmp_path / 'hold').exists)
@@ -248,8 +252,8 @@ def test_stuck_before_the_first_step(model, tmp_path):
   assert finish(process, 42) == 'jaxpost: told to stop, no step is lost; run the same command to go on\n'
 
 
-def test_during_the_export(model, tmp_path):
-  """It is not there until it is whole, and made again."""
+def test_stop_during_export_leaves_no_partial_export_and_repeats_it(model, tmp_path):
+  """The export folder does not exist until it is complete; the next run repeats the export."""
   config = tiny.run_config(model, save=dict(export=True))
   arguments = command(tmp_path, config, head=('-c', SLOW_EXPORT))
   process = start(arguments, HOLD=str(tmp_path / 'hold'))
@@ -262,18 +266,18 @@ def test_during_the_export(model, tmp_path):
   assert [p.name for p in (tmp_path / 'run').glob('.export*')] == []
 
 
-# Makes the terminal at its standard input its own, so that it gets SIGHUP when that goes.
-OWN_TERMINAL = (
+# Makes the terminal at standard input the controlling one, whose closing sends SIGHUP to the process.
+WITH_CONTROLLING_TERMINAL = (
   'import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])'
 )
 
 
-def test_a_terminal_that_goes(model, tmp_path):
-  """SIGHUP, and every write to the terminal fails: saved all the same."""
+def test_closed_terminal_saves_and_ends_with_42(model, tmp_path):
+  """The process gets SIGHUP and each write to the terminal fails, but it still saves."""
   config = tiny.run_config(model, train=dict(steps=100_000), log=dict(every=1))
   terminal, other_end = pty.openpty()
   process = subprocess.Popen(
-    [sys.executable, '-c', OWN_TERMINAL, *command(tmp_path, config)],
+    [sys.executable, '-c', WITH_CONTROLLING_TERMINAL, *command(tmp_path, config)],
     cwd=ROOT,
     env=children.environment(),
     start_new_session=True,
@@ -284,19 +288,19 @@ def test_a_terminal_that_goes(model, tmp_path):
   os.close(other_end)
   os.set_blocking(terminal, False)
 
-  def begun():
+  def has_begun():
     with contextlib.suppress(OSError):
       os.read(terminal, 1 << 16)
-    return rows(tmp_path) >= 3
+    return train_rows(tmp_path) >= 3
 
-  wait_for(process, begun)
+  wait_for(process, has_begun)
   os.close(terminal)
   assert process.wait(LIMIT) == 42
   (step,) = finished_steps(tmp_path / 'run' / 'checkpoints' / 'sft')
   assert step == len(metrics.read_rows(tmp_path / 'run' / 'metrics.jsonl'))
 
 
-REWARD = """
+SLOW_REWARD = """
 import os, time
 
 def slow(completions, **columns):
@@ -306,9 +310,9 @@ def slow(completions, **columns):
 """
 
 
-def test_workers_leave_it_to_the_run(tmp_path, monkeypatch):
-  """Slurm signals all processes of a job, those of rewards, too: a group that is graded must not fail of it."""
-  (tmp_path / 'rewards.py').write_text(REWARD)
+def test_reward_workers_ignore_stop_signals(tmp_path, monkeypatch):
+  """Slurm signals all processes of a job, including reward workers; groups that are being graded must not fail."""
+  (tmp_path / 'rewards.py').write_text(SLOW_REWARD)
   monkeypatch.setenv('HOLD', str(tmp_path / 'hold'))
   with RewardPool((f'{tmp_path}/rewards.py:slow',), workers=1, env_vars=('HOLD',)) as pool:
     pool.check(())

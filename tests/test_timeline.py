@@ -1,4 +1,4 @@
-"""The time of each step, and a trace of the steps that were asked for and of no others."""
+"""`monitor.timeline` and `monitor.profile`: times of steps and phases, profiler traces; and the order at a stop."""
 
 import contextlib
 import itertools
@@ -23,31 +23,31 @@ def test_a_run_leaves_a_trace(tmp_path):
   assert len(traces) == 1 and traces[0].stat().st_size > 1000
 
 
-def test_steps_of_a_trace(monkeypatch, tmp_path, caplog):
-  said = []
-  monkeypatch.setattr(timeline.jax.profiler, 'start_trace', lambda folder: said.append('start'))
-  monkeypatch.setattr(timeline.jax.profiler, 'stop_trace', lambda: said.append('stop'))
+def test_trace_starts_and_stops_at_the_configured_steps(monkeypatch, tmp_path, caplog):
+  calls = []
+  monkeypatch.setattr(timeline.jax.profiler, 'start_trace', lambda folder: calls.append('start'))
+  monkeypatch.setattr(timeline.jax.profiler, 'stop_trace', lambda: calls.append('stop'))
   for first, last, begun, expected in (
     (2, 9, 1, {2: 'start', 5: 'stop'}),
     (0, 9, 1, {}),
-    (2, 9, 4, {4: 'start', 5: 'stop'}),  # resumed inside of it
-    (8, 9, 1, {8: 'start', 9: 'stop'}),  # what follows the last step is not traced
-    (9, 9, 1, {9: 'start'}),  # unless no other step is
+    (2, 9, 4, {4: 'start', 5: 'stop'}),  # resumed inside of the traced steps
+    (8, 9, 1, {8: 'start', 9: 'stop'}),  # the work after the last step is not traced
+    (9, 9, 1, {9: 'start'}),  # unless there is no other step to trace
     (2, 9, 6, {}),
   ):
     trace = profile.Trace(tmp_path, first, 3, last)
-    found = {}
+    actual = {}
     for step in range(begun, last + 1):
-      said.clear()
+      calls.clear()
       trace.at(step)
-      if said:
-        (found[step],) = said
-    assert found == expected, (first, last, begun)
+      if calls:
+        (actual[step],) = calls
+    assert actual == expected, (first, last, begun)
     assert bool(caplog.messages) == (begun > first > 0 and not expected), (first, last, begun)
 
 
 def test_an_error_leaves_no_trace_open(monkeypatch, tmp_path):
-  """Else a notebook could not trace again."""
+  """An open trace would keep a notebook from tracing again."""
 
   def fail(self):
     raise RuntimeError('between the steps')
@@ -83,7 +83,7 @@ def test_a_timeline_counts_each_second_once(monkeypatch, tmp_path):
   timer.begin(tmp_path / 'new' / 'x.json', steps=1)
   with timer('sample'):
     now[0] += 3
-  timer.flush()  # what is written still counts
+  timer.flush()  # a written phase still counts
   assert timer.pop() == {'time/sample': 3, 'time/step': 3} | busy(3)
   with timer('data'):
     now[0] += 1
@@ -103,7 +103,7 @@ def test_a_timeline_counts_each_second_once(monkeypatch, tmp_path):
 
 
 class Devices:
-  """A role whose updates take 10 s of devices that run beside the host, in which a dispatch takes 1 s."""
+  """A role with a simulated clock: the host dispatches an update in 1 s, and its devices then compute for 10 s."""
 
   def __init__(self):
     self.now, self.ready = 0.0, 0.0
@@ -121,7 +121,7 @@ class Devices:
 
 @pytest.mark.parametrize('wait', [False, True])
 def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
-  """Also the first one and the one after an evaluation, for which the host waits for nothing before it goes on."""
+  """This includes the first step and the step after an evaluation, before which the host waits for no device."""
   devices, rows = Devices(), []
 
   def evaluate(roles, step):
@@ -152,32 +152,32 @@ def test_a_step_takes_as_long_as_its_devices(wait, monkeypatch):
   stage.timer.watch = lambda phase, done: None
   monkeypatch.setattr(loop._Progress, 'save', lambda self, step: None)
   loop.run_stage(stage, 0, types.SimpleNamespace(reached=lambda: False))
-  found = [(split, step, row['time/step']) for step, split, row, *_ in rows]
-  assert [took for split, _, took in found if split == 'eval'] == [5, 5, 5, 5]
-  assert all(10 <= took <= 12 for split, _, took in found if split == 'train'), found
+  times = [(split, step, row['time/step']) for step, split, row, *_ in rows]
+  assert [seconds for split, _, seconds in times if split == 'eval'] == [5, 5, 5, 5]
+  assert all(10 <= seconds <= 12 for split, _, seconds in times if split == 'train'), times
   assert stage.timer.doing() == 'x 7/7 (0 s)'
 
 
 @pytest.mark.parametrize(
-  'start, told_in, metrics, expected',
+  'start, stopped_in, metrics, expected',
   [
     (0, 9, {}, 'eval 0, eval 2, save 2, eval 4, save 4, eval 5, save 5'),
-    (0, 2, {}, 'eval 0, save 2'),  # told to stop in the step, and there may be no time for an evaluation
+    (0, 2, {}, 'eval 0, save 2'),  # stopped in this step, with no time for an evaluation
     (2, 9, {}, 'eval 2, rows on disk, metrics of 2, eval 4, save 4, eval 5, save 5'),
     (2, 9, {'loss': 1.0}, 'eval 4, save 4, eval 5, save 5'),
     (2, 5, {'loss': 1.0}, 'eval 4, save 4, save 5'),
-    (5, 9, {}, 'eval 5, rows on disk, metrics of 5'),  # told to stop in the last step
+    (5, 9, {}, 'eval 5, rows on disk, metrics of 5'),  # stopped in the last step
   ],
 )
-def test_a_run_told_to_stop_saves_before_it_evaluates(start, told_in, metrics, expected, monkeypatch):
-  done, step = [], [start]
+def test_stopped_run_saves_before_it_evaluates_and_makes_up_for_it(start, stopped_in, metrics, expected, monkeypatch):
+  events, step = [], [start]
 
   def evaluate(run, step):
-    done.append(f'eval {step}')
+    events.append(f'eval {step}')
     run.evaluated = {step: {'loss': 2.0}}
 
   monkeypatch.setattr(loop._Progress, 'evaluate', evaluate)
-  monkeypatch.setattr(loop._Progress, 'save', lambda self, step: done.append(f'save {step}'))
+  monkeypatch.setattr(loop._Progress, 'save', lambda self, step: events.append(f'save {step}'))
   monkeypatch.setattr(loop._Progress, 'log_pending', lambda self: None)
   stage = loop.Stage(
     name='x',
@@ -189,9 +189,9 @@ def test_a_run_told_to_stop_saves_before_it_evaluates(start, told_in, metrics, e
       check=list,
       wait=lambda for_all: None,
       metrics=lambda step: metrics,
-      add_metrics=lambda step, added: done.append(f'metrics of {step}' if added == {'loss': 2.0} else added),
+      add_metrics=lambda step, added: events.append(f'metrics of {step}' if added == {'loss': 2.0} else added),
     ),
-    writer=types.SimpleNamespace(flush=lambda: done.append('rows on disk')),
+    writer=types.SimpleNamespace(flush=lambda: events.append('rows on disk')),
     timer=timeline.Timeline({'update': 'devices', 'sample': 'devices'}),
     meta={},
     on_step_begin=lambda n: step.append(n),
@@ -202,12 +202,12 @@ def test_a_run_told_to_stop_saves_before_it_evaluates(start, told_in, metrics, e
     eval_every=2,
     save_every=2,
   )
-  stage.timer.watch = lambda phase, done: None
+  stage.timer.watch = lambda phase, events: None
 
   def leave(name, saved):
     raise Preempted(saved)
 
-  stop = types.SimpleNamespace(reached=lambda: step[-1] >= told_in, leave=leave)
-  with pytest.raises(Preempted) if told_in <= 5 else contextlib.nullcontext():
+  stop = types.SimpleNamespace(reached=lambda: step[-1] >= stopped_in, leave=leave)
+  with pytest.raises(Preempted) if stopped_in <= 5 else contextlib.nullcontext():
     loop.run_stage(stage, start, stop)
-  assert ', '.join(done) == expected
+  assert ', '.join(events) == expected

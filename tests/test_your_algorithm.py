@@ -1,4 +1,4 @@
-"""Algorithms outside the package: the examples of docs/your_algorithm.md."""
+"""Algorithms outside the package: the examples of docs/your_algorithm.md learn, resume and stay short."""
 
 import importlib.util
 import pathlib
@@ -14,7 +14,7 @@ from jaxpost.monitor import metrics
 from jaxpost.stage import algorithms
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'examples'
-LIMITS = {'reinforce.py': 60, 'actor_critic.py': 150}
+MAX_LINES = {'reinforce.py': 60, 'actor_critic.py': 150}
 
 
 @pytest.fixture(scope='module')
@@ -27,9 +27,9 @@ def run(config, workdir):
   return [row for row in metrics.read_rows(workdir / 'metrics.jsonl') if row['split'] == 'train']
 
 
-@pytest.mark.parametrize('name', LIMITS)
-def test_it_is_short(name):
-  assert len((EXAMPLES / name).read_text().splitlines()) <= LIMITS[name]
+@pytest.mark.parametrize('name', MAX_LINES)
+def test_example_is_short(name):
+  assert len((EXAMPLES / name).read_text().splitlines()) <= MAX_LINES[name]
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,15 @@ def test_reinforce_raises_its_reward(model, tmp_path):
   assert rows[-1]['baseline'] > rows[0]['baseline']
 
 
-def test_it_has_options_of_its_own(model, tmp_path):
-  first = {}
+def test_reinforce_reads_its_own_options(model, tmp_path):
+  baselines = {}
   for rate in (0.1, 1.0):
     config = ml_collections.ConfigDict(
       tiny.grpo_config(model, algorithm=str(EXAMPLES / 'reinforce.py'), train=dict(steps=1))
     )
     config.user.rate = rate
     (row,) = run(config, tmp_path / str(rate))
-    first[rate] = row['baseline']
+    baselines[rate] = row['baseline']
     assert row['baseline'] == pytest.approx(rate * row['reward'])
   config.user.rate = 0.5
   config.train.steps = 2
@@ -80,7 +80,7 @@ def test_it_has_options_of_its_own(model, tmp_path):
     jaxpost.run(config, tmp_path / '1.0')
 
 
-def test_its_memory_survives_a_resume(model, tmp_path):
+def test_state_of_reinforce_survives_a_resume(model, tmp_path):
   config = tiny.grpo_config(
     model,
     algorithm=str(EXAMPLES / 'reinforce.py'),

@@ -1,4 +1,4 @@
-"""Tiny decoders, computed exactly, shared by the tests of models.
+"""Tiny models, their folders and configs of short runs, shared by all tests; logits are computed in exact float32.
 
 Legend: B rows, T tokens, V padded vocabulary.
 """
@@ -28,6 +28,7 @@ EXACT = Compute(dtype='float32', q_chunk=64)
 
 
 def config(**fields) -> ModelConfig:
+  """A dense decoder of two layers; `fields` replace its settings."""
   base = dict(
     family='qwen3',
     vocab_size=131,
@@ -45,7 +46,7 @@ def config(**fields) -> ModelConfig:
 
 
 def latent(**fields) -> LatentConfig:
-  """Two layers of experts behind a dense one, as in DeepSeek-V3."""
+  """Latent attention, with two layers of experts after a dense one, as in DeepSeek-V3."""
   base = vars(
     config(
       family='deepseek_v3',
@@ -61,20 +62,20 @@ def latent(**fields) -> LatentConfig:
       ),
     )
   )
-  own = dict(q_rank=14, kv_rank=12, rope_dim=4, v_dim=6)
-  return LatentConfig(**base | own | fields)
+  latent_sizes = dict(q_rank=14, kv_rank=12, rope_dim=4, v_dim=6)
+  return LatentConfig(**base | latent_sizes | fields)
 
 
 def sparse(**fields) -> LatentConfig:
-  """`latent` with an indexer that chooses 5 tokens."""
-  own = dict(family='deepseek_v32', index_topk=5, index_heads=7, index_dim=6)
-  return latent(**own | fields)
+  """`latent` with an indexer that selects the 5 tokens to which a query attends."""
+  indexer = dict(family='deepseek_v32', index_topk=5, index_heads=7, index_dim=6)
+  return latent(**indexer | fields)
 
 
 _DELTA = dict(norm_offset=1.0, rotary_dim=4, mixers=('delta', 'layers', 'delta')) | dict(
   key_heads=3, value_heads=6, key_size=14, value_size=6, taps=3
 )
-# Family -> how it differs from `config`.
+# Family -> the fields in which its model differs from `config`.
 HYBRIDS = {
   'qwen3_5_text': _DELTA,
   'qwen3_5_moe_text': _DELTA,
@@ -99,10 +100,10 @@ HYBRIDS = {
 
 
 def hybrid(family='qwen3_5_text', **fields) -> HybridConfig:
-  """Two layers with another mixer around one with attention.
+  """A model of a family of `HYBRIDS`: mostly one layer of attention between two layers of another mixer.
 
   `norm_eps` is large because the output of the gated delta rule for the first token of a document is the product of a
-  query and a key, which may be near 0; the norm would divide its rounding errors by it.
+  query and a key, which may be near 0. With a small epsilon, the norm would amplify the rounding errors of that output.
   """
   base = vars(config(family=family, num_layers=3, norm_eps=0.02))
   return HybridConfig(**base | HYBRIDS[family] | fields)
@@ -112,27 +113,27 @@ _PROPORTIONAL = Rope(scaling=(('rope_type', 'proportional'), ('partial_rotary_fa
 
 
 def mixed(**fields) -> MixedConfig:
-  """Heads of two sizes, an embedding for each layer, and a layer of each kind that reads keys of an earlier one."""
+  """Heads of two sizes, an embedding per layer, and for each size a layer that reads the keys of an earlier layer."""
   base = vars(
     config(
       family='gemma4_text', num_layers=4, norm_eps=0.05, head_dim=10, hidden_size=36, norms='both', embed_scale=6.0
     )
   )
-  kinds = dict(ropes=(_PROPORTIONAL, Rope(100.0, size=10)), layer_ropes=(1, 0, 1, 0), layer_windows=(6, 0, 6, 0))
-  own = dict(full_head_dim=14, full_kv_heads=2, shared_layers=2, wide_shared_mlp=True, side_size=6)
+  layer_kinds = dict(ropes=(_PROPORTIONAL, Rope(100.0, size=10)), layer_ropes=(1, 0, 1, 0), layer_windows=(6, 0, 6, 0))
+  sharing = dict(full_head_dim=14, full_kv_heads=2, shared_layers=2, wide_shared_mlp=True, side_size=6)
   return MixedConfig(
-    **base | kinds | own | dict(attention_scale=1.0, activation='gelu_tanh', logit_softcap=9.0) | fields
+    **base | layer_kinds | sharing | dict(attention_scale=1.0, activation='gelu_tanh', logit_softcap=9.0) | fields
   )
 
 
 def chunked(**fields) -> ChunkedConfig:
-  """Attention in chunks of 5 tokens in every other layer, and experts in the layers without: as in Llama 4."""
+  """Attention in chunks of 5 tokens in every other layer, and experts in the remaining layers, as in Llama 4."""
   scaling = (('llama_4_scaling_beta', 0.3), ('original_max_position_embeddings', 5), ('query_offset', 1))
   ropes = Rope(500.0, interleaved=True), Rope(scaling=(('rope_type', 'none'), *scaling))
-  own = dict(ropes=ropes, layer_ropes=(0, 1, 0, 1), layer_windows=(5, 0, 5, 0), head_dim=10)
-  own |= dict(qk_norm='unscaled', tie_embeddings=False, norm_eps=0.02, num_layers=4)
-  own |= dict(experts=Experts(5, 2, 20, normalize=False, shared=1, sigmoid=True, on_inputs=True))
-  return ChunkedConfig(**vars(config(family='llama4_text')) | own | dict(sparse=(1, 3)) | fields)
+  settings = dict(ropes=ropes, layer_ropes=(0, 1, 0, 1), layer_windows=(5, 0, 5, 0), head_dim=10)
+  settings |= dict(qk_norm='unscaled', tie_embeddings=False, norm_eps=0.02, num_layers=4)
+  settings |= dict(experts=Experts(5, 2, 20, normalize=False, shared=1, sigmoid=True, on_inputs=True))
+  return ChunkedConfig(**vars(config(family='llama4_text')) | settings | dict(sparse=(1, 3)) | fields)
 
 
 def one_device(phase='train'):
@@ -145,14 +146,18 @@ def _normal(key, size, scale):
 
 
 def initial(key, cfg, table):
-  """Replaces `model.init`, which compiles a program for each model: a number depends on its index alone."""
+  """Draws parameters like `model.init`, without compiling a program for each model.
+
+  Sizes are rounded up to powers of 2, so that all models share a few compiled programs. The values of a parameter
+  depend on the seed, on its place in the table and on its size, not on the rest of the model.
+  """
 
   def draw(i, spec):
     if spec.init in ('ones', 'zeros'):
       return np.full(spec.shape, spec.init == 'ones', spec.dtype or 'float32')
     size = math.prod(spec.shape)
-    drawn = _normal(jax.random.fold_in(key, i), max(1024, 1 << (size - 1).bit_length()), cfg.initializer_range)
-    value = np.array(drawn)[:size].reshape(spec.shape)
+    normal = _normal(jax.random.fold_in(key, i), max(1024, 1 << (size - 1).bit_length()), cfg.initializer_range)
+    value = np.array(normal)[:size].reshape(spec.shape)
     if spec.axes[0] == 'vocab':
       value[cfg.vocab_size :] = 0
     return value
@@ -161,16 +166,16 @@ def initial(key, cfg, table):
 
 
 def params(model, seed=0):
-  """Random parameters whose norm scales are not 1 either."""
+  """Random parameters; the scales of norms are varied as well, so that none of them is 1."""
   random, key = np.random.RandomState(seed), jax.random.key(seed)
 
   def vary(x, spec):
     noise = 0.2 * random.standard_normal(x.shape).astype(np.float32)
     return jnp.asarray(x + noise if spec.exact else x)
 
-  plain = isinstance(model.init, functools.partial) and model.init.func is model_lib.init
-  made = initial(key, model.config, model.table) if plain else jax.jit(model.init)(key)
-  return jax.tree.map(vary, made, parameters.nest(model.table))
+  is_decoder = isinstance(model.init, functools.partial) and model.init.func is model_lib.init
+  initialized = initial(key, model.config, model.table) if is_decoder else jax.jit(model.init)(key)
+  return jax.tree.map(vary, initialized, parameters.nest(model.table))
 
 
 def tokens(shape, vocab=131, seed=0):
@@ -178,7 +183,7 @@ def tokens(shape, vocab=131, seed=0):
 
 
 def hidden(model, weights, ids, compute=EXACT, segments=None, positions=None):
-  """[B, T] tokens -> [B, T, D]; one document a row unless told otherwise."""
+  """[B, T] tokens -> [B, T, D] hidden states; by default, each row is one document."""
   shape = ids.shape
   if positions is None:
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
@@ -189,7 +194,7 @@ def hidden(model, weights, ids, compute=EXACT, segments=None, positions=None):
 
 @functools.lru_cache(maxsize=None)
 def _forward(cfg, compute):
-  """Compiled: operation by operation takes ten times as long."""
+  """The compiled forward pass of a config; without compilation it would take ten times as long."""
   model = model_lib.build(cfg)
   return jax.jit(lambda *args: model.forward(*args, compute=compute))
 
@@ -202,15 +207,16 @@ def logits(model, weights, ids, **kwargs):
 
 
 def largest(x) -> float:
+  """The largest absolute value of an array."""
   return float(np.max(np.abs(np.asarray(x))))
 
 
 def folder(path, **fields):
-  """Writes a Hugging Face folder for the 'bytes' tokenizer, without checksums, as others write it; its path."""
+  """Writes a Hugging Face folder for the 'bytes' tokenizer, without our checksums; returns its path."""
   shape = dict(vocab_size=259, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=1)
-  makers = dict(deepseek_v3=latent, deepseek_v32=sparse, gemma4_text=mixed, llama4_text=chunked)
-  make = (makers | dict.fromkeys(HYBRIDS, hybrid)).get(fields.get('family'), config)
-  model = model_lib.build(make(**{**shape, **fields}))
+  config_makers = dict(deepseek_v3=latent, deepseek_v32=sparse, gemma4_text=mixed, llama4_text=chunked)
+  make_config = (config_makers | dict.fromkeys(HYBRIDS, hybrid)).get(fields.get('family'), config)
+  model = model_lib.build(make_config(**{**shape, **fields}))
   hf_export.save(path, model, params(model))
   (pathlib.Path(path) / seals.NAME).unlink()
   return str(path)
@@ -228,16 +234,16 @@ def after_bos(source, path) -> str:
 
 
 def merged(base, over):
-  """`over` on top of nested dict `base`."""
+  """Returns nested dict `base` with the values of nested dict `over` in place of its own."""
   out = dict(base)
   for key, value in over.items():
-    inner = isinstance(value, dict) and isinstance(out.get(key), dict)
-    out[key] = merged(out[key], value) if inner else value
+    both_are_dicts = isinstance(value, dict) and isinstance(out.get(key), dict)
+    out[key] = merged(out[key], value) if both_are_dicts else value
   return out
 
 
 def run_config(model, **over):
-  """A config, as nested dicts: SFT of sums that takes a second."""
+  """A config, as nested dicts: SFT on sums that takes a second; `over` replaces fields."""
   task = 'generated:arithmetic:max=99,ops=+'
   return merged(
     defaults(),
@@ -258,7 +264,7 @@ def run_config(model, **over):
 
 
 def grpo_config(model, **over):
-  """GRPO towards small tokens, graded in this process."""
+  """A config of GRPO that rewards token ids below 64; the reward runs in this process."""
   return run_config(
     model,
     **merged(
@@ -268,7 +274,7 @@ def grpo_config(model, **over):
 
 
 def sums_config(folder_, **over):
-  """A short SFT on small sums, and RL as `over` says in stage 'online'."""
+  """A config of a short SFT on small sums and, in stage 'online', RL with the fields of `over`."""
   task = 'generated:arithmetic:max=5,ops=+,split=train,correct=1'
   model = folder(
     f'{folder_}/model',
@@ -300,6 +306,6 @@ def low_share(completion_ids, **columns):
 
 
 def config_file(path, config):
-  """Writes nested dicts as a config file for the launchers."""
+  """Writes nested dicts as a config file for the launchers; returns its path."""
   path.write_text(f'import ml_collections\n\n\ndef get_config():\n  return ml_collections.ConfigDict({config!r})\n')
   return path
