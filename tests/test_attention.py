@@ -520,19 +520,19 @@ def test_a_kernel_of_another_platform_is_refused(platform, name, words):
 # ----------------------------------------------------------------------- check
 
 
-def documents_not_separated(q, k, v, rows, sinks, **options):
+def one_document(q, k, v, rows, sinks, **options):
   """A kernel with a defect: documents see each other."""
   rows = rows._replace(segment_ids=jnp.ones_like(rows.segment_ids))
   return attention_kernels.splash(q, k, v, rows, sinks, **options, interpret=True)
 
 
-def no_gradient_of_keys(q, k, v, *inputs, **options):
+def no_gradient(q, k, v, *inputs, **options):
   """A kernel with a defect: the gradient of keys is zero."""
   stop = jax.lax.stop_gradient
   return attention_kernels.splash(q, stop(k), v, *inputs, **options, interpret=True)
 
 
-def missing_in_jax(*args, **options):
+def not_there(*args, **options):
   """A kernel that calls a function which this version of JAX lacks."""
   return jax.lax.make_splash(*args, **options)
 
@@ -581,9 +581,9 @@ def test_a_kernel_is_measured_forward_and_backward(monkeypatch, parts):
 @pytest.mark.parametrize(
   'wrong, problem',
   [
-    (documents_not_separated, 'in out'),
-    (no_gradient_of_keys, r'off by 1\.0e\+00 in k'),
-    (missing_in_jax, 'AttributeError: .* no attribute .make_splash'),
+    (one_document, 'in out'),
+    (no_gradient, r'off by 1\.0e\+00 in k'),
+    (not_there, 'AttributeError: .* no attribute .make_splash'),
   ],
 )
 def test_only_shapes_with_wrong_results_fall_back_to_xla(monkeypatch, caplog, verify_splash, wrong, problem):
@@ -621,7 +621,7 @@ def test_a_shape_is_checked_once(monkeypatch, verify_splash, tmp_path):
     return errors(name, work, dtype, window)
 
   monkeypatch.setattr(kernel_check, 'errors', counted)
-  first = verify_splash(wrong_for_length(documents_not_separated, 384), 128, 256, 384, 256)
+  first = verify_splash(wrong_for_length(one_document, 384), 128, 256, 384, 256)
   assert checked == [(256, 'bfloat16', 0), (384, 'bfloat16', 0)]  # rows of 128 tokens use no kernel
   assert verify_splash(attention_kernels.KERNELS['splash'], 384, 256) == first
   assert len(checked) == 2
