@@ -57,16 +57,16 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def whole(weights, source, tmp_path_factory):
+def finished(weights, source, tmp_path_factory):
   out = tmp_path_factory.mktemp('out') / 'out.jsonl'
   prompts = completions.make_prompts(weights, file=str(source))
   assert completion_files.complete_file(weights, prompts, out, DRAWS) == 12
   return out
 
 
-def test_rows_keep_their_columns(whole, source, weights):
+def test_sampled_rows_keep_their_columns(finished, source, weights):
   inputs = [json.loads(x) for x in source.read_text().splitlines()]
-  outputs = [json.loads(x) for x in whole.read_text().splitlines()]
+  outputs = [json.loads(x) for x in finished.read_text().splitlines()]
   assert len(inputs) == len(outputs)
   for old, new in zip(inputs, outputs):
     assert {k: new.pop(k) for k in old} == old
@@ -166,18 +166,18 @@ def test_typed_prompt_has_the_form_of_the_training_data(weights, tmp_path, row, 
 
 
 @pytest.mark.parametrize('kept_rows', [0, 3, 4, 7, 12])
-def test_truncated_output_file_is_continued(weights, source, whole, tmp_path, kept_rows):
+def test_truncated_output_file_is_continued(weights, source, finished, tmp_path, kept_rows):
   """The file may be cut anywhere, also in the middle of a row; whole batches of four rows are kept."""
-  lines = whole.read_bytes().splitlines(keepends=True)
+  lines = finished.read_bytes().splitlines(keepends=True)
   out = tmp_path / 'out.jsonl'
   partial_row = lines[kept_rows][:40] if kept_rows < 12 else b''
   out.write_bytes(b''.join(lines[:kept_rows]) + partial_row)
   note = f'{out}.of.json'
-  pathlib.Path(note).write_text(pathlib.Path(f'{whole}.of.json').read_text())
+  pathlib.Path(note).write_text(pathlib.Path(f'{finished}.of.json').read_text())
   prompts = completions.make_prompts(weights, file=str(source))
   completed = completion_files.complete_file(weights, prompts, out, DRAWS)
   assert completed == 12 - kept_rows // 4 * 4
-  assert out.read_bytes() == whole.read_bytes()
+  assert out.read_bytes() == finished.read_bytes()
 
 
 def with_inputs(weights, **fields):
@@ -185,27 +185,27 @@ def with_inputs(weights, **fields):
   return dataclasses.replace(weights, inputs=dataclasses.replace(weights.inputs, **fields))
 
 
-def test_output_file_of_other_draws_weights_or_prompts_is_refused(weights, source, whole):
+def test_output_file_of_other_draws_weights_or_prompts_is_refused(weights, source, finished):
   prompts = completions.make_prompts(weights, file=str(source))
-  before = whole.read_bytes()
+  before = finished.read_bytes()
   for change, kind in (
     (dict(draws=completions.Draws(n=64, max_new_tokens=4, seed=1)), 'draws'),
     (dict(source='other'), 'weights'),
     (dict(weights=with_inputs(weights, name='another stage')), 'weights'),
     (dict(weights=with_inputs(weights, sources={'policy': Source(None, folder=pathlib.Path('adapter'))})), 'weights'),
   ):
-    arguments = dict(weights=weights, prompts=prompts, out=whole, draws=DRAWS) | change
+    arguments = dict(weights=weights, prompts=prompts, out=finished, draws=DRAWS) | change
     with pytest.raises(InputError, match=f'with other {kind}'):
       completion_files.complete_file(**arguments)
   with pytest.raises(InputError, match='with other prompts'):
-    completion_files.complete_file(weights, prompts[:3], whole, DRAWS)
+    completion_files.complete_file(weights, prompts[:3], finished, DRAWS)
   corrected = [dataclasses.replace(p, columns={**p.columns, 'answer': 'another'}) for p in prompts]
   with pytest.raises(InputError, match='with other prompts'):
-    completion_files.complete_file(weights, corrected, whole, DRAWS)
-  assert whole.read_bytes() == before
+    completion_files.complete_file(weights, corrected, finished, DRAWS)
+  assert finished.read_bytes() == before
 
 
-def test_kill_9_during_sample_resumes_with_the_same_command(folder, source, whole, tmp_path):
+def test_kill_9_during_sample_resumes_with_the_same_command(folder, source, finished, tmp_path):
   out = tmp_path / 'out.jsonl'
   code = 'import sys\nfrom launch import main\nmain.main(sys.argv[1:])\n'
   # The process hangs after its first write, so that the kill comes between two writes.
@@ -236,7 +236,7 @@ def test_kill_9_during_sample_resumes_with_the_same_command(folder, source, whol
   error = second.communicate()[1]
   assert second.returncode == 0, error
   assert '12 rows, 8 of them new' in error
-  assert out.read_bytes() == whole.read_bytes()
+  assert out.read_bytes() == finished.read_bytes()
 
 
 def test_chat_streams_answers_and_keeps_history(weights, monkeypatch):

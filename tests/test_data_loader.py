@@ -131,7 +131,7 @@ def test_info_counts_tokens_documents_and_context():
 
 
 @pytest.mark.parametrize('packed', [True, False])
-def test_resume_at_each_batch_continues_the_same(packed):
+def test_resume_at_each_batch_gives_the_same_batches(packed):
   uninterrupted = make(packing=packed, documents=uneven)
   states, batches = [uninterrupted.state()], []
   for batch, info in take(uninterrupted, 14):

@@ -351,7 +351,7 @@ def test_loss_does_not_depend_on_packing_or_chunks(models, topk):
 
 
 def test_precomputed_arrays_of_long_documents_hold_the_tokens_that_fit():
-  """Where rows are shorter than a document, the array has values for the tokens that were read, and zeros after."""
+  """Where rows are shorter than a document, the array has the trained tokens that were read, and zeros elsewhere."""
   example = dataclasses.replace(documents()[4], arrays={})
   fields = {'seen': ((), np.int32)}
 

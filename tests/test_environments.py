@@ -259,7 +259,7 @@ class Slow:
 """
 
 
-def test_methods_may_be_coroutines(tmp_path):
+def test_environment_methods_may_be_coroutines(tmp_path):
   (tmp_path / 'env.py').write_text(ASYNC)
   pool = pool_lib.EnvironmentPool(f'{tmp_path}/env.py:Slow', workers=1)
   try:

@@ -275,7 +275,7 @@ def test_which_methods_fit_on_which_devices(cells):
   assert cells['SFT', 'H100'].estimate.total > 16 * 8.19e9
   assert cells['GRPO', 'H100'].fits and 'rollout.slots' not in cells['GRPO', 'H100'].settings
   assert cells['GRPO', 'v5e-1'].settings['rollout.slots'] < 256  # 24 GiB of cache would not fit
-  for method in ('SFT', 'GRPO'):  # an H200 is an H100 with more memory
+  for method in ('SFT', 'GRPO'):  # an H200 has more memory than an H100
     assert cells[method, '8xH200'].fits >= cells[method, '8xH100'].fits
   assert cells['GRPO', 'T4'].settings['model.dtype'] == 'float16'
   assert cells['SFT', 'v5e-256'].settings['train.batch_size'] % 256 == 0
@@ -361,7 +361,7 @@ def page_parts(text):
 PAGE = page_parts((CLONE / 'docs/fits.md').read_text('utf-8').partition('## Tables')[2])
 
 
-def test_the_page_is_up_to_date():
+def test_fits_page_is_up_to_date():
   """It has the rows that are computed now for three devices, of a dense model and of one with experts."""
   code = """
 import sys, make_fits_table as m
